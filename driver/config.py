@@ -1,0 +1,178 @@
+"""The whole configuration of a run, and the rules that span its sections.
+
+`driver/settings.py` reads YAML and `--set` into these models. Derived sizes are properties;
+nothing here touches a device, a file or the network.
+"""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from learner.config import AlgorithmConfig, LearnerConfig, Section
+from rollout_worker.config import DataConfig, RewardConfig, RolloutConfig
+
+
+class RunSection(Section):
+    """What the run is called, how long it is, and where it writes."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$")
+    steps: int = Field(100, ge=1)
+    seed: int = Field(0, ge=0, lt=2**31)
+    output_dir: str = "runs/{name}"
+    """Folder of logs, checkpoints and exports; `{name}` is replaced. Relative to where it starts."""
+    resume: bool = False
+    """Continue from the newest complete checkpoint in output_dir; without it the folder must be
+    new or empty."""
+
+
+class ModelSection(Section):
+    """Which weights to start from."""
+
+    path: str
+    """HF folder, .gguf file, or HF hub id."""
+    tokenizer: str | None = None
+    """Folder or hub id of another tokenizer; null takes the model's own."""
+    chat_template: str | None = None
+    """A Jinja template that replaces the tokenizer's; needed where it has none."""
+    stop_tokens: tuple[str, ...] = ()
+    """Further stop tokens, beside those of tokenizer and generation config."""
+
+
+class WeightsConfig(Section):
+    """How a policy version travels to the workers."""
+
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    chunk_bytes: int = Field(2 * 2**20, ge=1024, le=3 * 2**20)
+    streams: int = Field(2, ge=1, le=16)
+    timeout_s: float = Field(600.0, gt=0)
+    keep_versions: int = Field(2, ge=1)
+    """Published versions that the learner holds in host memory."""
+
+
+class CheckpointConfig(Section):
+    every_steps: int = Field(10, ge=0)
+    """0 writes one only at the end and on a signal."""
+    keep: int = Field(2, ge=1)
+    """Complete checkpoints that remain; an older one goes after the newer one is verified."""
+    export_hf: bool = True
+    """Write the final policy as an HF folder."""
+
+
+class EvalConfig(Section):
+    """Held-out evaluation on data.eval."""
+
+    every_steps: int = Field(0, ge=0)
+    """0 evaluates only at start and end, as the next two keys say."""
+    at_start: bool = True
+    at_end: bool = True
+    prompts: int | None = Field(None, ge=1)
+    """The first so many of data.eval; null takes all."""
+    samples_per_prompt: int = Field(1, ge=1)
+    temperature: float = Field(0.0, ge=0)
+    """0 is greedy."""
+    pass_k: tuple[int, ...] = (1,)
+
+    @model_validator(mode="after")
+    def _check(self):
+        too_many = [k for k in self.pass_k if not 1 <= k <= self.samples_per_prompt]
+        if too_many:
+            raise ValueError(
+                f"eval.pass_k={list(self.pass_k)} must lie between 1 and "
+                f"samples_per_prompt={self.samples_per_prompt}"
+            )
+        if self.samples_per_prompt > 1 and self.temperature == 0:
+            raise ValueError(
+                f"eval.samples_per_prompt={self.samples_per_prompt} at temperature 0 gives equal "
+                "samples: set eval.temperature above 0 or samples_per_prompt to 1"
+            )
+        return self
+
+
+class WandbConfig(Section):
+    mode: Literal["online", "offline", "disabled"] = "disabled"
+    project: str = "tandem"
+    entity: str | None = None
+
+
+class LogConfig(Section):
+    samples_per_step: int = Field(2, ge=0)
+    """Completions written to samples.jsonl at every step."""
+    wandb: WandbConfig = WandbConfig()
+    unexplained_fraction: float = Field(0.05, gt=0, le=1)
+    """A step warns when a larger share of its seconds belongs to no phase."""
+
+
+class Resources(Section):
+    """What one actor asks of the Ray cluster."""
+
+    cpus: float = Field(1.0, ge=0)
+    gpus: float = Field(0.0, ge=0)
+    tpus: float = Field(0.0, ge=0)
+    """Of Ray's `TPU` resource: chips."""
+
+
+class PlacementConfig(Section):
+    """Where the processes run, and how long anyone waits for them."""
+
+    mode: Literal["separate"] = "separate"
+    platform: Literal["cpu", "gpu", "tpu"] = "cpu"
+    """What both roles must find; nothing ever falls back to another platform."""
+    learner: Resources = Resources()
+    rollout: Resources = Resources()
+    bind_host: str = "127.0.0.1"
+    """Address the learner's gRPC server listens on: 0.0.0.0 on a cluster of several hosts."""
+    startup_timeout_s: float = Field(300.0, gt=0)
+    resources_timeout_s: float = Field(60.0, gt=0)
+    """How long the cluster may take to offer what is asked."""
+    step_timeout_s: float = Field(3600.0, gt=0)
+    worker_restarts: int = Field(3, ge=0)
+    """Restarts of rollout workers in the whole run."""
+
+
+class RunConfig(Section):
+    """One run: `python -m driver --config run.yaml --set section.key=value`."""
+
+    run: RunSection = RunSection()
+    model: ModelSection
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    learner: LearnerConfig = LearnerConfig()
+    weights: WeightsConfig = WeightsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
+    log: LogConfig = LogConfig()
+    placement: PlacementConfig = PlacementConfig()
+
+    @property
+    def output_dir(self) -> str:
+        return self.run.output_dir.replace("{name}", self.run.name)
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Longest prompt plus completion, in tokens."""
+        return self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.learner.microbatch_tokens < self.sequence_tokens:
+            raise ValueError(
+                f"learner.microbatch_tokens={self.learner.microbatch_tokens} cannot hold one "
+                f"sequence of rollout.max_prompt_tokens + max_completion_tokens = "
+                f"{self.sequence_tokens} tokens: raise it or lower one of the two"
+            )
+        decode = self.rollout.decode
+        if decode.batch_rows % self.rollout.completions_per_prompt:
+            raise ValueError(
+                f"rollout.decode.batch_rows={decode.batch_rows} must be a multiple of "
+                f"rollout.completions_per_prompt={self.rollout.completions_per_prompt}, "
+                "since a group is decoded together"
+            )
+        evaluates = self.eval.every_steps or self.eval.at_start or self.eval.at_end
+        if evaluates and self.data.eval is None:
+            raise ValueError(
+                "eval asks for held-out prompts but data.eval is not set: set it, or set "
+                "eval.every_steps=0, eval.at_start=false and eval.at_end=false"
+            )
+        return self

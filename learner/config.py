@@ -1,0 +1,88 @@
+"""What the learner needs: the objective (`algorithm`) and the update (`learner`)."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """A frozen configuration section that forbids unknown keys and non-finite numbers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class AlgorithmConfig(Section):
+    """The GRPO family: how rewards become advantages, and advantages a loss."""
+
+    advantage: Literal["group_norm", "group_centre"] = "group_norm"
+    """`group_norm` divides by the group's standard deviation (GRPO), `group_centre` does not."""
+    advantage_eps: float = Field(1e-6, gt=0)
+    """Keeps the division by the standard deviation finite; in reward units."""
+    aggregation: Literal["token_mean", "seq_mean", "constant"] = "token_mean"
+    """`constant` divides by sequences x max_completion_tokens (Dr. GRPO)."""
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    """The ratio is held above 1 - clip_low."""
+    clip_high: float = Field(0.2, gt=0)
+    """The ratio is held below 1 + clip_high."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the penalty against the frozen reference policy; 0 keeps no reference."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    entropy_coef: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus in nats per token."""
+    zero_variance: Literal["keep", "mask", "resample"] = "keep"
+    """What happens to a group whose rewards are all equal."""
+    resample_rounds: int = Field(3, ge=1)
+    """With `resample`: how often a step may ask for more prompts before it trains on fewer."""
+    truncated: Literal["keep", "mask"] = "keep"
+    """`mask` leaves completions that ended by length out of the loss, not out of the baseline."""
+
+
+class OptimizerConfig(Section):
+    """One optax chain: clip by global norm, then the named rule with a schedule."""
+
+    name: Literal["adamw", "lion", "sgd"] = "adamw"
+    learning_rate: float = Field(1e-6, ge=0)
+    """The peak, reached after `warmup_steps`."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    final_fraction: float = Field(0.0, ge=0, le=1)
+    """The rate at the last step, as a fraction of the peak."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.999, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    """Applied to matrices only, never to norms and biases."""
+    clip_norm: float = Field(1.0, gt=0)
+
+
+class MeshConfig(Section):
+    """Axis sizes of the learner's device mesh; one axis may be -1 (all devices that remain)."""
+
+    data: int = 1
+    fsdp: int = -1
+
+    @model_validator(mode="after")
+    def _check(self):
+        sizes = (self.data, self.fsdp)
+        if any(size == 0 or size < -1 for size in sizes) or sizes.count(-1) > 1:
+            raise ValueError(
+                f"mesh axes must be positive and at most one may be -1, got "
+                f"data={self.data}, fsdp={self.fsdp}"
+            )
+        return self
+
+
+class LearnerConfig(Section):
+    """How one batch of groups becomes one optimiser step."""
+
+    microbatch_tokens: int = Field(8192, ge=16)
+    """Token slots of one micro-batch on one device, padding included."""
+    updates_per_batch: int = Field(1, ge=1)
+    """Optimiser updates on the same groups; from the second on the clip has work to do."""
+    mesh: MeshConfig = MeshConfig()
+    remat: bool = True
+    """Recompute each layer in the backward pass instead of keeping its activations."""
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    loss_impl: Literal["auto", "reference", "xla"] = "auto"
+    """Implementation of the per-token logprob; `auto` is the fastest measured."""
+    optimizer: OptimizerConfig = OptimizerConfig()

@@ -1,0 +1,234 @@
+"""The one model definition, read by learner and rollout worker alike.
+
+Parameters are a tree of arrays under their Hugging Face names. A matrix keeps Hugging Face's
+[out, in] layout, so that loading, the wire and the export copy bytes and never transpose.
+`params["layers"]` is either one tree whose leaves carry a leading layer axis (the learner scans
+over it: one compilation for any depth) or a list of trees (the decode loop unrolls it). How keys
+and values are kept is the caller's business, through `attend`.
+
+Dimension key:
+    B: sequences
+    T: tokens
+    D: model width
+    F: hidden width of the MLP
+    N: query heads
+    K: key/value heads
+    H: head size
+    V: vocabulary (rows of the embedding)
+    L: layers
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from models.attention import attention, causal_in_segment
+from models.config import ModelConfig
+from models.rope import rotary, rotate
+
+Params = dict[str, Any]
+Attend = Callable[..., tuple[jax.Array, Any]]
+"""(query_BTNH, key_BTKH, value_BTKH, layer_cache) -> (out_BTNH, new layer_cache)."""
+Gather = Callable[[str, Params], Params]
+"""(top-level name, its tree of one layer) -> the same tree, whole on this device."""
+
+_init = nn.initializers.normal(0.02)
+
+
+class Linear(nn.Module):
+    """y = x W^T + b with W [out, in], computed in the dtype of x."""
+
+    features: int
+    bias: bool
+
+    @nn.compact
+    def __call__(self, x):
+        weight = self.param("weight", _init, (self.features, x.shape[-1]), jnp.float32)
+        y = jnp.einsum("...i,oi->...o", x, weight.astype(x.dtype))
+        if not self.bias:
+            return y
+        bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
+        return y + bias.astype(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last axis; statistics in float32."""
+
+    eps: float
+
+    @nn.compact
+    def __call__(self, x):
+        weight = self.param("weight", nn.initializers.ones, (x.shape[-1],), jnp.float32)
+        x32 = x.astype(jnp.float32)
+        normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        return normed.astype(x.dtype) * weight.astype(x.dtype)
+
+
+class Attention(nn.Module):
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x_BTD, rotary_BTH, attend, layer_cache):
+        c = self.config
+        B, T, D = x_BTD.shape
+
+        def heads(name, count):
+            projected = Linear(count * c.head_dim, c.qkv_bias, name=f"{name}_proj")(x_BTD)
+            return projected.reshape(B, T, count, c.head_dim)
+
+        query_BTNH = heads("q", c.num_heads)
+        key_BTKH = heads("k", c.num_kv_heads)
+        value_BTKH = heads("v", c.num_kv_heads)
+        if c.qk_norm:
+            query_BTNH = RMSNorm(c.rms_norm_eps, name="q_norm")(query_BTNH)
+            key_BTKH = RMSNorm(c.rms_norm_eps, name="k_norm")(key_BTKH)
+        out_BTNH, layer_cache = attend(
+            rotate(query_BTNH, rotary_BTH), rotate(key_BTKH, rotary_BTH), value_BTKH, layer_cache
+        )
+        out = Linear(D, c.o_bias, name="o_proj")(out_BTNH.reshape(B, T, -1))
+        return out, layer_cache
+
+
+class MLP(nn.Module):
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x_BTD):
+        c = self.config
+        gate_BTF = Linear(c.intermediate_size, c.mlp_bias, name="gate_proj")(x_BTD)
+        up_BTF = Linear(c.intermediate_size, c.mlp_bias, name="up_proj")(x_BTD)
+        return Linear(x_BTD.shape[-1], c.mlp_bias, name="down_proj")(nn.silu(gate_BTF) * up_BTF)
+
+
+class Block(nn.Module):
+    """One decoder layer; submodule names are Hugging Face's."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x_BTD, rotary_BTH, attend, layer_cache):
+        eps = self.config.rms_norm_eps
+        normed = RMSNorm(eps, name="input_layernorm")(x_BTD)
+        attended, layer_cache = Attention(self.config, name="self_attn")(
+            normed, rotary_BTH, attend, layer_cache
+        )
+        x_BTD = x_BTD + attended
+        normed = RMSNorm(eps, name="post_attention_layernorm")(x_BTD)
+        return x_BTD + MLP(self.config, name="mlp")(normed), layer_cache
+
+
+def init_params(key: jax.Array, config: ModelConfig) -> Params:
+    """Random float32 parameters with stacked layers: normal(0.02) matrices, unit norms."""
+    embed_key, head_key, layer_key = jax.random.split(key, 3)
+
+    def init_layer(key):
+        x = jnp.zeros((1, 1, config.hidden_size))
+        cos_sin = rotary(jnp.zeros((1, 1), jnp.int32), config)
+        attend = lambda q, k, v, cache: (q, cache)
+        return Block(config).init(key, x, cos_sin, attend, None)["params"]
+
+    params = {
+        "embed_tokens": {
+            "weight": _init(embed_key, (config.vocab_size, config.hidden_size), jnp.float32)
+        },
+        "layers": jax.vmap(init_layer)(jax.random.split(layer_key, config.num_layers)),
+        "norm": {"weight": jnp.ones((config.hidden_size,), jnp.float32)},
+    }
+    if not config.tie_word_embeddings:
+        shape = (config.vocab_size, config.hidden_size)
+        params["lm_head"] = {"weight": _init(head_key, shape, jnp.float32)}
+    return params
+
+
+def abstract_params(config: ModelConfig) -> Params:
+    """Shapes and dtypes of `init_params`, without allocating anything."""
+    return jax.eval_shape(lambda: init_params(jax.random.key(0), config))
+
+
+def unstack_layers(params: Params) -> Params:
+    """Turns the stacked layer tree into a list of per-layer trees; others pass unchanged."""
+    L = jax.tree.leaves(params["layers"])[0].shape[0]
+    layers = [jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(L)]
+    return {**params, "layers": layers}
+
+
+def forward(
+    params: Params,
+    config: ModelConfig,
+    token_ids_BT: jax.Array,
+    position_BT: jax.Array,
+    attend: Attend,
+    *,
+    compute_dtype: jnp.dtype,
+    cache: Any = None,
+    gather: Gather = lambda name, tree: tree,
+    remat: bool = False,
+) -> tuple[jax.Array, Any]:
+    """Runs all layers and the final norm.
+
+    Args:
+        params: float32 or bfloat16 leaves, layers stacked or listed.
+        token_ids_BT: int32.
+        position_BT: int32; position of each token in its own sequence.
+        attend: attention over this call's keys and values and whatever the cache holds.
+        compute_dtype: dtype of activations and matrix products.
+        cache: per layer: a list beside listed layers, a stacked tree beside stacked ones.
+        gather: makes sharded parameters whole, a layer at a time (see learner/sharding.py).
+        remat: recompute each layer in the backward pass.
+
+    Returns:
+        hidden [B, T, D] in compute_dtype, after the final norm, and the new cache.
+    """
+    embedding_VD = gather("embed_tokens", params["embed_tokens"])["weight"]
+    x_BTD = embedding_VD[token_ids_BT].astype(compute_dtype)
+    cos_sin = rotary(position_BT, config)
+
+    def layer(x_BTD, layer_params, layer_cache):
+        layer_params = gather("layers", layer_params)
+        return Block(config).apply({"params": layer_params}, x_BTD, cos_sin, attend, layer_cache)
+
+    if remat:
+        layer = jax.checkpoint(layer, prevent_cse=isinstance(params["layers"], list))
+    if isinstance(params["layers"], list):
+        new_cache = []
+        for i, layer_params in enumerate(params["layers"]):
+            layer_cache = None if cache is None else cache[i]
+            x_BTD, layer_cache = layer(x_BTD, layer_params, layer_cache)
+            new_cache.append(layer_cache)
+    else:
+        x_BTD, new_cache = jax.lax.scan(
+            lambda x, xs: layer(x, *xs), x_BTD, (params["layers"], cache)
+        )
+    norm = gather("norm", params["norm"])
+    return RMSNorm(config.rms_norm_eps).apply({"params": norm}, x_BTD), new_cache
+
+
+def head_weight(
+    params: Params, gather: Gather = lambda name, tree: tree
+) -> jax.Array:
+    """The output matrix [V, D]: the embedding where the head is tied."""
+    name = "lm_head" if "lm_head" in params else "embed_tokens"
+    return gather(name, params[name])["weight"]
+
+
+def logits(hidden_BTD: jax.Array, head_VD: jax.Array) -> jax.Array:
+    """float32 [.., V]: operands in the dtype of hidden, accumulated in float32."""
+    return jnp.einsum(
+        "...d,vd->...v",
+        hidden_BTD,
+        head_VD.astype(hidden_BTD.dtype),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def packed_attend(segment_BT: jax.Array, *, operand_dtype: jnp.dtype) -> Attend:
+    """Attention of a forward pass without a cache, over rows that pack several sequences."""
+    visible_BTT = causal_in_segment(segment_BT)
+
+    def attend(query, key, value, layer_cache):
+        return attention(query, key, value, visible_BTT, operand_dtype=operand_dtype), layer_cache
+
+    return attend

@@ -1,0 +1,132 @@
+"""What a rollout worker needs: prompts (`data`), decoding (`rollout`) and scoring (`reward`)."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """A frozen configuration section that forbids unknown keys and non-finite numbers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class SourceConfig(Section):
+    """One set of prompts.
+
+    `source` is `reasoning_gym:<task>`, a path ending in .jsonl or .parquet, or an HF dataset id.
+    """
+
+    source: str
+    split: str = "train"
+    """Split of an HF dataset; other sources ignore it."""
+    subset: str | None = None
+    """Configuration name of an HF dataset, such as `main` of openai/gsm8k."""
+    size: int | None = Field(None, ge=1)
+    """At most this many items; required for reasoning_gym, which could go on for ever."""
+    skip: int = Field(0, ge=0)
+    """Items left out at the start of the source, to hold a split apart."""
+    seed: int = 0
+    """Seed of a reasoning_gym task; other sources ignore it."""
+    params: dict[str, Any] = {}
+    """Parameters of a reasoning_gym task, such as `{min_terms: 2}`."""
+    question_field: str = "question"
+    answer_field: str = "answer"
+
+
+class DataConfig(Section):
+    """Which prompts, and how they become chat messages."""
+
+    train: SourceConfig
+    eval: SourceConfig | None = None
+    system_prompt: str | None = None
+    """First message of every prompt; null sends none."""
+    question_template: str = "{question}"
+    """Text of the user message; `{question}` is replaced."""
+
+    @model_validator(mode="after")
+    def _check(self):
+        if "{question}" not in self.question_template:
+            raise ValueError(
+                f"question_template must contain {{question}}, got {self.question_template!r}"
+            )
+        return self
+
+
+class DecodeConfig(Section):
+    """Switches of the decode loop; the slow settings are there for honest A/B runs."""
+
+    loop: Literal["while", "python"] = "while"
+    attention: Literal["bf16", "f32"] = "bf16"
+    """Dtype of the attention operands; scores, softmax and sums are float32 in both."""
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    batch_rows: int = Field(64, ge=1)
+    """Completions decoded at once."""
+    cache_tokens: int | None = Field(None, ge=1)
+    """KV slots of one row; null derives max_prompt_tokens + max_completion_tokens."""
+
+
+class RolloutConfig(Section):
+    """How prompts become groups of completions."""
+
+    workers: int = Field(2, ge=1)
+    prompts_per_step: int = Field(16, ge=1)
+    completions_per_prompt: int = Field(8, ge=2)
+    """The group; one completion has no baseline."""
+    max_prompt_tokens: int = Field(512, ge=1)
+    max_completion_tokens: int = Field(1024, ge=1)
+    temperature: float = Field(1.0, gt=0)
+    """Of the sampled distribution; behaviour logprobs and the loss use the same."""
+    max_staleness: int = Field(0, ge=0)
+    """Oldest policy version trained on, in versions behind the current one."""
+    decode: DecodeConfig = DecodeConfig()
+
+    @property
+    def completions_per_step(self) -> int:
+        return self.prompts_per_step * self.completions_per_prompt
+
+    @property
+    def cache_tokens(self) -> int:
+        return self.decode.cache_tokens or self.max_prompt_tokens + self.max_completion_tokens
+
+    @model_validator(mode="after")
+    def _check(self):
+        needed = self.max_prompt_tokens + self.max_completion_tokens
+        if needed > self.cache_tokens:
+            raise ValueError(
+                f"max_prompt_tokens={self.max_prompt_tokens} + max_completion_tokens="
+                f"{self.max_completion_tokens} = {needed} positions, but the KV cache holds "
+                f"decode.cache_tokens={self.cache_tokens}: raise it or lower one of the two"
+            )
+        if self.max_staleness > 0:
+            raise ValueError(
+                f"max_staleness must be 0 (synchronous mode), got {self.max_staleness}: rollout "
+                "and update do not overlap in this version"
+            )
+        return self
+
+
+class RewardFunctionConfig(Section):
+    """One scorer and its weight in the total."""
+
+    name: str
+    """`gsm8k_answer`, `math_verify`, `format`, `reasoning_gym`, or `package.module:function`."""
+    weight: float = 1.0
+    params: dict[str, Any] = {}
+
+
+class RewardConfig(Section):
+    """The scorers, and the bounds on the child processes that run them."""
+
+    functions: tuple[RewardFunctionConfig, ...] = (RewardFunctionConfig(name="gsm8k_answer"),)
+    timeout_s: float = Field(5.0, gt=0)
+    """Wall-clock bound of one completion's scoring; past it the child is killed."""
+    processes: int = Field(1, ge=1)
+    """Child processes of each rollout worker."""
+
+    @model_validator(mode="after")
+    def _check(self):
+        names = [function.name for function in self.functions]
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"reward.functions needs one or more different names, got {names}")
+        return self

@@ -1,0 +1,95 @@
+"""What crosses a process boundary as data: groups of completions, and weight manifests.
+
+Frozen records of numpy arrays. `codec.py` turns them into protobuf and back; nothing here knows
+gRPC, JAX or files.
+"""
+
+import dataclasses
+import enum
+
+import numpy as np
+
+
+class FinishReason(enum.Enum):
+    """Why a completion ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORTED = "aborted"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One sampled completion; its last token is the stop token when finish_reason is STOP."""
+
+    sample_index: int
+    """Place in the group, from 0; part of the random key."""
+    token_ids: np.ndarray
+    """int32 [T], T >= 1: exactly the ids that were sampled."""
+    behavior_logprobs: np.ndarray
+    """float32 [T]: natural log of the probability each id was drawn with."""
+    finish_reason: FinishReason
+    rewards: dict[str, float]
+    """Raw value of every scorer (and its logged variants, such as `gsm8k_answer/lenient`)."""
+    total_reward: float
+    """Weighted sum; NaN exactly when reward_error is not empty."""
+    reward_error: str = ""
+    """Name and message of the scorer that failed; such a completion has no say in its group."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+    """All completions of one prompt, sampled under one policy version."""
+
+    run_id: str
+    group_id: str
+    attempt: int
+    """0 for the first lease of this group; a re-lease after a lost worker counts up."""
+    prompt_id: int
+    epoch: int
+    policy_version: int
+    weight_digest: str
+    """Receipt: tree digest that the worker computed from its live arrays, hex."""
+    worker: str
+    prompt_token_ids: np.ndarray
+    """int32 [P], P >= 1."""
+    completions: tuple[Completion, ...]
+    phase_s: dict[str, float]
+    """Worker seconds spent on the decode batch of this group, by ledger phase."""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Identity under which a group trains at most once, whatever its attempt."""
+        return (self.run_id, self.group_id)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """One tensor of a policy version, as it lies on the wire."""
+
+    name: str
+    """Hugging Face tensor name."""
+    dtype: str
+    """numpy or ml_dtypes name: `bfloat16`, `float32`."""
+    shape: tuple[int, ...]
+    offset: int
+    """First byte in the version's flat byte stream."""
+    nbytes: int
+    checksum: str
+    """sha256 of the tensor's bytes, hex."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightManifest:
+    """Everything needed to fetch and verify one policy version."""
+
+    run_id: str
+    policy_version: int
+    tensors: tuple[TensorSpec, ...]
+    """In stream order: sorted by name, without gaps."""
+    digest: str
+    """Tree digest: sha256 over name, dtype, shape and checksum of every tensor, hex."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)

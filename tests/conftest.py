@@ -1,0 +1,34 @@
+"""Every test runs on eight CPU devices; what needs more is marked and skipped with its reason."""
+
+import json
+import os
+import pathlib
+
+import pytest
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared"
+
+
+@pytest.fixture(scope="session")
+def shared() -> pathlib.Path:
+    """The folder of real material beside the checkout; skips where it is absent."""
+    if not SHARED.is_dir():
+        pytest.skip(f"needs the material in {SHARED.name}/ beside the checkout")
+    return SHARED
+
+
+@pytest.fixture(scope="session")
+def cases(shared):
+    """Loads one file of public cases: `cases("loss")["L01"]`."""
+
+    def load(kind: str) -> dict[str, dict]:
+        document = json.loads((shared / "cases" / f"{kind}_open.json").read_text())
+        return {case["id"]: case for case in document["cases"]}
+
+    return load
