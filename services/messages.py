@@ -18,6 +18,13 @@ class FinishReason(enum.Enum):
     ABORTED = "aborted"
 
 
+class PushOutcome(enum.Enum):
+    """What became of a pushed group; after either the worker may forget it."""
+
+    ACCEPTED = "accepted"
+    DUPLICATE = "duplicate"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
     """One sampled completion; its last token is the stop token when finish_reason is STOP."""
@@ -93,3 +100,14 @@ class WeightManifest:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lease:
+    """The right, and the duty, of one worker to produce one group."""
+
+    group_id: str
+    attempt: int
+    epoch: int
+    position: int
+    """Of the prompt in the training set that every process loads alike."""

@@ -1,0 +1,182 @@
+"""Messages to protobuf and back. Pure: no sockets, no clocks, no rules of the learner's queue.
+
+Decoding yields fresh writable arrays and turns anything that is not the message into a ValueError.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from services.messages import (
+    Completion,
+    FinishReason,
+    Group,
+    PushOutcome,
+    TensorSpec,
+    WeightManifest,
+)
+from services.pb import trajectories_pb2, weights_pb2
+
+ID_DTYPE = np.dtype("<i4")
+LOGPROB_DTYPE = np.dtype("<f4")
+
+_REASON_TO_PB: Mapping[FinishReason, trajectories_pb2.Completion.FinishReason] = {
+    FinishReason.STOP: trajectories_pb2.Completion.STOP,
+    FinishReason.LENGTH: trajectories_pb2.Completion.LENGTH,
+    FinishReason.ABORTED: trajectories_pb2.Completion.ABORTED,
+}
+_REASON_FROM_PB = {value: reason for reason, value in _REASON_TO_PB.items()}
+_OUTCOME_TO_PB: Mapping[PushOutcome, trajectories_pb2.PushGroupResponse.Outcome] = {
+    PushOutcome.ACCEPTED: trajectories_pb2.PushGroupResponse.ACCEPTED,
+    PushOutcome.DUPLICATE: trajectories_pb2.PushGroupResponse.DUPLICATE,
+}
+_OUTCOME_FROM_PB = {value: outcome for outcome, value in _OUTCOME_TO_PB.items()}
+
+
+def encode_group(group: Group) -> bytes:
+    """Serialises a group.
+
+    Raises:
+        ValueError: if a field does not fit its place on the wire, such as float64 logprobs.
+    """
+    try:
+        message = trajectories_pb2.Group(
+            run_id=group.run_id,
+            group_id=group.group_id,
+            attempt=group.attempt,
+            prompt_id=group.prompt_id,
+            epoch=group.epoch,
+            policy_version=group.policy_version,
+            weight_digest=group.weight_digest,
+            worker=group.worker,
+            prompt_token_ids=_to_wire(group.prompt_token_ids, ID_DTYPE, "prompt_token_ids"),
+            completions=[_encode_completion(completion) for completion in group.completions],
+            phase_s=group.phase_s,
+        )
+    except TypeError as error:
+        raise ValueError(f"group {group.group_id!r} does not fit on the wire: {error}") from error
+    return message.SerializeToString()
+
+
+def decode_group(raw: bytes | bytearray) -> Group:
+    """Restores a group.
+
+    Raises:
+        ValueError: if the bytes are not a group.
+    """
+    try:
+        message = trajectories_pb2.Group.FromString(raw)  # pyright: ignore[reportArgumentType]
+    except DecodeError as error:
+        raise ValueError(f"{len(raw)} bytes are not a tandem.v1.Group: {error}") from error
+    return Group(
+        run_id=message.run_id,
+        group_id=message.group_id,
+        attempt=message.attempt,
+        prompt_id=message.prompt_id,
+        epoch=message.epoch,
+        policy_version=message.policy_version,
+        weight_digest=message.weight_digest,
+        worker=message.worker,
+        prompt_token_ids=_from_wire(message.prompt_token_ids, ID_DTYPE, "prompt_token_ids"),
+        completions=tuple(_decode_completion(completion) for completion in message.completions),
+        phase_s=dict(message.phase_s),
+    )
+
+
+def encode_manifest(manifest: WeightManifest) -> weights_pb2.WeightManifest:
+    return weights_pb2.WeightManifest(
+        run_id=manifest.run_id,
+        policy_version=manifest.policy_version,
+        tensors=[
+            weights_pb2.TensorSpec(
+                name=spec.name,
+                dtype=spec.dtype,
+                shape=spec.shape,
+                offset_bytes=spec.offset,
+                size_bytes=spec.nbytes,
+                checksum=spec.checksum,
+            )
+            for spec in manifest.tensors
+        ],
+        digest=manifest.digest,
+    )
+
+
+def decode_manifest(message: weights_pb2.WeightManifest) -> WeightManifest:
+    """Restores a manifest as it was sent; `WeightClient` judges whether it makes sense."""
+    return WeightManifest(
+        run_id=message.run_id,
+        policy_version=message.policy_version,
+        tensors=tuple(
+            TensorSpec(
+                name=spec.name,
+                dtype=spec.dtype,
+                shape=tuple(spec.shape),
+                offset=spec.offset_bytes,
+                nbytes=spec.size_bytes,
+                checksum=spec.checksum,
+            )
+            for spec in message.tensors
+        ),
+        digest=message.digest,
+    )
+
+
+def encode_outcome(outcome: PushOutcome) -> trajectories_pb2.PushGroupResponse.Outcome:
+    return _OUTCOME_TO_PB[outcome]
+
+
+def decode_outcome(value: int) -> PushOutcome:
+    """Raises ValueError if the server answered with an outcome of another version."""
+    if value not in _OUTCOME_FROM_PB:
+        raise ValueError(f"outcome {value} is not one of {sorted(_OUTCOME_FROM_PB)}")
+    return _OUTCOME_FROM_PB[value]
+
+
+def _encode_completion(completion: Completion) -> trajectories_pb2.Completion:
+    return trajectories_pb2.Completion(
+        sample_index=completion.sample_index,
+        token_ids=_to_wire(completion.token_ids, ID_DTYPE, "token_ids"),
+        behavior_logprobs=_to_wire(
+            completion.behavior_logprobs, LOGPROB_DTYPE, "behavior_logprobs"
+        ),
+        finish_reason=_REASON_TO_PB[completion.finish_reason],
+        rewards=completion.rewards,
+        total_reward=completion.total_reward,
+        reward_error=completion.reward_error,
+    )
+
+
+def _decode_completion(message: trajectories_pb2.Completion) -> Completion:
+    if message.finish_reason not in _REASON_FROM_PB:
+        raise ValueError(
+            f"finish_reason {message.finish_reason} of sample {message.sample_index} is not one "
+            f"of {sorted(_REASON_FROM_PB)}"
+        )
+    return Completion(
+        sample_index=message.sample_index,
+        token_ids=_from_wire(message.token_ids, ID_DTYPE, "token_ids"),
+        behavior_logprobs=_from_wire(message.behavior_logprobs, LOGPROB_DTYPE, "behavior_logprobs"),
+        finish_reason=_REASON_FROM_PB[message.finish_reason],
+        rewards=dict(message.rewards),
+        total_reward=message.total_reward,
+        reward_error=message.reward_error,
+    )
+
+
+def _to_wire(array: np.ndarray, dtype: np.dtype, field: str) -> bytes:
+    if array.ndim != 1 or array.dtype.newbyteorder("<") != dtype:
+        raise ValueError(
+            f"{field} must be {dtype.name} of one dimension, got {array.dtype} {array.shape}"
+        )
+    return array.astype(dtype, copy=False).tobytes()
+
+
+def _from_wire(raw: bytes, dtype: np.dtype, field: str) -> np.ndarray:
+    """Copies, since an array over received bytes would be read-only."""
+    if len(raw) % dtype.itemsize:
+        raise ValueError(
+            f"{field} has {len(raw)} bytes, which is not a multiple of {dtype.itemsize}"
+        )
+    return np.frombuffer(raw, dtype).astype(dtype.newbyteorder("="))

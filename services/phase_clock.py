@@ -1,0 +1,111 @@
+"""Which phase of a step every second of this process belongs to.
+
+A clock gives each moment to exactly one phase, so the phases of a lap add up to its wall time;
+moments outside every phase are `unexplained`.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+PHASES = (
+    "prefill",
+    "decode",
+    "reward",
+    "serialise",
+    "wire",
+    "queue_wait",
+    "weights_wait",
+    "weights_swap",
+    "forward_backward",
+    "optimizer",
+    "publish",
+    "compile",
+    "checkpoint",
+    "eval",
+    "idle",
+    "unexplained",
+)
+"""Phases of the step ledger; `unexplained` is the rest and cannot be entered."""
+
+UNEXPLAINED = "unexplained"
+
+
+class PhaseClock:
+    """Exclusive seconds by phase; a nested phase pauses the one around it.
+
+    The thread that opens a phase owns the clock until it has closed its outermost one: two
+    threads cannot both spend the same second.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic):
+        """Args:
+        now: seconds that never run backwards.
+        """
+        self._now = now
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+        self._open: list[str] = []
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._charged_until = now()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Gives the time inside the `with` to one phase, also when it ends in an exception.
+
+        Raises:
+            ValueError: if the phase is unknown, or is `unexplained`.
+            RuntimeError: if another thread has a phase open.
+        """
+        if name not in PHASES or name == UNEXPLAINED:
+            raise ValueError(f"phase must be one of {PHASES[:-1]}, got {name!r}")
+        with self._lock:
+            self._check_owner(f"enter phase {name!r}")
+            self._charge()
+            self._owner = threading.get_ident()
+            self._open.append(name)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._charge()
+                self._open.pop()
+                if not self._open:
+                    self._owner = None
+
+    def lap(self) -> dict[str, float]:
+        """Ends the lap, with the phases that are open going on in the next.
+
+        Returns:
+            Seconds since the last lap (or the start) for every phase of PHASES; their sum is the
+            wall time of the lap.
+
+        Raises:
+            RuntimeError: if another thread has a phase open.
+        """
+        with self._lock:
+            self._check_owner("end a lap")
+            self._charge()
+            seconds, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
+            return seconds
+
+    def peek(self) -> dict[str, float]:
+        """Seconds of the lap so far for every phase, without ending it."""
+        with self._lock:
+            self._charge()
+            return dict(self._seconds)
+
+    def _charge(self) -> None:
+        """Gives the time since the last charge to the innermost open phase."""
+        now = self._now()
+        current = self._open[-1] if self._open else UNEXPLAINED
+        self._seconds[current] += now - self._charged_until
+        self._charged_until = now
+
+    def _check_owner(self, wish: str) -> None:
+        if self._owner not in (None, threading.get_ident()):
+            raise RuntimeError(
+                f"cannot {wish} from thread {threading.current_thread().name!r}: another thread "
+                f"is in phase {self._open[-1]!r}; give every thread a clock of its own"
+            )
