@@ -1,0 +1,78 @@
+"""The Ray cluster that a run stands on: connecting to it, and asking it for room.
+
+Without an address a local cluster is started for this run alone, on loopback and with a token of
+its own. Inside `ray job submit`, or with RAY_ADDRESS set, the existing one is joined.
+"""
+
+import os
+import secrets
+import time
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from driver.config import PlacementConfig, Resources
+from driver.signals import StopSignal
+
+
+class ResourcesNotMet(RuntimeError):
+    """The cluster cannot fit what the run asks for."""
+
+
+def connect(namespace: str) -> None:
+    """Joins the cluster of the environment, or starts a local one that ends with this process."""
+    if "RAY_ADDRESS" not in os.environ and "RAY_JOB_ID" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    ray.init(namespace=namespace, log_to_driver=True, include_dashboard=False, logging_level="ERROR")
+
+
+def bundle(resources: Resources) -> dict[str, float]:
+    """What one actor asks for, in Ray's names."""
+    asked = {"CPU": resources.cpus, "GPU": resources.gpus, "TPU": resources.tpus}
+    return {name: amount for name, amount in asked.items() if amount > 0} or {"CPU": 0.001}
+
+
+def reserve(config: PlacementConfig, workers: int, stop: StopSignal) -> PlacementGroup:
+    """Reserves room for the learner (bundle 0) and every worker (bundles 1..).
+
+    Raises:
+        ResourcesNotMet: after `resources_timeout_s`, with what was asked and what is there.
+    """
+    bundles = [bundle(config.learner)] + [bundle(config.rollout)] * workers
+    group = placement_group(bundles, strategy="PACK")
+    deadline = time.monotonic() + config.resources_timeout_s
+    while not group.wait(timeout_seconds=1):
+        stop.check()
+        totals = _totals(bundles)
+        there = ray.cluster_resources()
+        hopeless = [name for name, amount in totals.items() if amount > there.get(name, 0) + 1e-9]
+        if time.monotonic() > deadline or (hopeless and not _may_grow()):
+            free = ray.available_resources()
+            remove_placement_group(group)
+            lines = [
+                f"  {name}: asked {amount:g}, cluster has {there.get(name, 0):g}, "
+                f"free {free.get(name, 0):g}"
+                for name, amount in totals.items()
+            ]
+            raise ResourcesNotMet(
+                f"the Ray cluster cannot fit the learner ({_say(bundles[0])}) and {workers} "
+                f"rollout worker(s) ({_say(bundles[1])} each) within "
+                f"{config.resources_timeout_s:g} s:\n" + "\n".join(lines) + "\n"
+                "lower placement.learner, placement.rollout or rollout.workers, or add nodes"
+            )
+    return group
+
+
+def _totals(bundles: list[dict[str, float]]) -> dict[str, float]:
+    names = sorted({name for one in bundles for name in one})
+    return {name: sum(one.get(name, 0.0) for one in bundles) for name in names}
+
+
+def _say(asked: dict[str, float]) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in asked.items())
+
+
+def _may_grow() -> bool:
+    """Whether waiting can help: an autoscaler only runs on a cluster that we joined."""
+    return "RAY_ADDRESS" in os.environ or "RAY_JOB_ID" in os.environ

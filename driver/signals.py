@@ -1,0 +1,43 @@
+"""SIGINT and SIGTERM as something the step loop can ask about.
+
+The first signal asks for an orderly end: the loop sees it at its next wait. A second one ends the
+process at once, for a person who will not wait for the checkpoint.
+"""
+
+import os
+import signal
+
+
+class Interrupted(Exception):
+    """The run was asked to end."""
+
+    def __init__(self, signum: int):
+        self.signum = signum
+        super().__init__(f"interrupted by {signal.Signals(signum).name}")
+
+    @property
+    def exit_code(self) -> int:
+        """128 + signal number, as shells count: 130 for SIGINT, 143 for SIGTERM."""
+        return 128 + self.signum
+
+
+class StopSignal:
+    """Remembers the first SIGINT or SIGTERM."""
+
+    def __init__(self):
+        self._signum: int | None = None
+
+    def install(self) -> None:
+        """Takes over both signals; again after ray.init, which sets a handler of its own."""
+        signal.signal(signal.SIGINT, self._handle)
+        signal.signal(signal.SIGTERM, self._handle)
+
+    def _handle(self, signum: int, frame) -> None:
+        if self._signum is not None:
+            os._exit(128 + signum)
+        self._signum = signum
+
+    def check(self) -> None:
+        """Raises Interrupted once a signal has come."""
+        if self._signum is not None:
+            raise Interrupted(self._signum)

@@ -1,0 +1,199 @@
+"""Starts the actors, hands them work, and replaces rollout workers that are lost.
+
+Every wait ends: by its result, by a signal, or by a deadline whose error names who was waited for.
+"""
+
+import dataclasses
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError, WorkerCrashedError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from driver.cluster import bundle
+from driver.config import RunConfig
+from driver.signals import StopSignal
+from learner.actor import LearnerActor, LearnerSpec
+from rollout_worker.actor import RolloutActor, RolloutReport, RolloutSpec
+from services.messages import Lease
+
+log = logging.getLogger("tandem.driver")
+
+POLL_S = 0.5
+"""How often a wait looks for a signal."""
+
+
+class LearnerLost(RuntimeError):
+    """The learner process died; the run can only resume from its last checkpoint."""
+
+
+class WorkersLost(RuntimeError):
+    """Rollout workers failed more often than the run allows."""
+
+
+def chunks(leases: Sequence[Any], size: int) -> Iterator[list[Any]]:
+    """Cuts work into pieces of at most `size`, in order."""
+    for start in range(0, len(leases), size):
+        yield list(leases[start : start + size])
+
+
+class Supervisor:
+    """Owns the actors of one run."""
+
+    def __init__(self, config: RunConfig, group: PlacementGroup, stop: StopSignal):
+        self._config = config
+        self._group = group
+        self._stop = stop
+        self._learner = None
+        self._workers: dict[str, Any] = {}
+        self._make_rollout_spec: Callable[[str], RolloutSpec] | None = None
+        self.restarts = 0
+
+    def start_learner(self, spec: LearnerSpec) -> dict[str, Any]:
+        """Starts the learner and waits until it serves; returns what it says of itself."""
+        self._learner = self._actor(LearnerActor, spec, 0)
+        return self.learner("describe", timeout_s=self._config.placement.startup_timeout_s)
+
+    def start_workers(self, make_spec: Callable[[str], RolloutSpec]) -> list[dict[str, Any]]:
+        """Starts all rollout workers and waits until each is ready."""
+        self._make_rollout_spec = make_spec
+        for index in range(self._config.rollout.workers):
+            name = f"rollout-{index}"
+            self._workers[name] = self._actor(RolloutActor, make_spec(name), index + 1)
+        calls = {name: worker.describe.remote() for name, worker in self._workers.items()}
+        timeout_s = self._config.placement.startup_timeout_s
+        return [self._get(call, name, "start", timeout_s) for name, call in calls.items()]
+
+    def learner(self, method: str, *arguments, timeout_s: float) -> Any:
+        """Calls the learner and waits.
+
+        Raises:
+            LearnerLost: if its process is gone.
+            TimeoutError: naming the method.
+        """
+        call = getattr(self._learner, method).remote(*arguments)
+        try:
+            return self._get(call, "learner", method, timeout_s)
+        except (RayActorError, WorkerCrashedError) as error:
+            raise LearnerLost(f"the learner died during {method}: {error}") from error
+
+    def rollout(self, leases: Sequence[Lease], policy_version: int) -> list[RolloutReport]:
+        """Has every lease turned into a group in the learner's buffer, whoever dies meanwhile."""
+        rollout = self._config.rollout
+        most = rollout.decode.batch_rows // rollout.completions_per_prompt
+        size = min(most, math.ceil(len(leases) / len(self._workers)))
+        again = lambda chunk: [dataclasses.replace(x, attempt=x.attempt + 1) for x in chunk]
+        return self._spread(
+            "rollout", list(chunks(leases, max(1, size))), (policy_version,), retry=again
+        )
+
+    def evaluate(self, positions: Sequence[int], policy_version: int) -> list[dict[str, Any]]:
+        """Completes and scores held-out prompts on all workers."""
+        settings = self._config.eval
+        most = self._config.rollout.decode.batch_rows // settings.samples_per_prompt
+        size = min(most, math.ceil(len(positions) / len(self._workers)))
+        arguments = (policy_version, settings.samples_per_prompt, settings.temperature)
+        found = self._spread(
+            "evaluate", list(chunks(positions, max(1, size))), arguments, retry=list
+        )
+        return [item for items in found for item in items]
+
+    def laps(self) -> dict[str, dict[str, float]]:
+        """Seconds by phase of every process since the last call."""
+        timeout_s = self._config.placement.step_timeout_s
+        laps = {"learner": self.learner("lap", timeout_s=timeout_s)}
+        calls = {name: worker.lap.remote() for name, worker in self._workers.items()}
+        for name, call in calls.items():
+            try:
+                laps[name] = self._get(call, name, "lap", timeout_s)
+            except (RayActorError, WorkerCrashedError) as error:
+                self._replace(name, error)
+        return laps
+
+    def shutdown(self, grace_s: float = 10.0) -> None:
+        """Ends every actor; what does not end by itself in time is killed."""
+        actors = [*self._workers.values(), self._learner]
+        closing = [actor.close.remote() for actor in actors if actor is not None]
+        ray.wait(closing, num_returns=len(closing), timeout=grace_s) if closing else None
+        for actor in actors:
+            if actor is not None:
+                ray.kill(actor)
+        self._workers, self._learner = {}, None
+
+    def _spread(self, method: str, pieces: list, arguments: tuple, retry: Callable) -> list:
+        """Gives pieces of work to whichever worker is free until all are done."""
+        waiting, running, results = deque(pieces), {}, []
+        timeout_s = self._config.placement.step_timeout_s
+        while waiting or running:
+            busy = {name for name, _, _ in running.values()}
+            for name in [name for name in self._workers if name not in busy]:
+                if waiting:
+                    piece = waiting.popleft()
+                    call = getattr(self._workers[name], method).remote(piece, *arguments)
+                    running[call] = (name, piece, time.monotonic() + timeout_s)
+            done, _ = ray.wait(list(running), num_returns=1, timeout=POLL_S)
+            self._stop.check()
+            late = [c for c, (_, _, deadline) in running.items() if time.monotonic() > deadline]
+            for call in {*done, *late}:
+                name, piece, _ = running.pop(call)
+                try:
+                    if call not in done:
+                        raise TimeoutError(f"{name} did not finish {method} in {timeout_s:g} s")
+                    results.append(ray.get(call))
+                except (RayActorError, WorkerCrashedError, RayTaskError, TimeoutError) as error:
+                    waiting.appendleft(retry(piece))
+                    self._replace(name, error)
+        return results
+
+    def _replace(self, name: str, error: BaseException) -> None:
+        """Starts a lost or failed worker anew; it fetches the current weights before it works."""
+        self.restarts += 1
+        allowed = self._config.placement.worker_restarts
+        if self.restarts > allowed:
+            raise WorkersLost(
+                f"{name} failed and placement.worker_restarts={allowed} is used up: {error}"
+            ) from error
+        log.warning("%s failed, restart %d of %d: %s", name, self.restarts, allowed, error)
+        ray.kill(self._workers[name])
+        index = int(name.rsplit("-", 1)[1])
+        worker = self._actor(RolloutActor, self._make_rollout_spec(name), index + 1)
+        self._workers[name] = worker
+        timeout_s = self._config.placement.startup_timeout_s
+        self._get(worker.describe.remote(), name, "restart", timeout_s)
+
+    def _get(self, call, who: str, what: str, timeout_s: float) -> Any:
+        """The result of one call, looking for signals while it waits."""
+        deadline = time.monotonic() + timeout_s
+        while not ray.wait([call], timeout=POLL_S)[0]:
+            self._stop.check()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{who} did not answer {what!r} within {timeout_s:g} s")
+        return ray.get(call)
+
+    def _actor(self, cls: type, spec: Any, index: int):
+        """Creates an actor in its own bundle, on the platform that the run asks for."""
+        placement = self._config.placement
+        resources = placement.learner if index == 0 else placement.rollout
+        asked = bundle(resources)
+        env = {"JAX_PLATFORMS": {"gpu": "cuda"}.get(placement.platform, placement.platform)}
+        if 0 < resources.gpus < 1:
+            env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{0.9 * resources.gpus:.3f}"
+        return (
+            ray.remote(cls)
+            .options(
+                num_cpus=asked.pop("CPU", 0),
+                num_gpus=asked.pop("GPU", 0),
+                resources=asked,
+                runtime_env={"env_vars": env},
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=self._group, placement_group_bundle_index=index
+                ),
+            )
+            .remote(spec)
+        )

@@ -1,0 +1,247 @@
+"""The shell of a rollout worker: fetches weights, runs the core, pushes groups.
+
+A plain class, so that it runs in a Ray actor (driver/supervisor.py) or in any other process. It
+moves data and decides nothing.
+"""
+
+import contextlib
+import dataclasses
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from models.checkpoint import read_model_config
+from models.platform import require_platform
+from models.tokenizer import load_tokenizer
+from rollout_worker.config import DataConfig, RewardConfig, RolloutConfig
+from rollout_worker.decode import DecodeSpec
+from rollout_worker.engine import Engine
+from rollout_worker.kv_cache import check_geometry
+from rollout_worker.prompts import load_prompts
+from rollout_worker.reward_pool import RewardPool
+from rollout_worker.worker import RolloutWorker, dtype_of
+from services.group_buffer import StaleGroup
+from services.messages import Group, Lease
+from services.phase_clock import PhaseClock
+from services.tls import Credentials
+from services.trajectory_client import TrajectoryClient
+from services.weight_client import WeightClient
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutSpec:
+    """Everything a worker needs to start; plain values, so that it can travel."""
+
+    name: str
+    run_id: str
+    seed: int
+    platform: str
+    model_path: str
+    tokenizer: str | None
+    chat_template: str | None
+    stop_tokens: tuple[str, ...]
+    data: DataConfig
+    rollout: RolloutConfig
+    reward: RewardConfig
+    learner_address: str
+    credentials: Credentials
+    streams: int
+    timeout_s: float
+    """Bound of one weight transfer and of one push."""
+    samples_per_batch: int
+    """Completions of each decode batch that are returned as text, for the log."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupReport:
+    """How one lease ended, without its arrays."""
+
+    group_id: str
+    outcome: str
+    """`accepted`, `duplicate` or `stale`."""
+    zero_variance: bool
+    reward_errors: int
+    completion_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutReport:
+    """What one decode batch came to."""
+
+    worker: str
+    policy_version: int
+    groups: list[GroupReport]
+    samples: list[dict[str, Any]]
+
+
+class RolloutActor:
+    """Owns one worker and its two connections."""
+
+    def __init__(self, spec: RolloutSpec):
+        devices = require_platform(spec.platform)
+        self._spec = spec
+        self._clock = PhaseClock()
+        model = read_model_config(spec.model_path)
+        tokenizer = load_tokenizer(
+            spec.model_path,
+            tokenizer=spec.tokenizer,
+            chat_template=spec.chat_template,
+            stop_tokens=spec.stop_tokens,
+        )
+        rollout = spec.rollout
+        check_geometry(
+            prompt_tokens=rollout.max_prompt_tokens,
+            completion_tokens=rollout.max_completion_tokens,
+            cache_tokens=rollout.cache_tokens,
+            max_position_embeddings=model.max_position_embeddings,
+        )
+        engine = Engine(
+            DecodeSpec(
+                config=model,
+                max_new_tokens=rollout.max_completion_tokens,
+                stop_ids=tuple(sorted(tokenizer.stop_ids)),
+                pad_id=tokenizer.pad_id,
+                valid_vocab=min(tokenizer.vocab_size, model.vocab_size),
+                compute_dtype=dtype_of(rollout.decode.compute_dtype),
+                attention_dtype=dtype_of(rollout.decode.attention),
+            ),
+            batch_rows=rollout.decode.batch_rows,
+            max_prompt_tokens=rollout.max_prompt_tokens,
+            loop=rollout.decode.loop,
+            devices=devices,
+            clock=self._clock,
+        )
+        engine.batch_prompts(rollout.completions_per_prompt)
+        self._prompts = [
+            None
+            if source is None
+            else load_prompts(
+                source,
+                tokenizer=tokenizer,
+                system_prompt=spec.data.system_prompt,
+                question_template=spec.data.question_template,
+                max_prompt_tokens=rollout.max_prompt_tokens,
+            )
+            for source in (spec.data.train, spec.data.eval)
+        ]
+        self._rewards = RewardPool(
+            spec.reward.functions,
+            processes=spec.reward.processes,
+            timeout_s=spec.reward.timeout_s,
+        )
+        self._worker = RolloutWorker(
+            name=spec.name,
+            run_id=spec.run_id,
+            seed=spec.seed,
+            rollout=rollout,
+            model=model,
+            engine=engine,
+            tokenizer=tokenizer,
+            rewards=self._rewards,
+            train=self._prompts[0],
+            held_out=self._prompts[1],
+            clock=self._clock,
+        )
+        self._weights = WeightClient(
+            spec.learner_address, spec.credentials, run_id=spec.run_id, streams=spec.streams
+        )
+        self._trajectories = TrajectoryClient(spec.learner_address, spec.credentials)
+        self._devices = devices
+        self._idle = contextlib.ExitStack()
+        self._idle.enter_context(self._clock.phase("idle"))
+
+    def describe(self) -> dict[str, Any]:
+        """Says that the worker is ready, and where and on what it runs."""
+        return {
+            "name": self._spec.name,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "devices": f"{len(self._devices)} x {self._devices[0].device_kind}",
+            "prompts": len(self._prompts[0]),
+        }
+
+    def rollout(self, leases: Sequence[Lease], policy_version: int) -> RolloutReport:
+        """Turns leases into groups in the learner's buffer, under a version of at least this."""
+        with self._working():
+            self._hold_version(policy_version)
+            groups = self._worker.rollout(leases)
+            reports = [self._push(group) for group in groups]
+            samples = [self._sample(group) for group in groups[: self._spec.samples_per_batch]]
+        return RolloutReport(
+            worker=self._spec.name,
+            policy_version=self._worker.policy_version,
+            groups=reports,
+            samples=samples,
+        )
+
+    def evaluate(
+        self, positions: Sequence[int], policy_version: int, samples: int, temperature: float
+    ) -> list[dict[str, Any]]:
+        """Completes and scores held-out prompts; returns records of plain values."""
+        with self._working():
+            self._hold_version(policy_version)
+            with self._clock.phase("eval"):
+                items = self._worker.evaluate(positions, samples=samples, temperature=temperature)
+        return [dataclasses.asdict(item) for item in items]
+
+    def lap(self) -> dict[str, float]:
+        """Seconds by phase since the last call; they add up to the time between."""
+        return self._clock.lap()
+
+    def close(self) -> None:
+        """Ends the reward processes and both connections."""
+        self._rewards.close()
+        self._weights.close()
+        self._trajectories.close()
+
+    @contextlib.contextmanager
+    def _working(self):
+        """Not idle inside; idle again after, also when the work failed."""
+        self._idle.close()
+        try:
+            yield
+        finally:
+            self._idle.enter_context(self._clock.phase("idle"))
+
+    def _hold_version(self, policy_version: int) -> None:
+        """Fetches and swaps in a newer policy where the held one is too old."""
+        if self._worker.policy_version >= policy_version:
+            return
+        with self._clock.phase("weights_wait"):
+            manifest = self._weights.manifest(policy_version, timeout_s=self._spec.timeout_s)
+        with self._clock.phase("wire"):
+            named = self._weights.fetch(manifest, timeout_s=self._spec.timeout_s)
+        with self._clock.phase("weights_swap"):
+            self._worker.swap(manifest, named)
+
+    def _push(self, group: Group) -> GroupReport:
+        try:
+            with self._clock.phase("wire"):
+                outcome = self._trajectories.push(group, timeout_s=self._spec.timeout_s).value
+        except StaleGroup:
+            outcome = "stale"
+        totals = {c.total_reward for c in group.completions if not c.reward_error}
+        return GroupReport(
+            group_id=group.group_id,
+            outcome=outcome,
+            zero_variance=len(totals) <= 1,
+            reward_errors=sum(bool(c.reward_error) for c in group.completions),
+            completion_tokens=sum(len(c.token_ids) for c in group.completions),
+        )
+
+    def _sample(self, group: Group) -> dict[str, Any]:
+        """The first completion of a group, as it stands in samples.jsonl."""
+        first = group.completions[0]
+        return {
+            "group_id": group.group_id,
+            "policy_version": group.policy_version,
+            "worker": group.worker,
+            "prompt_id": group.prompt_id,
+            "completion": self._worker.text(first.token_ids, first.finish_reason),
+            "finish_reason": first.finish_reason.value,
+            "completion_tokens": len(first.token_ids),
+            "rewards": first.rewards,
+            "total_reward": first.total_reward,
+            "reward_error": first.reward_error,
+        }
