@@ -1,0 +1,215 @@
+"""What a person sees of a run: a table of steps with the time of each phase, and a summary.
+
+On a terminal the table grows in place; elsewhere, as in the log of `ray job submit`, each step is
+one line of fixed columns and the header comes again every twenty lines. The phases shown are those
+of the critical path: what the slowest rollout worker did, then what the learner did.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from driver.ledger import StepRecord
+from rollout_worker.accuracy import wilson_interval
+
+PHASE_COLUMNS = {
+    "weights": ("weights_wait", "wire", "weights_swap"),
+    "prefill": ("prefill",),
+    "decode": ("decode",),
+    "scoring": ("reward",),
+    "update": ("forward_backward", "optimizer"),
+    "publish": ("serialise", "publish"),
+    "ckpt": ("checkpoint",),
+    "eval": ("eval",),
+    "compile": ("compile",),
+}
+"""Column of the table -> ledger phases whose seconds it adds up."""
+
+COLUMNS = ("step", "reward", "acc", "len", "tok/s", "step s", *PHASE_COLUMNS, "other")
+WIDTHS = (9, 8, 6, 7, 7, 8, *(8 for _ in PHASE_COLUMNS), 7)
+HEADER_EVERY = 20
+LIVE_ROWS = 20
+"""Steps that stay in sight on a terminal."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepRow:
+    """The numbers of one step that the table shows."""
+
+    step: int
+    total_steps: int
+    step_s: float
+    reward_mean: float
+    accuracy: float | None
+    completion_len_mean: float
+    tokens_per_s: float
+    phase_s: dict[str, float]
+    """Seconds of the critical path by PHASE_COLUMNS, and `other`: the rest of step_s."""
+
+    def cells(self) -> tuple[str, ...]:
+        """The text of every column, in the order of COLUMNS."""
+        return (
+            f"{self.step}/{self.total_steps}",
+            f"{self.reward_mean:.3f}",
+            "-" if self.accuracy is None else f"{self.accuracy:.3f}",
+            f"{self.completion_len_mean:.1f}",
+            f"{self.tokens_per_s:.0f}",
+            f"{self.step_s:.2f}",
+            *(f"{self.phase_s[name]:.2f}" for name in (*PHASE_COLUMNS, "other")),
+        )
+
+
+def step_row(metrics: Mapping[str, float], record: StepRecord, total_steps: int) -> StepRow:
+    """Picks the numbers of one step from its metrics and its ledger record.
+
+    Args:
+        metrics: by the names of the metrics log; those that are absent show as nan or `-`.
+        record: seconds by phase; the process `learner` and the busiest of the others count.
+    """
+    workers = [name for name in record.processes if name != "learner"]
+    path = [record.processes["learner"]] if "learner" in record.processes else []
+    if workers:
+        path.append(record.processes[max(workers, key=record.busy_s)])
+    phase_s = {
+        column: sum(process[phase] for process in path for phase in phases)
+        for column, phases in PHASE_COLUMNS.items()
+    }
+    phase_s["other"] = max(0.0, record.wall_s - sum(phase_s.values()))
+    return StepRow(
+        step=record.step,
+        total_steps=total_steps,
+        step_s=record.wall_s,
+        reward_mean=metrics.get("reward/total/mean", float("nan")),
+        accuracy=metrics.get("eval/accuracy/strict"),
+        completion_len_mean=metrics.get("rollout/completion_len_mean", float("nan")),
+        tokens_per_s=metrics.get("throughput/train/decode_tokens_per_s", float("nan")),
+        phase_s=phase_s,
+    )
+
+
+class StepView:
+    """Owns the terminal while steps run: `with StepView(name) as view: view.show(row)`."""
+
+    def __init__(self, name: str, console: Console | None = None):
+        self._name = name
+        self._console = console or Console(file=sys.stdout)
+        self._rows: list[StepRow] = []
+        self._live: Live | None = None
+
+    def __enter__(self) -> "StepView":
+        if self._console.is_terminal:
+            self._live = Live(self._table(), console=self._console, auto_refresh=False)
+            self._live.start()
+        return self
+
+    def __exit__(self, *error) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def show(self, row: StepRow) -> None:
+        """Adds one step."""
+        shown = len(self._rows)
+        self._rows.append(row)
+        if self._live is not None:
+            self._live.update(self._table(), refresh=True)
+            return
+        if shown % HEADER_EVERY == 0:
+            self.say(plain_line(COLUMNS))
+        self.say(plain_line(row.cells()))
+
+    def say(self, text: str) -> None:
+        """Prints a line as it stands, above the table on a terminal."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _table(self) -> Table:
+        hidden = max(0, len(self._rows) - LIVE_ROWS)
+        title = self._name + (f" (the first {hidden} steps are in metrics.jsonl)" if hidden else "")
+        table = Table(title=title, title_justify="left", header_style="bold")
+        for column in COLUMNS:
+            table.add_column(column, justify="right", no_wrap=True)
+        for row in self._rows[hidden:]:
+            table.add_row(*row.cells())
+        return table
+
+
+def plain_line(cells: Sequence[str]) -> str:
+    """One line of right-aligned fixed columns; a cell that is too wide pushes the rest."""
+    return " ".join(cell.rjust(width) for cell, width in zip(cells, WIDTHS, strict=True))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Accuracy:
+    """Right answers of one evaluation."""
+
+    correct: int
+    total: int
+
+    def __post_init__(self):
+        if not 0 <= self.correct <= self.total or self.total < 1:
+            raise ValueError(f"{self.correct} right answers of {self.total} are impossible")
+
+    @property
+    def fraction(self) -> float:
+        return self.correct / self.total
+
+    def __str__(self) -> str:
+        low, high = wilson_interval(self.correct, self.total)
+        return (
+            f"{self.fraction:.3f} ({self.correct} of {self.total}; "
+            f"95 % interval {low:.3f} to {high:.3f})"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """What a finished or interrupted run came to."""
+
+    name: str
+    rewards: Sequence[float]
+    """Mean total reward of every step, in order."""
+    accuracy_before: Accuracy | None
+    accuracy_after: Accuracy | None
+    seconds: float
+    outputs: Mapping[str, str]
+    """What lies where, such as {"policy": "runs/demo/export"}."""
+
+
+def summary_lines(summary: RunSummary) -> list[str]:
+    """The end of a run for people; the last line is for machines."""
+    few = min(5, len(summary.rewards))
+    lines = [
+        f"reward of the first {few} steps  {_number(_mean(summary.rewards[:5]), 3)}",
+        f"reward of the last {few} steps   {_number(_mean(summary.rewards[-5:]), 3)}",
+        f"held-out accuracy before   {summary.accuracy_before or 'not evaluated'}",
+        f"held-out accuracy after    {summary.accuracy_after or 'not evaluated'}",
+    ]
+    lines += [f"{what}: {where}" for what, where in summary.outputs.items()]
+    return [*lines, machine_line(summary)]
+
+
+def machine_line(summary: RunSummary) -> str:
+    """`demo: accuracy 0.31 -> 0.86, reward 0.35 -> 0.91, steps 60, seconds 214`; n/a is unknown."""
+    before, after = (
+        _number(accuracy.fraction if accuracy else None, 2)
+        for accuracy in (summary.accuracy_before, summary.accuracy_after)
+    )
+    first, last = (
+        _number(_mean(rewards), 2) for rewards in (summary.rewards[:5], summary.rewards[-5:])
+    )
+    return (
+        f"{summary.name}: accuracy {before} -> {after}, reward {first} -> {last}, "
+        f"steps {len(summary.rewards)}, seconds {summary.seconds:.0f}"
+    )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "n/a" if value is None else f"{value:.{digits}f}"
