@@ -1,0 +1,203 @@
+"""Tokenizer and chat template of a model, and the ids that end a completion.
+
+There is no way from text back to token ids here but through the chat template: completions are
+recorded as ids, and text is only ever a view of them.
+"""
+
+import json
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jinja2
+import transformers
+
+from models.gguf import open_gguf
+from models.gguf_tokenizer import build_tokenizer, special_token
+from models.hf_folder import CONFIG, GENERATION_CONFIG, is_gguf, locate, read_json_if_there
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+_PROBE = "a completion"
+
+
+class Tokenizer:
+    """One tokenizer with the chat template and stop ids of a model.
+
+    Attributes:
+        stop_ids: any of them ends a completion.
+        pad_id: fills rows; eos where the tokenizer has no pad, since masks come from lengths.
+        bos_id: or None.
+        vocab_size: ids from here on are no tokens, though the embedding may have rows for them.
+    """
+
+    def __init__(self, backend, *, source: str, eos_ids: Iterable[int] = ()):
+        """Takes a transformers tokenizer; `eos_ids` are further stop ids of the model's files.
+
+        Raises:
+            ValueError: if there is no chat template, it does not render, or nothing stops.
+        """
+        self._backend = backend
+        self._source = source
+        if not backend.chat_template:
+            raise ValueError(
+                f"the tokenizer of {source} has no chat template: set model.chat_template to a "
+                "Jinja template over `messages`"
+            )
+        self.vocab_size = len(backend)
+        self.bos_id: int | None = backend.bos_token_id
+        stop_ids = {*eos_ids, *self._chat_end_ids()}
+        if backend.eos_token_id is not None:
+            stop_ids.add(backend.eos_token_id)
+        if not stop_ids:
+            raise ValueError(
+                f"the tokenizer of {source} has no end-of-sequence token, so nothing would stop a "
+                "completion: set model.stop_tokens"
+            )
+        self.stop_ids = frozenset(stop_ids)
+        pad_ids = (backend.pad_token_id, backend.eos_token_id, min(stop_ids))
+        self.pad_id: int = next(token_id for token_id in pad_ids if token_id is not None)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's turn.
+
+        The template alone decides about BOS, as in training; the tokenizer adds no second one.
+
+        Raises:
+            ValueError: if the template refuses the messages.
+        """
+        text = self._render(messages, add_generation_prompt=True)
+        token_ids = self._backend.encode(text, add_special_tokens=False)
+        while self.bos_id is not None and token_ids[:2] == [self.bos_id, self.bos_id]:
+            token_ids = token_ids[1:]
+        return token_ids
+
+    def decode(self, token_ids: Iterable[int], skip_special: bool = True) -> str:
+        """Text of token ids; special tokens are kept as text where skip_special is false."""
+        ids = [int(token_id) for token_id in token_ids]
+        return self._backend.decode(
+            ids, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
+        )
+
+    def save(self, folder: str | pathlib.Path) -> None:
+        """Writes the tokenizer's files, with the chat template, into an existing folder."""
+        self._backend.save_pretrained(str(folder))
+        path = pathlib.Path(folder) / TOKENIZER_CONFIG
+        content = read_json_if_there(path)
+        if content.get("tokenizer_class") == "TokenizersBackend":
+            content["tokenizer_class"] = "PreTrainedTokenizerFast"  # known to transformers 4 and 5
+            path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+    def _render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
+        try:
+            return self._backend.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"the chat template of {self._source} does not render "
+                f"{[message.get('role') for message in messages]}: {error}; set "
+                "model.chat_template to replace it"
+            ) from error
+
+    def _chat_end_ids(self) -> set[int]:
+        """The special token that the template puts after an assistant's turn, if there is one."""
+        turns = [{"role": "user", "content": "a question"}]
+        turns += [{"role": "assistant", "content": _PROBE}]
+        before, found, after = self._render(turns, add_generation_prompt=False).rpartition(_PROBE)
+        if not found:
+            return set()
+        first = self._backend.encode(after, add_special_tokens=False)[:1]
+        return set(first) & set(self._backend.added_tokens_decoder)
+
+
+def load_tokenizer(
+    model_path: str,
+    *,
+    tokenizer: str | None = None,
+    chat_template: str | None = None,
+    stop_tokens: Sequence[str] = (),
+) -> Tokenizer:
+    """Loads the tokenizer that belongs to a model.
+
+    Args:
+        model_path: HF folder, .gguf file or hub id.
+        tokenizer: folder or hub id of another tokenizer; None takes the model's own.
+        chat_template: a Jinja template that replaces the tokenizer's.
+        stop_tokens: further tokens that end a completion; each must be one token.
+
+    Raises:
+        ValueError: if there is no tokenizer or no chat template, or the tokenizer has more tokens
+            than the model; names the path and the setting to give.
+    """
+    place = locate(model_path, weights=False)
+    if tokenizer is not None:
+        backend = _folder_backend(locate(tokenizer, weights=False))
+    elif is_gguf(place):
+        backend = _gguf_backend(place)
+    else:
+        backend = _folder_backend(place)
+    if chat_template is not None:
+        backend.chat_template = chat_template
+    model_eos, model_rows = _model_facts(place)
+    if model_rows is not None and len(backend) > model_rows:
+        raise ValueError(
+            f"the tokenizer of {tokenizer or model_path} has {len(backend)} tokens, but the model "
+            f"{model_path} embeds only {model_rows}: they do not belong together"
+        )
+    eos_ids = model_eos | {_single_token(backend, text) for text in stop_tokens}
+    return Tokenizer(backend, source=tokenizer or model_path, eos_ids=eos_ids)
+
+
+def _folder_backend(folder: pathlib.Path):
+    try:
+        return transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ValueError(
+            f"{folder} holds no tokenizer that loads ({error}): set model.tokenizer to a folder or "
+            "hub id that does"
+        ) from error
+
+
+def _gguf_backend(path: pathlib.Path):
+    metadata = open_gguf(path).metadata
+    roles = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}
+    special = {name: special_token(metadata, role) for name, role in roles.items()}
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=build_tokenizer(path, metadata),
+        chat_template=metadata.get("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+        **{name: token for name, token in special.items() if token is not None},
+    )
+
+
+def _model_facts(place: pathlib.Path) -> tuple[set[int], int | None]:
+    """Stop ids that the model's own files name, and the rows of its embedding if they say so."""
+    if is_gguf(place):
+        file = open_gguf(place)
+        keys = (f"tokenizer.ggml.{role}_token_id" for role in ("eos", "eot", "eom"))
+        eos = {file.metadata[key] for key in keys if key in file.metadata}
+        return eos, file.config.vocab_size
+    config = read_json_if_there(place / CONFIG)
+    generation = read_json_if_there(place / GENERATION_CONFIG)
+    eos = _ids(config, place / CONFIG) | _ids(generation, place / GENERATION_CONFIG)
+    return eos, config.get("vocab_size")
+
+
+def _ids(content: Mapping[str, Any], path: pathlib.Path) -> set[int]:
+    value = content.get("eos_token_id")
+    listed = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(item, int) and not isinstance(item, bool) for item in listed):
+        raise ValueError(f"{path}: eos_token_id={value!r} must be an integer or a list of them")
+    return set(listed)
+
+
+def _single_token(backend, text: str) -> int:
+    token_id = backend.get_vocab().get(text)
+    if token_id is None:
+        raise ValueError(
+            f"model.stop_tokens: {text!r} is not one token of this tokenizer; give tokens as they "
+            "stand in its vocabulary"
+        )
+    return token_id
