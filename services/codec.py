@@ -31,7 +31,9 @@ _OUTCOME_TO_PB: Mapping[PushOutcome, trajectories_pb2.PushGroupResponse.Outcome]
     PushOutcome.ACCEPTED: trajectories_pb2.PushGroupResponse.ACCEPTED,
     PushOutcome.DUPLICATE: trajectories_pb2.PushGroupResponse.DUPLICATE,
 }
-_OUTCOME_FROM_PB = {value: outcome for outcome, value in _OUTCOME_TO_PB.items()}
+_OUTCOME_FROM_PB: Mapping[int, PushOutcome] = {
+    int(value): outcome for outcome, value in _OUTCOME_TO_PB.items()
+}
 
 
 def encode_group(group: Group) -> bytes:
@@ -59,7 +61,7 @@ def encode_group(group: Group) -> bytes:
     return message.SerializeToString()
 
 
-def decode_group(raw: bytes | bytearray) -> Group:
+def decode_group(raw: bytes | memoryview) -> Group:
     """Restores a group.
 
     Raises:

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from services.messages import TensorSpec
+from services.messages import TensorSpec, WeightManifest
 
 HASH_THREADS = 4
 WIRE_DTYPES: Mapping[str, np.dtype] = {
@@ -138,3 +138,22 @@ def with_checksums(specs: Iterable[TensorSpec], checksums: Iterable[str]) -> tup
 
 def _dtype_of(tensor: npt.ArrayLike) -> np.dtype:
     return np.dtype(getattr(tensor, "dtype", None) or np.asarray(tensor).dtype)
+
+
+def check_manifest(manifest: WeightManifest) -> None:
+    """Raises ValueError unless the manifest describes one gapless stream and keeps its digest."""
+    end = 0
+    names = [spec.name for spec in manifest.tensors]
+    if names != sorted(set(names)):
+        raise ValueError("manifest tensors must be sorted by name, each once")
+    for spec in manifest.tensors:
+        nbytes = math.prod(spec.shape) * wire_dtype(spec.dtype).itemsize
+        if min(spec.shape, default=0) < 0 or (spec.offset, spec.nbytes) != (end, nbytes):
+            raise ValueError(
+                f"tensor {spec.name!r}, {spec.dtype} {spec.shape}, must have {nbytes} bytes at "
+                f"offset {end}; the manifest says {spec.nbytes} at {spec.offset}"
+            )
+        end += nbytes
+    digest = digest_of_specs(manifest.tensors)
+    if digest != manifest.digest:
+        raise ValueError(f"manifest digest is {manifest.digest!r}, its tensors give {digest!r}")

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-PHASES = (
+PHASES: tuple[str, ...] = (
     "prefill",
     "decode",
     "reward",

@@ -1,0 +1,89 @@
+"""Pushes finished groups to the learner."""
+
+import hashlib
+from collections.abc import Iterator
+from typing import NoReturn
+
+import grpc
+
+from services import codec
+from services.channel import PIECE_BYTES, Deadline, open_channel
+from services.group_buffer import BufferFull, StaleGroup, UnknownReceipt
+from services.messages import Group, PushOutcome
+from services.pb import trajectories_pb2, trajectories_pb2_grpc
+from services.tls import Credentials
+
+_REFUSALS: dict[grpc.StatusCode, type[Exception]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: ValueError,
+    grpc.StatusCode.NOT_FOUND: UnknownReceipt,
+    grpc.StatusCode.FAILED_PRECONDITION: StaleGroup,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: BufferFull,
+}
+
+
+class PushFailed(RuntimeError):
+    """The push ended in a way that the protocol does not foresee."""
+
+
+class TrajectoryClient:
+    """A worker's connection to the trajectory service; may be used from several threads."""
+
+    def __init__(self, address: str, credentials: Credentials):
+        """Args:
+        address: `host:port` of the learner.
+        credentials: of this process.
+        """
+        self._address = address
+        self._channel = open_channel(address, credentials)
+        self._stub = trajectories_pb2_grpc.TrajectoryServiceStub(self._channel)
+
+    def push(self, group: Group, timeout_s: float) -> PushOutcome:
+        """Hands a group over; repeats are harmless, so UNAVAILABLE is tried again.
+
+        Returns:
+            ACCEPTED, or DUPLICATE if the learner had it before.
+
+        Raises:
+            TimeoutError: naming learner and group; whether it arrived is unknown.
+            StaleGroup, UnknownReceipt, BufferFull, ValueError: the learner's refusals, as
+                `GroupBuffer.put` describes them.
+            PushFailed: any other status.
+        """
+        raw = codec.encode_group(group)
+        digest = hashlib.sha256(raw).digest()
+        deadline = Deadline(timeout_s, f"learner {self._address} to take group {group.group_id!r}")
+        try:
+            response = deadline.call(
+                lambda left_s: self._stub.PushGroup(_requests(group, raw, digest), timeout=left_s)
+            )
+        except grpc.RpcError as error:
+            self._raise_refusal(group, error)
+        return codec.decode_outcome(response.outcome)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _raise_refusal(self, group: Group, error: grpc.RpcError) -> NoReturn:
+        status = error.code()  # pyright: ignore[reportAttributeAccessIssue]
+        details = error.details()  # pyright: ignore[reportAttributeAccessIssue]
+        if status in _REFUSALS:
+            raise _REFUSALS[status](f"learner {self._address}: {details}") from error
+        raise PushFailed(
+            f"group {group.group_id!r} to learner {self._address}: {status.name}: {details}"
+        ) from error
+
+
+def _requests(
+    group: Group, raw: bytes, digest: bytes
+) -> Iterator[trajectories_pb2.PushGroupRequest]:
+    yield trajectories_pb2.PushGroupRequest(
+        header=trajectories_pb2.PushGroupHeader(
+            run_id=group.run_id,
+            group_id=group.group_id,
+            attempt=group.attempt,
+            size_bytes=len(raw),
+            sha256=digest,
+        )
+    )
+    for start in range(0, len(raw), PIECE_BYTES):
+        yield trajectories_pb2.PushGroupRequest(data=raw[start : start + PIECE_BYTES])

@@ -1,0 +1,89 @@
+"""Serves the versions of a WeightStore over gRPC."""
+
+import math
+import threading
+
+import grpc
+
+from services import codec
+from services.channel import PIECE_BYTES
+from services.pb import weights_pb2, weights_pb2_grpc
+from services.weight_store import UnknownVersion, WeightStore
+
+LONGEST_WAIT_S = 20.0
+"""Longest time a GetManifest call is held; callers ask again."""
+
+
+class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
+    """Decodes, asks the store, and maps its errors to status codes."""
+
+    def __init__(
+        self, store: WeightStore, *, chunk_bytes: int = PIECE_BYTES, max_waiting: int = 16
+    ):
+        """Args:
+        store: what is served.
+        chunk_bytes: data bytes of one message of the stream.
+        max_waiting: most GetManifest calls held at a time, fewer than the server has threads;
+            the others are answered at once, so that waiting never keeps data from moving.
+        """
+        self._store = store
+        self._chunk_bytes = chunk_bytes
+        self._may_wait = threading.BoundedSemaphore(max_waiting)
+        self._closing = threading.Event()
+
+    def close(self) -> None:
+        """Ends every wait, now and from now on."""
+        self._closing.set()
+        self._store.wake()
+
+    def GetManifest(self, request, context):
+        self._check_run(request.run_id, context)
+        if request.min_policy_version < 0 or not 0 <= request.wait_s < math.inf:
+            context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "min_policy_version and wait_s must be finite and at least 0, got "
+                f"{request.min_policy_version} and {request.wait_s}",
+            )
+        response = weights_pb2.GetManifestResponse()
+        try:
+            manifest = self._wait_for_manifest(request, context)
+        except TimeoutError:
+            pass  # no such version yet is an answer, not an error
+        else:
+            response.manifest.CopyFrom(codec.encode_manifest(manifest))
+        response.current_policy_version = self._store.current_version
+        return response
+
+    def FetchWeights(self, request, context):
+        self._check_run(request.run_id, context)
+        offset = request.offset_bytes
+        try:
+            data = self._store.read(request.policy_version, offset, request.length_bytes)
+        except UnknownVersion as error:
+            context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+        except ValueError as error:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        for start in range(0, len(data), self._chunk_bytes):
+            yield weights_pb2.FetchWeightsResponse(
+                offset_bytes=offset + start, data=bytes(data[start : start + self._chunk_bytes])
+            )
+
+    def _wait_for_manifest(self, request, context):
+        waits = self._may_wait.acquire(blocking=False)
+        context.add_callback(self._store.wake)
+        try:
+            return self._store.manifest(
+                request.min_policy_version,
+                min(request.wait_s, LONGEST_WAIT_S) if waits else 0.0,
+                abandoned=lambda: self._closing.is_set() or not context.is_active(),
+            )
+        finally:
+            if waits:
+                self._may_wait.release()
+
+    def _check_run(self, run_id: str, context) -> None:
+        if run_id != self._store.run_id:
+            context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"this server belongs to run {self._store.run_id!r}, the caller to {run_id!r}",
+            )
