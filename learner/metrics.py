@@ -1,0 +1,115 @@
+"""Numbers of one update under the names of the metrics log; pure functions of host values."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from learner.batching import MicroBatch, Selection
+from services.messages import FinishReason, Group
+
+
+def group_metrics(groups: Sequence[Group], *, policy_version: int) -> dict[str, float]:
+    """Means over the completions of a batch.
+
+    A completion whose scoring failed counts in `reward_error/*` and in no reward; each scorer's
+    mean is over the completions that it scored.
+
+    Args:
+        groups: at least one.
+        policy_version: the current one; its difference to a group's is that group's staleness.
+    """
+    completions = [c for group in groups for c in group.completions]
+    lengths = np.array([len(c.token_ids) for c in completions])
+    staleness = np.array([policy_version - group.policy_version for group in groups])
+    failed = sum(bool(c.reward_error) for c in completions)
+    metrics = {
+        "rollout/groups": float(len(groups)),
+        "rollout/completions": float(len(completions)),
+        "rollout/completion_len_mean": float(lengths.mean()),
+        "rollout/completion_len_max": float(lengths.max()),
+        "rollout/prompt_len_mean": float(np.mean([len(g.prompt_token_ids) for g in groups])),
+        "rollout/truncated_fraction": float(
+            np.mean([c.finish_reason is FinishReason.LENGTH for c in completions])
+        ),
+        "rollout/aborted_fraction": float(
+            np.mean([c.finish_reason is FinishReason.ABORTED for c in completions])
+        ),
+        "offpolicy/staleness_mean": float(staleness.mean()),
+        "offpolicy/staleness_max": float(staleness.max()),
+        "reward_error/count": float(failed),
+        "reward_error/fraction": failed / len(completions),
+    }
+    scored = [c for c in completions if not c.reward_error]
+    for name in sorted({name for c in scored for name in c.rewards}):
+        values = [c.rewards[name] for c in scored if name in c.rewards]
+        metrics[f"reward/{name}/mean"] = float(np.mean(values))
+    if scored:
+        totals = np.array([c.total_reward for c in scored])
+        metrics["reward/total/mean"] = float(totals.mean())
+        metrics["reward/total/std"] = float(totals.std())
+        metrics["reward/total/min"] = float(totals.min())
+        metrics["reward/total/max"] = float(totals.max())
+    return metrics
+
+
+def selection_metrics(
+    selection: Selection, batches: Sequence[MicroBatch], *, groups: int
+) -> dict[str, float]:
+    """What was chosen to train on, and how full the micro-batches are.
+
+    Args:
+        groups: how many the selection was made from.
+    """
+    slots = sum(batch.token_ids.size for batch in batches)
+    inputs = sum(len(s.token_ids) for s in selection.sequences)
+    return {
+        "rollout/zero_variance_fraction": selection.zero_variance_groups / groups,
+        "train/sequences": float(len(selection.sequences)),
+        "train/valid_tokens": float(selection.active_tokens),
+        "train/input_tokens": float(inputs),
+        "train/microbatches": float(len(batches)),
+        "train/padding_fraction": 1.0 - inputs / slots if slots else 0.0,
+    }
+
+
+def update_metrics(
+    sums: Mapping[str, float],
+    maxima: Mapping[str, float],
+    report: Mapping[str, float],
+    *,
+    has_reference: bool,
+) -> dict[str, float]:
+    """Of one optimiser update; means are over the tokens in the loss.
+
+    Args:
+        sums, maxima: of an Accumulator, on the host.
+        report: what `apply` returned, on the host.
+        has_reference: `train/kl` exists only where there is a reference policy.
+    """
+    tokens = float(sums["active_tokens"])
+    metrics = {
+        "train/loss": float(report["loss"]),
+        "train/entropy": float(sums["entropy"]) / tokens,
+        "train/clip_fraction_low": float(sums["clipped_low"]) / tokens,
+        "train/clip_fraction_high": float(sums["clipped_high"]) / tokens,
+        "train/grad_norm": float(report["grad_norm"]),
+        "train/learning_rate": float(report["learning_rate"]),
+        "train/update_skipped": float(report["skipped"]),
+        "offpolicy/logprob_gap_mean": float(sums["logprob_gap"]) / tokens,
+        "offpolicy/logprob_gap_max": float(maxima["logprob_gap"]),
+        "offpolicy/is_weight_raw_mean": float(sums["ratio"]) / tokens,
+        "offpolicy/is_weight_raw_max": float(maxima["ratio"]),
+    }
+    if has_reference:
+        metrics["train/kl"] = float(sums["kl"]) / tokens
+    return metrics
+
+
+def combine_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Several updates on one batch as one: their mean; the maximum of maxima and of `skipped`."""
+    return {
+        name: max(update[name] for update in updates)
+        if name.endswith(("_max", "_skipped"))
+        else float(np.mean([update[name] for update in updates]))
+        for name in updates[0]
+    }

@@ -1,0 +1,204 @@
+"""The two compiled functions of an update: add up a micro-batch's gradient, then apply the sum.
+
+`accumulate` runs under `shard_map`: every device differentiates the loss of its own rows, a sum
+that is not yet divided by anything, and the gradients are reduced explicitly afterwards. No
+collective stands between the loss and its derivative except the parameter gathers, so gradients
+cannot pick up a factor of the device count. `apply` divides once by the denominator of the whole
+batch.
+
+Dimension key:
+    B: rows of one micro-batch
+    T: token slots of a row
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from kernels.token_logprob.ops import TokenLogprob, token_logprob
+from learner.batching import MicroBatch
+from learner.loss import Objective, metric_sums, token_terms, weighted_sum
+from learner.mesh import AXES
+from learner.sharding import make_gather, named_shardings, reduce_gradients
+from learner.state import TrainState
+from models.config import ModelConfig
+from models.transformer import Params, forward, head_weight, logits, packed_attend
+
+SUMS = (
+    "loss",
+    "active_tokens",
+    "kl",
+    "entropy",
+    "ratio",
+    "clipped_low",
+    "clipped_high",
+    "logprob_gap",
+)
+MAXIMA = ("ratio", "logprob_gap")
+
+
+class Accumulator(NamedTuple):
+    """Sums over the micro-batches so far: float32, undivided."""
+
+    grads: Params
+    sums: dict[str, jax.Array]
+    maxima: dict[str, jax.Array]
+
+
+class PolicyOptions(NamedTuple):
+    """How the policy's distribution is computed; static while a step is compiled."""
+
+    temperature: float
+    valid_vocab: int | None
+    compute_dtype: jnp.dtype
+    remat: bool
+    loss_impl: str
+
+
+def policy_logprobs(
+    params: Params, config: ModelConfig, batch: MicroBatch, gather: Callable, options: PolicyOptions
+) -> TokenLogprob:
+    """Logprob of every target id under the policy, with its entropy; float32 [B, T]."""
+    dtype = options.compute_dtype
+    hidden_BTD, _ = forward(
+        params,
+        config,
+        batch.token_ids,
+        batch.positions,
+        packed_attend(batch.segments, operand_dtype=dtype),
+        compute_dtype=dtype,
+        gather=gather,
+        remat=options.remat,
+    )
+    return token_logprob(
+        logits(hidden_BTD, head_weight(params, gather)),
+        batch.target_ids,
+        temperature=options.temperature,
+        valid_vocab=options.valid_vocab,
+        impl=options.loss_impl,
+    )
+
+
+def make_accumulate(
+    mesh: Mesh, specs: Params, config: ModelConfig, objective: Objective, options: PolicyOptions
+) -> Callable[[Params, Params | None, Accumulator, MicroBatch], Accumulator]:
+    """Builds `accumulate(params, reference_params, accumulator, batch) -> accumulator`.
+
+    The accumulator is donated. Rows of the batch are divided over all devices; reference_params
+    is None without a KL penalty.
+    """
+    gather = make_gather(specs, options.compute_dtype)
+
+    def local_loss(params, reference_params, batch):
+        reference_BT = None
+        if reference_params is not None:
+            reference_BT = policy_logprobs(reference_params, config, batch, gather, options).logprob
+            reference_BT = jax.lax.stop_gradient(reference_BT)
+        policy = policy_logprobs(params, config, batch, gather, options)
+        active_BT = batch.weights > 0
+        terms = token_terms(
+            policy.logprob,
+            policy.entropy,
+            batch.behavior_logprobs,
+            batch.advantages,
+            active_BT,
+            objective,
+            reference_BT,
+        )
+        loss = weighted_sum(terms.loss, batch.weights)
+        sums, maxima = metric_sums(
+            terms, policy.logprob, policy.entropy, batch.behavior_logprobs, active_BT
+        )
+        return loss, ({"loss": loss, **sums}, maxima)
+
+    def local(params, reference_params, accumulator, batch):
+        grads, (sums, maxima) = jax.grad(local_loss, has_aux=True)(params, reference_params, batch)
+        grads = reduce_gradients(grads, specs)
+        sums = jax.lax.psum(sums, AXES)
+        maxima = jax.lax.pmax(maxima, AXES)
+        return Accumulator(
+            grads=jax.tree.map(jnp.add, accumulator.grads, grads),
+            sums=jax.tree.map(jnp.add, accumulator.sums, sums),
+            maxima=jax.tree.map(jnp.maximum, accumulator.maxima, maxima),
+        )
+
+    accumulated = Accumulator(specs, P(), P())
+
+    # Replication is not checked: `reduce_gradients` is what makes it true, and the tests compare
+    # meshes. (The check would also insert its own reductions into the derivative.)
+    @jax.shard_map(
+        mesh=mesh,
+        in_specs=(specs, specs, accumulated, P(AXES)),
+        out_specs=accumulated,
+        check_vma=False,
+    )
+    def with_reference(params, reference_params, accumulator, batch):
+        return local(params, reference_params, accumulator, batch)
+
+    @jax.shard_map(
+        mesh=mesh,
+        in_specs=(specs, accumulated, P(AXES)),
+        out_specs=accumulated,
+        check_vma=False,
+    )
+    def without_reference(params, accumulator, batch):
+        return local(params, None, accumulator, batch)
+
+    def accumulate(params, reference_params, accumulator, batch):
+        if reference_params is None:
+            return without_reference(params, accumulator, batch)
+        return with_reference(params, reference_params, accumulator, batch)
+
+    return jax.jit(accumulate, donate_argnums=2)
+
+
+def make_empty_accumulator(mesh: Mesh, specs: Params) -> Callable[[Params], Accumulator]:
+    """Builds `empty(params) -> Accumulator` of zeros, sharded as the parameters are."""
+    shardings = named_shardings(mesh, Accumulator(specs, P(), P()))
+
+    def empty(params):
+        zeros = lambda names: {name: jnp.zeros((), jnp.float32) for name in names}
+        return Accumulator(jax.tree.map(jnp.zeros_like, params), zeros(SUMS), zeros(MAXIMA))
+
+    return jax.jit(empty, out_shardings=shardings)
+
+
+def make_apply(
+    mesh: Mesh,
+    shardings: TrainState,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+) -> Callable[[TrainState, Accumulator, jax.Array], tuple[TrainState, dict[str, jax.Array]]]:
+    """Builds `apply(state, accumulator, denominator) -> (state, report)`; the state is donated.
+
+    An update whose loss or gradient is not finite leaves the state as it was, its counts
+    included. The report has float32 scalars: `loss`, `grad_norm` (before the clip),
+    `learning_rate` (of this update), `skipped` (1.0 where it left the state alone).
+    """
+
+    def apply(state, accumulator, denominator):
+        loss = accumulator.sums["loss"] / denominator
+        grads = jax.tree.map(lambda grad: grad / denominator, accumulator.grads)
+        grad_norm = optax.tree.norm(grads)
+        usable = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        updated = TrainState(
+            params=optax.apply_updates(state.params, updates),
+            opt_state=opt_state,
+            update_count=state.update_count + 1,
+        )
+        report = {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "learning_rate": jnp.asarray(schedule(state.update_count), jnp.float32),
+            "skipped": 1.0 - usable.astype(jnp.float32),
+        }
+        return jax.tree.map(lambda new, old: jnp.where(usable, new, old), updated, state), report
+
+    replicated = NamedSharding(mesh, P())
+    return jax.jit(apply, donate_argnums=0, out_shardings=(shardings, replicated))

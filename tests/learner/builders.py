@@ -1,0 +1,109 @@
+"""Small groups and learners that the tests of this folder share."""
+
+import jax
+import numpy as np
+
+from learner.config import AlgorithmConfig, LearnerConfig, MeshConfig, OptimizerConfig
+from learner.core import LearnerCore
+from models.config import ModelConfig
+from models.transformer import init_params
+from services.messages import Completion, FinishReason, Group
+
+TINY = ModelConfig(
+    model_type="qwen2",
+    vocab_size=24,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    tie_word_embeddings=True,
+    qkv_bias=True,
+)
+
+
+def make_completion(ids, reward, *, index=0, logprobs=None, finish=FinishReason.STOP, error=""):
+    ids = np.array(ids, np.int32)
+    return Completion(
+        sample_index=index,
+        token_ids=ids,
+        behavior_logprobs=np.full(len(ids), -3.0, np.float32)
+        if logprobs is None
+        else np.array(logprobs, np.float32),
+        finish_reason=finish,
+        rewards={} if error else {"answer": reward},
+        total_reward=float("nan") if error else reward,
+        reward_error=error,
+    )
+
+
+def make_group(number, prompt, completions, *, policy_version=0):
+    return Group(
+        run_id="run",
+        group_id=f"g{number}",
+        attempt=0,
+        prompt_id=number,
+        epoch=0,
+        policy_version=policy_version,
+        weight_digest="",
+        worker="w0",
+        prompt_token_ids=np.array(prompt, np.int32),
+        completions=tuple(completions),
+        phase_s={},
+    )
+
+
+def random_groups(count=4, size=4, *, seed=0, max_completion=9, vocab=20):
+    """Groups with prompts of 1-5 and completions of 1..max_completion tokens, rewards 0 or 1."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for number in range(count):
+        completions = []
+        for index in range(size):
+            T = int(rng.integers(1, max_completion + 1))
+            completions.append(
+                make_completion(
+                    rng.integers(0, vocab, T),
+                    float(index % 2),
+                    index=index,
+                    logprobs=-3.0 + rng.normal(0, 0.3, T),
+                )
+            )
+        groups.append(make_group(number, rng.integers(0, vocab, rng.integers(1, 6)), completions))
+    return groups
+
+
+def host_params(config=TINY, seed=0):
+    return jax.tree.map(np.array, init_params(jax.random.key(seed), config))
+
+
+def make_core(
+    *,
+    data=1,
+    fsdp=1,
+    microbatch_tokens=64,
+    algorithm=None,
+    optimizer=None,
+    config=TINY,
+    params=None,
+    total_steps=10,
+    **learner,
+):
+    learner = {"compute_dtype": "float32", "remat": False, **learner}
+    return LearnerCore(
+        algorithm=AlgorithmConfig(**(algorithm or {})),
+        learner=LearnerConfig(
+            microbatch_tokens=microbatch_tokens,
+            mesh=MeshConfig(data=data, fsdp=fsdp),
+            optimizer=OptimizerConfig(**{"learning_rate": 1e-2, **(optimizer or {})}),
+            **learner,
+        ),
+        model_config=config,
+        params=host_params(config) if params is None else params,
+        total_steps=total_steps,
+        temperature=0.8,
+        valid_vocab=config.vocab_size - 2,
+        max_completion_tokens=16,
+        devices=jax.devices()[: data * fsdp],
+    )
