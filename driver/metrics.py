@@ -187,10 +187,12 @@ class WandbTracker:
                 while (line := self._queue.get()) is not None:
                     self._guarded("log", lambda line=line: run.log(line))
                 self._guarded("finish", run.finish)
+                self._guarded("end", self._forget)
         finally:
             self.mode = "ended"
 
     def _start(self) -> Any:
+        self._environ.setdefault("WANDB_ERROR_REPORTING", "false")  # telemetry that can block exit
         key_problem = clean_api_key(self._environ)
         if self._wandb.mode == "online":
             if key_problem:
@@ -200,6 +202,7 @@ class WandbTracker:
                 if run is not None:
                     self.mode = "online"
                     return run
+                self._guarded("reset", self._forget)
         run = self._guarded("start offline", lambda: self._init("offline"))
         if run is not None:
             self.mode = "offline"
@@ -229,6 +232,13 @@ class WandbTracker:
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
         return run
+
+    @staticmethod
+    def _forget() -> None:
+        """Ends W&B's service process: it would hold the run's id, and the exit of ours."""
+        import wandb
+
+        wandb.teardown()
 
     def _guarded(self, action: str, call: Callable[[], Any], then: str = "is left out") -> Any:
         """The result of a call into W&B, or None and one warning: its errors end here.

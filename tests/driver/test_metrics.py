@@ -1,0 +1,278 @@
+import contextlib
+import http.server
+import json
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from driver.config import WandbConfig
+from driver.jsonl import JsonlLog, read_lines, strict_line
+from driver.metrics import KEY_VARIABLE, MetricsLog, WandbTracker, clean_api_key
+
+DISABLED = WandbConfig(mode="disabled")
+KEY = "k" * 86
+
+
+def open_log(folder, wandb=DISABLED, **changes):
+    arguments = {"run_id": "r1", "config": {"seed": 0}, "warn": pytest.fail} | changes
+    return MetricsLog(folder, wandb, **arguments)
+
+
+def strict_load(line):
+    def refuse(constant):
+        raise AssertionError(f"bare {constant} is not JSON")
+
+    return json.loads(line, parse_constant=refuse)
+
+
+def test_o01_values_that_are_not_finite_are_strict_json_and_flagged(cases, tmp_path):
+    values = {
+        k: float(v) for k, v in cases("observability")["O01"]["input"]["metrics_python"].items()
+    }
+    log = open_log(tmp_path)
+    written = log.log(3, values)
+    log.close()
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    record = strict_load(line)
+    assert record == written
+    assert {key: record[key] for key in values} == {
+        "loss": "NaN",
+        "kl": "Infinity",
+        "reward_mean": 0.5,
+        "grad_norm": "-Infinity",
+    }
+    assert record["nonfinite"] == ["loss", "kl", "grad_norm"]
+    assert record["step"] == 3
+
+
+def test_finite_lines_are_not_flagged_and_numpy_becomes_plain():
+    line = strict_line({"a": np.float32(0.5), "b": np.arange(2), "c": {"d": (np.int64(1), None)}})
+    assert strict_load(line) == {"a": 0.5, "b": [0, 1], "c": {"d": [1, None]}}
+
+
+def test_nested_bad_values_are_named_by_path():
+    record = strict_load(strict_line({"x": {"y": [1.0, float("nan")]}}))
+    assert record["nonfinite"] == ["x.y.1"]
+
+
+def test_a_value_without_a_json_form_names_its_key():
+    with pytest.raises(ValueError, match="metrics.loss is a object"):
+        strict_line({"metrics": {"loss": object()}})
+
+
+def test_each_line_is_on_disk_at_once(tmp_path):
+    log = open_log(tmp_path)
+    for step in (1, 2):
+        log.log(step, {"reward/total/mean": 0.1 * step})
+        assert [r["step"] for r in read_lines(tmp_path / "metrics.jsonl")] == list(
+            range(1, step + 1)
+        )
+    log.close()
+
+
+def test_o02_resume_rewinds_to_the_checkpoint_and_loses_nothing(tmp_path):
+    log = open_log(tmp_path)
+    for step in range(1, 13):
+        log.log(step, {"loss": float(step)})
+        log.log_samples(step, [{"completion": "a"}, {"completion": "b"}])
+    log.log_eval(12, [{"prompt_id": 5}])
+    log.close()
+
+    log = open_log(tmp_path)
+    assert log.resume_at(10) == 2 + 4 + 1
+    log.log(11, {"loss": 110.0})
+    log.close()
+    metrics = read_lines(tmp_path / "metrics.jsonl")
+    assert [r["step"] for r in metrics] == [*range(1, 12)]
+    assert metrics[-1]["loss"] == 110.0
+    aside = read_lines(tmp_path / "metrics.superseded.jsonl")
+    assert [(r["step"], r["loss"], r["superseded_by_resume_at"]) for r in aside] == [
+        (11, 11.0, 10),
+        (12, 12.0, 10),
+    ]
+    assert len(read_lines(tmp_path / "samples.jsonl")) == 20
+    assert [r["prompt_id"] for r in read_lines(tmp_path / "eval.superseded.jsonl")] == [5]
+
+
+def test_a_second_resume_keeps_what_the_first_moved(tmp_path):
+    log = JsonlLog(tmp_path / "m.jsonl")
+    for attempt in range(2):
+        for step in (1, 2):
+            log.append({"step": step, "attempt": attempt})
+        log.rewind(0)
+    aside = read_lines(tmp_path / "m.superseded.jsonl")
+    assert [(r["attempt"], r["step"]) for r in aside] == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    assert read_lines(tmp_path / "m.jsonl") == []
+
+
+def test_a_line_cut_by_a_crash_spoils_no_other(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "lo')
+    log = JsonlLog(path)
+    log.append({"step": 2, "loss": 0.5})
+    assert [r["step"] for r in read_lines(path)] == [1, 2]
+    assert log.rewind(2) == 1
+    log.close()
+    assert [strict_load(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+    (aside,) = read_lines(tmp_path / "metrics.superseded.jsonl")
+    assert aside["unreadable"] == '{"step": 2, "lo'
+
+
+@pytest.mark.parametrize("dirty", [KEY + "\r\n", " " + KEY, "\t" + KEY + " \n", KEY, "short"])
+def test_o03_key_is_stripped_and_its_length_is_nobodys_business(dirty):
+    environ = {KEY_VARIABLE: dirty}
+    assert clean_api_key(environ) == ""
+    assert environ[KEY_VARIABLE] == dirty.strip()
+
+
+@pytest.mark.parametrize("empty", ["", " \r\n"])
+def test_o03_empty_key_has_a_clear_message(empty):
+    environ = {KEY_VARIABLE: empty}
+    assert clean_api_key(environ) == "WANDB_API_KEY is set but empty: put the key there or unset it"
+    assert clean_api_key({}) == ""
+
+
+def test_disabled_tracker_starts_no_thread(tmp_path):
+    before = threading.active_count()
+    log = open_log(tmp_path)
+    assert threading.active_count() == before
+    log.close()
+    assert not (tmp_path / "wandb").exists()
+
+
+@pytest.fixture
+def wandb_environ(monkeypatch):
+    """The process environment for a test of W&B, put back after it."""
+    import os
+
+    for name in [name for name in os.environ if name.startswith("WANDB")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    return monkeypatch
+
+
+def run_folders(folder):
+    return sorted(path.name for path in (folder / "wandb").glob("*run-*"))
+
+
+def test_o02_offline_run_keeps_its_id_after_a_resume(tmp_path, wandb_environ):
+    for run_id in ("first", "second"):
+        log = open_log(tmp_path, WandbConfig(mode="offline"), run_id=run_id)
+        log.log(1, {"loss": 0.5, "kl": float("nan")})
+        log.close(60)
+        time.sleep(1.1)  # W&B names its folders by the second
+    names = run_folders(tmp_path)
+    assert len(names) == 2 and all(name.endswith("-first") for name in names)
+
+
+@contextlib.contextmanager
+def server_that_refuses():
+    """Answers everything with 401, and yields its address and the bodies of what it was sent."""
+    seen = []
+
+    class Refuse(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            seen.append(self.path)
+            self.send_response(401)
+            self.send_header("content-length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        do_GET = do_POST
+
+        def log_message(self, format, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refuse)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", seen
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def log_five_steps(folder, **arguments):
+    """Logs through an online tracker; returns warnings and the seconds that logging took."""
+    warnings = []
+    started = time.monotonic()
+    log = open_log(
+        folder, WandbConfig(mode="online"), warn=warnings.append, init_timeout_s=3, **arguments
+    )
+    for step in range(1, 6):
+        log.log(step, {"loss": 1.0})
+    logging_s = time.monotonic() - started
+    log.close(60)
+    assert [r["step"] for r in read_lines(folder / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    return warnings, logging_s
+
+
+def test_refused_key_warns_once_and_records_offline(tmp_path, wandb_environ, capfd):
+    with server_that_refuses() as (address, seen):
+        wandb_environ.setenv("WANDB_BASE_URL", address)
+        wandb_environ.setenv(KEY_VARIABLE, f" {KEY}\r\n")
+        warnings, logging_s = log_five_steps(tmp_path)
+    assert seen and logging_s < 1
+    (warning,) = warnings
+    assert "W&B start failed and records offline" in warning and "401" in warning
+    assert any(name.startswith("offline-run-") for name in run_folders(tmp_path))
+    written = warning + "".join(capfd.readouterr())
+    written += "".join(p.read_text() for p in tmp_path.rglob("*") if p.suffix in (".log", ".jsonl"))
+    assert KEY not in written
+
+
+def test_unreachable_server_warns_once_and_records_offline(tmp_path, wandb_environ):
+    wandb_environ.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    wandb_environ.setenv(KEY_VARIABLE, KEY)
+    warnings, logging_s = log_five_steps(tmp_path)
+    assert len(warnings) == 1 and "records offline" in warnings[0]
+    assert logging_s < 1
+    assert any(name.startswith("offline-run-") for name in run_folders(tmp_path))
+
+
+def test_empty_key_records_offline_without_asking_anyone(tmp_path, wandb_environ):
+    wandb_environ.setenv(KEY_VARIABLE, " \n")
+    warnings, _ = log_five_steps(tmp_path)
+    assert warnings == [
+        "WANDB_API_KEY is set but empty: put the key there or unset it; W&B records offline"
+    ]
+    assert all(name.startswith("offline-run-") for name in run_folders(tmp_path))
+
+
+class StuckTracker(WandbTracker):
+    """A tracker whose start never comes back until the test lets it."""
+
+    release: threading.Event
+
+    def _start(self):
+        self.release.wait(30)
+        return None
+
+
+def test_a_stuck_tracker_drops_and_counts_and_never_blocks(tmp_path):
+    StuckTracker.release = threading.Event()
+    warnings = []
+    tracker = StuckTracker(
+        WandbConfig(mode="offline"),
+        folder=tmp_path,
+        run_id="r1",
+        config={},
+        warn=warnings.append,
+        init_timeout_s=1,
+        environ={},
+        queue_lines=2,
+    )
+    started = time.monotonic()
+    for step in range(7):
+        tracker.log(step, {"loss": 1.0})
+    tracker.close(0.2)
+    assert time.monotonic() - started < 2
+    assert tracker.dropped == 5
+    assert warnings[0] == "W&B is slower than training: some of its lines are dropped"
+    assert "W&B did not finish within 0.2 s" in warnings[1]
+    StuckTracker.release.set()
