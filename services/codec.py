@@ -4,6 +4,7 @@ Decoding yields fresh writable arrays and turns anything that is not the message
 """
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -18,8 +19,16 @@ from services.messages import (
 )
 from services.pb import trajectories_pb2, weights_pb2
 
+WEIGHT_SERVICE = weights_pb2.DESCRIPTOR.services_by_name["WeightService"].full_name
+TRAJECTORY_SERVICE = trajectories_pb2.DESCRIPTOR.services_by_name["TrajectoryService"].full_name
+"""Full names of the services, as health checks and method paths spell them."""
+
 ID_DTYPE = np.dtype("<i4")
 LOGPROB_DTYPE = np.dtype("<f4")
+
+_OFFSET_TAG = b"\x08"  # field 1, varint
+_DATA_TAG = b"\x12"  # field 2, length-delimited
+_VARINT_BYTES = 9  # enough for 63 bits: neither number is ever negative
 
 _REASON_TO_PB: Mapping[FinishReason, trajectories_pb2.Completion.FinishReason] = {
     FinishReason.STOP: trajectories_pb2.Completion.STOP,
@@ -125,6 +134,37 @@ def decode_manifest(message: weights_pb2.WeightManifest) -> WeightManifest:
     )
 
 
+class Piece(NamedTuple):
+    """What a FetchWeightsResponse says."""
+
+    offset: int
+    """Place of the first byte in the version's byte stream."""
+    data: memoryview
+
+
+def encode_piece(piece: Piece) -> bytes:
+    """Serialises a tandem.v1.FetchWeightsResponse, copying its bytes once.
+
+    The generated class copies them three times on this side and twice on the other, which costs
+    more than half of all the work of a transfer.
+    """
+    return b"".join(
+        (
+            *(_OFFSET_TAG, _varint(piece.offset)),
+            *(_DATA_TAG, _varint(len(piece.data)), piece.data),
+        )
+    )
+
+
+def decode_piece(raw: bytes) -> Piece:
+    """Restores a piece; its data is a view of `raw` if that is laid out as by `encode_piece`.
+
+    Raises:
+        DecodeError: if the bytes are not a tandem.v1.FetchWeightsResponse.
+    """
+    return _view_piece(raw) or _parse_piece(raw)
+
+
 def encode_outcome(outcome: PushOutcome) -> trajectories_pb2.PushGroupResponse.Outcome:
     return _OUTCOME_TO_PB[outcome]
 
@@ -134,6 +174,40 @@ def decode_outcome(value: int) -> PushOutcome:
     if value not in _OUTCOME_FROM_PB:
         raise ValueError(f"outcome {value} is not one of {sorted(_OUTCOME_FROM_PB)}")
     return _OUTCOME_FROM_PB[value]
+
+
+def _view_piece(raw: bytes) -> Piece | None:
+    offset, end = _read_varint(raw, len(_OFFSET_TAG))
+    length, start = _read_varint(raw, end + len(_DATA_TAG))
+    tags = (raw[: len(_OFFSET_TAG)], raw[end : end + len(_DATA_TAG)])
+    if tags != (_OFFSET_TAG, _DATA_TAG) or start + length != len(raw):
+        return None
+    return Piece(offset, memoryview(raw)[start:])
+
+
+def _parse_piece(raw: bytes) -> Piece:
+    message = weights_pb2.FetchWeightsResponse.FromString(raw)
+    return Piece(message.offset_bytes, memoryview(message.data))
+
+
+def _varint(value: int) -> bytes:
+    """Seven bits a byte, lowest first, the top bit set on all but the last."""
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _read_varint(raw: bytes, start: int) -> tuple[int, int]:
+    """Returns the value at `start` and where it ends; nonsense past the end of `raw`."""
+    value = 0
+    for index, byte in enumerate(raw[start : start + _VARINT_BYTES]):
+        value |= (byte & 0x7F) << (7 * index)
+        if byte <= 0x7F:
+            return value, start + index + 1
+    return value, len(raw)
 
 
 def _encode_completion(completion: Completion) -> trajectories_pb2.Completion:

@@ -7,15 +7,13 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from services.channel import PIECE_BYTES, SHARED_OPTIONS
+from services.codec import TRAJECTORY_SERVICE, WEIGHT_SERVICE
 from services.group_buffer import GroupBuffer
-from services.pb import trajectories_pb2, trajectories_pb2_grpc, weights_pb2, weights_pb2_grpc
+from services.pb import trajectories_pb2_grpc
 from services.tls import Credentials
 from services.trajectory_service import MAX_GROUP_BYTES, TrajectoryServicer
-from services.weight_service import WeightServicer
+from services.weight_service import WeightServicer, add_weight_service
 from services.weight_store import WeightStore
-
-WEIGHT_SERVICE = weights_pb2.DESCRIPTOR.services_by_name["WeightService"].full_name
-TRAJECTORY_SERVICE = trajectories_pb2.DESCRIPTOR.services_by_name["TrajectoryService"].full_name
 
 THREADS = 64
 """Calls served at a time; a weight stream takes one for as long as it runs."""
@@ -65,7 +63,7 @@ class Server:
             weight_store, chunk_bytes=chunk_bytes, max_waiting=THREADS // 2
         )
         self._health = health.HealthServicer()
-        weights_pb2_grpc.add_WeightServiceServicer_to_server(self._weights, self._server)
+        add_weight_service(self._weights, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = ["", WEIGHT_SERVICE]
         if group_buffer is not None:

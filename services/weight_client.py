@@ -55,7 +55,7 @@ class WeightClient:
         self._run_id = run_id
         self._chunk_timeout_s = chunk_timeout_s
         self._channels = [open_channel(address, credentials) for _ in range(streams)]
-        self._stubs = [weights_pb2_grpc.WeightServiceStub(channel) for channel in self._channels]
+        self._stub = weights_pb2_grpc.WeightServiceStub(self._channels[0])
 
     def manifest(self, min_version: int, timeout_s: float) -> WeightManifest:
         """Returns the newest manifest, as soon as it is at least `min_version`.
@@ -97,11 +97,11 @@ class WeightClient:
             timeout_s, f"policy version {manifest.policy_version} from {self._peer}"
         )
         with (
-            concurrent.futures.ThreadPoolExecutor(len(self._stubs)) as pool,
+            concurrent.futures.ThreadPoolExecutor(len(self._channels)) as pool,
             concurrent.futures.ThreadPoolExecutor(HASH_THREADS) as hashing,
         ):
             transfer = Transfer(manifest, self._peer, hashing)
-            streams = [_Stream(stub, manifest, transfer, deadline) for stub in self._stubs]
+            streams = [_Stream(channel, manifest, transfer, deadline) for channel in self._channels]
             try:
                 self._run(streams, pool)
             except grpc.RpcError as error:
@@ -133,7 +133,7 @@ class WeightClient:
         request = weights_pb2.GetManifestRequest(
             run_id=self._run_id, min_policy_version=min_version, wait_s=WAIT_FRACTION * left_s
         )
-        return self._stubs[0].GetManifest(request, timeout=left_s)
+        return self._stub.GetManifest(request, timeout=left_s)
 
     def _check(self, manifest: WeightManifest, min_version: int) -> None:
         try:
@@ -152,12 +152,16 @@ class _Stream:
 
     def __init__(
         self,
-        stub: weights_pb2_grpc.WeightServiceStub,
+        channel: grpc.Channel,
         manifest: WeightManifest,
         transfer: Transfer,
         deadline: Deadline,
     ):
-        self._stub = stub
+        self._fetch_weights = channel.unary_stream(
+            f"/{codec.WEIGHT_SERVICE}/FetchWeights",
+            request_serializer=weights_pb2.FetchWeightsRequest.SerializeToString,
+            response_deserializer=codec.decode_piece,
+        )
         self._manifest = manifest
         self._transfer = transfer
         self._deadline = deadline
@@ -189,11 +193,9 @@ class _Stream:
         while position < segment.stop and not self._stopped.is_set():
             reached = position
             try:
-                for response in self._open(position, segment.stop - position):
+                for piece in self._open(position, segment.stop - position):
                     self._heard_s = time.monotonic()
-                    position = self._transfer.write(
-                        segment, position, response.offset_bytes, response.data
-                    )
+                    position = self._transfer.write(segment, position, piece)
                 if position < segment.stop:
                     raise self._transfer.error(
                         f"the stream ended well at byte {position} of [{segment.start}, "
@@ -206,7 +208,7 @@ class _Stream:
             finally:
                 self._call = None
 
-    def _open(self, offset: int, length: int) -> Iterator[weights_pb2.FetchWeightsResponse]:
+    def _open(self, offset: int, length: int) -> Iterator[codec.Piece]:
         request = weights_pb2.FetchWeightsRequest(
             run_id=self._manifest.run_id,
             policy_version=self._manifest.policy_version,
@@ -215,9 +217,9 @@ class _Stream:
         )
         self._silent.clear()
         self._heard_s = time.monotonic()
-        call = self._stub.FetchWeights(request, timeout=self._deadline.remaining_s())
+        call = self._fetch_weights(request, timeout=self._deadline.remaining_s())
         self._call = call
-        return call  # pyright: ignore[reportReturnType]
+        return call
 
     def _pause(self, backoff: Backoff, error: grpc.RpcError) -> None:
         if self._stopped.is_set():

@@ -64,9 +64,7 @@ class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
         except ValueError as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         for start in range(0, len(data), self._chunk_bytes):
-            yield weights_pb2.FetchWeightsResponse(
-                offset_bytes=offset + start, data=bytes(data[start : start + self._chunk_bytes])
-            )
+            yield codec.Piece(offset + start, data[start : start + self._chunk_bytes])
 
     def _wait_for_manifest(self, request, context):
         waits = self._may_wait.acquire(blocking=False)
@@ -87,3 +85,26 @@ class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"this server belongs to run {self._store.run_id!r}, the caller to {run_id!r}",
             )
+
+
+def add_weight_service(servicer: WeightServicer, server: grpc.Server) -> None:
+    """Registers the servicer as the generated function would, but for the faster piece codec."""
+    server.add_generic_rpc_handlers(
+        [
+            grpc.method_handlers_generic_handler(
+                codec.WEIGHT_SERVICE,
+                {
+                    "GetManifest": grpc.unary_unary_rpc_method_handler(
+                        servicer.GetManifest,
+                        request_deserializer=weights_pb2.GetManifestRequest.FromString,
+                        response_serializer=weights_pb2.GetManifestResponse.SerializeToString,
+                    ),
+                    "FetchWeights": grpc.unary_stream_rpc_method_handler(
+                        servicer.FetchWeights,
+                        request_deserializer=weights_pb2.FetchWeightsRequest.FromString,
+                        response_serializer=codec.encode_piece,
+                    ),
+                },
+            )
+        ]
+    )

@@ -12,6 +12,7 @@ import threading
 
 import numpy as np
 
+from services.codec import Piece
 from services.digest import checksum, wire_dtype
 from services.messages import TensorSpec, WeightManifest
 
@@ -61,14 +62,13 @@ class Transfer:
         with self._lock:
             return self._segments.popleft() if self._segments else None
 
-    def write(self, segment: range, position: int, offset: int, data: bytes) -> int:
+    def write(self, segment: range, position: int, piece: Piece) -> int:
         """Puts one piece of a segment in its place.
 
         Args:
             segment: being fetched.
             position: first byte of it that is missing.
-            offset: where the piece says that it belongs.
-            data: the piece.
+            piece: what came next.
 
         Returns:
             The first byte that is missing now.
@@ -76,13 +76,13 @@ class Transfer:
         Raises:
             WeightTransferError: if the piece is empty, leaves a gap or overruns the segment.
         """
-        end = position + len(data)
-        if offset != position or not data or end > segment.stop:
+        end = position + len(piece.data)
+        if piece.offset != position or not position < end <= segment.stop:
             raise self.error(
-                f"got {len(data)} bytes at offset {offset}, where 1 to {segment.stop - position} "
-                f"at {position} were due"
+                f"got {len(piece.data)} bytes at offset {piece.offset}, where 1 to "
+                f"{segment.stop - position} at {position} were due"
             )
-        self._buffer.data[position:end] = data
+        self._buffer.data[position:end] = piece.data
         self._arrived(position, end)
         return end
 
