@@ -1,5 +1,7 @@
 """Small groups and learners that the tests of this folder share."""
 
+import functools
+
 import jax
 import numpy as np
 
@@ -74,8 +76,10 @@ def random_groups(count=4, size=4, *, seed=0, max_completion=9, vocab=20):
     return groups
 
 
+@functools.cache
 def host_params(config=TINY, seed=0):
-    return jax.tree.map(np.array, init_params(jax.random.key(seed), config))
+    init = jax.jit(init_params, static_argnums=1)
+    return jax.tree.map(np.array, init(jax.random.key(seed), config))
 
 
 def make_core(

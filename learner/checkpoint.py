@@ -1,0 +1,275 @@
+"""Checkpoints on disk: what makes a run go on as if it had never stopped.
+
+One folder per step, written under another name and renamed when it is whole:
+
+    step-00000020/state/         weights and optimiser, by Orbax, sharded as they lie
+    step-00000020/record/        what the caller wants back: versions, cursors, seeds (JSON)
+    step-00000020/manifest.json  name, size and sha256 of every other file, and the tree's shapes
+
+A folder is complete when every file of its manifest is there, unchanged. Older checkpoints go
+only after the new one has been read back and found complete.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import pathlib
+import re
+import shutil
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from learner.state import TrainState
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+_STEP = re.compile(r"step-(\d{8})")
+_WRITING = ".writing"
+_REPLACED = ".replaced"
+_HASHING_THREADS = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RestoredCheckpoint:
+    """A complete checkpoint, on the devices."""
+
+    step: int
+    state: TrainState
+    record: dict[str, Any]
+    skipped: list[str]
+    """Newer folders that were passed over, each with the reason."""
+
+
+class DamagedCheckpoint(ValueError):
+    """A folder is not a complete checkpoint; the message says which file and why."""
+
+
+class CheckpointFolder:
+    """Owns one folder of checkpoints. Only one process may write to it."""
+
+    def __init__(self, folder: str | os.PathLike, *, keep: int):
+        """
+        Args:
+            folder: made on the first save.
+            keep: complete checkpoints that remain after a save, at least 1.
+        """
+        if keep < 1:
+            raise ValueError(f"checkpoint.keep must be at least 1, got {keep}")
+        self._folder = pathlib.Path(folder).absolute()
+        self._keep = keep
+
+    def save(self, step: int, state: TrainState, record: dict[str, Any]) -> pathlib.Path:
+        """Writes a checkpoint, reads it back, and only then drops older ones.
+
+        Args:
+            step: names it; one that exists is replaced.
+            state: on the devices; not changed.
+            record: JSON values.
+
+        Returns:
+            The folder.
+
+        Raises:
+            OSError: if it cannot be written; earlier checkpoints are untouched.
+            DamagedCheckpoint: if it does not read back as it was written.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._clean()
+        final = self._folder / f"step-{step:08d}"
+        writing = final.with_name(final.name + _WRITING)
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+            checkpointer.save(
+                writing,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(_as_dict(state)),
+                    record=ocp.args.JsonSave(record),
+                ),
+            )
+        _write_manifest(writing, step, state)
+        verify(writing)
+        replaced = final.with_name(final.name + _REPLACED)
+        if final.exists():
+            final.rename(replaced)
+        writing.rename(final)
+        _sync(self._folder)
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        for old in self.complete_steps()[self._keep :]:
+            _remove(self._folder / f"step-{old:08d}")
+        return final
+
+    def restore(self, abstract_state: TrainState) -> RestoredCheckpoint | None:
+        """Reads the newest complete checkpoint; None where there is none at all.
+
+        Args:
+            abstract_state: shape, dtype and sharding of every leaf; the mesh that saved does not
+                matter.
+
+        Raises:
+            ValueError: if a complete checkpoint holds another model or optimiser, or if there
+                are folders but none is complete: a fresh start would hide the loss.
+        """
+        if not self._folder.is_dir():
+            return None
+        self._recover_replaced()
+        skipped = [
+            f"{path.name}: was not finished"
+            for path in sorted(self._folder.iterdir())
+            if not _STEP.fullmatch(path.name)
+        ]
+        for step in self._steps():
+            folder = self._folder / f"step-{step:08d}"
+            try:
+                manifest = verify(folder)
+            except DamagedCheckpoint as reason:
+                log.warning("skipping checkpoint %s", reason)
+                skipped.append(str(reason))
+                continue
+            _check_tree(folder, manifest["tree"], abstract_state)
+            with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+                restored = checkpointer.restore(
+                    folder,
+                    args=ocp.args.Composite(
+                        state=ocp.args.StandardRestore(_as_dict(abstract_state)),
+                        record=ocp.args.JsonRestore(),
+                    ),
+                )
+            return RestoredCheckpoint(
+                step=step,
+                state=TrainState(**restored["state"]),
+                record=restored["record"],
+                skipped=skipped,
+            )
+        if skipped:
+            raise ValueError(
+                f"no complete checkpoint in {self._folder}: {'; '.join(skipped)}. Restore the "
+                "files, or start without --resume in another run.output_dir"
+            )
+        return None
+
+    def complete_steps(self) -> list[int]:
+        """Steps whose folder has a manifest, newest first; contents are not read."""
+        return [s for s in self._steps() if (self._folder / f"step-{s:08d}" / MANIFEST).is_file()]
+
+    def _steps(self) -> list[int]:
+        names = [path.name for path in self._folder.iterdir()]
+        return sorted((int(m[1]) for m in map(_STEP.fullmatch, names) if m), reverse=True)
+
+    def _recover_replaced(self) -> None:
+        """Undoes a replacement that was cut between its two renames."""
+        for path in self._folder.glob(f"step-*{_REPLACED}"):
+            final = path.with_name(path.name.removesuffix(_REPLACED))
+            if not final.exists():
+                path.rename(final)
+
+    def _clean(self) -> None:
+        """Removes what an interrupted save has left."""
+        self._recover_replaced()
+        for path in self._folder.iterdir():
+            if path.name.startswith("step-") and not _STEP.fullmatch(path.name):
+                log.warning("removing unfinished checkpoint %s", path.name)
+                _remove(path)
+
+
+def verify(folder: pathlib.Path) -> dict[str, Any]:
+    """Reads every file of a checkpoint against its manifest, and returns the manifest.
+
+    Raises:
+        DamagedCheckpoint: naming the folder, the file and what is wrong with it.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{folder.name}: {MANIFEST} is missing") from None
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{folder.name}: {MANIFEST} is not JSON ({error})") from None
+    for name, written in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise DamagedCheckpoint(f"{folder.name}: {name} is missing")
+        if path.stat().st_size != written["bytes"]:
+            raise DamagedCheckpoint(
+                f"{folder.name}: {name} has {path.stat().st_size} bytes, not {written['bytes']}"
+            )
+    for name, digest in _digests(folder, list(manifest["files"])).items():
+        if digest != manifest["files"][name]["sha256"]:
+            raise DamagedCheckpoint(f"{folder.name}: {name} has another sha256 than when written")
+    return manifest
+
+
+def _as_dict(state: TrainState) -> dict[str, Any]:
+    """The state as Orbax names it on disk."""
+    return {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+
+
+def _tree_of(state: TrainState) -> dict[str, list]:
+    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
+    return {jax.tree_util.keystr(path): [str(leaf.dtype), *leaf.shape] for path, leaf in leaves}
+
+
+def _check_tree(folder: pathlib.Path, stored: dict[str, list], wanted: TrainState) -> None:
+    tree = _tree_of(wanted)
+    different = sorted(
+        name for name in stored.keys() | tree.keys() if stored.get(name) != tree.get(name)
+    )
+    if different:
+        name = different[0]
+        raise ValueError(
+            f"{folder.name} holds another model or optimiser than the config asks for: "
+            f"{len(different)} leaves differ, such as {name}: stored {stored.get(name)}, "
+            f"wanted {tree.get(name)}; resume with the same model.path and learner.optimizer.name"
+        )
+
+
+def _write_manifest(folder: pathlib.Path, step: int, state: TrainState) -> None:
+    names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+    digests = _digests(folder, names, sync=True)
+    files = {
+        name: {"bytes": (folder / name).stat().st_size, "sha256": digests[name]} for name in names
+    }
+    part = folder / (MANIFEST + ".part")
+    with open(part, "w") as file:
+        json.dump({"step": step, "files": files, "tree": _tree_of(state)}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    part.rename(folder / MANIFEST)
+    _sync(folder)
+
+
+def _digests(folder: pathlib.Path, names: list[str], *, sync: bool = False) -> dict[str, str]:
+    """sha256 of each file, several at once: hashing leaves the interpreter free."""
+
+    def digest(name):
+        with open(folder / name, "rb") as file:
+            if sync:
+                os.fsync(file.fileno())
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with concurrent.futures.ThreadPoolExecutor(_HASHING_THREADS) as pool:
+        return dict(zip(names, pool.map(digest, names), strict=True))
+
+
+def _sync(folder: pathlib.Path) -> None:
+    """Makes the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: pathlib.Path) -> None:
+    """Deletes a checkpoint, its manifest first: cut in the middle, it is never taken for whole."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        (path / MANIFEST).unlink()
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
