@@ -8,7 +8,7 @@ version, or an error.
 import concurrent.futures
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import grpc
 import numpy as np
@@ -54,8 +54,10 @@ class WeightClient:
         self._peer = f"weight service {address}"
         self._run_id = run_id
         self._chunk_timeout_s = chunk_timeout_s
-        self._channels = [open_channel(address, credentials) for _ in range(streams)]
-        self._stub = weights_pb2_grpc.WeightServiceStub(self._channels[0])
+        self._streams = streams
+        self._connect = lambda: open_channel(address, credentials)
+        self._channel = self._connect()
+        self._stub = weights_pb2_grpc.WeightServiceStub(self._channel)
 
     def manifest(self, min_version: int, timeout_s: float) -> WeightManifest:
         """Returns the newest manifest, as soon as it is at least `min_version`.
@@ -97,11 +99,13 @@ class WeightClient:
             timeout_s, f"policy version {manifest.policy_version} from {self._peer}"
         )
         with (
-            concurrent.futures.ThreadPoolExecutor(len(self._channels)) as pool,
+            concurrent.futures.ThreadPoolExecutor(self._streams) as pool,
             concurrent.futures.ThreadPoolExecutor(HASH_THREADS) as hashing,
         ):
             transfer = Transfer(manifest, self._peer, hashing)
-            streams = [_Stream(channel, manifest, transfer, deadline) for channel in self._channels]
+            streams = [
+                _Stream(self._connect, manifest, transfer, deadline) for _ in range(self._streams)
+            ]
             try:
                 self._run(streams, pool)
             except grpc.RpcError as error:
@@ -114,8 +118,8 @@ class WeightClient:
             return transfer.finish()
 
     def close(self) -> None:
-        for channel in self._channels:
-            channel.close()
+        """Ends the connection; a `fetch` opens and closes its own."""
+        self._channel.close()
 
     def _run(self, streams: Sequence["_Stream"], pool: concurrent.futures.Executor) -> None:
         """Runs all streams to their end, or to the first error; cuts those that are silent."""
@@ -152,16 +156,13 @@ class _Stream:
 
     def __init__(
         self,
-        channel: grpc.Channel,
+        connect: Callable[[], grpc.Channel],
         manifest: WeightManifest,
         transfer: Transfer,
         deadline: Deadline,
     ):
-        self._fetch_weights = channel.unary_stream(
-            f"/{codec.WEIGHT_SERVICE}/FetchWeights",
-            request_serializer=weights_pb2.FetchWeightsRequest.SerializeToString,
-            response_deserializer=codec.decode_piece,
-        )
+        self._connect = connect
+        self._channel = connect()
         self._manifest = manifest
         self._transfer = transfer
         self._deadline = deadline
@@ -172,8 +173,11 @@ class _Stream:
 
     def run(self) -> None:
         """Fetches segments until none is left."""
-        while not self._stopped.is_set() and (segment := self._transfer.take_segment()):
-            self._fetch(segment)
+        try:
+            while not self._stopped.is_set() and (segment := self._transfer.take_segment()):
+                self._fetch(segment)
+        finally:
+            self._channel.close()
 
     def stop(self) -> None:
         """Ends `run` early, from another thread."""
@@ -217,7 +221,12 @@ class _Stream:
         )
         self._silent.clear()
         self._heard_s = time.monotonic()
-        call = self._fetch_weights(request, timeout=self._deadline.remaining_s())
+        method = self._channel.unary_stream(
+            f"/{codec.WEIGHT_SERVICE}/FetchWeights",
+            request_serializer=weights_pb2.FetchWeightsRequest.SerializeToString,
+            response_deserializer=codec.decode_piece,
+        )
+        call = method(request, timeout=self._deadline.remaining_s())
         self._call = call
         return call
 
@@ -225,6 +234,8 @@ class _Stream:
         if self._stopped.is_set():
             return
         if self._silent.is_set():
+            self._channel.close()  # its connection may be what hangs
+            self._channel = self._connect()
             backoff.pause("the connection was silent for too long")
         else:
             backoff.pause_after(error)
