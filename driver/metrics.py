@@ -96,8 +96,8 @@ class MetricsLog:
 
 
 def stored_run_id(folder: pathlib.Path, run_id: str) -> str:
-    """The id under which this folder's run is known to W&B; stores `run_id` the first time."""
-    path = folder / "wandb_run_id"
+    """The id of the run in this folder, here and on W&B; stores `run_id` the first time."""
+    path = folder / "run_id"
     if path.exists():
         return path.read_text(encoding="utf-8").strip()
     path.write_text(run_id + "\n", encoding="utf-8")

@@ -43,10 +43,11 @@ class StepRow:
     step: int
     total_steps: int
     step_s: float
-    reward_mean: float
+    reward_mean: float | None
+    """None, as in the next three, where the step did not measure it."""
     accuracy: float | None
-    completion_len_mean: float
-    tokens_per_s: float
+    completion_len_mean: float | None
+    tokens_per_s: float | None
     phase_s: dict[str, float]
     """Seconds of the critical path by PHASE_COLUMNS, and `other`: the rest of step_s."""
 
@@ -54,10 +55,10 @@ class StepRow:
         """The text of every column, in the order of COLUMNS."""
         return (
             f"{self.step}/{self.total_steps}",
-            f"{self.reward_mean:.3f}",
-            "-" if self.accuracy is None else f"{self.accuracy:.3f}",
-            f"{self.completion_len_mean:.1f}",
-            f"{self.tokens_per_s:.0f}",
+            _number(self.reward_mean, 3, unknown="-"),
+            _number(self.accuracy, 3, unknown="-"),
+            _number(self.completion_len_mean, 1, unknown="-"),
+            _number(self.tokens_per_s, 0, unknown="-"),
             f"{self.step_s:.2f}",
             *(f"{self.phase_s[name]:.2f}" for name in (*PHASE_COLUMNS, "other")),
         )
@@ -67,7 +68,7 @@ def step_row(metrics: Mapping[str, float], record: StepRecord, total_steps: int)
     """Picks the numbers of one step from its metrics and its ledger record.
 
     Args:
-        metrics: by the names of the metrics log; those that are absent show as nan or `-`.
+        metrics: by the names of the metrics log; those that are absent show as `-`.
         record: seconds by phase; the process `learner` and the busiest of the others count.
     """
     workers = [name for name in record.processes if name != "learner"]
@@ -83,10 +84,10 @@ def step_row(metrics: Mapping[str, float], record: StepRecord, total_steps: int)
         step=record.step,
         total_steps=total_steps,
         step_s=record.wall_s,
-        reward_mean=metrics.get("reward/total/mean", float("nan")),
+        reward_mean=metrics.get("reward/total/mean"),
         accuracy=metrics.get("eval/accuracy/strict"),
-        completion_len_mean=metrics.get("rollout/completion_len_mean", float("nan")),
-        tokens_per_s=metrics.get("throughput/train/decode_tokens_per_s", float("nan")),
+        completion_len_mean=metrics.get("rollout/completion_len_mean"),
+        tokens_per_s=metrics.get("throughput/train/decode_tokens_per_s"),
         phase_s=phase_s,
     )
 
@@ -211,5 +212,5 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "n/a" if value is None else f"{value:.{digits}f}"
+def _number(value: float | None, digits: int, *, unknown: str = "n/a") -> str:
+    return unknown if value is None else f"{value:.{digits}f}"
