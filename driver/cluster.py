@@ -18,6 +18,9 @@ from driver.signals import StopSignal
 class ResourcesNotMet(RuntimeError):
     """The cluster cannot fit what the run asks for."""
 
+    exit_code = 3
+    """What the process returns when this ends it; see ExitCode in `driver/status.py`."""
+
 
 def connect(namespace: str) -> None:
     """Joins the cluster of the environment, or starts a local one that ends with this process."""

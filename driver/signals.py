@@ -26,6 +26,7 @@ class StopSignal:
 
     def __init__(self):
         self._signum: int | None = None
+        self._acknowledged = False
 
     def install(self) -> None:
         """Takes over both signals; again after ray.init, which sets a handler of its own."""
@@ -38,6 +39,10 @@ class StopSignal:
         self._signum = signum
 
     def check(self) -> None:
-        """Raises Interrupted once a signal has come."""
-        if self._signum is not None:
+        """Raises Interrupted once a signal has come, until it is acknowledged."""
+        if self._signum is not None and not self._acknowledged:
             raise Interrupted(self._signum)
+
+    def acknowledge(self) -> None:
+        """Lets the orderly end wait for things itself."""
+        self._acknowledged = True

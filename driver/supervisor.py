@@ -4,7 +4,6 @@ Every wait ends: by its result, by a signal, or by a deadline whose error names 
 """
 
 import dataclasses
-import logging
 import math
 import time
 from collections import deque
@@ -22,8 +21,6 @@ from driver.signals import StopSignal
 from learner.actor import LearnerActor, LearnerSpec
 from rollout_worker.actor import RolloutActor, RolloutReport, RolloutSpec
 from services.messages import Lease
-
-log = logging.getLogger("tandem.driver")
 
 POLL_S = 0.5
 """How often a wait looks for a signal."""
@@ -43,11 +40,26 @@ def chunks(leases: Sequence[Any], size: int) -> Iterator[list[Any]]:
         yield list(leases[start : start + size])
 
 
+def first_line(error: BaseException) -> str:
+    """What went wrong in an actor, without the traceback that Ray wraps around it."""
+    cause = getattr(error, "cause", None)
+    if isinstance(error, RayTaskError) and isinstance(cause, BaseException):
+        return f"{type(cause).__name__}: {cause}"
+    return str(error).strip().splitlines()[-1]
+
+
 class Supervisor:
     """Owns the actors of one run."""
 
-    def __init__(self, config: RunConfig, group: PlacementGroup, stop: StopSignal):
+    def __init__(
+        self,
+        config: RunConfig,
+        group: PlacementGroup,
+        stop: StopSignal,
+        warn: Callable[[str], None],
+    ):
         self._config = config
+        self._warn = warn
         self._group = group
         self._stop = stop
         self._learner = None
@@ -70,8 +82,14 @@ class Supervisor:
         timeout_s = self._config.placement.startup_timeout_s
         return [self._get(call, name, "start", timeout_s) for name, call in calls.items()]
 
-    def learner(self, method: str, *arguments, timeout_s: float) -> Any:
+    def learner(
+        self, method: str, *arguments, timeout_s: float, interruptible: bool = True
+    ) -> Any:
         """Calls the learner and waits.
+
+        Args:
+            interruptible: whether a signal ends the wait; an update is waited for, so that the
+                books know what it trained on.
 
         Raises:
             LearnerLost: if its process is gone.
@@ -79,7 +97,7 @@ class Supervisor:
         """
         call = getattr(self._learner, method).remote(*arguments)
         try:
-            return self._get(call, "learner", method, timeout_s)
+            return self._get(call, "learner", method, timeout_s, interruptible)
         except (RayActorError, WorkerCrashedError) as error:
             raise LearnerLost(f"the learner died during {method}: {error}") from error
 
@@ -159,7 +177,7 @@ class Supervisor:
             raise WorkersLost(
                 f"{name} failed and placement.worker_restarts={allowed} is used up: {error}"
             ) from error
-        log.warning("%s failed, restart %d of %d: %s", name, self.restarts, allowed, error)
+        self._warn(f"{name} failed, restart {self.restarts} of {allowed}: {first_line(error)}")
         ray.kill(self._workers[name])
         index = int(name.rsplit("-", 1)[1])
         worker = self._actor(RolloutActor, self._make_rollout_spec(name), index + 1)
@@ -167,11 +185,14 @@ class Supervisor:
         timeout_s = self._config.placement.startup_timeout_s
         self._get(worker.describe.remote(), name, "restart", timeout_s)
 
-    def _get(self, call, who: str, what: str, timeout_s: float) -> Any:
+    def _get(
+        self, call, who: str, what: str, timeout_s: float, interruptible: bool = True
+    ) -> Any:
         """The result of one call, looking for signals while it waits."""
         deadline = time.monotonic() + timeout_s
         while not ray.wait([call], timeout=POLL_S)[0]:
-            self._stop.check()
+            if interruptible:
+                self._stop.check()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{who} did not answer {what!r} within {timeout_s:g} s")
         return ray.get(call)

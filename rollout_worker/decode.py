@@ -94,7 +94,7 @@ def prefill(params: Params, prompt_PT: jax.Array, length_P: jax.Array, spec: Dec
     return Prefilled(logits(hidden_PTD[:, -1], head_weight(params)), pad_P, cache)
 
 
-def _record(state: DecodeState, logits_BV, keys_B, temperature, spec: DecodeSpec) -> DecodeState:
+def record(state: DecodeState, logits_BV, keys_B, temperature, spec: DecodeSpec) -> DecodeState:
     """Draws the next token of every row and writes it down where the row has not ended."""
     token_B, logprob_B = sample(
         keys_B, state.count, logits_BV, temperature=temperature, valid_vocab=spec.valid_vocab
@@ -143,7 +143,7 @@ def begin(
     )
     logits_BV = jnp.repeat(prefilled.logits_PV, B // P, axis=0)
     pad_B = jnp.repeat(prefilled.pad_P, B // P)
-    return _record(state, logits_BV, keys_B, temperature, spec), keys_B, pad_B
+    return record(state, logits_BV, keys_B, temperature, spec), keys_B, pad_B
 
 
 def advance(params: Params, state: DecodeState, keys_B, pad_B, temperature, spec: DecodeSpec):
@@ -160,7 +160,7 @@ def advance(params: Params, state: DecodeState, keys_B, pad_B, temperature, spec
         cache=state.cache,
     )
     logits_BV = logits(hidden_B1D[:, 0], head_weight(params))
-    return _record(state._replace(cache=cache), logits_BV, keys_B, temperature, spec)
+    return record(state._replace(cache=cache), logits_BV, keys_B, temperature, spec)
 
 
 def unfinished(state: DecodeState, spec: DecodeSpec) -> jax.Array:

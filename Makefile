@@ -1,0 +1,47 @@
+# Everything runs in .venv, which the first target makes. `make help` lists the targets.
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all check format proto smollm2 demo-model clean
+
+help: ## list the targets
+	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 14
+
+.venv/.run: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt .
+	@touch $@
+
+.venv/.test: .venv/.run
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '.[test]'
+	@touch $@
+
+demo: .venv/.run ## train the embedded model on two CPU cores and watch its accuracy rise
+	$(BIN)/python deploy/run_local.py --config deploy/runs/demo_cpu.yaml
+
+test: .venv/.test ## run the whole test suite (but what needs a GPU or a TPU)
+	$(BIN)/python -m pytest -m "not gpu and not tpu"
+
+check: .venv/.test ## lint, format, types and the quick tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/python -m pytest -m "not gpu and not tpu and not slow"
+
+format: .venv/.test ## rewrite the sources as `make check` wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+proto: .venv/.test ## regenerate services/pb from proto/
+	$(BIN)/python -m grpc_tools.protoc -I services/pb=proto --python_out=. --grpc_python_out=. $$(find proto -name '*.proto')
+
+smollm2: .venv/.run ## fetch SmolLM2-135M-Instruct (GGUF, 98 MB) into downloads/
+	$(BIN)/python deploy/get_smollm2.py
+
+demo-model: .venv/.run ## make deploy/demo/model anew (a few minutes, deterministic)
+	$(BIN)/python -m deploy.demo.make_model
+
+clean: ## remove caches and run outputs, keep .venv and downloads
+	rm -rf runs .pytest_cache .ruff_cache build *.egg-info

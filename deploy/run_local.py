@@ -1,0 +1,154 @@
+"""Runs one configuration on a Ray head of its own on this machine, and stops what it started.
+
+    python deploy/run_local.py --config deploy/runs/demo_cpu.yaml [--set key=value ...]
+
+The head listens on loopback only and asks for a token that exists for this run alone. The run goes
+through `ray job submit`, as on a cluster. Ctrl-C stops the job (which writes a checkpoint), then
+the head. Exit code: 0 when the job succeeded, 130 or 143 after a signal, 1 otherwise.
+"""
+
+import os
+import pathlib
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+
+HEAD_START_S = 90
+JOB_STOP_S = 45
+"""How long a stopped job may take for its last checkpoint."""
+
+
+class Stopped(Exception):
+    """A signal asked for the end."""
+
+    def __init__(self, signum: int):
+        self.exit_code = 128 + signum
+
+
+def _on_signal(signum: int, frame) -> None:
+    raise Stopped(signum)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now."""
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def start_head(environment: dict[str, str], folder: str, log) -> tuple[subprocess.Popen, str]:
+    """Starts a Ray head in a process group of its own; returns it and its job address."""
+    dashboard, client = free_ports(2)
+    head = subprocess.Popen(
+        ["ray", "start", "--head", "--block", "--disable-usage-stats"]
+        + ["--node-ip-address", "127.0.0.1", "--port", "0", "--temp-dir", folder]
+        + ["--dashboard-host", "127.0.0.1", "--dashboard-port", str(dashboard)]
+        + ["--ray-client-server-port", str(client)],
+        env=environment,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
+    return head, f"http://127.0.0.1:{dashboard}"
+
+
+def wait_for_head(head: subprocess.Popen, address: str, log_path: pathlib.Path) -> None:
+    """Waits until the job server answers.
+
+    Raises:
+        SystemExit: if the head ends or does not answer in time; names its log.
+    """
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    deadline = time.monotonic() + HEAD_START_S
+    while time.monotonic() < deadline:
+        if head.poll() is not None:
+            raise SystemExit(f"the Ray head ended at its start; its log:\n{log_path.read_text()}")
+        try:
+            opener.open(f"{address}/api/version", timeout=2)
+            return
+        except urllib.error.HTTPError:
+            return
+        except OSError:
+            time.sleep(0.3)
+    raise SystemExit(f"the Ray head at {address} did not answer in {HEAD_START_S} s: {log_path}")
+
+
+def end_group(process: subprocess.Popen, grace_s: float) -> None:
+    """Ends a process and all that it started: SIGTERM, then SIGKILL."""
+    for signum, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 5)):
+        try:
+            os.killpg(process.pid, signum)
+            process.wait(wait_s)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
+
+
+def main(arguments: list[str]) -> int:
+    signal.signal(signal.SIGINT, _on_signal)
+    signal.signal(signal.SIGTERM, _on_signal)
+    root = pathlib.Path(__file__).resolve().parents[1]
+    # A short path: Ray's sockets lie in it and may not exceed 107 bytes.
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="tandem-ray-"))
+    environment = {
+        **os.environ,
+        "PATH": f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_JOB_STOP_WAIT_TIME_S": str(JOB_STOP_S),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "TANDEM_HOME": str(pathlib.Path.cwd()),
+        "no_proxy": ",".join(filter(None, [os.environ.get("no_proxy"), "127.0.0.1,localhost"])),
+    }
+    environment.pop("RAY_ADDRESS", None)
+    job, job_id, succeeded = None, f"tandem-{secrets.token_hex(4)}", False
+    log_path = folder / "head.log"
+    log = log_path.open("w")
+    head, address = start_head(environment, str(folder), log)
+    try:
+        wait_for_head(head, address, log_path)
+        job = subprocess.Popen(
+            ["ray", "job", "submit", "--address", address, "--submission-id", job_id]
+            + ["--log-style", "record", "--working-dir", str(root)]
+            + ["--", "python", "-m", "driver", *arguments],
+            env={**environment, "RAY_ADDRESS": address},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        succeeded = job.wait() == 0
+        return 0 if succeeded else 1
+    except Stopped as stopped:
+        # From here on only a second Ctrl-C may cut the orderly end short.
+        print("stopping the job; a second Ctrl-C ends it without a checkpoint", flush=True)
+        subprocess.run(
+            ["ray", "job", "stop", "--address", address, job_id],
+            env={**environment, "RAY_ADDRESS": address},
+            timeout=JOB_STOP_S + 30,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        ) if job is not None else None
+        return stopped.exit_code
+    finally:
+        if job is not None:
+            end_group(job, 10)
+        end_group(head, 20)
+        log.close()
+        if succeeded:
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            print(f"logs of the Ray head and its jobs: {folder}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

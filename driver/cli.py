@@ -1,0 +1,89 @@
+"""The command line: what to run, and the two ways of only looking at it."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from driver import settings
+from driver.paths import claim, locate, output_folder
+from driver.plan import prepare
+
+DEFAULT_CONFIG = "deploy/runs/demo_cpu.yaml"
+
+_EPILOG = """\
+examples:
+  python -m driver                                      train the embedded demo model on the CPU
+  python -m driver --config run.yaml --dry-run          check everything, touch no device
+  python -m driver --config run.yaml --set run.steps=20 --set data.train.source=mine.jsonl
+  python -m driver --config run.yaml --resume           go on from the newest checkpoint
+  ray job submit --working-dir . -- python -m driver --config run.yaml
+
+exit codes: 0 finished, 1 failed, 2 bad configuration, 3 resources not met,
+130 and 143 ended by SIGINT and SIGTERM with a checkpoint written
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of `python -m driver`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m driver",
+        description="Trains a language model with GRPO on a Ray cluster, or on this machine.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--config",
+        default=DEFAULT_CONFIG,
+        metavar="FILE",
+        help="YAML file of the run (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override one key; may be repeated, the last one for a key holds",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue from the newest complete checkpoint in run.output_dir",
+    )
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument(
+        "--print-config", action="store_true", help="print the resolved configuration and end"
+    )
+    only.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check configuration, files, tokenizer, prompts, rewards and sizes, and end",
+    )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code; what a user can mend is one message without a traceback."""
+    given = parser().parse_args(arguments)
+    overrides = [*given.overrides, *(["run.resume=true"] if given.resume else [])]
+    try:
+        config = locate(settings.load(given.config, overrides))
+        if given.print_config:
+            sys.stdout.write(settings.dump(config))
+            return 0
+        prepared = prepare(config)
+        print(prepared.text, flush=True)
+        if given.dry_run:
+            return 0
+        folder = output_folder(config)
+        claim(folder, resume=config.run.resume)
+        # Imported late: neither of the above needs Ray.
+        from driver.run import run
+
+        run(config, folder, prompts=prepared.prompts, held_out=prepared.held_out)
+        return 0
+    except Exception as error:
+        if not hasattr(error, "exit_code"):
+            raise
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code

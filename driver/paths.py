@@ -1,0 +1,87 @@
+"""Where a run reads and writes, wherever its driver was started.
+
+`ray job submit --working-dir .` runs the driver in an unpacked copy of the working directory, which
+lacks what git ignores and disappears with the cluster. TANDEM_HOME names the folder that relative
+paths mean there; deploy/run_local.py sets it.
+"""
+
+import os
+import pathlib
+import time
+from collections.abc import Mapping
+
+from driver.config import RunConfig
+from rollout_worker.config import SourceConfig
+
+HOME_VARIABLE = "TANDEM_HOME"
+RAY_PACKAGE = "_ray_pkg_"
+"""Part of every folder that Ray unpacks a working directory into."""
+
+
+def home(environ: Mapping[str, str], cwd: pathlib.Path) -> pathlib.Path:
+    """The folder that relative outputs go to."""
+    if environ.get(HOME_VARIABLE):
+        return pathlib.Path(environ[HOME_VARIABLE])
+    if RAY_PACKAGE in str(cwd):
+        return pathlib.Path.home() / "tandem"
+    return cwd
+
+
+def output_folder(config: RunConfig) -> pathlib.Path:
+    """The absolute folder of this run, with `{name}` and `{time}` filled in."""
+    filled = config.run.output_dir.replace("{name}", config.run.name)
+    filled = filled.replace("{time}", time.strftime("%Y%m%d-%H%M%S"))
+    return home(os.environ, pathlib.Path.cwd()) / filled
+
+
+def locate(config: RunConfig) -> RunConfig:
+    """The same configuration with input paths that every process of the run understands.
+
+    A relative path that exists here stays as it is, since every actor has the same working
+    directory; one that exists under the home folder becomes absolute; anything else is a hub id,
+    or an error of whoever reads it.
+    """
+    base = home(os.environ, pathlib.Path.cwd())
+
+    def located(path: str | None) -> str | None:
+        if path is None or pathlib.Path(path).exists() or not (base / path).exists():
+            return path
+        return str(base / path)
+
+    def source(one: SourceConfig | None) -> SourceConfig | None:
+        return one and one.model_copy(update={"source": located(one.source)})
+
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(
+                update={
+                    "path": located(config.model.path),
+                    "tokenizer": located(config.model.tokenizer),
+                }
+            ),
+            "data": config.data.model_copy(
+                update={"train": source(config.data.train), "eval": source(config.data.eval)}
+            ),
+        }
+    )
+
+
+class FolderTaken(FileExistsError):
+    """The output folder holds another run."""
+
+    exit_code = 2
+    """What the process returns when this ends it; see ExitCode in `driver/status.py`."""
+
+
+def claim(folder: pathlib.Path, *, resume: bool) -> None:
+    """Makes the output folder, unless it holds a run that was not asked to go on.
+
+    Raises:
+        FolderTaken: naming the folder and both ways out.
+    """
+    if not resume and folder.is_dir() and any(folder.iterdir()):
+        raise FolderTaken(
+            f"run.output_dir={folder} is not empty: continue that run with --resume, or choose "
+            "another run.name or run.output_dir"
+        )
+    folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,215 @@
+"""The shell of the learner: serves weights, collects groups, runs the core.
+
+A plain class, so that it runs in a Ray actor (driver/supervisor.py) or in any other process. It
+moves data and decides nothing.
+"""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from learner.checkpoint import CheckpointFolder
+from learner.config import AlgorithmConfig, LearnerConfig
+from learner.core import LearnerCore
+from models.checkpoint import load_model, save_model
+from models.platform import require_platform
+from models.tokenizer import load_tokenizer
+from services.group_buffer import GroupBuffer
+from services.phase_clock import PhaseClock
+from services.server import Server
+from services.tls import Credentials
+from services.weight_store import WeightStore
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LearnerSpec:
+    """Everything the learner needs to start; plain values, so that it can travel."""
+
+    run_id: str
+    seed: int
+    platform: str
+    model_path: str
+    tokenizer: str | None
+    chat_template: str | None
+    stop_tokens: tuple[str, ...]
+    algorithm: AlgorithmConfig
+    learner: LearnerConfig
+    total_steps: int
+    temperature: float
+    max_completion_tokens: int
+    max_staleness: int
+    weights_dtype: str
+    chunk_bytes: int
+    keep_versions: int
+    buffer_groups: int
+    """Groups that may wait; more are refused until some are taken."""
+    buffer_bytes: int
+    bind_host: str
+    advertise_host: str
+    """What workers dial; the port is found when the server starts."""
+    credentials: Credentials
+    checkpoint_folder: str
+    keep_checkpoints: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Restored:
+    """Where a resumed run stands."""
+
+    step: int
+    policy_version: int
+    driver_state: dict[str, Any]
+    skipped: list[str]
+    """Incomplete or damaged checkpoints that were passed over, with the reason."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpdateReport:
+    """What one optimiser step came to."""
+
+    policy_version: int
+    metrics: dict[str, float]
+    outcomes: dict[str, str]
+    """Ledger state of every group that was asked for, by group_id."""
+
+
+class LearnerActor:
+    """Owns the learner core, the group buffer, the weight store and the server in front."""
+
+    def __init__(self, spec: LearnerSpec):
+        self._spec = spec
+        self._clock = PhaseClock()
+        self._devices = require_platform(spec.platform)
+        self._tokenizer = load_tokenizer(
+            spec.model_path,
+            tokenizer=spec.tokenizer,
+            chat_template=spec.chat_template,
+            stop_tokens=spec.stop_tokens,
+        )
+        loaded = load_model(spec.model_path)
+        self._model = loaded.config
+        self._core = LearnerCore(
+            algorithm=spec.algorithm,
+            learner=spec.learner,
+            model_config=loaded.config,
+            params=loaded.params,
+            total_steps=spec.total_steps,
+            temperature=spec.temperature,
+            valid_vocab=min(self._tokenizer.vocab_size, loaded.config.vocab_size),
+            max_completion_tokens=spec.max_completion_tokens,
+            devices=self._devices,
+        )
+        self._checkpoints = CheckpointFolder(spec.checkpoint_folder, keep=spec.keep_checkpoints)
+        self._weights = WeightStore(spec.run_id, keep_versions=spec.keep_versions)
+        self._buffer = GroupBuffer(
+            spec.run_id,
+            capacity_groups=spec.buffer_groups,
+            capacity_bytes=spec.buffer_bytes,
+            max_staleness=spec.max_staleness,
+        )
+        self._server = Server(
+            spec.credentials,
+            weight_store=self._weights,
+            group_buffer=self._buffer,
+            host=spec.bind_host,
+            chunk_bytes=spec.chunk_bytes,
+        )
+        self._idle = contextlib.ExitStack()
+        self._idle.enter_context(self._clock.phase("idle"))
+
+    def describe(self) -> dict[str, Any]:
+        """Says that the learner serves, and where and on what it runs."""
+        port = self._server.address.rsplit(":", 1)[1]
+        return {
+            "name": "learner",
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "devices": f"{len(self._devices)} x {self._devices[0].device_kind}",
+            "address": f"{self._spec.advertise_host}:{port}",
+        }
+
+    def restore(self) -> Restored | None:
+        """Goes on from the newest complete checkpoint; None where there is none."""
+        with self._working():
+            found = self._checkpoints.restore(self._core.abstract_state)
+            if found is None:
+                return None
+            self._core.resume(found.state, policy_version=found.record["policy_version"])
+            self._buffer.restore(found.record["buffer"])
+            return Restored(
+                step=found.step,
+                policy_version=found.record["policy_version"],
+                driver_state=found.record["driver"],
+                skipped=found.skipped,
+            )
+
+    def publish(self) -> int:
+        """Offers the current policy to the workers; returns its version."""
+        with self._working(), self._clock.phase("publish"):
+            version = self._core.policy_version
+            named = self._core.named_weights(self._spec.weights_dtype)
+            manifest = self._weights.publish(version, named)
+            self._buffer.issue(version, manifest.digest)
+            return version
+
+    def update(
+        self, group_ids: Sequence[str], dropped_ids: Sequence[str], timeout_s: float
+    ) -> UpdateReport:
+        """Trains on these groups and publishes the next version.
+
+        Args:
+            group_ids: groups to wait for, in the order they are to be packed.
+            dropped_ids: groups in the buffer that nobody will ask for.
+            timeout_s: bound of the wait for groups that are still on their way.
+        """
+        self._buffer.forget(dropped_ids)
+        with self._working():
+            with self._clock.phase("queue_wait"):
+                taken = self._buffer.take(group_ids, timeout_s)
+            metrics = self._core.update(taken.groups, self._clock)
+        outcomes = {**self._core.outcomes}
+        outcomes |= {group.group_id: "dropped_stale" for group in taken.dropped_stale}
+        counts = self._buffer.counts()
+        metrics |= {
+            f"groups/{name}": float(getattr(counts, name))
+            for name in ("duplicate", "stale", "malformed", "unknown_receipt", "dropped_stale")
+        }
+        return UpdateReport(policy_version=self.publish(), metrics=metrics, outcomes=outcomes)
+
+    def save(self, step: int, driver_state: dict[str, Any]) -> str:
+        """Writes a complete checkpoint, then drops older ones; returns its folder."""
+        with self._working(), self._clock.phase("checkpoint"):
+            record = {
+                "policy_version": self._core.policy_version,
+                "seed": self._spec.seed,
+                "buffer": self._buffer.state(),
+                "driver": driver_state,
+            }
+            return str(self._checkpoints.save(step, self._core.state, record))
+
+    def export(self, folder: str) -> None:
+        """Writes the current policy as a Hugging Face folder."""
+        with self._working(), self._clock.phase("checkpoint"):
+            named = self._core.named_weights("bfloat16")
+            save_model(pathlib.Path(folder), self._model, named, self._tokenizer)
+
+    def lap(self) -> dict[str, float]:
+        """Seconds by phase since the last call; they add up to the time between."""
+        return self._clock.lap()
+
+    def close(self) -> None:
+        """Stops the server; calls that are in progress get a moment to end."""
+        self._server.stop(grace_s=2.0)
+
+    @contextlib.contextmanager
+    def _working(self):
+        """Not idle inside; idle again after, also when the work failed."""
+        self._idle.close()
+        try:
+            yield
+        finally:
+            self._idle.enter_context(self._clock.phase("idle"))
