@@ -9,12 +9,9 @@ Dimension key:
 """
 
 import dataclasses
-import json
 import logging
 import os
 import pathlib
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -26,6 +23,7 @@ import numpy as np
 from models.config import ModelConfig
 from models.gguf import GgufFile, open_gguf
 from models.hf_config import from_hf, to_hf
+from models.hf_export import appearing_whole, write_json, write_weights
 from models.hf_folder import (
     CONFIG,
     GENERATION_CONFIG,
@@ -36,14 +34,13 @@ from models.hf_folder import (
     read_json,
     tensor_table,
 )
-from models.safetensors_file import map_tensor, write_file
+from models.safetensors_file import TensorEntry, map_tensor
 from models.transformer import Params
 
 log = logging.getLogger(__name__)
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-MAX_SHARD_BYTES = 4 * 2**30
 _NAMES_IN_MESSAGE = 12
 _ROWS_AT_ONCE = 8192
 
@@ -199,24 +196,23 @@ def _check_shapes(
     file_of: Mapping[str, Any] | None = None,
 ) -> None:
     expected = expected_shapes(config)
-    _complain(source, "lacks", [name for name in expected if name not in shapes], config)
+    _complain(source, "lacks", [name for name in expected if name not in shapes])
     where = file_of or {}
     suffix = lambda name: f" (in {where[name]})" if name in where else ""
     _complain(
         source,
         f"has, beyond what {config.model_type} with this config uses,",
         [f"{name}{suffix(name)}" for name in shapes if name not in expected],
-        config,
     )
     wrong = [
         f"{name} {list(shapes[name])} instead of {list(shape)}{suffix(name)}"
         for name, shape in expected.items()
         if tuple(shapes[name]) != shape
     ]
-    _complain(source, "has tensors of the wrong shape:", wrong, config)
+    _complain(source, "has tensors of the wrong shape:", wrong)
 
 
-def _complain(source: str, what: str, items: list[str], config: ModelConfig) -> None:
+def _complain(source: str, what: str, items: list[str]) -> None:
     if not items:
         return
     shown = ", ".join(items[:_NAMES_IN_MESSAGE])
@@ -283,7 +279,7 @@ def _checked_gguf(path: pathlib.Path) -> GgufFile:
     return file
 
 
-def _checked_folder(folder: pathlib.Path):
+def _checked_folder(folder: pathlib.Path) -> tuple[ModelConfig, dict[str, TensorEntry]]:
     """The config and the tensor table of a folder that is complete."""
     config = from_hf(read_json(folder / CONFIG))
     table = tensor_table(folder)
@@ -293,7 +289,8 @@ def _checked_folder(folder: pathlib.Path):
         used.pop(HEAD, None)
     shapes = {name: entry.shape for name, entry in used.items()}
     files = {name: entry.path.name for name, entry in used.items()}
-    _check_shapes(shapes, config, str(folder), files)
+    listing = folder / (INDEX if (folder / INDEX).is_file() else SINGLE)
+    _check_shapes(shapes, config, str(listing), files)
     return config, table
 
 
@@ -325,78 +322,22 @@ def save_model(
     Raises:
         ValueError: if names, shapes or dtypes are wrong, or if the folder holds something else.
     """
-    target = pathlib.Path(folder)
     _check_shapes({name: array.shape for name, array in named.items()}, config, "the model to save")
     dtypes = {np.dtype(array.dtype) for array in named.values()}
     if not dtypes <= {np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)}:
         raise ValueError(
             f"tensors to save must be float32 or bfloat16, got {sorted(map(str, dtypes))}"
         )
-    refuse_unrelated(target)
     dtype = "float32" if np.dtype(np.float32) in dtypes else "bfloat16"
     special = {} if tokenizer is None else _special_ids(tokenizer)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        _write_json(scratch / CONFIG, to_hf(config, dtype, special))
-        _write_json(scratch / GENERATION_CONFIG, {**special, **(generation or {})})
-        _write_weights(scratch, {name: named[name] for name in expected_shapes(config)})
+    with appearing_whole(pathlib.Path(folder)) as scratch:
+        write_json(scratch / CONFIG, to_hf(config, dtype, special))
+        write_json(scratch / GENERATION_CONFIG, {**special, **(generation or {})})
+        write_weights(scratch, {name: named[name] for name in expected_shapes(config)})
         if tokenizer is not None:
             tokenizer.save(scratch)
-        scratch.chmod(0o755)  # mkdtemp makes it private
-        _swap_in(scratch, target)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def refuse_unrelated(target: pathlib.Path) -> None:
-    """Raises ValueError unless the path is free, an empty folder, or an earlier export."""
-    if not target.exists():
-        return
-    if not target.is_dir():
-        raise ValueError(f"cannot save the model to {target}: it is a file")
-    present = {item.name for item in target.iterdir()}
-    if present and not (CONFIG in present and present & {SINGLE, INDEX}):
-        raise ValueError(
-            f"cannot save the model to {target}: it is not empty and is no earlier export "
-            f"(holds {', '.join(sorted(present)[:5])}); choose another folder"
-        )
 
 
 def _special_ids(tokenizer: SavesFiles) -> dict[str, Any]:
     ids = {"eos_token_id": sorted(tokenizer.stop_ids), "pad_token_id": tokenizer.pad_id}
     return ids if tokenizer.bos_id is None else {"bos_token_id": tokenizer.bos_id, **ids}
-
-
-def _write_json(path: pathlib.Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _write_weights(folder: pathlib.Path, named: Mapping[str, Any]) -> None:
-    shards: list[dict[str, Any]] = [{}]
-    shard_bytes = 0
-    for name, array in named.items():
-        if shards[-1] and shard_bytes + array.nbytes > MAX_SHARD_BYTES:
-            shards.append({})
-            shard_bytes = 0
-        shards[-1][name] = array
-        shard_bytes += array.nbytes
-    if len(shards) == 1:
-        write_file(folder / SINGLE, list(named.items()))
-        return
-    weight_map = {}
-    for number, shard in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_file(folder / file, list(shard.items()))
-        weight_map |= dict.fromkeys(shard, file)
-    total = sum(array.nbytes for array in named.values())
-    _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-
-
-def _swap_in(scratch: pathlib.Path, target: pathlib.Path) -> None:
-    """A rename cannot replace a folder with files, so an earlier export steps aside first."""
-    aside = scratch.with_name(scratch.name + ".old")
-    if target.exists():
-        target.rename(aside)
-    scratch.rename(target)
-    shutil.rmtree(aside, ignore_errors=True)

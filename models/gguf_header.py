@@ -74,6 +74,8 @@ def read_gguf_header(path: pathlib.Path) -> GgufHeader:
                 f"{path} is cut short or damaged in its header, at byte {cursor.at} of {size}"
             ) from error
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ValueError(f"{path}: general.alignment={alignment!r} must be a positive integer")
     data_start = -(-cursor.at // alignment) * alignment
     tensors = {
         name: _placed(path, name, *description, data_start=data_start, file_size=size)
