@@ -7,7 +7,6 @@ Setting a whole section to a mapping replaces it; what is left out takes its def
 """
 
 import dataclasses
-import io
 import math
 import pathlib
 import re
@@ -15,15 +14,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
-from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.error import YAMLError
 
 from driver.config import RunConfig
 from driver.config_keys import Key, Kind, fields_of, nearest, resolve
+from driver.yaml_text import dump_yaml, parse_yaml, yaml_problem
 
-_NOT_IN_YAML_12 = ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:value")
-_STRING_TAG = "tag:yaml.org,2002:str"
 _SECRET_NAME = re.compile(
     r"^(.*_)?(api_?key|secret|passw(or)?d|credentials?|private_key|(access|auth|hf)_token)$", re.I
 )
@@ -71,58 +67,7 @@ def load(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
 
 def dump(config: RunConfig) -> str:
     """YAML text that `load` reads back to an equal configuration."""
-    yaml = YAML(typ="safe", pure=True)
-    yaml.default_flow_style = False
-    yaml.sort_base_mapping_type_on_output = False  # type: ignore[attr-defined]
-    yaml.width = 100
-    stream = io.StringIO()
-    yaml.dump(config.model_dump(mode="json"), stream)
-    return stream.getvalue()
-
-
-def parse_yaml(text: str, lines: dict[str, int] | None = None) -> Any:
-    """Reads one YAML 1.2 document of plain values; fills `lines` with the line of each dotted key.
-
-    Raises:
-        YAMLError: for a syntax error, a duplicate key, a second document or a foreign tag.
-    """
-    yaml = YAML(typ="safe", pure=True)
-    node = yaml.compose(text)
-    if node is None:
-        return None
-    _keep_as_text(node, set())
-    if lines is not None:
-        _collect_lines(node, "", lines)
-    return yaml.constructor.construct_document(node)
-
-
-def _keep_as_text(node: Node, seen: set[int]) -> None:
-    """Undoes what ruamel resolves beyond the YAML 1.2 core schema: dates and a lone `=`."""
-    if id(node) in seen:
-        return
-    seen.add(id(node))
-    if isinstance(node, ScalarNode):
-        if node.style is None and node.tag in _NOT_IN_YAML_12:
-            node.tag = _STRING_TAG
-    elif isinstance(node, MappingNode):
-        for key, value in node.value:
-            _keep_as_text(key, seen)
-            _keep_as_text(value, seen)
-    elif isinstance(node, SequenceNode):
-        for item in node.value:
-            _keep_as_text(item, seen)
-
-
-def _collect_lines(node: Node, prefix: str, lines: dict[str, int]) -> None:
-    if isinstance(node, MappingNode):
-        for key, value in node.value:
-            dotted = f"{prefix}{key.value}"
-            lines[dotted] = key.start_mark.line + 1
-            _collect_lines(value, f"{dotted}.", lines)
-    elif isinstance(node, SequenceNode):
-        for index, item in enumerate(node.value):
-            lines[f"{prefix}{index}"] = item.start_mark.line + 1
-            _collect_lines(item, f"{prefix}{index}.", lines)
+    return dump_yaml(config.model_dump(mode="json"))
 
 
 def _read_file(path: str, sources: dict[str, str]) -> dict[str, Any]:
@@ -141,7 +86,7 @@ def _read_file(path: str, sources: dict[str, str]) -> dict[str, Any]:
     try:
         tree = parse_yaml(text, lines)
     except YAMLError as error:
-        raise ConfigError(f"{path}{_yaml_problem(error)}") from None
+        raise ConfigError(f"{path}{yaml_problem(error)}") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -151,18 +96,6 @@ def _read_file(path: str, sources: dict[str, str]) -> dict[str, Any]:
         )
     sources.update({key: f"{path}, line {line}" for key, line in lines.items()})
     return tree
-
-
-def _yaml_problem(error: YAMLError) -> str:
-    if not isinstance(error, MarkedYAMLError) or error.problem_mark is None:
-        return f": not YAML: {error}"
-    mark = error.problem_mark
-    problem = re.sub(r" with value .*", "", error.problem or str(error), flags=re.S)
-    first = error.context_mark
-    since = ""
-    if first is not None and "duplicate" in problem:
-        since = f", in the mapping that starts at line {first.line + 1}: keep one of them"
-    return f", line {mark.line + 1}, column {mark.column + 1}: {problem}{since}"
 
 
 def _apply_override(
@@ -206,7 +139,7 @@ def _override_value(text: str, key: Key) -> Any:
         return parse_yaml(text)
     except YAMLError as error:
         raise ValueError(
-            f"{_shown(text)} is not a YAML value{_yaml_problem(error)}: quote it if it is text"
+            f"{_shown(text)} is not a YAML value{yaml_problem(error)}: quote it if it is text"
         ) from None
 
 

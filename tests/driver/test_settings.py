@@ -223,6 +223,7 @@ def test_duplicate_key_is_refused_with_both_lines(write):
         ("just text\n", "must hold a mapping"),
         ("a: !!python/object:os.system x\n", "line 1"),
         ("run: {steps: 1}\n---\nrun: {steps: 2}\n", "another document"),
+        ("data: &a {train: {params: *a}}\n", "an alias contains itself"),
     ],
 )
 def test_what_is_not_a_yaml_mapping_is_refused_with_its_place(write, text, part):
