@@ -1,0 +1,243 @@
+"""Checkpoints: complete or not taken, on any device count, older ones only after newer ones."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from learner import checkpoint
+from learner.checkpoint import CheckpointFolder, DamagedCheckpoint, verify
+from learner.config import OptimizerConfig
+from learner.mesh import make_mesh
+from learner.optimizer import learning_rate_schedule, make_optimizer
+from learner.sharding import param_specs
+from learner.state import abstract_state, init_state
+
+PARAMS = {
+    "embed_tokens": {"weight": np.arange(32, dtype=np.float32).reshape(8, 4)},
+    "norm": {"weight": np.ones(4, np.float32)},
+}
+RECORD = {"policy_version": 3, "cursor": {"epoch": 1, "position": 6}, "seed": 7, "ledger": [1.5]}
+
+
+def place(*, data=1, fsdp=1, params=PARAMS, name="adamw"):
+    """(state, abstract state) of these parameters on a mesh."""
+    mesh = make_mesh(data=data, fsdp=fsdp, devices=jax.devices()[: data * fsdp])
+    specs = param_specs(params, fsdp)
+    config = OptimizerConfig(name=name, schedule="cosine", warmup_steps=2)
+    optimizer = make_optimizer(config, learning_rate_schedule(config, 10))
+    return (
+        init_state(params, optimizer, mesh, specs),
+        abstract_state(params, optimizer, mesh, specs),
+    )
+
+
+def shifted(value):
+    return jax.tree.map(lambda leaf: leaf + value, PARAMS)
+
+
+def first_weight(restored):
+    return float(restored.state.params["embed_tokens"]["weight"][0, 0])
+
+
+@pytest.fixture
+def two(tmp_path):
+    """A folder that keeps two, with steps 1 and 2, whose weights start at 1 and 2."""
+    folder = CheckpointFolder(tmp_path, keep=2)
+    for step in (1, 2):
+        folder.save(step, place(params=shifted(step))[0], {**RECORD, "policy_version": step})
+    return folder, tmp_path
+
+
+def test_state_and_record_come_back_on_other_devices_C05(tmp_path):
+    state, _ = place(data=2, fsdp=4)
+    folder = CheckpointFolder(tmp_path, keep=1)
+    folder.save(5, state, RECORD)
+    for shape in (dict(fsdp=4), dict(data=1), dict(data=4, fsdp=2)):
+        _, wanted = place(**shape)
+        restored = folder.restore(wanted)
+        assert (restored.step, restored.record, restored.skipped) == (5, RECORD, [])
+        jax.tree.map(
+            lambda new, old, want: (
+                np.testing.assert_array_equal(np.array(new), np.array(old)),
+                np.testing.assert_equal(new.sharding == want.sharding, True),
+            ),
+            restored.state,
+            state,
+            wanted,
+        )
+
+
+def test_no_folder_means_no_checkpoint(tmp_path):
+    assert CheckpointFolder(tmp_path / "none", keep=1).restore(place()[1]) is None
+    assert CheckpointFolder(tmp_path, keep=1).restore(place()[1]) is None
+
+
+def files_of(folder: pathlib.Path):
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+
+def test_any_missing_file_is_noticed_C01(two):
+    _, path = two
+    newest = path / "step-00000002"
+    verify(newest)
+    for name in files_of(newest):
+        held = (newest / name).read_bytes()
+        (newest / name).unlink()
+        with pytest.raises(DamagedCheckpoint, match=f"step-00000002: .*{pathlib.Path(name).name}"):
+            verify(newest)
+        (newest / name).write_bytes(held)
+    verify(newest)
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "flipped"])
+def test_damaged_newest_is_skipped_and_named_C01(two, damage):
+    folder, path = two
+    newest = path / "step-00000002"
+    name = max(files_of(newest / "state"), key=lambda n: (newest / "state" / n).stat().st_size)
+    victim = newest / "state" / name
+    content = victim.read_bytes()
+    if damage == "missing":
+        victim.unlink()
+    elif damage == "cut":
+        victim.write_bytes(content[:-1])
+    else:
+        victim.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    restored = folder.restore(place()[1])
+    assert restored.step == 1 and first_weight(restored) == 1
+    [reason] = restored.skipped
+    assert reason.startswith("step-00000002: state/")
+
+    folder.save(2, place(params=shifted(20))[0], RECORD)
+    again = folder.restore(place()[1])
+    assert again.step == 2 and first_weight(again) == 20 and again.skipped == []
+
+
+def test_unfinished_folder_is_skipped_and_swept_by_the_next_save_C01(two):
+    folder, path = two
+    (path / "step-00000003.writing").mkdir()
+    (path / "step-00000003.writing" / "half").write_text("x")
+    restored = folder.restore(place()[1])
+    assert restored.step == 2
+    assert restored.skipped == ["step-00000003.writing: was not finished"]
+    folder.save(3, place(params=shifted(3))[0], RECORD)
+    assert sorted(p.name for p in path.iterdir()) == ["step-00000002", "step-00000003"]
+
+
+def test_replacement_cut_between_its_renames_is_undone(two):
+    folder, path = two
+    (path / "step-00000002").rename(path / "step-00000002.replaced")
+    restored = folder.restore(place()[1])
+    assert restored.step == 2 and restored.skipped == []
+
+
+def test_only_damaged_checkpoints_never_mean_a_fresh_start(two):
+    folder, path = two
+    for step in (1, 2):
+        (path / f"step-0000000{step}" / "manifest.json").unlink()
+    with pytest.raises(ValueError, match="no complete checkpoint .*step-00000002.*step-00000001"):
+        folder.restore(place()[1])
+
+
+def test_first_checkpoint_outlives_a_failed_second_save_C02(tmp_path, monkeypatch):
+    folder = CheckpointFolder(tmp_path, keep=1)
+    folder.save(1, place(params=shifted(1))[0], RECORD)
+
+    def disk_full(self, directory, *args, **kwargs):
+        pathlib.Path(directory).mkdir()
+        (pathlib.Path(directory) / "half").write_text("x")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ocp.Checkpointer, "save", disk_full)
+        with pytest.raises(OSError, match="No space left"):
+            folder.save(2, place(params=shifted(2))[0], RECORD)
+    assert folder.complete_steps() == [1]
+
+    def unreadable(path):
+        raise DamagedCheckpoint(f"{path.name}: state/x has another sha256 than when written")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "verify", unreadable)
+        with pytest.raises(DamagedCheckpoint):
+            folder.save(2, place(params=shifted(2))[0], RECORD)
+    assert first_weight(folder.restore(place()[1])) == 1
+    folder.save(2, place(params=shifted(2))[0], RECORD)
+    assert folder.complete_steps() == [2]
+
+
+def test_kill_during_a_save_leaves_the_one_before_C01_C02(tmp_path):
+    script = textwrap.dedent(
+        """
+        import sys
+        import jax
+        import numpy as np
+        import optax
+        from learner.checkpoint import CheckpointFolder
+        from learner.mesh import make_mesh
+        from learner.sharding import param_specs
+        from learner.state import init_state
+
+        mesh = make_mesh(data=1, fsdp=1, devices=jax.devices()[:1])
+        noise = np.random.default_rng(0).normal(size=(4096, 4096)).astype(np.float32)
+        params = {"embed_tokens": {"weight": noise}}
+        state = init_state(params, optax.sgd(0.1), mesh, param_specs(params, 1))
+        folder = CheckpointFolder(sys.argv[1], keep=1)
+        for step in range(1, 1000):
+            folder.save(step, state, {"policy_version": step})
+            print("saved", flush=True)
+        """
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()},
+    )
+    try:
+        assert child.stdout.readline() == b"saved\n", "the child died before its first save"
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("*.writing*")):
+            assert time.monotonic() < deadline, "the child never began another save"
+            time.sleep(0.001)
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait(30)
+    folder = CheckpointFolder(tmp_path, keep=1)
+    steps = folder.complete_steps()
+    assert steps
+    for step in steps:
+        verify(tmp_path / f"step-{step:08d}")
+
+
+def test_keep_counts_complete_checkpoints(two):
+    folder, path = two
+    (path / "step-00000002" / "manifest.json").unlink()
+    folder.save(3, place()[0], RECORD)
+    assert folder.complete_steps() == [3, 1]
+    folder.save(4, place()[0], RECORD)
+    assert folder.complete_steps() == [4, 3]
+
+
+@pytest.mark.parametrize(
+    "change, leaf",
+    [
+        (dict(name="sgd"), "opt_state"),
+        (dict(params={**PARAMS, "norm": {"weight": np.ones(5, np.float32)}}), "norm"),
+    ],
+)
+def test_another_model_or_optimiser_is_refused_with_the_leaf(two, change, leaf):
+    with pytest.raises(ValueError, match=f"step-00000002 holds another model.*{leaf}"):
+        two[0].restore(place(**change)[1])
+
+
+def test_keep_must_leave_one():
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        CheckpointFolder("unused", keep=0)

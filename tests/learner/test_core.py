@@ -1,0 +1,178 @@
+"""The learner as its actor sees it: groups in, metrics and a new version out."""
+
+import dataclasses
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from learner.checkpoint import CheckpointFolder
+from models.checkpoint import from_named
+from services.messages import FinishReason
+from services.phase_clock import PhaseClock
+from tests.learner.builders import (
+    TINY,
+    host_params,
+    make_completion,
+    make_core,
+    make_group,
+    random_groups,
+)
+
+
+@pytest.fixture(scope="module")
+def core():
+    """With a KL penalty, so that a reference policy is kept beside the donated weights."""
+    return make_core(algorithm={"kl_coef": 0.05, "zero_variance": "mask"})
+
+
+def test_update_reports_and_makes_the_next_version(core):
+    groups = [
+        *random_groups(3),
+        make_group(7, [1, 2], [make_completion([3], 0.35, index=i) for i in range(4)]),
+        make_group(
+            8,
+            [1, 2],
+            [
+                make_completion([3, 4, 5, 6, 7, 8, 9, 10, 11, 12], 1.0, finish=FinishReason.LENGTH),
+                make_completion([3], 0.0, index=1, error="answer: timed out"),
+                make_completion([3], 0.0, index=2),
+                make_completion([4], 0.5, index=3),
+            ],
+            policy_version=-2,
+        ),
+    ]
+    clock, version = PhaseClock(), core.policy_version
+    before = core.named_weights("float32")
+    metrics = core.update(groups, clock)
+    seconds = clock.lap()
+
+    assert core.policy_version == version + 1
+    assert core.outcomes == {
+        "g0": "trained",
+        "g1": "trained",
+        "g2": "trained",
+        "g7": "dropped_zero_variance",
+        "g8": "trained",
+    }
+    after = core.named_weights("float32")
+    assert any((after[name] != before[name]).any() for name in before)
+    # 12 rewards of 0 or 1 in halves, 4 of 0.35, and 1, 0, 0.5: the failed one is in no mean.
+    np.testing.assert_allclose(metrics["reward/total/mean"], (6 + 1.4 + 1.5) / 19)
+    np.testing.assert_allclose(metrics["reward/answer/mean"], metrics["reward/total/mean"])
+    assert metrics["reward_error/count"] == 1
+    assert metrics["rollout/zero_variance_fraction"] == 0.2
+    assert metrics["rollout/truncated_fraction"] == 1 / 20
+    assert metrics["rollout/completion_len_max"] == 10
+    assert metrics["offpolicy/staleness_max"] == 2 + version
+    assert metrics["train/sequences"] == 15
+    assert metrics["train/update_skipped"] == 0
+    assert metrics["train/learning_rate"] == pytest.approx(1e-2)
+    assert metrics["offpolicy/is_weight_raw_max"] >= metrics["offpolicy/is_weight_raw_mean"] > 0
+    assert metrics["throughput/train/valid_tokens_per_s_update"] > 0
+    # A distribution over 22 ids, not far from uniform yet.
+    assert 0.8 * np.log(22) < metrics["train/entropy"] <= np.log(22)
+    assert all(np.isfinite(value) for value in metrics.values())
+    assert seconds["compile"] > seconds["forward_backward"] > 0 and seconds["optimizer"] > 0
+
+
+def test_known_shape_compiles_once(core):
+    clock = PhaseClock()
+    core.update(random_groups(), clock)
+    clock.lap()
+    core.update(random_groups(), clock)
+    assert clock.lap()["compile"] == 0
+
+
+def test_published_weights_and_the_reference_survive_a_donating_step_K05(core):
+    named = core.named_weights("float32")
+    frozen = jax.device_get(core._reference)
+    kept = {name: array.copy() for name, array in named.items()}
+    core.update(random_groups(seed=3), PhaseClock())
+    for name in named:
+        np.testing.assert_array_equal(named[name], kept[name])
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(core._reference), frozen)
+    jax.tree.map(np.testing.assert_array_equal, frozen, host_params())
+
+
+def test_named_weights_are_the_float32_masters_rounded_once(core):
+    masters, sent = core.named_weights("float32"), core.named_weights("bfloat16")
+    assert masters.keys() == sent.keys()
+    for name, array in sent.items():
+        assert array.dtype == ml_dtypes.bfloat16
+        np.testing.assert_array_equal(array, masters[name].astype(ml_dtypes.bfloat16))
+    tree = from_named(masters, TINY, stacked=True)
+    jax.tree.map(np.testing.assert_array_equal, tree, jax.device_get(core.state.params))
+    with pytest.raises(ValueError, match="float16"):
+        core.named_weights("float16")
+
+
+def test_batch_that_is_not_finite_is_kept_aside_and_changes_nothing(core):
+    groups = random_groups(seed=1)
+    first = groups[0].completions[0]
+    broken = dataclasses.replace(
+        first, behavior_logprobs=np.full_like(first.behavior_logprobs, np.nan)
+    )
+    groups[0] = dataclasses.replace(groups[0], completions=(broken, *groups[0].completions[1:]))
+    before, version = jax.device_get(core.state), core.policy_version
+    metrics = core.update(groups, PhaseClock())
+    assert metrics["train/update_skipped"] == 1
+    assert [group.group_id for group in core.rejected] == ["g0", "g1", "g2", "g3"]
+    assert core.policy_version == version + 1
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(core.state), before)
+    metrics = core.update(random_groups(), PhaseClock())
+    assert metrics["train/update_skipped"] == 0 and np.isfinite(metrics["train/loss"])
+
+
+def test_nothing_to_train_on_is_a_skipped_update(core):
+    groups = [make_group(0, [1], [make_completion([3], 1.0, index=i) for i in range(4)])]
+    before = jax.device_get(core.state)
+    metrics = core.update(groups, PhaseClock())
+    assert metrics["train/update_skipped"] == 1 and "train/loss" not in metrics
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(core.state), before)
+    with pytest.raises(ValueError, match="at least 1 group"):
+        core.update([], PhaseClock())
+
+
+def test_second_update_on_a_batch_is_off_policy():
+    core = make_core(updates_per_batch=2, optimizer={"learning_rate": 0.05}, total_steps=1)
+    metrics = core.update(random_groups(), PhaseClock())
+    assert core.policy_version == 1 and core.state.update_count == 2
+    single = make_core(optimizer={"learning_rate": 0.05}, total_steps=2)
+    first = single.update(random_groups(), PhaseClock())
+    second = single.update(random_groups(), PhaseClock())
+    np.testing.assert_allclose(
+        metrics["train/loss"], (first["train/loss"] + second["train/loss"]) / 2, rtol=1e-4
+    )
+    assert second["train/loss"] < first["train/loss"]
+
+
+def test_resume_on_another_mesh_goes_on_as_if_nothing_had_happened_C05_C07(tmp_path):
+    optimizer = {"schedule": "cosine", "warmup_steps": 2}
+    options = dict(optimizer=optimizer, microbatch_tokens=32)
+    core = make_core(data=2, fsdp=4, **options)
+    for seed in range(3):
+        core.update(random_groups(seed=seed), PhaseClock())
+    folder = CheckpointFolder(tmp_path, keep=1)
+    folder.save(3, core.state, {"policy_version": core.policy_version})
+    expected = core.update(random_groups(seed=3), PhaseClock())
+    weights = core.named_weights("float32")
+    # Past the warm-up of 2: cosine over 8 updates at count 3, not 0.
+    rate = 1e-2 * 0.5 * (1 + np.cos(np.pi / 8))
+    np.testing.assert_allclose(expected["train/learning_rate"], rate, rtol=1e-5)
+    for shape in (dict(fsdp=4), dict(data=1)):
+        other = make_core(**shape, **options)
+        found = folder.restore(other.abstract_state)
+        other.resume(found.state, policy_version=found.record["policy_version"])
+        assert other.policy_version == 3 and other.state.update_count == 3
+        actual = other.update(random_groups(seed=3), PhaseClock())
+        for name in ("train/loss", "train/grad_norm", "train/learning_rate", "train/entropy"):
+            np.testing.assert_allclose(actual[name], expected[name], rtol=1e-4, err_msg=name)
+        for name, array in other.named_weights("float32").items():
+            np.testing.assert_allclose(array, weights[name], rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+def test_schedule_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="warmup_steps=20 must be below the 10 updates"):
+        make_core(optimizer={"warmup_steps": 20})
