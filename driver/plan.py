@@ -16,8 +16,8 @@ from models.config import ModelConfig
 from models.tokenizer import Tokenizer, load_tokenizer
 from rollout_worker.config import SourceConfig
 from rollout_worker.kv_cache import check_geometry
-from rollout_worker.prompts import PromptSet, load_prompts
-from rollout_worker.rewards import validate_functions
+from rollout_worker.prompts import PromptSet, count_shared, load_prompts
+from rollout_worker.reward_pool import validate_functions
 
 FLOAT32_BYTES = 4
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
@@ -239,6 +239,9 @@ def prepare(config: RunConfig) -> Prepared:
     ]
     if config.data.eval is not None and held_out is not None:
         lines.append(_describe(config, "eval", config.data.eval, held_out))
+        shared = count_shared(train, held_out)
+        if shared:
+            lines.append(f"note: {shared:,} prompts of data.eval are also in data.train")
     weights = [f"{one.name} x {one.weight:g}" for one in config.reward.functions]
     lines += [f"reward: {' + '.join(weights)}", format_plan(plan)]
     return Prepared(
@@ -271,23 +274,15 @@ def _check_decode_rows(config: RunConfig, devices: int) -> None:
 def _prompts(
     config: RunConfig, which: str, source: SourceConfig, tokenizer: Tokenizer
 ) -> PromptSet:
-    limit = config.rollout.max_prompt_tokens
-    prompts = _checked(
+    return _checked(
         load_prompts,
         source,
         tokenizer=tokenizer,
         system_prompt=config.data.system_prompt,
         question_template=config.data.question_template,
-        max_prompt_tokens=limit,
+        max_prompt_tokens=config.rollout.max_prompt_tokens,
         about=f"data.{which}",
     )
-    if not len(prompts):
-        raise ConfigError(
-            f"data.{which}: {source.source} gives no prompt of at most "
-            f"rollout.max_prompt_tokens={limit} tokens ({prompts.overlong} are longer): raise the "
-            "limit, or check skip and size"
-        )
-    return prompts
 
 
 def _describe(config: RunConfig, which: str, source: SourceConfig, prompts: PromptSet) -> str:
@@ -326,7 +321,7 @@ def _checked(function, *arguments, about: str = "", **named):
     """Calls a check of another package; what it refuses is a fault of the configuration."""
     try:
         return function(*arguments, **named)
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, RuntimeError, ImportError) as error:
         raise ConfigError(f"{about}: {error}" if about else str(error)) from error
 
 
