@@ -9,6 +9,7 @@ the head. Exit code: 0 when the job succeeded, 130 or 143 after a signal, 1 othe
 
 import os
 import pathlib
+import re
 import secrets
 import shutil
 import signal
@@ -20,6 +21,7 @@ import time
 import urllib.error
 import urllib.request
 
+SUMMARY = re.compile(r"[\w.-]+: accuracy .+ -> .+, reward .+ -> .+, steps \d+, seconds \d+$")
 HEAD_START_S = 90
 JOB_STOP_S = 45
 """How long a stopped job may take for its last checkpoint."""
@@ -84,6 +86,20 @@ def wait_for_head(head: subprocess.Popen, address: str, log_path: pathlib.Path) 
     raise SystemExit(f"the Ray head at {address} did not answer in {HEAD_START_S} s: {log_path}")
 
 
+def relay(job: subprocess.Popen) -> str:
+    """Passes the job's output on line by line; returns the run's line for machines.
+
+    `ray job submit` has more to say after the job, so that line is kept, to be printed last.
+    """
+    summary = ""
+    for line in job.stdout:
+        if SUMMARY.match(line):
+            summary = line.rstrip()
+        else:
+            print(line, end="", flush=True)
+    return summary
+
+
 def end_group(process: subprocess.Popen, grace_s: float) -> None:
     """Ends a process and all that it started: SIGTERM, then SIGKILL."""
     for signum, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 5)):
@@ -111,7 +127,7 @@ def main(arguments: list[str]) -> int:
         "no_proxy": ",".join(filter(None, [os.environ.get("no_proxy"), "127.0.0.1,localhost"])),
     }
     environment.pop("RAY_ADDRESS", None)
-    job, job_id, succeeded = None, f"tandem-{secrets.token_hex(4)}", False
+    job, job_id, succeeded, summary = None, f"tandem-{secrets.token_hex(4)}", False, ""
     log_path = folder / "head.log"
     log = log_path.open("w")
     head, address = start_head(environment, str(folder), log)
@@ -123,8 +139,11 @@ def main(arguments: list[str]) -> int:
             + ["--", "python", "-m", "driver", *arguments],
             env={**environment, "RAY_ADDRESS": address},
             stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
             start_new_session=True,
         )
+        summary = relay(job)
         succeeded = job.wait() == 0
         return 0 if succeeded else 1
     except Stopped as stopped:
@@ -148,6 +167,8 @@ def main(arguments: list[str]) -> int:
             shutil.rmtree(folder, ignore_errors=True)
         else:
             print(f"logs of the Ray head and its jobs: {folder}", file=sys.stderr)
+        if summary:
+            print(summary, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """The command line: what to run, and the two ways of only looking at it."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 from driver import settings
 from driver.paths import claim, locate, output_folder
 from driver.plan import prepare
+from driver.ray_auth import set_token
 
 DEFAULT_CONFIG = "deploy/runs/demo_cpu.yaml"
 
@@ -77,7 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         folder = output_folder(config)
         claim(folder, resume=config.run.resume)
-        # Imported late: neither of the above needs Ray.
+        # Imported late: nothing above needs Ray, and it reads its token when it is imported.
+        set_token(os.environ)
         from driver.run import run
 
         run(config, folder, prompts=prepared.prompts, held_out=prepared.held_out)

@@ -1,17 +1,18 @@
 """The Ray cluster that a run stands on: connecting to it, and asking it for room.
 
 Without an address a local cluster is started for this run alone, on loopback and with a token of
-its own. Inside `ray job submit`, or with RAY_ADDRESS set, the existing one is joined.
+its own (`driver/ray_auth.py`). Inside `ray job submit`, or with RAY_ADDRESS set, the existing one is
+joined.
 """
 
 import os
-import secrets
 import time
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from driver.config import PlacementConfig, Resources
+from driver.ray_auth import joins_cluster
 from driver.signals import StopSignal
 
 
@@ -24,9 +25,6 @@ class ResourcesNotMet(RuntimeError):
 
 def connect(namespace: str) -> None:
     """Joins the cluster of the environment, or starts a local one that ends with this process."""
-    if "RAY_ADDRESS" not in os.environ and "RAY_JOB_ID" not in os.environ:
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     ray.init(namespace=namespace, log_to_driver=True, include_dashboard=False, logging_level="ERROR")
 
 
@@ -78,4 +76,4 @@ def _say(asked: dict[str, float]) -> str:
 
 def _may_grow() -> bool:
     """Whether waiting can help: an autoscaler only runs on a cluster that we joined."""
-    return "RAY_ADDRESS" in os.environ or "RAY_JOB_ID" in os.environ
+    return joins_cluster(os.environ)

@@ -16,7 +16,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from driver.cluster import bundle
-from driver.config import RunConfig
+from driver.config import Resources, RunConfig
 from driver.signals import StopSignal
 from learner.actor import LearnerActor, LearnerSpec
 from rollout_worker.actor import RolloutActor, RolloutReport, RolloutSpec
@@ -38,6 +38,25 @@ def chunks(leases: Sequence[Any], size: int) -> Iterator[list[Any]]:
     """Cuts work into pieces of at most `size`, in order."""
     for start in range(0, len(leases), size):
         yield list(leases[start : start + size])
+
+
+def platform_environment(platform: str, resources: Resources) -> dict[str, str]:
+    """What JAX in an actor must know before it is imported, so that it takes its part and no more.
+
+    Two processes on one TPU host each name the shape of their chips to libtpu; Ray has chosen
+    which. Two on one GPU each get their share of the memory, less a tenth for CUDA itself.
+    """
+    env = {"JAX_PLATFORMS": {"gpu": "cuda"}.get(platform, platform)}
+    if 0 < resources.gpus < 1:
+        env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{0.9 * resources.gpus:.3f}"
+    shape = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1"}.get(round(resources.tpus))
+    if platform == "tpu" and shape:
+        env |= {
+            "TPU_CHIPS_PER_PROCESS_BOUNDS": shape,
+            "TPU_PROCESS_BOUNDS": "1,1,1",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        }
+    return env
 
 
 def first_line(error: BaseException) -> str:
@@ -202,16 +221,13 @@ class Supervisor:
         placement = self._config.placement
         resources = placement.learner if index == 0 else placement.rollout
         asked = bundle(resources)
-        env = {"JAX_PLATFORMS": {"gpu": "cuda"}.get(placement.platform, placement.platform)}
-        if 0 < resources.gpus < 1:
-            env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{0.9 * resources.gpus:.3f}"
         return (
             ray.remote(cls)
             .options(
                 num_cpus=asked.pop("CPU", 0),
                 num_gpus=asked.pop("GPU", 0),
                 resources=asked,
-                runtime_env={"env_vars": env},
+                runtime_env={"env_vars": platform_environment(placement.platform, resources)},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     placement_group=self._group, placement_group_bundle_index=index
                 ),
