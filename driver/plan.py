@@ -191,7 +191,8 @@ def format_plan(plan: Plan) -> str:
         "training positions",
         f"decode: {plan.decode_batches_per_step} x {plan.decode_rows} rows a step, "
         f"{plan.decode_batches_per_worker} of them by the busiest worker; "
-        f"{plan.cache_positions:,} KV positions a batch, {_bytes(plan.cache_bytes_per_device)} a device",
+        f"{plan.cache_positions:,} KV positions a batch, "
+        f"{_bytes(plan.cache_bytes_per_device)} a device",
         f"update: at most {plan.microbatches_per_update} micro-batches of {plan.microbatch_rows} "
         f"rows x {plan.row_tokens:,} tokens; {plan.updates:,} updates in the run",
         f"learner: mesh data={data} x fsdp={fsdp}; state {_bytes(plan.learner_bytes_per_device)} "
