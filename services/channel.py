@@ -109,11 +109,12 @@ class Backoff:
             raise error
 
     def pause(self, reason: str) -> None:
-        """Sleeps before the next attempt; raises TimeoutError if it would come too late."""
+        """Sleeps before the next attempt; raises TimeoutError if the deadline has passed."""
         self._last_reason = reason
-        if self._deadline.remaining_s() <= self._pause_s:
+        remaining_s = self._deadline.remaining_s()
+        if remaining_s == 0:
             raise self._deadline.error(reason)
-        time.sleep(self._pause_s)
+        time.sleep(min(self._pause_s, remaining_s))
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     def reset(self) -> None:

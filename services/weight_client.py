@@ -182,14 +182,15 @@ class _Stream:
     def stop(self) -> None:
         """Ends `run` early, from another thread."""
         self._stopped.set()
-        if self._call is not None:
-            self._call.cancel()
+        if (call := self._call) is not None:
+            call.cancel()
 
     def cut_if_silent(self, chunk_timeout_s: float) -> None:
         """Breaks the call, from another thread, if its next piece is overdue."""
-        if self._call is not None and time.monotonic() - self._heard_s > chunk_timeout_s:
+        call = self._call
+        if call is not None and time.monotonic() - self._heard_s > chunk_timeout_s:
             self._silent.set()
-            self._call.cancel()
+            call.cancel()
 
     def _fetch(self, segment: range) -> None:
         position = segment.start
@@ -228,6 +229,8 @@ class _Stream:
         )
         call = method(request, timeout=self._deadline.remaining_s())
         self._call = call
+        if self._stopped.is_set():  # `stop` may have come before there was a call to cancel
+            call.cancel()
         return call
 
     def _pause(self, backoff: Backoff, error: grpc.RpcError) -> None:

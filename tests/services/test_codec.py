@@ -139,3 +139,8 @@ def test_g04_bfloat16_keeps_every_bit_and_its_name(cases):
     assert np.signbit(values[2]) and np.isnan(values[5])
     assert list(values[3:5]) == [np.inf, -np.inf]
     assert values[6] == pytest.approx(9.18355e-41) and values[7] == 3.3895313892515355e38
+
+
+def test_piece_is_a_view_of_the_received_message():
+    raw = codec.encode_piece(codec.Piece(300, memoryview(b"abc")))
+    assert codec.decode_piece(raw).data.obj is raw

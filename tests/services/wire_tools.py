@@ -3,34 +3,64 @@
 import contextlib
 import dataclasses
 import itertools
+import math
 import socket
 import struct
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from services.messages import Group
+from services.server import Server
+from services.weight_client import WeightClient
+from services.weight_store import WeightStore
+
+
+def hold(end: socket.socket) -> None:
+    """Leaves the connection open and silent, as a host that hangs."""
+
+
+def finish(end: socket.socket) -> None:
+    """Closes after what was sent, as a process that ends."""
+    with contextlib.suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)
+
+
+def reset(end: socket.socket) -> None:
+    """Closes with RST, as a crashed host or a firewall does; what is on its way is lost."""
+    with contextlib.suppress(OSError):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        end.shutdown(socket.SHUT_RDWR)
+    end.close()
 
 
 class TcpProxy:
     """Forwards connections to a port, and stops each after a given number of bytes from there.
 
-    `limits` gives one number to every connection, in order; None lets it live. At the limit the
-    connection is reset, or with `hold` keeps quiet until the proxy closes.
+    `limits` gives one number to every connection, in order; None lets it live. At the limit both
+    ends are cut: by `reset`, `finish` or `hold`.
     """
 
-    def __init__(self, target_port: int, limits: Iterable[int | None], *, hold: bool = False):
+    def __init__(
+        self, target_port: int, limits: Iterable[int | None], cut: Callable[[socket.socket], None]
+    ):
         self.target_port = target_port
         self.limits = iter(limits)
         self.reached = threading.Event()
-        self.forwarded_bytes = 0
+        self.on_limit: Callable[[], None] = lambda: None
+        self.forwarded_bytes = 0  # from there
         self.connections = 0
-        self._hold = hold
+        self._cut = cut
         self._sockets: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
+
+    def reset_all(self) -> None:
+        """Resets every connection there is."""
+        for end in self._sockets:
+            reset(end)
 
     def heal(self) -> None:
         """Lets connections live from now on."""
@@ -41,8 +71,7 @@ class TcpProxy:
 
     def __exit__(self, *_) -> None:
         self._listener.close()
-        for end in self._sockets:
-            _reset(end)
+        self.reset_all()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -52,37 +81,30 @@ class TcpProxy:
                 try:
                     server = socket.create_connection(("127.0.0.1", self.target_port))
                 except OSError:
-                    _reset(client)
+                    reset(client)
                     continue
                 self._sockets += [client, server]
-                down = (server, client, next(self.limits))
-                for pipe in (down, (client, server, None)):
+                limit = next(self.limits)
+                down = (server, client, math.inf if limit is None else limit, True)
+                for pipe in (down, (client, server, math.inf, False)):
                     threading.Thread(target=self._pump, args=pipe, daemon=True).start()
 
-    def _pump(self, source: socket.socket, sink: socket.socket, limit: int | None) -> None:
-        with contextlib.suppress(OSError):
-            left = limit
-            while left != 0 and (data := source.recv(16384 if left is None else min(left, 16384))):
+    def _pump(self, source: socket.socket, sink: socket.socket, left: float, counted: bool) -> None:
+        try:
+            while left > 0 and (data := source.recv(int(min(left, 16384)))):
                 sink.sendall(data)
-                if limit is not None:
-                    left -= len(data)
-                self.forwarded_bytes += len(data)
-            if left == 0:
-                self.reached.set()
-                if self._hold:
-                    return
-                _reset(sink)
-                _reset(source)
-            else:
-                sink.shutdown(socket.SHUT_WR)
-
-
-def _reset(end: socket.socket) -> None:
-    """Closes with RST, as a crashed host or a firewall does."""
-    with contextlib.suppress(OSError):
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        end.shutdown(socket.SHUT_RDWR)
-    end.close()
+                left -= len(data)
+                self.forwarded_bytes += len(data) if counted else 0
+        except OSError:
+            reset(sink)
+            return
+        if left > 0:
+            finish(sink)
+            return
+        self.on_limit()
+        self.reached.set()
+        self._cut(sink)
+        self._cut(source)
 
 
 def same_group(left: Group, right: Group) -> bool:
@@ -100,3 +122,18 @@ def _plain(value):
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return np.float64(value).tobytes() if isinstance(value, float) else value
+
+
+def serve_for_ever(credentials, run_id, version, tensors, chunk_bytes, ports) -> None:
+    """A learner in a process of its own, to be killed: sends its port through the queue."""
+    store = WeightStore(run_id, 1)
+    store.publish(version, tensors)
+    server = Server(credentials, weight_store=store, chunk_bytes=chunk_bytes)
+    ports.put(server.port)
+    threading.Event().wait()
+
+
+def fetch_for_ever(address, credentials, run_id) -> None:
+    """A worker in a process of its own, to be killed in mid-transfer."""
+    client = WeightClient(address, credentials, run_id=run_id, streams=1)
+    client.fetch(client.manifest(0, 60), 60)
