@@ -18,7 +18,7 @@ def nearest(name: str, known: list[str]) -> str:
 
 
 def make_dataset(task: str, *, seed: int, size: int, params: dict[str, Any]):
-    """Makes a reasoning-gym dataset; item i depends on seed + i, task and parameters alone.
+    """Makes a reasoning-gym dataset; of most tasks, item i is a function of seed + i.
 
     Args:
         task: its name in reasoning-gym, such as `chain_sum`.
