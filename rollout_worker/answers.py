@@ -144,8 +144,8 @@ def _read(text: str, start: int) -> tuple[Fraction | None, int] | None:
 def _skip_decoration(text: str) -> str:
     """Drops what may stand between a marker and its number, labels included."""
     while True:
-        shorter = text[_DECORATION.match(text).end() :]
-        for pattern in (_DELIMITER, _LABEL):
+        shorter = text
+        for pattern in (_DECORATION, _DELIMITER, _LABEL):
             found = pattern.match(shorter)
             if found:
                 shorter = shorter[found.end() :]

@@ -219,6 +219,7 @@ def _hub(source: SourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     name = source.source
     try:
         import datasets
+        from datasets.exceptions import DatasetsError
     except ImportError as error:
         raise ValueError(
             f"source {name!r} is read as an HF dataset id, which needs the package `datasets` "
@@ -228,7 +229,7 @@ def _hub(source: SourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
         dataset = datasets.load_dataset(name, name=source.subset, split=source.split)
     # Missing data sets, unknown subsets and splits, and an unreachable hub all end here; the
     # library raises OSError and ValueError families, and RuntimeError for a closed client.
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         raise ValueError(
             f"HF dataset {name!r} (subset={source.subset}, split={source.split!r}) cannot be "
             f"loaded: {type(error).__name__}: {str(error)[:300]}. Check id, subset and split; "

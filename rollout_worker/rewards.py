@@ -212,9 +212,10 @@ def resolve(name: str) -> Scorer:
             while it is imported, other than ImportError, travels.
     """
     if name in BUILT_INS:
-        if BUILT_INS[name].needs:
-            importlib.import_module(BUILT_INS[name].needs)
-        return BUILT_INS[name].score
+        built_in = BUILT_INS[name]
+        if built_in.needs:
+            importlib.import_module(built_in.needs)
+        return built_in.score
     module_name, colon, attribute = name.partition(":")
     if not colon or not module_name or not attribute:
         raise BadScorer(
