@@ -12,7 +12,7 @@ Dimension key:
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -65,17 +65,24 @@ class Selection:
 
 
 class MicroBatch(NamedTuple):
-    """Arrays [B, T] of one call of the train step; slots of segment 0 are padding."""
+    """Arrays [B, T] of one call of the train step, numpy here and jax there.
 
-    token_ids: np.ndarray
-    target_ids: np.ndarray
-    positions: np.ndarray
+    Slots of segment 0 are padding.
+    """
+
+    token_ids: Any
+    """int32."""
+    target_ids: Any
+    """int32."""
+    positions: Any
     """int32; from 0 in every segment."""
-    segments: np.ndarray
+    segments: Any
     """int32; from 1 in every row."""
-    behavior_logprobs: np.ndarray
-    advantages: np.ndarray
-    weights: np.ndarray
+    behavior_logprobs: Any
+    """float32, nats."""
+    advantages: Any
+    """float32."""
+    weights: Any
     """float32; above 0 exactly where a token is in the loss."""
 
 

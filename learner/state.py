@@ -1,6 +1,7 @@
 """What an update reads and replaces: one record, sharded over the mesh."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +19,11 @@ from models.transformer import Params
 class TrainState:
     """Master weights and optimiser state. A step donates its input: use only what it returns."""
 
-    params: Params
-    """float32, layers stacked."""
-    opt_state: optax.OptState
-    update_count: jax.Array
+    params: Any
+    """Params: float32, layers stacked. (Any, as the record also carries shapes and shardings.)"""
+    opt_state: Any
+    """optax.OptState."""
+    update_count: Any
     """int32 scalar: updates applied so far; a skipped one does not count."""
 
 

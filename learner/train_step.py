@@ -12,7 +12,7 @@ Dimension key:
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,11 +43,14 @@ MAXIMA = ("ratio", "logprob_gap")
 
 
 class Accumulator(NamedTuple):
-    """Sums over the micro-batches so far: float32, undivided."""
+    """Sums over the micro-batches so far: float32, undivided. Also carries partition specs."""
 
-    grads: Params
-    sums: dict[str, jax.Array]
-    maxima: dict[str, jax.Array]
+    grads: Any
+    """Params."""
+    sums: Any
+    """dict of scalars by the names in SUMS."""
+    maxima: Any
+    """dict of scalars by the names in MAXIMA."""
 
 
 class PolicyOptions(NamedTuple):

@@ -15,6 +15,7 @@ Dimension key:
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,8 @@ def token_logprob(
 ) -> TokenLogprob:
     """Same contract as reference.token_logprob."""
     support = logits.shape[-1] if valid_vocab is None else valid_vocab
-    return TokenLogprob(*_token_logprob(logits, ids, temperature, support))
+    outputs: Any = _token_logprob(logits, ids, temperature, support)
+    return TokenLogprob(*outputs)
 
 
 def _scaled(logits, temperature, support):
