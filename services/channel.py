@@ -59,9 +59,11 @@ class Deadline:
     """A moment by which a peer must have answered."""
 
     def __init__(self, timeout_s: float, waiting_for: str):
-        """Args:
-        timeout_s: from now.
-        waiting_for: the peer and the purpose, for the error.
+        """Starts the clock.
+
+        Args:
+            timeout_s: from now.
+            waiting_for: the peer and the purpose, for the error.
         """
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, got {timeout_s} for {waiting_for}")

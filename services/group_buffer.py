@@ -68,11 +68,13 @@ class GroupBuffer:
     def __init__(
         self, run_id: str, *, capacity_groups: int, capacity_bytes: int, max_staleness: int
     ):
-        """Args:
-        run_id: groups of other runs are malformed.
-        capacity_groups: most groups that wait at a time, >= 1.
-        capacity_bytes: most bytes of arrays that wait at a time, >= 1.
-        max_staleness: oldest version accepted, in versions behind the current one, >= 0.
+        """Starts empty, and refuses every group until a version is issued.
+
+        Args:
+            run_id: groups of other runs are malformed.
+            capacity_groups: most groups that wait at a time, >= 1.
+            capacity_bytes: most bytes of arrays that wait at a time, >= 1.
+            max_staleness: oldest version accepted, in versions behind the current one, >= 0.
         """
         if capacity_groups < 1 or capacity_bytes < 1 or max_staleness < 0:
             raise ValueError(
@@ -161,18 +163,20 @@ class GroupBuffer:
 
         Raises:
             TimeoutError: naming the groups that did not arrive; the others stay in the buffer.
-            ValueError: if an id repeats, or its group is gone already.
+            ValueError: if an id repeats, or its group is gone, already or meanwhile.
         """
-        if len(set(group_ids)) != len(group_ids):
+        wanted = set(group_ids)
+        if len(wanted) != len(group_ids):
             raise ValueError(f"group_ids must differ, got {list(group_ids)}")
         with self._changed:
+            self._changed.wait_for(
+                lambda: self._waiting.keys() >= wanted or not self._consumed.isdisjoint(wanted),
+                timeout_s,
+            )
             gone = [group_id for group_id in group_ids if group_id in self._consumed]
             if gone:
                 raise ValueError(f"groups {gone} were taken or forgotten before")
-            arrived = self._changed.wait_for(
-                lambda: all(group_id in self._waiting for group_id in group_ids), timeout_s
-            )
-            if not arrived:
+            if not self._waiting.keys() >= wanted:
                 missing = [group_id for group_id in group_ids if group_id not in self._waiting]
                 raise TimeoutError(
                     f"waited {timeout_s:g} s for {len(group_ids)} groups; {len(missing)} did not "
@@ -203,6 +207,7 @@ class GroupBuffer:
                     self._remove(group_id)
                     self._count(forgotten=1)
                 self._consumed.add(group_id)
+            self._changed.notify_all()
 
     def counts(self) -> BufferCounts:
         with self._changed:

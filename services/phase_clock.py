@@ -40,8 +40,10 @@ class PhaseClock:
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic):
-        """Args:
-        now: seconds that never run backwards.
+        """Starts the first lap.
+
+        Args:
+            now: seconds that never run backwards.
         """
         self._now = now
         self._lock = threading.Lock()

@@ -44,15 +44,17 @@ class Server:
         chunk_bytes: int = PIECE_BYTES,
         max_group_bytes: int = MAX_GROUP_BYTES,
     ):
-        """Args:
-        credentials: of this process; peers must show a certificate of the same authority.
-        weight_store: served as the weight service.
-        group_buffer: served as the trajectory service; None leaves it out, as on every learner
-            host but the first.
-        host: address to listen on: `0.0.0.0` for all.
-        port: 0 takes a free one.
-        chunk_bytes: data bytes of one message of a weight stream.
-        max_group_bytes: largest serialised group taken in.
+        """Listens at once.
+
+        Args:
+            credentials: of this process; peers must show a certificate of the same authority.
+            weight_store: served as the weight service.
+            group_buffer: served as the trajectory service; None leaves it out, as on every learner
+                host but the first.
+            host: address to listen on: `0.0.0.0` for all.
+            port: 0 takes a free one.
+            chunk_bytes: data bytes of one message of a weight stream.
+            max_group_bytes: largest serialised group taken in.
 
         Raises:
             PortUnavailable: naming host and port.
@@ -105,9 +107,9 @@ def _bind(server: grpc.Server, host: str, port: int, credentials: Credentials) -
     try:
         bound = server.add_secure_port(_join(_one_address(host), port), tls)
     except (RuntimeError, OSError) as error:
-        raise _unavailable(host, port) from error
+        raise _unavailable(host, port, str(error)) from error
     if bound == 0:
-        raise _unavailable(host, port)
+        raise _unavailable(host, port, "the bind failed")
     return bound
 
 
@@ -120,8 +122,8 @@ def _join(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _unavailable(host: str, port: int) -> PortUnavailable:
+def _unavailable(host: str, port: int, reason: str) -> PortUnavailable:
     return PortUnavailable(
-        f"cannot listen on {host} port {port}: is another run using it? Choose another port, or "
-        "0 for a free one"
+        f"cannot listen on {host} port {port}, perhaps because another run does: choose another "
+        f"port, or 0 for a free one ({reason})"
     )

@@ -29,9 +29,11 @@ class TrajectoryClient:
     """A worker's connection to the trajectory service; may be used from several threads."""
 
     def __init__(self, address: str, credentials: Credentials):
-        """Args:
-        address: `host:port` of the learner.
-        credentials: of this process.
+        """Connects with the first call.
+
+        Args:
+            address: `host:port` of the learner.
+            credentials: of this process.
         """
         self._address = address
         self._channel = open_channel(address, credentials)

@@ -20,9 +20,11 @@ class TrajectoryServicer(trajectories_pb2_grpc.TrajectoryServiceServicer):
     """Assembles, decodes, offers, and maps refusals to status codes."""
 
     def __init__(self, buffer: GroupBuffer, *, max_group_bytes: int = MAX_GROUP_BYTES):
-        """Args:
-        buffer: where groups go.
-        max_group_bytes: largest serialised group taken in.
+        """Shares the buffer with the learner.
+
+        Args:
+            buffer: where groups go.
+            max_group_bytes: largest serialised group taken in.
         """
         self._buffer = buffer
         self._max_group_bytes = max_group_bytes

@@ -39,12 +39,14 @@ class WeightClient:
         streams: int = 2,
         chunk_timeout_s: float = 30.0,
     ):
-        """Args:
-        address: `host:port` of whoever serves weights.
-        credentials: of this process.
-        run_id: the run whose versions are wanted.
-        streams: connections that share a transfer, >= 1.
-        chunk_timeout_s: a connection that is silent for so long is cut, and goes on anew.
+        """Connects with the first call.
+
+        Args:
+            address: `host:port` of whoever serves weights.
+            credentials: of this process.
+            run_id: the run whose versions are wanted.
+            streams: connections that share a transfer, >= 1.
+            chunk_timeout_s: a connection that is silent for so long is cut, and goes on anew.
         """
         if streams < 1 or not chunk_timeout_s > 0:
             raise ValueError(

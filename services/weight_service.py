@@ -20,11 +20,13 @@ class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
     def __init__(
         self, store: WeightStore, *, chunk_bytes: int = PIECE_BYTES, max_waiting: int = 16
     ):
-        """Args:
-        store: what is served.
-        chunk_bytes: data bytes of one message of the stream.
-        max_waiting: most GetManifest calls held at a time, fewer than the server has threads;
-            the others are answered at once, so that waiting never keeps data from moving.
+        """Shares the store with whoever publishes.
+
+        Args:
+            store: what is served.
+            chunk_bytes: data bytes of one message of the stream.
+            max_waiting: most GetManifest calls held at a time, fewer than the server has threads;
+                the others are answered at once, so that waiting never keeps data from moving.
         """
         self._store = store
         self._chunk_bytes = chunk_bytes

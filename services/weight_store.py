@@ -40,9 +40,12 @@ class WeightStore:
     """The newest versions of one run, each as one flat byte stream; safe to use from any thread."""
 
     def __init__(self, run_id: str, keep_versions: int):
-        """Args:
-        run_id: stamped on every manifest.
-        keep_versions: how many of the newest versions stay in memory, >= 1.
+        """Starts without a version.
+
+        Args:
+            run_id: stamped on every manifest.
+            keep_versions: how many of the newest versions stay in memory, >= 1; while one is
+                published, it comes on top.
         """
         if keep_versions < 1:
             raise ValueError(f"keep_versions must be at least 1, got {keep_versions}")

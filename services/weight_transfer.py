@@ -35,11 +35,13 @@ class Transfer:
         *,
         segment_bytes: int = SEGMENT_BYTES,
     ):
-        """Args:
-        manifest: of the version, checked.
-        peer: whom the bytes come from, for errors.
-        hashing: runs the checksums.
-        segment_bytes: length of a segment.
+        """Allocates the buffer.
+
+        Args:
+            manifest: of the version, checked.
+            peer: whom the bytes come from, for errors.
+            hashing: runs the checksums.
+            segment_bytes: length of a segment.
         """
         self._manifest = manifest
         self._peer = peer

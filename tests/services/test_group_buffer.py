@@ -226,6 +226,14 @@ def test_take_of_a_group_that_is_gone_fails_at_once(buffer, make_group):
         buffer.take(["b", "b"], 60)
 
 
+def test_take_ends_when_its_group_is_given_up(buffer):
+    later = threading.Timer(0.05, lambda: buffer.forget(["a"]))
+    later.start()
+    with pytest.raises(ValueError, match=r"\['a'\] were taken or forgotten"):
+        buffer.take(["a"], 60)
+    later.join()
+
+
 def test_admissible_gives_the_oldest_arrivals_and_drops_the_stale(make_buffer, make_group):
     buffer = make_buffer(max_staleness=1)
     buffer.issue(0, "d0")

@@ -1,5 +1,4 @@
 import socket
-import threading
 import time
 
 import grpc
@@ -12,7 +11,6 @@ from services.pb import weights_pb2, weights_pb2_grpc
 from services.server import SERVER_OPTIONS, PortUnavailable, Server
 from services.tls import RunAuthority
 from services.trajectory_client import TrajectoryClient
-from services.weight_client import WeightClient
 from services.weight_store import WeightStore
 
 
@@ -66,23 +64,17 @@ def test_port_is_free_again_after_stop(authority, credentials):
 
 def test_stop_ends_calls_that_wait(serve, credentials):
     server = serve()
-    client = WeightClient(server.address, credentials, run_id="run-a")
-    errors = []
-
-    def wait():
-        try:
-            client.manifest(0, 1.5)
-        except TimeoutError as error:
-            errors.append(error)
-
-    waiter = threading.Thread(target=wait)
-    waiter.start()
-    time.sleep(0.2)
-    start_s = time.monotonic()
-    server.stop(grace_s=30)
-    assert time.monotonic() - start_s < 10
-    waiter.join(10)
-    assert len(errors) == 1
+    request = weights_pb2.GetManifestRequest(run_id="run-a", wait_s=20)
+    with open_channel(server.address, credentials) as channel:
+        stub = weights_pb2_grpc.WeightServiceStub(channel)
+        waiting = stub.GetManifest.future(request, timeout=30)
+        check_serving(server.address, credentials, timeout_s=10)
+        time.sleep(0.2)  # until the call, sent before the check, waits on the store
+        assert not waiting.done()
+        start_s = time.monotonic()
+        server.stop(grace_s=15)
+        assert time.monotonic() - start_s < 10
+        assert not waiting.result().HasField("manifest")
 
 
 def test_g09_proxy_variable_does_not_break_a_run(monkeypatch, serve, credentials):
