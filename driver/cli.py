@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from driver import settings
+from driver.errors import RunError
 from driver.paths import claim, locate, output_folder
 from driver.plan import prepare
 from driver.ray_auth import set_token
@@ -85,8 +86,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         run(config, folder, prompts=prepared.prompts, held_out=prepared.held_out)
         return 0
-    except Exception as error:
-        if not hasattr(error, "exit_code"):
-            raise
-        print(f"error: {error}", file=sys.stderr, flush=True)
+    except RunError as error:
+        print(f"{error.details}\nerror: {error}".lstrip(), file=sys.stderr, flush=True)
         return error.exit_code

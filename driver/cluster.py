@@ -1,10 +1,11 @@
 """The Ray cluster that a run stands on: connecting to it, and asking it for room.
 
 Without an address a local cluster is started for this run alone, on loopback and with a token of
-its own (`driver/ray_auth.py`). Inside `ray job submit`, or with RAY_ADDRESS set, the existing one is
-joined.
+its own (`driver/ray_auth.py`). Inside `ray job submit`, or with RAY_ADDRESS set, the existing one
+is joined.
 """
 
+import logging
 import os
 import time
 
@@ -12,20 +13,25 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from driver.config import PlacementConfig, Resources
+from driver.errors import RunError
 from driver.ray_auth import joins_cluster
 from driver.signals import StopSignal
 
 
-class ResourcesNotMet(RuntimeError):
+class ResourcesNotMet(RunError):
     """The cluster cannot fit what the run asks for."""
 
     exit_code = 3
-    """What the process returns when this ends it; see ExitCode in `driver/status.py`."""
 
 
 def connect(namespace: str) -> None:
     """Joins the cluster of the environment, or starts a local one that ends with this process."""
-    ray.init(namespace=namespace, log_to_driver=True, include_dashboard=False, logging_level="ERROR")
+    ray.init(
+        namespace=namespace,
+        log_to_driver=True,
+        include_dashboard=False,
+        logging_level=logging.ERROR,
+    )
 
 
 def bundle(resources: Resources) -> dict[str, float]:

@@ -15,11 +15,12 @@ from rollout_worker.config import DataConfig, RewardConfig, RolloutConfig
 class RunSection(Section):
     """What the run is called, how long it is, and where it writes."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$")
-    steps: int = Field(100, ge=1)
-    seed: int = Field(0, ge=0, lt=2**31)
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]+$")
+    steps: int = Field(default=100, ge=1)
+    seed: int = Field(default=0, ge=0, lt=2**31)
     output_dir: str = "runs/{name}"
-    """Folder of logs, checkpoints and exports; `{name}` is replaced. Relative to where it starts."""
+    """Folder of logs, checkpoints and exports, relative to where the run starts; `{name}` and
+    `{time}` are replaced."""
     resume: bool = False
     """Continue from the newest complete checkpoint in output_dir; without it the folder must be
     new or empty."""
@@ -42,17 +43,17 @@ class WeightsConfig(Section):
     """How a policy version travels to the workers."""
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    chunk_bytes: int = Field(2 * 2**20, ge=1024, le=3 * 2**20)
-    streams: int = Field(2, ge=1, le=16)
-    timeout_s: float = Field(600.0, gt=0)
-    keep_versions: int = Field(2, ge=1)
+    chunk_bytes: int = Field(default=2 * 2**20, ge=1024, le=3 * 2**20)
+    streams: int = Field(default=2, ge=1, le=16)
+    timeout_s: float = Field(default=600.0, gt=0)
+    keep_versions: int = Field(default=2, ge=1)
     """Published versions that the learner holds in host memory."""
 
 
 class CheckpointConfig(Section):
-    every_steps: int = Field(10, ge=0)
+    every_steps: int = Field(default=10, ge=0)
     """0 writes one only at the end and on a signal."""
-    keep: int = Field(2, ge=1)
+    keep: int = Field(default=2, ge=1)
     """Complete checkpoints that remain; an older one goes after the newer one is verified."""
     export_hf: bool = True
     """Write the final policy as an HF folder."""
@@ -61,14 +62,14 @@ class CheckpointConfig(Section):
 class EvalConfig(Section):
     """Held-out evaluation on data.eval."""
 
-    every_steps: int = Field(0, ge=0)
+    every_steps: int = Field(default=0, ge=0)
     """0 evaluates only at start and end, as the next two keys say."""
     at_start: bool = True
     at_end: bool = True
-    prompts: int | None = Field(None, ge=1)
+    prompts: int | None = Field(default=None, ge=1)
     """The first so many of data.eval; null takes all."""
-    samples_per_prompt: int = Field(1, ge=1)
-    temperature: float = Field(0.0, ge=0)
+    samples_per_prompt: int = Field(default=1, ge=1)
+    temperature: float = Field(default=0.0, ge=0)
     """0 is greedy."""
     pass_k: tuple[int, ...] = (1,)
 
@@ -95,19 +96,19 @@ class WandbConfig(Section):
 
 
 class LogConfig(Section):
-    samples_per_step: int = Field(2, ge=0)
+    samples_per_step: int = Field(default=2, ge=0)
     """Completions written to samples.jsonl at every step."""
     wandb: WandbConfig = WandbConfig()
-    unexplained_fraction: float = Field(0.05, gt=0, le=1)
+    unexplained_fraction: float = Field(default=0.05, gt=0, le=1)
     """A step warns when a larger share of its seconds belongs to no phase."""
 
 
 class Resources(Section):
     """What one actor asks of the Ray cluster."""
 
-    cpus: float = Field(1.0, ge=0)
-    gpus: float = Field(0.0, ge=0)
-    tpus: float = Field(0.0, ge=0)
+    cpus: float = Field(default=1.0, ge=0)
+    gpus: float = Field(default=0.0, ge=0)
+    tpus: float = Field(default=0.0, ge=0)
     """Of Ray's `TPU` resource: chips."""
 
 
@@ -121,11 +122,11 @@ class PlacementConfig(Section):
     rollout: Resources = Resources()
     bind_host: str = "127.0.0.1"
     """Address the learner's gRPC server listens on: 0.0.0.0 on a cluster of several hosts."""
-    startup_timeout_s: float = Field(300.0, gt=0)
-    resources_timeout_s: float = Field(60.0, gt=0)
+    startup_timeout_s: float = Field(default=300.0, gt=0)
+    resources_timeout_s: float = Field(default=60.0, gt=0)
     """How long the cluster may take to offer what is asked."""
-    step_timeout_s: float = Field(3600.0, gt=0)
-    worker_restarts: int = Field(3, ge=0)
+    step_timeout_s: float = Field(default=3600.0, gt=0)
+    worker_restarts: int = Field(default=3, ge=0)
     """Restarts of rollout workers in the whole run."""
 
 
@@ -144,10 +145,6 @@ class RunConfig(Section):
     eval: EvalConfig = EvalConfig()
     log: LogConfig = LogConfig()
     placement: PlacementConfig = PlacementConfig()
-
-    @property
-    def output_dir(self) -> str:
-        return self.run.output_dir.replace("{name}", self.run.name)
 
     @property
     def sequence_tokens(self) -> int:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 
 from driver.config import RunConfig
+from driver.errors import RunError
 from rollout_worker.config import SourceConfig
 
 HOME_VARIABLE = "TANDEM_HOME"
@@ -66,11 +67,10 @@ def locate(config: RunConfig) -> RunConfig:
     )
 
 
-class FolderTaken(FileExistsError):
+class FolderTaken(RunError):
     """The output folder holds another run."""
 
     exit_code = 2
-    """What the process returns when this ends it; see ExitCode in `driver/status.py`."""
 
 
 def claim(folder: pathlib.Path, *, resume: bool) -> None:

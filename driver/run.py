@@ -14,6 +14,7 @@ import ray
 
 from driver.cluster import connect, reserve
 from driver.config import RunConfig
+from driver.errors import RunError
 from driver.evaluation import eval_metrics
 from driver.ledger import LeaseBook, StepLedger, TrajectoryState
 from driver.metrics import MetricsLog, stored_run_id
@@ -227,7 +228,12 @@ class Session:
             self._book.end(group_id, TrajectoryState(outcome))
         self._version = report.policy_version
         self._metrics.log_samples(self._step, samples)
-        self._rewards.append(report.metrics["reward/total/mean"])
+        self._rewards.append(report.metrics.get("reward/total/mean", float("nan")))
+        if report.metrics["train/update_skipped"]:
+            self._view.say(
+                f"step {self._step}: the update was skipped; nothing was left to train on, or a "
+                "number was not finite (see rejected/)"
+            )
         return report.metrics | {
             "time/train/rollout_generate_s": rollout_s,
             "time/train/update_s": update_s,
@@ -266,7 +272,6 @@ class Session:
             if len(kept) == wanted:
                 break
         if not kept:
-            # The learner must be given something to account for; it will skip the update.
             raise NoVariance(
                 f"step {self._step}: every group of {rounds} rounds had equal rewards, so there is "
                 "nothing to learn: check the reward functions and the difficulty of the prompts"
@@ -312,5 +317,5 @@ class Session:
         self._view.show(step_row(metrics, record, self._config.run.steps))
 
 
-class NoVariance(RuntimeError):
+class NoVariance(RunError):
     """A step found nothing to learn from."""

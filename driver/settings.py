@@ -18,6 +18,7 @@ from ruamel.yaml.error import YAMLError
 
 from driver.config import RunConfig
 from driver.config_keys import Key, Kind, fields_of, nearest, resolve
+from driver.errors import RunError
 from driver.yaml_text import dump_yaml, parse_yaml, yaml_problem
 
 _SECRET_NAME = re.compile(
@@ -26,11 +27,10 @@ _SECRET_NAME = re.compile(
 _SECRET_URL = re.compile(r"://[^/\s@]*:[^/\s@]+@")
 
 
-class ConfigError(ValueError):
+class ConfigError(RunError, ValueError):
     """The configuration cannot be used; the message lists every fault with value, rule and fix."""
 
     exit_code = 2
-    """What the process returns when this ends it; see ExitCode in `driver/status.py`."""
 
 
 @dataclasses.dataclass(frozen=True)

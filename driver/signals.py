@@ -7,18 +7,15 @@ process at once, for a person who will not wait for the checkpoint.
 import os
 import signal
 
+from driver.errors import RunError
 
-class Interrupted(Exception):
-    """The run was asked to end."""
+
+class Interrupted(RunError):
+    """The run was asked to end; its exit code is 128 + signal number, as shells count."""
 
     def __init__(self, signum: int):
-        self.signum = signum
         super().__init__(f"interrupted by {signal.Signals(signum).name}")
-
-    @property
-    def exit_code(self) -> int:
-        """128 + signal number, as shells count: 130 for SIGINT, 143 for SIGTERM."""
-        return 128 + self.signum
+        self.exit_code = 128 + signum
 
 
 class StopSignal:

@@ -16,6 +16,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from driver.errors import RunError
+
 
 class ExitCode(enum.IntEnum):
     """What `python -m driver` returns to the shell."""
@@ -65,11 +67,11 @@ class Status:
 def exit_code_of(error: BaseException) -> ExitCode:
     """The exit code of a run that this error ended.
 
-    An exception that stands for one of the codes says so by an attribute `exit_code`.
+    A RunError says which; anything else but Ctrl-C has failed.
     """
     if isinstance(error, KeyboardInterrupt):
         return ExitCode.INTERRUPTED
-    return ExitCode(getattr(error, "exit_code", ExitCode.FAILED))
+    return ExitCode(error.exit_code if isinstance(error, RunError) else ExitCode.FAILED)
 
 
 class StatusFile:
@@ -150,6 +152,6 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted by SIGINT"
     text = str(error)
-    if hasattr(error, "exit_code") and text:
+    if isinstance(error, RunError):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -5,6 +5,7 @@ Every wait ends: by its result, by a signal, or by a deadline whose error names 
 
 import dataclasses
 import math
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -17,21 +18,32 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from driver.cluster import bundle
 from driver.config import Resources, RunConfig
+from driver.errors import RunError
 from driver.signals import StopSignal
 from learner.actor import LearnerActor, LearnerSpec
 from rollout_worker.actor import RolloutActor, RolloutReport, RolloutSpec
 from services.messages import Lease
 
+_RAISED = re.compile(r"[A-Za-z_][\w.]*: ")
+"""A line such as `package.SomeError: what happened`, not indented."""
 POLL_S = 0.5
 """How often a wait looks for a signal."""
 
 
-class LearnerLost(RuntimeError):
+class LearnerLost(RunError):
     """The learner process died; the run can only resume from its last checkpoint."""
 
 
-class WorkersLost(RuntimeError):
+class WorkersLost(RunError):
     """Rollout workers failed more often than the run allows."""
+
+
+class ActorFailed(RunError):
+    """An actor could not start, or raised an error of its own."""
+
+
+class NoAnswer(RunError):
+    """An actor did not answer within its deadline."""
 
 
 def chunks(leases: Sequence[Any], size: int) -> Iterator[list[Any]]:
@@ -59,12 +71,11 @@ def platform_environment(platform: str, resources: Resources) -> dict[str, str]:
     return env
 
 
-def first_line(error: BaseException) -> str:
-    """What went wrong in an actor, without the traceback that Ray wraps around it."""
-    cause = getattr(error, "cause", None)
-    if isinstance(error, RayTaskError) and isinstance(cause, BaseException):
-        return f"{type(cause).__name__}: {cause}"
-    return str(error).strip().splitlines()[-1]
+def message_of(error: BaseException) -> str:
+    """What went wrong in an actor: the end of the traceback that Ray sends as text."""
+    lines = str(error).strip().splitlines()
+    starts = [i for i, line in enumerate(lines) if _RAISED.match(line)]
+    return "\n".join(lines[starts[-1] :] if starts else lines[-1:])
 
 
 class Supervisor:
@@ -83,13 +94,14 @@ class Supervisor:
         self._stop = stop
         self._learner = None
         self._workers: dict[str, Any] = {}
-        self._make_rollout_spec: Callable[[str], RolloutSpec] | None = None
+        self._make_rollout_spec: Callable[[str], RolloutSpec]
         self.restarts = 0
 
     def start_learner(self, spec: LearnerSpec) -> dict[str, Any]:
         """Starts the learner and waits until it serves; returns what it says of itself."""
         self._learner = self._actor(LearnerActor, spec, 0)
-        return self.learner("describe", timeout_s=self._config.placement.startup_timeout_s)
+        timeout_s = self._config.placement.startup_timeout_s
+        return self._started(self._learner.describe.remote(), "learner", timeout_s)
 
     def start_workers(self, make_spec: Callable[[str], RolloutSpec]) -> list[dict[str, Any]]:
         """Starts all rollout workers and waits until each is ready."""
@@ -99,11 +111,9 @@ class Supervisor:
             self._workers[name] = self._actor(RolloutActor, make_spec(name), index + 1)
         calls = {name: worker.describe.remote() for name, worker in self._workers.items()}
         timeout_s = self._config.placement.startup_timeout_s
-        return [self._get(call, name, "start", timeout_s) for name, call in calls.items()]
+        return [self._started(call, name, timeout_s) for name, call in calls.items()]
 
-    def learner(
-        self, method: str, *arguments, timeout_s: float, interruptible: bool = True
-    ) -> Any:
+    def learner(self, method: str, *arguments, timeout_s: float, interruptible: bool = True) -> Any:
         """Calls the learner and waits.
 
         Args:
@@ -112,13 +122,20 @@ class Supervisor:
 
         Raises:
             LearnerLost: if its process is gone.
-            TimeoutError: naming the method.
+            ActorFailed: if it raised an error of its own.
+            NoAnswer: naming the method.
         """
         call = getattr(self._learner, method).remote(*arguments)
         try:
             return self._get(call, "learner", method, timeout_s, interruptible)
+        except ActorFailed:
+            raise
         except (RayActorError, WorkerCrashedError) as error:
-            raise LearnerLost(f"the learner died during {method}: {error}") from error
+            raise LearnerLost(
+                f"the learner died during {method!r}; --resume goes on from the last checkpoint: "
+                f"{message_of(error)}",
+                details=str(error),
+            ) from error
 
     def rollout(self, leases: Sequence[Lease], policy_version: int) -> list[RolloutReport]:
         """Has every lease turned into a group in the learner's buffer, whoever dies meanwhile."""
@@ -181,9 +198,9 @@ class Supervisor:
                 name, piece, _ = running.pop(call)
                 try:
                     if call not in done:
-                        raise TimeoutError(f"{name} did not finish {method} in {timeout_s:g} s")
+                        raise NoAnswer(f"{name} did not finish {method} in {timeout_s:g} s")
                     results.append(ray.get(call))
-                except (RayActorError, WorkerCrashedError, RayTaskError, TimeoutError) as error:
+                except (RayActorError, WorkerCrashedError, RayTaskError, NoAnswer) as error:
                     waiting.appendleft(retry(piece))
                     self._replace(name, error)
         return results
@@ -194,27 +211,45 @@ class Supervisor:
         allowed = self._config.placement.worker_restarts
         if self.restarts > allowed:
             raise WorkersLost(
-                f"{name} failed and placement.worker_restarts={allowed} is used up: {error}"
+                f"{name} failed and placement.worker_restarts={allowed} is used up: "
+                f"{message_of(error)}",
+                details=str(error),
             ) from error
-        self._warn(f"{name} failed, restart {self.restarts} of {allowed}: {first_line(error)}")
+        self._warn(f"{name} failed, restart {self.restarts} of {allowed}: {message_of(error)}")
         ray.kill(self._workers[name])
         index = int(name.rsplit("-", 1)[1])
         worker = self._actor(RolloutActor, self._make_rollout_spec(name), index + 1)
         self._workers[name] = worker
         timeout_s = self._config.placement.startup_timeout_s
-        self._get(worker.describe.remote(), name, "restart", timeout_s)
+        self._started(worker.describe.remote(), name, timeout_s)
 
-    def _get(
-        self, call, who: str, what: str, timeout_s: float, interruptible: bool = True
-    ) -> Any:
+    def _get(self, call, who: str, what: str, timeout_s: float, interruptible: bool = True) -> Any:
         """The result of one call, looking for signals while it waits."""
         deadline = time.monotonic() + timeout_s
         while not ray.wait([call], timeout=POLL_S)[0]:
             if interruptible:
                 self._stop.check()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{who} did not answer {what!r} within {timeout_s:g} s")
-        return ray.get(call)
+                raise NoAnswer(f"{who} did not answer {what!r} within {timeout_s:g} s")
+        try:
+            return ray.get(call)
+        except RayTaskError as error:
+            raise ActorFailed(
+                f"{who} failed in {what!r}: {message_of(error)}", details=str(error)
+            ) from error
+
+    def _started(self, call, who: str, timeout_s: float) -> dict[str, Any]:
+        """What a new actor says of itself.
+
+        Raises:
+            ActorFailed: with what its constructor raised.
+        """
+        try:
+            return self._get(call, who, "start", timeout_s)
+        except (RayActorError, WorkerCrashedError) as error:
+            raise ActorFailed(
+                f"{who} could not start: {message_of(error)}", details=str(error)
+            ) from error
 
     def _actor(self, cls: type, spec: Any, index: int):
         """Creates an actor in its own bundle, on the platform that the run asks for."""

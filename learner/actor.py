@@ -6,11 +6,15 @@ moves data and decides nothing.
 
 import contextlib
 import dataclasses
+import json
+import math
 import os
 import pathlib
 import socket
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from learner.checkpoint import CheckpointFolder
 from learner.config import AlgorithmConfig, LearnerConfig
@@ -19,6 +23,7 @@ from models.checkpoint import load_model, save_model
 from models.platform import require_platform
 from models.tokenizer import load_tokenizer
 from services.group_buffer import GroupBuffer
+from services.messages import FinishReason, Group
 from services.phase_clock import PhaseClock
 from services.server import Server
 from services.tls import Credentials
@@ -75,6 +80,25 @@ class UpdateReport:
     metrics: dict[str, float]
     outcomes: dict[str, str]
     """Ledger state of every group that was asked for, by group_id."""
+
+
+def plain_group(group: Group) -> dict[str, Any]:
+    """A group as JSON values; a number that is not finite becomes text."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        if isinstance(value, np.ndarray):
+            return plain(value.tolist())
+        if isinstance(value, FinishReason):
+            return value.value
+        if isinstance(value, float) and not math.isfinite(value):
+            return repr(value)
+        return value
+
+    return plain(dataclasses.asdict(group))
 
 
 class LearnerActor:
@@ -167,11 +191,16 @@ class LearnerActor:
             timeout_s: bound of the wait for groups that are still on their way.
         """
         self._buffer.forget(dropped_ids)
+        outcomes: dict[str, str] = {}
+        metrics: dict[str, float] = {"train/update_skipped": 1.0}
         with self._working():
             with self._clock.phase("queue_wait"):
                 taken = self._buffer.take(group_ids, timeout_s)
-            metrics = self._core.update(taken.groups, self._clock)
-        outcomes = {**self._core.outcomes}
+            if taken.groups:
+                metrics = self._core.update(taken.groups, self._clock)
+                outcomes |= self._core.outcomes
+                if metrics["train/update_skipped"]:
+                    self._keep_rejected()
         outcomes |= {group.group_id: "dropped_stale" for group in taken.dropped_stale}
         counts = self._buffer.counts()
         metrics |= {
@@ -204,6 +233,17 @@ class LearnerActor:
     def close(self) -> None:
         """Stops the server; calls that are in progress get a moment to end."""
         self._server.stop(grace_s=2.0)
+
+    def _keep_rejected(self) -> None:
+        """Writes the groups of an update that was not finite to a file, for a look."""
+        if not self._core.rejected:
+            return
+        folder = pathlib.Path(self._spec.checkpoint_folder).parent / "rejected"
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"version-{self._core.policy_version:08d}.jsonl"
+        with path.open("w") as file:
+            for group in self._core.rejected:
+                file.write(json.dumps(plain_group(group)) + "\n")
 
     @contextlib.contextmanager
     def _working(self):

@@ -46,9 +46,7 @@ def attention(
         key_BSKH.astype(operand_dtype),
         preferred_element_type=jnp.float32,
     )
-    score_BKGTS = jnp.where(
-        visible_BTS[:, None, None], score_BKGTS * H**-0.5, MASKED_SCORE
-    )
+    score_BKGTS = jnp.where(visible_BTS[:, None, None], score_BKGTS * H**-0.5, MASKED_SCORE)
     weight_BKGTS = jax.nn.softmax(score_BKGTS, axis=-1).astype(operand_dtype)
     out_BTKGH = jnp.einsum(
         "bkgts,bskh->btkgh",

@@ -19,7 +19,7 @@ Dimension key:
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -203,12 +203,11 @@ def forward(
             lambda x, xs: layer(x, *xs), x_BTD, (params["layers"], cache)
         )
     norm = gather("norm", params["norm"])
-    return RMSNorm(config.rms_norm_eps).apply({"params": norm}, x_BTD), new_cache
+    hidden_BTD = RMSNorm(config.rms_norm_eps).apply({"params": norm}, x_BTD)
+    return cast(jax.Array, hidden_BTD), new_cache
 
 
-def head_weight(
-    params: Params, gather: Gather = lambda name, tree: tree
-) -> jax.Array:
+def head_weight(params: Params, gather: Gather = lambda name, tree: tree) -> jax.Array:
     """The output matrix [V, D]: the embedding where the head is tied."""
     name = "lm_head" if "lm_head" in params else "embed_tokens"
     return gather(name, params[name])["weight"]

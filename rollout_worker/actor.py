@@ -18,7 +18,7 @@ from rollout_worker.config import DataConfig, RewardConfig, RolloutConfig
 from rollout_worker.decode import DecodeSpec
 from rollout_worker.engine import Engine
 from rollout_worker.kv_cache import check_geometry
-from rollout_worker.prompts import load_prompts
+from rollout_worker.prompts import PromptSet, load_prompts
 from rollout_worker.reward_pool import RewardPool
 from rollout_worker.worker import RolloutWorker, dtype_of
 from services.group_buffer import StaleGroup
@@ -114,15 +114,15 @@ class RolloutActor:
         )
         engine.batch_prompts(rollout.completions_per_prompt)
         self._prompts = [
-            None
-            if source is None
-            else load_prompts(
+            load_prompts(
                 source,
                 tokenizer=tokenizer,
                 system_prompt=spec.data.system_prompt,
                 question_template=spec.data.question_template,
                 max_prompt_tokens=rollout.max_prompt_tokens,
             )
+            if source is not None
+            else PromptSet(prompts=(), overlong=0)
             for source in (spec.data.train, spec.data.eval)
         ]
         self._rewards = RewardPool(

@@ -22,9 +22,9 @@ class SourceConfig(Section):
     """Split of an HF dataset; other sources ignore it."""
     subset: str | None = None
     """Configuration name of an HF dataset, such as `main` of openai/gsm8k."""
-    size: int | None = Field(None, ge=1)
+    size: int | None = Field(default=None, ge=1)
     """At most this many items; required for reasoning_gym, which could go on for ever."""
-    skip: int = Field(0, ge=0)
+    skip: int = Field(default=0, ge=0)
     """Items left out at the start of the source, to hold a split apart."""
     seed: int = 0
     """Seed of a reasoning_gym task; other sources ignore it."""
@@ -60,24 +60,24 @@ class DecodeConfig(Section):
     attention: Literal["bf16", "f32"] = "bf16"
     """Dtype of the attention operands; scores, softmax and sums are float32 in both."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    batch_rows: int = Field(64, ge=1)
+    batch_rows: int = Field(default=64, ge=1)
     """Completions decoded at once."""
-    cache_tokens: int | None = Field(None, ge=1)
+    cache_tokens: int | None = Field(default=None, ge=1)
     """KV slots of one row; null derives max_prompt_tokens + max_completion_tokens."""
 
 
 class RolloutConfig(Section):
     """How prompts become groups of completions."""
 
-    workers: int = Field(2, ge=1)
-    prompts_per_step: int = Field(16, ge=1)
-    completions_per_prompt: int = Field(8, ge=2)
+    workers: int = Field(default=2, ge=1)
+    prompts_per_step: int = Field(default=16, ge=1)
+    completions_per_prompt: int = Field(default=8, ge=2)
     """The group; one completion has no baseline."""
-    max_prompt_tokens: int = Field(512, ge=1)
-    max_completion_tokens: int = Field(1024, ge=1)
-    temperature: float = Field(1.0, gt=0)
+    max_prompt_tokens: int = Field(default=512, ge=1)
+    max_completion_tokens: int = Field(default=1024, ge=1)
+    temperature: float = Field(default=1.0, gt=0)
     """Of the sampled distribution; behaviour logprobs and the loss use the same."""
-    max_staleness: int = Field(0, ge=0)
+    max_staleness: int = Field(default=0, ge=0)
     """Oldest policy version trained on, in versions behind the current one."""
     decode: DecodeConfig = DecodeConfig()
 
@@ -119,9 +119,9 @@ class RewardConfig(Section):
     """The scorers, and the bounds on the child processes that run them."""
 
     functions: tuple[RewardFunctionConfig, ...] = (RewardFunctionConfig(name="gsm8k_answer"),)
-    timeout_s: float = Field(5.0, gt=0)
+    timeout_s: float = Field(default=5.0, gt=0)
     """Wall-clock bound of one completion's scoring; past it the child is killed."""
-    processes: int = Field(1, ge=1)
+    processes: int = Field(default=1, ge=1)
     """Child processes of each rollout worker."""
 
     @model_validator(mode="after")

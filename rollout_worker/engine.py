@@ -129,10 +129,10 @@ class Engine:
             [request.token_ids for request in padded], fitting[0], self._spec.pad_id
         )
         rows = RowInputs(
-            prompt_id_B=np.repeat([r.prompt_id for r in padded], samples).astype(np.int32),
-            epoch_B=np.repeat([r.epoch for r in padded], samples).astype(np.int32),
-            sample_index_B=np.tile(np.arange(samples, dtype=np.int32), P),
-            filler_B=np.arange(P * samples) >= len(requests) * samples,
+            prompt_id_B=jnp.repeat(jnp.array([r.prompt_id for r in padded]), samples),
+            epoch_B=jnp.repeat(jnp.array([r.epoch for r in padded]), samples),
+            sample_index_B=jnp.tile(jnp.arange(samples), P),
+            filler_B=jnp.arange(P * samples) >= len(requests) * samples,
         )
         prompt_PT, length_P, rows = jax.device_put((prompt_PT, length_P, rows), self._by_row)
         base_key, temperature_ = jax.device_put(
@@ -141,9 +141,7 @@ class Engine:
 
         prefilled = self._run(account or "prefill", prefill, params, prompt_PT, length_P)
         decode = self._decode_while if self._loop == "while" else self._decode_python
-        state = decode(
-            account or "decode", params, prefilled, rows, base_key, temperature_
-        )
+        state = decode(account or "decode", params, prefilled, rows, base_key, temperature_)
         kept = len(requests) * samples
         tokens, logprobs, length, stopped = jax.device_get(
             (state.tokens_BN, state.logprobs_BN, state.length_B, state.stopped_B)

@@ -14,6 +14,7 @@ import numpy as np
 from models.checkpoint import from_named, to_named
 from models.config import ModelConfig
 from models.tokenizer import Tokenizer
+from models.transformer import Params
 from rollout_worker.config import RolloutConfig
 from rollout_worker.decode import Completions
 from rollout_worker.engine import Engine, Request
@@ -63,7 +64,7 @@ class RolloutWorker:
         tokenizer: Tokenizer,
         rewards: RewardPool,
         train: PromptSet,
-        held_out: PromptSet | None,
+        held_out: PromptSet,
         clock: PhaseClock,
     ):
         self._name = name
@@ -77,7 +78,7 @@ class RolloutWorker:
         self._train = train
         self._held_out = held_out
         self._clock = clock
-        self._params = None
+        self._params: Params = {}
         self.policy_version = -1
         """-1 until the first weights arrive."""
         self.weight_digest = ""

@@ -37,8 +37,9 @@ def test_strict_and_lenient_are_counted_apart_with_their_intervals():
 def test_pass_at_k_is_the_mean_over_prompts():
     right = {0: (1, 1, 0, 0), 1: (0, 0, 0, 0)}
     items = [
-        item(prompt_id, i, strict=value) for prompt_id, row in right.items() for i, value in
-        enumerate(row)
+        item(prompt_id, i, strict=value)
+        for prompt_id, row in right.items()
+        for i, value in enumerate(row)
     ]
     metrics = eval_metrics(items, scorer="gsm8k_answer", pass_k=(1, 2, 4))
     # Of 4 with 2 right, 2 drawn are both wrong with probability 1/6.

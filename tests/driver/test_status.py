@@ -1,8 +1,11 @@
 import json
+import signal
 
 import pytest
 
+from driver.errors import RunError
 from driver.settings import ConfigError
+from driver.signals import Interrupted
 from driver.status import ExitCode, State, StatusFile, exit_code_of
 
 
@@ -21,12 +24,8 @@ def test_running_status_names_process_and_step(tmp_path):
     assert document["pid"] > 0 and document["run"] == "demo" and document["run_id"] == "r1"
 
 
-class Refused(RuntimeError):
+class Refused(RunError):
     exit_code = 3
-
-
-class Signalled(Exception):
-    exit_code = 143
 
 
 @pytest.mark.parametrize(
@@ -35,7 +34,7 @@ class Signalled(Exception):
         (ConfigError("run.steps: 0 must be at least 1"), "failed", 2),
         (Refused("asked 64 CPU, free 2"), "failed", 3),
         (KeyboardInterrupt(), "interrupted", 130),
-        (Signalled("interrupted by SIGTERM"), "interrupted", 143),
+        (Interrupted(signal.SIGTERM), "interrupted", 143),
         (ZeroDivisionError("division by zero"), "failed", 1),
         (SystemExit(1), "failed", 1),
     ],

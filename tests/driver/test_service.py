@@ -1,0 +1,254 @@
+"""The whole service as a user runs it: real processes, real sockets, real kills.
+
+Every test starts `python -m driver` with a Ray head of its own and looks at what it leaves behind.
+"""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import psutil
+import pytest
+import safetensors.numpy
+from tiny_model import write_tiny_model
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+STEPS = 5
+RUN_YAML = """
+run: {{name: service, steps: {steps}, seed: 3, output_dir: {folder}/out}}
+model: {{path: {model}}}
+data:
+  train: {{source: "reasoning_gym:chain_sum", size: 7, params: {{min_terms: 2, max_terms: 3}}}}
+  eval: {{source: "reasoning_gym:chain_sum", size: 6, seed: 99}}
+rollout:
+  workers: 2
+  prompts_per_step: 4
+  completions_per_prompt: 4
+  max_prompt_tokens: 128
+  max_completion_tokens: 12
+  decode: {{batch_rows: 4, compute_dtype: float32, attention: f32}}
+reward:
+  functions: [{{name: "tests.slow_reward:score", params: {{seconds: 0.02}}}}]
+learner:
+  microbatch_tokens: 512
+  compute_dtype: float32
+  optimizer: {{learning_rate: 1e-3, schedule: cosine, warmup_steps: 2}}
+weights: {{dtype: float32}}
+checkpoint: {{every_steps: 2}}
+eval: {{at_start: false, every_steps: 2}}
+placement:
+  platform: cpu
+  learner: {{cpus: 0.5}}
+  rollout: {{cpus: 0.5}}
+  resources_timeout_s: 20
+"""
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+class Service:
+    """One `python -m driver` and what it says."""
+
+    def __init__(self, folder: pathlib.Path, model: pathlib.Path, *arguments: str):
+        self.out = folder / "out"
+        self.log = folder / "driver.log"
+        config = folder / "run.yaml"
+        config.write_text(RUN_YAML.format(folder=folder, model=model, steps=STEPS))
+        self.config = config
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "driver", "--config", str(config), *arguments],
+                cwd=ROOT,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"},
+                start_new_session=True,
+            )
+
+    def wait(self, timeout_s: float = 240) -> int:
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            raise AssertionError(f"did not end in {timeout_s} s:\n{self.text}") from None
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def wait_for(self, condition, what: str, timeout_s: float = 180) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert self.process.poll() is None, f"ended before {what}:\n{self.text}"
+            assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}:\n{self.text}"
+            time.sleep(0.05)
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_for(
+            lambda: any(line["step"] >= step for line in self.lines("metrics")), f"step {step}"
+        )
+
+    def pid_of(self, actor: str) -> int:
+        return int(re.search(rf"^{actor} is ready: .*process (\d+)", self.text, re.M)[1])
+
+    def descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def lines(self, name: str) -> list[dict]:
+        path = self.out / f"{name}.jsonl"
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+
+    @property
+    def status(self) -> dict:
+        return json.loads((self.out / "status.json").read_text())
+
+    def trained(self) -> list[str]:
+        return [g for line in self.lines("ledger") for g in line["groups"].get("trained", [])]
+
+    def policy(self) -> dict[str, np.ndarray]:
+        return safetensors.numpy.load_file(self.out / "export" / "model.safetensors")
+
+
+@pytest.fixture
+def start(tmp_path, model):
+    """Starts services; kills what a failed test leaves."""
+    services = []
+
+    def one(*arguments: str, folder: pathlib.Path = tmp_path) -> Service:
+        services.append(Service(folder, model, *arguments))
+        return services[-1]
+
+    yield one
+    for service in services:
+        if service.process.poll() is None:
+            os.killpg(service.process.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, model):
+    service = Service(tmp_path_factory.mktemp("undisturbed"), model)
+    assert service.wait() == 0, service.text
+    return service
+
+
+def same_training(one: Service, other: Service) -> None:
+    """Holds two runs equal in everything that training made: groups, rewards and weights."""
+    assert sorted(one.trained()) == sorted(other.trained())
+    for mine, theirs in zip(one.lines("metrics"), other.lines("metrics"), strict=True):
+        for name in ("step", "reward/total/mean", "train/loss", "train/learning_rate"):
+            assert mine.get(name) == pytest.approx(theirs.get(name), rel=1e-5, abs=1e-7), name
+    for name, tensor in one.policy().items():
+        left, right = tensor.astype(np.float32), other.policy()[name].astype(np.float32)
+        np.testing.assert_allclose(left, right, atol=1e-5, err_msg=name)
+
+
+def test_a_run_trains_each_group_once_and_its_books_add_up(undisturbed):
+    assert undisturbed.status["state"] == "finished" and undisturbed.status["exit_code"] == 0
+    expected = [f"g{index:08d}" for index in range(4 * STEPS)]
+    assert sorted(undisturbed.trained()) == expected
+    metrics = undisturbed.lines("metrics")
+    assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
+    for line in undisturbed.lines("ledger"):
+        assert set(line["processes"]) == {"learner", "rollout-0", "rollout-1"}
+        for process, phases in line["processes"].items():
+            total = sum(phases.values()) - line["overlap_s"].get(process, 0.0)
+            assert total == pytest.approx(line["wall_s"], rel=1e-6), process
+    for line in metrics:
+        assert line["offpolicy/staleness_max"] == 0
+        assert line["offpolicy/logprob_gap_max"] < 1e-4, "both sides define the same logprob"
+    assert len(undisturbed.lines("eval")) == 3 * 6, "steps 2, 4 and the last"
+    last = undisturbed.text.strip().splitlines()[-1]
+    assert re.fullmatch(
+        r"service: accuracy 0\.\d\d -> 0\.\d\d, reward \d\.\d\d -> \d\.\d\d, steps 5, seconds \d+",
+        last,
+    )
+
+
+def test_a_killed_worker_is_replaced_and_nothing_changes(start, undisturbed):
+    service = start()
+    service.wait_for_step(2)
+    os.kill(service.pid_of("rollout-0"), signal.SIGKILL)
+    assert service.wait() == 0, service.text
+    assert "rollout-0 failed, restart 1 of 3" in service.text
+    assert service.lines("metrics")[-1]["workers/restarts"] == 1
+    same_training(service, undisturbed)
+
+
+@pytest.mark.parametrize("signum, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_in_a_checkpoint_and_resume_goes_on_as_if_nothing(
+    start, undisturbed, signum, code
+):
+    service = start()
+    service.wait_for_step(3)
+    processes = service.descendants()
+    service.process.send_signal(signum)
+    assert service.wait(60) == code, service.text
+    assert service.status["state"] == "interrupted"
+    assert service.status["exit_code"] == code
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert not alive, "no process may outlive the run"
+    resumed = start("--resume")
+    assert resumed.wait() == 0, resumed.text
+    assert f"resumed at step {service.status['last_checkpoint']}" in resumed.text
+    same_training(resumed, undisturbed)
+
+
+def test_a_signal_at_start_leaves_nothing(start):
+    service = start()
+    service.wait_for(lambda: "outputs in" in service.text, "the start")
+    time.sleep(3)
+    processes = service.descendants()
+    service.process.send_signal(signal.SIGINT)
+    assert service.wait(60) == 130, service.text
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert not alive
+
+
+def test_a_killed_learner_ends_the_run_with_its_name(start):
+    service = start()
+    service.wait_for_step(2)
+    os.kill(service.pid_of("learner"), signal.SIGKILL)
+    assert service.wait(120) == 1
+    assert service.status["state"] == "failed"
+    assert "learner died" in service.status["reason"]
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_and_named(start, undisturbed, tmp_path):
+    import shutil
+
+    shutil.copytree(undisturbed.out, tmp_path / "out")
+    newest = max((tmp_path / "out" / "checkpoints").iterdir())
+    victim = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    victim.write_bytes(victim.read_bytes()[:-1])
+    service = start("--resume")
+    assert service.wait() == 0, service.text
+    assert f"checkpoint skipped: {newest.name}" in service.text
+    assert "resumed at step 4" in service.text
+    same_training(service, undisturbed)
+
+
+@pytest.mark.parametrize(
+    "override, code, messages",
+    [
+        ("placement.rollout.cpus=64", 3, ["asked 128.5", "placement.rollout"]),
+        ("placement.platform=gpu", 1, ["placement.platform=gpu"]),
+    ],
+)
+def test_what_the_machine_lacks_is_refused_by_name(start, override, code, messages):
+    service = start("--set", override)
+    assert service.wait(120) == code, service.text
+    for message in messages:
+        assert message in service.text
+    assert service.status["state"] == "failed"
