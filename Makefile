@@ -35,7 +35,8 @@ format: .venv/.test ## rewrite the sources as `make check` wants them
 	$(BIN)/ruff format .
 
 proto: .venv/.test ## regenerate services/pb from proto/
-	$(BIN)/python -m grpc_tools.protoc -I services/pb=proto --python_out=. --grpc_python_out=. $$(find proto -name '*.proto')
+	$(BIN)/python -m grpc_tools.protoc -Iservices/pb=proto/tandem/v1 \
+		--python_out=. --pyi_out=. --grpc_python_out=. proto/tandem/v1/*.proto
 
 smollm2: .venv/.run ## fetch SmolLM2-135M-Instruct (GGUF, 98 MB) into downloads/
 	$(BIN)/python deploy/get_smollm2.py
