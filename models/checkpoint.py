@@ -70,7 +70,7 @@ class LoadedModel:
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Hugging Face's name and shape of every tensor that the model reads."""
-    shapes = {EMBEDDING: (config.vocab_size, config.hidden_size)}
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
     for i in range(config.num_layers):
         for leaf, shape in _layer_shapes(config).items():
             shapes[f"model.layers.{i}.{leaf}"] = shape
@@ -115,13 +115,13 @@ def to_named(params: Params, config: ModelConfig) -> dict[str, Any]:
     """
     named = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-        keys = [getattr(part, "key", getattr(part, "idx", None)) for part in path]
+        keys = [str(getattr(part, "key", getattr(part, "idx", part))) for part in path]
         if keys[0] == "lm_head":
             named[".".join(keys)] = leaf
         elif keys[0] != "layers":
             named["model." + ".".join(keys)] = leaf
         elif isinstance(params["layers"], list):
-            named["model." + ".".join(map(str, keys))] = leaf
+            named["model." + ".".join(keys)] = leaf
         else:
             for i in range(leaf.shape[0]):
                 named[f"model.layers.{i}.{'.'.join(keys[1:])}"] = leaf[i]

@@ -45,7 +45,15 @@ _LAYER = {
 _ROPE_FACTORS = "rope_freqs.weight"
 _LLAMA3_FACTORS = (8.0, 32.0)
 """Of Llama 3.1 and 3.2. A GGUF file stores llama3 scaling as one divisor per pair."""
-_UNSUPPORTED_KEYS = ("expert_count", "attention.sliding_window", "rope.scaling.alpha")
+_UNSUPPORTED_KEYS = (
+    "expert_count",
+    "attention.sliding_window",
+    "rope.scaling.alpha",
+    "rope.scaling.attn_factor",
+    "rope.scaling.yarn_attn_factor",
+    "rope.scaling.yarn_ext_factor",
+    "rope.scaling.yarn_log_multiplier",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +177,6 @@ def _rope_scaling(get) -> dict[str, Any] | None:
         "rope_type": kind,
         "factor": get("rope.scaling.factor", get("rope.scale_linear")),
         "original_max_position_embeddings": get("rope.scaling.original_context_length"),
-        "attention_factor": get("rope.scaling.attn_factor"),
         "beta_fast": get("rope.scaling.yarn_beta_fast"),
         "beta_slow": get("rope.scaling.yarn_beta_slow"),
     }

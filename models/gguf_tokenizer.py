@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
-from tokenizers.processors import ByteLevel, Sequence, TemplateProcessing
+from tokenizers.processors import ByteLevel, PostProcessor, Sequence, TemplateProcessing
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS_AND_SPACES = (
@@ -74,10 +74,18 @@ def build_tokenizer(path: pathlib.Path, metadata: Mapping[str, Any]) -> Tokenize
         raise ValueError(
             f"{path}: tokenizer.ggml.tokens, merges and token_type do not fit: {instead}"
         )
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    for pair in pairs:
+        if len(pair) != 2 or not {*pair, "".join(pair)} <= vocabulary.keys():
+            raise ValueError(
+                f"{path}: tokenizer.ggml.merges holds {' '.join(pair)!r}, which joins no two "
+                f"tokens of the vocabulary to a third: {instead}"
+            )
     tokenizer = Tokenizer(
         BPE(
-            vocab={token: i for i, token in enumerate(tokens)},
-            merges=[tuple(merge.split(" ", 1)) for merge in merges],
+            vocab=vocabulary,
+            merges=pairs,
             ignore_merges=pre == "llama-bpe",
         )
     )
@@ -92,7 +100,7 @@ def build_tokenizer(path: pathlib.Path, metadata: Mapping[str, Any]) -> Tokenize
             if kind in (_CONTROL, _USER_DEFINED)
         ]
     )
-    steps = [ByteLevel(trim_offsets=False)]
+    steps: list[PostProcessor] = [ByteLevel(trim_offsets=False)]
     bos = special_token(metadata, "bos")
     if bos is not None and get("add_bos_token", pre == "llama-bpe"):
         steps.append(

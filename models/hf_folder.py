@@ -56,7 +56,7 @@ def is_gguf(path: pathlib.Path) -> bool:
 
 
 def _fetch(hub_id: str, weights: bool) -> pathlib.Path:
-    patterns = [*_SMALL_FILES, "model*.safetensors"] if weights else list(_SMALL_FILES)
+    patterns = [*_SMALL_FILES, *(["model*.safetensors"] if weights else [])]
     try:
         return pathlib.Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=patterns))
     except LocalEntryNotFoundError as error:

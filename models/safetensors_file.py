@@ -13,6 +13,7 @@ import math
 import os
 import pathlib
 from collections.abc import Iterable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -104,7 +105,8 @@ def write_file(path: pathlib.Path, tensors: Iterable[tuple[str, np.ndarray]]) ->
     Args:
         tensors: (name, array) of float32, float16 or bfloat16. Gone over twice: give a list.
     """
-    header, offset = {"__metadata__": {"format": "pt"}}, 0
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
     tensors = list(tensors)
     for name, array in tensors:
         header[name] = {

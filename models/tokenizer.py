@@ -17,6 +17,7 @@ from models.gguf_tokenizer import build_tokenizer, special_token
 from models.hf_folder import CONFIG, GENERATION_CONFIG, is_gguf, locate, read_json_if_there
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _PROBE = "a completion"
 
 
@@ -151,9 +152,15 @@ def load_tokenizer(
 
 
 def _folder_backend(folder: pathlib.Path):
+    # Given the configuration alone, transformers makes a tokenizer without a vocabulary.
+    if not any((folder / name).is_file() for name in _VOCABULARIES):
+        raise ValueError(
+            f"{folder} holds no tokenizer (none of {', '.join(_VOCABULARIES)}): set "
+            "model.tokenizer to a folder or hub id that does"
+        )
     try:
         return transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # what `tokenizers` raises for a damaged file has no other class
         raise ValueError(
             f"{folder} holds no tokenizer that loads ({error}): set model.tokenizer to a folder or "
             "hub id that does"

@@ -179,6 +179,7 @@ def test_rope_scaling_is_read_from_metadata(tmp_path, extra, expected):
         ({"llama.rope.scaling.type": "longrope"}, "unknown rope type 'longrope'"),
         ({"llama.expert_count": 8}, "llama.expert_count=8"),
         ({"llama.attention.sliding_window": 64}, "llama.attention.sliding_window=64"),
+        ({"llama.rope.scaling.attn_factor": 0.5}, "llama.rope.scaling.attn_factor=0.5"),
         ({"llama.rope.dimension_count": 4}, "llama.rope.dimension_count=4"),
     ],
 )

@@ -85,7 +85,9 @@ def test_decoding_keeps_or_drops_special_tokens(folder):
 
 
 def test_decoding_does_not_tidy_up_spaces(folder):
-    loaded = load_tokenizer(folder())
+    tidy = "clean_up_tokenization_spaces"
+    given = {tidy: True, f"{tidy}_for_bpe_even_though_it_will_corrupt_output": True}
+    loaded = load_tokenizer(folder(**given))
     text = "a , b .  it 's"
     message = [{"role": "user", "content": text}]
     assert text in loaded.decode(loaded.encode_chat(message))
@@ -177,6 +179,17 @@ def test_a_folder_without_tokenizer_names_the_setting_to_give(tmp_path):
         load_tokenizer(str(tmp_path))
 
 
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"model": {"type": "BPE"}}', None])
+def test_a_damaged_or_absent_vocabulary_is_named(folder, tmp_path, content):
+    path = folder()
+    if content is None:
+        (tmp_path / "tokenizer.json").unlink()
+    else:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"{tmp_path}.*set model\.tokenizer"):
+        load_tokenizer(path)
+
+
 def test_a_tokenizer_larger_than_the_model_is_refused(folder):
     with pytest.raises(ValueError, match="261 tokens.*embeds only 96"):
         load_tokenizer(folder(files={"config.json": {"vocab_size": 96}}))
@@ -251,6 +264,13 @@ def test_only_control_tokens_are_special_and_bos_is_added_where_the_file_says_so
     assert build(token_type=[1, 1, 1, 3, 4]).decode([2, 4]) == "ab</s>"
 
 
+@pytest.mark.parametrize("pre, expected", [("llama-bpe", [3]), ("qwen2", [2, 1, 0])])
+def test_only_llama_takes_a_whole_word_that_no_merge_makes(pre, expected):
+    tokens = ["a", "b", "ab", "abba", "<s>", "</s>"]
+    metadata = gguf_metadata(pre, tokens, add_bos_token=False)
+    assert build_tokenizer(pathlib.Path("m.gguf"), metadata).encode("abba").ids == expected
+
+
 @pytest.mark.parametrize(
     "changed, message",
     [
@@ -259,6 +279,8 @@ def test_only_control_tokens_are_special_and_bos_is_added_where_the_file_says_so
         ({"model": "llama"}, "tokenizer.ggml.model='llama'"),
         ({"tokens": []}, "tokenizer.ggml.tokens"),
         ({"merges": None}, "tokenizer.ggml.tokens"),
+        ({"merges": ["a b", "b c"]}, "tokenizer.ggml.merges holds 'b c'"),
+        ({"merges": ["ab"]}, "tokenizer.ggml.merges holds 'ab'"),
         ({"token_type": [1]}, "token_type"),
     ],
 )

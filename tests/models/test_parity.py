@@ -1,8 +1,10 @@
 """Our logits beside those of transformers, in float32, both ways round through a folder."""
 
+import functools
 import json
 import pathlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -40,14 +42,16 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def our_logits(model, ids_BT):
-    ids_BT = jnp.asarray(ids_BT, jnp.int32)
+@functools.partial(jax.jit, static_argnums=1)
+def compiled_logits(params, config, ids_BT):
     position_BT = jnp.broadcast_to(jnp.arange(ids_BT.shape[1]), ids_BT.shape)
     attend = packed_attend(jnp.ones_like(ids_BT), operand_dtype=jnp.float32)
-    hidden, _ = forward(
-        model.params, model.config, ids_BT, position_BT, attend, compute_dtype=jnp.float32
-    )
-    return np.asarray(logits(hidden, head_weight(model.params)))
+    hidden, _ = forward(params, config, ids_BT, position_BT, attend, compute_dtype=jnp.float32)
+    return logits(hidden, head_weight(params))
+
+
+def our_logits(model, ids_BT) -> np.ndarray:
+    return np.asarray(compiled_logits(model.params, model.config, jnp.asarray(ids_BT, jnp.int32)))
 
 
 def their_model(folder):
