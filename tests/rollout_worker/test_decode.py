@@ -163,9 +163,7 @@ def test_the_order_of_the_prompts_only_moves_the_rows(params, requests, decoded)
     turned = generate(make_engine(), params, requests[::-1])
     for i in range(len(requests)):
         there = slice(4 * (len(requests) - 1 - i), 4 * (len(requests) - i))
-        np.testing.assert_array_equal(
-            turned.tokens_BN[there], decoded.tokens_BN[4 * i : 4 * i + 4]
-        )
+        np.testing.assert_array_equal(turned.tokens_BN[there], decoded.tokens_BN[4 * i : 4 * i + 4])
 
 
 def test_a_sample_does_not_depend_on_how_many_are_drawn(params, requests, decoded):
@@ -354,9 +352,7 @@ def test_case_s06_padded_vocabulary_is_never_drawn_and_not_in_the_normaliser(cas
     )
     token_B, logprob_B = draw(0.0)
     assert int(token_B[0]) == case["expected"]["greedy_token"]
-    np.testing.assert_allclose(
-        logprob_B[0], case["expected"]["logprob_over_real_vocab"], rtol=1e-5
-    )
+    np.testing.assert_allclose(logprob_B[0], case["expected"]["logprob_over_real_vocab"], rtol=1e-5)
     drawn = np.asarray(draw(1.0)[0])
     assert drawn.max() < case["input"]["tokenizer_size"] and len(set(drawn.tolist())) > 4
 
