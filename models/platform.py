@@ -21,9 +21,9 @@ def require_platform(wanted: str) -> list[jax.Device]:
     """
     try:
         devices = jax.local_devices()
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # the latter when a plug-in is not installed
         raise WrongPlatform(
-            f"placement.platform={wanted} but JAX cannot initialise it here: {error}. Is the "
+            f"placement.platform={wanted} but JAX cannot initialise it here: {error!r}. Is the "
             "device present, its jax extra installed, and no other process holding it?"
         ) from error
     found = NAMES.get(devices[0].platform, devices[0].platform)

@@ -1,0 +1,242 @@
+"""Learner and worker in one process, over real sockets: weights one way, groups the other.
+
+Both see the eight CPU devices: the learner cuts its matrices over them, the worker its rows.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from tiny_model import write_tiny_model
+
+from learner.actor import LearnerActor, LearnerSpec
+from learner.config import AlgorithmConfig, LearnerConfig, MeshConfig, OptimizerConfig
+from rollout_worker.actor import RolloutActor, RolloutSpec
+from rollout_worker.config import (
+    DataConfig,
+    DecodeConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RolloutConfig,
+    SourceConfig,
+)
+from rollout_worker.worker import WeightDigestMismatch
+from services.messages import Lease
+from services.tls import RunAuthority
+from services.weight_transfer import WeightTransferError
+
+G = 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def authority():
+    return RunAuthority.create("run")
+
+
+def make_learner(model, authority, folder, **changes):
+    settings = dict(
+        run_id="run",
+        seed=0,
+        platform="cpu",
+        model_path=str(model),
+        tokenizer=None,
+        chat_template=None,
+        stop_tokens=(),
+        algorithm=AlgorithmConfig(),
+        learner=LearnerConfig(
+            microbatch_tokens=256,
+            compute_dtype="float32",
+            mesh=MeshConfig(data=1, fsdp=-1),
+            optimizer=OptimizerConfig(learning_rate=1e-2),
+        ),
+        total_steps=10,
+        temperature=1.0,
+        max_completion_tokens=8,
+        max_staleness=0,
+        weights_dtype="float32",
+        chunk_bytes=4096,
+        keep_versions=2,
+        buffer_groups=16,
+        buffer_bytes=2**20,
+        bind_host="127.0.0.1",
+        advertise_host="127.0.0.1",
+        credentials=authority.issue("learner"),
+        checkpoint_folder=str(folder / "checkpoints"),
+        keep_checkpoints=1,
+    )
+    return LearnerActor(LearnerSpec(**{**settings, **changes}))
+
+
+def make_worker(model, authority, address, **changes):
+    settings = dict(
+        name="rollout-0",
+        run_id="run",
+        seed=0,
+        platform="cpu",
+        model_path=str(model),
+        tokenizer=None,
+        chat_template=None,
+        stop_tokens=(),
+        data=DataConfig(
+            train=SourceConfig(source="reasoning_gym:chain_sum", size=8),
+            eval=SourceConfig(source="reasoning_gym:chain_sum", size=5, seed=99),
+        ),
+        rollout=RolloutConfig(
+            prompts_per_step=2,
+            completions_per_prompt=G,
+            max_prompt_tokens=192,
+            max_completion_tokens=8,
+            decode=DecodeConfig(batch_rows=8 * G, compute_dtype="float32", attention="f32"),
+        ),
+        reward=RewardConfig(
+            functions=(RewardFunctionConfig(name="tests.slow_reward:score", params={"seconds": 0}),)
+        ),
+        learner_address=address,
+        credentials=authority.issue("rollout-0"),
+        streams=2,
+        timeout_s=20.0,
+        samples_per_batch=1,
+    )
+    return RolloutActor(RolloutSpec(**{**settings, **changes}))
+
+
+@pytest.fixture(scope="module")
+def pair(model, authority, tmp_path_factory):
+    learner = make_learner(model, authority, tmp_path_factory.mktemp("run"))
+    worker = make_worker(model, authority, learner.describe()["address"])
+    learner.publish()
+    yield learner, worker
+    worker.close()
+    learner.close()
+
+
+def leases(*indices, attempt=0):
+    return [Lease(group_id=f"g{i:08d}", attempt=attempt, epoch=0, position=i % 8) for i in indices]
+
+
+def test_a_step_goes_round(pair):
+    learner, worker = pair
+    version = 0
+    report = worker.rollout(leases(0, 1), version)
+    assert [group.outcome for group in report.groups] == ["accepted", "accepted"]
+    assert report.policy_version == version
+    repeated = worker.rollout(leases(0, 1, attempt=1), version)
+    assert [group.outcome for group in repeated.groups] == ["duplicate", "duplicate"]
+    update = learner.update([group.group_id for group in report.groups], [], 5.0)
+    assert update.policy_version == version + 1
+    assert set(update.outcomes.values()) == {"trained"}
+    assert update.metrics["offpolicy/logprob_gap_max"] < 1e-4
+    assert update.metrics["offpolicy/is_weight_raw_mean"] == pytest.approx(1.0, abs=1e-4)
+    assert update.metrics["groups/duplicate"] == 2
+
+    late = worker.rollout(leases(2), version)
+    assert [group.outcome for group in late.groups] == ["stale"], "the worker was told no better"
+    fresh = worker.rollout(leases(3), update.policy_version)
+    assert [group.outcome for group in fresh.groups] == ["accepted"]
+
+
+def test_evaluation_does_not_move_the_training_draws(pair):
+    learner, worker = pair
+    version = worker._worker.policy_version
+    before = worker._worker.rollout(leases(4))
+    items = worker.evaluate(range(5), version, 1, 0.0)
+    after = worker._worker.rollout(leases(4))
+    assert len(items) == 5 and {item["policy_version"] for item in items} == {version}
+    again = worker.evaluate(range(5), version, 1, 0.0)
+    assert [item["completion"] for item in items] == [item["completion"] for item in again]
+    for one, other in zip(before[0].completions, after[0].completions, strict=True):
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+
+
+def test_laps_add_up_and_know_their_phases(pair):
+    learner, worker = pair
+    for actor in pair:
+        actor.lap()
+    version = worker._worker.policy_version
+    worker.evaluate(range(2), version, 1, 0.0)
+    lap = worker.lap()
+    assert lap["eval"] > 0 and lap["decode"] == 0, "an evaluation is booked as one"
+    assert learner.lap()["idle"] > 0
+
+
+def damaged(manifest, named, kind):
+    """A transfer that arrived wrong in one of several ways."""
+    name = manifest.tensors[0].name
+    tensors = {key: np.array(value) for key, value in named.items()}
+    if kind == "missing":
+        del tensors[name]
+    elif kind == "misshapen":
+        tensors[name] = tensors[name][:-1]
+    elif kind == "extra":
+        tensors["model.surplus.weight"] = tensors[name]
+    else:
+        tensors[name].reshape(-1).view(np.uint8)[0] ^= 1
+    return tensors
+
+
+@pytest.mark.parametrize("kind", ["missing", "misshapen", "extra", "flipped bit"])
+def test_a_swap_that_fails_leaves_the_old_version_whole(pair, kind):
+    learner, worker = pair
+    core = worker._worker
+    version, digest = core.policy_version, core.weight_digest
+    before = core.rollout(leases(5))
+    manifest = worker._weights.manifest(version, timeout_s=5.0)
+    named = worker._weights.fetch(manifest, timeout_s=5.0)
+    newer = dataclasses.replace(manifest, policy_version=version + 1)
+    with pytest.raises((ValueError, WeightDigestMismatch)):
+        core.swap(newer, damaged(manifest, named, kind))
+    assert (core.policy_version, core.weight_digest) == (version, digest)
+    after = core.rollout(leases(5))
+    assert after[0].policy_version == version
+    for one, other in zip(before[0].completions, after[0].completions, strict=True):
+        np.testing.assert_array_equal(one.behavior_logprobs, other.behavior_logprobs)
+
+
+def test_after_a_swap_a_used_worker_equals_a_fresh_one(pair, model, authority):
+    learner, worker = pair
+    version = worker._worker.policy_version
+    fresh = make_worker(model, authority, learner.describe()["address"])
+    try:
+        fresh._hold_version(version)
+        assert fresh._worker.weight_digest == worker._worker.weight_digest
+        mine, theirs = worker._worker.rollout(leases(6)), fresh._worker.rollout(leases(6))
+    finally:
+        fresh.close()
+    for one, other in zip(mine[0].completions, theirs[0].completions, strict=True):
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+        np.testing.assert_array_equal(one.behavior_logprobs, other.behavior_logprobs)
+
+
+def test_a_learner_that_is_gone_is_named_and_the_worker_stays_whole(model, authority, tmp_path):
+    learner = make_learner(model, authority, tmp_path)
+    worker = make_worker(model, authority, learner.describe()["address"], timeout_s=2.0)
+    learner.publish()
+    worker._hold_version(0)
+    learner.close()
+    with pytest.raises((WeightTransferError, TimeoutError), match=learner.describe()["address"]):
+        worker._hold_version(1)
+    assert worker._worker.policy_version == 0
+    worker.close()
+
+
+def test_a_group_of_unfinished_numbers_changes_nothing_and_is_kept(model, authority, tmp_path):
+    learner = make_learner(model, authority, tmp_path)
+    worker = make_worker(model, authority, learner.describe()["address"])
+    learner.publish()
+    worker.rollout(leases(0), 0)
+    poisoned = jax.tree.map(lambda leaf: leaf * np.nan, learner._core.state.params)
+    before = learner._core.named_weights("float32")
+    learner._core._state = dataclasses.replace(learner._core.state, params=poisoned)
+    report = learner.update(["g00000000"], [], 5.0)
+    assert report.metrics["train/update_skipped"] == 1.0
+    kept = list((tmp_path / "rejected").glob("*.jsonl"))
+    assert len(kept) == 1 and "g00000000" in kept[0].read_text()
+    assert before.keys() == learner._core.named_weights("float32").keys()
+    worker.close()
+    learner.close()
