@@ -1,0 +1,59 @@
+"""What the supervisor decides without Ray: pieces of work, environments, and messages."""
+
+import pytest
+
+from driver.cluster import bundle
+from driver.config import Resources
+from driver.ray_auth import set_token
+from driver.supervisor import chunks, message_of, platform_environment
+
+
+@pytest.mark.parametrize(
+    "prompts, size, expected",
+    [(5, 3, [[0, 1, 2], [3, 4]]), (4, 2, [[0, 1], [2, 3]]), (1, 8, [[0]])],
+)
+def test_case_f05_prompts_are_shared_out_and_none_is_lost(prompts, size, expected):
+    assert list(chunks(range(prompts), size)) == expected
+
+
+def test_an_actor_asks_for_what_it_is_given_and_never_for_nothing():
+    assert bundle(Resources(cpus=2, tpus=4)) == {"CPU": 2, "TPU": 4}
+    assert bundle(Resources(cpus=0)) == {"CPU": 0.001}
+
+
+def test_two_processes_on_one_gpu_get_their_share_of_memory():
+    env = platform_environment("gpu", Resources(gpus=0.5))
+    assert env == {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.450"}
+    assert platform_environment("gpu", Resources(gpus=1)) == {"JAX_PLATFORMS": "cuda"}
+
+
+def test_half_a_tpu_host_is_named_to_libtpu():
+    env = platform_environment("tpu", Resources(tpus=4))
+    assert env["TPU_CHIPS_PER_PROCESS_BOUNDS"] == "2,2,1"
+    assert "TPU_PROCESS_BOUNDS" not in platform_environment("tpu", Resources(tpus=8))
+    assert platform_environment("cpu", Resources()) == {"JAX_PLATFORMS": "cpu"}
+
+
+def test_the_message_of_an_actor_is_the_end_of_its_traceback():
+    error = RuntimeError(
+        "The actor died because of an error raised in its creation task, ray::A.__init__()\n"
+        '  File "actor.py", line 3, in __init__\n'
+        "    raise ValueError(text)\n"
+        "models.platform.WrongPlatform: placement.platform=tpu, but JAX found cpu;\n"
+        "set placement.platform=cpu"
+    )
+    assert message_of(error) == (
+        "models.platform.WrongPlatform: placement.platform=tpu, but JAX found cpu;\n"
+        "set placement.platform=cpu"
+    )
+
+
+def test_a_cluster_of_our_own_gets_a_token_that_nobody_knows():
+    first, second = {}, {}
+    set_token(first)
+    set_token(second)
+    assert first["RAY_AUTH_MODE"] == "token" and len(first["RAY_AUTH_TOKEN"]) == 64
+    assert first["RAY_AUTH_TOKEN"] != second["RAY_AUTH_TOKEN"]
+    joined = {"RAY_ADDRESS": "http://127.0.0.1:8265"}
+    set_token(joined)
+    assert set(joined) == {"RAY_ADDRESS"}
