@@ -13,23 +13,12 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from learner.batching import MicroBatch, Selection, SelectionRules, pack, select
 from learner.config import AlgorithmConfig, LearnerConfig
-from learner.loss import Objective
-from learner.mesh import AXES, make_mesh
 from learner.metrics import combine_updates, group_metrics, selection_metrics, update_metrics
-from learner.optimizer import learning_rate_schedule, make_optimizer
-from learner.sharding import param_specs
-from learner.state import TrainState, abstract_state, init_state, place_params, state_shardings
-from learner.train_step import (
-    PolicyOptions,
-    make_accumulate,
-    make_apply,
-    make_empty_accumulator,
-)
+from learner.programs import make_programs
+from learner.state import TrainState, init_state, place_params
 from models.checkpoint import to_named
 from models.config import ModelConfig
 from models.transformer import Params
@@ -76,11 +65,16 @@ class LearnerCore:
         self._config = model_config
         self._learner = learner
         self._devices = jax.devices() if devices is None else list(devices)
-        self._mesh = make_mesh(
-            data=learner.mesh.data, fsdp=learner.mesh.fsdp, devices=self._devices
+        self._programs = make_programs(
+            params,
+            model_config,
+            algorithm=algorithm,
+            learner=learner,
+            total_steps=total_steps,
+            temperature=temperature,
+            valid_vocab=valid_vocab,
+            devices=self._devices,
         )
-        specs = param_specs(params, self._mesh.shape["fsdp"])
-        compute_dtype = jnp.dtype(learner.compute_dtype)
         self._rules = SelectionRules(
             advantage=algorithm.advantage,
             advantage_eps=algorithm.advantage_eps,
@@ -89,36 +83,11 @@ class LearnerCore:
             truncated=algorithm.truncated,
             max_completion_tokens=max_completion_tokens,
         )
-        objective = Objective(
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            kl_coef=algorithm.kl_coef,
-            kl_estimator=algorithm.kl_estimator,
-            entropy_coef=algorithm.entropy_coef,
-        )
-        options = PolicyOptions(
-            temperature=temperature,
-            valid_vocab=valid_vocab,
-            compute_dtype=compute_dtype,
-            remat=learner.remat,
-            loss_impl=learner.loss_impl,
-        )
-        schedule = learning_rate_schedule(
-            learner.optimizer, total_steps * learner.updates_per_batch
-        )
-        optimizer = make_optimizer(learner.optimizer, schedule)
-
-        self._state = init_state(params, optimizer, self._mesh, specs)
-        self._abstract_state = abstract_state(params, optimizer, self._mesh, specs)
+        mesh, specs = self._programs.mesh, self._programs.specs
+        self._state = init_state(params, self._programs.optimizer, mesh, specs)
         self._reference = None
         if algorithm.kl_coef > 0:
-            self._reference = place_params(params, self._mesh, specs, compute_dtype)
-        self._batch_sharding = NamedSharding(self._mesh, P(AXES))
-        self._empty = make_empty_accumulator(self._mesh, specs)
-        self._accumulate = make_accumulate(self._mesh, specs, model_config, objective, options)
-        self._apply = make_apply(
-            self._mesh, state_shardings(params, optimizer, self._mesh, specs), optimizer, schedule
-        )
+            self._reference = place_params(params, mesh, specs, jnp.dtype(learner.compute_dtype))
         self._compiled: dict[Any, Callable] = {}
         self.policy_version = 0
         """Counts calls of `update`, skipped ones included: it names weights, one set each."""
@@ -178,14 +147,16 @@ class LearnerCore:
     def _one_update(
         self, batches: Sequence[MicroBatch], denominator: float, clock: PhaseClock
     ) -> dict[str, float]:
-        accumulator = self._run(clock, "forward_backward", "empty", self._empty, self._state.params)
+        accumulator = self._run(
+            clock, "forward_backward", "empty", self._programs.empty, self._state.params
+        )
         for batch in batches:
-            batch = jax.device_put(batch, self._batch_sharding)
+            batch = jax.device_put(batch, self._programs.batch_sharding)
             accumulator = self._run(
                 clock,
                 "forward_backward",
                 f"accumulate {batch.token_ids.shape}",
-                self._accumulate,
+                self._programs.accumulate,
                 self._state.params,
                 self._reference,
                 accumulator,
@@ -196,7 +167,7 @@ class LearnerCore:
             clock,
             "optimizer",
             "apply",
-            self._apply,
+            self._programs.apply,
             self._state,
             accumulator,
             jnp.float32(denominator),
@@ -243,7 +214,7 @@ class LearnerCore:
     @property
     def abstract_state(self) -> TrainState:
         """Shape, dtype and sharding of every leaf of `state`, to restore a checkpoint into."""
-        return self._abstract_state
+        return self._programs.abstract_state
 
     def resume(self, state: TrainState, *, policy_version: int) -> None:
         """Goes on from a restored state, sharded as `abstract_state` says."""

@@ -1,0 +1,100 @@
+"""The compiled functions of an update, with the shapes and shardings that they are compiled for.
+
+Only shapes of the parameters are read, so that the same programs can be compiled for devices that
+are not there (deploy/tpu_check.py).
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from learner.config import AlgorithmConfig, LearnerConfig
+from learner.loss import Objective
+from learner.mesh import AXES, make_mesh
+from learner.optimizer import learning_rate_schedule, make_optimizer
+from learner.sharding import param_specs
+from learner.state import TrainState, abstract_state, state_shardings
+from learner.train_step import (
+    PolicyOptions,
+    make_accumulate,
+    make_apply,
+    make_empty_accumulator,
+)
+from models.config import ModelConfig
+from models.transformer import Params
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LearnerPrograms:
+    """Everything of a learner but its arrays."""
+
+    mesh: Mesh
+    specs: Params
+    """PartitionSpec of every parameter."""
+    optimizer: optax.GradientTransformation
+    abstract_state: TrainState
+    """Shape, dtype and sharding of every leaf of the state."""
+    batch_sharding: NamedSharding
+    """Rows of a micro-batch, divided over all devices."""
+    empty: Callable
+    accumulate: Callable
+    apply: Callable
+    """These three as learner/train_step.py describes them."""
+
+
+def make_programs(
+    params: Params,
+    model_config: ModelConfig,
+    *,
+    algorithm: AlgorithmConfig,
+    learner: LearnerConfig,
+    total_steps: int,
+    temperature: float,
+    valid_vocab: int | None,
+    devices: Sequence[jax.Device],
+) -> LearnerPrograms:
+    """Builds the programs of one learner; nothing is compiled or allocated yet.
+
+    Args:
+        params: arrays or shape structs, layers stacked.
+        total_steps: batches of the whole run, which the learning rate plans with.
+        temperature, valid_vocab: of the sampled distribution; None for the whole embedding.
+
+    Raises:
+        ValueError: if mesh or schedule cannot work, with the numbers.
+    """
+    mesh = make_mesh(data=learner.mesh.data, fsdp=learner.mesh.fsdp, devices=devices)
+    specs = param_specs(params, mesh.shape["fsdp"])
+    objective = Objective(
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        kl_coef=algorithm.kl_coef,
+        kl_estimator=algorithm.kl_estimator,
+        entropy_coef=algorithm.entropy_coef,
+    )
+    options = PolicyOptions(
+        temperature=temperature,
+        valid_vocab=valid_vocab,
+        compute_dtype=jnp.dtype(learner.compute_dtype),
+        remat=learner.remat,
+        loss_impl=learner.loss_impl,
+    )
+    schedule = learning_rate_schedule(learner.optimizer, total_steps * learner.updates_per_batch)
+    optimizer = make_optimizer(learner.optimizer, schedule)
+    return LearnerPrograms(
+        mesh=mesh,
+        specs=specs,
+        optimizer=optimizer,
+        abstract_state=abstract_state(params, optimizer, mesh, specs),
+        batch_sharding=NamedSharding(mesh, P(AXES)),
+        empty=make_empty_accumulator(mesh, specs),
+        accumulate=make_accumulate(mesh, specs, model_config, objective, options),
+        apply=make_apply(
+            mesh, state_shardings(params, optimizer, mesh, specs), optimizer, schedule
+        ),
+    )
