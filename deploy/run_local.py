@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -86,18 +87,38 @@ def wait_for_head(head: subprocess.Popen, address: str, log_path: pathlib.Path) 
     raise SystemExit(f"the Ray head at {address} did not answer in {HEAD_START_S} s: {log_path}")
 
 
-def relay(job: subprocess.Popen) -> str:
-    """Passes the job's output on line by line; returns the run's line for machines.
+class Relay(threading.Thread):
+    """Passes the job's output on line by line, and keeps the run's line for machines.
 
-    `ray job submit` has more to say after the job, so that line is kept, to be printed last.
+    `ray job submit` has more to say after the job, so that line is to be printed last.
     """
-    summary = ""
-    for line in job.stdout:
-        if SUMMARY.match(line):
-            summary = line.rstrip()
-        else:
-            print(line, end="", flush=True)
-    return summary
+
+    def __init__(self, job: subprocess.Popen):
+        super().__init__(name="relay", daemon=True)
+        self._lines = job.stdout
+        self.summary = ""
+
+    def run(self) -> None:
+        for line in self._lines:
+            if SUMMARY.match(line):
+                self.summary = line.rstrip()
+            else:
+                print(line, end="", flush=True)
+
+
+def stop_job(address: str, job_id: str, environment: dict[str, str]) -> None:
+    """Sends the job SIGTERM and waits for its orderly end."""
+    try:
+        subprocess.run(
+            ["ray", "job", "stop", "--address", address, job_id],
+            env={**environment, "RAY_ADDRESS": address},
+            timeout=JOB_STOP_S + 15,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    except subprocess.TimeoutExpired:
+        print(f"the job did not end in {JOB_STOP_S} s and is ended with the head", flush=True)
 
 
 def end_group(process: subprocess.Popen, grace_s: float) -> None:
@@ -113,6 +134,7 @@ def end_group(process: subprocess.Popen, grace_s: float) -> None:
 def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGINT, _on_signal)
     signal.signal(signal.SIGTERM, _on_signal)
+    signal.signal(signal.SIGHUP, _on_signal)
     root = pathlib.Path(__file__).resolve().parents[1]
     # A short path: Ray's sockets lie in it and may not exceed 107 bytes.
     folder = pathlib.Path(tempfile.mkdtemp(prefix="tandem-ray-"))
@@ -127,7 +149,7 @@ def main(arguments: list[str]) -> int:
         "no_proxy": ",".join(filter(None, [os.environ.get("no_proxy"), "127.0.0.1,localhost"])),
     }
     environment.pop("RAY_ADDRESS", None)
-    job, job_id, succeeded, summary = None, f"tandem-{secrets.token_hex(4)}", False, ""
+    job, output, job_id, succeeded = None, None, f"tandem-{secrets.token_hex(4)}", False
     log_path = folder / "head.log"
     log = log_path.open("w")
     head, address = start_head(environment, str(folder), log)
@@ -143,20 +165,15 @@ def main(arguments: list[str]) -> int:
             text=True,
             start_new_session=True,
         )
-        summary = relay(job)
+        output = Relay(job)
+        output.start()
         succeeded = job.wait() == 0
         return 0 if succeeded else 1
     except Stopped as stopped:
-        # From here on only a second Ctrl-C may cut the orderly end short.
-        print("stopping the job; a second Ctrl-C ends it without a checkpoint", flush=True)
-        subprocess.run(
-            ["ray", "job", "stop", "--address", address, job_id],
-            env={**environment, "RAY_ADDRESS": address},
-            timeout=JOB_STOP_S + 30,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        ) if job is not None else None
+        if output is not None:
+            print("stopping the job; a second Ctrl-C ends it without a checkpoint", flush=True)
+            stop_job(address, job_id, environment)
+            output.join(JOB_STOP_S)
         return stopped.exit_code
     finally:
         if job is not None:
@@ -167,8 +184,8 @@ def main(arguments: list[str]) -> int:
             shutil.rmtree(folder, ignore_errors=True)
         else:
             print(f"logs of the Ray head and its jobs: {folder}", file=sys.stderr)
-        if summary:
-            print(summary, flush=True)
+        if output is not None and output.summary:
+            print(output.summary, flush=True)
 
 
 if __name__ == "__main__":

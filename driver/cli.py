@@ -84,8 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         set_token(os.environ)
         from driver.run import run
 
-        run(config, folder, prompts=prepared.prompts, held_out=prepared.held_out)
+        run(config, folder, prepared)
         return 0
     except RunError as error:
-        print(f"{error.details}\nerror: {error}".lstrip(), file=sys.stderr, flush=True)
+        print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code

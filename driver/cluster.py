@@ -7,15 +7,26 @@ is joined.
 
 import logging
 import os
+import signal
+import socket
 import time
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.exceptions import AuthenticationError
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 
 from driver.config import PlacementConfig, Resources
 from driver.errors import RunError
 from driver.ray_auth import joins_cluster
-from driver.signals import StopSignal
+from driver.signals import Interrupted, StopSignal
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+DIAL_S = 5.0
 
 
 class ResourcesNotMet(RunError):
@@ -24,14 +35,51 @@ class ResourcesNotMet(RunError):
     exit_code = 3
 
 
-def connect(namespace: str) -> None:
-    """Joins the cluster of the environment, or starts a local one that ends with this process."""
-    ray.init(
-        namespace=namespace,
-        log_to_driver=True,
-        include_dashboard=False,
-        logging_level=logging.ERROR,
-    )
+class NoCluster(RunError):
+    """The cluster that the environment names cannot be joined."""
+
+    exit_code = 3
+
+
+def connect(namespace: str, stop: StopSignal) -> None:
+    """Joins the cluster of the environment, or starts a local one that ends with this process.
+
+    Raises:
+        NoCluster: naming the address, within seconds when nobody listens there.
+        Interrupted: for a signal that came meanwhile.
+    """
+    address = os.environ.get("RAY_ADDRESS", "")
+    if address:
+        _check_listening(address)
+    try:
+        ray.init(
+            namespace=namespace,
+            log_to_driver=True,
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+        )
+    except (ConnectionError, AuthenticationError) as error:
+        raise NoCluster(f"cannot join the Ray cluster at RAY_ADDRESS={address}: {error}") from error
+    except SystemExit as error:
+        # During its start Ray answers SIGTERM itself, by SystemExit.
+        raise Interrupted(signal.SIGTERM) from error
+    finally:
+        stop.install()
+    stop.check()
+
+
+def _check_listening(address: str) -> None:
+    """Dials the address once: Ray itself would try for minutes without a word."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not port.isdigit():
+        return  # `auto`, `local`: for Ray to resolve
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), DIAL_S).close()
+    except OSError as error:
+        raise NoCluster(
+            f"nobody answers at RAY_ADDRESS={address} ({error}): start the cluster, correct the "
+            "address, or unset RAY_ADDRESS to run on this machine alone"
+        ) from error
 
 
 def bundle(resources: Resources) -> dict[str, float]:
@@ -44,7 +92,8 @@ def reserve(config: PlacementConfig, workers: int, stop: StopSignal) -> Placemen
     """Reserves room for the learner (bundle 0) and every worker (bundles 1..).
 
     Raises:
-        ResourcesNotMet: after `resources_timeout_s`, with what was asked and what is there.
+        ResourcesNotMet: after `resources_timeout_s`, with what was asked and what is there; or if
+            the room lies on several hosts, which cannot reach a learner on loopback.
     """
     bundles = [bundle(config.learner)] + [bundle(config.rollout)] * workers
     group = placement_group(bundles, strategy="PACK")
@@ -68,6 +117,12 @@ def reserve(config: PlacementConfig, workers: int, stop: StopSignal) -> Placemen
                 f"{config.resources_timeout_s:g} s:\n" + "\n".join(lines) + "\n"
                 "lower placement.learner, placement.rollout or rollout.workers, or add nodes"
             )
+    nodes = set(placement_group_table(group)["bundles_to_node_id"].values())
+    if len(nodes) > 1 and config.bind_host in LOOPBACK:
+        raise ResourcesNotMet(
+            f"learner and workers were placed on {len(nodes)} hosts, but placement.bind_host="
+            f"{config.bind_host} is reached from one only: set placement.bind_host=0.0.0.0"
+        )
     return group
 
 

@@ -122,6 +122,8 @@ class PlacementConfig(Section):
     rollout: Resources = Resources()
     bind_host: str = "127.0.0.1"
     """Address the learner's gRPC server listens on: 0.0.0.0 on a cluster of several hosts."""
+    learner_port: int = Field(default=0, ge=0, le=65535)
+    """Port of that server; 0 takes a free one."""
     startup_timeout_s: float = Field(default=300.0, gt=0)
     resources_timeout_s: float = Field(default=60.0, gt=0)
     """How long the cluster may take to offer what is asked."""

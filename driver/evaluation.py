@@ -33,10 +33,13 @@ def eval_metrics(
     if not items:
         raise ValueError("an evaluation needs at least one completion, got none")
     metrics: dict[str, float] = {}
+    prompts = len({item["prompt_id"] for item in items})
     for variant in ("strict", "lenient"):
         right = [is_correct(item["rewards"], scorer, variant) for item in items]
-        low, high = wilson_interval(sum(right), len(right))
-        metrics[f"eval/accuracy/{variant}"] = sum(right) / len(right)
+        accuracy = sum(right) / len(right)
+        # Samples of one prompt are no independent trials: the interval counts prompts.
+        low, high = wilson_interval(min(accuracy * prompts, prompts), prompts)
+        metrics[f"eval/accuracy/{variant}"] = accuracy
         metrics[f"eval/accuracy/{variant}_low"] = low
         metrics[f"eval/accuracy/{variant}_high"] = high
     by_prompt: dict[int, list[bool]] = defaultdict(list)

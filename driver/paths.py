@@ -30,6 +30,11 @@ def home(environ: Mapping[str, str], cwd: pathlib.Path) -> pathlib.Path:
 
 def output_folder(config: RunConfig) -> pathlib.Path:
     """The absolute folder of this run, with `{name}` and `{time}` filled in."""
+    if config.run.resume and "{time}" in config.run.output_dir:
+        raise FolderTaken(
+            f"run.output_dir={config.run.output_dir} is another folder at every start: say which "
+            "one to resume with --set run.output_dir=FOLDER"
+        )
     filled = config.run.output_dir.replace("{name}", config.run.name)
     filled = filled.replace("{time}", time.strftime("%Y%m%d-%H%M%S"))
     return home(os.environ, pathlib.Path.cwd()) / filled
@@ -38,16 +43,19 @@ def output_folder(config: RunConfig) -> pathlib.Path:
 def locate(config: RunConfig) -> RunConfig:
     """The same configuration with input paths that every process of the run understands.
 
-    A relative path that exists here stays as it is, since every actor has the same working
-    directory; one that exists under the home folder becomes absolute; anything else is a hub id,
+    A path that exists here or under the home folder becomes absolute, but for one in the working
+    directory of a submitted job, which every actor unpacks for itself. Anything else is a hub id,
     or an error of whoever reads it.
     """
-    base = home(os.environ, pathlib.Path.cwd())
+    cwd = pathlib.Path.cwd()
+    base = home(os.environ, cwd)
 
     def located(path: str | None) -> str | None:
-        if path is None or pathlib.Path(path).exists() or not (base / path).exists():
-            return path
-        return str(base / path)
+        if path is None:
+            return None
+        if pathlib.Path(path).exists():
+            return path if RAY_PACKAGE in str(cwd) else str(cwd / path)
+        return str(base / path) if (base / path).exists() else path
 
     def source(one: SourceConfig | None) -> SourceConfig | None:
         return one and one.model_copy(update={"source": located(one.source)})
@@ -77,11 +85,16 @@ def claim(folder: pathlib.Path, *, resume: bool) -> None:
     """Makes the output folder, unless it holds a run that was not asked to go on.
 
     Raises:
-        FolderTaken: naming the folder and both ways out.
+        FolderTaken: naming the folder and both ways out; or if it cannot be made.
     """
     if not resume and folder.is_dir() and any(folder.iterdir()):
         raise FolderTaken(
             f"run.output_dir={folder} is not empty: continue that run with --resume, or choose "
             "another run.name or run.output_dir"
         )
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FolderTaken(
+            f"run.output_dir={folder} cannot be made ({error.strerror}): choose another"
+        ) from error

@@ -81,6 +81,8 @@ class Prepared:
     """Prompts of data.train that fit."""
     held_out: int
     """Prompts of data.eval that fit; 0 without one."""
+    digest: str
+    """Of the training prompts and their tokens: every process must find the same."""
 
 
 def asked_devices(config: RunConfig) -> Devices:
@@ -249,12 +251,8 @@ def prepare(config: RunConfig) -> Prepared:
         text="\n".join(lines),
         prompts=len(train),
         held_out=0 if held_out is None else len(held_out),
+        digest=train.digest,
     )
-
-
-def dry_run(config: RunConfig) -> str:
-    """The report of --dry-run; raises as `prepare`."""
-    return prepare(config).text
 
 
 def _check_decode_rows(config: RunConfig, devices: int) -> None:

@@ -5,6 +5,8 @@ the next policy version, close the books.
 """
 
 import contextlib
+import dataclasses
+import math
 import pathlib
 import secrets
 import time
@@ -18,41 +20,41 @@ from driver.errors import RunError
 from driver.evaluation import eval_metrics
 from driver.ledger import LeaseBook, StepLedger, TrajectoryState
 from driver.metrics import MetricsLog, stored_run_id
+from driver.plan import Prepared
 from driver.signals import Interrupted, StopSignal
 from driver.specs import learner_spec, rollout_spec
 from driver.status import StatusFile
-from driver.supervisor import Supervisor
+from driver.supervisor import Supervisor, WorkersLost
 from driver.view import Accuracy, RunSummary, StepView, step_row, summary_lines
+from rollout_worker.actor import GroupReport
 from services.tls import RunAuthority
 
-LOOPBACK = "127.0.0.1"
 RECENT_STEPS = 10
+BEFORE_ALL = -1
+"""A step before the evaluation at the start, which is step 0."""
 
 
-def run(config: RunConfig, folder: pathlib.Path, *, prompts: int, held_out: int) -> None:
+def run(config: RunConfig, folder: pathlib.Path, prepared: Prepared) -> None:
     """Trains as configured; returns when all steps are done.
 
     Args:
         config: checked, with paths that actors understand.
-        folder: absolute; everything the run leaves behind goes there.
-        prompts: how many prompts of data.train fit.
-        held_out: how many prompts of data.eval fit; 0 without one.
+        folder: absolute and claimed; everything the run leaves behind goes there.
+        prepared: what `driver/plan.py` found in the data.
 
     Raises:
         Interrupted: after SIGINT or SIGTERM, with a checkpoint written.
-        ResourcesNotMet, LearnerLost, WorkersLost, TimeoutError: each names what was waited for.
+        RunError: anything else that a person can act on; each names what was waited for.
     """
     stop = StopSignal()
     stop.install()
-    folder.mkdir(parents=True, exist_ok=True)
     run_id = stored_run_id(folder, f"{config.run.name}-{secrets.token_hex(4)}")
     status = StatusFile(folder, run=config.run.name, run_id=run_id)
-    with status.tracked(), contextlib.ExitStack() as stack:
+    with status.tracked(), _details_in(folder), contextlib.ExitStack() as stack:
         view = stack.enter_context(StepView(config.run.name))
         view.say(f"run {run_id}: outputs in {folder}")
-        connect(config.run.name)
+        connect(config.run.name, stop)
         stack.callback(ray.shutdown)
-        stop.install()  # ray.init has set handlers of its own
         group = reserve(config.placement, config.rollout.workers, stop)
         supervisor = Supervisor(config, group, stop, warn=view.say)
         stack.callback(supervisor.shutdown)
@@ -69,17 +71,54 @@ def run(config: RunConfig, folder: pathlib.Path, *, prompts: int, held_out: int)
         )
         stack.callback(ledger.close_log)
         session = Session(config, folder, run_id, supervisor, metrics, ledger, status, view)
-        session.start(prompts=prompts, held_out=held_out)
+        session.start(prepared)
         try:
             session.train()
-        except Interrupted:
+            session.finish()
+        except (Interrupted, WorkersLost) as error:
             stop.acknowledge()
-            view.say("interrupted: writing a checkpoint; a second signal ends the run at once")
-            session.save()
+            view.say(f"{error}: writing a checkpoint; a further signal ends the run at once")
+            session.close_and_save()
             session.summarise()
             raise
-        session.finish()
         session.summarise()
+
+
+@contextlib.contextmanager
+def _details_in(folder: pathlib.Path):
+    """Puts what a developer wants of an error into a file, for the message to stay readable."""
+    try:
+        yield
+    except RunError as error:
+        if error.details:
+            path = folder / "error.txt"
+            path.write_text(error.details)
+            error.args = (f"{error} (traceback: {path})",)
+        raise
+
+
+@dataclasses.dataclass
+class CollectedGroups:
+    """What the workers delivered in one step."""
+
+    kept: list[str] = dataclasses.field(default_factory=list)
+    """Group ids to train on, in the order of the data."""
+    dropped: list[str] = dataclasses.field(default_factory=list)
+    """Group ids in the learner's buffer that were replaced."""
+    reports: list[GroupReport] = dataclasses.field(default_factory=list)
+    samples: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    def metrics(self) -> dict[str, float]:
+        """Of all groups that were sampled, also those that were replaced."""
+        scored = sum(report.scored for report in self.reports)
+        total = sum(report.reward_sum for report in self.reports)
+        equal = sum(report.zero_variance for report in self.reports)
+        return {
+            "reward/total/mean": total / scored if scored else math.nan,
+            "rollout/zero_variance_fraction": equal / len(self.reports),
+            "rollout/resampled_groups": float(len(self.dropped)),
+            "rollout/tokens": float(sum(report.completion_tokens for report in self.reports)),
+        }
 
 
 class Session:
@@ -109,20 +148,29 @@ class Session:
         self._version = 0
         self._rewards: list[float] = []
         self._step_s: list[float] = []
-        self._accuracy: list[Accuracy] = []
+        self._accuracy: dict[int, Accuracy] = {}
+        """By the step that was evaluated."""
+        self._open: dict[str, float] | None = None
+        """Metrics of a step that is trained but not yet closed."""
 
-    def start(self, *, prompts: int, held_out: int) -> None:
+    def start(self, prepared: Prepared) -> None:
         """Starts the learner, which workers dial; resumes and publishes; starts the workers."""
         config, authority = self._config, RunAuthority.create(self._run_id)
-        self._book = LeaseBook(seed=config.run.seed, prompt_count=prompts)
-        self._held_out = min(config.eval.prompts or held_out, held_out)
-        remote = config.placement.bind_host != LOOPBACK
-        host = ray.util.get_node_ip_address() if remote else LOOPBACK
+        self._prepared = prepared
+        self._book = LeaseBook(seed=config.run.seed, prompt_count=prepared.prompts)
+        self._held_out = min(config.eval.prompts or prepared.held_out, prepared.held_out)
         learner = self._supervisor.start_learner(
-            learner_spec(config, self._folder, self._run_id, authority, host)
+            learner_spec(
+                config, self._folder, self._run_id, authority, ray.util.get_node_ip_address()
+            )
         )
+        if not learner["sees_output_folder"]:
+            raise RunError(
+                f"run.output_dir={self._folder} is not there on {learner['host']}, where the "
+                "learner runs and writes checkpoints: use a folder that all hosts share"
+            )
         if config.run.resume:
-            self._resume(prompts)
+            self._resume()
         self._version = self._supervisor.learner(
             "publish", timeout_s=config.placement.startup_timeout_s
         )
@@ -130,6 +178,12 @@ class Session:
             lambda name: rollout_spec(config, name, self._run_id, authority, learner["address"])
         )
         for actor in (learner, *workers):
+            if actor.get("prompts_digest", prepared.digest) != prepared.digest:
+                raise RunError(
+                    f"{actor['name']} on {actor['host']} reads other training prompts than the "
+                    f"driver from data.train.source={config.data.train.source}: every host needs "
+                    "the same data and tokenizer"
+                )
             self._view.say(
                 f"{actor['name']} is ready: {actor['devices']}, process {actor['pid']} on "
                 f"{actor['host']}"
@@ -138,15 +192,15 @@ class Session:
         self._lap_started = time.monotonic()
 
     def train(self) -> None:
-        """Takes every step that is left."""
-        if self._config.eval.at_start and self._step == 0:
+        """Takes every step that is left, after an evaluation that is due or was cut short."""
+        if self._eval_is_due() and self._step not in self._accuracy:
             self._close_step(self._evaluate())
         while self._step < self._config.run.steps:
+            self._open = self._train_step(self._step + 1)
             self._step += 1
-            metrics = self._train_step()
             if self._eval_is_due():
-                metrics |= self._evaluate()
-            self._close_step(metrics)
+                self._open |= self._evaluate()
+            self._close_step(self._open)
             every = self._config.checkpoint.every_steps
             if every and self._step % every == 0 and self._step < self._config.run.steps:
                 self.save()
@@ -157,14 +211,20 @@ class Session:
         if self._config.checkpoint.export_hf:
             self._supervisor.learner("export", str(self._folder / "export"), timeout_s=self._wait_s)
 
+    def close_and_save(self) -> None:
+        """Leaves a checkpoint when the run ends early: a step that was trained counts."""
+        if self._open is not None:
+            self._close_step(self._open)
+        self.save()
+
     def save(self) -> None:
         """Writes a checkpoint of the last closed step, books included."""
         state = {
-            "run_id": self._run_id,
+            "prompts_digest": self._prepared.digest,
             "book": self._book.state(),
             "ledger": self._ledger.state(),
-            "rewards": self._rewards,
-            "accuracy": [[one.correct, one.total] for one in self._accuracy],
+            "rewards": [r if math.isfinite(r) else None for r in self._rewards],
+            "accuracy": [[step, a.correct, a.total] for step, a in self._accuracy.items()],
         }
         self._supervisor.learner("save", self._step, state, timeout_s=self._wait_s)
         self._status.progress(self._step, last_checkpoint=self._step)
@@ -174,12 +234,13 @@ class Session:
         outputs = {"metrics, ledger, samples": str(self._folder)}
         if (self._folder / "export").exists():
             outputs["policy as a Hugging Face folder"] = str(self._folder / "export")
-        after = self._accuracy[-1] if len(self._accuracy) > 1 else None
+        before = self._accuracy.get(0)
+        after = [accuracy for step, accuracy in sorted(self._accuracy.items()) if step > 0]
         summary = RunSummary(
             name=self._config.run.name,
             rewards=self._rewards,
-            accuracy_before=self._accuracy[0] if self._accuracy else None,
-            accuracy_after=after,
+            accuracy_before=before,
+            accuracy_after=after[-1] if after else None,
             seconds=time.monotonic() - self._started,
             outputs=outputs,
         )
@@ -190,96 +251,109 @@ class Session:
     def _wait_s(self) -> float:
         return self._config.placement.step_timeout_s
 
-    def _resume(self, prompts: int) -> None:
+    def _resume(self) -> None:
         """Puts every book back to the newest complete checkpoint, if there is one."""
         restored = self._supervisor.learner(
             "restore", timeout_s=self._config.placement.startup_timeout_s
         )
         if restored is None:
-            self._view.say("run.resume is set, but there is no checkpoint: starting anew")
+            self._metrics.resume_at(BEFORE_ALL)
+            self._ledger.restore(self._ledger.state(), step=BEFORE_ALL)
+            self._view.say(f"--resume: no checkpoint in {self._folder} yet, starting anew")
             return
         for reason in restored.skipped:
             self._view.say(f"checkpoint skipped: {reason}")
         state = restored.driver_state
+        if state["prompts_digest"] != self._prepared.digest:
+            raise RunError(
+                f"the checkpoint at step {restored.step} was made with other training prompts: "
+                "resume with the data, tokenizer and length limit of before, or start a new run"
+            )
         self._step = restored.step
         self._book = LeaseBook.restore(
-            state["book"], seed=self._config.run.seed, prompt_count=prompts
+            state["book"], seed=self._config.run.seed, prompt_count=self._prepared.prompts
         )
         moved = self._metrics.resume_at(self._step)
         moved += self._ledger.restore(state["ledger"], step=self._step)
-        self._rewards = list(state["rewards"])
-        self._accuracy = [Accuracy(correct=c, total=n) for c, n in state["accuracy"]]
+        self._rewards = [math.nan if r is None else r for r in state["rewards"]]
+        self._accuracy = {s: Accuracy(correct=c, total=n) for s, c, n in state["accuracy"]}
         self._status.progress(self._step, last_checkpoint=self._step)
         self._view.say(
             f"resumed at step {self._step}, policy version {restored.policy_version}; {moved} "
             "later log lines moved to *.superseded.jsonl"
         )
 
-    def _train_step(self) -> dict[str, float]:
-        """Prompts to groups to the next policy version; returns the step's metrics."""
+    def _train_step(self, step: int) -> dict[str, float]:
+        """Prompts to groups to the next policy version; returns the step's metrics.
+
+        A signal ends it before the learner was asked for the update, or not at all.
+        """
         started = time.monotonic()
-        kept, dropped, tokens, samples = self._collect_groups()
+        batch = self._collect_groups()
         rollout_s = time.monotonic() - started
-        report = self._supervisor.learner(
-            "update", kept, dropped, self._wait_s, timeout_s=2 * self._wait_s, interruptible=False
-        )
-        update_s = time.monotonic() - started - rollout_s
-        for group_id, outcome in report.outcomes.items():
-            self._book.end(group_id, TrajectoryState(outcome))
-        self._version = report.policy_version
-        self._metrics.log_samples(self._step, samples)
-        self._rewards.append(report.metrics.get("reward/total/mean", float("nan")))
-        if report.metrics["train/update_skipped"]:
-            self._view.say(
-                f"step {self._step}: the update was skipped; nothing was left to train on, or a "
-                "number was not finite (see rejected/)"
+        metrics: dict[str, float] = {"train/update_skipped": 1.0}
+        if batch.kept:
+            report = self._supervisor.learner(
+                "update",
+                batch.kept,
+                batch.dropped,
+                self._wait_s,
+                timeout_s=2 * self._wait_s,
+                interruptible=False,
             )
-        return report.metrics | {
+            for group_id, outcome in report.outcomes.items():
+                self._book.end(group_id, TrajectoryState(outcome))
+            self._version = report.policy_version
+            metrics = report.metrics
+        metrics |= batch.metrics()
+        update_s = time.monotonic() - started - rollout_s
+        self._metrics.log_samples(step, batch.samples[: self._config.log.samples_per_step])
+        self._rewards.append(metrics["reward/total/mean"])
+        if metrics["train/update_skipped"]:
+            self._view.say(
+                f"step {step}: the update was skipped; nothing was left to train on, or a number "
+                "was not finite (then its groups are in rejected/)"
+            )
+        return metrics | {
             "time/train/rollout_generate_s": rollout_s,
             "time/train/update_s": update_s,
-            "throughput/train/decode_tokens_per_s": tokens / rollout_s,
-            "rollout/resampled_groups": float(len(dropped)),
             "workers/restarts": float(self._supervisor.restarts),
         }
 
-    def _collect_groups(self) -> tuple[list[str], list[str], int, list[dict[str, Any]]]:
-        """Has enough prompts completed, replacing groups of equal rewards where configured.
-
-        Returns:
-            group ids to train on and group ids to drop, in the order of the data; completion
-            tokens; and samples for the log.
-        """
+    def _collect_groups(self) -> CollectedGroups:
+        """Has enough prompts completed, replacing groups of equal rewards where configured."""
         wanted = self._config.rollout.prompts_per_step
         resample = self._config.algorithm.zero_variance == "resample"
-        rounds = 1 + (self._config.algorithm.resample_rounds if resample else 0)
-        kept: list[str] = []
-        dropped: list[str] = []
-        samples: list[dict[str, Any]] = []
-        tokens = 0
-        for _ in range(rounds):
-            leases = self._book.lease(wanted - len(kept))
+        batch = CollectedGroups()
+        for _ in range(1 + self._config.algorithm.resample_rounds):
+            leases = self._book.lease(wanted - len(batch.kept))
             for report in self._supervisor.rollout(leases, self._version):
-                samples += report.samples
+                batch.samples += report.samples
                 for group in report.groups:
-                    tokens += group.completion_tokens
-                    if group.outcome == "duplicate":
-                        self._book.end(group.group_id, TrajectoryState.DUPLICATE)
-                    if resample and group.zero_variance:
-                        self._book.end(group.group_id, TrajectoryState.DROPPED_ZERO_VARIANCE)
-                        dropped.append(group.group_id)
-                    else:
-                        kept.append(group.group_id)
-            if len(kept) == wanted:
+                    self._sort_in(group, batch, resample)
+            if len(batch.kept) == wanted:
                 break
-        if not kept:
-            raise NoVariance(
-                f"step {self._step}: every group of {rounds} rounds had equal rewards, so there is "
-                "nothing to learn: check the reward functions and the difficulty of the prompts"
-            )
-        return sorted(kept), sorted(dropped), tokens, samples[: self._config.log.samples_per_step]
+        batch.kept.sort()
+        batch.dropped.sort()
+        return batch
+
+    def _sort_in(self, group: GroupReport, batch: CollectedGroups, resample: bool) -> None:
+        """Decides whether one delivered group is trained on."""
+        batch.reports.append(group)
+        if group.outcome == "duplicate":
+            self._book.end(group.group_id, TrajectoryState.DUPLICATE)
+        if group.outcome == "stale":
+            self._book.end(group.group_id, TrajectoryState.DROPPED_STALE)
+        elif resample and group.zero_variance:
+            self._book.end(group.group_id, TrajectoryState.DROPPED_ZERO_VARIANCE)
+            batch.dropped.append(group.group_id)
+        else:
+            batch.kept.append(group.group_id)
 
     def _eval_is_due(self) -> bool:
         settings = self._config.eval
+        if self._step == 0:
+            return settings.at_start
         if self._step == self._config.run.steps:
             return settings.at_end
         return bool(settings.every_steps) and self._step % settings.every_steps == 0
@@ -293,7 +367,7 @@ class Session:
         scorer = self._config.reward.functions[0].name
         metrics = eval_metrics(items, scorer=scorer, pass_k=self._config.eval.pass_k)
         right = round(metrics["eval/accuracy/strict"] * len(items))
-        self._accuracy.append(Accuracy(correct=right, total=len(items)))
+        self._accuracy[self._step] = Accuracy(correct=right, total=len(items))
         return metrics | {"time/eval_s": time.monotonic() - started}
 
     def _close_step(self, metrics: dict[str, float]) -> None:
@@ -302,12 +376,14 @@ class Session:
         now = time.monotonic()
         wall_s, self._lap_started = now - self._lap_started, now
         record = self._ledger.close(self._step, laps, wall_s=wall_s, book=self._book)
-        self._step_s.append(wall_s)
-        recent = self._step_s[-RECENT_STEPS:]
-        metrics = metrics | {
-            "time/train/step_s": wall_s,
-            "time/train/step_avg_last10_s": sum(recent) / len(recent),
-        }
+        self._open = None
+        metrics = metrics | {"time/train/step_s": wall_s}
+        if "rollout/tokens" in metrics:
+            self._step_s.append(wall_s)
+            recent = self._step_s[-RECENT_STEPS:]
+            metrics["time/train/step_avg_last10_s"] = sum(recent) / len(recent)
+            slowest = max(p["prefill"] + p["decode"] for p in record.processes.values())
+            metrics["throughput/train/decode_tokens_per_s"] = metrics["rollout/tokens"] / slowest
         for process, phases in record.processes.items():
             metrics |= {f"time/{process}/{phase}_s": s for phase, s in phases.items() if s > 0}
         written = self._metrics.log(self._step, metrics)
@@ -315,7 +391,3 @@ class Session:
             self._view.say(f"step {self._step}: not finite: {', '.join(written['nonfinite'])}")
         self._status.progress(self._step)
         self._view.show(step_row(metrics, record, self._config.run.steps))
-
-
-class NoVariance(RunError):
-    """A step found nothing to learn from."""

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as something the step loop can ask about.
+"""SIGINT, SIGTERM and SIGHUP as something the step loop can ask about.
 
 The first signal asks for an orderly end: the loop sees it at its next wait. A second one ends the
 process at once, for a person who will not wait for the checkpoint.
@@ -19,16 +19,17 @@ class Interrupted(RunError):
 
 
 class StopSignal:
-    """Remembers the first SIGINT or SIGTERM."""
+    """Remembers the first SIGINT, SIGTERM or SIGHUP (a closed terminal)."""
 
     def __init__(self):
         self._signum: int | None = None
         self._acknowledged = False
 
     def install(self) -> None:
-        """Takes over both signals; again after ray.init, which sets a handler of its own."""
+        """Takes over the signals; again after ray.init, which sets a handler of its own."""
         signal.signal(signal.SIGINT, self._handle)
         signal.signal(signal.SIGTERM, self._handle)
+        signal.signal(signal.SIGHUP, self._handle)
 
     def _handle(self, signum: int, frame) -> None:
         if self._signum is not None:

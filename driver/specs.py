@@ -16,7 +16,7 @@ def learner_spec(
     folder: pathlib.Path,
     run_id: str,
     authority: RunAuthority,
-    advertise_host: str,
+    driver_host: str,
 ) -> LearnerSpec:
     """The learner's part of the configuration, with its certificate."""
     resampled = config.algorithm.resample_rounds + 1
@@ -40,7 +40,8 @@ def learner_spec(
         buffer_groups=config.rollout.prompts_per_step * (resampled + 1),
         buffer_bytes=BUFFER_BYTES,
         bind_host=config.placement.bind_host,
-        advertise_host=advertise_host,
+        port=config.placement.learner_port,
+        driver_host=driver_host,
         credentials=authority.issue("learner"),
         checkpoint_folder=str(folder / "checkpoints"),
         keep_checkpoints=config.checkpoint.keep,

@@ -32,6 +32,8 @@ class ExitCode(enum.IntEnum):
     """Nothing was started: the cluster or machine lacks what the run asks for."""
     INTERRUPTED = 130
     """Ctrl-C (SIGINT); a checkpoint was written first."""
+    HUNG_UP = 129
+    """The terminal was closed (SIGHUP); a checkpoint was written first."""
     TERMINATED = 143
     """SIGTERM, as schedulers send it; a checkpoint was written first."""
 
@@ -116,6 +118,7 @@ class StatusFile:
             ExitCode.FINISHED: State.FINISHED,
             ExitCode.INTERRUPTED: State.INTERRUPTED,
             ExitCode.TERMINATED: State.INTERRUPTED,
+            ExitCode.HUNG_UP: State.INTERRUPTED,
         }
         self._update(
             state=states.get(code, State.FAILED),

@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError, RayTaskError, WorkerCrashedError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from driver.cluster import bundle
+from driver.cluster import ResourcesNotMet, bundle
 from driver.config import Resources, RunConfig
 from driver.errors import RunError
 from driver.signals import StopSignal
@@ -174,7 +174,8 @@ class Supervisor:
         """Ends every actor; what does not end by itself in time is killed."""
         actors = [*self._workers.values(), self._learner]
         closing = [actor.close.remote() for actor in actors if actor is not None]
-        ray.wait(closing, num_returns=len(closing), timeout=grace_s) if closing else None
+        if closing:
+            ray.wait(closing, num_returns=len(closing), timeout=grace_s)
         for actor in actors:
             if actor is not None:
                 ray.kill(actor)
@@ -206,7 +207,28 @@ class Supervisor:
         return results
 
     def _replace(self, name: str, error: BaseException) -> None:
-        """Starts a lost or failed worker anew; it fetches the current weights before it works."""
+        """Starts a lost or failed worker anew; it fetches the current weights before it works.
+
+        A start that fails is a restart too.
+        """
+        while True:
+            self._count_restart(name, error)
+            ray.kill(self._workers[name])
+            index = int(name.rsplit("-", 1)[1])
+            self._workers[name] = self._actor(
+                RolloutActor, self._make_rollout_spec(name), index + 1
+            )
+            try:
+                self._started(
+                    self._workers[name].describe.remote(),
+                    name,
+                    self._config.placement.startup_timeout_s,
+                )
+                return
+            except (ActorFailed, NoAnswer) as failure:
+                error = failure
+
+    def _count_restart(self, name: str, error: BaseException) -> None:
         self.restarts += 1
         allowed = self._config.placement.worker_restarts
         if self.restarts > allowed:
@@ -216,12 +238,6 @@ class Supervisor:
                 details=str(error),
             ) from error
         self._warn(f"{name} failed, restart {self.restarts} of {allowed}: {message_of(error)}")
-        ray.kill(self._workers[name])
-        index = int(name.rsplit("-", 1)[1])
-        worker = self._actor(RolloutActor, self._make_rollout_spec(name), index + 1)
-        self._workers[name] = worker
-        timeout_s = self._config.placement.startup_timeout_s
-        self._started(worker.describe.remote(), name, timeout_s)
 
     def _get(self, call, who: str, what: str, timeout_s: float, interruptible: bool = True) -> Any:
         """The result of one call, looking for signals while it waits."""
@@ -247,9 +263,9 @@ class Supervisor:
         try:
             return self._get(call, who, "start", timeout_s)
         except (RayActorError, WorkerCrashedError) as error:
-            raise ActorFailed(
-                f"{who} could not start: {message_of(error)}", details=str(error)
-            ) from error
+            message = message_of(error)
+            kind = ResourcesNotMet if "WrongPlatform: " in message else ActorFailed
+            raise kind(f"{who} could not start: {message}", details=str(error)) from error
 
     def _actor(self, cls: type, spec: Any, index: int):
         """Creates an actor in its own bundle, on the platform that the run asks for."""

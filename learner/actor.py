@@ -29,6 +29,8 @@ from services.server import Server
 from services.tls import Credentials
 from services.weight_store import WeightStore
 
+ANY_HOST = ("0.0.0.0", "::")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearnerSpec:
@@ -54,8 +56,10 @@ class LearnerSpec:
     """Groups that may wait; more are refused until some are taken."""
     buffer_bytes: int
     bind_host: str
-    advertise_host: str
-    """What workers dial; the port is found when the server starts."""
+    port: int
+    """0 takes a free one."""
+    driver_host: str
+    """Address of the driver: on a host with several, the way there tells which one is ours."""
     credentials: Credentials
     checkpoint_folder: str
     keep_checkpoints: int
@@ -140,6 +144,7 @@ class LearnerActor:
             weight_store=self._weights,
             group_buffer=self._buffer,
             host=spec.bind_host,
+            port=spec.port,
             chunk_bytes=spec.chunk_bytes,
         )
         self._idle = contextlib.ExitStack()
@@ -147,14 +152,24 @@ class LearnerActor:
 
     def describe(self) -> dict[str, Any]:
         """Says that the learner serves, and where and on what it runs."""
-        port = self._server.address.rsplit(":", 1)[1]
         return {
             "name": "learner",
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "devices": f"{len(self._devices)} x {self._devices[0].device_kind}",
-            "address": f"{self._spec.advertise_host}:{port}",
+            "address": f"{self._reachable_host()}:{self._server.port}",
+            "sees_output_folder": pathlib.Path(self._spec.checkpoint_folder).parent.is_dir(),
         }
+
+    def _reachable_host(self) -> str:
+        """What workers dial: the address listened on, or ours on the way to the driver."""
+        if self._spec.bind_host not in ANY_HOST:
+            return self._spec.bind_host
+        family = socket.AF_INET6 if ":" in self._spec.driver_host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as unsent:
+            unsent.connect((self._spec.driver_host, 9))
+            host = unsent.getsockname()[0]
+        return f"[{host}]" if ":" in host else host
 
     def restore(self) -> Restored | None:
         """Goes on from the newest complete checkpoint; None where there is none."""

@@ -101,9 +101,19 @@ class CheckpointFolder:
         _sync(self._folder)
         if replaced.exists():
             shutil.rmtree(replaced)
+        self._prune(step)
+        return final
+
+    def _prune(self, newest: int) -> None:
+        """Leaves the newest checkpoint and those before it, as many as are to be kept.
+
+        A later step is one that a resume passed over: the run has taken another course since.
+        """
+        for later in [step for step in self._steps() if step > newest]:
+            log.warning("removing checkpoint step-%08d: the run went on from an earlier one", later)
+            _remove(self._folder / f"step-{later:08d}")
         for old in self.complete_steps()[self._keep :]:
             _remove(self._folder / f"step-{old:08d}")
-        return final
 
     def restore(self, abstract_state: TrainState) -> RestoredCheckpoint | None:
         """Reads the newest complete checkpoint; None where there is none at all.

@@ -94,7 +94,7 @@ class LearnerCore:
         self.outcomes: dict[str, str] = {}
         """Of the last update: ledger state by group_id."""
         self.rejected: tuple[Group, ...] = ()
-        """The groups of the last update that was skipped as not finite, kept for a look."""
+        """The groups of the last update if it was skipped as not finite, for a look at them."""
 
     def update(self, groups: Sequence[Group], clock: PhaseClock) -> dict[str, float]:
         """Trains on these groups and becomes the next policy version.
@@ -130,10 +130,14 @@ class LearnerCore:
             )
             metrics |= self._memory_metrics()
             self.outcomes = selection.outcomes
+            if self.rejected:
+                ends = {"trained": "dropped_error"}
+                self.outcomes = {g: ends.get(end, end) for g, end in selection.outcomes.items()}
             self.policy_version += 1
             return metrics
 
     def _train(self, groups, selection: Selection, batches, clock) -> dict[str, float]:
+        self.rejected = ()
         if not batches:
             return {"train/update_skipped": 1.0}
         reports = [

@@ -183,7 +183,9 @@ def forward(
         hidden [B, T, D] in compute_dtype, after the final norm, and the new cache.
     """
     embedding_VD = gather("embed_tokens", params["embed_tokens"])["weight"]
-    x_BTD = embedding_VD[token_ids_BT].astype(compute_dtype)
+    # Looked up in float32: the derivative adds up the many places of a frequent token, which
+    # bfloat16 would round away.
+    x_BTD = embedding_VD.astype(jnp.float32)[token_ids_BT].astype(compute_dtype)
     cos_sin = rotary(position_BT, config)
 
     def layer(x_BTD, layer_params, layer_cache):

@@ -3,7 +3,7 @@
 import math
 
 
-def wilson_interval(successes: int, n: int, z: float = 1.96) -> tuple[float, float]:
+def wilson_interval(successes: float, n: int, z: float = 1.96) -> tuple[float, float]:
     """Returns the Wilson score interval of a success rate.
 
     Source: E. B. Wilson, "Probable inference, the law of succession, and statistical inference",
@@ -11,7 +11,7 @@ def wilson_interval(successes: int, n: int, z: float = 1.96) -> tuple[float, flo
     all or none succeed.
 
     Args:
-        successes: right answers, 0 to n.
+        successes: right answers, 0 to n; a mean over several samples of each may be fractional.
         n: answers in all, at least 1, drawn independently.
         z: quantile of the normal distribution; 1.96 gives 95 %.
 

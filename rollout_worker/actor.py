@@ -22,11 +22,15 @@ from rollout_worker.prompts import PromptSet, load_prompts
 from rollout_worker.reward_pool import RewardPool
 from rollout_worker.worker import RolloutWorker, dtype_of
 from services.group_buffer import StaleGroup
+from services.health import check_serving
 from services.messages import Group, Lease
 from services.phase_clock import PhaseClock
 from services.tls import Credentials
-from services.trajectory_client import TrajectoryClient
+from services.trajectory_client import TrajectoryClient, pack_group
 from services.weight_client import WeightClient
+
+DIAL_S = 30.0
+"""How long the learner may take to answer a worker that starts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +65,11 @@ class GroupReport:
     outcome: str
     """`accepted`, `duplicate` or `stale`."""
     zero_variance: bool
-    reward_errors: int
+    """At least one completion was scored, and all that were have the same reward."""
+    scored: int
+    """Completions without a reward_error."""
+    reward_sum: float
+    """Of their total rewards."""
     completion_tokens: int
 
 
@@ -80,6 +88,7 @@ class RolloutActor:
 
     def __init__(self, spec: RolloutSpec):
         devices = require_platform(spec.platform)
+        check_serving(spec.learner_address, spec.credentials, timeout_s=DIAL_S)
         self._spec = spec
         self._clock = PhaseClock()
         model = read_model_config(spec.model_path)
@@ -158,7 +167,7 @@ class RolloutActor:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "devices": f"{len(self._devices)} x {self._devices[0].device_kind}",
-            "prompts": len(self._prompts[0]),
+            "prompts_digest": self._prompts[0].digest,
         }
 
     def rollout(self, leases: Sequence[Lease], policy_version: int) -> RolloutReport:
@@ -216,17 +225,20 @@ class RolloutActor:
             self._worker.swap(manifest, named)
 
     def _push(self, group: Group) -> GroupReport:
+        with self._clock.phase("serialise"):
+            packed = pack_group(group)
         try:
             with self._clock.phase("wire"):
-                outcome = self._trajectories.push(group, timeout_s=self._spec.timeout_s).value
+                outcome = self._trajectories.push_packed(packed, self._spec.timeout_s).value
         except StaleGroup:
             outcome = "stale"
-        totals = {c.total_reward for c in group.completions if not c.reward_error}
+        totals = [c.total_reward for c in group.completions if not c.reward_error]
         return GroupReport(
             group_id=group.group_id,
             outcome=outcome,
-            zero_variance=len(totals) <= 1,
-            reward_errors=sum(bool(c.reward_error) for c in group.completions),
+            zero_variance=len(set(totals)) == 1,
+            scored=len(totals),
+            reward_sum=sum(totals),
             completion_tokens=sum(len(c.token_ids) for c in group.completions),
         )
 

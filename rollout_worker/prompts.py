@@ -11,6 +11,7 @@ one is a ValueError that names the source, the place in it, and the fix. Only th
 import dataclasses
 import datetime
 import decimal
+import hashlib
 import json
 import math
 import pathlib
@@ -58,6 +59,15 @@ class PromptSet:
     prompts: tuple[Prompt, ...]
     overlong: int
     """Prompts left out because they have more tokens than allowed."""
+
+    @property
+    def digest(self) -> str:
+        """sha256 over ids and tokens, hex: equal where two processes read the same prompts."""
+        total = hashlib.sha256()
+        for prompt in self.prompts:
+            total.update(f"{prompt.prompt_id}:".encode())
+            total.update(prompt.token_ids.tobytes())
+        return total.hexdigest()
 
     def __len__(self) -> int:
         return len(self.prompts)

@@ -11,6 +11,7 @@ import math
 import os
 import pathlib
 import queue
+import re
 import select
 import signal
 import subprocess
@@ -58,6 +59,10 @@ class ChildFailed(Exception):
     """A child died, or broke the protocol."""
 
 
+_SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|API_KEY|CREDENTIALS)", re.I)
+"""Names of environment variables that foreign scorers have no business with."""
+
+
 class RewardChild:
     """Owns one child process and its two pipes."""
 
@@ -65,7 +70,7 @@ class RewardChild:
         """Starts the process; `wait_ready` completes it. The process dies with this thread."""
         # The child must find this package whatever its working directory is; the scorers find
         # their modules where this process would, or in the working directory.
-        environment = dict(os.environ)
+        environment = {k: v for k, v in os.environ.items() if not _SECRET.search(k)}
         paths = [str(_ROOT), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         self._process = subprocess.Popen(

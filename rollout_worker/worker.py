@@ -45,6 +45,22 @@ class EvalItem:
     policy_version: int
 
 
+class HostView:
+    """A device array that is copied to the host when it is read, and not kept there.
+
+    A JAX array keeps the host copy that numpy has once asked it for; that of a shard goes with
+    the shard's own handle.
+    """
+
+    def __init__(self, array: jax.Array):
+        self._array = array
+        self.shape = array.shape
+        self.dtype = array.dtype
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        return np.asarray(self._array.addressable_shards[0].data, dtype)
+
+
 class WeightDigestMismatch(RuntimeError):
     """The arrays on the device are not the published ones."""
 
@@ -99,8 +115,8 @@ class RolloutWorker:
         """
         host = from_named(named, self._model, stacked=False)
         params = jax.block_until_ready(jax.device_put(host, self._engine.replicated))
-        live = {key: np.asarray(leaf) for key, leaf in to_named(params, self._model).items()}
-        _, digest = tree_digest(live)
+        live = to_named(params, self._model)
+        _, digest = tree_digest({name: HostView(leaf) for name, leaf in live.items()})
         if digest != manifest.digest:
             raise WeightDigestMismatch(
                 f"{self._name}: live weights of version {manifest.policy_version} have digest "

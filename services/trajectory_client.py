@@ -1,5 +1,6 @@
 """Pushes finished groups to the learner."""
 
+import dataclasses
 import hashlib
 from collections.abc import Iterator
 from typing import NoReturn
@@ -25,6 +26,27 @@ class PushFailed(RuntimeError):
     """The push ended in a way that the protocol does not foresee."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedGroup:
+    """A group as the bytes that travel."""
+
+    header: trajectories_pb2.PushGroupHeader
+    raw: bytes
+
+
+def pack_group(group: Group) -> PackedGroup:
+    """Serialises a group and digests it; `push_packed` then only sends."""
+    raw = codec.encode_group(group)
+    header = trajectories_pb2.PushGroupHeader(
+        run_id=group.run_id,
+        group_id=group.group_id,
+        attempt=group.attempt,
+        size_bytes=len(raw),
+        sha256=hashlib.sha256(raw).digest(),
+    )
+    return PackedGroup(header=header, raw=raw)
+
+
 class TrajectoryClient:
     """A worker's connection to the trajectory service; may be used from several threads."""
 
@@ -40,6 +62,10 @@ class TrajectoryClient:
         self._stub = trajectories_pb2_grpc.TrajectoryServiceStub(self._channel)
 
     def push(self, group: Group, timeout_s: float) -> PushOutcome:
+        """`push_packed` of a group as it is."""
+        return self.push_packed(pack_group(group), timeout_s)
+
+    def push_packed(self, packed: PackedGroup, timeout_s: float) -> PushOutcome:
         """Hands a group over; repeats are harmless, so UNAVAILABLE is tried again.
 
         Returns:
@@ -51,41 +77,30 @@ class TrajectoryClient:
                 `GroupBuffer.put` describes them.
             PushFailed: any other status.
         """
-        raw = codec.encode_group(group)
-        digest = hashlib.sha256(raw).digest()
-        deadline = Deadline(timeout_s, f"learner {self._address} to take group {group.group_id!r}")
+        group_id = packed.header.group_id
+        deadline = Deadline(timeout_s, f"learner {self._address} to take group {group_id!r}")
         try:
             response = deadline.call(
-                lambda left_s: self._stub.PushGroup(_requests(group, raw, digest), timeout=left_s)
+                lambda left_s: self._stub.PushGroup(_requests(packed), timeout=left_s)
             )
         except grpc.RpcError as error:
-            self._raise_refusal(group, error)
+            self._raise_refusal(group_id, error)
         return codec.decode_outcome(response.outcome)
 
     def close(self) -> None:
         self._channel.close()
 
-    def _raise_refusal(self, group: Group, error: grpc.RpcError) -> NoReturn:
+    def _raise_refusal(self, group_id: str, error: grpc.RpcError) -> NoReturn:
         status = error.code()  # pyright: ignore[reportAttributeAccessIssue]
         details = error.details()  # pyright: ignore[reportAttributeAccessIssue]
         if status in _REFUSALS:
             raise _REFUSALS[status](f"learner {self._address}: {details}") from error
         raise PushFailed(
-            f"group {group.group_id!r} to learner {self._address}: {status.name}: {details}"
+            f"group {group_id!r} to learner {self._address}: {status.name}: {details}"
         ) from error
 
 
-def _requests(
-    group: Group, raw: bytes, digest: bytes
-) -> Iterator[trajectories_pb2.PushGroupRequest]:
-    yield trajectories_pb2.PushGroupRequest(
-        header=trajectories_pb2.PushGroupHeader(
-            run_id=group.run_id,
-            group_id=group.group_id,
-            attempt=group.attempt,
-            size_bytes=len(raw),
-            sha256=digest,
-        )
-    )
-    for start in range(0, len(raw), PIECE_BYTES):
-        yield trajectories_pb2.PushGroupRequest(data=raw[start : start + PIECE_BYTES])
+def _requests(packed: PackedGroup) -> Iterator[trajectories_pb2.PushGroupRequest]:
+    yield trajectories_pb2.PushGroupRequest(header=packed.header)
+    for start in range(0, len(packed.raw), PIECE_BYTES):
+        yield trajectories_pb2.PushGroupRequest(data=packed.raw[start : start + PIECE_BYTES])

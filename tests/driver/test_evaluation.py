@@ -48,6 +48,17 @@ def test_pass_at_k_is_the_mean_over_prompts():
     assert metrics["eval/pass_at_4"] == pytest.approx(1 / 2)
 
 
+def test_samples_of_one_prompt_do_not_narrow_the_interval():
+    one = [item(i, strict=float(i < 2)) for i in range(4)]
+    four = [item(i, sample, strict=float(i < 2)) for i in range(4) for sample in range(4)]
+    narrow, wide = (
+        eval_metrics(items, scorer="gsm8k_answer", pass_k=(1,)) for items in (one, four)
+    )
+    for bound in ("low", "high"):
+        name = f"eval/accuracy/strict_{bound}"
+        assert narrow[name] == wide[name]
+
+
 def test_a_completion_that_could_not_be_scored_is_wrong_and_out_of_the_reward_mean():
     items = [item(0, strict=1, lenient=1), item(1, error="mine:score raised KeyError")]
     items[1]["rewards"] = {}

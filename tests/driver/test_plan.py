@@ -10,7 +10,7 @@ import tokenizers
 import transformers
 
 from driver.config import RunConfig
-from driver.plan import Devices, asked_devices, derive, dry_run, format_plan, prepare
+from driver.plan import Devices, asked_devices, derive, format_plan, prepare
 from driver.settings import ConfigError, load
 from models.checkpoint import expected_shapes, save_model
 from models.config import ModelConfig
@@ -276,7 +276,6 @@ def config(tiny_model, source):
 def test_dry_run_reports_prompts_sizes_and_rewards(config):
     prepared = prepare(config)
     assert (prepared.prompts, prepared.held_out) == (9, 3)
-    assert prepared.text == dry_run(config)
     for part in (
         "llama of 2 layers, 1,512 parameters, vocabulary 40",
         "tokenizer: 17 tokens, stop ids 0, pad id 0",
@@ -298,9 +297,9 @@ def test_dry_run_touches_no_device(config, tmp_path):
     script = (
         "import sys, jax\n"
         "from jax._src import xla_bridge\n"
-        "from driver.plan import dry_run\n"
+        "from driver.plan import prepare\n"
         "from driver.settings import load\n"
-        "print(dry_run(load(sys.argv[1])))\n"
+        "print(prepare(load(sys.argv[1])).text)\n"
         "assert not xla_bridge._backends, xla_bridge._backends\n"
         "assert 'ray' not in sys.modules\n"
         "jax.devices()\n"

@@ -7,11 +7,13 @@ import pytest
 
 from driver.signals import Interrupted, StopSignal
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 @pytest.fixture
 def stop():
     """Installed handlers, put back afterwards."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     stop = StopSignal()
     stop.install()
     yield stop
@@ -19,7 +21,9 @@ def stop():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("signum, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    "signum, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_the_loop_hears_a_signal_at_its_next_look(stop, signum, code):
     stop.check()
     os.kill(os.getpid(), signum)

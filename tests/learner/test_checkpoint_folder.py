@@ -217,6 +217,19 @@ def test_kill_during_a_save_leaves_the_one_before_C01_C02(tmp_path):
         verify(tmp_path / f"step-{step:08d}")
 
 
+def test_a_save_outlives_later_checkpoints_that_a_resume_passed_over_C01_C02(tmp_path):
+    """Step 30 is damaged, the run resumes at 20 and saves 25: that one must stay."""
+    folder = CheckpointFolder(tmp_path, keep=1)
+    state, abstract = place(params=shifted(25))
+    for step in (20, 30):
+        CheckpointFolder(tmp_path, keep=2).save(step, state, RECORD)
+    next((tmp_path / "step-00000030" / "record").glob("*")).write_text("{")
+    assert folder.save(25, state, RECORD).is_dir()
+    restored = folder.restore(abstract)
+    assert restored is not None and restored.step == 25
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000025"]
+
+
 def test_keep_counts_complete_checkpoints(two):
     folder, path = two
     (path / "step-00000002" / "manifest.json").unlink()

@@ -129,10 +129,12 @@ def test_batch_that_is_not_finite_is_kept_aside_and_changes_nothing(core):
     metrics = core.update(groups, PhaseClock())
     assert metrics["train/update_skipped"] == 1
     assert [group.group_id for group in core.rejected] == ["g0", "g1", "g2", "g3"]
+    assert set(core.outcomes.values()) == {"dropped_error"}, "nothing was trained"
     assert core.policy_version == version + 1
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(core.state), before)
     metrics = core.update(random_groups(), PhaseClock())
     assert metrics["train/update_skipped"] == 0 and np.isfinite(metrics["train/loss"])
+    assert core.rejected == () and set(core.outcomes.values()) == {"trained"}
 
 
 def test_nothing_to_train_on_is_a_skipped_update(core):

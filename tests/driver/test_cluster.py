@@ -1,0 +1,21 @@
+"""Joining a cluster, as far as it can be told without one."""
+
+import socket
+import time
+
+import pytest
+
+from driver.cluster import NoCluster, connect
+from driver.signals import StopSignal
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://", "http://"])
+def test_a_cluster_that_is_not_there_is_named_within_seconds(monkeypatch, scheme):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"{scheme}127.0.0.1:{unused.getsockname()[1]}"
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    started = time.monotonic()
+    with pytest.raises(NoCluster, match=f"nobody answers at RAY_ADDRESS={address}"):
+        connect("test", StopSignal())
+    assert time.monotonic() - started < 10
