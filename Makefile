@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check format proto smollm2 demo-model clean
+.PHONY: help demo test test-all check tpu-check format proto smollm2 demo-model clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 14
@@ -16,6 +16,10 @@ help: ## list the targets
 
 .venv/.test: .venv/.run
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '.[test]'
+	@touch $@
+
+.venv/.tpu: .venv/.run
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '.[tpu]'
 	@touch $@
 
 demo: .venv/.run ## train the embedded model on two CPU cores and watch its accuracy rise
@@ -43,6 +47,9 @@ smollm2: .venv/.run ## fetch SmolLM2-135M-Instruct (GGUF, 98 MB) into downloads/
 
 demo-model: .venv/.run ## make deploy/demo/model anew (a few minutes, deterministic)
 	$(BIN)/python -m deploy.demo.make_model
+
+tpu-check: .venv/.tpu ## compile the reference run for a TPU v6e without a TPU (minutes)
+	$(BIN)/python -m deploy.tpu_check
 
 clean: ## remove caches and run outputs, keep .venv and downloads
 	rm -rf runs .pytest_cache .ruff_cache build *.egg-info

@@ -5,6 +5,7 @@ are not there (deploy/tpu_check.py).
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -13,6 +14,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from learner.batching import MicroBatch
 from learner.config import AlgorithmConfig, LearnerConfig
 from learner.loss import Objective
 from learner.mesh import AXES, make_mesh
@@ -45,6 +47,22 @@ class LearnerPrograms:
     accumulate: Callable
     apply: Callable
     """These three as learner/train_step.py describes them."""
+
+    def batch_shapes(self, rows: int, row_tokens: int) -> MicroBatch:
+        """A micro-batch of shape structs, its rows counted over all devices."""
+        struct = functools.partial(
+            jax.ShapeDtypeStruct, (rows, row_tokens), sharding=self.batch_sharding
+        )
+        integers, floats = struct(jnp.int32), struct(jnp.float32)
+        return MicroBatch(
+            token_ids=integers,
+            target_ids=integers,
+            positions=integers,
+            segments=integers,
+            behavior_logprobs=floats,
+            advantages=floats,
+            weights=floats,
+        )
 
 
 def make_programs(

@@ -9,6 +9,7 @@ Dimension key: as in decode.py.
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,16 @@ class Request:
     """int32 [<= max_prompt_tokens]."""
     prompt_id: int
     epoch: int
+
+
+class BatchShapes(NamedTuple):
+    """Arguments of a batch's programs, beside the parameters: shape, dtype and sharding."""
+
+    prompt_PT: jax.ShapeDtypeStruct
+    length_P: jax.ShapeDtypeStruct
+    rows: RowInputs
+    base_key: jax.ShapeDtypeStruct
+    temperature: jax.ShapeDtypeStruct
 
 
 def prompt_buckets(max_prompt_tokens: int) -> tuple[int, ...]:
@@ -166,8 +177,27 @@ class Engine:
         program = self._programs.get((function, shapes))
         if program is None:
             with self._clock.phase("compile"):
-                jitted = jax.jit(partial(function, spec=self._spec))
-                program = jitted.lower(*arguments).compile()
+                program = self.compile(function, *arguments)
             self._programs[function, shapes] = program
         with self._clock.phase(phase):
             return jax.block_until_ready(program(*arguments))
+
+    def compile(self, function: Callable, *arguments) -> jax.stages.Compiled:
+        """One of decode.py's functions, for these arguments or shape structs; not run."""
+        return jax.jit(partial(function, spec=self._spec)).lower(*arguments).compile()
+
+    def batch_shapes(self, samples: int) -> BatchShapes:
+        """What a batch of the longest prompts consists of, as shape structs."""
+        P, T = self.batch_prompts(samples), self._buckets[-1]
+        by_row = partial(jax.ShapeDtypeStruct, sharding=self._by_row)
+        # RowInputs carries shapes here.
+        integer_B: Any = by_row((P * samples,), jnp.int32)
+        bool_B: Any = by_row((P * samples,), jnp.bool_)
+        key = jax.eval_shape(jax.random.key, 0)
+        return BatchShapes(
+            prompt_PT=by_row((P, T), jnp.int32),
+            length_P=by_row((P,), jnp.int32),
+            rows=RowInputs(integer_B, integer_B, integer_B, bool_B),
+            base_key=jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=self.replicated),
+            temperature=jax.ShapeDtypeStruct((), jnp.float32, sharding=self.replicated),
+        )

@@ -1,0 +1,115 @@
+"""The command itself, in its own process: the TPU compiler on two layers of a narrow model."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install '.[tpu]'"
+)
+
+
+def tpu_check(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "deploy.tpu_check", *map(str, arguments)],
+        cwd=ROOT,
+        env={key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"},
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+
+
+@pytest.fixture
+def narrow_model(tmp_path):
+    """config.json of a Qwen2 with the reference model's heads and little else of its size."""
+    path = tmp_path / "config.json"
+    config = {
+        "model_type": "qwen2",
+        "vocab_size": 2048,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+    }
+    path.write_text(json.dumps(config))
+    return path
+
+
+def check_narrow(narrow_model, tmp_path, role, usable_gib):
+    """One role on two layers and without evaluation: the command's outcome and its report."""
+    report = tmp_path / "report.json"
+    without_eval = ("eval.every_steps=0", "eval.at_start=false", "eval.at_end=false")
+    done = tpu_check(
+        *("--model-config", narrow_model, "--layers", 2, "--role", role, "--json", report),
+        *("--usable-gib", usable_gib),
+        *(f"--set={one}" for one in without_eval),
+    )
+    assert done.returncode in (0, 1), done.stderr
+    found = json.loads(report.read_text())
+    assert found["model"]["num_layers"] == 2
+    for program in found["programs"]:
+        assert program["error"] == ""
+        assert program["argument_bytes"] <= program["peak_bytes"] <= program["need_bytes"]
+    return done, found, {program["name"]: program for program in found["programs"]}
+
+
+# 2048 x 512 + 512 of embedding and norm; a layer has q and o of 512 x 512, k and v of 256 x 512,
+# three matrices of 1024 x 512, biases of 512 + 2 x 256 and two norms of 512.
+VECTORS = 512 + 2 * (1024 + 2 * 512)
+MATRICES = 2048 * 512 + 2 * (2 * 512 * 512 + 2 * 256 * 512 + 3 * 1024 * 512)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@needs_compiler
+def test_the_learner_compiles_and_a_chip_that_is_too_small_fails_it(narrow_model, tmp_path):
+    done, found, programs = check_narrow(narrow_model, tmp_path, "learner", usable_gib=0.05)
+    assert done.returncode == 1 and not found["fits"]
+    assert "learner does NOT fit" in done.stdout
+    assert list(programs) == ["empty", "accumulate", "apply"]
+    # Two float32 moments: matrices cut over four chips, vectors whole; and two int32 counts.
+    moments_bytes = 2 * 4 * (MATRICES // 4 + VECTORS) + 2 * 4
+    assert programs["accumulate"]["beside_bytes"] == moments_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@needs_compiler
+def test_the_worker_compiles_and_fits_a_chip(narrow_model, tmp_path):
+    done, found, programs = check_narrow(narrow_model, tmp_path, "worker", usable_gib=31.25)
+    assert done.returncode == 0 and found["fits"]
+    assert "worker fits" in done.stdout
+    assert list(programs) == ["prefill", "decode"]
+    policy_bytes = 2 * (MATRICES + VECTORS)  # bfloat16, whole on every chip
+    assert programs["decode"]["beside_bytes"] == policy_bytes
+    # 32 rows of a chip hold 1536 slots of keys and values, 2 heads of 128, in each of 2 layers.
+    cache_bytes = 2 * 2 * (32 * 1536 * 2 * 128 * 2)
+    assert programs["decode"]["peak_bytes"] >= policy_bytes + cache_bytes
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "arguments, part",
+    [
+        (["--set", "placement.learner.tpus=2"], "2 TPU chips for the learner"),
+        (["--set", "rollout.decode.loop=python"], "only `while` is one program"),
+        (["--config", "deploy/runs/gsm8k_smollm2_gpu.yaml"], "only runs on tpu"),
+    ],
+)
+def test_a_run_that_cannot_be_checked_is_refused_with_the_reason(arguments, part):
+    done = tpu_check(*arguments)
+    assert done.returncode == 2
+    assert part in done.stderr
