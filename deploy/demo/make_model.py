@@ -3,13 +3,14 @@
     python -m deploy.demo.make_model [--output deploy/demo/model]
 
 The warm start teaches two habits. A worked answer writes one line per step and is mostly right; a
-terse answer names a result at once and is mostly wrong, since a model of this size cannot add up
-five numbers in its head. First comes calculation, then the bad habit, and it stays the more
-frequent one. So reinforcement learning has something real to find: that working pays.
+terse answer names a result at once and is mostly wrong, since little training goes into adding up
+five numbers at a stroke. First comes calculation, then the bad habit, which stays the more frequent
+one. So reinforcement learning has something real to find: that working pays. It finds the habit,
+not the arithmetic: accuracy ends about where the warm start's worked answers already are.
 
 The problems are reasoning-gym's `chain_sum`, from seeds that data.train and data.eval of
 deploy/runs/demo_cpu.yaml do not reach, without the 200 held-out questions. The same versions on the
-same kind of machine write the same bytes.
+same machine write the same bytes.
 
 Dimension key:
     S: optimiser steps
@@ -85,7 +86,7 @@ GUESS = Stage(steps=60, terse_fraction=0.6, learning_rate=1e-3, seed=1_000_000)
 
 
 def model_config(vocab_size: int) -> ModelConfig:
-    """1.25 M parameters: wide and shallow, since every layer costs a decode step its latency."""
+    """1.25 M parameters, wide and shallow: trains no slower than 1.03 M in four narrower layers."""
     return ModelConfig(
         model_type="qwen2",
         vocab_size=vocab_size,
@@ -195,7 +196,8 @@ def train(
 ) -> tuple[Params, jax.Array]:
     """Supervised steps over the given batches, with warm-up and cosine decay.
 
-    Muon learns these sums in a fifth of the tokens that Adam needs: that keeps this script short.
+    Muon keeps this script short: on single lines of this arithmetic it had, after about 75 steps,
+    the loss that Adam (the better of two rates) had after 300.
 
     Returns:
         the new parameters and the loss of every step in nats per counted token, float32 [S].
