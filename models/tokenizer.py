@@ -158,8 +158,12 @@ def _folder_backend(folder: pathlib.Path):
             f"{folder} holds no tokenizer (none of {', '.join(_VOCABULARIES)}): set "
             "model.tokenizer to a folder or hub id that does"
         )
+    # AutoTokenizer rebuilds the pre-tokenizer that it expects of a model type; tokenizer.json says
+    # which one the model was trained with.
+    whole = (folder / "tokenizer.json").is_file()
+    loader = transformers.PreTrainedTokenizerFast if whole else transformers.AutoTokenizer
     try:
-        return transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        return loader.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # what `tokenizers` raises for a damaged file has no other class
         raise ValueError(
             f"{folder} holds no tokenizer that loads ({error}): set model.tokenizer to a folder or "
