@@ -5,9 +5,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from driver import settings
+from driver import identity, settings
 from driver.errors import RunError
-from driver.paths import claim, locate, output_folder
+from driver.paths import check_folder, claim, locate, output_folder
 from driver.plan import prepare
 from driver.ray_auth import set_token
 
@@ -29,6 +29,7 @@ exit codes: 0 finished, 1 failed, 2 bad configuration, 3 resources not met,
 def parser() -> argparse.ArgumentParser:
     """The arguments of `python -m driver`."""
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="python -m driver",
         description="Trains a language model with GRPO on a Ray cluster, or on this machine.",
         epilog=_EPILOG,
@@ -74,12 +75,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.print_config:
             sys.stdout.write(settings.dump(config))
             return 0
+        folder = output_folder(config)
+        check_folder(folder, resume=config.run.resume)
         prepared = prepare(config)
         print(prepared.text, flush=True)
+        marks = identity.identity_of(config, prepared.model, prepared.digest)
+        if config.run.resume:
+            identity.check(folder, marks, steps=config.run.steps)
         if given.dry_run:
             return 0
-        folder = output_folder(config)
-        claim(folder, resume=config.run.resume)
+        claim(folder)
+        identity.note(folder, marks)
         # Imported late: nothing above needs Ray, and it reads its token when it is imported.
         set_token(os.environ)
         from driver.run import run

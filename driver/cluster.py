@@ -41,6 +41,27 @@ class NoCluster(RunError):
     exit_code = 3
 
 
+class BadAddress(RunError):
+    """An address in the configuration that no host has."""
+
+    exit_code = 2
+
+
+def check_bind_host(host: str) -> None:
+    """Refuses what cannot be an address, before anything is started.
+
+    Raises:
+        BadAddress: naming the key.
+    """
+    try:
+        socket.getaddrinfo(host or "?", None)
+    except OSError as error:
+        raise BadAddress(
+            f"placement.bind_host={host!r} is no address ({error.strerror}): use 127.0.0.1 on one "
+            "machine, 0.0.0.0 on a cluster"
+        ) from error
+
+
 def connect(namespace: str, stop: StopSignal) -> None:
     """Joins the cluster of the environment, or starts a local one that ends with this process.
 

@@ -37,7 +37,7 @@ def output_folder(config: RunConfig) -> pathlib.Path:
         )
     filled = config.run.output_dir.replace("{name}", config.run.name)
     filled = filled.replace("{time}", time.strftime("%Y%m%d-%H%M%S"))
-    return home(os.environ, pathlib.Path.cwd()) / filled
+    return home(os.environ, pathlib.Path.cwd()) / pathlib.Path(filled).expanduser()
 
 
 def locate(config: RunConfig) -> RunConfig:
@@ -75,23 +75,53 @@ def locate(config: RunConfig) -> RunConfig:
     )
 
 
+OF_A_START = ("status.json", "run_id", "identity.json", "error.txt")
+"""Files that a run leaves before its first step."""
+
+
 class FolderTaken(RunError):
-    """The output folder holds another run."""
+    """The output folder cannot be used for this run."""
 
     exit_code = 2
 
 
-def claim(folder: pathlib.Path, *, resume: bool) -> None:
-    """Makes the output folder, unless it holds a run that was not asked to go on.
+def check_folder(folder: pathlib.Path, *, resume: bool) -> None:
+    """Holds that a run may write there, without touching anything.
+
+    What a run left that never closed a step does not stand in the way of the next try.
 
     Raises:
-        FolderTaken: naming the folder and both ways out; or if it cannot be made.
+        FolderTaken: naming the folder and the ways out.
     """
-    if not resume and folder.is_dir() and any(folder.iterdir()):
+    existing = folder
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise FolderTaken(
-            f"run.output_dir={folder} is not empty: continue that run with --resume, or choose "
-            "another run.name or run.output_dir"
+            f"run.output_dir={folder}: {existing} is not a folder that can be written to; choose "
+            "another run.output_dir"
         )
+    if resume or existing != folder:
+        return
+    kept = [path.name for path in folder.iterdir() if not _left_by_a_start(path)]
+    if kept:
+        raise FolderTaken(
+            f"run.output_dir={folder} is not empty (it holds {kept[0]}): continue that run with "
+            "--resume, or choose another run.name or run.output_dir"
+        )
+
+
+def _left_by_a_start(path: pathlib.Path) -> bool:
+    empty_log = path.suffix == ".jsonl" and path.stat().st_size == 0
+    return path.name in OF_A_START or empty_log
+
+
+def claim(folder: pathlib.Path) -> None:
+    """Makes the output folder.
+
+    Raises:
+        FolderTaken: if it cannot be made.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

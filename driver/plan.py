@@ -83,6 +83,7 @@ class Prepared:
     """Prompts of data.eval that fit; 0 without one."""
     digest: str
     """Of the training prompts and their tokens: every process must find the same."""
+    model: ModelConfig
 
 
 def asked_devices(config: RunConfig) -> Devices:
@@ -252,6 +253,7 @@ def prepare(config: RunConfig) -> Prepared:
         prompts=len(train),
         held_out=0 if held_out is None else len(held_out),
         digest=train.digest,
+        model=model,
     )
 
 

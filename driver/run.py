@@ -6,6 +6,7 @@ the next policy version, close the books.
 
 import contextlib
 import dataclasses
+import errno
 import math
 import pathlib
 import secrets
@@ -14,7 +15,7 @@ from typing import Any
 
 import ray
 
-from driver.cluster import connect, reserve
+from driver.cluster import check_bind_host, connect, reserve
 from driver.config import RunConfig
 from driver.errors import RunError
 from driver.evaluation import eval_metrics
@@ -23,7 +24,7 @@ from driver.metrics import MetricsLog, stored_run_id
 from driver.plan import Prepared
 from driver.signals import Interrupted, StopSignal
 from driver.specs import learner_spec, rollout_spec
-from driver.status import StatusFile
+from driver.status import ExitCode, StatusFile
 from driver.supervisor import Supervisor, WorkersLost
 from driver.view import Accuracy, RunSummary, StepView, step_row, summary_lines
 from rollout_worker.actor import GroupReport
@@ -46,11 +47,15 @@ def run(config: RunConfig, folder: pathlib.Path, prepared: Prepared) -> None:
         Interrupted: after SIGINT or SIGTERM, with a checkpoint written.
         RunError: anything else that a person can act on; each names what was waited for.
     """
+    check_bind_host(config.placement.bind_host)
     stop = StopSignal()
     stop.install()
     run_id = stored_run_id(folder, f"{config.run.name}-{secrets.token_hex(4)}")
     status = StatusFile(folder, run=config.run.name, run_id=run_id)
-    with status.tracked(), _details_in(folder), contextlib.ExitStack() as stack:
+    stop.before_abort = lambda code: status.end(
+        ExitCode(code), "ended at once by a second signal, without a checkpoint"
+    )
+    with status.tracked(), _readable(folder), contextlib.ExitStack() as stack:
         view = stack.enter_context(StepView(config.run.name))
         view.say(f"run {run_id}: outputs in {folder}")
         connect(config.run.name, stop)
@@ -85,10 +90,16 @@ def run(config: RunConfig, folder: pathlib.Path, prepared: Prepared) -> None:
 
 
 @contextlib.contextmanager
-def _details_in(folder: pathlib.Path):
-    """Puts what a developer wants of an error into a file, for the message to stay readable."""
+def _readable(folder: pathlib.Path):
+    """Keeps messages readable: details go to a file, and a full disk is called one."""
     try:
         yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise RunError(
+            f"no space left on the disk of {folder}: free some, then go on with --resume"
+        ) from error
     except RunError as error:
         if error.details:
             path = folder / "error.txt"
@@ -220,7 +231,6 @@ class Session:
     def save(self) -> None:
         """Writes a checkpoint of the last closed step, books included."""
         state = {
-            "prompts_digest": self._prepared.digest,
             "book": self._book.state(),
             "ledger": self._ledger.state(),
             "rewards": [r if math.isfinite(r) else None for r in self._rewards],
@@ -264,11 +274,6 @@ class Session:
         for reason in restored.skipped:
             self._view.say(f"checkpoint skipped: {reason}")
         state = restored.driver_state
-        if state["prompts_digest"] != self._prepared.digest:
-            raise RunError(
-                f"the checkpoint at step {restored.step} was made with other training prompts: "
-                "resume with the data, tokenizer and length limit of before, or start a new run"
-            )
         self._step = restored.step
         self._book = LeaseBook.restore(
             state["book"], seed=self._config.run.seed, prompt_count=self._prepared.prompts
@@ -375,6 +380,9 @@ class Session:
         laps = self._supervisor.laps()
         now = time.monotonic()
         wall_s, self._lap_started = now - self._lap_started, now
+        for name in self._supervisor.take_replaced():
+            # Its process did not exist for a part of the step.
+            laps[name]["idle"] += max(0.0, wall_s - sum(laps[name].values()))
         record = self._ledger.close(self._step, laps, wall_s=wall_s, book=self._book)
         self._open = None
         metrics = metrics | {"time/train/step_s": wall_s}

@@ -6,6 +6,7 @@ process at once, for a person who will not wait for the checkpoint.
 
 import os
 import signal
+from collections.abc import Callable
 
 from driver.errors import RunError
 
@@ -24,6 +25,8 @@ class StopSignal:
     def __init__(self):
         self._signum: int | None = None
         self._acknowledged = False
+        self.before_abort: Callable[[int], None] = lambda exit_code: None
+        """Called when a further signal ends the process at once."""
 
     def install(self) -> None:
         """Takes over the signals; again after ray.init, which sets a handler of its own."""
@@ -33,6 +36,7 @@ class StopSignal:
 
     def _handle(self, signum: int, frame) -> None:
         if self._signum is not None:
+            self.before_abort(128 + signum)
             os._exit(128 + signum)
         self._signum = signum
 

@@ -12,6 +12,7 @@ import json
 import os
 import pathlib
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -111,7 +112,10 @@ class StatusFile:
         self._update(step=step, last_checkpoint=last_checkpoint)
 
     def end(self, code: ExitCode, reason: str = "") -> None:
-        """Writes how the run ended; a later call for the same run is ignored."""
+        """Writes how the run ended; a later call for the same run is ignored.
+
+        Where the disk is full it says so on stderr: the reason of the end must not get lost.
+        """
         if self._status.state is not State.RUNNING:
             return
         states = {
@@ -120,12 +124,15 @@ class StatusFile:
             ExitCode.TERMINATED: State.INTERRUPTED,
             ExitCode.HUNG_UP: State.INTERRUPTED,
         }
-        self._update(
-            state=states.get(code, State.FAILED),
-            exit_code=int(code),
-            reason=" ".join(reason.split()),
-            ended=time.time(),
-        )
+        try:
+            self._update(
+                state=states.get(code, State.FAILED),
+                exit_code=int(code),
+                reason=" ".join(reason.split()),
+                ended=time.time(),
+            )
+        except OSError as error:
+            print(f"cannot write {self.path}: {error.strerror}", file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def tracked(self) -> Iterator["StatusFile"]:

@@ -73,6 +73,8 @@ def platform_environment(platform: str, resources: Resources) -> dict[str, str]:
 
 def message_of(error: BaseException) -> str:
     """What went wrong in an actor: the end of the traceback that Ray sends as text."""
+    if isinstance(error, RayActorError) and "creation task" not in str(error):
+        return "its process ended unexpectedly: killed, out of memory, or crashed"
     lines = str(error).strip().splitlines()
     starts = [i for i, line in enumerate(lines) if _RAISED.match(line)]
     return "\n".join(lines[starts[-1] :] if starts else lines[-1:])
@@ -95,6 +97,7 @@ class Supervisor:
         self._learner = None
         self._workers: dict[str, Any] = {}
         self._make_rollout_spec: Callable[[str], RolloutSpec]
+        self._replaced: set[str] = set()
         self.restarts = 0
 
     def start_learner(self, spec: LearnerSpec) -> dict[str, Any]:
@@ -170,6 +173,11 @@ class Supervisor:
                 self._replace(name, error)
         return laps
 
+    def take_replaced(self) -> set[str]:
+        """Workers that were started anew since the last call."""
+        replaced, self._replaced = self._replaced, set()
+        return replaced
+
     def shutdown(self, grace_s: float = 10.0) -> None:
         """Ends every actor; what does not end by itself in time is killed."""
         actors = [*self._workers.values(), self._learner]
@@ -219,11 +227,13 @@ class Supervisor:
                 RolloutActor, self._make_rollout_spec(name), index + 1
             )
             try:
-                self._started(
+                actor = self._started(
                     self._workers[name].describe.remote(),
                     name,
                     self._config.placement.startup_timeout_s,
                 )
+                self._replaced.add(name)
+                self._warn(f"{name} is back: process {actor['pid']} on {actor['host']}")
                 return
             except (ActorFailed, NoAnswer) as failure:
                 error = failure

@@ -106,9 +106,15 @@ def update_metrics(
 
 
 def combine_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Several updates on one batch as one: their mean; the maximum of maxima and of `skipped`."""
+    """Several updates on one batch as one: their mean; the maximum of maxima and of `skipped`.
+
+    `offpolicy/*` is that of the first, which alone compares the two sides' policies: the later
+    ones have moved away on purpose.
+    """
     return {
-        name: max(update[name] for update in updates)
+        name: updates[0][name]
+        if name.startswith("offpolicy/")
+        else max(update[name] for update in updates)
         if name.endswith(("_max", "_skipped"))
         else float(np.mean([update[name] for update in updates]))
         for name in updates[0]

@@ -124,6 +124,6 @@ def _join(host: str, port: int) -> str:
 
 def _unavailable(host: str, port: int, reason: str) -> PortUnavailable:
     return PortUnavailable(
-        f"cannot listen on {host} port {port}, perhaps because another run does: choose another "
-        f"port, or 0 for a free one ({reason})"
+        f"cannot listen on {host} port {port}: the address must be one of this host's, and the "
+        f"port free (another run may hold it; 0 takes a free one) ({reason})"
     )

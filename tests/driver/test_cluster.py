@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from driver.cluster import NoCluster, connect
+from driver.cluster import BadAddress, NoCluster, check_bind_host, connect
 from driver.signals import StopSignal
 
 
@@ -19,3 +19,10 @@ def test_a_cluster_that_is_not_there_is_named_within_seconds(monkeypatch, scheme
     with pytest.raises(NoCluster, match=f"nobody answers at RAY_ADDRESS={address}"):
         connect("test", StopSignal())
     assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize("host", ["", "999.1.1.1", "no-such-host.invalid"])
+def test_what_is_no_address_is_refused_before_anything_starts(host):
+    with pytest.raises(BadAddress, match="placement.bind_host="):
+        check_bind_host(host)
+    check_bind_host("0.0.0.0")

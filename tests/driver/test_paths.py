@@ -65,10 +65,32 @@ def test_hub_ids_and_missing_files_pass_unchanged(config, tmp_path, monkeypatch)
 
 
 def test_a_folder_with_another_run_is_not_written_into(tmp_path):
-    paths.claim(tmp_path / "new", resume=False)
-    (tmp_path / "new" / "metrics.jsonl").touch()
-    with pytest.raises(paths.FolderTaken, match="--resume"):
-        paths.claim(tmp_path / "new", resume=False)
-    paths.claim(tmp_path / "new", resume=True)
-    with pytest.raises(paths.FolderTaken, match="cannot be made"):
-        paths.claim(tmp_path / "new" / "metrics.jsonl" / "below", resume=False)
+    folder = tmp_path / "new"
+    paths.check_folder(folder, resume=False)
+    assert not folder.exists(), "looking must not make it"
+    paths.claim(folder)
+    (folder / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(paths.FolderTaken, match=r"it holds metrics.jsonl\): .* --resume"):
+        paths.check_folder(folder, resume=False)
+    paths.check_folder(folder, resume=True)
+
+
+def test_what_a_failed_start_left_does_not_block_the_next_try(tmp_path):
+    for name in ("status.json", "run_id", "identity.json", "error.txt"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / "metrics.jsonl").touch()
+    paths.check_folder(tmp_path, resume=False)
+
+
+def test_a_folder_below_a_file_or_without_permission_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file" / "below", pathlib.Path("/proc/nothing")):
+        with pytest.raises(paths.FolderTaken, match="choose another"):
+            paths.check_folder(folder, resume=False)
+            paths.claim(folder)
+
+
+def test_a_tilde_is_the_home_folder(config):
+    run = config.run.model_copy(update={"output_dir": "~/somewhere"})
+    changed = config.model_copy(update={"run": run})
+    assert paths.output_folder(changed) == pathlib.Path.home() / "somewhere"

@@ -182,6 +182,7 @@ def test_a_killed_worker_is_replaced_and_nothing_changes(start, undisturbed):
     os.kill(service.pid_of("rollout-0"), signal.SIGKILL)
     assert service.wait() == 0, service.text
     assert "rollout-0 failed, restart 1 of 3" in service.text
+    assert "rollout-0 is back: process" in service.text
     assert service.lines("metrics")[-1]["workers/restarts"] == 1
     same_training(service, undisturbed)
 
@@ -207,15 +208,41 @@ def test_a_signal_ends_in_a_checkpoint_and_resume_goes_on_as_if_nothing(
     same_training(resumed, undisturbed)
 
 
-def test_a_signal_at_start_leaves_nothing(start):
+@pytest.mark.parametrize("signum, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_at_start_leaves_nothing_that_blocks_the_next(start, signum, code):
     service = start()
     service.wait_for(lambda: "outputs in" in service.text, "the start")
-    time.sleep(3)
+    time.sleep(1)
     processes = service.descendants()
-    service.process.send_signal(signal.SIGINT)
-    assert service.wait(60) == 130, service.text
+    service.process.send_signal(signum)
+    assert service.wait(60) == code, service.text
+    assert service.status["state"] == "interrupted"
     _, alive = psutil.wait_procs(processes, timeout=30)
     assert not alive
+    again = start("--set", "placement.rollout.cpus=64")
+    assert again.wait(120) == 3, again.text
+
+
+def test_a_second_signal_ends_at_once_and_says_so(start):
+    service = start()
+    service.wait_for_step(1)
+    service.process.send_signal(signal.SIGTERM)
+    service.wait_for(lambda: "interrupted by SIGTERM" in service.text, "the first to be heard")
+    service.process.send_signal(signal.SIGTERM)
+    assert service.wait(30) == 143
+    assert service.status["state"] == "interrupted"
+    assert "second signal" in service.status["reason"] or service.status["last_checkpoint"]
+
+
+def test_a_resume_of_another_run_is_refused_before_anything_starts(start, undisturbed):
+    for arguments, message in (
+        (["--set", "run.seed=4"], "put run.seed back"),
+        ([], "run.steps a higher number"),
+    ):
+        resumed = start("--resume", *arguments, "--set", f"run.output_dir={undisturbed.out}")
+        assert resumed.wait(60) == 2, resumed.text
+        assert message in resumed.text
+        assert undisturbed.status["state"] == "finished", "the books stay as they were"
 
 
 def test_a_killed_learner_ends_the_run_with_its_name(start):
@@ -234,6 +261,8 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_named(start, undisturbed
     newest = max((tmp_path / "out" / "checkpoints").iterdir())
     victim = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     victim.write_bytes(victim.read_bytes()[:-1])
+    status = json.loads((tmp_path / "out" / "status.json").read_text())
+    (tmp_path / "out" / "status.json").write_text(json.dumps({**status, "state": "failed"}))
     service = start("--resume")
     assert service.wait() == 0, service.text
     assert f"checkpoint skipped: {newest.name}" in service.text

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -36,3 +38,18 @@ def test_an_acknowledged_signal_lets_the_orderly_end_wait(stop):
     os.kill(os.getpid(), signal.SIGTERM)
     stop.acknowledge()
     stop.check()
+
+
+def test_a_further_signal_ends_the_process_at_once_and_leaves_a_word(tmp_path):
+    code = (
+        "import os, signal, sys\n"
+        "from driver.signals import StopSignal\n"
+        "stop = StopSignal()\n"
+        "stop.install()\n"
+        "stop.before_abort = lambda code: print('aborted', code, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "print('not reached')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (143, "aborted 143\n")

@@ -1,3 +1,4 @@
+import errno
 import json
 import signal
 
@@ -75,3 +76,15 @@ def test_a_replaced_file_is_whole_and_leaves_no_temporary_behind(tmp_path):
 
 def test_exception_without_a_code_is_a_failure():
     assert exit_code_of(ValueError("x")) is ExitCode.FAILED
+
+
+def test_a_full_disk_at_the_end_does_not_hide_the_reason(tmp_path, monkeypatch, capsys):
+    status = StatusFile(tmp_path, run="demo", run_id="r1")
+
+    def full(self):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(StatusFile, "_write", full)
+    with pytest.raises(ZeroDivisionError), status.tracked():
+        raise ZeroDivisionError("the reason")
+    assert "status.json: No space left on device" in capsys.readouterr().err

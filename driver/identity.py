@@ -1,0 +1,77 @@
+"""What a run must keep over a resume, written down when it starts and compared when it goes on.
+
+A checkpoint of another seed, other prompts, another model or another optimiser would load, or fail
+late, and train something that nobody asked for.
+"""
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+
+from driver.config import RunConfig
+from driver.errors import RunError
+from models.config import ModelConfig
+
+FILE = "identity.json"
+
+KEYS = {
+    "seed": "run.seed",
+    "prompts": "data.train, the tokenizer or rollout.max_prompt_tokens",
+    "model": "model.path",
+    "optimizer": "learner.optimizer.name",
+}
+"""Entry of the file -> the configuration key that decides it."""
+
+
+class NotResumable(RunError):
+    """--resume cannot go on from what the output folder holds."""
+
+    exit_code = 2
+
+
+def identity_of(config: RunConfig, model: ModelConfig, prompts_digest: str) -> dict[str, str]:
+    """What is compared, as short texts."""
+    shape = json.dumps(dataclasses.asdict(model), sort_keys=True)
+    return {
+        "seed": str(config.run.seed),
+        "prompts": prompts_digest,
+        "model": hashlib.sha256(shape.encode()).hexdigest(),
+        "optimizer": config.learner.optimizer.name,
+    }
+
+
+def note(folder: pathlib.Path, identity: dict[str, str]) -> None:
+    """Writes the identity of a run that starts."""
+    (folder / FILE).write_text(json.dumps(identity, indent=1))
+
+
+def check(folder: pathlib.Path, identity: dict[str, str], *, steps: int) -> None:
+    """Holds a resume to the run that the folder holds.
+
+    Raises:
+        NotResumable: if there is no run, it is finished, or it was another one; names the key.
+    """
+    path = folder / FILE
+    if not path.is_file():
+        raise NotResumable(
+            f"--resume: {folder} holds no run of this program: correct run.name or "
+            "run.output_dir, or start without --resume"
+        )
+    before = json.loads(path.read_text())
+    changed = [name for name in KEYS if before.get(name) != identity[name]]
+    if changed:
+        name = changed[0]
+        values = f" ({before.get(name)} then, {identity[name]} now)" if name != "prompts" else ""
+        raise NotResumable(
+            f"--resume: the run in {folder} was started with another {name}{values}: put "
+            f"{KEYS[name]} back, or start a new run"
+        )
+    status = folder / "status.json"
+    if status.is_file():
+        last = json.loads(status.read_text())
+        if last["state"] == "finished" and last["step"] >= steps:
+            raise NotResumable(
+                f"--resume: the run in {folder} finished its {last['step']} steps; give run.steps "
+                "a higher number to train on"
+            )
