@@ -5,16 +5,15 @@ the next policy version, close the books.
 """
 
 import contextlib
-import dataclasses
 import errno
 import math
 import pathlib
 import secrets
 import time
-from typing import Any
 
 import ray
 
+from driver.batch import collect_groups
 from driver.cluster import check_bind_host, connect, reserve
 from driver.config import RunConfig
 from driver.errors import RunError
@@ -27,7 +26,6 @@ from driver.specs import learner_spec, rollout_spec
 from driver.status import ExitCode, StatusFile
 from driver.supervisor import Supervisor, WorkersLost
 from driver.view import Accuracy, RunSummary, StepView, step_row, summary_lines
-from rollout_worker.actor import GroupReport
 from services.tls import RunAuthority
 
 RECENT_STEPS = 10
@@ -106,30 +104,6 @@ def _readable(folder: pathlib.Path):
             path.write_text(error.details)
             error.args = (f"{error} (traceback: {path})",)
         raise
-
-
-@dataclasses.dataclass
-class CollectedGroups:
-    """What the workers delivered in one step."""
-
-    kept: list[str] = dataclasses.field(default_factory=list)
-    """Group ids to train on, in the order of the data."""
-    dropped: list[str] = dataclasses.field(default_factory=list)
-    """Group ids in the learner's buffer that were replaced."""
-    reports: list[GroupReport] = dataclasses.field(default_factory=list)
-    samples: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-
-    def metrics(self) -> dict[str, float]:
-        """Of all groups that were sampled, also those that were replaced."""
-        scored = sum(report.scored for report in self.reports)
-        total = sum(report.reward_sum for report in self.reports)
-        equal = sum(report.zero_variance for report in self.reports)
-        return {
-            "reward/total/mean": total / scored if scored else math.nan,
-            "rollout/zero_variance_fraction": equal / len(self.reports),
-            "rollout/resampled_groups": float(len(self.dropped)),
-            "rollout/tokens": float(sum(report.completion_tokens for report in self.reports)),
-        }
 
 
 class Session:
@@ -294,7 +268,14 @@ class Session:
         A signal ends it before the learner was asked for the update, or not at all.
         """
         started = time.monotonic()
-        batch = self._collect_groups()
+        algorithm = self._config.algorithm
+        batch = collect_groups(
+            self._book,
+            lambda leases: self._supervisor.rollout(leases, self._version),
+            wanted=self._config.rollout.prompts_per_step,
+            rounds=1 + algorithm.resample_rounds,
+            resample=algorithm.zero_variance == "resample",
+        )
         rollout_s = time.monotonic() - started
         metrics: dict[str, float] = {"train/update_skipped": 1.0}
         if batch.kept:
@@ -324,36 +305,6 @@ class Session:
             "time/train/update_s": update_s,
             "workers/restarts": float(self._supervisor.restarts),
         }
-
-    def _collect_groups(self) -> CollectedGroups:
-        """Has enough prompts completed, replacing groups of equal rewards where configured."""
-        wanted = self._config.rollout.prompts_per_step
-        resample = self._config.algorithm.zero_variance == "resample"
-        batch = CollectedGroups()
-        for _ in range(1 + self._config.algorithm.resample_rounds):
-            leases = self._book.lease(wanted - len(batch.kept))
-            for report in self._supervisor.rollout(leases, self._version):
-                batch.samples += report.samples
-                for group in report.groups:
-                    self._sort_in(group, batch, resample)
-            if len(batch.kept) == wanted:
-                break
-        batch.kept.sort()
-        batch.dropped.sort()
-        return batch
-
-    def _sort_in(self, group: GroupReport, batch: CollectedGroups, resample: bool) -> None:
-        """Decides whether one delivered group is trained on."""
-        batch.reports.append(group)
-        if group.outcome == "duplicate":
-            self._book.end(group.group_id, TrajectoryState.DUPLICATE)
-        if group.outcome == "stale":
-            self._book.end(group.group_id, TrajectoryState.DROPPED_STALE)
-        elif resample and group.zero_variance:
-            self._book.end(group.group_id, TrajectoryState.DROPPED_ZERO_VARIANCE)
-            batch.dropped.append(group.group_id)
-        else:
-            batch.kept.append(group.group_id)
 
     def _eval_is_due(self) -> bool:
         settings = self._config.eval
