@@ -11,12 +11,15 @@ from pydantic import Field, model_validator
 from learner.config import AlgorithmConfig, LearnerConfig, Section
 from rollout_worker.config import DataConfig, RewardConfig, RolloutConfig
 
+WEEK_S = 604_800.0
+"""Longest wait of a run: past it a deadline is as good as none."""
+
 
 class RunSection(Section):
     """What the run is called, how long it is, and where it writes."""
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]+$")
-    steps: int = Field(default=100, ge=1)
+    steps: int = Field(default=100, ge=1, le=10**9)
     seed: int = Field(default=0, ge=0, lt=2**31)
     output_dir: str = "runs/{name}"
     """Folder of logs, checkpoints and exports, relative to where the run starts; `{name}` and
@@ -45,8 +48,8 @@ class WeightsConfig(Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     chunk_bytes: int = Field(default=2 * 2**20, ge=1024, le=3 * 2**20)
     streams: int = Field(default=2, ge=1, le=16)
-    timeout_s: float = Field(default=600.0, gt=0)
-    keep_versions: int = Field(default=2, ge=1)
+    timeout_s: float = Field(default=600.0, ge=0.01, le=WEEK_S)
+    keep_versions: int = Field(default=2, ge=1, le=64)
     """Published versions that the learner holds in host memory."""
 
 
@@ -68,8 +71,8 @@ class EvalConfig(Section):
     at_end: bool = True
     prompts: int | None = Field(default=None, ge=1)
     """The first so many of data.eval; null takes all."""
-    samples_per_prompt: int = Field(default=1, ge=1)
-    temperature: float = Field(default=0.0, ge=0)
+    samples_per_prompt: int = Field(default=1, ge=1, le=65_536)
+    temperature: float = Field(default=0.0, ge=0, le=100)
     """0 is greedy."""
     pass_k: tuple[int, ...] = (1,)
 
@@ -80,6 +83,10 @@ class EvalConfig(Section):
             raise ValueError(
                 f"eval.pass_k={list(self.pass_k)} must lie between 1 and "
                 f"samples_per_prompt={self.samples_per_prompt}"
+            )
+        if 0 < self.temperature < 0.01:
+            raise ValueError(
+                f"eval.temperature={self.temperature:g} must be 0 (greedy) or at least 0.01"
             )
         if self.samples_per_prompt > 1 and self.temperature == 0:
             raise ValueError(
@@ -124,10 +131,10 @@ class PlacementConfig(Section):
     """Address the learner's gRPC server listens on: 0.0.0.0 on a cluster of several hosts."""
     learner_port: int = Field(default=0, ge=0, le=65535)
     """Port of that server; 0 takes a free one."""
-    startup_timeout_s: float = Field(default=300.0, gt=0)
-    resources_timeout_s: float = Field(default=60.0, gt=0)
+    startup_timeout_s: float = Field(default=300.0, ge=0.01, le=WEEK_S)
+    resources_timeout_s: float = Field(default=60.0, ge=0.01, le=WEEK_S)
     """How long the cluster may take to offer what is asked."""
-    step_timeout_s: float = Field(default=3600.0, gt=0)
+    step_timeout_s: float = Field(default=3600.0, ge=0.01, le=WEEK_S)
     worker_restarts: int = Field(default=3, ge=0)
     """Restarts of rollout workers in the whole run."""
 

@@ -1,7 +1,8 @@
 """Append-only logs of one JSON object a line, strict JSON, rewound at a resume without loss.
 
 A number that is not finite has no JSON form: it is written as the text "NaN", "Infinity" or
-"-Infinity", and the line lists its key under `nonfinite`.
+"-Infinity", and the line lists its key under `nonfinite`. A lone surrogate, which UTF-8 cannot
+encode, is written as the six characters `\\udXXX` of its escape.
 """
 
 import io
@@ -24,9 +25,9 @@ def strict_record(record: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: naming the key of a value that JSON has no form for.
     """
     nonfinite: list[str] = []
-    strict = {key: _strict(value, key, nonfinite) for key, value in record.items()}
+    strict = {_encodable(key): _strict(value, key, nonfinite) for key, value in record.items()}
     if nonfinite:
-        strict["nonfinite"] = nonfinite
+        strict["nonfinite"] = [_encodable(key) for key in nonfinite]
     return strict
 
 
@@ -39,7 +40,7 @@ def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
     """The records of a log; an unfinished last line, left by a crash, is skipped."""
     if not path.exists():
         return []
-    records = (_parse(line) for line in path.read_text(encoding="utf-8").split("\n") if line)
+    records = (_parse(line) for line in _read(path).split("\n") if line)
     return [record for record in records if record is not None]
 
 
@@ -69,7 +70,7 @@ class JsonlLog:
             How many lines moved.
         """
         kept, moved = [], []
-        for line in self.path.read_text(encoding="utf-8").split("\n"):
+        for line in _read(self.path).split("\n"):
             if not line:
                 continue
             record = _parse(line)
@@ -111,13 +112,25 @@ def _strict(value: Any, key: str, nonfinite: list[str]) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         nonfinite.append(key)
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, str):
+        return _encodable(value)
+    if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, Mapping):
-        return {str(k): _strict(v, f"{key}.{k}", nonfinite) for k, v in value.items()}
+        return {_encodable(str(k)): _strict(v, f"{key}.{k}", nonfinite) for k, v in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [_strict(v, f"{key}.{i}", nonfinite) for i, v in enumerate(value)]
     raise ValueError(f"{key} is a {type(value).__name__}, which JSON cannot hold")
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _read(path: pathlib.Path) -> str:
+    # A crash may cut a line inside a character. `\xNN` in its place is no JSON: the line stays
+    # unreadable, and the others are not lost with it.
+    return path.read_text(encoding="utf-8", errors="backslashreplace")
 
 
 def _parse(line: str) -> dict[str, Any] | None:

@@ -108,12 +108,13 @@ def asked_devices(config: RunConfig) -> Devices:
         amount = asked[placement.platform]
         whole = amount == int(amount)
         if amount <= 0 or (not whole and (placement.platform == "tpu" or amount > 1)):
-            rule = (
-                "a whole number of chips" if placement.platform == "tpu" else "1, 2, .. or below 1"
-            )
+            rule = "a whole number of chips, at least 1"
+            if placement.platform == "gpu":
+                rule = "1, 2, .. or between 0 and 1"
+            asks = f"{key}.{placement.platform}s"
             raise ConfigError(
-                f"{key}.{placement.platform}s={amount:g} with placement.platform="
-                f"{placement.platform}: must be {rule}"
+                f"{asks}={amount:g} with placement.platform={placement.platform}: must be {rule}; "
+                f"set {asks}=1, or as many as it shall have"
             )
         return math.ceil(amount)
 
@@ -132,6 +133,14 @@ def derive(config: RunConfig, model: ModelConfig, devices: Devices) -> Plan:
     mesh = _checked(
         mesh_shape, data=learner.mesh.data, fsdp=learner.mesh.fsdp, devices=devices.learner
     )
+    if config.sequence_tokens > model.max_position_embeddings:
+        raise ConfigError(
+            f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} + "
+            f"rollout.max_completion_tokens={rollout.max_completion_tokens} = "
+            f"{config.sequence_tokens} positions, but the model at model.path was trained for "
+            f"max_position_embeddings={model.max_position_embeddings}: lower "
+            "rollout.max_prompt_tokens or rollout.max_completion_tokens"
+        )
     _checked(
         check_geometry,
         prompt_tokens=rollout.max_prompt_tokens,

@@ -188,7 +188,7 @@ def _check_section(
         if key is None:
             faults.append(_Fault(dotted, _unknown(dotted)))
             continue
-        if value is None and not key.optional and key.kind is not Kind.LEAF:
+        if value is None and not key.optional and key.kind in (Kind.SECTION, Kind.FREE):
             continue  # a section whose keys are all commented out takes its defaults
         checked = _check_value(value, key, dotted, faults)
         if checked is not _REFUSED:
@@ -223,8 +223,10 @@ def _check_value(value: Any, key: Key, dotted: str, faults: list[_Fault]) -> Any
             return refuse(f"{_shown(value)} is not a mapping: write it as {{name: value}}")
         problem = _free_problem(value)
         return refuse(problem) if problem else value
-    if isinstance(value, str) and _SECRET_URL.search(value):
-        return refuse("holds a password in a URL: secrets belong in the environment, not here")
+    for text in value if isinstance(value, list) else [value]:
+        problem = _text_problem(text) if isinstance(text, str) else ""
+        if problem:
+            return refuse(problem)
     if isinstance(value, bool) and key.types and bool not in key.types and key.types != {str}:
         return refuse(f"{_shown(value)} is not a number")
     if key.types == {str} and isinstance(value, int | float):
@@ -246,13 +248,22 @@ def _free_problem(value: Any, name: str = "") -> str:
         return ""
     if isinstance(value, list):
         return next((problem for item in value if (problem := _free_problem(item, name))), "")
-    if isinstance(value, str) and _SECRET_URL.search(value):
-        return f"{name} holds a password in a URL: secrets belong in the environment, not here"
+    if isinstance(value, str):
+        problem = _text_problem(value)
+        return f"{name} {problem}" if problem else ""
     if isinstance(value, float) and not math.isfinite(value):
         return f"{name}={value} is not finite: give a finite number"
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or isinstance(value, bool | int | float):
         return ""
     return f"{name} is a {type(value).__name__}: only text, numbers, booleans, lists and mappings"
+
+
+def _text_problem(text: str) -> str:
+    if _SECRET_URL.search(text):
+        return "holds a password in a URL: secrets belong in the environment, not here"
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        return f"{_shown(text)} holds half a surrogate pair, which is no text: write UTF-8"
+    return ""
 
 
 def _pydantic_faults(error: ValidationError, known: list[_Fault]) -> list[_Fault]:
@@ -260,9 +271,13 @@ def _pydantic_faults(error: ValidationError, known: list[_Fault]) -> list[_Fault
     found = []
     for detail in error.errors(include_url=False):
         dotted = ".".join(str(part) for part in detail["loc"]) or "configuration"
-        follows = detail["type"] == "missing" and any(
-            fault.key == dotted or fault.key.startswith(f"{dotted}.") for fault in known
+        # A rule of a whole section, or one that spans sections, cannot be judged while a key of it
+        # is refused: its default would stand in for it.
+        about_it = (
+            not detail["loc"] or fault.key == dotted or fault.key.startswith(f"{dotted}.")
+            for fault in known
         )
+        follows = detail["type"] in ("missing", "value_error") and any(about_it)
         if not follows:
             found.append(_Fault(dotted, _rule(detail)))
     return found

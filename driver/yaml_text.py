@@ -12,6 +12,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 _NOT_IN_YAML_12 = ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:value")
+_MAX_DEPTH = 64
 _STRING_TAG = "tag:yaml.org,2002:str"
 
 
@@ -19,10 +20,14 @@ def parse_yaml(text: str, lines: dict[str, int] | None = None) -> Any:
     """Reads one YAML 1.2 document of plain values; fills `lines` with the line of each dotted key.
 
     Raises:
-        YAMLError: for a syntax error, a duplicate key, a second document or a foreign tag.
+        YAMLError: for a syntax error, a duplicate key, a second document, a foreign tag, or more
+            nesting than any configuration has.
     """
     yaml = YAML(typ="safe", pure=True)
-    node = yaml.compose(text)
+    try:
+        node = yaml.compose(text)
+    except RecursionError:
+        raise YAMLError(f"nested more than {_MAX_DEPTH} levels deep") from None
     if node is None:
         return None
     _walk(node, "", {} if lines is None else lines, set(), ())
@@ -35,8 +40,12 @@ def _walk(
     """Visits every node once: undoes dates and a lone `=`, and notes the line of each key.
 
     Raises:
-        MarkedYAMLError: if an alias stands inside what it names, which would have no end.
+        MarkedYAMLError: if an alias stands inside what it names, which would have no end, or if
+            the node is nested too deeply.
     """
+    if len(around) > _MAX_DEPTH:
+        problem = f"nested more than {_MAX_DEPTH} levels deep"
+        raise MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
     if any(node is outer for outer in around):
         raise MarkedYAMLError(problem="an alias contains itself", problem_mark=node.start_mark)
     if id(node) in seen:

@@ -16,22 +16,22 @@ class AlgorithmConfig(Section):
 
     advantage: Literal["group_norm", "group_centre"] = "group_norm"
     """`group_norm` divides by the group's standard deviation (GRPO), `group_centre` does not."""
-    advantage_eps: float = Field(default=1e-6, gt=0)
+    advantage_eps: float = Field(default=1e-6, ge=1e-12, le=1)
     """Keeps the division by the standard deviation finite; in reward units."""
     aggregation: Literal["token_mean", "seq_mean", "constant"] = "token_mean"
     """`constant` divides by sequences x max_completion_tokens (Dr. GRPO)."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     """The ratio is held above 1 - clip_low."""
-    clip_high: float = Field(default=0.2, gt=0)
+    clip_high: float = Field(default=0.2, gt=0, le=1e6)
     """The ratio is held below 1 + clip_high."""
-    kl_coef: float = Field(default=0.0, ge=0)
+    kl_coef: float = Field(default=0.0, ge=0, le=1000)
     """Weight of the penalty against the frozen reference policy; 0 keeps no reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    entropy_coef: float = Field(default=0.0, ge=0)
+    entropy_coef: float = Field(default=0.0, ge=0, le=1000)
     """Weight of the entropy bonus in nats per token."""
     zero_variance: Literal["keep", "mask", "resample"] = "keep"
     """What happens to a group whose rewards are all equal."""
-    resample_rounds: int = Field(default=3, ge=1)
+    resample_rounds: int = Field(default=3, ge=1, le=1000)
     """With `resample`: how often a step may ask for more prompts before it trains on fewer."""
     truncated: Literal["keep", "mask"] = "keep"
     """`mask` leaves completions that ended by length out of the loss, not out of the baseline."""
@@ -41,7 +41,7 @@ class OptimizerConfig(Section):
     """One optax chain: clip by global norm, then the named rule with a schedule."""
 
     name: Literal["adamw", "lion", "sgd"] = "adamw"
-    learning_rate: float = Field(default=1e-6, ge=0)
+    learning_rate: float = Field(default=1e-6, ge=0, le=1)
     """The peak, reached after `warmup_steps`."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(default=0, ge=0)
@@ -49,10 +49,10 @@ class OptimizerConfig(Section):
     """The rate at the last step, as a fraction of the peak."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.999, ge=0, lt=1)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
+    eps: float = Field(default=1e-8, ge=1e-30, le=1)
+    weight_decay: float = Field(default=0.0, ge=0, le=1000)
     """Applied to matrices only, never to norms and biases."""
-    clip_norm: float = Field(default=1.0, gt=0)
+    clip_norm: float = Field(default=1.0, ge=1e-12)
 
 
 class MeshConfig(Section):
@@ -75,9 +75,9 @@ class MeshConfig(Section):
 class LearnerConfig(Section):
     """How one batch of groups becomes one optimiser step."""
 
-    microbatch_tokens: int = Field(default=8192, ge=16)
+    microbatch_tokens: int = Field(default=8192, ge=16, le=2**24)
     """Token slots of one micro-batch on one device, padding included."""
-    updates_per_batch: int = Field(default=1, ge=1)
+    updates_per_batch: int = Field(default=1, ge=1, le=1000)
     """Optimiser updates on the same groups; from the second on the clip has work to do."""
     mesh: MeshConfig = MeshConfig()
     remat: bool = True

@@ -43,6 +43,8 @@ EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 _NAMES_IN_MESSAGE = 12
 _ROWS_AT_ONCE = 8192
+_VALUES_AT_ONCE = 2**22
+_EXPONENT_BITS = {np.dtype(ml_dtypes.bfloat16): 0x7F80, np.dtype(np.float16): 0x7C00}
 
 
 class SavesFiles(Protocol):
@@ -245,21 +247,25 @@ def check_model_files(path: str) -> None:
 
 
 def load_model(path: str) -> LoadedModel:
-    """Reads config and weights into host memory; checks all headers first.
+    """Reads config and weights into host memory; checks all headers first, and every value.
 
     Args:
         path: HF folder, .gguf file, or hub id.
 
     Raises:
-        ValueError: naming the file and the tensors at fault.
+        ValueError: naming the file and the tensors at fault, such as one that holds a NaN.
     """
     place = locate(path, weights=True)
     if is_gguf(place):
         file = _checked_gguf(place)
-        params = _build(file.read, file.config, stacked=True)
+        params = _build(
+            lambda name: _finite(file.read(name), name, place), file.config, stacked=True
+        )
         return LoadedModel(file.config, params, None, "gguf")
     config, table = _checked_folder(place)
-    params = _build(lambda name: map_tensor(table[name]), config, stacked=True)
+    params = _build(
+        lambda name: _finite(map_tensor(table[name]), name, table[name].path), config, stacked=True
+    )
     if config.tie_word_embeddings and HEAD in table:
         head, embedding = map_tensor(table[HEAD]), map_tensor(table[EMBEDDING])
         if not _equal(head, embedding):
@@ -292,6 +298,27 @@ def _checked_folder(folder: pathlib.Path) -> tuple[ModelConfig, dict[str, Tensor
     listing = folder / (INDEX if (folder / INDEX).is_file() else SINGLE)
     _check_shapes(shapes, config, str(listing), files)
     return config, table
+
+
+def _finite(array: np.ndarray, name: str, path: pathlib.Path) -> np.ndarray:
+    """The array itself, having looked at every value once, in pieces that fit a cache."""
+    flat = array.reshape(-1)
+    for start in range(0, flat.size, _VALUES_AT_ONCE):
+        piece = flat[start : start + _VALUES_AT_ONCE]
+        bits = _EXPONENT_BITS.get(piece.dtype)
+        # numpy tests 16-bit floats value by value; their exponent bits are five times as fast.
+        if bits is None:
+            finite = np.isfinite(piece).all()
+        else:
+            finite = (piece.view(np.uint16) & bits).max() != bits
+        if not finite:
+            first = start + int(np.argmin(np.isfinite(piece)))
+            place = [int(i) for i in np.unravel_index(first, array.shape)]
+            raise ValueError(
+                f"{path}: {name} holds {float(flat[first])} at {place}: weights must be finite; "
+                "fetch or convert the model again"
+            )
+    return array
 
 
 def _equal(left: np.ndarray, right: np.ndarray) -> bool:

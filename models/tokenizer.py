@@ -5,6 +5,7 @@ recorded as ids, and text is only ever a view of them.
 """
 
 import json
+import math
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,18 @@ from models.hf_folder import CONFIG, GENERATION_CONFIG, is_gguf, locate, read_js
 TOKENIZER_CONFIG = "tokenizer_config.json"
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _PROBE = "a completion"
+_QUESTION = "tandem-question-7391"
+_RENDER_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What the expressions of a template may raise; its sandbox bounds ranges by an OverflowError."""
 
 
 class Tokenizer:
@@ -31,19 +44,32 @@ class Tokenizer:
         vocab_size: ids from here on are no tokens, though the embedding may have rows for them.
     """
 
-    def __init__(self, backend, *, source: str, eos_ids: Iterable[int] = ()):
-        """Takes a transformers tokenizer; `eos_ids` are further stop ids of the model's files.
+    def __init__(
+        self, backend, *, source: str, eos_ids: Iterable[int] = (), template_is_given: bool = False
+    ):
+        """Takes a transformers tokenizer.
+
+        Args:
+            source: what messages call it.
+            eos_ids: further stop ids of the model's files.
+            template_is_given: whether model.chat_template replaced the tokenizer's own.
 
         Raises:
-            ValueError: if there is no chat template, it does not render, or nothing stops.
+            ValueError: if there is no chat template, it does not render or leaves the user's text
+                out, or nothing stops.
         """
         self._backend = backend
-        self._source = source
+        self._template = "model.chat_template"
+        self._template_fix = "correct model.chat_template"
+        if not template_is_given:
+            self._template = f"the chat template of {source}"
+            self._template_fix = "set model.chat_template to replace it"
         if not backend.chat_template:
             raise ValueError(
                 f"the tokenizer of {source} has no chat template: set model.chat_template to a "
                 "Jinja template over `messages`"
             )
+        self._check_template_shows_the_user()
         self.vocab_size = len(backend)
         self.bos_id: int | None = backend.bos_token_id
         stop_ids = {*eos_ids, *self._chat_end_ids()}
@@ -95,12 +121,25 @@ class Tokenizer:
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except _RENDER_ERRORS as error:
             raise ValueError(
-                f"the chat template of {self._source} does not render "
-                f"{[message.get('role') for message in messages]}: {error}; set "
-                "model.chat_template to replace it"
+                f"{self._template} does not render "
+                f"{[message.get('role') for message in messages]}: "
+                f"{str(error) or type(error).__name__}; {self._template_fix}"
             ) from error
+
+    def _check_template_shows_the_user(self) -> None:
+        """Without the user's text every prompt would be the same."""
+        question = [{"role": "user", "content": _QUESTION}]
+        if _QUESTION in self._render(question, add_generation_prompt=True):
+            return
+        template = self._backend.chat_template
+        shown = repr(template[:60]) + ("..." if len(template) > 60 else "")
+        hint = "" if "{" in template else "; it must be the text of a template, not a path"
+        raise ValueError(
+            f"{self._template} leaves the user's text out of the prompt: {shown} must render "
+            f"messages[i]['content']{hint}; {self._template_fix}"
+        )
 
     def _chat_end_ids(self) -> set[int]:
         """The special token that the template puts after an assistant's turn, if there is one."""
@@ -148,7 +187,12 @@ def load_tokenizer(
             f"{model_path} embeds only {model_rows}: they do not belong together"
         )
     eos_ids = model_eos | {_single_token(backend, text) for text in stop_tokens}
-    return Tokenizer(backend, source=tokenizer or model_path, eos_ids=eos_ids)
+    return Tokenizer(
+        backend,
+        source=tokenizer or model_path,
+        eos_ids=eos_ids,
+        template_is_given=chat_template is not None,
+    )
 
 
 def _folder_backend(folder: pathlib.Path):
@@ -189,11 +233,26 @@ def _model_facts(place: pathlib.Path) -> tuple[set[int], int | None]:
         file = open_gguf(place)
         keys = (f"tokenizer.ggml.{role}_token_id" for role in ("eos", "eot", "eom"))
         eos = {file.metadata[key] for key in keys if key in file.metadata}
+        _check_eos(eos, file.config.vocab_size, place)
         return eos, file.config.vocab_size
     config = read_json_if_there(place / CONFIG)
     generation = read_json_if_there(place / GENERATION_CONFIG)
-    eos = _ids(config, place / CONFIG) | _ids(generation, place / GENERATION_CONFIG)
-    return eos, config.get("vocab_size")
+    rows = config.get("vocab_size")
+    eos = set()
+    for content, name in ((config, CONFIG), (generation, GENERATION_CONFIG)):
+        named = _ids(content, place / name)
+        _check_eos(named, rows, place / name)
+        eos |= named
+    return eos, rows
+
+
+def _check_eos(eos: set[int], rows: int | None, path: pathlib.Path) -> None:
+    beyond = sorted(token_id for token_id in eos if token_id < 0 or token_id >= (rows or math.inf))
+    if beyond:
+        raise ValueError(
+            f"{path}: the end-of-sequence id {beyond[0]} is no token of the model, whose "
+            f"vocabulary has {rows} rows (0 to {(rows or 0) - 1}): correct the file"
+        )
 
 
 def _ids(content: Mapping[str, Any], path: pathlib.Path) -> set[int]:

@@ -4,6 +4,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from rollout_worker.procedural import MAX_ITEMS, PREFIX
+
 
 class Section(BaseModel):
     """A frozen configuration section that forbids unknown keys and non-finite numbers."""
@@ -22,9 +24,9 @@ class SourceConfig(Section):
     """Split of an HF dataset; other sources ignore it."""
     subset: str | None = None
     """Configuration name of an HF dataset, such as `main` of openai/gsm8k."""
-    size: int | None = Field(default=None, ge=1)
+    size: int | None = Field(default=None, ge=1, le=10**9)
     """At most this many items; required for reasoning_gym, which could go on for ever."""
-    skip: int = Field(default=0, ge=0)
+    skip: int = Field(default=0, ge=0, le=10**9)
     """Items left out at the start of the source, to hold a split apart."""
     seed: int = 0
     """Seed of a reasoning_gym task; other sources ignore it."""
@@ -32,6 +34,26 @@ class SourceConfig(Section):
     """Parameters of a reasoning_gym task, such as `{min_terms: 2}`."""
     question_field: str = "question"
     answer_field: str = "answer"
+
+    @property
+    def is_procedural(self) -> bool:
+        """Whether a reasoning_gym task makes the items."""
+        return self.source.startswith(PREFIX)
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.params and not self.is_procedural:
+            raise ValueError(
+                f"params={self.params} belong to a {PREFIX}<task> source, but source is "
+                f"{self.source!r}: remove params"
+            )
+        last = self.skip + (self.size or 0)
+        if self.is_procedural and last > MAX_ITEMS:
+            raise ValueError(
+                f"skip + size = {last} items of {self.source}, but at most {MAX_ITEMS} are made, "
+                "since all prompts are loaded at the start: lower size or skip"
+            )
+        return self
 
 
 class DataConfig(Section):
@@ -60,22 +82,22 @@ class DecodeConfig(Section):
     attention: Literal["bf16", "f32"] = "bf16"
     """Dtype of the attention operands; scores, softmax and sums are float32 in both."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    batch_rows: int = Field(default=64, ge=1)
+    batch_rows: int = Field(default=64, ge=1, le=65_536)
     """Completions decoded at once."""
-    cache_tokens: int | None = Field(default=None, ge=1)
+    cache_tokens: int | None = Field(default=None, ge=1, le=2**24)
     """KV slots of one row; null derives max_prompt_tokens + max_completion_tokens."""
 
 
 class RolloutConfig(Section):
     """How prompts become groups of completions."""
 
-    workers: int = Field(default=2, ge=1)
-    prompts_per_step: int = Field(default=16, ge=1)
-    completions_per_prompt: int = Field(default=8, ge=2)
+    workers: int = Field(default=2, ge=1, le=4096)
+    prompts_per_step: int = Field(default=16, ge=1, le=1_000_000)
+    completions_per_prompt: int = Field(default=8, ge=2, le=65_536)
     """The group; one completion has no baseline."""
-    max_prompt_tokens: int = Field(default=512, ge=1)
-    max_completion_tokens: int = Field(default=1024, ge=1)
-    temperature: float = Field(default=1.0, gt=0)
+    max_prompt_tokens: int = Field(default=512, ge=1, le=2**23)
+    max_completion_tokens: int = Field(default=1024, ge=1, le=2**23)
+    temperature: float = Field(default=1.0, ge=0.01, le=100)
     """Of the sampled distribution; behaviour logprobs and the loss use the same."""
     max_staleness: int = Field(default=0, ge=0)
     """Oldest policy version trained on, in versions behind the current one."""
@@ -111,7 +133,7 @@ class RewardFunctionConfig(Section):
 
     name: str
     """`gsm8k_answer`, `math_verify`, `format`, `reasoning_gym`, or `package.module:function`."""
-    weight: float = 1.0
+    weight: float = Field(default=1.0, ge=-1e6, le=1e6)
     params: dict[str, Any] = {}
 
 
@@ -119,9 +141,9 @@ class RewardConfig(Section):
     """The scorers, and the bounds on the child processes that run them."""
 
     functions: tuple[RewardFunctionConfig, ...] = (RewardFunctionConfig(name="gsm8k_answer"),)
-    timeout_s: float = Field(default=5.0, gt=0)
+    timeout_s: float = Field(default=5.0, ge=0.01, le=3600)
     """Wall-clock bound of one completion's scoring; past it the child is killed."""
-    processes: int = Field(default=1, ge=1)
+    processes: int = Field(default=1, ge=1, le=1024)
     """Child processes of each rollout worker."""
 
     @model_validator(mode="after")
@@ -129,4 +151,9 @@ class RewardConfig(Section):
         names = [function.name for function in self.functions]
         if not names or len(set(names)) != len(names):
             raise ValueError(f"reward.functions needs one or more different names, got {names}")
+        if not any(function.weight for function in self.functions):
+            raise ValueError(
+                "the weights of reward.functions are all 0, so there is nothing to learn from: "
+                "give at least one another weight"
+            )
         return self

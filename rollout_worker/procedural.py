@@ -6,9 +6,12 @@ again in a child process to let the task score an answer.
 
 import dataclasses
 import difflib
+import typing
 from typing import Any
 
 PREFIX = "reasoning_gym:"
+MAX_ITEMS = 1_000_000
+"""Of one source: all prompts are made and encoded before the first step."""
 
 
 def nearest(name: str, known: list[str]) -> str:
@@ -47,7 +50,24 @@ def make_dataset(task: str, *, seed: int, size: int, params: dict[str, Any]):
             raise ValueError(
                 f"{PREFIX}{task} has no parameter {name!r}{nearest(name, own)}; it knows {own}"
             )
+    _check_types(task, DATASETS[task][1], params)
     try:
         return reasoning_gym.create_dataset(task, seed=seed, size=size, **params)
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(f"{PREFIX}{task} refuses {params}: {error}") from error
+
+
+def _check_types(task: str, config: type, params: dict[str, Any]) -> None:
+    """Refuses values of another type than a plain field has; others are left to the task."""
+    hints = typing.get_type_hints(config)
+    for name, value in params.items():
+        wanted = hints.get(name)
+        if wanted not in (bool, int, float, str):
+            continue
+        accepted = (int, float) if wanted is float else wanted
+        wrong_bool = isinstance(value, bool) and wanted is not bool
+        if wrong_bool or not isinstance(value, accepted):
+            raise ValueError(
+                f"{PREFIX}{task}: parameter {name}={value!r} must be of type {wanted.__name__}, "
+                f"got {type(value).__name__}"
+            )

@@ -27,6 +27,7 @@ from rollout_worker.config import SourceConfig
 from rollout_worker.procedural import PREFIX, make_dataset, nearest
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_MAX_DEPTH = 64
 _OTHER_FILES = (".json", ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow", ".yaml", ".yml")
 
 
@@ -133,7 +134,7 @@ def count_shared(train: PromptSet, held_out: PromptSet) -> int:
 def _records(source: SourceConfig) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """Yields (index in the source, place for error messages, record in JSON values)."""
     name = source.source
-    if name.startswith(PREFIX):
+    if source.is_procedural:
         records = _procedural(source)
     elif name.endswith(".jsonl"):
         records = _jsonl(_existing_file(name))
@@ -149,7 +150,11 @@ def _records(source: SourceConfig) -> Iterator[tuple[int, str, dict[str, Any]]]:
     stop = None if source.size is None else source.skip + source.size
     indexed = enumerate(records)
     for index, (place, record) in islice(indexed, source.skip, stop):
-        yield index, place, {str(key): _plain(value) for key, value in record.items()}
+        try:
+            plain = _plain(record)
+        except ValueError as error:
+            raise ValueError(f"{name}, {place}: {error}") from error
+        yield index, place, plain
 
 
 def _existing_file(name: str) -> pathlib.Path:
@@ -177,7 +182,14 @@ def _procedural(source: SourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     }
     dataset = make_dataset(task, seed=origin["seed"], size=origin["size"], params=source.params)
     for index in range(origin["size"]):
-        record = dataset[index]
+        try:
+            record = dataset[index]
+        # Parameters that pass the task's own check may still break it at one item.
+        except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{source.source} cannot make item {index} with params={source.params}: "
+                f"{type(error).__name__}: {error}; change params"
+            ) from error
         yield f"item {index}", {**record, "reasoning_gym": {**origin, "index": index}}
 
 
@@ -195,6 +207,10 @@ def _jsonl(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 record = json.loads(line.decode("utf-8-sig"), parse_constant=_refuse_constant)
             except UnicodeDecodeError as error:
                 raise ValueError(f"{path}, {place} is not UTF-8 ({error}): re-encode it") from error
+            except RecursionError as error:
+                raise ValueError(
+                    f"{path}, {place} is nested more than {_MAX_DEPTH} levels deep: flatten it"
+                ) from error
             except ValueError as error:
                 raise ValueError(
                     f"{path}, {place} is not JSON ({error}): each line must be one object, "
@@ -219,7 +235,7 @@ def _parquet(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 for record in batch.to_pylist():
                     yield f"row {row}", record
                     row += 1
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"{path} cannot be read as Parquet at row {row} ({error}): write it again"
         ) from error
@@ -245,27 +261,58 @@ def _hub(source: SourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
             f"loaded: {type(error).__name__}: {str(error)[:300]}. Check id, subset and split; "
             "without network, give a path ending in .jsonl or .parquet"
         ) from error
-    for row, record in enumerate(dataset):
-        yield f"row {row} of split {source.split!r}", dict(record)
+    row = 0
+    try:
+        for record in dataset:
+            yield f"row {row} of split {source.split!r}", dict(record)
+            row += 1
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+        raise ValueError(
+            f"HF dataset {name!r}, row {row} of split {source.split!r} cannot be read: "
+            f"{type(error).__name__}: {str(error)[:300]}"
+        ) from error
 
 
-def _plain(value: Any) -> Any:
-    """Turns a value into JSON values, since a record crosses process boundaries."""
-    if value is None or isinstance(value, bool | int | str):
+def _plain(value: Any, where: str = "", depth: int = 0) -> Any:
+    """Turns a value into JSON values, since a record crosses process boundaries.
+
+    Raises:
+        ValueError: if a text holds half a surrogate pair, which neither UTF-8 nor a tokenizer can
+            take, or if the value is nested too deeply for the JSON of another process.
+    """
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"the record is nested more than {_MAX_DEPTH} levels deep: flatten it")
+    if value is None or isinstance(value, bool | int):
         return value
+    if isinstance(value, str):
+        return _checked_text(value, where)
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {
+            _checked_text(str(key), "a key"): _plain(each, where or f"field {key!r}", depth + 1)
+            for key, each in value.items()
+        }
     if isinstance(value, list | tuple | set | frozenset | np.ndarray):
-        return [_plain(each) for each in value]
+        return [_plain(each, where, depth + 1) for each in value]
     if isinstance(value, np.generic):
-        return _plain(value.item())
+        return _plain(value.item(), where, depth)
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     if isinstance(value, decimal.Decimal):
         return str(value)
     return repr(value)
+
+
+def _checked_text(text: str, where: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where} holds the lone surrogate {text[error.start]!r} at character {error.start}, "
+            "which is no text: correct the record"
+        ) from error
+    return text
 
 
 def _question_and_answer(record: dict, source: SourceConfig, place: str) -> tuple[str, str]:
@@ -292,6 +339,13 @@ def _question_and_answer(record: dict, source: SourceConfig, place: str) -> tupl
             "fill it in or remove the record"
         )
     try:
-        return question, gold_answer(answer)
+        gold = gold_answer(answer)
     except ValueError as error:
         raise ValueError(f"{source.source}, {place}: {error}") from error
+    # A reasoning-gym task scores by the item it makes again, and the empty text may be its answer.
+    if not gold and not source.is_procedural:
+        raise ValueError(
+            f"{source.source}, {place}: field {source.answer_field!r} is empty: fill it in or "
+            "remove the record"
+        )
+    return question, gold

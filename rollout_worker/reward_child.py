@@ -53,6 +53,16 @@ def take_pipes() -> tuple[BinaryIO, BinaryIO]:
     return requests, replies
 
 
+def described(error: BaseException) -> str:
+    """One line on what a scorer raised, even where its own `__str__` raises."""
+    return encodable(traceback.format_exception_only(error)[-1].strip()[:MESSAGE_CHARS])
+
+
+def encodable(text: str) -> str:
+    """The text with lone surrogates written as escapes, since it goes on as UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 class Guard:
     """Runs foreign code; what it raises becomes a message. Prints the first few tracebacks."""
 
@@ -64,15 +74,14 @@ class Guard:
         try:
             return function(*arguments), ""
         except BadScorer as error:
-            return None, str(error)
+            return None, encodable(str(error))
         # A scorer may raise anything, SystemExit too. Each is its outcome for one completion and
         # must reach the books, which is the opposite of hiding a failure.
         except BaseException as error:
             if self._shown < TRACEBACKS_SHOWN:
                 self._shown += 1
                 traceback.print_exception(error)
-            text = traceback.format_exception_only(error)[-1].strip()
-            return None, text[:MESSAGE_CHARS]
+            return None, described(error)
 
 
 def load(name: str, params: dict) -> Scorer:

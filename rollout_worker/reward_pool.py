@@ -7,6 +7,7 @@ no other completion is touched. Nothing here depends on signals, so any thread m
 
 import dataclasses
 import json
+import logging
 import math
 import os
 import pathlib
@@ -25,8 +26,12 @@ from typing import Any
 from rollout_worker.config import RewardFunctionConfig
 from rollout_worker.rewards import resolve_weights, weighted_total
 
+log = logging.getLogger(__name__)
+
 START_TIMEOUT_S = 60.0
 """Bound on the start of a child, which imports the scorers' modules."""
+SLOW_START_S = 5.0
+"""After which a start that goes on says what it waits for."""
 _STOP_TIMEOUT_S = 5.0
 _MAX_REPLY_BYTES = 1 << 20
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -112,21 +117,26 @@ class RewardChild:
             RuntimeError: if the child dies or is not ready in time, naming the scorer.
         """
         deadline_s = time.monotonic() + timeout_s
+        notice_s = time.monotonic() + SLOW_START_S
         at = "starting Python"
         try:
             self.send(self._setup, deadline_s)
             while True:
+                if notice_s < deadline_s and not self._has_reply_by(notice_s):
+                    log.warning("reward child: still %s, killed after %g s in all", at, timeout_s)
+                    notice_s = math.inf
                 message = self.receive(deadline_s)
                 if "loading" in message:
                     at = f"loading reward function {message['loading']!r}"
                 elif "refused" in message:
-                    raise ValueError(f"reward.functions: {message['refused']}")
+                    raise ValueError(message["refused"])
                 else:
                     return
         except TimeoutError:
             self.kill()
             raise RuntimeError(
-                f"reward child: not ready within {timeout_s:g} s, killed while {at}"
+                f"reward child: not ready within {timeout_s:g} s, killed while {at}: importing "
+                "its module must end"
             ) from None
         except ChildFailed as failure:
             self.kill()
@@ -184,6 +194,14 @@ class RewardChild:
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe
             pipe.close()
+
+    def _has_reply_by(self, moment_s: float) -> bool:
+        try:
+            if b"\n" not in self._received:
+                self._wait(self._output_fd, select.POLLIN, moment_s)
+        except TimeoutError:
+            return False
+        return True
 
     def _wait(self, fd: int, event: int, deadline_s: float) -> None:
         poll = select.poll()

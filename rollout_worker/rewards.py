@@ -22,6 +22,7 @@ import math
 import numbers
 import os
 import re
+import traceback
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
@@ -34,6 +35,9 @@ if typing.TYPE_CHECKING:
     from rollout_worker.config import RewardFunctionConfig
 
 Scorer = Callable[..., Any]
+
+MAX_REWARD = 1e6
+"""Largest absolute reward of a scorer; what lies beyond is a mistake that would drown the rest."""
 
 DEFAULT_FORMAT = r"(?:(?!####).)*(?<![^\n])#### ?[-+]?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?%?\s*"
 """Any text without the marker, then one line `#### number`, then nothing but white space."""
@@ -208,13 +212,18 @@ def resolve(name: str) -> Scorer:
     Runs the module's own code, so it is called only in a child process.
 
     Raises:
-        BadScorer: where there is no such scorer, with what to do. What the module itself raises
-            while it is imported, other than ImportError, travels.
+        BadScorer: where there is no such scorer or its module does not load, with what to do.
     """
     if name in BUILT_INS:
         built_in = BUILT_INS[name]
         if built_in.needs:
-            importlib.import_module(built_in.needs)
+            try:
+                importlib.import_module(built_in.needs)
+            except ImportError as error:
+                raise BadScorer(
+                    f"reward function {name!r} needs the package {built_in.needs}, which does not "
+                    f"import ({error}): install it"
+                ) from error
         return built_in.score
     module_name, colon, attribute = name.partition(":")
     if not colon or not module_name or not attribute:
@@ -222,14 +231,7 @@ def resolve(name: str) -> Scorer:
             f"unknown reward function {name!r}{_nearest_built_in(name)}: built in are "
             f"{', '.join(BUILT_INS)}; your own is written package.module:function"
         )
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise BadScorer(
-            f"reward function {name!r}: cannot import {module_name!r} ({error}); it must be "
-            f"importable from {os.getcwd()} or installed. Built in are {', '.join(BUILT_INS)}"
-            f"{_nearest_built_in(name)}"
-        ) from error
+    module = _import(name, module_name)
     scorer = getattr(module, attribute, None)
     if scorer is None:
         public = [each for each in vars(module) if not each.startswith("_")]
@@ -245,13 +247,64 @@ def resolve(name: str) -> Scorer:
     return scorer
 
 
+def _import(name: str, module_name: str):
+    """Imports a user's module; whatever it raises becomes one line that says where."""
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise BadScorer(
+                f"reward function {name!r}: importing {module_name!r} fails: {error}"
+                f"{_place(error)}; install it beside this package"
+            ) from error
+        raise BadScorer(
+            f"reward function {name!r}: cannot import {module_name!r} ({error}); it must be "
+            f"importable from {os.getcwd()} or installed. Built in are {', '.join(BUILT_INS)}"
+            f"{_nearest_built_in(name)}"
+        ) from error
+    # The module is foreign code: it may raise anything, SystemExit too, and that is the answer.
+    except BaseException as error:
+        text = traceback.format_exception_only(error)[-1].strip()
+        if isinstance(error, SyntaxError):
+            text = f"{type(error).__name__}: {error.msg}"
+        if isinstance(error, SystemExit):
+            text = f"it calls sys.exit({error.code!r})"
+        if isinstance(error, EOFError):
+            text += " (a reward function has no standard input)"
+        text = " ".join(text.split())
+        raise BadScorer(
+            f"reward function {name!r}: importing {module_name!r} fails: {text[:300]}"
+            f"{_place(error)}; correct the module"
+        ) from error
+
+
+def _place(error: BaseException) -> str:
+    """` (file:line)` of what a module raised while it was imported; nothing where it has none."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" ({error.filename}:{error.lineno})"
+    own = ("<frozen ", importlib.__file__, __file__)
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [
+        f"{frame.filename}:{frame.lineno}" for frame in frames if not frame.filename.startswith(own)
+    ]
+    if not places:
+        return ""
+    reached = f", reached from {places[0]}" if len(places) > 1 else ""
+    return f" ({places[-1]}{reached})"
+
+
 def check_params(name: str, scorer: Scorer, params: Mapping[str, Any]) -> None:
     """Refuses parameters that a scorer does not take, and scorers that cannot be called.
 
     Raises:
         BadScorer: naming the parameter, the nearest one known, and those that the scorer takes.
     """
-    signature = inspect.signature(scorer)
+    try:
+        signature = inspect.signature(scorer)
+    except (TypeError, ValueError) as error:
+        raise BadScorer(
+            f"reward function {name!r} must be a plain function of Python: {error}"
+        ) from error
     given = {"answer": "", "prompt": "", "item": {}}
     own = [key for key in list(signature.parameters)[1:] if key not in given]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
@@ -289,24 +342,38 @@ def _number(value: Any, what: str) -> float:
     # Real covers int, float, bool, Fraction and the scalars of numpy.
     if not isinstance(value, numbers.Real):
         raise ValueError(f"{what} must be a number, got {type(value).__name__} {str(value)[:80]!r}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number):
         raise ValueError(f"{what} must be finite, got {number}")
     return number
+
+
+def _bounded(reward: float) -> float:
+    if abs(reward) > MAX_REWARD:
+        raise ValueError(
+            f"a reward must lie between -{MAX_REWARD:g} and {MAX_REWARD:g}, got {reward:g}"
+        )
+    return reward
 
 
 def named_rewards(name: str, result: Any) -> dict[str, float]:
     """Names what a scorer returned: `name` for the reward, `name/variant` for each variant.
 
     Raises:
-        ValueError: if the result is neither a finite number nor a dict of them with `value`.
+        ValueError: if the result is neither a finite number nor a dict of them with `value`, if
+            the reward is beyond MAX_REWARD, or if a variant's name is no text.
     """
     if not isinstance(result, Mapping):
-        return {name: _number(result, "the result")}
+        return {name: _bounded(_number(result, "the result"))}
     if "value" not in result:
         raise ValueError(f"a dict result needs the key 'value', got {sorted(map(str, result))}")
-    rewards = {name: _number(result["value"], "the result's 'value'")}
+    rewards = {name: _bounded(_number(result["value"], "the result's 'value'"))}
     for variant, value in result.items():
+        if not isinstance(variant, str) or not variant.isprintable():
+            raise ValueError(f"the names of variants must be printable text, got {variant!r}")
         if variant != "value":
             rewards[f"{name}/{variant}"] = _number(value, f"the result's {variant!r}")
     return rewards

@@ -276,3 +276,24 @@ def test_a_stuck_tracker_drops_and_counts_and_never_blocks(tmp_path):
     assert warnings[0] == "W&B is slower than training: some of its lines are dropped"
     assert "W&B did not finish within 0.2 s" in warnings[1]
     StuckTracker.release.set()
+
+
+def test_text_that_utf8_cannot_encode_is_written_as_its_escape(tmp_path):
+    log = JsonlLog(tmp_path / "samples.jsonl")
+    log.append({"step": 1, "completion": "half \ud800, whole \U0001f600", "rewards": {"\udc00": 1}})
+    log.append({"step": 2})
+    assert log.rewind(1) == 1
+    log.close()
+    (record,) = read_lines(tmp_path / "samples.jsonl")
+    assert record["completion"] == "half \\ud800, whole \U0001f600"
+    assert record["rewards"] == {"\\udc00": 1}
+
+
+def test_a_line_cut_inside_a_character_spoils_no_other(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    path.write_bytes('{"step": 1}\n{"step": 2, "text": "é'.encode()[:-1])
+    log = JsonlLog(path)
+    assert [record["step"] for record in read_lines(path)] == [1]
+    assert log.rewind(1) == 1
+    log.close()
+    assert path.read_text() == '{"step": 1}\n'

@@ -171,7 +171,7 @@ def test_s05_more_positions_than_the_model_knows_are_refused(cases):
     }
     model = TINY.__class__(**{**vars(TINY), "max_position_embeddings": 24})
     message = refusal(derive, config_of(rollout=rollout), model, ONE)
-    assert "16 prompt + 16 completion tokens" in message
+    assert "rollout.max_prompt_tokens=16 + rollout.max_completion_tokens=16 = 32" in message
     assert "max_position_embeddings=24" in message
 
 
@@ -195,6 +195,9 @@ def test_a_warm_up_that_outlasts_the_run_is_refused():
     [
         ({"platform": "tpu", "learner": {"tpus": 4}}, "placement.rollout.tpus=0"),
         ({"platform": "gpu", "learner": {"gpus": 1.5}}, "placement.learner.gpus=1.5"),
+        ({"platform": "gpu", "learner": {"gpus": 1.5}}, "must be 1, 2, .. or between 0 and 1"),
+        ({"platform": "gpu"}, "set placement.learner.gpus=1"),
+        ({"platform": "gpu", "learner": {"gpus": 1}}, "set placement.rollout.gpus=1"),
         ({"platform": "tpu", "learner": {"tpus": 0.5}}, "must be a whole number of chips"),
         ({"platform": "cpu", "learner": {"gpus": 1}}, "set placement.platform=gpu"),
     ],

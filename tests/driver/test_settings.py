@@ -285,6 +285,7 @@ def test_flow_collections_in_overrides(minimal):
         minimal,
         [
             "model.stop_tokens=[<|im_end|>, </s>]",
+            "data.train.source=reasoning_gym:chain_sum",
             "data.train.params={min_terms: 2, digits: [1, 3]}",
             "data.train.params.max_terms=4",
             "data.eval={source: test.jsonl}",
@@ -378,7 +379,7 @@ def test_dump_loads_back_to_the_equal_configuration(
             "run": {"steps": steps, "resume": resume},
             "model": {"path": "m", "stop_tokens": stop_tokens},
             "data": {
-                "train": {"source": "a.jsonl", "params": params},
+                "train": {"source": "reasoning_gym:x", "params": params},
                 "system_prompt": system_prompt,
                 "question_template": template + "{question}",
             },
@@ -396,3 +397,46 @@ def test_every_run_file_loads_and_is_named_after_itself(path):
     config = load(str(path))
     assert config.run.name.replace("-", "_") in path.stem
     assert config == load(str(path), ["run.seed=0"])
+
+
+@pytest.mark.parametrize(
+    "override, part",
+    [
+        ("reward.functions=null", "reward.functions: null is not allowed"),
+        ("reward.functions.0.weight=0", "the weights of reward.functions are all 0"),
+        ("reward.functions.0.weight=1e9", "must be at most 1000000"),
+        ("reward.timeout_s=1e-9", "must be at least 0.01"),
+        ("weights.timeout_s=0.001", "must be at least 0.01"),
+        ("placement.step_timeout_s=1e300", "must be at most 604800"),
+        ("rollout.workers=5000", "must be at most 4096"),
+        ("rollout.prompts_per_step=10000000", "must be at most 1000000"),
+        ("rollout.decode.batch_rows=1000000", "must be at most 65536"),
+        ("rollout.temperature=1e-40", "must be at least 0.01"),
+        ("eval.temperature=1e-40", "must be 0 (greedy) or at least 0.01"),
+        ("learner.optimizer.learning_rate=3", "must be at most 1"),
+        ("algorithm.advantage_eps=1e-300", "must be at least 1e-12"),
+        ('data.system_prompt="\\ud800"', "holds half a surrogate pair"),
+        ('model.stop_tokens=["\\ud800"]', "holds half a surrogate pair"),
+        ("rollout=5", "rollout: 5 cannot replace a section"),
+        ("rollout.max_completion_tokens=null", "null is not allowed"),
+        ("rollout.max_prompt_tokens=x", "'x' is not a whole number"),
+        ("data.train.params={a: 1}", "belong to a reasoning_gym:<task> source"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_problem_with_its_rule(write, override, part):
+    # microbatch_tokens holds 100 + 100 tokens, but not those of the default lengths.
+    path = write(
+        MINIMAL
+        + "rollout: {max_prompt_tokens: 100, max_completion_tokens: 100}\n"
+        + "learner: {microbatch_tokens: 256}\n"
+        + "reward: {functions: [{name: format}]}\n"
+    )
+    message = refusal(path, override)
+    assert message.startswith("1 problem in") and part in message
+
+
+@pytest.mark.parametrize("depth", [100, 3000, 100_000])
+def test_deep_nesting_is_a_problem_of_the_file(write, minimal, depth):
+    nested = "[" * depth + "]" * depth
+    assert "nested more than 64 levels deep" in refusal(write(MINIMAL + f"run: {nested}\n"))
+    assert "nested more than 64 levels deep" in refusal(minimal, f"data.train.params={nested}")

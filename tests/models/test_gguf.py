@@ -245,3 +245,12 @@ def test_a_header_with_impossible_counts_ends_quickly(tmp_path):
     (tmp_path / "m.gguf").write_bytes(b"GGUF" + (3).to_bytes(4, "little") + b"\xff" * 16)
     with pytest.raises(ValueError, match=r"m\.gguf is cut short or damaged"):
         check_model_files(str(tmp_path / "m.gguf"))
+
+
+def test_weights_that_are_not_finite_are_named_with_the_file(tmp_path):
+    named = named_of("qwen2")
+    named["model.norm.weight"][1] = np.nan
+    path = write_gguf(tmp_path / "m.gguf", "qwen2", named)
+    check_model_files(path)  # reads headers only
+    with pytest.raises(ValueError, match=r"m\.gguf: model\.norm\.weight holds nan at \[1\]"):
+        load_model(path)

@@ -480,3 +480,26 @@ def test_m07_biases(cases, tmp_path):
         for matrix in "qkv":
             assert f"model.layers.{layer}.self_attn.{matrix}_proj.bias" in outcomes[1]
     assert "model.layers.0.self_attn.q_proj.bias" in outcomes[3]
+
+
+# --- values
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_not_finite_are_named_with_file_and_place(tmp_path, dtype, value):
+    named = named_of("qwen2", dtype)
+    name = "model.layers.1.mlp.up_proj.weight"
+    named[name][2, 3] = value
+    path = str(single(tmp_path / "m", "qwen2", named))
+    check_model_files(path)  # reads headers only
+    with pytest.raises(
+        ValueError, match=rf"model\.safetensors: {re.escape(name)} holds -?(nan|inf) at \[2, 3\]"
+    ):
+        load_model(path)
+
+
+def test_the_largest_finite_weights_load(tmp_path):
+    named = named_of("qwen2", BF16)
+    named["model.norm.weight"][0] = ml_dtypes.finfo(BF16).max
+    assert load_model(str(single(tmp_path / "m", "qwen2", named))).kind == "folder"

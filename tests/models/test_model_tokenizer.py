@@ -404,3 +404,36 @@ def test_t03_sampled_ids_stay_what_they_are(cases, tmp_path):
     again = loaded.encode_chat([{"role": "assistant", "content": text}])
     assert again == case["expected"]["wrong_after_reencode"]
     assert given["sampled_ids"] == case["expected"]["ids_in_trajectory"]
+
+
+# --- templates and files that cannot be meant
+
+
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{% for i in range(10**9) %}x{% endfor %}", "Range too big"),
+        ("{{ messages[0].content + 1 }}", "concatenate"),
+        ("{{ 10.0 ** 400 }}", "model.chat_template does not render"),
+        ("{{ messages[0].content | int(base=99) }}", "model.chat_template"),
+        ("Be nice.", r"leaves the user's text out of the prompt: 'Be nice.'"),
+        ("/nope.jinja", "'/nope.jinja' must render .*must be the text of a template, not a path"),
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", "leaves the user's text out"),
+    ],
+)
+def test_a_template_that_cannot_make_prompts_is_refused(folder, template, message):
+    with pytest.raises(ValueError, match=message) as refused:
+        load_tokenizer(folder(), chat_template=template)
+    assert str(refused.value).startswith("model.chat_template ")
+    assert str(refused.value).endswith("correct model.chat_template")
+
+
+@pytest.mark.parametrize("eos", [300, [2, 300], -1])
+def test_a_stop_id_beyond_the_vocabulary_names_its_file(folder, eos):
+    files = {
+        "config.json": {"vocab_size": 300},
+        "generation_config.json": {"eos_token_id": eos},
+    }
+    with pytest.raises(ValueError, match=r"generation_config\.json: .* id (300|-1) is no token"):
+        load_tokenizer(folder(files=files))

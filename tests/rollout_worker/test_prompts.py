@@ -101,6 +101,19 @@ def test_gsm8k_gold_is_what_follows_the_marker(tmp_path):
         ('{"question": "q", "answer": true}', "line 3: field 'answer' must hold text or a number"),
         ('{"question": " ", "answer": "1"}', "line 3: field 'question' is empty"),
         ('{"question": "q", "answer": "so ####"}', "line 3: nothing follows the last ####"),
+        ('{"question": "q", "answer": ""}', "line 3: field 'answer' is empty: fill it in"),
+        ('{"question": "q", "answer": " \\n"}', "line 3: field 'answer' is empty"),
+        (r'{"question": "\ud800", "answer": "1"}', "line 3: field 'question' holds the lone surr"),
+        (
+            r'{"question": "q", "answer": "1", "notes": [{"by": "x\udfff"}]}',
+            r"line 3: field 'notes' holds the lone surrogate '.udfff' at character 1",
+        ),
+        (r'{"question": "q", "answer": "1", "\ud800": 1}', "line 3: a key holds the lone surr"),
+        ("[" * 100_000, "line 3 is nested more than 64 levels deep"),
+        (
+            '{"question": "q", "answer": "1", "tree": ' + "[" * 70 + "]" * 70 + "}",
+            "line 3: the record is nested more than 64 levels deep",
+        ),
     ],
 )
 def test_a_broken_line_is_named_with_file_line_and_fix(tmp_path, line, message):
@@ -230,3 +243,39 @@ def test_real_gsm8k(shared):
     got = load(shared / "data/gsm8k/test.jsonl")
     assert len(got) == 1319 and got.overlong == 0
     assert got.prompts[0].answer == "18" and got.prompts[2].answer == "70000"
+
+
+def test_a_parquet_text_that_is_no_utf8_is_named(tmp_path):
+    array = pyarrow.array([b"fine", b"\xff"]).view(pyarrow.string())
+    table = pyarrow.table({"question": array, "answer": ["1", "2"]})
+    pyarrow.parquet.write_table(table, tmp_path / "bytes.parquet")
+    with pytest.raises(ValueError, match="bytes.parquet cannot be read as Parquet at row 0"):
+        load(tmp_path / "bytes.parquet")
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        ({"size": 10**9}, "= 1000000000 items of reasoning_gym:chain_sum, but at most 1000000"),
+        ({"size": 10**6, "skip": 1}, "= 1000001 items"),
+        ({"size": 10**20}, "less than or equal to"),
+        ({"source": "a.jsonl", "params": {"x": 1}}, "belong to a reasoning_gym:<task> source"),
+    ],
+)
+def test_a_source_that_cannot_be_meant_is_refused(keys, message):
+    with pytest.raises(ValueError, match=message):
+        SourceConfig(**{"source": "reasoning_gym:chain_sum", **keys})
+
+
+@pytest.mark.parametrize(
+    "params, message",
+    [
+        ({"min_terms": "two"}, "parameter min_terms='two' must be of type int, got str"),
+        ({"min_terms": True}, "parameter min_terms=True must be of type int, got bool"),
+        ({"min_terms": 2.5}, "parameter min_terms=2.5 must be of type int, got float"),
+        ({"allow_negation": 1}, "parameter allow_negation=1 must be of type bool, got int"),
+    ],
+)
+def test_a_task_parameter_of_the_wrong_type_is_named(params, message):
+    with pytest.raises(ValueError, match=message):
+        load("reasoning_gym:chain_sum", size=1, params=params)

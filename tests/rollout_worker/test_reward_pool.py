@@ -7,6 +7,7 @@ says.
 import math
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -299,7 +300,7 @@ def test_children_die_with_a_parent_that_is_killed(user_modules, completion):
     [
         (
             [function("gsm8k_anwser")],
-            "unknown reward function 'gsm8k_anwser' .nearest: 'gsm8k_answer'",
+            "'gsm8k_anwser' .nearest: 'gsm8k_answer'",
         ),
         ([function("format"), function("none.rewards:score")], "cannot import 'none.rewards'"),
         ([function("mine:plai")], "has no 'plai' .nearest: 'play'"),
@@ -312,7 +313,7 @@ def test_a_scorer_that_cannot_be_loaded_is_refused_at_the_start(
     user_modules, start, functions, message
 ):
     (user_modules / "broken.py").write_text("1 / 0\n")
-    with pytest.raises(ValueError, match=f"reward.functions: .*{message}"):
+    with pytest.raises(ValueError, match=f"^(unknown )?reward function .*{message}"):
         start(functions)
 
 
@@ -346,3 +347,54 @@ def test_a_module_in_the_working_directory_is_found(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with RewardPool([function("beside:score")], processes=1, timeout_s=5) as pool:
         assert pool.score([request("x")])[0].total == 4.0
+
+
+@pytest.mark.parametrize(
+    "code, message",
+    [
+        ("x = 1\n1 / 0", r"ZeroDivisionError: division by zero \(.*bad_0.py:2\)"),
+        ("x = (\n", r"SyntaxError: '\(' was never closed \(.*bad_1.py:1\)"),
+        ("import sys\nsys.exit(3)", r"it calls sys.exit\(3\) \(.*bad_2.py:2\)"),
+        ("name = input()", r"EOFError.*no standard input\) \(.*bad_3.py:1\)"),
+        ("import nowhere_to_be_found", r"No module named 'nowhere_.* \(.*bad_4.py:1\)"),
+        ("from math import no_such", r"ImportError: cannot import name.* \(.*bad_5.py:1\)"),
+        ("raise ValueError('\\ud800')", r"ValueError: \\ud800 \(.*bad_6.py:1\)"),
+        (
+            "\nimport json; json.loads('')",
+            r".*JSONDecodeError: .*decoder.py:\d+, reached from .*bad_7.py:2\)",
+        ),
+    ],
+)
+def test_what_a_module_does_at_import_is_one_line_with_its_place(
+    user_modules, capfd, request, code, message
+):
+    name = f"bad_{request.node.callspec.indices['code']}"
+    (user_modules / f"{name}.py").write_text(code + "\n")
+    with pytest.raises(ValueError) as refused:
+        validate_functions([function(f"{name}:score")])
+    text = str(refused.value)
+    assert re.match(f"reward function '{name}:score': importing '{name}' fails: {message}", text)
+    assert "\n" not in text and "Traceback" not in capfd.readouterr().err
+
+
+def test_a_slow_import_is_named_while_it_goes_on(user_modules, caplog, monkeypatch):
+    monkeypatch.setattr("rollout_worker.reward_pool.SLOW_START_S", 0.5)
+    (user_modules / "dreamer.py").write_text(
+        "import time; time.sleep(2)\ndef score(completion, **given): return 1.0\n"
+    )
+    validate_functions([function("dreamer:score")])
+    assert "still loading reward function 'dreamer:score'" in caplog.text
+
+
+def test_a_builtin_of_python_is_refused_by_name():
+    with pytest.raises(ValueError, match="'builtins:max' must be a plain function"):
+        validate_functions([function("builtins:max")])
+
+
+def test_an_error_text_that_is_no_utf8_stays_an_error_of_one_completion(user_modules):
+    (user_modules / "surrogate.py").write_text(
+        "def score(completion, **given):\n    raise RuntimeError('half \\ud800')\n"
+    )
+    with RewardPool([function("surrogate:score")], processes=1, timeout_s=5) as pool:
+        (score,) = pool.score([request("x")])
+    assert score.error.encode() == b"surrogate:score: RuntimeError: half \\ud800"

@@ -158,6 +158,10 @@ def test_results_are_named(result, expected):
         (float("inf"), "must be finite, got inf"),
         ({"reward": 1.0}, r"needs the key 'value', got \['reward'\]"),
         ({"value": 1.0, "why": "x"}, "'why' must be a number"),
+        (10**400, "must be finite, got inf"),
+        (1.1e6, "must lie between -1e.06 and 1e.06, got 1.1e.06"),
+        ({"value": -1e300}, "must lie between -1e.06 and 1e.06"),
+        ({"value": 1.0, "\ud800": 1.0}, "names of variants must be printable text"),
     ],
 )
 def test_results_that_are_no_finite_number_are_errors(result, message):
@@ -235,3 +239,8 @@ def test_parameters_that_a_scorer_does_not_take_are_refused(scorer, params, mess
 def test_parameters_that_a_scorer_takes_pass():
     check_params("my:own", own, {"scale": 2})
     check_params("my:anything", anything, {"whatever": 2})
+
+
+def test_a_reward_at_the_bound_and_a_large_variant_pass():
+    got = named_rewards("f", {"value": -1e6, "tokens": 5e9})
+    assert got == {"f": -1e6, "f/tokens": 5e9}
