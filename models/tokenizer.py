@@ -6,12 +6,16 @@ recorded as ids, and text is only ever a view of them.
 
 import json
 import math
+import os
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jinja2
-import transformers
+
+# Said at every start otherwise: that torch is absent, which a tokenizer does not need.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+import transformers  # noqa: E402
 
 from models.gguf import open_gguf
 from models.gguf_tokenizer import build_tokenizer, special_token
