@@ -162,19 +162,23 @@ class Supervisor:
         return [item for items in found for item in items]
 
     def laps(self) -> dict[str, dict[str, float]]:
-        """Seconds by phase of every process since the last call."""
+        """Seconds by phase of every process since the last call.
+
+        A worker that has died meanwhile has none; it is replaced when it is needed next.
+        """
         timeout_s = self._config.placement.step_timeout_s
         laps = {"learner": self.learner("lap", timeout_s=timeout_s)}
         calls = {name: worker.lap.remote() for name, worker in self._workers.items()}
         for name, call in calls.items():
             try:
                 laps[name] = self._get(call, name, "lap", timeout_s)
-            except (RayActorError, WorkerCrashedError) as error:
-                self._replace(name, error)
+            except (RayActorError, WorkerCrashedError):
+                self._replaced.add(name)
+                laps[name] = {"idle": 0.0}
         return laps
 
     def take_replaced(self) -> set[str]:
-        """Workers that were started anew since the last call."""
+        """Workers whose process ended since the last call, so that their laps have a gap."""
         replaced, self._replaced = self._replaced, set()
         return replaced
 
