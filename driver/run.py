@@ -128,7 +128,7 @@ class Session:
         self._ledger = ledger
         self._status = status
         self._view = view
-        self._started = self._lap_started = time.monotonic()
+        self._lap_started = time.monotonic()
         self._step = 0
         self._version = 0
         self._rewards: list[float] = []
@@ -225,7 +225,7 @@ class Session:
             rewards=self._rewards,
             accuracy_before=before,
             accuracy_after=after[-1] if after else None,
-            seconds=time.monotonic() - self._started,
+            seconds=time.time() - self._status.current.started,
             outputs=outputs,
         )
         for line in summary_lines(summary):
