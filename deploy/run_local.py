@@ -23,6 +23,8 @@ import urllib.error
 import urllib.request
 
 SUMMARY = re.compile(r"[\w.-]+: accuracy .+ -> .+, reward .+ -> .+, steps \d+, seconds \d+$")
+CHATTER = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+\s+(INFO|SUCC) |.*WARNING.* is now ignored")
+"""What the job client says of uploads and of its own commands."""
 HEAD_START_S = 90
 JOB_STOP_S = 45
 """How long a stopped job may take for its last checkpoint."""
@@ -102,7 +104,7 @@ class Relay(threading.Thread):
         for line in self._lines:
             if SUMMARY.match(line):
                 self.summary = line.rstrip()
-            else:
+            elif not CHATTER.match(line):
                 print(line, end="", flush=True)
 
 
@@ -132,6 +134,14 @@ def end_group(process: subprocess.Popen, grace_s: float) -> None:
 
 
 def main(arguments: list[str]) -> int:
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        return 0
+    # A fault in the configuration is told at once, before anything is started.
+    checked = [sys.executable, "-m", "driver", *arguments, "--print-config"]
+    code = subprocess.run(checked, stdout=subprocess.DEVNULL).returncode
+    if code:
+        return code
     signal.signal(signal.SIGINT, _on_signal)
     signal.signal(signal.SIGTERM, _on_signal)
     signal.signal(signal.SIGHUP, _on_signal)
@@ -152,6 +162,7 @@ def main(arguments: list[str]) -> int:
     job, output, job_id, succeeded = None, None, f"tandem-{secrets.token_hex(4)}", False
     log_path = folder / "head.log"
     log = log_path.open("w")
+    print("starting a Ray head on loopback", flush=True)
     head, address = start_head(environment, str(folder), log)
     try:
         wait_for_head(head, address, log_path)
@@ -162,6 +173,7 @@ def main(arguments: list[str]) -> int:
             env={**environment, "RAY_ADDRESS": address},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
         )
@@ -176,6 +188,7 @@ def main(arguments: list[str]) -> int:
             output.join(JOB_STOP_S)
         return stopped.exit_code
     finally:
+        print("stopping the Ray head", flush=True)
         if job is not None:
             end_group(job, 10)
         end_group(head, 20)

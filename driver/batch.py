@@ -34,6 +34,16 @@ class CollectedGroups:
         else:
             self.kept.append(group.group_id)
 
+    def reward_problem(self) -> str:
+        """One line about completions that could not be scored; empty where all were."""
+        failed = [report for report in self.reports if report.reward_error]
+        if not failed:
+            return ""
+        return (
+            f"completions of {len(failed)} of {len(self.reports)} groups could not be scored and "
+            f"are left out, the first for: {failed[0].reward_error}"
+        )
+
     def metrics(self) -> dict[str, float]:
         """Of all groups that were sampled, also those that were replaced."""
         scored = sum(report.scored for report in self.reports)

@@ -83,6 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if config.run.resume:
             identity.check(folder, marks, steps=config.run.steps)
         if given.dry_run:
+            print("this run can start; devices and the room in the cluster were not looked at")
             return 0
         claim(folder)
         identity.note(folder, marks)

@@ -91,6 +91,11 @@ def connect(namespace: str, stop: StopSignal) -> None:
 
 def _check_listening(address: str) -> None:
     """Dials the address once: Ray itself would try for minutes without a word."""
+    if address.startswith("http") and "RAY_JOB_ID" not in os.environ:
+        raise NoCluster(
+            f"RAY_ADDRESS={address} is the address of the job server: submit with `ray job submit "
+            "-- python -m driver`, or give the driver the head's own address, such as HEAD:6379"
+        )
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not port.isdigit():
         return  # `auto`, `local`: for Ray to resolve

@@ -18,6 +18,9 @@ from rollout_worker.order import prompt_at
 from services.messages import Lease
 from services.phase_clock import PHASES, UNEXPLAINED
 
+UNEXPLAINED_FLOOR_S = 0.25
+"""Below this nobody is warned: a short step on a busy machine has so much jitter."""
+
 
 class LedgerError(RuntimeError):
     """The books do not balance: a fault in this program, not in the user's input."""
@@ -236,7 +239,7 @@ class StepLedger:
         for process, phase_s in processes.items():
             row, over = _balance(step, process, phase_s, wall_s)
             rows[process] = row
-            slack_s = self._unexplained_fraction * wall_s
+            slack_s = max(self._unexplained_fraction * wall_s, UNEXPLAINED_FLOOR_S)
             if over > 0:
                 overlap_s[process] = over
             if over > slack_s:

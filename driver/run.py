@@ -215,7 +215,11 @@ class Session:
 
     def summarise(self) -> None:
         """Prints what the run came to; the last line is for machines."""
-        outputs = {"metrics, ledger, samples": str(self._folder)}
+        outputs = {"status, metrics, ledger, samples, eval, checkpoints": str(self._folder)}
+        if self._step < self._config.run.steps:
+            outputs["to go on, add to the same command"] = (
+                f"--set run.output_dir={self._folder} --resume"
+            )
         if (self._folder / "export").exists():
             outputs["policy as a Hugging Face folder"] = str(self._folder / "export")
         before = self._accuracy.get(0)
@@ -295,6 +299,8 @@ class Session:
         update_s = time.monotonic() - started - rollout_s
         self._metrics.log_samples(step, batch.samples[: self._config.log.samples_per_step])
         self._rewards.append(metrics["reward/total/mean"])
+        if problem := batch.reward_problem():
+            self._view.say(f"step {step}: {problem}")
         if metrics["train/update_skipped"]:
             self._view.say(
                 f"step {step}: the update was skipped; nothing was left to train on, or a number "

@@ -182,10 +182,10 @@ class RunSummary:
 
 def summary_lines(summary: RunSummary) -> list[str]:
     """The end of a run for people; the last line is for machines."""
-    few = min(5, len(summary.rewards))
+    few = len(_ends(summary.rewards)[0])
     lines = [
-        f"reward of the first {few} steps  {_number(_mean(summary.rewards[:5]), 3)}",
-        f"reward of the last {few} steps   {_number(_mean(summary.rewards[-5:]), 3)}",
+        f"reward of the first {few} steps  {_number(_mean(_ends(summary.rewards)[0]), 3)}",
+        f"reward of the last {few} steps   {_number(_mean(_ends(summary.rewards)[1]), 3)}",
         f"held-out accuracy before   {summary.accuracy_before or 'not evaluated'}",
         f"held-out accuracy after    {summary.accuracy_after or 'not evaluated'}",
     ]
@@ -199,13 +199,17 @@ def machine_line(summary: RunSummary) -> str:
         _number(accuracy.fraction if accuracy else None, 2)
         for accuracy in (summary.accuracy_before, summary.accuracy_after)
     )
-    first, last = (
-        _number(_mean(rewards), 2) for rewards in (summary.rewards[:5], summary.rewards[-5:])
-    )
+    first, last = (_number(_mean(rewards), 2) for rewards in _ends(summary.rewards))
     return (
         f"{summary.name}: accuracy {before} -> {after}, reward {first} -> {last}, "
         f"steps {len(summary.rewards)}, seconds {summary.seconds:.0f}"
     )
+
+
+def _ends(rewards: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
+    """The first and the last five steps, or halves of a shorter run, so that none is in both."""
+    few = min(5, (len(rewards) + 1) // 2)
+    return rewards[:few], rewards[len(rewards) - few :]
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -70,6 +70,8 @@ class GroupReport:
     """Completions without a reward_error."""
     reward_sum: float
     """Of their total rewards."""
+    reward_error: str
+    """Of the first completion that could not be scored; empty where all were."""
     completion_tokens: int
 
 
@@ -176,7 +178,9 @@ class RolloutActor:
             self._hold_version(policy_version)
             groups = self._worker.rollout(leases)
             reports = [self._push(group) for group in groups]
-            samples = [self._sample(group) for group in groups[: self._spec.samples_per_batch]]
+            samples = [
+                self._sample(group, lease) for group, lease in zip(groups, leases, strict=True)
+            ][: self._spec.samples_per_batch]
         return RolloutReport(
             worker=self._spec.name,
             policy_version=self._worker.policy_version,
@@ -239,17 +243,21 @@ class RolloutActor:
             zero_variance=len(set(totals)) == 1,
             scored=len(totals),
             reward_sum=sum(totals),
+            reward_error=next((c.reward_error for c in group.completions if c.reward_error), ""),
             completion_tokens=sum(len(c.token_ids) for c in group.completions),
         )
 
-    def _sample(self, group: Group) -> dict[str, Any]:
+    def _sample(self, group: Group, lease: Lease) -> dict[str, Any]:
         """The first completion of a group, as it stands in samples.jsonl."""
         first = group.completions[0]
+        prompt = self._prompts[0].prompts[lease.position]
         return {
             "group_id": group.group_id,
             "policy_version": group.policy_version,
             "worker": group.worker,
             "prompt_id": group.prompt_id,
+            "question": prompt.question,
+            "answer": prompt.answer,
             "completion": self._worker.text(first.token_ids, first.finish_reason),
             "finish_reason": first.finish_reason.value,
             "completion_tokens": len(first.token_ids),

@@ -16,6 +16,7 @@ def report_of(lease, *, outcome="accepted", equal=False, scored=2, reward=0.5):
         zero_variance=equal,
         scored=scored,
         reward_sum=reward * scored,
+        reward_error="" if scored == 2 else "mine:score raised KeyError: 'x'",
         completion_tokens=10,
     )
 
@@ -75,6 +76,7 @@ def test_a_group_that_no_scorer_could_judge_goes_to_the_learner_which_books_it(b
     batch = collect_groups(book, told, wanted=1, rounds=1, resample=True)
     assert batch.kept == ids(0)
     assert math.isnan(batch.metrics()["reward/total/mean"])
+    assert "1 of 1 groups" in batch.reward_problem() and "KeyError" in batch.reward_problem()
 
 
 def test_a_stale_group_is_booked_and_replaced(book):

@@ -124,8 +124,10 @@ def test_summary_has_both_intervals_and_ends_with_the_machine_line():
     assert lines[-1] == machine_line(summary())
 
 
-def test_a_run_of_two_steps_says_so():
-    assert "first 2 steps" in summary_lines(summary(rewards=[0.1, 0.2]))[0]
+def test_a_short_run_is_halved_so_that_no_step_is_on_both_sides():
+    lines = summary_lines(summary(rewards=[0.1, 0.2]))
+    assert lines[0].startswith("reward of the first 1 steps") and lines[0].endswith("0.100")
+    assert lines[1].endswith("0.200")
 
 
 def test_impossible_counts_are_refused():
