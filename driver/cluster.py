@@ -5,12 +5,14 @@ its own (`driver/ray_auth.py`). Inside `ray job submit`, or with RAY_ADDRESS set
 is joined.
 """
 
+import contextlib
 import logging
 import os
 import signal
 import socket
 import time
 
+import psutil
 import ray
 from ray.exceptions import AuthenticationError
 from ray.util.placement_group import (
@@ -83,10 +85,25 @@ def connect(namespace: str, stop: StopSignal) -> None:
         raise NoCluster(f"cannot join the Ray cluster at RAY_ADDRESS={address}: {error}") from error
     except SystemExit as error:
         # During its start Ray answers SIGTERM itself, by SystemExit.
+        if not address:
+            _end_children()
         raise Interrupted(signal.SIGTERM) from error
     finally:
         stop.install()
     stop.check()
+
+
+def _end_children() -> None:
+    """Ends a cluster that was interrupted half-way up.
+
+    Ray would end the parents alone, and their agents notice that only much later. Parents come
+    first here too, so that none of them starts anything meanwhile.
+    """
+    children = psutil.Process().children(recursive=True)
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    psutil.wait_procs(children, timeout=10)
 
 
 def _check_listening(address: str) -> None:

@@ -66,6 +66,7 @@ THIRD_PARTY = {
         "ray": "actor.py",
     },
     "driver": {
+        "psutil": "cluster.py",
         "ray": "*",
         "rich": "*",
         "numpy": "*",
