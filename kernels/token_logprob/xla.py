@@ -1,92 +1,64 @@
-"""`token_logprob` in plain XLA with its derivative written out.
+"""`token_logprob` in plain XLA: its two passes over the logits.
 
-Forward and backward are compares, selects and reductions over the logits, which XLA fuses into
-passes that read them once: no gather, no scatter, and no array of the logits' size besides the
-logits and their gradient. Derivatives in the scaled logits z = logits / temperature, with
-p = softmax(z) and H the entropy:
-
-    d logprob / dz_v   = [v = id] - p_v
-    d logsumexp / dz_v = p_v
-    d H / dz_v         = -p_v (log p_v + H)
+Each is compares, selects and reductions, which XLA fuses into passes that read the logits once: no
+gather, no scatter, and no array of the logits' size besides the logits and their gradient.
 
 Dimension key:
-    V: vocabulary
+    V: columns of the logits given, which may be a part of the vocabulary
     ..: any leading dimensions
 """
 
-import functools
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from kernels.token_logprob.reference import TokenLogprob
-
-
-def token_logprob(
-    logits: jax.Array,
-    ids: jax.Array,
-    *,
-    temperature: float = 1.0,
-    valid_vocab: int | None = None,
-) -> TokenLogprob:
-    """Same contract as reference.token_logprob."""
-    support = logits.shape[-1] if valid_vocab is None else valid_vocab
-    outputs: Any = _token_logprob(logits, ids, temperature, support)
-    return TokenLogprob(*outputs)
+from kernels.token_logprob.statistics import Slopes, Statistics, Support
 
 
-def _scaled(logits, temperature, support):
-    """float32 z with -inf outside the support, and the column numbers beside it."""
-    column = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    scaled = logits.astype(jnp.float32) / temperature
-    return jnp.where(column < support, scaled, -jnp.inf), column
+def scaled_logits(
+    logits: jax.Array, support: Support, first_column: jax.Array | int
+) -> tuple[jax.Array, jax.Array]:
+    """float32 z with -inf outside the support, and the column number of each in the whole."""
+    column = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) + first_column
+    scaled = logits.astype(jnp.float32) * (1.0 / support.temperature)
+    return jnp.where(column < support.columns, scaled, -jnp.inf), column
 
 
-def _statistics(logits, ids, temperature, support):
-    scaled, column = _scaled(logits, temperature, support)
+def statistics(
+    logits: jax.Array, ids: jax.Array, support: Support, *, first_column: jax.Array | int = 0
+) -> Statistics:
+    """The first pass.
+
+    Args:
+        logits: float [.., V]; columns first_column.. of the vocabulary.
+        ids: int [..], numbered over the whole vocabulary; any may lie outside.
+        first_column: int32 scalar.
+    """
+    scaled, column = scaled_logits(logits, support, first_column)
     top = scaled.max(axis=-1)
     # A row of -inf has no largest entry to subtract: any finite number gives exp(-inf) = 0.
-    top = jnp.where(top == -jnp.inf, 0.0, top)
-    shifted = scaled - top[..., None]
+    shifted = scaled - jnp.where(top == -jnp.inf, 0.0, top)[..., None]
     weight = jnp.exp(shifted)
-    total = weight.sum(axis=-1)
-    weighted = jnp.where(shifted == -jnp.inf, 0.0, weight * shifted).sum(axis=-1)
-    chosen = jnp.where(column == ids[..., None], shifted, 0.0).sum(axis=-1)
-
-    log_total = jnp.log(total)
-    empty = total == 0.0
-    inside = (ids >= 0) & (ids < support) & ~empty
-    logprob = jnp.where(inside, chosen - log_total, -jnp.inf)
-    entropy = jnp.where(empty, 0.0, log_total - weighted / jnp.where(empty, 1.0, total))
-    return logprob, log_total + top, entropy
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _token_logprob(logits, ids, temperature, support):
-    return _statistics(logits, ids, temperature, support)
-
-
-def _forward(logits, ids, temperature, support):
-    logprob, logsumexp, entropy = _statistics(logits, ids, temperature, support)
-    return (logprob, logsumexp, entropy), (logits, ids, logprob, logsumexp, entropy)
-
-
-def _backward(temperature, support, residuals, cotangents):
-    logits, ids, logprob, logsumexp, entropy = residuals
-    d_logprob, d_logsumexp, d_entropy = cotangents
-    d_logprob = jnp.where(logprob == -jnp.inf, 0.0, d_logprob)
-
-    scaled, column = _scaled(logits, temperature, support)
-    possible = scaled != -jnp.inf
-    log_p = jnp.where(possible, scaled - logsumexp[..., None], 0.0)
-    p_coefficient = (d_logsumexp - d_logprob)[..., None] - d_entropy[..., None] * (
-        log_p + entropy[..., None]
+    return Statistics(
+        top=top,
+        total=weight.sum(axis=-1),
+        weighted=jnp.where(shifted == -jnp.inf, 0.0, weight * shifted).sum(axis=-1),
+        chosen=jnp.where(column == ids[..., None], scaled, 0.0).sum(axis=-1),
     )
-    d_scaled = jnp.where(possible, jnp.exp(log_p) * p_coefficient, 0.0)
-    d_scaled += jnp.where(column == ids[..., None], d_logprob[..., None], 0.0)
-    return (d_scaled / temperature).astype(logits.dtype), np.zeros(ids.shape, jax.dtypes.float0)
 
 
-_token_logprob.defvjp(_forward, _backward)
+def logits_gradient(
+    logits: jax.Array,
+    ids: jax.Array,
+    slopes: Slopes,
+    support: Support,
+    *,
+    first_column: jax.Array | int = 0,
+) -> jax.Array:
+    """The second pass: the gradient in the logits, in their dtype and shape."""
+    scaled, column = scaled_logits(logits, support, first_column)
+    possible = scaled != -jnp.inf
+    log_p = jnp.where(possible, scaled - slopes.logsumexp[..., None], 0.0)
+    coefficient = slopes.shared[..., None] - slopes.entropy[..., None] * log_p
+    gradient = jnp.where(possible, jnp.exp(log_p) * coefficient, 0.0)
+    gradient += jnp.where(column == ids[..., None], slopes.chosen[..., None], 0.0)
+    return gradient.astype(logits.dtype)
