@@ -1,0 +1,225 @@
+"""The head worked through in chunks of tokens: two schedules, one loop.
+
+For each chunk: score it against the head, finish its logprobs, pull the objective back through
+them, and form the gradients at once. `fast` keeps the chunk's logits between scoring and gradient
+(three matrix products), `lean` multiplies again (four products, least memory). The head's gradient
+is added straight into a float32 buffer, which may be the accumulator of several batches. Tokens
+that are not active are compacted away first (chunks.py).
+
+Dimension key:
+    T: tokens
+    C: tokens of one chunk
+    D: model width
+    V: rows of the head given, which may be one shard of the vocabulary
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kernels import choose
+from kernels.linear_objective import pallas_tpu, xla
+from kernels.linear_objective.chunks import Chunks
+from kernels.linear_objective.reference import Objective
+from kernels.token_logprob.ops import first_column, make_support
+from kernels.token_logprob.reference import TokenLogprob
+from kernels.token_logprob.statistics import Support, finish, merge_over, slopes
+
+SCHEDULES = ("fast", "lean")
+
+
+class Passes(NamedTuple):
+    """One implementation: see xla.py for the contract of each."""
+
+    score: Callable
+    gradient: Callable
+    chunk_tokens: Callable[[int, int], int]
+
+
+PASSES = {
+    choose.XLA: Passes(xla.score, xla.gradient, xla.chunk_tokens),
+    choose.PALLAS_TPU: Passes(pallas_tpu.score, pallas_tpu.gradient, pallas_tpu.chunk_tokens),
+    choose.PALLAS_INTERPRET: Passes(
+        functools.partial(pallas_tpu.score, interpret=True),
+        functools.partial(pallas_tpu.gradient, interpret=True),
+        pallas_tpu.chunk_tokens,
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadOptions:
+    """How the head is worked through; static while a program is compiled."""
+
+    schedule: str = "fast"
+    """`fast` or `lean`."""
+    impl: str = choose.XLA
+    """One of `kernels.choose.IMPLEMENTATIONS`, the reference excepted."""
+    temperature: float = 1.0
+    valid_vocab: int | None = None
+    """As `token_logprob` has these two."""
+    chunk_tokens: int | None = None
+    """At most so many tokens in a chunk; None takes what suits the implementation."""
+    vocab_axis: str | None = None
+    """Inside `shard_map`: the mesh axis over which the head is cut by rows, in equal parts. All
+    else is then the same on every device of that axis."""
+
+    def __post_init__(self):
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule must be one of {SCHEDULES}, got {self.schedule!r}")
+        if self.impl not in PASSES:
+            raise ValueError(f"impl must be one of {tuple(PASSES)}, got {self.impl!r}")
+        if self.chunk_tokens is not None and self.chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
+
+
+class HeadGradients(NamedTuple):
+    """Of a sum over the active tokens, in hidden and in this device's rows of the head."""
+
+    scores: TokenLogprob
+    """What the head says of each token, float32 [T] each; zeros where not active."""
+    hidden_TD: jax.Array
+    """In the dtype of hidden. With a vocab_axis float32, and one device's part of a sum over that
+    axis, which is the caller's to take."""
+    head_VD: jax.Array
+    """float32; added to what was given."""
+
+
+def score(
+    hidden_TD: jax.Array,
+    head_VD: jax.Array,
+    ids_T: jax.Array,
+    active_T: jax.Array | None,
+    options: HeadOptions,
+) -> TokenLogprob:
+    """What the head says of every active token: one product, nothing to be differentiated.
+
+    Args:
+        as `reference.linear_objective`; the dtype of hidden is that of the product's operands.
+
+    Returns:
+        TokenLogprob of float32 [T]; zeros where not active.
+    """
+    head = _Head(head_VD, options)
+    chunks = Chunks((hidden_TD, ids_T), active_T, head.chunk_tokens)
+
+    def body(i, scores):
+        (hidden_CD, ids_C), _ = chunks.take(i)
+        scored, _ = head.score(hidden_CD, ids_C, keep=False)
+        return chunks.put(scores, i, scored)
+
+    scores = TokenLogprob(*[chunks.empty((), jnp.float32)] * 3)
+    return chunks.restore(jax.lax.fori_loop(0, chunks.count, body, scores))
+
+
+def value_and_gradients(
+    hidden_TD: jax.Array,
+    head_VD: jax.Array,
+    ids_T: jax.Array,
+    active_T: jax.Array | None,
+    data: Any,
+    objective: Objective,
+    options: HeadOptions,
+    *,
+    head_grad_VD: jax.Array | None = None,
+) -> HeadGradients:
+    """Scores every active token and forms the gradients of the summed objective on the way.
+
+    Args:
+        hidden_TD .. objective: as `reference.linear_objective`; the dtype of hidden is that of the
+            operands of every product, and sums are float32.
+        head_grad_VD: float32, to be added to; None for zeros.
+
+    Returns:
+        HeadGradients; `reference.sum_objective` makes the loss of its scores.
+    """
+
+    def pull(scored, data_C):
+        value = lambda logprob, entropy: objective(logprob, entropy, data_C).sum()
+        d_logprob, d_entropy = jax.grad(value, argnums=(0, 1))(scored.logprob, scored.entropy)
+        return TokenLogprob(d_logprob, jnp.zeros_like(d_logprob), d_entropy)
+
+    return _gradients(hidden_TD, head_VD, ids_T, active_T, data, pull, options, head_grad_VD)
+
+
+def pull_back(
+    hidden_TD: jax.Array,
+    head_VD: jax.Array,
+    ids_T: jax.Array,
+    active_T: jax.Array | None,
+    cotangents: TokenLogprob,
+    options: HeadOptions,
+) -> HeadGradients:
+    """The gradients for given cotangents of the scores, float32 [T] each."""
+    pull = lambda scored, cotangents_C: cotangents_C
+    return _gradients(hidden_TD, head_VD, ids_T, active_T, cotangents, pull, options, None)
+
+
+def _gradients(hidden_TD, head_VD, ids_T, active_T, data, pull, options, head_grad_VD):
+    """The loop; `pull(scores, data)` gives the cotangents of a chunk's scores."""
+    head = _Head(head_VD, options)
+    chunks = Chunks((hidden_TD, ids_T, data), active_T, head.chunk_tokens)
+    hidden_dtype = hidden_TD.dtype if options.vocab_axis is None else jnp.float32
+    if head_grad_VD is None:
+        head_grad_VD = jnp.zeros(head_VD.shape, jnp.float32)
+
+    def body(i, carry):
+        scores, d_hidden, head_grad_VD = carry
+        (hidden_CD, ids_C, data_C), counts_C = chunks.take(i)
+        scored, kept = head.score(hidden_CD, ids_C, keep=options.schedule == "fast")
+        cotangents = TokenLogprob(
+            *(jnp.where(counts_C, each, 0.0) for each in pull(scored, data_C))
+        )
+        d_hidden_CD, head_grad_VD = head.gradient(
+            hidden_CD, ids_C, scored, cotangents, head_grad_VD, kept
+        )
+        return chunks.put(scores, i, scored), chunks.put(d_hidden, i, d_hidden_CD), head_grad_VD
+
+    start = (
+        TokenLogprob(*[chunks.empty((), jnp.float32)] * 3),
+        chunks.empty(hidden_TD.shape[1:], hidden_dtype),
+        head_grad_VD,
+    )
+    scores, d_hidden, head_grad_VD = jax.lax.fori_loop(0, chunks.count, body, start)
+    return HeadGradients(chunks.restore(scores), chunks.restore(d_hidden), head_grad_VD)
+
+
+class _Head:
+    """The rows of the head at hand, with the passes that work on them."""
+
+    def __init__(self, head_VD: jax.Array, options: HeadOptions):
+        V = head_VD.shape[0]
+        axis = options.vocab_axis
+        shards = 1 if axis is None else jax.lax.axis_size(axis)
+        self._head_VD = head_VD
+        self._passes = PASSES[options.impl]
+        self._axis = axis
+        self._first = first_column(V, axis)
+        self._support: Support = make_support(V * shards, options.temperature, options.valid_vocab)
+        self.chunk_tokens = options.chunk_tokens or self._passes.chunk_tokens(*head_VD.shape)
+
+    def score(self, hidden_CD, ids_C, *, keep):
+        """The scores over the whole vocabulary, and what the gradient may reuse."""
+        found, kept = self._passes.score(
+            hidden_CD, self._head_VD, ids_C, self._support, first_column=self._first, keep=keep
+        )
+        if self._axis is not None:
+            found = merge_over(self._axis, found)
+        return finish(found, ids_C, self._support), kept
+
+    def gradient(self, hidden_CD, ids_C, scored, cotangents, head_grad_VD, kept):
+        """The part of these rows in the gradient of hidden, and head_grad with theirs added."""
+        return self._passes.gradient(
+            hidden_CD,
+            self._head_VD,
+            ids_C,
+            slopes(scored, cotangents, self._support),
+            self._support,
+            head_grad_VD,
+            kept,
+            first_column=self._first,
+        )
