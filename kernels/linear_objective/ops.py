@@ -1,4 +1,4 @@
-"""`linear_objective` as a differentiable function, on one device or under `shard_map`.
+"""`linear_objective` as a differentiable function, on one device or on a mesh.
 
 Dimension key:
     T: tokens
@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
+from jax.sharding import Mesh
 
+from kernels.linear_objective.on_mesh import HeadOnMesh
 from kernels.linear_objective.reference import LinearObjective, Objective, sum_objective
-from kernels.linear_objective.schedule import HeadOptions, pull_back, score, value_and_gradients
+from kernels.linear_objective.schedule import HeadOptions
 from kernels.token_logprob.reference import TokenLogprob
 
 __all__ = ["HeadOptions", "LinearObjective", "linear_objective"]
@@ -28,6 +30,9 @@ def linear_objective(
     data: Any,
     objective: Objective,
     options: HeadOptions,
+    *,
+    mesh: Mesh | None = None,
+    token_axes: tuple[str, ...] = (),
 ) -> LinearObjective:
     """Same contract as reference.linear_objective, with its arguments checked.
 
@@ -36,63 +41,55 @@ def linear_objective(
     runs only where they are asked for.
 
     Args:
-        options: schedule, implementation, temperature and support; with a `vocab_axis` see
-            `kernels.linear_objective.sharded`.
+        options: schedule, implementation, temperature and support; with a vocab_axis the head is
+            cut over that axis of the mesh, otherwise every device of the mesh holds it whole.
+        mesh: where several devices share the work; the call then stands outside `shard_map`.
+        token_axes: the axes of the mesh over which the tokens are cut.
 
     Raises:
-        ValueError: if the arrays do not belong together.
+        ValueError: if the arrays do not belong together, or do not fit the mesh.
     """
     check(hidden_TD, head_VD, ids_T, active_T, data)
-    if options.vocab_axis is not None:
-        raise ValueError("a vocab_axis needs kernels.linear_objective.sharded")
+    head = HeadOnMesh(options, mesh, token_axes)
+    head.check(T=hidden_TD.shape[0], V=head_VD.shape[0])
     floats, rest = _split(data)
 
-    @jax.custom_vjp
-    def operation(hidden_TD, head_VD, floats, ids_T, active_T, rest):
-        scores = score(hidden_TD, head_VD, ids_T, active_T, options)
+    def summed(scores, floats, rest, active_T):
         data = _join(floats, rest)
         return sum_objective(scores.logprob, scores.entropy, active_T, data, objective)
 
-    def forward(*arguments):
-        hidden_TD, head_VD, floats, ids_T, active_T, rest = jax.tree.map(
-            lambda argument: argument.value, arguments, is_leaf=lambda x: hasattr(x, "perturbed")
-        )
+    @jax.custom_vjp
+    def operation(hidden_TD, head_VD, floats, ids_T, active_T, rest):
+        scores = head.score(hidden_TD, head_VD, ids_T, active_T)
+        return summed(scores, floats, rest, active_T)
+
+    def forward(*primals):
+        is_primal = lambda x: hasattr(x, "perturbed")
+        given = jax.tree.map(lambda primal: primal.value, primals, is_leaf=is_primal)
+        hidden_TD, head_VD, floats, ids_T, active_T, rest = given
         data = _join(floats, rest)
-        found = value_and_gradients(hidden_TD, head_VD, ids_T, active_T, data, objective, options)
-        scores = found.scores
-        out = sum_objective(scores.logprob, scores.entropy, active_T, data, objective)
-        return out, (hidden_TD, head_VD, floats, ids_T, active_T, rest, found)
+        found = head.value_and_gradients(hidden_TD, head_VD, ids_T, active_T, data, objective)
+        return summed(found.scores, floats, rest, active_T), (given, found)
 
     def backward(residuals, cotangents):
-        hidden_TD, head_VD, floats, ids_T, active_T, rest, found = residuals
-        d_loss, d_logprob_T, d_entropy_T = (
-            None if isinstance(each, SymbolicZero) else each for each in cotangents
+        (hidden_TD, head_VD, floats, ids_T, active_T, rest), found = residuals
+        d_loss, d_logprob_T, d_entropy_T = cotangents
+        d_hidden_TD, d_head_VD, d_floats = jax.tree.map(
+            jnp.zeros_like, (hidden_TD, head_VD, floats)
         )
-        zeros_T = jnp.zeros(ids_T.shape, jnp.float32)
-        d_hidden_TD, d_head_VD = jnp.zeros(hidden_TD.shape), jnp.zeros(head_VD.shape)
-        d_floats = jax.tree.map(jnp.zeros_like, floats)
-        if d_loss is not None:
-            d_hidden_TD += d_loss * found.hidden_TD
-            d_head_VD += d_loss * found.head_VD
-            loss = lambda floats: sum_objective(
-                found.scores.logprob, found.scores.entropy, active_T, _join(floats, rest), objective
-            ).loss
+        if not isinstance(d_loss, SymbolicZero):
+            d_hidden_TD = d_loss * found.hidden_TD
+            d_head_VD = d_loss * found.head_VD
+            loss = lambda floats: summed(found.scores, floats, rest, active_T).loss
             d_floats = jax.vjp(loss, floats)[1](d_loss)[0]
-        if d_logprob_T is not None or d_entropy_T is not None:
-            extra = pull_back(
-                hidden_TD,
-                head_VD,
-                ids_T,
-                active_T,
-                TokenLogprob(
-                    zeros_T if d_logprob_T is None else d_logprob_T,
-                    zeros_T,
-                    zeros_T if d_entropy_T is None else d_entropy_T,
-                ),
-                options,
-            )
-            d_hidden_TD += extra.hidden_TD
-            d_head_VD += extra.head_VD
+        per_token = [_instantiated(each) for each in (d_logprob_T, d_entropy_T)]
+        if any(each is not None for each in per_token):
+            zeros_T = jnp.zeros(ids_T.shape, jnp.float32)
+            d_logprob_T, d_entropy_T = (zeros_T if each is None else each for each in per_token)
+            wanted = TokenLogprob(d_logprob_T, zeros_T, d_entropy_T)
+            extra = head.pull_back(hidden_TD, head_VD, ids_T, active_T, wanted)
+            d_hidden_TD = d_hidden_TD + extra.hidden_TD
+            d_head_VD = d_head_VD + extra.head_VD
         return (
             d_hidden_TD.astype(hidden_TD.dtype),
             d_head_VD.astype(head_VD.dtype),
@@ -140,6 +137,10 @@ def _join(floats, rest):
     return jax.tree.map(
         lambda one, other: other if one is None else one, floats, rest, is_leaf=lambda x: x is None
     )
+
+
+def _instantiated(cotangent):
+    return None if isinstance(cotangent, SymbolicZero) else cotangent
 
 
 def _no_gradient(leaf):

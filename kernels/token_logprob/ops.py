@@ -1,11 +1,14 @@
 """`token_logprob` with the implementation chosen by an argument, and its derivative."""
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from kernels import choose
 from kernels.token_logprob import pallas_tpu, reference, xla
@@ -31,6 +34,8 @@ class Options(NamedTuple):
     support: Support
     impl: str
     vocab_axis: str | None
+    mesh: Mesh | None
+    token_axes: tuple[str, ...]
 
 
 def token_logprob(
@@ -41,36 +46,44 @@ def token_logprob(
     valid_vocab: int | None = None,
     impl: str = choose.XLA,
     vocab_axis: str | None = None,
+    mesh: Mesh | None = None,
+    token_axes: tuple[str, ...] = (),
 ) -> TokenLogprob:
     """Same contract as reference.token_logprob, with its arguments checked.
 
     Args:
         impl: one of `kernels.choose.IMPLEMENTATIONS`.
-        vocab_axis: inside `shard_map`, the mesh axis over which the last axis of the logits is
-            cut, in equal parts. `ids` and `valid_vocab` count over the whole vocabulary; the
-            outputs are those of the whole, the same on every device of the axis, and so must
-            their cotangents be. Differentiate inside the `shard_map`, or take
-            `kernels.token_logprob.sharded`.
+        vocab_axis: the mesh axis over which the last axis of the logits is cut, in equal parts.
+            `ids` and `valid_vocab` count over the whole vocabulary; the outputs are those of the
+            whole, the same on every device of the axis.
+        mesh: given where the call stands outside `shard_map`. Without it a vocab_axis means that
+            it stands inside one, with this device's part of the logits: it is to be
+            differentiated there too, with the same cotangents on every device of the axis.
+        token_axes: with a mesh, the axes over which the first axis of logits and ids is cut.
 
     Raises:
-        ValueError: if shapes, dtype, temperature, support or implementation do not fit.
+        ValueError: if shapes, dtype, temperature, support, implementation or mesh do not fit.
     """
     if impl not in choose.IMPLEMENTATIONS:
         raise ValueError(f"impl must be one of {choose.IMPLEMENTATIONS}, got {impl!r}")
-    if impl == choose.REFERENCE and vocab_axis is not None:
-        raise ValueError("the reference needs the whole vocabulary: take another impl")
+    if impl == choose.REFERENCE and (vocab_axis or token_axes):
+        raise ValueError("the reference runs on one device: take another impl")
     if not jnp.issubdtype(ids.dtype, jnp.integer) or ids.shape != logits.shape[:-1]:
         raise ValueError(
             f"ids must be integers of shape {logits.shape[:-1]}, one per row of the logits "
             f"{logits.shape}; got {ids.dtype} {ids.shape}"
         )
-    shards = 1 if vocab_axis is None else jax.lax.axis_size(vocab_axis)
+    if mesh is not None:
+        check_divides(mesh, "vocabulary", logits.shape[-1], (vocab_axis,) if vocab_axis else ())
+        check_divides(mesh, "first axis of the logits", logits.shape[0], token_axes)
+    shards = 1 if vocab_axis is None or mesh is not None else jax.lax.axis_size(vocab_axis)
     support = make_support(logits.shape[-1] * shards, temperature, valid_vocab)
     if impl == choose.REFERENCE:
         return reference.token_logprob(
             logits, ids, temperature=temperature, valid_vocab=valid_vocab
         )
-    outputs: Any = _token_logprob(Options(support, impl, vocab_axis), logits, ids)
+    options = Options(support, impl, vocab_axis, mesh, token_axes)
+    outputs: Any = _token_logprob(options, logits, ids)
     return TokenLogprob(*outputs)
 
 
@@ -94,7 +107,21 @@ def first_column(columns: int, vocab_axis: str | None) -> jax.Array | int:
     return 0 if vocab_axis is None else jax.lax.axis_index(vocab_axis) * columns
 
 
-def forward(options: Options, logits: jax.Array, ids: jax.Array) -> TokenLogprob:
+def check_divides(mesh: Mesh, what: str, size: int, axes: tuple[str, ...]) -> None:
+    """Refuses a size that mesh axes cannot cut into equal parts.
+
+    Raises:
+        ValueError: with the size and the axes.
+    """
+    unknown = [axis for axis in axes if axis not in mesh.shape]
+    if unknown:
+        raise ValueError(f"mesh axes {unknown} are not among {tuple(mesh.axis_names)}")
+    parts = math.prod(mesh.shape[axis] for axis in axes)
+    if size % parts:
+        raise ValueError(f"{what} of {size} cannot be cut into {parts} equal parts over {axes}")
+
+
+def _statistics_pass(options: Options, logits, ids) -> TokenLogprob:
     """The outputs of the whole vocabulary, on every device that holds a part of it."""
     statistics, _ = PASSES[options.impl]
     first = first_column(logits.shape[-1], options.vocab_axis)
@@ -104,13 +131,7 @@ def forward(options: Options, logits: jax.Array, ids: jax.Array) -> TokenLogprob
     return finish(found, ids, options.support)
 
 
-def backward(
-    options: Options,
-    logits: jax.Array,
-    ids: jax.Array,
-    outputs: TokenLogprob,
-    cotangents: TokenLogprob,
-) -> jax.Array:
+def _gradient_pass(options: Options, logits, ids, outputs, cotangents) -> jax.Array:
     """The gradient in this device's logits."""
     _, logits_gradient = PASSES[options.impl]
     return logits_gradient(
@@ -122,19 +143,38 @@ def backward(
     )
 
 
+def _on_mesh(options: Options, function, ndim: int, *, in_logits: bool):
+    """The pass over each device's part. The derivative of `shard_map` itself is never taken:
+    it would divide the cotangents of what is the same on every device of the vocabulary axis."""
+    function = functools.partial(function, options)
+    if options.mesh is None:
+        return function
+    tokens = P(options.token_axes)
+    whole = P(options.token_axes, *[None] * (ndim - 2), options.vocab_axis)
+    return jax.shard_map(
+        function,
+        mesh=options.mesh,
+        in_specs=(whole, tokens, tokens, tokens) if in_logits else (whole, tokens),
+        out_specs=whole if in_logits else tokens,
+        check_vma=False,  # a Pallas call says nothing of what varies over which axis
+    )
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _token_logprob(options, logits, ids):
-    return forward(options, logits, ids)
+    return _on_mesh(options, _statistics_pass, logits.ndim, in_logits=False)(logits, ids)
 
 
 def _forward(options, logits, ids):
-    outputs = forward(options, logits, ids)
+    outputs = _token_logprob(options, logits, ids)
     return outputs, (logits, ids, outputs)
 
 
 def _backward(options, residuals, cotangents):
-    gradient = backward(options, *residuals, TokenLogprob(*cotangents))
-    return gradient, np.zeros(residuals[1].shape, jax.dtypes.float0)
+    logits, ids, outputs = residuals
+    pull = _on_mesh(options, _gradient_pass, logits.ndim, in_logits=True)
+    gradient = pull(logits, ids, outputs, TokenLogprob(*cotangents))
+    return gradient, np.zeros(ids.shape, jax.dtypes.float0)
 
 
 _token_logprob.defvjp(_forward, _backward)
