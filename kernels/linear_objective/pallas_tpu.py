@@ -1,13 +1,314 @@
-"""The head's two passes as TPU kernels: placeholder, replaced in the next commit."""
+"""The head's two passes over one chunk of tokens, as TPU kernels.
+
+The tokens of the chunk stay in fast memory and the head streams past in tiles of rows. A tile of
+logits is [rows of the head, tokens]: sums over the vocabulary are sums over sublanes, which cost
+almost nothing, and what belongs to a token is a row of lanes. `score` folds each tile into running
+statistics; `gradient` turns it into its gradient and multiplies it back, twice. Neither writes the
+logits, except that `score` can keep them, each less the top of its tile: in 16 bits that is
+precise where the probability is.
+
+Dimension key:
+    C: tokens of the chunk
+    D: model width
+    V: rows of the head given, which may be a part of the vocabulary
+    N: tiles of head rows
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels.token_logprob.statistics import Slopes, Statistics, Support
+
+VMEM_LIMIT_BYTES = 112 * 2**20
+"""Of the 128 MiB of a v6e core."""
+CHUNK_TOKENS = 2048
+"""At these many the matrix products outlast the traffic of the head's float32 gradient."""
+CHUNK_BYTES = 16 * 2**20
+"""Bound on the chunk of hidden, in 16 bits: it stays in fast memory beside its gradient."""
+TILE_ROWS = 512
+LANES = 256
+"""Tokens worked on at a time: the width of the matrix unit."""
+LOWEST = -1e30
+"""Stands for -inf where it is multiplied by a zero."""
 
 
-def chunk_tokens(V, D):
-    return 2048
+class Kept(NamedTuple):
+    """The logits of one chunk as `gradient` takes them."""
+
+    shifted_VC: jax.Array
+    """z less the top of its tile, in the dtype of hidden; -inf outside the support."""
+    top_N1C: jax.Array
+    """The largest z of each tile, float32; 0 where the tile has no support."""
 
 
-def score(*args, interpret=False, **kwargs):
-    raise NotImplementedError
+def chunk_tokens(V: int, D: int) -> int:
+    """Tokens of a chunk for a head [V, D]: as many as fit beside the tiles, in lanes."""
+    return max(128, min(CHUNK_TOKENS, CHUNK_BYTES // (2 * D) // 128 * 128))
 
 
-def gradient(*args, interpret=False, **kwargs):
-    raise NotImplementedError
+def score(
+    hidden_CD: jax.Array,
+    head_VD: jax.Array,
+    ids_C: jax.Array,
+    support: Support,
+    *,
+    first_column: jax.Array | int = 0,
+    keep: bool,
+    interpret: bool = False,
+    tile_rows: int = TILE_ROWS,
+) -> tuple[Statistics, Kept | None]:
+    """Same contract as xla.score.
+
+    Args:
+        tile_rows: rows of the head worked on at a time, a multiple of 16.
+    """
+    (C, D), V = hidden_CD.shape, head_VD.shape[0]
+    tile = min(tile_rows, V)
+    N = pl.cdiv(V, tile)
+    stats = jax.ShapeDtypeStruct((4, C), jnp.float32)
+    out_shape, out_specs = [stats], [_resident((4, C))]
+    if keep:
+        out_shape += [
+            jax.ShapeDtypeStruct((V, C), hidden_CD.dtype),
+            jax.ShapeDtypeStruct((N, 1, C), jnp.float32),
+        ]
+        out_specs += [_streamed(tile, C), pl.BlockSpec((1, 1, C), lambda n, _: (n, 0, 0))]
+    found, *kept = pl.pallas_call(
+        functools.partial(_score_kernel, scale=1.0 / support.temperature),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(N,),
+            in_specs=[_resident((1, C)), _resident((C, D)), _streamed(tile, D)],
+            out_specs=out_specs,
+        ),
+        out_shape=out_shape,
+        compiler_params=_params(),
+        cost_estimate=_cost(hidden_CD, head_VD, products=1, out_shape=out_shape),
+        interpret=interpret,
+        name="linear_objective_score",
+    )(_supported(V, support, first_column), _local(ids_C, first_column), hidden_CD, head_VD)
+    return Statistics(*found), Kept(*kept) if keep else None
+
+
+def gradient(
+    hidden_CD: jax.Array,
+    head_VD: jax.Array,
+    ids_C: jax.Array,
+    slopes: Slopes,
+    support: Support,
+    head_grad_VD: jax.Array,
+    kept: Kept | None,
+    *,
+    first_column: jax.Array | int = 0,
+    interpret: bool = False,
+    tile_rows: int = TILE_ROWS,
+) -> tuple[jax.Array, jax.Array]:
+    """Same contract as xla.gradient; head_grad is added to in place.
+
+    Args:
+        tile_rows: as `score` had it, if kept is given.
+    """
+    (C, D), V = hidden_CD.shape, head_VD.shape[0]
+    tile = min(tile_rows, V)
+    out_shape = [
+        jax.ShapeDtypeStruct((C, D), jnp.float32),
+        jax.ShapeDtypeStruct((V, D), jnp.float32),
+    ]
+    kept_specs = [_streamed(tile, C), pl.BlockSpec((1, 1, C), lambda n, _: (n, 0, 0))]
+    operands = (_local(ids_C, first_column), jnp.stack(slopes), hidden_CD, head_VD, head_grad_VD)
+    return pl.pallas_call(
+        functools.partial(
+            _gradient_kernel, scale=1.0 / support.temperature, rows=V, recompute=kept is None
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(pl.cdiv(V, tile),),
+            in_specs=[
+                _resident((1, C)),
+                _resident((4, C)),
+                _resident((C, D)),
+                _streamed(tile, D),
+                _streamed(tile, D),
+                *([] if kept is None else kept_specs),
+            ],
+            out_specs=[_resident((C, D)), _streamed(tile, D)],
+            scratch_shapes=[pltpu.VMEM((tile, C), hidden_CD.dtype)],
+        ),
+        out_shape=out_shape,
+        input_output_aliases={5: 1},
+        compiler_params=_params(),
+        cost_estimate=_cost(
+            hidden_CD, head_VD, products=2 + (kept is None), out_shape=out_shape, beside=kept
+        ),
+        interpret=interpret,
+        name="linear_objective_gradient",
+    )(_supported(V, support, first_column), *operands, *(kept or ()))
+
+
+def _score_kernel(
+    supported_ref,
+    ids_ref,
+    hidden_ref,
+    head_ref,
+    stats_ref,
+    shifted_ref=None,
+    top_ref=None,
+    *,
+    scale,
+):
+    n = pl.program_id(0)
+    rows = head_ref.shape[0]
+
+    @pl.when(n == 0)
+    def _():
+        stats_ref[...] = jnp.zeros_like(stats_ref)
+        stats_ref[0:1] = jnp.full_like(stats_ref[0:1], -jnp.inf)
+
+    def part(at):
+        z = _product(head_ref[...], hidden_ref[at], (1, 1)) * scale
+        row = jax.lax.broadcasted_iota(jnp.int32, z.shape, 0) + n * rows
+        z = jnp.where(row < supported_ref[0], z, -jnp.inf)
+        tile_top = z.max(axis=0, keepdims=True)
+        # A column of -inf has no largest entry to subtract: any finite number gives exp(-inf) = 0.
+        shifted = z - jnp.where(tile_top == -jnp.inf, 0.0, tile_top)
+        weight = jnp.exp(shifted)
+        total = weight.sum(axis=0, keepdims=True)
+        weighted = (weight * jnp.maximum(shifted, LOWEST)).sum(axis=0, keepdims=True)
+        chosen = jnp.where(row == ids_ref[:, at], z, 0.0).sum(axis=0, keepdims=True)
+        _fold(stats_ref, at, tile_top, total, weighted, chosen)
+        if shifted_ref is not None:
+            shifted_ref[:, at] = shifted.astype(shifted_ref.dtype)
+            top_ref[0, :, at] = jnp.where(tile_top == -jnp.inf, 0.0, tile_top)
+
+    _for_parts(ids_ref.shape[1], part)
+
+
+def _fold(stats_ref, at, tile_top, total, weighted, chosen):
+    """Merges a tile into the running statistics, as statistics.merge does."""
+    old_top = stats_ref[0:1, at]
+    top = jnp.maximum(old_top, tile_top)
+    base = jnp.where(top == -jnp.inf, 0.0, top)
+    old_drop = jnp.maximum(old_top - base, LOWEST)
+    drop = jnp.maximum(tile_top - base, LOWEST)
+    old_factor, factor = jnp.exp(old_drop), jnp.exp(drop)
+    old_total = stats_ref[1:2, at]
+    stats_ref[0:1, at] = top
+    stats_ref[1:2, at] = old_factor * old_total + factor * total
+    stats_ref[2:3, at] = old_factor * (stats_ref[2:3, at] + old_drop * old_total) + factor * (
+        weighted + drop * total
+    )
+    stats_ref[3:4, at] += chosen
+
+
+def _gradient_kernel(
+    supported_ref,
+    ids_ref,
+    slopes_ref,
+    hidden_ref,
+    head_ref,
+    head_grad_in_ref,
+    *refs,
+    scale,
+    rows,
+    recompute,
+):
+    *kept_refs, d_hidden_ref, head_grad_ref, d_logits_ref = refs
+    n = pl.program_id(0)
+    tile = head_ref.shape[0]
+
+    @pl.when(n == 0)
+    def _():
+        d_hidden_ref[...] = jnp.zeros_like(d_hidden_ref)
+
+    if rows % tile:
+
+        @pl.when(n == rows // tile)
+        def _():
+            head_ref[rows % tile :] = jnp.zeros_like(head_ref[rows % tile :])
+
+    def part(at):
+        logsumexp = slopes_ref[0:1, at]
+        if recompute:
+            log_p = _product(head_ref[...], hidden_ref[at], (1, 1)) * scale - logsumexp
+        else:
+            shifted_ref, top_ref = kept_refs
+            log_p = shifted_ref[:, at].astype(jnp.float32) + (top_ref[0, :, at] - logsumexp)
+        row = jax.lax.broadcasted_iota(jnp.int32, log_p.shape, 0) + n * tile
+        log_p = jnp.where(row < supported_ref[0], log_p, LOWEST)
+        log_p = jnp.maximum(log_p, LOWEST)
+        d_logits = jnp.exp(log_p) * (slopes_ref[1:2, at] - slopes_ref[2:3, at] * log_p)
+        d_logits += jnp.where(row == ids_ref[:, at], slopes_ref[3:4, at], 0.0)
+        d_logits = d_logits.astype(d_logits_ref.dtype)
+        d_logits_ref[:, at] = d_logits
+        d_hidden_ref[at] += _product(d_logits, head_ref[...], (0, 0))
+
+    _for_parts(ids_ref.shape[1], part)
+    head_grad_ref[...] = head_grad_in_ref[...] + _product(
+        d_logits_ref[...], hidden_ref[...], (1, 0)
+    )
+
+
+def _for_parts(tokens, part):
+    """Calls part with slices that cut the tokens into LANES at a time."""
+    whole = tokens // LANES
+
+    def body(i, _):
+        part(pl.ds(pl.multiple_of(i * LANES, LANES), LANES))
+        return 0
+
+    if whole:
+        jax.lax.fori_loop(0, whole, body, 0)
+    if tokens % LANES:
+        part(slice(whole * LANES, tokens))
+
+
+def _product(left, right, contract):
+    """The matrix product over these axes, operands in the dtype of the narrower; float32 sums."""
+    exact = left.dtype == jnp.float32
+    return jax.lax.dot_general(
+        left,
+        right,
+        (((contract[0],), (contract[1],)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST if exact else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _resident(shape):
+    return pl.BlockSpec(shape, lambda n, _: (0,) * len(shape), pipeline_mode=pl.Buffered(1))
+
+
+def _streamed(rows, columns):
+    return pl.BlockSpec((rows, columns), lambda n, _: (n, 0))
+
+
+def _supported(V, support, first_column):
+    """How many of these V rows are in the support, int32 [1]."""
+    return jnp.clip(jnp.asarray(support.columns - first_column, jnp.int32), 0, V).reshape(1)
+
+
+def _local(ids_C, first_column):
+    """The ids numbered from the first of these rows, int32 [1, C]."""
+    return (ids_C.astype(jnp.int32) - first_column)[None, :]
+
+
+def _params():
+    return pltpu.CompilerParams(
+        dimension_semantics=("arbitrary",), vmem_limit_bytes=VMEM_LIMIT_BYTES
+    )
+
+
+def _cost(hidden_CD, head_VD, *, products, out_shape, beside=None):
+    """What the compiler is told of a call: it schedules by these, and measures nothing."""
+    (C, D), V = hidden_CD.shape, head_VD.shape[0]
+    arrays = [hidden_CD, head_VD, *out_shape, *jax.tree.leaves(beside)]
+    return pl.CostEstimate(
+        flops=2 * products * C * D * V,
+        transcendentals=C * V,
+        bytes_accessed=sum(array.size * array.dtype.itemsize for array in arrays),
+    )
