@@ -83,6 +83,18 @@ class LearnerConfig(Section):
     remat: bool = True
     """Recompute each layer in the backward pass instead of keeping its activations."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    loss_impl: Literal["auto", "reference", "xla"] = "auto"
-    """Implementation of the per-token logprob; `auto` is the fastest measured."""
+    lm_head: Literal["logits", "fast", "lean"] = "fast"
+    """`logits` has the logits of a micro-batch whole; `fast` and `lean` never do. `lean` needs the
+    least memory, for one matrix product more."""
+    loss_impl: Literal["auto", "reference", "xla", "pallas"] = "auto"
+    """Implementation of head and logprob; `auto` is the fastest measured on the platform."""
     optimizer: OptimizerConfig = OptimizerConfig()
+
+    @model_validator(mode="after")
+    def _check_head(self):
+        if self.loss_impl == "reference" and self.lm_head != "logits":
+            raise ValueError(
+                f"lm_head={self.lm_head} with loss_impl=reference: the reference has whole logits; "
+                "set lm_head to logits, or loss_impl to auto"
+            )
+        return self

@@ -14,8 +14,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from kernels import choose
 from learner.batching import MicroBatch
 from learner.config import AlgorithmConfig, LearnerConfig
+from learner.head import HeadPlan
 from learner.loss import Objective
 from learner.mesh import AXES, make_mesh
 from learner.optimizer import learning_rate_schedule, make_optimizer
@@ -96,11 +98,14 @@ def make_programs(
         entropy_coef=algorithm.entropy_coef,
     )
     options = PolicyOptions(
-        temperature=temperature,
-        valid_vocab=valid_vocab,
+        head=HeadPlan(
+            schedule=learner.lm_head,
+            impl=choose.resolve(learner.loss_impl, devices[0].platform),
+            temperature=temperature,
+            valid_vocab=valid_vocab,
+        ),
         compute_dtype=jnp.dtype(learner.compute_dtype),
         remat=learner.remat,
-        loss_impl=learner.loss_impl,
     )
     schedule = learning_rate_schedule(learner.optimizer, total_steps * learner.updates_per_batch)
     optimizer = make_optimizer(learner.optimizer, schedule)

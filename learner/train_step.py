@@ -1,9 +1,9 @@
 """The two compiled functions of an update: add up a micro-batch's gradient, then apply the sum.
 
 `accumulate` runs under `shard_map`: every device differentiates the loss of its own rows, a sum
-that is not yet divided by anything, and the gradients are reduced explicitly afterwards. No
-collective stands between the loss and its derivative except the parameter gathers, so gradients
-cannot pick up a factor of the device count. `apply` divides once by the denominator of the whole
+that is not yet divided by anything, and the gradients are reduced explicitly afterwards. The only
+collectives that are ever differentiated are the parameter gathers, so gradients cannot pick up a
+factor of the device count. `apply` divides once by the denominator of the whole
 batch.
 
 Dimension key:
@@ -20,14 +20,14 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kernels.token_logprob.ops import TokenLogprob, token_logprob
 from learner.batching import MicroBatch
+from learner.head import HeadPlan, PolicyHead
 from learner.loss import Objective, metric_sums, token_terms, weighted_sum
 from learner.mesh import AXES
 from learner.sharding import make_gather, named_shardings, reduce_gradients
 from learner.state import TrainState
 from models.config import ModelConfig
-from models.transformer import Params, forward, head_weight, logits, packed_attend
+from models.transformer import Params, forward, packed_attend
 
 SUMS = (
     "loss",
@@ -56,35 +56,18 @@ class Accumulator(NamedTuple):
 class PolicyOptions(NamedTuple):
     """How the policy's distribution is computed; static while a step is compiled."""
 
-    temperature: float
-    valid_vocab: int | None
+    head: HeadPlan
     compute_dtype: jnp.dtype
     remat: bool
-    loss_impl: str
 
 
-def policy_logprobs(
-    params: Params, config: ModelConfig, batch: MicroBatch, gather: Callable, options: PolicyOptions
-) -> TokenLogprob:
-    """Logprob of every target id under the policy, with its entropy; float32 [B, T]."""
-    dtype = options.compute_dtype
-    hidden_BTD, _ = forward(
-        params,
-        config,
-        batch.token_ids,
-        batch.positions,
-        packed_attend(batch.segments, operand_dtype=dtype),
-        compute_dtype=dtype,
-        gather=gather,
-        remat=options.remat,
-    )
-    return token_logprob(
-        logits(hidden_BTD, head_weight(params, gather)),
-        batch.target_ids,
-        temperature=options.temperature,
-        valid_vocab=options.valid_vocab,
-        impl=options.loss_impl,
-    )
+class TokenData(NamedTuple):
+    """What the loss needs of each token beside its scores; float32 [B, T]."""
+
+    behavior_logprobs: jax.Array
+    advantages: jax.Array
+    weights: jax.Array
+    reference_logprobs: jax.Array | None
 
 
 def make_accumulate(
@@ -96,36 +79,64 @@ def make_accumulate(
     is None without a KL penalty.
     """
     gather = make_gather(specs, options.compute_dtype)
+    head = PolicyHead(options.head, mesh, specs, gather)
 
-    def local_loss(params, reference_params, batch):
+    def hidden_states(params, batch):
+        hidden_BTD, _ = forward(
+            params,
+            config,
+            batch.token_ids,
+            batch.positions,
+            packed_attend(batch.segments, operand_dtype=options.compute_dtype),
+            compute_dtype=options.compute_dtype,
+            gather=gather,
+            remat=options.remat,
+        )
+        return hidden_BTD
+
+    def terms_of(logprob, entropy, data):
+        return token_terms(
+            logprob,
+            entropy,
+            data.behavior_logprobs,
+            data.advantages,
+            data.weights > 0,
+            objective,
+            data.reference_logprobs,
+        )
+
+    def weighted_loss(logprob, entropy, data):
+        return data.weights * terms_of(logprob, entropy, data).loss
+
+    def local(params, reference_params, accumulator, batch):
+        active_BT = batch.weights > 0
         reference_BT = None
         if reference_params is not None:
-            reference_BT = policy_logprobs(reference_params, config, batch, gather, options).logprob
-            reference_BT = jax.lax.stop_gradient(reference_BT)
-        policy = policy_logprobs(params, config, batch, gather, options)
-        active_BT = batch.weights > 0
-        terms = token_terms(
-            policy.logprob,
-            policy.entropy,
-            batch.behavior_logprobs,
-            batch.advantages,
-            active_BT,
-            objective,
-            reference_BT,
+            hidden_BTD = hidden_states(reference_params, batch)
+            reference_BT = head.scores(
+                reference_params, hidden_BTD, batch.target_ids, active_BT
+            ).logprob
+        data = TokenData(batch.behavior_logprobs, batch.advantages, batch.weights, reference_BT)
+
+        # The head makes its own gradient; what it asks of the hidden states, the layers pass on.
+        layers = {name: tree for name, tree in params.items() if name != "lm_head"}
+        hidden_BTD, pull = jax.vjp(lambda layers: hidden_states(layers, batch), layers)
+        policy, d_hidden_BTD, head_grad_VD = head.gradients(
+            params, hidden_BTD, batch.target_ids, active_BT, data, weighted_loss, accumulator.grads
         )
-        loss = weighted_sum(terms.loss, batch.weights)
+        (grads,) = pull(d_hidden_BTD)
+        grads = reduce_gradients(grads, {name: specs[name] for name in layers})
+        so_far = {**accumulator.grads, head.name: {"weight": head_grad_VD}}
+
+        terms = terms_of(policy.logprob, policy.entropy, data)
         sums, maxima = metric_sums(
             terms, policy.logprob, policy.entropy, batch.behavior_logprobs, active_BT
         )
-        return loss, ({"loss": loss, **sums}, maxima)
-
-    def local(params, reference_params, accumulator, batch):
-        grads, (sums, maxima) = jax.grad(local_loss, has_aux=True)(params, reference_params, batch)
-        grads = reduce_gradients(grads, specs)
+        sums["loss"] = weighted_sum(terms.loss, batch.weights)
         sums = jax.lax.psum(sums, AXES)
         maxima = jax.lax.pmax(maxima, AXES)
         return Accumulator(
-            grads=jax.tree.map(jnp.add, accumulator.grads, grads),
+            grads={**so_far, **jax.tree.map(jnp.add, {n: so_far[n] for n in layers}, grads)},
             sums=jax.tree.map(jnp.add, accumulator.sums, sums),
             maxima=jax.tree.map(jnp.maximum, accumulator.maxima, maxima),
         )

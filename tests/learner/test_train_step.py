@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from kernels.token_logprob import reference
 from learner import loss as loss_lib
 from learner.batching import SelectionRules, pack, select
+from learner.head import HeadPlan
 from learner.mesh import AXES, make_mesh
 from learner.sharding import param_specs, reduce_gradients
 from learner.state import init_state, place_params, state_shardings
@@ -23,13 +24,8 @@ from learner.train_step import (
 from models.transformer import forward, head_weight, logits, packed_attend
 from tests.learner.builders import TINY, host_params, random_groups
 
-OPTIONS = PolicyOptions(
-    temperature=0.8,
-    valid_vocab=22,
-    compute_dtype=jnp.dtype("float32"),
-    remat=False,
-    loss_impl="xla",
-)
+HEAD = HeadPlan(schedule="fast", impl="xla", temperature=0.8, valid_vocab=22)
+OPTIONS = PolicyOptions(head=HEAD, compute_dtype=jnp.dtype("float32"), remat=False)
 OBJECTIVE = loss_lib.Objective(
     clip_low=0.2, clip_high=0.28, kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01
 )
@@ -72,8 +68,8 @@ def literal(selection):
         return reference.token_logprob(
             logits(hidden, head_weight(params)),
             jnp.asarray(sequence.target_ids)[None],
-            temperature=OPTIONS.temperature,
-            valid_vocab=OPTIONS.valid_vocab,
+            temperature=HEAD.temperature,
+            valid_vocab=HEAD.valid_vocab,
         )
 
     def loss(params, sequence):
@@ -168,7 +164,8 @@ def test_any_mesh_and_split_gives_the_literal_loss_and_gradient(
 
 
 def test_recomputing_layers_changes_nothing(selection, literal):
-    options = OPTIONS._replace(remat=True, loss_impl="reference")
+    head = HEAD._replace(schedule="logits", impl="reference")
+    options = OPTIONS._replace(remat=True, head=head)
     _, accumulator = run_accumulate(
         selection, data=1, fsdp=2, microbatch_tokens=64, options=options
     )
