@@ -9,6 +9,7 @@ import math
 
 from driver.config import Resources, RunConfig
 from driver.settings import ConfigError
+from kernels import choose
 from learner.batching import row_buckets
 from learner.mesh import mesh_shape
 from models.checkpoint import check_model_files, expected_shapes, read_model_config
@@ -149,6 +150,12 @@ def derive(config: RunConfig, model: ModelConfig, devices: Devices) -> Plan:
         max_position_embeddings=model.max_position_embeddings,
     )
     _check_decode_rows(config, devices.worker)
+    _checked(
+        choose.resolve,
+        learner.loss_impl,
+        config.placement.platform,
+        about=f"learner.loss_impl={learner.loss_impl}",
+    )
     updates = config.run.steps * learner.updates_per_batch
     if learner.optimizer.warmup_steps >= updates:
         raise ConfigError(

@@ -19,7 +19,8 @@ import numpy as np
 from learner.checkpoint import CheckpointFolder
 from learner.config import AlgorithmConfig, LearnerConfig
 from learner.core import LearnerCore
-from models.checkpoint import load_model, save_model
+from learner.rollout_file import RolloutHeader, RolloutRecorder
+from models.checkpoint import LoadedModel, load_model, save_model
 from models.platform import require_platform
 from models.tokenizer import load_tokenizer
 from services.group_buffer import GroupBuffer
@@ -63,6 +64,8 @@ class LearnerSpec:
     credentials: Credentials
     checkpoint_folder: str
     keep_checkpoints: int
+    rollouts_file: str | None = None
+    """Where the groups of every update are recorded, if anywhere."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,6 +123,7 @@ class LearnerActor:
         )
         loaded = load_model(spec.model_path)
         self._model = loaded.config
+        self._valid_vocab = min(self._tokenizer.vocab_size, loaded.config.vocab_size)
         self._core = LearnerCore(
             algorithm=spec.algorithm,
             learner=spec.learner,
@@ -127,10 +131,11 @@ class LearnerActor:
             params=loaded.params,
             total_steps=spec.total_steps,
             temperature=spec.temperature,
-            valid_vocab=min(self._tokenizer.vocab_size, loaded.config.vocab_size),
+            valid_vocab=self._valid_vocab,
             max_completion_tokens=spec.max_completion_tokens,
             devices=self._devices,
         )
+        self._recorder = self._make_recorder(loaded)
         self._checkpoints = CheckpointFolder(spec.checkpoint_folder, keep=spec.keep_checkpoints)
         self._weights = WeightStore(spec.run_id, keep_versions=spec.keep_versions)
         self._buffer = GroupBuffer(
@@ -212,6 +217,7 @@ class LearnerActor:
             with self._clock.phase("queue_wait"):
                 taken = self._buffer.take(group_ids, timeout_s)
             if taken.groups:
+                self._record(taken.groups)
                 metrics = self._core.update(taken.groups, self._clock)
                 outcomes |= self._core.outcomes
                 if metrics["train/update_skipped"]:
@@ -259,6 +265,30 @@ class LearnerActor:
         with path.open("w") as file:
             for group in self._core.rejected:
                 file.write(json.dumps(plain_group(group)) + "\n")
+
+    def _make_recorder(self, loaded: LoadedModel) -> RolloutRecorder | None:
+        spec = self._spec
+        if spec.rollouts_file is None:
+            return None
+        header = RolloutHeader(
+            run_id=spec.run_id,
+            seed=spec.seed,
+            model_path=spec.model_path,
+            model_folder=str(loaded.folder.resolve()) if loaded.folder else None,
+            algorithm=spec.algorithm,
+            learner=spec.learner,
+            temperature=spec.temperature,
+            valid_vocab=self._valid_vocab,
+            max_completion_tokens=spec.max_completion_tokens,
+            total_steps=spec.total_steps,
+        )
+        return RolloutRecorder(pathlib.Path(spec.rollouts_file), header)
+
+    def _record(self, groups: Sequence[Group]) -> None:
+        """Writes the groups down before they train, so that a failed update can be repeated."""
+        if self._recorder is not None:
+            with self._clock.phase("serialise"):
+                self._recorder.append(self._core.policy_version, groups)
 
     @contextlib.contextmanager
     def _working(self):

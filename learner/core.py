@@ -6,7 +6,7 @@ compiled functions, the clock and the order of calls.
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -88,7 +88,7 @@ class LearnerCore:
         self._reference = None
         if algorithm.kl_coef > 0:
             self._reference = place_params(params, mesh, specs, jnp.dtype(learner.compute_dtype))
-        self._compiled: dict[Any, Callable] = {}
+        self._compiled: dict[str, jax.stages.Compiled] = {}
         self.policy_version = 0
         """Counts calls of `update`, skipped ones included: it names weights, one set each."""
         self.outcomes: dict[str, str] = {}
@@ -209,6 +209,11 @@ class LearnerCore:
                 lambda leaf: np.array(leaf.astype(WIRE_DTYPES[dtype])), self._state.params
             )
         return to_named(host, self._config)
+
+    @property
+    def compiled(self) -> Mapping[str, jax.stages.Compiled]:
+        """The programs that have run so far: `empty`, `apply`, `accumulate <shape>` for each."""
+        return self._compiled
 
     @property
     def state(self) -> TrainState:

@@ -66,8 +66,10 @@ class PolicyHead:
         """What the policy says of each token; float32 [B, T]."""
         if self._plan.schedule == LOGITS:
             return self._score_logits(hidden_BTD, self._whole(params), ids_BT)
-        tokens = self._collected((_flat(hidden_BTD), _flat(ids_BT), _flat(active_BT)))
-        scores = schedule.score(*self._operands(params, *tokens), options=self._options)
+        tokens = jax.tree.map(_flat, (hidden_BTD, ids_BT, active_BT))
+        hidden_ND, ids_N, active_N = self._collected(tokens)
+        head_VD = self._rows(params, hidden_ND.dtype)
+        scores = schedule.score(hidden_ND, head_VD, ids_N, active_N, self._options)
         return self._own(scores, ids_BT.shape)
 
     def gradients(
@@ -98,8 +100,13 @@ class PolicyHead:
             )
             return scores, d_hidden_BTD, before_VD + self._reduced(d_head_VD)
         tokens = jax.tree.map(_flat, (hidden_BTD, ids_BT, active_BT, data))
+        hidden_ND, ids_N, active_N, data = self._collected(tokens)
         found = schedule.value_and_gradients(
-            *self._operands(params, *self._collected(tokens)),
+            hidden_ND,
+            self._rows(params, hidden_ND.dtype),
+            ids_N,
+            active_N,
+            data,
             objective,
             self._options,
             head_grad_VD=before_VD if self._adds_in_place else None,
@@ -122,13 +129,9 @@ class PolicyHead:
             vocab_axis="fsdp" if self._by_rows else None,
         )
 
-    def _operands(self, params, hidden_ND, *per_token):
-        """The arguments of the passes: the head as they take it, after hidden."""
-        if self._by_rows:
-            head_VD = params[self.name]["weight"].astype(hidden_ND.dtype)
-        else:
-            head_VD = self._whole(params)
-        return hidden_ND, head_VD, *per_token
+    def _rows(self, params, dtype):
+        """The rows of the head that this device works on."""
+        return params[self.name]["weight"].astype(dtype) if self._by_rows else self._whole(params)
 
     def _whole(self, params):
         return head_weight(params, self._gather)

@@ -73,12 +73,13 @@ class Chunks:
 
     def restore(self, whole: Any) -> Any:
         """The arrays [N, ..] in the order of the tokens, [T, ..]; zeros where not active."""
-        if self._active_T is None:
+        active_T = self._active_T
+        if active_T is None:
             return jax.tree.map(lambda array: array[: self._T], whole)
-        rank_T = jnp.maximum(jnp.cumsum(self._active_T) - 1, 0)
+        rank_T = jnp.maximum(jnp.cumsum(active_T) - 1, 0)
 
         def restored(array):
-            active = self._active_T.reshape(-1, *[1] * (array.ndim - 1))
+            active = active_T.reshape(-1, *[1] * (array.ndim - 1))
             return jnp.where(active, array[rank_T], 0)
 
         return jax.tree.map(restored, whole)

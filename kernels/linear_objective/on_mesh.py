@@ -87,8 +87,10 @@ class HeadOnMesh:
         return run(hidden_TD, head_VD, ids_T, active_T, cotangents)
 
     @property
-    def _gradient_specs(self):
-        return HeadGradients(self._tokens, self._tokens, self._head)
+    def _gradient_specs(self) -> Any:
+        """Of HeadGradients."""
+        specs: Any = (self._tokens, self._tokens, self._head)
+        return HeadGradients(*specs)
 
     def _completed(self, found: HeadGradients, dtype) -> HeadGradients:
         if self._mesh is None:

@@ -181,6 +181,19 @@ def test_decode_rows_must_divide_over_a_workers_devices():
     assert "rollout.completions_per_prompt=8 x 3 device(s) of a worker = 24" in message
 
 
+def test_a_loss_without_an_implementation_on_the_platform_is_refused():
+    placement = {"platform": "gpu", "learner": {"gpus": 1}, "rollout": {"gpus": 1}}
+    config = config_of(learner={"loss_impl": "pallas"}, placement=placement)
+    with pytest.raises(ConfigError, match="learner.loss_impl=pallas: .*'gpu': take `xla`"):
+        derive(config, TINY, ONE)
+
+
+def test_the_reference_loss_needs_whole_logits():
+    with pytest.raises(ValueError, match="lm_head=fast with loss_impl=reference: .* lm_head to"):
+        config_of(learner={"loss_impl": "reference"})
+    config_of(learner={"loss_impl": "reference", "lm_head": "logits"})
+
+
 def test_a_warm_up_that_outlasts_the_run_is_refused():
     optimizer = {"warmup_steps": 10}
     config = config_of(

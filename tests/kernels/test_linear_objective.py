@@ -1,0 +1,227 @@
+"""The head without logits against its definition: values and every gradient, on one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels.linear_objective import ops, reference
+from kernels.linear_objective.ops import HeadOptions
+from kernels.linear_objective.schedule import score, value_and_gradients
+
+T, D, V = 37, 16, 53
+SUPPORT = dict(temperature=0.7, valid_vocab=V - 2)
+
+
+def objective(logprob_N, entropy_N, data):
+    """A clipped surrogate with an entropy bonus and an integer among its data."""
+    ratio = jnp.exp(logprob_N - data["behavior"])
+    clipped = jnp.clip(ratio, 0.8, 1.2)
+    surrogate = jnp.minimum(ratio * data["advantage"], clipped * data["advantage"])
+    return -surrogate - 0.1 * data["kind"] * entropy_N
+
+
+def problem(*, active=0.6, seed=0, T=T, V=V):
+    """Arguments of linear_objective but objective and options; garbage where not active."""
+    rng = np.random.default_rng(seed)
+    active_T = rng.random(T) < active
+    hidden_TD = rng.normal(size=(T, D)).astype(np.float32)
+    ids_T = rng.integers(0, V - 2, T).astype(np.int32)
+    hidden_TD[~active_T] = np.nan
+    ids_T[~active_T] = 10**6
+    data = {
+        "behavior": (rng.normal(size=T) - 4).astype(np.float32),
+        "advantage": rng.normal(size=T).astype(np.float32),
+        "kind": rng.integers(0, 2, T).astype(np.int32),
+    }
+    data["behavior"][~active_T] = -np.inf
+    head_VD = (rng.normal(size=(V, D)) * 0.5).astype(np.float32)
+    return jax.tree.map(jnp.asarray, (hidden_TD, head_VD, ids_T, active_T, data))
+
+
+def everything(function, arguments, weights=(1.7, 0.0, 0.0)):
+    """Outputs and gradients in hidden, head and float data of a weighted sum of all outputs."""
+    hidden_TD, head_VD, ids_T, active_T, data = arguments
+    per_token = jnp.cos(jnp.arange(len(ids_T)))
+
+    def total(hidden_TD, head_VD, behavior, advantage):
+        given = {**data, "behavior": behavior, "advantage": advantage}
+        out = function(hidden_TD, head_VD, ids_T, active_T, given)
+        terms = (out.loss, (per_token * out.logprob_T).sum(), (per_token * out.entropy_T).sum())
+        # An output with no weight is left out, so that its cotangent is a symbolic zero.
+        return sum(w * term for w, term in zip(weights, terms, strict=True) if w), out
+
+    grad = jax.value_and_grad(total, argnums=(0, 1, 2, 3), has_aux=True)
+    return jax.jit(grad)(hidden_TD, head_VD, data["behavior"], data["advantage"])
+
+
+def defined(*arguments):
+    return reference.linear_objective(*arguments, objective, **SUPPORT)
+
+
+def implemented(**options):
+    options = HeadOptions(**SUPPORT, **options)
+    return lambda *arguments: ops.linear_objective(*arguments, objective, options)
+
+
+def assert_same(actual, expected, **tolerance):
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, **tolerance), actual, expected)
+
+
+# Float32 sums of some fifty products in another order.
+TIGHT = dict(rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("schedule", ["fast", "lean"])
+@pytest.mark.parametrize("chunk_tokens", [None, 8, 1])
+def test_value_and_gradients_match_the_definition(schedule, chunk_tokens):
+    arguments = problem()
+    function = implemented(schedule=schedule, chunk_tokens=chunk_tokens)
+    assert_same(everything(function, arguments), everything(defined, arguments), **TIGHT)
+
+
+@pytest.mark.parametrize("weights", [(0.0, 1.0, 0.0), (0.0, 0.0, 1.0), (0.5, -1.0, 2.0)])
+def test_cotangent_of_every_output_counts(weights):
+    arguments = problem()
+    expected = everything(defined, arguments, weights)
+    assert np.abs(expected[1][0][np.array(arguments[3])]).max() > 0.1
+    actual = everything(implemented(chunk_tokens=8), arguments, weights)
+    assert_same(actual, expected, **TIGHT)
+
+
+def test_gradient_matches_finite_differences_in_float64():
+    hidden, head, ids, _, data = jax.tree.map(np.asarray, problem(active=1.0, T=5, V=7))
+    head = head.astype(np.float64)
+
+    def loss(hidden):
+        z = (hidden @ head.T)[:, :5] / 0.7
+        log_p = z - np.log(np.exp(z).sum(1, keepdims=True))
+        logprob = log_p[np.arange(5), ids]
+        entropy = -(np.exp(log_p) * log_p).sum(1)
+        ratio = np.exp(logprob - data["behavior"])
+        surrogate = np.minimum(
+            ratio * data["advantage"], np.clip(ratio, 0.8, 1.2) * data["advantage"]
+        )
+        return (-surrogate - 0.1 * data["kind"] * entropy).sum()
+
+    exact = hidden.astype(np.float64)
+    expected = np.zeros_like(exact)
+    for place in np.ndindex(*exact.shape):
+        step = np.zeros_like(exact)
+        step[place] = 1e-5
+        expected[place] = (loss(exact + step) - loss(exact - step)) / 2e-5
+    options = HeadOptions(temperature=0.7, valid_vocab=5, chunk_tokens=2)
+    found = value_and_gradients(hidden, head, ids, None, data, objective, options)
+    np.testing.assert_allclose(found.hidden_TD, expected, rtol=2e-4, atol=2e-5)
+
+
+def test_no_active_token_costs_and_changes_nothing():
+    arguments = problem(active=0.0)
+    (_, out), gradients = everything(implemented(chunk_tokens=8), arguments)
+    assert_same((out, gradients), jax.tree.map(jnp.zeros_like, (out, gradients)), rtol=0)
+
+
+def test_chunks_without_an_active_token_are_not_visited():
+    arguments = problem(active=0.3)
+    options = HeadOptions(chunk_tokens=4, **SUPPORT)
+    visited = []
+
+    def counting(logprob_N, entropy_N, data):
+        jax.debug.callback(lambda _: visited.append(1), logprob_N.sum(), ordered=False)
+        return objective(logprob_N, entropy_N, data)
+
+    jax.block_until_ready(value_and_gradients(*arguments, counting, options))
+    jax.effects_barrier()
+    assert len(visited) == -(-int(arguments[3].sum()) // 4)
+
+
+def test_head_gradient_is_added_to_what_is_there():
+    arguments = problem()
+    options = HeadOptions(chunk_tokens=8, **SUPPORT)
+    before = jnp.full((V, D), 3.0)
+    alone = value_and_gradients(*arguments, objective, options)
+    added = value_and_gradients(*arguments, objective, options, head_grad_VD=before)
+    np.testing.assert_allclose(added.head_VD, alone.head_VD + before, rtol=1e-6, atol=1e-6)
+
+
+def test_impossible_id_scores_minus_infinity_and_passes_no_gradient():
+    hidden, head, _, _, data = problem(active=1.0)
+    ids = jnp.full(T, V - 1).at[0].set(-1).at[1].set(3)  # outside the support but for one
+
+    def total(hidden, head):
+        out = ops.linear_objective(
+            hidden,
+            head,
+            ids,
+            None,
+            data,
+            lambda logprob, entropy, data: jnp.where(logprob > -jnp.inf, logprob, 0.0),
+            HeadOptions(**SUPPORT),
+        )
+        return out.loss, out.logprob_T
+
+    (_, logprob), (d_hidden, d_head) = jax.value_and_grad(total, (0, 1), has_aux=True)(hidden, head)
+    assert np.isfinite(logprob[1]) and np.all(np.delete(logprob, 1) == -np.inf)
+    assert np.isfinite(d_head).all() and np.abs(d_hidden[1]).max() > 0
+    assert np.all(np.delete(d_hidden, 1, axis=0) == 0)
+
+
+def test_score_alone_is_what_the_gradient_pass_scores():
+    arguments = problem()
+    options = HeadOptions(chunk_tokens=8, **SUPPORT)
+    alone = jax.jit(score, static_argnums=4)(*arguments[:4], options)
+    assert_same(alone, value_and_gradients(*arguments, objective, options).scores, rtol=1e-6)
+
+
+def test_bfloat16_operands_keep_float32_sums():
+    hidden, head, ids, active, data = problem(active=1.0, T=64)
+    hidden, head = hidden.astype(jnp.bfloat16), head.astype(jnp.bfloat16)
+    exact = everything(
+        defined, (hidden.astype(jnp.float32), head.astype(jnp.float32), ids, active, data)
+    )
+    found = everything(implemented(), (hidden, head, ids, active, data))
+    (_, out), gradients = found
+    assert out.logprob_T.dtype == jnp.float32 and gradients[1].dtype == jnp.bfloat16
+    # The products are exact and their sums float32: bfloat16 appears in no score.
+    assert_same(out, exact[0][1], **TIGHT)
+    for actual, expected in zip(gradients[:2], exact[1][:2], strict=True):
+        error = np.linalg.norm(actual.astype(np.float32) - expected) / np.linalg.norm(expected)
+        assert error < 2**-8  # one rounding of the logits' gradient, one of the result
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(schedule="slow"), "schedule must be one of"),
+        (dict(impl="reference"), "impl must be one of"),
+        (dict(chunk_tokens=0), "chunk_tokens must be at least 1, got 0"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        HeadOptions(**change)
+
+
+@pytest.mark.parametrize(
+    "place, value, message",
+    [
+        (0, np.zeros((T, D + 1), np.float32), "same width D"),
+        (1, np.zeros(D, np.float32), "same width D"),
+        (2, np.zeros(T, np.float32), "ids must be integers"),
+        (2, np.zeros(T - 1, np.int32), "ids must be integers of shape"),
+        (3, np.zeros(T, np.float32), "active must be bool"),
+        (4, {"behavior": np.zeros(T - 1)}, "T=37 as first axis"),
+    ],
+)
+def test_arrays_that_do_not_belong_together_are_refused(place, value, message):
+    arguments = list(problem())
+    arguments[place] = value
+    with pytest.raises(ValueError, match=message):
+        ops.linear_objective(*arguments, objective, HeadOptions())
+
+
+def test_support_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="valid_vocab must lie in 1..53"):
+        ops.linear_objective(*problem(), objective, HeadOptions(valid_vocab=V + 1))
+    with pytest.raises(ValueError, match="need a mesh"):
+        ops.linear_objective(*problem(), objective, HeadOptions(), token_axes=("data",))
