@@ -1,0 +1,163 @@
+"""What one bench measures: a problem of given sizes, and the implementations that compete on it."""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kernels import choose
+from kernels.linear_objective.schedule import SCHEDULES
+
+LOG_SOFTMAX = "log_softmax"
+"""The bar: what anyone would write, `jax.nn.log_softmax` of whole logits, derived by autodiff."""
+IMPLS = (*choose.CHOICES, LOG_SOFTMAX)
+MODES = ("on_policy", "off_policy")
+DTYPES = ("bfloat16", "float32")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One problem; the sizes are checked, whether they fit a machine is not."""
+
+    batch: int
+    time: int
+    hidden: int | None
+    """Model width; None where the logits are given."""
+    vocab: int
+    dtype: str
+    mode: str
+    active_fraction: float | None
+    """Share of the tokens that count; None where all do and nothing is masked."""
+    temperature: float
+    clip_low: float
+    clip_high: float
+    entropy_coef: float
+    behavior_noise: float
+    """Standard deviation of behaviour minus policy logprob, off policy; nats."""
+    seed: int
+
+    def __post_init__(self):
+        for name in ("batch", "time", "hidden", "vocab"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name} must be at least 1, got {value}")
+        if not self.temperature > 0:
+            raise ValueError(f"--temperature must be above 0, got {self.temperature}")
+        for name in ("clip_low", "clip_high", "behavior_noise"):
+            if not getattr(self, name) >= 0:
+                flag = name.replace("_", "-")
+                raise ValueError(f"--{flag} must be at least 0, got {getattr(self, name)}")
+        if self.active_fraction is not None and not 0 < self.active_fraction <= 1:
+            raise ValueError(
+                f"--active-fraction must be above 0 and at most 1, got {self.active_fraction}"
+            )
+        if self.seed < 0:
+            raise ValueError(f"--seed must be at least 0, got {self.seed}")
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.time
+
+    @property
+    def active_tokens(self) -> int:
+        share = 1.0 if self.active_fraction is None else self.active_fraction
+        return max(1, round(share * self.tokens))
+
+    @property
+    def noise(self) -> float:
+        return self.behavior_noise if self.mode == "off_policy" else 0.0
+
+    @property
+    def clip(self) -> dict[str, float]:
+        return {"clip_low": self.clip_low, "clip_high": self.clip_high}
+
+    @property
+    def least_bytes(self) -> int:
+        """Of the large inputs and outputs, which every implementation needs at once."""
+        value = jnp.dtype(self.dtype).itemsize
+        if self.hidden is None:
+            return 2 * self.tokens * self.vocab * value
+        head = self.vocab * self.hidden * (value + 4)  # the head, and its gradient in float32
+        return head + 2 * self.tokens * self.hidden * value
+
+    @property
+    def shape_text(self) -> str:
+        width = "" if self.hidden is None else f" H{self.hidden}"
+        return f"B{self.batch} T{self.time}{width} V{self.vocab} {self.dtype} {self.mode}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """One competitor."""
+
+    choice: str
+    """What the user asked for, one of IMPLS."""
+    impl: str
+    """What that is on this platform: one of `kernels.choose.IMPLEMENTATIONS`, or LOG_SOFTMAX."""
+    schedule: str | None
+    """For the head alone, and there for the implementations that have one."""
+    chunk_tokens: int | None = None
+    """Bound on the tokens of a chunk; None takes what suits the implementation."""
+
+    def __str__(self) -> str:
+        return self.choice if self.schedule is None else f"{self.choice}:{self.schedule}"
+
+
+def parse_spec(
+    text: str, *, platform: str, schedule: str | None, chunk_tokens: int | None = None
+) -> Spec:
+    """Reads `impl` or `impl:schedule`.
+
+    Args:
+        platform: of the device, as `jax.Device.platform` has it.
+        schedule: what `impl` alone runs with; None where there are no schedules.
+        chunk_tokens: as Spec has it.
+
+    Raises:
+        ValueError: naming the value, the rule and what to write.
+    """
+    choice, colon, own = text.strip().partition(":")
+    if choice not in IMPLS:
+        raise ValueError(f"an implementation is one of {', '.join(IMPLS)}; got {choice!r}")
+    has_schedule = schedule is not None and choice not in (choose.REFERENCE, LOG_SOFTMAX)
+    if colon and not has_schedule:
+        raise ValueError(f"{choice} has no schedules here: write {choice!r} instead of {text!r}")
+    if colon and own not in SCHEDULES:
+        raise ValueError(f"a schedule is one of {', '.join(SCHEDULES)}; got {own!r} in {text!r}")
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"--chunk-tokens must be at least 1, got {chunk_tokens}")
+    impl = choice if choice == LOG_SOFTMAX else choose.resolve(choice, platform)
+    if not has_schedule:
+        return Spec(choice, impl, None)
+    return Spec(choice, impl, own if colon else schedule, chunk_tokens)
+
+
+def available_bytes(device: jax.Device) -> int | None:
+    """Memory that a program may still take on a device; None where nobody says."""
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    meminfo = pathlib.Path("/proc/meminfo")
+    if device.platform != "cpu" or not meminfo.is_file():
+        return None
+    fields: dict[str, Any] = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+class DoesNotFit(ValueError):
+    """The device lacks the memory for what was asked."""
+
+
+def check_fits(what: str, needed_bytes: int, available: int | None) -> None:
+    """Refuses what memory cannot hold.
+
+    Raises:
+        DoesNotFit: with both sizes and what to do.
+    """
+    if available is not None and needed_bytes > available:
+        raise DoesNotFit(
+            f"{what} needs {needed_bytes / 1e9:.2f} GB and the device has "
+            f"{available / 1e9:.2f} GB: lower --batch, --time or --vocab"
+        )
