@@ -1,0 +1,154 @@
+"""The programs that `python -m kernels.tpu_report` compiles: kernels and their rivals.
+
+Each is a loss over a vocabulary with its gradients, bfloat16 in, for one chip:
+
+    token_logprob/SHAPE/IMPL: from given logits, whose gradient it returns beside them.
+    probe/SHAPE/IMPL: the same with an entropy bonus, at the size of a small probe.
+    head/SHAPE/IMPL: from hidden vectors and head; the float32 gradient of the head is donated and
+        added to.
+    head_chunk/SHAPE/IMPL: the same for as many tokens as one chunk holds.
+
+IMPL is an implementation, with a schedule where there is a head, or `log_softmax`: what one writes
+without this package, differentiated by jax. It keeps the logits whole and returns the head's
+gradient in bfloat16.
+
+Dimension key:
+    B: sequences
+    T: tokens of each
+    D: model width
+    V: vocabulary
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from kernels import choose
+from kernels.linear_objective import schedule
+from kernels.problems import GrpoData, grpo_objective
+from kernels.token_logprob.ops import token_logprob
+from kernels.token_logprob.reference import TokenLogprob
+
+LOG_SOFTMAX = "log_softmax"
+LOGITS_SHAPES = ((1, 4096, 151643), (4, 1024, 151643), (1, 4096, 151936), (4, 1024, 151936))
+"""Tokens in one sequence and in four; of a tokenizer, and of a model that pads it to lanes."""
+PROBE_SHAPE = (8, 1024, 16384)
+HEAD_SHAPE = (8192, 4096, 151936)
+IMPLS = (LOG_SOFTMAX, choose.XLA, choose.PALLAS_TPU)
+HEAD_IMPLS = tuple(
+    (impl, each) for impl in (choose.XLA, choose.PALLAS_TPU) for each in schedule.SCHEDULES
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One program to compile."""
+
+    name: str
+    lower: Callable[[jax.Device], jax.stages.Lowered]
+    fast: bool
+    """Whether it is one of the few that a quick check compiles."""
+
+
+def programs() -> dict[str, Program]:
+    """All of them by name."""
+    found = []
+    for B, T, V in LOGITS_SHAPES:
+        for impl in IMPLS:
+            lower = functools.partial(lower_logits, (B, T, V), impl, 0.0)
+            name = f"token_logprob/b{B}_t{T}_v{V}/{impl}"
+            found.append(Program(name, lower, fast=impl != LOG_SOFTMAX))
+    B, T, V = PROBE_SHAPE
+    for impl in IMPLS:
+        lower = functools.partial(lower_logits, PROBE_SHAPE, impl, 0.01)
+        found.append(Program(f"probe/b{B}_t{T}_v{V}/{impl}", lower, fast=impl != LOG_SOFTMAX))
+    T, D, V = HEAD_SHAPE
+    lower = functools.partial(lower_whole_logits, HEAD_SHAPE)
+    found.append(Program(f"head/t{T}_d{D}_v{V}/{LOG_SOFTMAX}", lower, fast=False))
+    for impl, each in HEAD_IMPLS:
+        chunk_T = schedule.PASSES[impl].chunk_tokens(V, D)
+        whole = functools.partial(lower_head, HEAD_SHAPE, impl, each)
+        chunk = functools.partial(lower_head, (chunk_T, D, V), impl, each)
+        found.append(Program(f"head/t{T}_d{D}_v{V}/{impl}_{each}", whole, fast=False))
+        found.append(Program(f"head_chunk/d{D}_v{V}/{impl}_{each}", chunk, fast=True))
+    return {program.name: program for program in found}
+
+
+def lower_logits(
+    shape: tuple[int, int, int], impl: str, entropy_coef: float, device: jax.Device
+) -> jax.stages.Lowered:
+    """(logits [B, T, V], ids, data) -> loss, d_logits."""
+    objective = functools.partial(grpo_objective, entropy_coef=entropy_coef)
+
+    def loss(logits_BTV, ids_BT, data):
+        if impl == LOG_SOFTMAX:
+            scored = _log_softmax(logits_BTV, ids_BT)
+        else:
+            scored = token_logprob(logits_BTV, ids_BT, impl=impl)
+        return objective(scored.logprob, scored.entropy, data).sum()
+
+    struct = _structs_on(device)
+    per_token = struct(shape[:2], jnp.float32)
+    return jax.jit(jax.value_and_grad(loss)).lower(
+        struct(shape, jnp.bfloat16),
+        struct(shape[:2], jnp.int32),
+        GrpoData(per_token, per_token),
+    )
+
+
+def lower_head(
+    shape: tuple[int, int, int], impl: str, schedule_name: str, device: jax.Device
+) -> jax.stages.Lowered:
+    """(head_grad [V, D], hidden [T, D], head [V, D], ids, data) -> scores and gradients."""
+    T, D, V = shape
+    objective = functools.partial(grpo_objective, entropy_coef=0.0)
+    options = schedule.HeadOptions(schedule=schedule_name, impl=impl)
+
+    def run(head_grad_VD, hidden_TD, head_VD, ids_T, data):
+        return schedule.value_and_gradients(
+            hidden_TD, head_VD, ids_T, None, data, objective, options, head_grad_VD=head_grad_VD
+        )
+
+    struct = _structs_on(device)
+    return jax.jit(run, donate_argnums=0).lower(
+        struct((V, D), jnp.float32), *_head_arguments(struct, T, D, V)
+    )
+
+
+def lower_whole_logits(shape: tuple[int, int, int], device: jax.Device) -> jax.stages.Lowered:
+    """(hidden [T, D], head [V, D], ids, data) -> loss, d_hidden, d_head."""
+    objective = functools.partial(grpo_objective, entropy_coef=0.0)
+
+    def loss(hidden_TD, head_VD, ids_T, data):
+        scored = _log_softmax(jnp.matmul(hidden_TD, head_VD.T), ids_T)
+        return objective(scored.logprob, scored.entropy, data).sum()
+
+    arguments = _head_arguments(_structs_on(device), *shape)
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*arguments)
+
+
+def _log_softmax(logits, ids) -> TokenLogprob:
+    log_p = jax.nn.log_softmax(logits.astype(jnp.float32))
+    logprob = jnp.take_along_axis(log_p, ids[..., None], axis=-1)[..., 0]
+    return TokenLogprob(logprob, jnp.zeros_like(logprob), -(jnp.exp(log_p) * log_p).sum(axis=-1))
+
+
+def _head_arguments(struct, T: int, D: int, V: int) -> tuple[Any, ...]:
+    per_token = struct((T,), jnp.float32)
+    return (
+        struct((T, D), jnp.bfloat16),
+        struct((V, D), jnp.bfloat16),
+        struct((T,), jnp.int32),
+        GrpoData(per_token, per_token),
+    )
+
+
+def _structs_on(device: jax.Device) -> Callable[..., Any]:
+    sharding = SingleDeviceSharding(device)
+    # Typed as the array it stands for.
+    return lambda shape, dtype: cast(Any, jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
