@@ -49,8 +49,9 @@ smollm2: .venv/.run ## fetch SmolLM2-135M-Instruct (GGUF, 98 MB) into downloads/
 demo-model: .venv/.run ## make deploy/demo/model anew (a few minutes, deterministic)
 	$(BIN)/python -m deploy.demo.make_model
 
-tpu-check: .venv/.tpu ## compile the reference run for a TPU v6e without a TPU (minutes)
+tpu-check: .venv/.tpu ## compile the reference run and the kernels for a TPU v6e without a TPU (minutes)
 	$(BIN)/python -m deploy.tpu_check
+	$(BIN)/python -m kernels.tpu_report
 
 clean: ## remove caches and run outputs, keep .venv and downloads
 	rm -rf runs .pytest_cache .ruff_cache build *.egg-info

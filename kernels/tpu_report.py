@@ -58,7 +58,11 @@ def main(argv: list[str] | None = None) -> int:
         )
     found = []
     for name in names:
-        entry = examine(name, budgets, arguments.cycles, arguments.deadline_s)
+        figures = tpu_compile.compile_in_child(name, arguments.deadline_s)
+        evaluation = None
+        if arguments.cycles and not figures.error:
+            evaluation = tpu_compile.evaluate_in_child(name, arguments.deadline_s)
+        entry = judge(name, figures, evaluation, budgets.programs.get(name, {}))
         found.append(entry)
         print("\n" + describe(entry), flush=True)
     if arguments.cycles:
@@ -71,33 +75,32 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if broken else 0
 
 
-def examine(
-    name: str, budgets: tpu_budgets.Budgets, cycles: bool, deadline_s: float
+def judge(
+    name: str,
+    figures: tpu_compile.Figures,
+    evaluation: tpu_compile.Evaluation | None,
+    budget: dict[str, float],
 ) -> dict[str, Any]:
-    """Compiles one program, evaluates it where asked, and holds it to its budget.
+    """One program beside its budget.
 
     Returns:
-        What --json has of it: `name`, the fields of tpu_compile.Figures (without `ops`), with
-        cycles also `cost` (tpu_cost.Cost), `cycles`, `model_ms` and `incomplete`, and `checks`.
+        What --json has of it: `name`, the fields of tpu_compile.Figures (without `ops`), after an
+        evaluation also `cycles`, `model_ms`, `incomplete` and `cost`, and `checks`.
     """
-    figures = tpu_compile.compile_in_child(name, deadline_s)
-    entry = {"name": name, **dataclasses.asdict(figures)}
+    entry = {"name": name, **dataclasses.asdict(figures), "checks": []}
     del entry["ops"]
     if figures.error:
-        return {**entry, "checks": []}
+        return entry
     measured = {key: entry[key] for key in tpu_budgets.FIGURES if key in entry}
-    if cycles:
-        evaluation = tpu_compile.evaluate_in_child(name, deadline_s)
+    if evaluation is not None:
         cost = tpu_cost.model(figures.ops, evaluation.cycles)
         entry["cycles"], entry["model_ms"] = cost.cycles, cost.ms
         entry["incomplete"] = evaluation.stopped
-        entry["cost"] = {
-            "ops": [op._asdict() for op in cost.ops],
-            "without_cycles": cost.without_cycles,
-        }
+        ops = [op._asdict() for op in cost.ops]
+        entry["cost"] = {"ops": ops, "without_cycles": cost.without_cycles}
         if not evaluation.stopped:
             measured |= {"cycles": cost.cycles, "model_ms": cost.ms}
-    checks = tpu_budgets.check(measured, budgets.programs.get(name, {}))
+    checks = tpu_budgets.check(measured, budget)
     entry["checks"] = [{**check._asdict(), "verdict": check.verdict} for check in checks]
     return entry
 
