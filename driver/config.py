@@ -105,6 +105,9 @@ class WandbConfig(Section):
 class LogConfig(Section):
     samples_per_step: int = Field(default=2, ge=0)
     """Completions written to samples.jsonl at every step."""
+    record_rollouts: bool = False
+    """Append the groups of every update to rollouts.bin, to train on them again with
+    `python -m learner.ab`. A step that cannot be written, as on a full disk, ends the run."""
     wandb: WandbConfig = WandbConfig()
     unexplained_fraction: float = Field(default=0.05, gt=0, le=1)
     """A step warns when a larger share of its seconds belongs to no phase."""

@@ -45,6 +45,7 @@ def learner_spec(
         credentials=authority.issue("learner"),
         checkpoint_folder=str(folder / "checkpoints"),
         keep_checkpoints=config.checkpoint.keep,
+        rollouts_file=str(folder / "rollouts.bin") if config.log.record_rollouts else None,
     )
 
 

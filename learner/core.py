@@ -6,8 +6,7 @@ compiled functions, the clock and the order of calls.
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
