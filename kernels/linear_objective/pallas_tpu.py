@@ -31,8 +31,13 @@ CHUNK_TOKENS = 2048
 CHUNK_BYTES = 16 * 2**20
 """Bound on the chunk of hidden, in 16 bits: it stays in fast memory beside its gradient."""
 TILE_ROWS = 512
-LANES = 256
-"""Tokens worked on at a time: the width of the matrix unit."""
+LANES = 128
+SCORE_TOKENS = 1024
+"""Tokens of a tile multiplied at a time."""
+COLUMNS = 1024
+"""Columns of the two products of the gradient formed at a time."""
+NOWHERE = -(2**30)
+"""Place of an id that is not among the rows, even when tiles are counted from -1."""
 LOWEST = -1e30
 """Stands for -inf where it is multiplied by a zero."""
 
@@ -70,29 +75,36 @@ def score(
     (C, D), V = hidden_CD.shape, head_VD.shape[0]
     tile = min(tile_rows, V)
     N = pl.cdiv(V, tile)
-    stats = jax.ShapeDtypeStruct((4, C), jnp.float32)
-    out_shape, out_specs = [stats], [_resident((4, C))]
+    hidden_CD = _pad_tokens(hidden_CD, 0)
+    padded = hidden_CD.shape[0]
+    out_shape = [jax.ShapeDtypeStruct((4, padded), jnp.float32)]
+    out_specs = [_resident((4, padded))]
     if keep:
         out_shape += [
-            jax.ShapeDtypeStruct((V, C), hidden_CD.dtype),
-            jax.ShapeDtypeStruct((N, 1, C), jnp.float32),
+            jax.ShapeDtypeStruct((V, padded), hidden_CD.dtype),
+            jax.ShapeDtypeStruct((N, 1, padded), jnp.float32),
         ]
-        out_specs += [_streamed(tile, C), pl.BlockSpec((1, 1, C), lambda n, _: (n, 0, 0))]
+        out_specs += [_tiles((tile, padded), _before), _tiles((1, 1, padded), _before)]
     found, *kept = pl.pallas_call(
         functools.partial(_score_kernel, scale=1.0 / support.temperature),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(N,),
-            in_specs=[_resident((1, C)), _resident((C, D)), _streamed(tile, D)],
+            grid=(N + 1,),
+            in_specs=[
+                _resident((1, padded)),
+                _resident((padded, D)),
+                _tiles((tile, D), _at_most(N)),
+            ],
             out_specs=out_specs,
+            scratch_shapes=[pltpu.VMEM((tile, padded), jnp.float32)],
         ),
         out_shape=out_shape,
         compiler_params=_params(),
         cost_estimate=_cost(hidden_CD, head_VD, products=1, out_shape=out_shape),
         interpret=interpret,
         name="linear_objective_score",
-    )(_supported(V, support, first_column), _local(ids_C, first_column), hidden_CD, head_VD)
-    return Statistics(*found), Kept(*kept) if keep else None
+    )(_supported(V, support, first_column), _local(ids_C, first_column, V), hidden_CD, head_VD)
+    return Statistics(*found[:, :C]), Kept(*kept) if keep else None
 
 
 def gradient(
@@ -115,77 +127,93 @@ def gradient(
     """
     (C, D), V = hidden_CD.shape, head_VD.shape[0]
     tile = min(tile_rows, V)
+    N = pl.cdiv(V, tile)
+    hidden_CD = _pad_tokens(hidden_CD, 0)
+    slopes_4C = _pad_tokens(jnp.stack(slopes, axis=1), 0).T
+    padded = hidden_CD.shape[0]
+    if kept is None:
+        source, source_specs = (head_VD,), [_tiles((tile, D), _at_most(N))]
+    else:
+        source = kept
+        source_specs = [_tiles((tile, padded), _at_most(N)), _tiles((1, 1, padded), _at_most(N))]
     out_shape = [
-        jax.ShapeDtypeStruct((C, D), jnp.float32),
+        jax.ShapeDtypeStruct((padded, D), jnp.float32),
         jax.ShapeDtypeStruct((V, D), jnp.float32),
     ]
-    kept_specs = [_streamed(tile, C), pl.BlockSpec((1, 1, C), lambda n, _: (n, 0, 0))]
-    operands = (_local(ids_C, first_column), jnp.stack(slopes), hidden_CD, head_VD, head_grad_VD)
-    return pl.pallas_call(
+    local_1C = _local(ids_C, first_column, V)
+    d_logits = pltpu.VMEM((tile, padded), hidden_CD.dtype)
+    d_logits_turned = pltpu.VMEM((padded, tile), hidden_CD.dtype)
+    d_hidden_CD, head_grad_VD = pl.pallas_call(
         functools.partial(
             _gradient_kernel, scale=1.0 / support.temperature, rows=V, recompute=kept is None
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(pl.cdiv(V, tile),),
+            grid=(N + 1,),
             in_specs=[
-                _resident((1, C)),
-                _resident((4, C)),
-                _resident((C, D)),
-                _streamed(tile, D),
-                _streamed(tile, D),
-                *([] if kept is None else kept_specs),
+                _resident((1, padded)),
+                _resident((4, padded)),
+                _resident((padded, D)),
+                _tiles((tile, D), _before),
+                _tiles((tile, D), _before),
+                *source_specs,
             ],
-            out_specs=[_resident((C, D)), _streamed(tile, D)],
-            scratch_shapes=[pltpu.VMEM((tile, C), hidden_CD.dtype)],
+            out_specs=[_resident((padded, D)), _tiles((tile, D), _before)],
+            scratch_shapes=[d_logits, d_logits, d_logits_turned, d_logits_turned],
         ),
         out_shape=out_shape,
         input_output_aliases={5: 1},
         compiler_params=_params(),
         cost_estimate=_cost(
-            hidden_CD, head_VD, products=2 + (kept is None), out_shape=out_shape, beside=kept
+            hidden_CD, head_VD, products=2 + (kept is None), out_shape=out_shape, beside=source
         ),
         interpret=interpret,
         name="linear_objective_gradient",
-    )(_supported(V, support, first_column), *operands, *(kept or ()))
+    )(
+        _supported(V, support, first_column),
+        local_1C,
+        slopes_4C,
+        hidden_CD,
+        head_VD,
+        head_grad_VD,
+        *source,
+    )
+    return d_hidden_CD[:C], head_grad_VD
 
 
-def _score_kernel(
-    supported_ref,
-    ids_ref,
-    hidden_ref,
-    head_ref,
-    stats_ref,
-    shifted_ref=None,
-    top_ref=None,
-    *,
-    scale,
-):
-    n = pl.program_id(0)
-    rows = head_ref.shape[0]
+def _score_kernel(supported_ref, ids_ref, hidden_ref, head_ref, stats_ref, *refs, scale):
+    """Step n multiplies tile n and folds tile n - 1 into the statistics, each beside the other."""
+    *kept_refs, z_ref = refs
+    tile, tokens = z_ref.shape
+    first_row = (pl.program_id(0) - 1) * tile
 
-    @pl.when(n == 0)
+    @pl.when(pl.program_id(0) == 0)
     def _():
         stats_ref[...] = jnp.zeros_like(stats_ref)
         stats_ref[0:1] = jnp.full_like(stats_ref[0:1], -jnp.inf)
+        z_ref[...] = jnp.full_like(z_ref, -jnp.inf)
 
     def part(at):
-        z = _product(head_ref[...], hidden_ref[at], (1, 1)) * scale
-        row = jax.lax.broadcasted_iota(jnp.int32, z.shape, 0) + n * rows
+        z = z_ref[:, at] * scale
+        row = jax.lax.broadcasted_iota(jnp.int32, z.shape, 0) + first_row
         z = jnp.where(row < supported_ref[0], z, -jnp.inf)
         tile_top = z.max(axis=0, keepdims=True)
         # A column of -inf has no largest entry to subtract: any finite number gives exp(-inf) = 0.
-        shifted = z - jnp.where(tile_top == -jnp.inf, 0.0, tile_top)
+        base = jnp.where(tile_top == -jnp.inf, 0.0, tile_top)
+        shifted = z - base
         weight = jnp.exp(shifted)
         total = weight.sum(axis=0, keepdims=True)
         weighted = (weight * jnp.maximum(shifted, LOWEST)).sum(axis=0, keepdims=True)
         chosen = jnp.where(row == ids_ref[:, at], z, 0.0).sum(axis=0, keepdims=True)
         _fold(stats_ref, at, tile_top, total, weighted, chosen)
-        if shifted_ref is not None:
+        if kept_refs:
+            shifted_ref, top_ref = kept_refs
             shifted_ref[:, at] = shifted.astype(shifted_ref.dtype)
-            top_ref[0, :, at] = jnp.where(tile_top == -jnp.inf, 0.0, tile_top)
+            top_ref[0, :, at] = base
+        z_ref[:, at] = _product(head_ref[...], hidden_ref[at], (1, 1))
 
-    _for_parts(ids_ref.shape[1], part)
+    size = _part_size(tokens, SCORE_TOKENS)
+    _loop(tokens // size, lambda i: part(_slice(i * size, size)))
 
 
 def _fold(stats_ref, at, tile_top, total, weighted, chosen):
@@ -217,54 +245,84 @@ def _gradient_kernel(
     rows,
     recompute,
 ):
-    *kept_refs, d_hidden_ref, head_grad_ref, d_logits_ref = refs
+    """Step n forms the gradient of tile n and multiplies that of tile n - 1 back."""
+    (
+        *source_refs,
+        d_hidden_ref,
+        head_grad_ref,
+        next_ref,
+        now_ref,
+        next_turned_ref,
+        now_turned_ref,
+    ) = refs
     n = pl.program_id(0)
-    tile = head_ref.shape[0]
+    tile, tokens = next_ref.shape
+    D = hidden_ref.shape[1]
 
     @pl.when(n == 0)
     def _():
         d_hidden_ref[...] = jnp.zeros_like(d_hidden_ref)
+        next_ref[...] = jnp.zeros_like(next_ref)
+        next_turned_ref[...] = jnp.zeros_like(next_turned_ref)
 
     if rows % tile:
 
-        @pl.when(n == rows // tile)
+        @pl.when(n == rows // tile + 1)
         def _():
+            # What lies beyond the head may be anything, and is summed over.
             head_ref[rows % tile :] = jnp.zeros_like(head_ref[rows % tile :])
 
-    def part(at):
+    now_ref[...] = next_ref[...]
+    now_turned_ref[...] = next_turned_ref[...]
+
+    def log_probability(at):
         logsumexp = slopes_ref[0:1, at]
         if recompute:
-            log_p = _product(head_ref[...], hidden_ref[at], (1, 1)) * scale - logsumexp
-        else:
-            shifted_ref, top_ref = kept_refs
-            log_p = shifted_ref[:, at].astype(jnp.float32) + (top_ref[0, :, at] - logsumexp)
+            return _product(source_refs[0][...], hidden_ref[at], (1, 1)) * scale - logsumexp
+        shifted_ref, top_ref = source_refs
+        return shifted_ref[:, at].astype(jnp.float32) + (top_ref[0, :, at] - logsumexp)
+
+    def differentiate(at):
+        log_p = log_probability(at)
         row = jax.lax.broadcasted_iota(jnp.int32, log_p.shape, 0) + n * tile
         log_p = jnp.where(row < supported_ref[0], log_p, LOWEST)
         log_p = jnp.maximum(log_p, LOWEST)
         d_logits = jnp.exp(log_p) * (slopes_ref[1:2, at] - slopes_ref[2:3, at] * log_p)
         d_logits += jnp.where(row == ids_ref[:, at], slopes_ref[3:4, at], 0.0)
-        d_logits = d_logits.astype(d_logits_ref.dtype)
-        d_logits_ref[:, at] = d_logits
-        d_hidden_ref[at] += _product(d_logits, head_ref[...], (0, 0))
+        d_logits = d_logits.astype(next_ref.dtype)
+        next_ref[:, at] = d_logits
+        next_turned_ref[at] = d_logits.T
 
-    _for_parts(ids_ref.shape[1], part)
-    head_grad_ref[...] = head_grad_in_ref[...] + _product(
-        d_logits_ref[...], hidden_ref[...], (1, 0)
-    )
+    def multiply(at):
+        d_hidden_ref[:, at] += _product(now_turned_ref[...], head_ref[:, at], (1, 0))
+        head_grad_ref[:, at] = head_grad_in_ref[:, at] + _product(
+            now_ref[...], hidden_ref[:, at], (1, 0)
+        )
+
+    width = _part_size(D, COLUMNS)
+    count = D // width
+    size = LANES * pl.cdiv(tokens // LANES, count)
+
+    def body(i):
+        # The last parts may overlap: what is formed twice is formed alike.
+        differentiate(_slice(jnp.minimum(i * size, tokens - size), size))
+        multiply(_slice(i * width, width))
+
+    _loop(count, body)
 
 
-def _for_parts(tokens, part):
-    """Calls part with slices that cut the tokens into LANES at a time."""
-    whole = tokens // LANES
+def _part_size(whole, at_most):
+    """The largest part that divides the whole into equal parts in lanes; else the whole."""
+    sizes = [size for size in range(LANES, at_most + 1, LANES) if whole % size == 0]
+    return sizes[-1] if sizes else whole
 
-    def body(i, _):
-        part(pl.ds(pl.multiple_of(i * LANES, LANES), LANES))
-        return 0
 
-    if whole:
-        jax.lax.fori_loop(0, whole, body, 0)
-    if tokens % LANES:
-        part(slice(whole * LANES, tokens))
+def _slice(start, size):
+    return pl.ds(pl.multiple_of(start, LANES), size)
+
+
+def _loop(count, body):
+    jax.lax.fori_loop(0, count, lambda i, _: body(i) or 0, 0)
 
 
 def _product(left, right, contract):
@@ -283,8 +341,22 @@ def _resident(shape):
     return pl.BlockSpec(shape, lambda n, _: (0,) * len(shape), pipeline_mode=pl.Buffered(1))
 
 
-def _streamed(rows, columns):
-    return pl.BlockSpec((rows, columns), lambda n, _: (n, 0))
+def _tiles(shape, tile_of):
+    return pl.BlockSpec(shape, lambda n, _: (tile_of(n), *(0,) * (len(shape) - 1)))
+
+
+def _before(n):
+    return jnp.maximum(n - 1, 0)
+
+
+def _at_most(N):
+    return lambda n: jnp.minimum(n, N - 1)
+
+
+def _pad_tokens(array, value):
+    """Whole lanes of tokens along the first axis."""
+    rest = -array.shape[0] % LANES
+    return jnp.pad(array, [(0, rest)] + [(0, 0)] * (array.ndim - 1), constant_values=value)
 
 
 def _supported(V, support, first_column):
@@ -292,9 +364,11 @@ def _supported(V, support, first_column):
     return jnp.clip(jnp.asarray(support.columns - first_column, jnp.int32), 0, V).reshape(1)
 
 
-def _local(ids_C, first_column):
-    """The ids numbered from the first of these rows, int32 [1, C]."""
-    return (ids_C.astype(jnp.int32) - first_column)[None, :]
+def _local(ids_C, first_column, V):
+    """The ids numbered from the first of these rows, int32 [1, C]; NOWHERE if not among them."""
+    local_C = ids_C.astype(jnp.int32) - first_column
+    local_C = jnp.where((local_C >= 0) & (local_C < V), local_C, NOWHERE)
+    return _pad_tokens(local_C, NOWHERE)[None, :]
 
 
 def _params():
