@@ -24,7 +24,7 @@ import numpy as np
 
 from learner.ab.runs import RunResult
 
-NOISE_FACTOR = 3.0
+NOISE_FACTOR = 2.0
 """Two independent errors add up to 1.4 of one; the rest is for the few steps it is measured on."""
 _VALUES_AT_ONCE = 2**22
 

@@ -14,6 +14,7 @@ import pathlib
 import resource
 import sys
 import time
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
@@ -40,18 +41,19 @@ def train(job: Job) -> RunResult:
     Raises:
         WrongInput: if an implementation, the mesh or the model cannot work here.
     """
-    device = jax.devices()[0]
+    devices = jax.devices()
+    device = devices[0]
     for implementation in (job.implementation, *job.others):
         _resolve(implementation.loss_impl, device.platform)
     with jax.default_matmul_precision("highest") if job.exact else contextlib.nullcontext():
-        core, steps, peak_bytes = _train_steps(job)
+        core, steps, peak_bytes = _train_steps(job, devices)
     on_device = device.memory_stats() is not None
     temp, peak = _accumulate_bytes(core)
     return RunResult(
         implementation=job.implementation.name,
         resolved=_resolve(job.implementation.loss_impl, device.platform),
         platform=device.platform,
-        device=f"{jax.device_count()} x {device.device_kind}",
+        device=f"{len(devices)} x {device.device_kind}",
         versions={"jax": jax.__version__, "jaxlib": metadata.version("jaxlib")},
         steps=tuple(steps),
         peak_bytes=peak_bytes,
@@ -61,12 +63,14 @@ def train(job: Job) -> RunResult:
     )
 
 
-def _train_steps(job: Job) -> tuple[LearnerCore, list[StepResult], int]:
+def _train_steps(
+    job: Job, devices: Sequence[jax.Device]
+) -> tuple[LearnerCore, list[StepResult], int]:
     """The core after the last step, what each step came to, and the peak in bytes until then."""
     path = pathlib.Path(job.rollouts)
     contents = scan(path)
     assert contents.header is not None
-    core = _make_core(job, contents.header)
+    core = _make_core(job, contents.header, devices)
     if job.snapshot_start:
         _snapshot(job, "start", core.state.params)
     steps, peak_bytes = [], 0
@@ -83,7 +87,7 @@ def _train_steps(job: Job) -> tuple[LearnerCore, list[StepResult], int]:
     return core, steps, peak_bytes
 
 
-def _make_core(job: Job, header: RolloutHeader) -> LearnerCore:
+def _make_core(job: Job, header: RolloutHeader, devices: Sequence[jax.Device]) -> LearnerCore:
     chosen = dataclasses.asdict(job.implementation)
     try:
         loaded = load_model(job.model)
@@ -101,6 +105,7 @@ def _make_core(job: Job, header: RolloutHeader) -> LearnerCore:
             temperature=header.temperature,
             valid_vocab=header.valid_vocab,
             max_completion_tokens=header.max_completion_tokens,
+            devices=devices,
         )
     except ValueError as error:
         raise WrongInput(f"{job.implementation.name} with model {job.model}: {error}") from error

@@ -12,6 +12,7 @@ from tiny_model import write_tiny_model
 
 from learner.actor import LearnerActor, LearnerSpec
 from learner.config import AlgorithmConfig, LearnerConfig, MeshConfig, OptimizerConfig
+from learner.rollout_file import read_groups, scan
 from rollout_worker.actor import RolloutActor, RolloutSpec
 from rollout_worker.config import (
     DataConfig,
@@ -227,7 +228,8 @@ def test_a_learner_that_is_gone_is_named_and_the_worker_stays_whole(model, autho
 
 
 def test_a_group_of_unfinished_numbers_changes_nothing_and_is_kept(model, authority, tmp_path):
-    learner = make_learner(model, authority, tmp_path)
+    recorded = tmp_path / "rollouts.bin"
+    learner = make_learner(model, authority, tmp_path, rollouts_file=str(recorded))
     worker = make_worker(model, authority, learner.describe()["address"])
     learner.publish()
     worker.rollout(leases(0), 0)
@@ -238,6 +240,10 @@ def test_a_group_of_unfinished_numbers_changes_nothing_and_is_kept(model, author
     assert report.metrics["train/update_skipped"] == 1.0
     kept = list((tmp_path / "rejected").glob("*.jsonl"))
     assert len(kept) == 1 and "g00000000" in kept[0].read_text()
+    contents = scan(recorded)
+    groups = [group for place in contents.places for group in read_groups(recorded, place)]
+    assert [group.group_id for group in groups] == ["g00000000"]
+    assert contents.header.valid_vocab == 259 and contents.header.model_path == str(model)
     assert before.keys() == learner._core.named_weights("float32").keys()
     worker.close()
     learner.close()
