@@ -24,13 +24,16 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels.token_logprob.statistics import Slopes, Statistics, Support
 
-VMEM_LIMIT_BYTES = 112 * 2**20
-"""Of the 128 MiB of a v6e core."""
+VMEM_BYTES = 108 * 2**20
+"""For what is planned here, of the 128 MiB of a v6e core."""
+VMEM_LIMIT_BYTES = 116 * 2**20
+"""With what the compiler needs beside it."""
 CHUNK_TOKENS = 2048
 """At these many the matrix products outlast the traffic of the head's float32 gradient."""
 CHUNK_BYTES = 16 * 2**20
 """Bound on the chunk of hidden, in 16 bits: it stays in fast memory beside its gradient."""
-TILE_ROWS = 512
+TILE_ROWS = (512, 256, 128, 64, 32, 16)
+"""Rows of the head in a tile, the first that fits: fewer leave the matrix unit waiting."""
 LANES = 128
 SCORE_TOKENS = 1024
 """Tokens of a tile multiplied at a time."""
@@ -56,6 +59,28 @@ def chunk_tokens(V: int, D: int) -> int:
     return max(128, min(CHUNK_TOKENS, CHUNK_BYTES // (2 * D) // 128 * 128))
 
 
+def fitting_rows(hidden_CD: jax.Array, head_VD: jax.Array) -> int:
+    """Rows of a tile such that the gradient, which needs more than the score, fits.
+
+    Raises:
+        ValueError: if no tile does.
+    """
+    C, D = hidden_CD.shape
+    item, head_item = hidden_CD.dtype.itemsize, head_VD.dtype.itemsize
+    resident = C * D * (item + 4)
+    # What streams by is there twice: head_grad in and out, the head (lean: two tiles of it) and
+    # what was kept of the logits (fast); their gradient is there four times.
+    fast_row = D * (2 * head_item + 16) + C * 6 * item
+    lean_row = D * (4 * head_item + 16) + C * 4 * item
+    for rows in TILE_ROWS:
+        if resident + rows * max(fast_row, lean_row) <= VMEM_BYTES:
+            return rows
+    raise ValueError(
+        f"a chunk of {C} tokens of width {D} in {hidden_CD.dtype} does not fit the fast memory of "
+        f"a TPU: take at most {chunk_tokens(head_VD.shape[0], D)} chunk_tokens"
+    )
+
+
 def score(
     hidden_CD: jax.Array,
     head_VD: jax.Array,
@@ -65,17 +90,21 @@ def score(
     first_column: jax.Array | int = 0,
     keep: bool,
     interpret: bool = False,
-    tile_rows: int = TILE_ROWS,
+    tile_rows: int | None = None,
 ) -> tuple[Statistics, Kept | None]:
     """Same contract as xla.score.
 
     Args:
-        tile_rows: rows of the head worked on at a time, a multiple of 16.
+        tile_rows: rows of the head worked on at a time, a multiple of 16; None for as many as
+            fast memory takes.
+
+    Raises:
+        ValueError: if fast memory does not take so many tokens.
     """
     (C, D), V = hidden_CD.shape, head_VD.shape[0]
-    tile = min(tile_rows, V)
-    N = pl.cdiv(V, tile)
     hidden_CD = _pad_tokens(hidden_CD, 0)
+    tile = min(tile_rows or fitting_rows(hidden_CD, head_VD), V)
+    N = pl.cdiv(V, tile)
     padded = hidden_CD.shape[0]
     out_shape = [jax.ShapeDtypeStruct((4, padded), jnp.float32)]
     out_specs = [_resident((4, padded))]
@@ -118,17 +147,20 @@ def gradient(
     *,
     first_column: jax.Array | int = 0,
     interpret: bool = False,
-    tile_rows: int = TILE_ROWS,
+    tile_rows: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Same contract as xla.gradient; head_grad is added to in place.
 
     Args:
         tile_rows: as `score` had it, if kept is given.
+
+    Raises:
+        ValueError: as score.
     """
     (C, D), V = hidden_CD.shape, head_VD.shape[0]
-    tile = min(tile_rows, V)
-    N = pl.cdiv(V, tile)
     hidden_CD = _pad_tokens(hidden_CD, 0)
+    tile = min(tile_rows or fitting_rows(hidden_CD, head_VD), V)
+    N = pl.cdiv(V, tile)
     slopes_4C = _pad_tokens(jnp.stack(slopes, axis=1), 0).T
     padded = hidden_CD.shape[0]
     if kept is None:
@@ -210,7 +242,7 @@ def _score_kernel(supported_ref, ids_ref, hidden_ref, head_ref, stats_ref, *refs
             shifted_ref, top_ref = kept_refs
             shifted_ref[:, at] = shifted.astype(shifted_ref.dtype)
             top_ref[0, :, at] = base
-        z_ref[:, at] = _product(head_ref[...], hidden_ref[at], (1, 1))
+        z_ref[:, at] = _product(head_ref[...].astype(hidden_ref.dtype), hidden_ref[at], (1, 1))
 
     size = _part_size(tokens, SCORE_TOKENS)
     _loop(tokens // size, lambda i: part(_slice(i * size, size)))
@@ -278,7 +310,11 @@ def _gradient_kernel(
     def log_probability(at):
         logsumexp = slopes_ref[0:1, at]
         if recompute:
-            return _product(source_refs[0][...], hidden_ref[at], (1, 1)) * scale - logsumexp
+            return (
+                _product(source_refs[0][...].astype(hidden_ref.dtype), hidden_ref[at], (1, 1))
+                * scale
+                - logsumexp
+            )
         shifted_ref, top_ref = source_refs
         return shifted_ref[:, at].astype(jnp.float32) + (top_ref[0, :, at] - logsumexp)
 
@@ -294,7 +330,9 @@ def _gradient_kernel(
         next_turned_ref[at] = d_logits.T
 
     def multiply(at):
-        d_hidden_ref[:, at] += _product(now_turned_ref[...], head_ref[:, at], (1, 0))
+        d_hidden_ref[:, at] += _product(
+            now_turned_ref[...], head_ref[:, at].astype(hidden_ref.dtype), (1, 0)
+        )
         head_grad_ref[:, at] = head_grad_in_ref[:, at] + _product(
             now_ref[...], hidden_ref[:, at], (1, 0)
         )
@@ -326,7 +364,7 @@ def _loop(count, body):
 
 
 def _product(left, right, contract):
-    """The matrix product over these axes, operands in the dtype of the narrower; float32 sums."""
+    """The matrix product over these axes, in float32; operands of float32 are taken as such."""
     exact = left.dtype == jnp.float32
     return jax.lax.dot_general(
         left,

@@ -7,16 +7,25 @@ Dimension key:
 """
 
 import functools
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.linear_objective import pallas_tpu, xla
+from kernels import choose
+from kernels.linear_objective import pallas_tpu, reference, xla
+from kernels.linear_objective.schedule import SCHEDULES, HeadOptions, value_and_gradients
+from kernels.problems import GrpoData, grpo_objective
 from kernels.token_logprob.reference import TokenLogprob
-from kernels.token_logprob.statistics import Support, finish, slopes
+from kernels.token_logprob.statistics import Statistics, Support, finish, merge, slopes
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 TILE = 16
 score = functools.partial(pallas_tpu.score, interpret=True, tile_rows=TILE)
 gradient = functools.partial(pallas_tpu.gradient, interpret=True, tile_rows=TILE)
@@ -65,3 +74,158 @@ def test_passes_equal_those_of_xla(C, D, V, keep):
     actual = both_passes(score, gradient, hidden_CD, head_VD, ids_C, support, keep=keep)
     # float32 both, sums in another order.
     assert_same(actual, expected, 2e-6)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_objective_equals_the_reference_whatever_inactive_tokens_hold(schedule, monkeypatch):
+    monkeypatch.setattr(pallas_tpu, "TILE_ROWS", (TILE,))
+    hidden_TD, head_VD, ids_T = problem(21, 24, 53)
+    active_T = jnp.arange(21) % 3 != 1
+    rng = np.random.default_rng(2)
+    data = GrpoData(*jnp.asarray(rng.normal(size=(2, 21)) - 2, jnp.float32))
+    options = dict(temperature=1.3, valid_vocab=50)
+
+    def loss(hidden_TD, head_VD):
+        return reference.linear_objective(
+            hidden_TD, head_VD, ids_T, active_T, data, grpo_objective, **options
+        ).loss
+
+    expected = jax.grad(loss, argnums=(0, 1))(hidden_TD, head_VD)
+    garbage_TD = jnp.where(active_T[:, None], hidden_TD, jnp.nan)
+    found = value_and_gradients(
+        garbage_TD,
+        head_VD,
+        jnp.where(active_T, ids_T, 10**6),
+        active_T,
+        data,
+        grpo_objective,
+        HeadOptions(schedule=schedule, impl=choose.PALLAS_INTERPRET, chunk_tokens=8, **options),
+    )
+    assert_same((found.hidden_TD, found.head_VD), expected, 1e-5)
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["fast", "lean"])
+def test_shards_add_up_to_the_whole_head(keep):
+    hidden_CD, head_VD, ids_C = problem(9, 16, 40)
+    support = Support(1.0, 37)
+    expected = both_passes(xla.score, xla.gradient, hidden_CD, head_VD, ids_C, support, keep=keep)
+    # The first column is traced, as it is where it comes from the place of a device.
+    shard_score = jax.jit(
+        lambda first, rows: score(hidden_CD, rows, ids_C, support, first_column=first, keep=keep)
+    )
+    shards = [(jnp.int32(first), head_VD[first : first + 20]) for first in (0, 20)]
+    found, kept = zip(*(shard_score(*shard) for shard in shards), strict=True)
+    scored = finish(merge(Statistics(*map(jnp.stack, zip(*found, strict=True)))), ids_C, support)
+    slope = slopes(scored, cotangents(9), support)
+    parts = [
+        gradient(
+            hidden_CD,
+            rows,
+            ids_C,
+            slope,
+            support,
+            jnp.full(rows.shape, 0.5),
+            one,
+            first_column=first,
+        )
+        for (first, rows), one in zip(shards, kept, strict=True)
+    ]
+    d_hidden_CD = parts[0][0] + parts[1][0]
+    d_head_VD = jnp.concatenate([parts[0][1], parts[1][1]])
+    assert_same((scored, d_hidden_CD, d_head_VD), expected, 2e-6)
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["fast", "lean"])
+def test_error_in_16_bits_is_that_of_xla(keep):
+    hidden_CD, head_VD, ids_C = problem(32, 64, 200, jnp.bfloat16)
+    support = Support(1.0, 200)
+    exact = both_passes(
+        xla.score,
+        xla.gradient,
+        hidden_CD.astype(jnp.float32),
+        head_VD.astype(jnp.float32),
+        ids_C,
+        support,
+        keep=False,
+    )
+
+    def errors(*passes):
+        found = both_passes(*passes, hidden_CD, head_VD, ids_C, support, keep=keep)
+        return [
+            float(jnp.linalg.norm(one - other) / jnp.linalg.norm(other))
+            for one, other in zip(found[1:], exact[1:], strict=True)
+        ]
+
+    actual, bar = errors(score, gradient), errors(xla.score, xla.gradient)
+    # Both round the gradient of the logits to 16 bits; what is kept is rounded as well, relative
+    # to the top of its tile.
+    assert all(one <= 2 * other for one, other in zip(actual, bar, strict=True)), (actual, bar)
+
+
+def test_nan_in_a_token_reaches_its_own_gradient():
+    hidden_CD, head_VD, ids_C = problem(4, 8, 20)
+    hidden_CD = hidden_CD.at[1].set(jnp.nan)
+    scored, d_hidden_CD, _ = both_passes(
+        score, gradient, hidden_CD, head_VD, ids_C, Support(1.0, 20), keep=True
+    )
+    np.testing.assert_array_equal(jnp.isnan(scored.logprob), [False, True, False, False])
+    np.testing.assert_array_equal(jnp.isnan(d_hidden_CD).all(axis=1), [False, True, False, False])
+
+
+def test_chunk_that_cannot_fit_is_refused_with_one_that_does():
+    hidden_CD = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16)
+    head_VD = jax.ShapeDtypeStruct((1000, 4096), jnp.bfloat16)
+    with pytest.raises(ValueError, match="at most 2048 chunk_tokens"):
+        pallas_tpu.fitting_rows(hidden_CD, head_VD)
+
+
+COMPILE = """
+import jax, jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+from kernels.linear_objective.schedule import HeadOptions, value_and_gradients
+from kernels.problems import GrpoData, grpo_objective
+
+topology = topologies.get_topology_desc(platform="tpu", topology_name="v6e:2x4")
+at = SingleDeviceSharding(topology.devices[0])
+shape = lambda *dims, dtype=jnp.float32: jax.ShapeDtypeStruct(dims, dtype, sharding=at)
+bf16 = jnp.bfloat16
+for schedule, bound in ("fast", 0.7e9), ("lean", 0.1e9):
+    options = HeadOptions(schedule=schedule, impl="pallas_tpu")
+    step = lambda hidden, head, ids, data, grad: value_and_gradients(
+        hidden, head, ids, None, data, grpo_objective, options, head_grad_VD=grad
+    )
+    T, D, V = 8192, 4096, 151936
+    data = GrpoData(shape(T), shape(T))
+    ids, head_grad = shape(T, dtype=jnp.int32), shape(V, D)
+    compiled = jax.jit(step, donate_argnums=4).lower(
+        shape(T, D, dtype=bf16), shape(V, D, dtype=bf16), ids, data, head_grad
+    ).compile()
+    temp = compiled.memory_analysis().temp_size_in_bytes
+    assert temp < bound, (schedule, temp)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install '.[tpu]'"
+)
+def test_compiles_for_v6e_with_the_head_gradient_in_place():
+    # The bounds leave no room for a second copy of the gradient, which takes 2.49 GB.
+    environment = dict(
+        JAX_PLATFORMS="cpu",
+        TPU_SKIP_MDS_QUERY="1",
+        TPU_ACCELERATOR_TYPE="v6e-8",
+        TPU_WORKER_HOSTNAMES="localhost",
+        TPU_LOG_DIR="disabled",
+        ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+        PYTHONPATH=str(ROOT),
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
