@@ -40,13 +40,14 @@ class Tolerance:
 
 
 TOLERANCES = {
-    "float32": Tolerance(loss=1e-5, rel_l2=5e-5, cosine=2e-9, row=1e-2),
+    "float32": Tolerance(loss=1e-5, rel_l2=5e-5, cosine=2e-9, row=2e-3),
     "bfloat16": Tolerance(loss=1e-5, rel_l2=4e-3, cosine=8e-6, row=3e-2),
 }
-"""By the dtype of logits, or of hidden states and products. Three to five times what is seen: in
-float32 the logits of a real model, of size 20, err by some 2e-6, which a token of probability
-0.99 multiplies by a hundred in the small gradient that it has left; in bfloat16 each entry of a
-gradient is rounded by 1.7e-3 on average, twice on its way to the hidden states."""
+"""By the dtype of logits, or of hidden states and products. Some three times what is seen: in
+float32 the logits of a real model, of size 20, err by some 2e-6, and gradients by a few times
+that; in bfloat16 each entry of a gradient is rounded by 1.7e-3 on average, twice on its way to the
+hidden states."""
+ROW_FLOOR = 0.01
 
 
 class Candidate(NamedTuple):
@@ -145,11 +146,18 @@ def check(problem: Problem, candidate: Candidate, tolerance: Tolerance) -> list[
 
 
 def worst_row(actual_NC: np.ndarray, expected_NC: np.ndarray) -> float:
-    """Largest relative l2 error of a row; infinite where a row that should be zero is not."""
+    """Largest relative l2 error of a row; infinite where a row that should be zero is not.
+
+    A row far below the usual counts as one of ROW_FLOOR of the median: what a token of
+    probability near 1 has left is a difference, and errs by more than its size says.
+    """
     off_N = np.linalg.norm(actual_NC - expected_NC, axis=1)
     size_N = np.linalg.norm(expected_NC, axis=1)
-    relative_N = np.where(size_N > 0, off_N / np.where(size_N > 0, size_N, 1.0), np.inf)
-    return float(np.where(off_N == 0, 0.0, relative_N).max())
+    if off_N[size_N == 0].any():
+        return math.inf
+    kept_N = size_N > 0
+    least = ROW_FLOOR * np.median(size_N[kept_N])
+    return float((off_N[kept_N] / np.maximum(size_N[kept_N], least)).max())
 
 
 def judge(errors: dict[str, float], tolerance: Tolerance, gradient: np.ndarray) -> list[str]:

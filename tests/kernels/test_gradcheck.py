@@ -141,10 +141,15 @@ def test_a_nan_fails_any_tolerance():
     assert judge({"rel_l2": float("nan")}, TOLERANCES["bfloat16"], np.ones(2)) != []
 
 
-def test_the_worst_row_is_found_among_large_ones():
-    expected = np.array([[1e6, 0.0], [1.0, 0.0], [0.0, 0.0]])
-    actual = np.array([[1e6, 0.0], [1.5, 0.0], [0.0, 0.0]])
+def test_the_worst_row_is_found_beside_a_large_one():
+    expected = np.array([[1e6, 0.0], [1.0, 0.0], [1.0, 0.0], [0.0, 0.0]])
+    actual = np.array([[1e6, 0.0], [1.5, 0.0], [1.0, 0.0], [0.0, 0.0]])
     assert worst_row(actual, expected) == 0.5
+
+
+def test_a_tiny_row_counts_as_a_hundredth_of_the_median():
+    expected = np.array([[1.0], [1.0], [1e-6]])
+    assert worst_row(expected + [[0.0], [0.0], [1e-4]], expected) == pytest.approx(0.01)
 
 
 def test_the_exact_gradient_is_that_of_the_exact_scores():
