@@ -23,7 +23,7 @@ from kernels.linear_objective import schedule
 from kernels.linear_objective.reference import Objective
 from kernels.linear_objective.schedule import HeadOptions
 from kernels.token_logprob.ops import TokenLogprob, token_logprob
-from learner.sharding import is_sharded
+from learner.sharding import cut_by_rows, is_sharded
 from models.transformer import Gather, Params, head_weight, logits
 
 LOGITS = "logits"
@@ -55,7 +55,7 @@ class PolicyHead:
         self._plan = plan
         self._gather = gather
         self._spec = specs[self.name]["weight"]
-        self._by_rows = plan.schedule != LOGITS and tuple(self._spec[:1]) == ("fsdp",)
+        self._by_rows = plan.schedule != LOGITS and cut_by_rows(self._spec)
         # Copies of the parameters see different tokens: their sums meet before they are added to
         # what is the same on all of them.
         self._adds_in_place = self._by_rows and mesh.shape["data"] == 1

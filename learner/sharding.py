@@ -3,7 +3,9 @@
 Matrices are cut over `fsdp`; vectors (norms, biases) are small and stay whole on every device.
 Under `shard_map` a device sees its shard; `make_gather` gives `models.transformer.forward` the
 hook that collects a layer's matrices just before they are used. The transpose of that gather
-sums the gradient over the axis and leaves each device with its shard (reduce-scatter).
+sums the gradient over the axis and leaves each device with its shard (reduce-scatter). Embedding
+and head, the largest matrices, stay cut where they can be cut by rows: there the tokens travel
+(`make_embed`, learner/head.py).
 """
 
 import functools
@@ -13,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from models.transformer import Gather, Params
+from models.transformer import Embed, Gather, Params, look_up
 
 STACKED = "layers"
 """The tree whose leaves carry a leading layer axis."""
@@ -50,6 +52,11 @@ def is_sharded(spec: P) -> bool:
     return "fsdp" in spec
 
 
+def cut_by_rows(spec: P) -> bool:
+    """Whether an embedding or a head [V, D] is cut along its vocabulary."""
+    return tuple(spec[:1]) == ("fsdp",)
+
+
 def named_shardings(mesh: Mesh, specs) -> Params:
     """The same tree with a NamedSharding for every PartitionSpec."""
     return jax.tree.map(
@@ -75,6 +82,28 @@ def make_gather(specs: Params, compute_dtype: jnp.dtype) -> Gather:
         return jax.tree.map(functools.partial(whole, first=first), tree, specs[name])
 
     return gather
+
+
+def make_embed(specs: Params, compute_dtype: jnp.dtype) -> Embed | None:
+    """The hook that looks tokens up without gathering an embedding that is cut by rows.
+
+    The tokens of the axis meet this device's rows instead, and each device takes back its own.
+    Exactly one device has a token's row, so the sum that brings it back is exact in compute_dtype;
+    the gradient is summed in float32 where it stays. None where the rows are not cut.
+    """
+    if not cut_by_rows(specs["embed_tokens"]["weight"]):
+        return None
+
+    def embed(tree, token_ids_BT):
+        shape, rows = token_ids_BT.shape, tree["weight"].shape[0]
+        token_ids_N = jax.lax.all_gather(token_ids_BT.reshape(-1), "fsdp", tiled=True)
+        row_N = token_ids_N - jax.lax.axis_index("fsdp") * rows
+        here_N1 = ((row_N >= 0) & (row_N < rows))[:, None]
+        found_ND = jnp.where(here_N1, look_up(tree, jnp.clip(row_N, 0, rows - 1)), 0.0)
+        own_ND = jax.lax.psum_scatter(found_ND.astype(compute_dtype), "fsdp", tiled=True)
+        return own_ND.reshape(*shape, -1)
+
+    return embed
 
 
 def reduce_gradients(grads: Params, specs: Params) -> Params:

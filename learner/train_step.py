@@ -24,7 +24,7 @@ from learner.batching import MicroBatch
 from learner.head import HeadPlan, PolicyHead
 from learner.loss import Objective, metric_sums, token_terms, weighted_sum
 from learner.mesh import AXES
-from learner.sharding import make_gather, named_shardings, reduce_gradients
+from learner.sharding import make_embed, make_gather, named_shardings, reduce_gradients
 from learner.state import TrainState
 from models.config import ModelConfig
 from models.transformer import Params, forward, packed_attend
@@ -79,6 +79,7 @@ def make_accumulate(
     is None without a KL penalty.
     """
     gather = make_gather(specs, options.compute_dtype)
+    embed = make_embed(specs, options.compute_dtype)
     head = PolicyHead(options.head, mesh, specs, gather)
 
     def hidden_states(params, batch):
@@ -90,6 +91,7 @@ def make_accumulate(
             packed_attend(batch.segments, operand_dtype=options.compute_dtype),
             compute_dtype=options.compute_dtype,
             gather=gather,
+            embed=embed,
             remat=options.remat,
         )
         return hidden_BTD

@@ -34,6 +34,8 @@ Attend = Callable[..., tuple[jax.Array, Any]]
 """(query_BTNH, key_BTKH, value_BTKH, layer_cache) -> (out_BTNH, new layer_cache)."""
 Gather = Callable[[str, Params], Params]
 """(top-level name, its tree of one layer) -> the same tree, whole on this device."""
+Embed = Callable[[Params, jax.Array], jax.Array]
+"""(tree of embed_tokens, token_ids_BT) -> float32 or narrower [B, T, D]."""
 
 _init = nn.initializers.normal(0.02)
 
@@ -165,6 +167,7 @@ def forward(
     compute_dtype: jnp.dtype,
     cache: Any = None,
     gather: Gather = lambda name, tree: tree,
+    embed: Embed | None = None,
     remat: bool = False,
 ) -> tuple[jax.Array, Any]:
     """Runs all layers and the final norm.
@@ -177,15 +180,17 @@ def forward(
         compute_dtype: dtype of activations and matrix products.
         cache: per layer: a list beside listed layers, a stacked tree beside stacked ones.
         gather: makes sharded parameters whole, a layer at a time (see learner/sharding.py).
+        embed: looks tokens up in an embedding that stays sharded; None gathers it.
         remat: recompute each layer in the backward pass.
 
     Returns:
         hidden [B, T, D] in compute_dtype, after the final norm, and the new cache.
     """
-    embedding_VD = gather("embed_tokens", params["embed_tokens"])["weight"]
-    # Looked up in float32: the derivative adds up the many places of a frequent token, which
-    # bfloat16 would round away.
-    x_BTD = embedding_VD.astype(jnp.float32)[token_ids_BT].astype(compute_dtype)
+    if embed is None:
+        x_BTD = look_up(gather("embed_tokens", params["embed_tokens"]), token_ids_BT)
+    else:
+        x_BTD = embed(params["embed_tokens"], token_ids_BT)
+    x_BTD = x_BTD.astype(compute_dtype)
     cos_sin = rotary(position_BT, config)
 
     def layer(x_BTD, layer_params, layer_cache):
@@ -207,6 +212,15 @@ def forward(
     norm = gather("norm", params["norm"])
     hidden_BTD = RMSNorm(config.rms_norm_eps).apply({"params": norm}, x_BTD)
     return cast(jax.Array, hidden_BTD), new_cache
+
+
+def look_up(embed_tokens: Params, token_ids: jax.Array) -> jax.Array:
+    """Rows of the embedding, float32 [.., D].
+
+    Looked up in float32 whatever the dtype: the derivative adds up the many places of a frequent
+    token, which bfloat16 would round away.
+    """
+    return embed_tokens["weight"].astype(jnp.float32)[token_ids]
 
 
 def head_weight(params: Params, gather: Gather = lambda name, tree: tree) -> jax.Array:
