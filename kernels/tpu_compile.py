@@ -31,7 +31,9 @@ ENVIRONMENT = {
 SHOWN_BYTES = 2**20
 """Arguments smaller than this are not listed with their layouts."""
 DUMP_BYTES = 2 * 2**30
-"""A dump that outgrows this is stopped: a profile of one program takes kilobytes."""
+"""A child whose dump outgrows this is stopped: a profile of one program takes kilobytes."""
+MEMORY_BYTES = 10 * 2**30
+"""A child that outgrows this is stopped: the evaluator keeps all that a kernel executes."""
 POLL_S = 0.5
 
 
@@ -120,14 +122,18 @@ def compile_in_child(name: str, deadline_s: float) -> Figures:
     return Figures(**found)
 
 
-def evaluate_in_child(name: str, deadline_s: float) -> Evaluation:
-    """Compiles a program with the static evaluator on: minutes. Keeps what it wrote if it stops."""
+def evaluate_in_child(name: str, deadline_s: float, V: int | None = None) -> Evaluation:
+    """Compiles a program with the static evaluator on: minutes. Keeps what it wrote if it stops.
+
+    Args:
+        V: another vocabulary than the program's own.
+    """
     with tempfile.TemporaryDirectory(prefix="tpu_report_") as folder:
         dump = pathlib.Path(folder) / "dump"
         dump.mkdir()  # libtpu does not make it
         flag = {"LIBTPU_INIT_ARGS": f"--xla_jf_dump_static_llo_profile_to={dump}"}
         result = pathlib.Path(folder) / "result.json"
-        stopped, _ = _run(name, result, flag, pathlib.Path(folder), deadline_s)
+        stopped, _ = _run(name, result, flag, pathlib.Path(folder), deadline_s, V)
         profiles = [path.read_text(errors="replace") for path in dump.glob("*.textproto")]
     return Evaluation(tpu_cost.read_cycles(profiles), stopped)
 
@@ -138,12 +144,14 @@ def _run(
     extra: dict[str, str],
     folder: pathlib.Path,
     deadline_s: float,
+    V: int | None = None,
 ) -> tuple[str, str]:
     """Why the child was stopped or ended badly, if so, and what it said."""
     messages = folder / "messages.txt"
+    command = [sys.executable, "-m", "kernels.tpu_report", "--child", name, "--into", str(result)]
     with messages.open("w") as sink:
         child = subprocess.Popen(
-            [sys.executable, "-m", "kernels.tpu_report", "--child", name, "--into", str(result)],
+            command if V is None else [*command, "--vocab", str(V)],
             env={**os.environ, **ENVIRONMENT, **extra},
             stdout=sink,
             stderr=subprocess.STDOUT,
@@ -166,11 +174,22 @@ def _wait(child: subprocess.Popen, folder: pathlib.Path, deadline_s: float) -> s
         except subprocess.TimeoutExpired:
             if folder_bytes(folder) > DUMP_BYTES:
                 return f"its dump outgrew {DUMP_BYTES / 2**30:g} GiB"
+            if resident_bytes(child.pid) > MEMORY_BYTES:
+                return f"it outgrew {MEMORY_BYTES / 2**30:g} GiB of memory"
             continue
         if code == 0:
             return ""
         return f"ended by signal {-code}" if code < 0 else f"exit code {code}"
     return f"not done within {deadline_s:g} s"
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory of a process on Linux, the only system that libtpu runs on; 0 once it is gone."""
+    try:
+        pages = pathlib.Path(f"/proc/{pid}/statm").read_text().split()[1]
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def folder_bytes(folder: pathlib.Path) -> int:

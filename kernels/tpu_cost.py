@@ -15,7 +15,7 @@ where XLA made a scatter or a relayout loop. The model ranks variants and finds 
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kernels.tpu_hlo import OpTraffic
@@ -61,6 +61,24 @@ def read_cycles(profiles: Iterable[str]) -> dict[str, int]:
             if int(cycles) < SENTINEL_CYCLES:
                 found[name] = int(cycles)
     return found
+
+
+def extrapolate(
+    cycles: Sequence[dict[str, int]], sizes: tuple[int, ...], size: int
+) -> dict[str, int]:
+    """Cycles at a size, from those at one or two smaller ones.
+
+    From one they are taken in proportion, which scales fixed costs too. From two they follow the
+    line through both: exact for a kernel that walks equal tiles, where all sizes leave the same
+    rest in the last one. An operation that not all have is left out.
+    """
+    if len(sizes) == 1:
+        return {name: round(each * size / sizes[0]) for name, each in cycles[0].items()}
+    (low, high), (first, second) = cycles, sizes
+    steps = (size - first) / (second - first)
+    return {
+        name: round(low[name] + (high[name] - low[name]) * steps) for name in low if name in high
+    }
 
 
 def model(ops: Iterable[OpTraffic], cycles: dict[str, int]) -> Cost:

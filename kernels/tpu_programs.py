@@ -50,37 +50,62 @@ class Program:
     """One program to compile."""
 
     name: str
-    lower: Callable[[jax.Device], jax.stages.Lowered]
+    lower_shape: Callable[[tuple[int, int, int], jax.Device], jax.stages.Lowered]
+    shape: tuple[int, int, int]
+    """The last is V."""
     fast: bool
     """Whether it is one of the few that a quick check compiles."""
+    narrow: tuple[int, ...] = ()
+    """One or two vocabularies at which its cycles are evaluated instead of its own, where a run
+    over all its tiles takes more memory than there is; see tpu_cost.extrapolate."""
+
+    def lower(self, device: jax.Device, V: int | None = None) -> jax.stages.Lowered:
+        """Lowers it for a device, with its own vocabulary or another."""
+        *rest, own = self.shape
+        return self.lower_shape((rest[0], rest[1], V or own), device)
 
 
 def programs() -> dict[str, Program]:
     """All of them by name."""
     found = []
-    for B, T, V in LOGITS_SHAPES:
-        for impl in IMPLS:
-            lower = functools.partial(lower_logits, (B, T, V), impl, 0.0)
-            name = f"token_logprob/b{B}_t{T}_v{V}/{impl}"
-            found.append(Program(name, lower, fast=impl != LOG_SOFTMAX))
-    B, T, V = PROBE_SHAPE
-    for impl in IMPLS:
-        lower = functools.partial(lower_logits, PROBE_SHAPE, impl, 0.01)
-        found.append(Program(f"probe/b{B}_t{T}_v{V}/{impl}", lower, fast=impl != LOG_SOFTMAX))
+    for shape in LOGITS_SHAPES:
+        found += _logits_programs("token_logprob", shape, 0.0, narrow_parts=6)
+    found += _logits_programs("probe", PROBE_SHAPE, 0.01, narrow_parts=1)
     T, D, V = HEAD_SHAPE
-    lower = functools.partial(lower_whole_logits, HEAD_SHAPE)
-    found.append(Program(f"head/t{T}_d{D}_v{V}/{LOG_SOFTMAX}", lower, fast=False))
+    name = f"head/t{T}_d{D}_v{V}"
+    found.append(Program(f"{name}/{LOG_SOFTMAX}", lower_whole_logits, HEAD_SHAPE, fast=False))
     for impl, each in HEAD_IMPLS:
-        chunk_T = schedule.PASSES[impl].chunk_tokens(V, D)
-        whole = functools.partial(lower_head, HEAD_SHAPE, impl, each)
-        chunk = functools.partial(lower_head, (chunk_T, D, V), impl, each)
-        found.append(Program(f"head/t{T}_d{D}_v{V}/{impl}_{each}", whole, fast=False))
-        found.append(Program(f"head_chunk/d{D}_v{V}/{impl}_{each}", chunk, fast=True))
+        lower = functools.partial(lower_head, impl, each)
+        narrow = (1024 + V % 512, 2048 + V % 512) if impl == choose.PALLAS_TPU else ()
+        chunk = (schedule.PASSES[impl].chunk_tokens(V, D), D, V)
+        found += [
+            Program(f"{name}/{impl}_{each}", lower, HEAD_SHAPE, fast=False, narrow=narrow),
+            Program(f"head_chunk/d{D}_v{V}/{impl}_{each}", lower, chunk, fast=True, narrow=narrow),
+        ]
     return {program.name: program for program in found}
 
 
+def _logits_programs(
+    kind: str, shape: tuple[int, int, int], entropy_coef: float, narrow_parts: int
+) -> list[Program]:
+    B, T, V = shape
+    # A kernel evens its tiles out over the vocabulary: about the same width in a sixth of it. The
+    # rest decides which axis XLA puts last.
+    narrow = (V // narrow_parts // 128 * 128 + V % 128,) if narrow_parts > 1 else ()
+    return [
+        Program(
+            f"{kind}/b{B}_t{T}_v{V}/{impl}",
+            functools.partial(lower_logits, impl, entropy_coef),
+            shape,
+            fast=impl != LOG_SOFTMAX,
+            narrow=narrow if impl == choose.PALLAS_TPU else (),
+        )
+        for impl in IMPLS
+    ]
+
+
 def lower_logits(
-    shape: tuple[int, int, int], impl: str, entropy_coef: float, device: jax.Device
+    impl: str, entropy_coef: float, shape: tuple[int, int, int], device: jax.Device
 ) -> jax.stages.Lowered:
     """(logits [B, T, V], ids, data) -> loss, d_logits."""
     objective = functools.partial(grpo_objective, entropy_coef=entropy_coef)
@@ -102,7 +127,7 @@ def lower_logits(
 
 
 def lower_head(
-    shape: tuple[int, int, int], impl: str, schedule_name: str, device: jax.Device
+    impl: str, schedule_name: str, shape: tuple[int, int, int], device: jax.Device
 ) -> jax.stages.Lowered:
     """(head_grad [V, D], hidden [T, D], head [V, D], ids, data) -> scores and gradients."""
     T, D, V = shape

@@ -6,8 +6,11 @@
 Compiles the programs of tpu_programs.py for one chip of a TPU v6e and needs jax[tpu], no TPU.
 Nothing is executed and no figure is a measured time. With --cycles, which takes minutes for each
 program, libtpu's static evaluator counts the cycles of every operation, and the model of
-tpu_cost.py makes a time of them to rank variants by; an evaluation that stops half-way is reported
-as incomplete, its missing operations at the time of their bytes, and no budget is held to it.
+tpu_cost.py makes a time of them to rank variants by. In a loop it counts one round, which is
+multiplied by the rounds. A Pallas kernel over a large vocabulary is evaluated at smaller ones and
+extrapolated: the evaluator keeps all that it executes in memory. An evaluation that stops half-way
+is reported as incomplete, its missing operations at the time of their bytes, and no budget is held
+to it.
 
 Exits with 1 when a program does not compile or breaks a budget of tpu_budgets.json, and with 2
 when the question is wrong.
@@ -17,6 +20,7 @@ import argparse
 import dataclasses
 import difflib
 import fnmatch
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -42,7 +46,7 @@ class WrongQuestion(Exception):
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     if arguments.child:
-        return _child(arguments.child, pathlib.Path(arguments.into))
+        return _child(arguments.child, pathlib.Path(arguments.into), arguments.vocab)
     try:
         versions = _versions()
         names = _chosen(arguments.only, arguments.fast)
@@ -61,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         figures = tpu_compile.compile_in_child(name, arguments.deadline_s)
         evaluation = None
         if arguments.cycles and not figures.error:
-            evaluation = tpu_compile.evaluate_in_child(name, arguments.deadline_s)
+            evaluation = _evaluate(name, arguments.deadline_s)
         entry = judge(name, figures, evaluation, budgets.programs.get(name, {}))
         found.append(entry)
         print("\n" + describe(entry), flush=True)
@@ -196,10 +200,24 @@ def _versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
 
 
-def _child(name: str, into: pathlib.Path) -> int:
+def _evaluate(name: str, deadline_s: float) -> tpu_compile.Evaluation:
     from kernels.tpu_programs import programs
 
-    figures = tpu_compile.compile_here(programs()[name].lower)
+    program = programs()[name]
+    if not program.narrow:
+        return tpu_compile.evaluate_in_child(name, deadline_s)
+    parts = [tpu_compile.evaluate_in_child(name, deadline_s, V=each) for each in program.narrow]
+    cycles = tpu_cost.extrapolate(
+        [part.cycles for part in parts], program.narrow, program.shape[-1]
+    )
+    stopped = "; ".join(part.stopped for part in parts if part.stopped)
+    return tpu_compile.Evaluation(cycles, stopped)
+
+
+def _child(name: str, into: pathlib.Path, V: int | None) -> int:
+    from kernels.tpu_programs import programs
+
+    figures = tpu_compile.compile_here(functools.partial(programs()[name].lower, V=V))
     into.write_text(json.dumps(dataclasses.asdict(figures)))
     return 0
 
@@ -228,6 +246,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--into", help=argparse.SUPPRESS)
+    parser.add_argument("--vocab", type=int, help=argparse.SUPPRESS)
     return parser
 
 

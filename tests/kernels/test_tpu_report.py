@@ -163,6 +163,16 @@ def test_an_operation_takes_the_longer_of_its_cycles_and_its_bytes():
     assert cost.without_cycles == ["copied"]
 
 
+def test_cycles_at_one_size_are_taken_in_proportion():
+    assert tpu_cost.extrapolate([{"kernel": 100}], (20,), 50) == {"kernel": 250}
+
+
+def test_cycles_at_two_sizes_are_continued_along_their_line():
+    # 30 to begin with and 7 for each of 10, 20 and 100 tiles; the fusion is in one of them only.
+    short = [{"kernel": 100, "fusion": 5}, {"kernel": 170}]
+    assert tpu_cost.extrapolate(short, (10, 20), 100) == {"kernel": 730}
+
+
 def judged(budget, *, stopped=""):
     """A program of one operation that takes 1750 cycles, beside a budget."""
     figures = tpu_compile.Figures(
@@ -221,6 +231,14 @@ def test_without_libtpu_the_command_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert tpu_report.main([]) == 2
     assert "pip install '.[tpu]'" in capsys.readouterr().err
+
+
+def test_a_program_evaluated_at_small_vocabularies_leaves_the_same_rest_there():
+    narrow = [program for program in programs().values() if program.narrow]
+    assert narrow
+    for program in narrow:
+        rest = 512 if len(program.narrow) == 2 else 128
+        assert {V % rest for V in program.narrow} == {program.shape[-1] % rest}, program.name
 
 
 @needs_compiler
