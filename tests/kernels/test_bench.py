@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import bench, problems
-from kernels.bench_case import DoesNotFit, Spec, check_fits, parse_spec
-from kernels.bench_measure import plain, step_times, time_interleaved
+from kernels import problems
+from kernels.bench import cli as bench
+from kernels.bench.case import DoesNotFit, Spec, check_fits, parse_spec
+from kernels.bench.measure import plain, step_times, time_interleaved
 
 LOGITS = ("logits", "--batch", "2", "--time", "12", "--vocab", "131", "--iters", "2")
 HEAD = ("lm_head", "--time", "40", "--hidden", "16", "--vocab", "131", "--iters", "1")
@@ -64,7 +65,7 @@ def test_the_head_is_measured_beside_its_valid_tokens(capsys):
 
 def test_the_error_of_a_wrong_gradient_shows(capsys, monkeypatch):
     monkeypatch.setattr(
-        "kernels.bench_programs.ops.token_logprob",
+        "kernels.bench.programs.ops.token_logprob",
         lambda logits, ids, *, temperature, impl: problems.reference.token_logprob(
             jnp.roll(logits, 1, axis=-1), ids, temperature=temperature
         ),
@@ -77,7 +78,7 @@ def test_the_error_of_a_wrong_gradient_shows(capsys, monkeypatch):
 
 def test_what_is_not_finite_exits_with_1(capsys, monkeypatch):
     monkeypatch.setattr(
-        "kernels.bench_programs.ops.token_logprob",
+        "kernels.bench.programs.ops.token_logprob",
         lambda logits, ids, *, temperature, impl: problems.reference.token_logprob(
             logits * jnp.nan, ids, temperature=temperature
         ),

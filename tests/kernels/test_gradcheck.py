@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import exact, gradcheck
-from kernels.gradcheck_cases import CASES, head_problem, logits_problem, token_objective
-from kernels.gradcheck_judge import (
+from kernels import exact
+from kernels.gradcheck import cli as gradcheck
+from kernels.gradcheck.cases import CASES, head_problem, logits_problem, token_objective
+from kernels.gradcheck.judge import (
     TOLERANCES,
     Candidate,
     Tolerance,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels import exact
-from kernels.gradcheck_cases import BATCH, Problem, token_objective
+from kernels.gradcheck.cases import BATCH, Problem, token_objective
 from kernels.linear_objective.ops import HeadOptions, linear_objective
 
 

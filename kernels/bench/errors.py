@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels import exact
-from kernels.bench_case import Case
-from kernels.bench_programs import HeadInputs, LogitsInputs, objective_of
+from kernels.bench.case import Case
+from kernels.bench.programs import HeadInputs, LogitsInputs, objective_of
 from kernels.token_logprob.reference import TokenLogprob
 
 ROWS_AT_ONCE = 4096

@@ -21,9 +21,9 @@ from typing import Any, cast
 
 import jax
 
-from kernels.bench_case import DTYPES, IMPLS, MODES, Case, DoesNotFit, Spec, parse_spec
-from kernels.bench_measure import plain
-from kernels.bench_run import Effort, measure
+from kernels.bench.case import DTYPES, IMPLS, MODES, Case, DoesNotFit, Spec, parse_spec
+from kernels.bench.measure import plain
+from kernels.bench.run import Effort, measure
 from kernels.linear_objective.schedule import SCHEDULES
 
 SIZES = {
@@ -230,7 +230,3 @@ def _add_reports(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--wandb-project", help="log every competitor as a W&B run")
     command.add_argument("--wandb-mode", choices=WANDB_MODES, default="online")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels import choose, problems
-from kernels.bench_case import LOG_SOFTMAX, Case, Spec
+from kernels.bench.case import LOG_SOFTMAX, Case, Spec
 from kernels.linear_objective import reference as head_reference
 from kernels.linear_objective.schedule import HeadOptions, value_and_gradients
 from kernels.token_logprob import ops

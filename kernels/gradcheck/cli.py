@@ -26,8 +26,8 @@ import jax
 import numpy as np
 
 from kernels import choose
-from kernels.gradcheck_cases import BATCH, CASES, head_problem, logits_problem, make_problem
-from kernels.gradcheck_judge import (
+from kernels.gradcheck.cases import BATCH, CASES, head_problem, logits_problem, make_problem
+from kernels.gradcheck.judge import (
     TOLERANCES,
     Candidate,
     Finding,
@@ -155,7 +155,7 @@ def run_checks(
 
 
 def _model_arrays(settings: Settings) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    from kernels.gradcheck_model import model_tokens  # brings flax and transformers
+    from kernels.gradcheck.model import model_tokens  # brings flax and transformers
 
     assert settings.model is not None
     found = model_tokens(settings.model, tokens=settings.tokens)
@@ -262,7 +262,3 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="findings as JSON, not as a table")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from kernels import problems
-from kernels.bench_case import Case, Spec, available_bytes, check_fits
-from kernels.bench_errors import head_errors, logits_errors
-from kernels.bench_measure import (
+from kernels.bench.case import Case, Spec, available_bytes, check_fits
+from kernels.bench.errors import head_errors, logits_errors
+from kernels.bench.measure import (
     Compilation,
     compile_program,
     compiler_report,
@@ -23,7 +23,7 @@ from kernels.bench_measure import (
     time_interleaved,
     versions,
 )
-from kernels.bench_programs import (
+from kernels.bench.programs import (
     HeadInputs,
     head_program,
     logits_program,
