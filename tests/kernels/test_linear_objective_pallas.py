@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from kernels import choose
-from kernels.linear_objective import pallas_tpu, reference, xla
+from kernels.linear_objective import pallas_tpu, pallas_tpu_plan, reference, xla
 from kernels.linear_objective.schedule import SCHEDULES, HeadOptions, value_and_gradients
 from kernels.problems import GrpoData, grpo_objective
 from kernels.token_logprob.reference import TokenLogprob
@@ -78,16 +78,23 @@ def test_passes_equal_those_of_xla(C, D, V, keep):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_objective_equals_the_reference_whatever_inactive_tokens_hold(schedule, monkeypatch):
-    monkeypatch.setattr(pallas_tpu, "TILE_ROWS", (TILE,))
+    monkeypatch.setattr(pallas_tpu_plan, "TILE_ROWS", (TILE,))
     hidden_TD, head_VD, ids_T = problem(21, 24, 53)
     active_T = jnp.arange(21) % 3 != 1
     rng = np.random.default_rng(2)
     data = GrpoData(*jnp.asarray(rng.normal(size=(2, 21)) - 2, jnp.float32))
-    options = dict(temperature=1.3, valid_vocab=50)
+    temperature, valid_vocab = 1.3, 50
 
     def loss(hidden_TD, head_VD):
         return reference.linear_objective(
-            hidden_TD, head_VD, ids_T, active_T, data, grpo_objective, **options
+            hidden_TD,
+            head_VD,
+            ids_T,
+            active_T,
+            data,
+            grpo_objective,
+            temperature=temperature,
+            valid_vocab=valid_vocab,
         ).loss
 
     expected = jax.grad(loss, argnums=(0, 1))(hidden_TD, head_VD)
@@ -99,7 +106,13 @@ def test_objective_equals_the_reference_whatever_inactive_tokens_hold(schedule, 
         active_T,
         data,
         grpo_objective,
-        HeadOptions(schedule=schedule, impl=choose.PALLAS_INTERPRET, chunk_tokens=8, **options),
+        HeadOptions(
+            schedule=schedule,
+            impl=choose.PALLAS_INTERPRET,
+            chunk_tokens=8,
+            temperature=temperature,
+            valid_vocab=valid_vocab,
+        ),
     )
     assert_same((found.hidden_TD, found.head_VD), expected, 1e-5)
 
@@ -149,8 +162,8 @@ def test_error_in_16_bits_is_that_of_xla(keep):
         keep=False,
     )
 
-    def errors(*passes):
-        found = both_passes(*passes, hidden_CD, head_VD, ids_C, support, keep=keep)
+    def errors(score, gradient):
+        found = both_passes(score, gradient, hidden_CD, head_VD, ids_C, support, keep=keep)
         return [
             float(jnp.linalg.norm(one - other) / jnp.linalg.norm(other))
             for one, other in zip(found[1:], exact[1:], strict=True)
@@ -176,7 +189,7 @@ def test_chunk_that_cannot_fit_is_refused_with_one_that_does():
     hidden_CD = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16)
     head_VD = jax.ShapeDtypeStruct((1000, 4096), jnp.bfloat16)
     with pytest.raises(ValueError, match="at most 2048 chunk_tokens"):
-        pallas_tpu.fitting_rows(hidden_CD, head_VD)
+        pallas_tpu_plan.fitting_rows(hidden_CD, head_VD)
 
 
 COMPILE = """
