@@ -21,6 +21,8 @@ CHUNK_BYTES = 16 * 2**20
 """Bound on the chunk of hidden, in 16 bits: it stays in fast memory beside its gradient."""
 TILE_ROWS = (512, 256, 128, 64, 32, 16)
 """Rows of the head in a tile, the first that fits: fewer leave the matrix unit waiting."""
+EXACT_TOKENS = 512
+"""Tokens that a product of float32 is at most planned to hold taken apart."""
 LANES = 128
 """Tokens are padded to whole lanes, so that every part of them is aligned."""
 NOWHERE = -(2**30)
@@ -42,11 +44,13 @@ def fitting_rows(
     """
     C, D = hidden_CD.shape
     item, head_item = hidden_CD.dtype.itemsize, head_VD.dtype.itemsize
-    resident = C * D * (item + 4)
+    # A product of float32 takes each operand apart into three of 16 bits.
+    apart = 6 if item == 4 else 0
+    resident = C * D * (item + 4) + min(C, EXACT_TOKENS) * D * apart
     # What streams by is there twice: head_grad in and out, the head (lean: two tiles of it) and
     # what was kept of the logits (fast); their gradient is there four times.
     fast_row = D * (2 * head_item + 16) + C * 6 * item
-    lean_row = D * (4 * head_item + 16) + C * 4 * item
+    lean_row = D * (4 * head_item + 16 + apart) + C * 4 * item
     for rows in TILE_ROWS:
         if resident + rows * max(fast_row, lean_row) <= VMEM_BYTES:
             return rows
