@@ -9,6 +9,7 @@ import pytest
 from kernels.token_logprob import ops
 
 IMPLS = ["reference", "xla"]
+EVERY_IMPL = [*IMPLS, "pallas_interpret"]
 
 
 def literal(logits, ids, temperature=1.0, valid_vocab=None):
@@ -94,7 +95,7 @@ def test_bfloat16_logits_keep_float32_statistics(impl):
     np.testing.assert_allclose(stored.astype(jnp.float32), exact, rtol=2**-8, atol=1e-30)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", EVERY_IMPL)
 def test_partial_vocabulary_block_K02(impl, cases):
     case = cases("sharding")["K02"]
     given, expected = case["input"], case["expected"]
@@ -128,7 +129,7 @@ def test_completion_is_scored_by_the_token_before_it(impl, name, cases):
     np.testing.assert_allclose(out.logprob, case["expected"]["completion_logprobs"], rtol=2e-6)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", EVERY_IMPL)
 def test_padded_vocabulary_is_outside_the_normaliser_S06(impl, cases):
     case = cases("sampling")["S06"]
     logits, size = jnp.array(case["input"]["logits"]), case["input"]["tokenizer_size"]
@@ -153,7 +154,7 @@ def test_id_outside_the_support_is_impossible_and_passes_no_gradient(impl, outsi
     np.testing.assert_array_equal(grad, np.zeros(5))
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", EVERY_IMPL)
 def test_minus_infinity_logits_act_as_absent_columns(impl):
     logits = jnp.array([0.5, -jnp.inf, 1.0, -jnp.inf])
     out = ops.token_logprob(logits, jnp.int32(2), impl=impl)
@@ -167,7 +168,7 @@ def test_minus_infinity_logits_act_as_absent_columns(impl):
     np.testing.assert_array_equal(gradient(impl, logits, jnp.int32(1), (1.0, 0.0, 0.0)), 0)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", EVERY_IMPL)
 def test_row_without_support_is_finite_where_it_can_be(impl):
     logits = jnp.full((4,), -jnp.inf)
     out = ops.token_logprob(logits, jnp.int32(1), impl=impl)
@@ -175,7 +176,7 @@ def test_row_without_support_is_finite_where_it_can_be(impl):
     np.testing.assert_array_equal(gradient(impl, logits, jnp.int32(1), (1.0, 1.0, 1.0)), 0)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", EVERY_IMPL)
 def test_broken_logits_are_not_hidden(impl):
     logits = jnp.array([0.5, jnp.nan, 1.0])
     assert jnp.isnan(ops.token_logprob(logits, jnp.int32(0), impl=impl).logprob)
