@@ -19,17 +19,17 @@ import jax.numpy as jnp
 class Chunks:
     """Arrays of the active tokens, to be read and written a chunk at a time."""
 
-    def __init__(self, arrays: Any, active_T: jax.Array | None, chunk_tokens: int):
+    def __init__(self, arrays: Any, active_T: jax.Array | None, *, at_most: int, multiple: int):
         """
         Args:
             arrays: pytree of arrays [T, ..].
             active_T: bool [T], or None where all are.
-            chunk_tokens: upper bound on C; the chunks are evened out below it.
+            at_most: bound on C; the chunks are evened out below it.
+            multiple: what C is rounded up to, as far as the bound allows.
         """
         T = jax.tree.leaves(arrays)[0].shape[0]
-        chunks = max(1, -(-T // chunk_tokens))
-        self._C = chunk_tokens if chunks == 1 else min(chunk_tokens, -(-T // chunks // 8) * 8)
-        self._C = max(1, min(self._C, T))
+        chunks = -(-T // at_most)
+        self._C = min(at_most, T, -(-T // chunks // multiple) * multiple)
         self._N = -(-T // self._C) * self._C
         self._T = T
         self._active_T = active_T

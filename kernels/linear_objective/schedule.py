@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from kernels import choose
 from kernels.linear_objective import pallas_tpu, xla
 from kernels.linear_objective.chunks import Chunks
+from kernels.linear_objective.pallas_tpu_plan import LANES
 from kernels.linear_objective.reference import Objective
 from kernels.token_logprob.ops import first_column, make_support
 from kernels.token_logprob.reference import TokenLogprob
@@ -38,15 +39,20 @@ class Passes(NamedTuple):
     score: Callable
     gradient: Callable
     chunk_tokens: Callable[[int, int], int]
+    chunk_multiple: int
+    """Tokens that a chunk is padded to a multiple of, or computed best in multiples of."""
 
 
 PASSES = {
-    choose.XLA: Passes(xla.score, xla.gradient, xla.chunk_tokens),
-    choose.PALLAS_TPU: Passes(pallas_tpu.score, pallas_tpu.gradient, pallas_tpu.chunk_tokens),
+    choose.XLA: Passes(xla.score, xla.gradient, xla.chunk_tokens, 8),
+    choose.PALLAS_TPU: Passes(
+        pallas_tpu.score, pallas_tpu.gradient, pallas_tpu.chunk_tokens, LANES
+    ),
     choose.PALLAS_INTERPRET: Passes(
         functools.partial(pallas_tpu.score, interpret=True),
         functools.partial(pallas_tpu.gradient, interpret=True),
         pallas_tpu.chunk_tokens,
+        LANES,
     ),
 }
 
@@ -105,7 +111,7 @@ def score(
         TokenLogprob of float32 [T]; zeros where not active.
     """
     head = _Head(head_VD, options)
-    chunks = Chunks((hidden_TD, ids_T), active_T, head.chunk_tokens)
+    chunks = head.chunks((hidden_TD, ids_T), active_T)
 
     def body(i, scores):
         (hidden_CD, ids_C), _ = chunks.take(i)
@@ -162,7 +168,7 @@ def pull_back(
 def _gradients(hidden_TD, head_VD, ids_T, active_T, data, pull, options, head_grad_VD):
     """The loop; `pull(scores, data)` gives the cotangents of a chunk's scores."""
     head = _Head(head_VD, options)
-    chunks = Chunks((hidden_TD, ids_T, data), active_T, head.chunk_tokens)
+    chunks = head.chunks((hidden_TD, ids_T, data), active_T)
     hidden_dtype = hidden_TD.dtype if options.vocab_axis is None else jnp.float32
     if head_grad_VD is None:
         head_grad_VD = jnp.zeros(head_VD.shape, jnp.float32)
@@ -200,7 +206,13 @@ class _Head:
         self._axis = axis
         self._first = first_column(V, axis)
         self._support: Support = make_support(V * shards, options.temperature, options.valid_vocab)
-        self.chunk_tokens = options.chunk_tokens or self._passes.chunk_tokens(*head_VD.shape)
+        self._chunk_tokens = options.chunk_tokens or self._passes.chunk_tokens(*head_VD.shape)
+
+    def chunks(self, arrays, active_T) -> Chunks:
+        """These arrays [T, ..] in chunks that suit the passes."""
+        return Chunks(
+            arrays, active_T, at_most=self._chunk_tokens, multiple=self._passes.chunk_multiple
+        )
 
     def score(self, hidden_CD, ids_C, *, keep):
         """The scores over the whole vocabulary, and what the gradient may reuse."""
