@@ -165,6 +165,7 @@ class PolicyHead:
             temperature=self._plan.temperature,
             valid_vocab=self._plan.valid_vocab,
             impl=self._plan.impl,
+            minor="vocab",
         )
 
     def _logits_gradients(self, params, hidden_BTD, ids_BT, active_BT, data, objective):

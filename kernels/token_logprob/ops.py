@@ -17,22 +17,13 @@ from kernels.token_logprob.statistics import Support, finish, merge_over, slopes
 
 __all__ = ["TokenLogprob", "token_logprob"]
 
-PASSES = {
-    choose.XLA: (xla.statistics, xla.logits_gradient),
-    choose.PALLAS_TPU: (pallas_tpu.statistics, pallas_tpu.logits_gradient),
-    choose.PALLAS_INTERPRET: (
-        functools.partial(pallas_tpu.statistics, interpret=True),
-        functools.partial(pallas_tpu.logits_gradient, interpret=True),
-    ),
-}
-"""Implementation -> its pass for the statistics, its pass for the gradient."""
-
 
 class Options(NamedTuple):
     """Static while a program is compiled."""
 
     support: Support
     impl: str
+    minor: str | None
     vocab_axis: str | None
     mesh: Mesh | None
     token_axes: tuple[str, ...]
@@ -45,6 +36,7 @@ def token_logprob(
     temperature: float = 1.0,
     valid_vocab: int | None = None,
     impl: str = choose.XLA,
+    minor: str | None = None,
     vocab_axis: str | None = None,
     mesh: Mesh | None = None,
     token_axes: tuple[str, ...] = (),
@@ -53,6 +45,9 @@ def token_logprob(
 
     Args:
         impl: one of `kernels.choose.IMPLEMENTATIONS`.
+        minor: `vocab` or `time`, for the Pallas kernels: the order in which the logits lie, so that
+            they are not copied. None is right for an array that enters the program; for logits
+            that a product in it makes, `vocab` is.
         vocab_axis: the mesh axis over which the last axis of the logits is cut, in equal parts.
             `ids` and `valid_vocab` count over the whole vocabulary; the outputs are those of the
             whole, the same on every device of the axis.
@@ -82,7 +77,7 @@ def token_logprob(
         return reference.token_logprob(
             logits, ids, temperature=temperature, valid_vocab=valid_vocab
         )
-    options = Options(support, impl, vocab_axis, mesh, token_axes)
+    options = Options(support, impl, minor, vocab_axis, mesh, token_axes)
     outputs: Any = _token_logprob(options, logits, ids)
     return TokenLogprob(*outputs)
 
@@ -121,9 +116,20 @@ def check_divides(mesh: Mesh, what: str, size: int, axes: tuple[str, ...]) -> No
         raise ValueError(f"{what} of {size} cannot be cut into {parts} equal parts over {axes}")
 
 
+def _passes(options: Options):
+    """The implementation's pass for the statistics, and its pass for the gradient."""
+    if options.impl == choose.XLA:
+        return xla.statistics, xla.logits_gradient
+    details = {"minor": options.minor, "interpret": options.impl == choose.PALLAS_INTERPRET}
+    return (
+        functools.partial(pallas_tpu.statistics, **details),
+        functools.partial(pallas_tpu.logits_gradient, **details),
+    )
+
+
 def _statistics_pass(options: Options, logits, ids) -> TokenLogprob:
     """The outputs of the whole vocabulary, on every device that holds a part of it."""
-    statistics, _ = PASSES[options.impl]
+    statistics, _ = _passes(options)
     first = first_column(logits.shape[-1], options.vocab_axis)
     found = statistics(logits, ids, options.support, first_column=first)
     if options.vocab_axis is not None:
@@ -133,7 +139,7 @@ def _statistics_pass(options: Options, logits, ids) -> TokenLogprob:
 
 def _gradient_pass(options: Options, logits, ids, outputs, cotangents) -> jax.Array:
     """The gradient in this device's logits."""
-    _, logits_gradient = PASSES[options.impl]
+    _, logits_gradient = _passes(options)
     return logits_gradient(
         logits,
         ids,
