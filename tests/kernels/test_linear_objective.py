@@ -135,6 +135,30 @@ def test_chunks_without_an_active_token_are_not_visited():
     assert len(visited) == -(-int(arguments[3].sum()) // 4)
 
 
+@pytest.mark.parametrize("impl", ["xla", "pallas_interpret"])
+def test_partial_blocks_of_vocabulary_and_tokens_K02(impl, cases):
+    given, expected = cases("sharding")["K02"]["input"], cases("sharding")["K02"]["expected"]
+    logits = jnp.array(given["logits"])
+    data = {"old": jnp.array(given["old_logp"]), "advantage": jnp.array(given["advantages"])}
+
+    def surrogate(logprob, entropy, data):
+        ratio = jnp.exp(logprob - data["old"])
+        clipped = jnp.clip(ratio, 1 - given["eps_low"], 1 + given["eps_high"])
+        return -jnp.minimum(ratio * data["advantage"], clipped * data["advantage"])
+
+    # A head of ones on the diagonal: hidden are the logits, and so are their gradients.
+    head = jnp.eye(logits.shape[1])
+    options = HeadOptions(impl=impl, chunk_tokens=given["block_tokens"])
+    found = value_and_gradients(
+        logits, head, jnp.array(given["targets"]), None, data, surrogate, options
+    )
+    np.testing.assert_allclose(found.scores.logprob, expected["logp"], rtol=1e-5)
+    np.testing.assert_allclose(found.scores.logsumexp, expected["logsumexp"], rtol=1e-6)
+    np.testing.assert_allclose(
+        found.hidden_TD / len(logits), expected["dloss_dlogits"], rtol=2e-5, atol=1e-8
+    )
+
+
 def test_head_gradient_is_added_to_what_is_there():
     arguments = problem()
     options = HeadOptions(chunk_tokens=8, **SUPPORT)

@@ -149,36 +149,43 @@ def test_an_operation_takes_the_longer_of_its_cycles_and_its_bytes():
         OpTraffic("bound_by_memory", "fusion", 1_640_000_000, 1),
         OpTraffic("bound_by_cycles", "fusion", 1640, 3),
         OpTraffic("copied", "copy-start", 3_280_000, 1),
-        OpTraffic("small", "copy-start", 1640, 1),
+        OpTraffic("small", "fusion", 1640, 1),
+        OpTraffic("unseen", "fusion", 1_640_000, 1),
     ]
     cost = tpu_cost.model(ops, {"bound_by_memory": 1, "bound_by_cycles": 1_750_000})
     assert [(op.name, op.ms) for op in cost.ops] == [
         ("bound_by_cycles", pytest.approx(3.0)),
         ("bound_by_memory", pytest.approx(1.0)),
         ("copied", pytest.approx(0.002)),
+        ("unseen", pytest.approx(0.001)),
         ("small", pytest.approx(1e-6)),
     ]
     assert cost.cycles == 3 * 1_750_000 + 1
-    assert cost.ms == pytest.approx(4.002001)
-    assert cost.without_cycles == ["copied"]
+    assert cost.ms == pytest.approx(4.003001)
+    assert cost.without_cycles == ["unseen"]
 
 
-def test_cycles_at_one_size_are_taken_in_proportion():
-    assert tpu_cost.extrapolate([{"kernel": 100}], (20,), 50) == {"kernel": 250}
+def test_cycles_at_one_size_are_taken_in_proportion_to_the_vocabulary():
+    assert tpu_cost.extrapolate([((8, 20), {"kernel": 100})], (8, 50)) == {"kernel": 250}
 
 
-def test_cycles_at_two_sizes_are_continued_along_their_line():
-    # 30 to begin with and 7 for each of 10, 20 and 100 tiles; the fusion is in one of them only.
-    short = [{"kernel": 100, "fusion": 5}, {"kernel": 170}]
-    assert tpu_cost.extrapolate(short, (10, 20), 100) == {"kernel": 730}
+def test_cycles_at_four_sizes_are_continued_along_their_lines():
+    # 30 to begin with, and for each tile of the vocabulary 5 and 2 a token; the fusion is in one.
+    cycles = lambda tokens, tiles: {"kernel": 30 + tiles * (5 + 2 * tokens)}
+    parts = [((n, v), cycles(n, v)) for n in (4, 8) for v in (1, 2)]
+    parts[0][1]["fusion"] = 7
+    assert tpu_cost.extrapolate(parts, (16, 300)) == cycles(16, 300)
 
 
-def judged(budget, *, stopped=""):
-    """A program of one operation that takes 1750 cycles, beside a budget."""
+def judged(budget, *, cycles, stopped=""):
+    """A program of one operation, which moves 1.64 MB, beside a budget."""
     figures = tpu_compile.Figures(
-        temp_bytes=100, peak_bytes=2000, accessed_bytes=1500, ops=[OpTraffic("f", "fusion", 8, 1)]
+        temp_bytes=100,
+        peak_bytes=2000,
+        accessed_bytes=1_640_000,
+        ops=[OpTraffic("f", "fusion", 1_640_000, 1)],
     )
-    return tpu_report.judge("p", figures, tpu_compile.Evaluation({"f": 1750}, stopped), budget)
+    return tpu_report.judge("p", figures, tpu_compile.Evaluation(cycles, stopped), budget)
 
 
 def verdicts(entry):
@@ -186,7 +193,8 @@ def verdicts(entry):
 
 
 def test_a_figure_above_its_budget_breaks_it_and_is_named():
-    entry = judged({"temp_bytes": 99, "peak_bytes": 2000, "cycles": 1749})
+    budget = {"temp_bytes": 99, "peak_bytes": 2000, "cycles": 1749}
+    entry = judged(budget, cycles={"f": 1750})
     assert verdicts(entry) == {
         "temp_bytes": "BROKEN",
         "peak_bytes": "held",
@@ -199,10 +207,15 @@ def test_a_figure_above_its_budget_breaks_it_and_is_named():
     assert "1 budgets held, 2 broken" in text
 
 
-def test_an_evaluation_that_stopped_is_reported_and_held_to_nothing():
-    entry = judged({"cycles": 1}, stopped="ended by signal 6")
+def test_an_evaluation_that_misses_an_operation_is_reported_and_held_to_nothing():
+    entry = judged({"cycles": 1}, cycles={}, stopped="ended by signal 6")
     assert verdicts(entry)["cycles"] == "not measured"
-    assert "INCOMPLETE (ended by signal 6): 1,750 cycles" in tpu_report.describe(entry)
+    assert "INCOMPLETE (the evaluator ended by signal 6): 0 cycles" in tpu_report.describe(entry)
+
+
+def test_an_evaluation_that_stopped_behind_the_last_operation_counts():
+    entry = judged({"cycles": 1750}, cycles={"f": 1750}, stopped="ended with 1")
+    assert verdicts(entry)["cycles"] == "held"
 
 
 def test_a_program_that_does_not_compile_is_broken():
@@ -233,12 +246,15 @@ def test_without_libtpu_the_command_says_what_to_install(monkeypatch, capsys):
     assert "pip install '.[tpu]'" in capsys.readouterr().err
 
 
-def test_a_program_evaluated_at_small_vocabularies_leaves_the_same_rest_there():
-    narrow = [program for program in programs().values() if program.narrow]
-    assert narrow
-    for program in narrow:
-        rest = 512 if len(program.narrow) == 2 else 128
-        assert {V % rest for V in program.narrow} == {program.shape[-1] % rest}, program.name
+def test_cycles_are_evaluated_at_smaller_sizes_or_at_all_pairs_of_them():
+    small = [program for program in programs().values() if program.small]
+    assert small
+    for program in small:
+        sizes = [one.size for one in program.small]
+        tokens, vocab = (sorted({size[i] for size in sizes}) for i in (0, 1))
+        assert sizes == [(n, V) for n in tokens for V in vocab], program.name
+        assert len(sizes) == 4 or tokens == [program.size[0]]
+        assert vocab[-1] < program.size[1]
 
 
 @needs_compiler
