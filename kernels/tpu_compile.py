@@ -32,7 +32,7 @@ SHOWN_BYTES = 2**20
 """Arguments smaller than this are not listed with their layouts."""
 DUMP_BYTES = 2 * 2**30
 """A child whose dump outgrows this is stopped: a profile of one program takes kilobytes."""
-MEMORY_BYTES = 10 * 2**30
+MEMORY_BYTES = 12 * 2**30
 """A child that outgrows this is stopped: the evaluator keeps all that a kernel executes."""
 POLL_S = 0.5
 
@@ -122,18 +122,18 @@ def compile_in_child(name: str, deadline_s: float) -> Figures:
     return Figures(**found)
 
 
-def evaluate_in_child(name: str, deadline_s: float, V: int | None = None) -> Evaluation:
+def evaluate_in_child(name: str, deadline_s: float, small: int | None = None) -> Evaluation:
     """Compiles a program with the static evaluator on: minutes. Keeps what it wrote if it stops.
 
     Args:
-        V: another vocabulary than the program's own.
+        small: which of the program's smaller relatives; None for itself.
     """
     with tempfile.TemporaryDirectory(prefix="tpu_report_") as folder:
         dump = pathlib.Path(folder) / "dump"
         dump.mkdir()  # libtpu does not make it
         flag = {"LIBTPU_INIT_ARGS": f"--xla_jf_dump_static_llo_profile_to={dump}"}
         result = pathlib.Path(folder) / "result.json"
-        stopped, _ = _run(name, result, flag, pathlib.Path(folder), deadline_s, V)
+        stopped, _ = _run(name, result, flag, pathlib.Path(folder), deadline_s, small)
         profiles = [path.read_text(errors="replace") for path in dump.glob("*.textproto")]
     return Evaluation(tpu_cost.read_cycles(profiles), stopped)
 
@@ -144,14 +144,14 @@ def _run(
     extra: dict[str, str],
     folder: pathlib.Path,
     deadline_s: float,
-    V: int | None = None,
+    small: int | None = None,
 ) -> tuple[str, str]:
     """Why the child was stopped or ended badly, if so, and what it said."""
     messages = folder / "messages.txt"
     command = [sys.executable, "-m", "kernels.tpu_report", "--child", name, "--into", str(result)]
     with messages.open("w") as sink:
         child = subprocess.Popen(
-            command if V is None else [*command, "--vocab", str(V)],
+            command if small is None else [*command, "--small", str(small)],
             env={**os.environ, **ENVIRONMENT, **extra},
             stdout=sink,
             stderr=subprocess.STDOUT,
@@ -173,14 +173,14 @@ def _wait(child: subprocess.Popen, folder: pathlib.Path, deadline_s: float) -> s
             code = child.wait(timeout=POLL_S)
         except subprocess.TimeoutExpired:
             if folder_bytes(folder) > DUMP_BYTES:
-                return f"its dump outgrew {DUMP_BYTES / 2**30:g} GiB"
+                return f"was stopped: its dump outgrew {DUMP_BYTES / 2**30:g} GiB"
             if resident_bytes(child.pid) > MEMORY_BYTES:
-                return f"it outgrew {MEMORY_BYTES / 2**30:g} GiB of memory"
+                return f"was stopped: it outgrew {MEMORY_BYTES / 2**30:g} GiB of memory"
             continue
         if code == 0:
             return ""
-        return f"ended by signal {-code}" if code < 0 else f"exit code {code}"
-    return f"not done within {deadline_s:g} s"
+        return f"ended by signal {-code}" if code < 0 else f"ended with {code}"
+    return f"was not done within {deadline_s:g} s"
 
 
 def resident_bytes(pid: int) -> int:

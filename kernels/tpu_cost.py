@@ -49,8 +49,8 @@ class Cost(NamedTuple):
     cycles: int
     ms: float
     without_cycles: list[str]
-    """Operations that matter and have none: async copies and reshapes by nature, others where the
-    evaluator stopped half-way."""
+    """Operations that matter and have none, because the evaluator stopped half-way. Asynchronous
+    copies have none by nature."""
 
 
 def read_cycles(profiles: Iterable[str]) -> dict[str, int]:
@@ -64,20 +64,28 @@ def read_cycles(profiles: Iterable[str]) -> dict[str, int]:
 
 
 def extrapolate(
-    cycles: Sequence[dict[str, int]], sizes: tuple[int, ...], size: int
+    parts: Sequence[tuple[tuple[int, int], dict[str, int]]], size: tuple[int, int]
 ) -> dict[str, int]:
-    """Cycles at a size, from those at one or two smaller ones.
+    """Cycles at a size (tokens, vocabulary) from those at smaller ones.
 
-    From one they are taken in proportion, which scales fixed costs too. From two they follow the
-    line through both: exact for a kernel that walks equal tiles, where all sizes leave the same
-    rest in the last one. An operation that not all have is left out.
+    From one, of the same tokens, they are taken in proportion to the vocabulary, fixed costs
+    included. From four, all pairs of two numbers of tokens and two vocabularies in that order, they
+    follow the line in either, as those of a kernel do whose loops have bodies of equal length. An
+    operation that not all have is left out.
     """
-    if len(sizes) == 1:
-        return {name: round(each * size / sizes[0]) for name, each in cycles[0].items()}
-    (low, high), (first, second) = cycles, sizes
-    steps = (size - first) / (second - first)
+    if len(parts) == 1:
+        [((_, V), cycles)] = parts
+        return {name: round(each * size[1] / V) for name, each in cycles.items()}
+    (low, a), (_, b), (_, c), (high, d) = parts
+    tokens, vocab = ((size[i] - low[i]) / (high[i] - low[i]) for i in (0, 1))
+
+    def line(first, second, steps):
+        return first + (second - first) * steps
+
     return {
-        name: round(low[name] + (high[name] - low[name]) * steps) for name in low if name in high
+        name: round(line(line(a[name], b[name], vocab), line(c[name], d[name], vocab), tokens))
+        for name in a
+        if name in b and name in c and name in d
     }
 
 
@@ -102,6 +110,10 @@ def model(ops: Iterable[OpTraffic], cycles: dict[str, int]) -> Cost:
         cycles=sum(cost.cycles or 0 for cost in costs),
         ms=sum(cost.ms for cost in costs),
         without_cycles=[
-            cost.name for cost in costs if cost.cycles is None and cost.bytes >= WORTH_BYTES
+            cost.name
+            for cost in costs
+            if cost.cycles is None
+            and cost.bytes >= WORTH_BYTES
+            and not cost.opcode.endswith("-start")
         ],
     )

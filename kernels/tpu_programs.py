@@ -22,7 +22,7 @@ Dimension key:
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -39,10 +39,24 @@ LOGITS_SHAPES = ((1, 4096, 151643), (4, 1024, 151643), (1, 4096, 151936), (4, 10
 """Tokens in one sequence and in four; of a tokenizer, and of a model that pads it to lanes."""
 PROBE_SHAPE = (8, 1024, 16384)
 HEAD_SHAPE = (8192, 4096, 151936)
+SMALL_CHUNKS, SMALL_V = (512, 1024), (512, 1024)
+"""Tokens of a chunk, and rows of the head: one tile and two of a part of a chunk. A tile of a whole
+one already takes the evaluator more than 12 GiB."""
 IMPLS = (LOG_SOFTMAX, choose.XLA, choose.PALLAS_TPU)
 HEAD_IMPLS = tuple(
     (impl, each) for impl in (choose.XLA, choose.PALLAS_TPU) for each in schedule.SCHEDULES
 )
+
+
+Lower = Callable[[jax.Device], jax.stages.Lowered]
+
+
+class Small(NamedTuple):
+    """A smaller relative of a program, with the same operations."""
+
+    lower: Lower
+    size: tuple[int, int]
+    """Tokens and vocabulary that a kernel works through."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,58 +64,62 @@ class Program:
     """One program to compile."""
 
     name: str
-    lower_shape: Callable[[tuple[int, int, int], jax.Device], jax.stages.Lowered]
-    shape: tuple[int, int, int]
-    """The last is V."""
+    lower: Lower
+    size: tuple[int, int]
+    """As Small has it."""
     fast: bool
     """Whether it is one of the few that a quick check compiles."""
-    narrow: tuple[int, ...] = ()
-    """One or two vocabularies at which its cycles are evaluated instead of its own, where a run
-    over all its tiles takes more memory than there is; see tpu_cost.extrapolate."""
-
-    def lower(self, device: jax.Device, V: int | None = None) -> jax.stages.Lowered:
-        """Lowers it for a device, with its own vocabulary or another."""
-        *rest, own = self.shape
-        return self.lower_shape((rest[0], rest[1], V or own), device)
+    small: tuple[Small, ...] = ()
+    """Those at which its cycles are evaluated instead, where a run over all its tiles takes more
+    memory than there is; see tpu_cost.extrapolate."""
 
 
 def programs() -> dict[str, Program]:
     """All of them by name."""
     found = []
     for shape in LOGITS_SHAPES:
-        found += _logits_programs("token_logprob", shape, 0.0, narrow_parts=6)
-    found += _logits_programs("probe", PROBE_SHAPE, 0.01, narrow_parts=1)
+        found += _logits_programs("token_logprob", shape, 0.0, parts=6)
+    found += _logits_programs("probe", PROBE_SHAPE, 0.01, parts=1)
     T, D, V = HEAD_SHAPE
     name = f"head/t{T}_d{D}_v{V}"
-    found.append(Program(f"{name}/{LOG_SOFTMAX}", lower_whole_logits, HEAD_SHAPE, fast=False))
+    whole = functools.partial(lower_whole_logits, HEAD_SHAPE)
+    found.append(Program(f"{name}/{LOG_SOFTMAX}", whole, (T, V), fast=False))
     for impl, each in HEAD_IMPLS:
         lower = functools.partial(lower_head, impl, each)
-        narrow = (1024 + V % 512, 2048 + V % 512) if impl == choose.PALLAS_TPU else ()
-        chunk = (schedule.PASSES[impl].chunk_tokens(V, D), D, V)
+        chunk = schedule.PASSES[impl].chunk_tokens(V, D)
+        small = ()
+        if impl == choose.PALLAS_TPU:
+            small = tuple(
+                Small(functools.partial(lower, c, (2 * c, D, v)), (c, v))
+                for c in SMALL_CHUNKS
+                for v in SMALL_V
+            )
+        run = functools.partial(lower, chunk, HEAD_SHAPE)
+        once = functools.partial(lower, chunk, (chunk, D, V))
         found += [
-            Program(f"{name}/{impl}_{each}", lower, HEAD_SHAPE, fast=False, narrow=narrow),
-            Program(f"head_chunk/d{D}_v{V}/{impl}_{each}", lower, chunk, fast=True, narrow=narrow),
+            Program(f"{name}/{impl}_{each}", run, (chunk, V), fast=False, small=small),
+            Program(f"head_chunk/d{D}_v{V}/{impl}_{each}", once, (chunk, V), fast=True),
         ]
     return {program.name: program for program in found}
 
 
 def _logits_programs(
-    kind: str, shape: tuple[int, int, int], entropy_coef: float, narrow_parts: int
+    kind: str, shape: tuple[int, int, int], entropy_coef: float, parts: int
 ) -> list[Program]:
     B, T, V = shape
-    # A kernel evens its tiles out over the vocabulary: about the same width in a sixth of it. The
+    # A kernel evens its tiles out over the vocabulary: about the same width in a part of it. The
     # rest decides which axis XLA puts last.
-    narrow = (V // narrow_parts // 128 * 128 + V % 128,) if narrow_parts > 1 else ()
-    return [
-        Program(
-            f"{kind}/b{B}_t{T}_v{V}/{impl}",
-            functools.partial(lower_logits, impl, entropy_coef),
-            shape,
-            fast=impl != LOG_SOFTMAX,
-            narrow=narrow if impl == choose.PALLAS_TPU else (),
-        )
-        for impl in IMPLS
-    ]
+    small_V = V // parts // 128 * 128 + V % 128
+    found = []
+    for impl in IMPLS:
+        lower = functools.partial(lower_logits, impl, entropy_coef)
+        small = ()
+        if parts > 1 and impl == choose.PALLAS_TPU:
+            small = (Small(functools.partial(lower, (B, T, small_V)), (B * T, small_V)),)
+        name = f"{kind}/b{B}_t{T}_v{V}/{impl}"
+        run = functools.partial(lower, shape)
+        found.append(Program(name, run, (B * T, V), fast=impl != LOG_SOFTMAX, small=small))
+    return found
 
 
 def lower_logits(
@@ -127,12 +145,12 @@ def lower_logits(
 
 
 def lower_head(
-    impl: str, schedule_name: str, shape: tuple[int, int, int], device: jax.Device
+    impl: str, each: str, chunk_tokens: int, shape: tuple[int, int, int], device: jax.Device
 ) -> jax.stages.Lowered:
     """(head_grad [V, D], hidden [T, D], head [V, D], ids, data) -> scores and gradients."""
     T, D, V = shape
     objective = functools.partial(grpo_objective, entropy_coef=0.0)
-    options = schedule.HeadOptions(schedule=schedule_name, impl=impl)
+    options = schedule.HeadOptions(schedule=each, impl=impl, chunk_tokens=chunk_tokens)
 
     def run(head_grad_VD, hidden_TD, head_VD, ids_T, data):
         return schedule.value_and_gradients(
