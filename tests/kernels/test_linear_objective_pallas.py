@@ -7,11 +7,6 @@ Dimension key:
 """
 
 import functools
-import importlib.util
-import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +19,8 @@ from kernels.linear_objective.schedule import SCHEDULES, HeadOptions, value_and_
 from kernels.problems import GrpoData, grpo_objective
 from kernels.token_logprob.reference import TokenLogprob
 from kernels.token_logprob.statistics import Statistics, Support, finish, merge, slopes
+from tests.kernels.tpu_compiler import needs_compiler, run_with_compiler
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-TILE = 16
 score = functools.partial(pallas_tpu.score, interpret=True, tile_rows=TILE)
 gradient = functools.partial(pallas_tpu.gradient, interpret=True, tile_rows=TILE)
 
@@ -246,9 +240,6 @@ temp = compiled.memory_analysis().temp_size_in_bytes
 head_grad = V * D * 4 // 2
 assert temp < 2.2 * head_grad, temp
 """
-needs_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install '.[tpu]'"
-)
 
 
 @pytest.mark.slow
@@ -257,20 +248,4 @@ needs_compiler = pytest.mark.skipif(
 def test_compiles_for_v6e_without_needless_copies(program):
     # On one chip the bounds leave no room for a second copy of the gradient, which takes 2.49 GB;
     # on eight there are the local sum and its reduction.
-    environment = dict(
-        JAX_PLATFORMS="cpu",
-        TPU_SKIP_MDS_QUERY="1",
-        TPU_ACCELERATOR_TYPE="v6e-8",
-        TPU_WORKER_HOSTNAMES="localhost",
-        TPU_LOG_DIR="disabled",
-        ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-        PYTHONPATH=str(ROOT),
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE + program],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
+    run_with_compiler(COMPILE + program)

@@ -3,11 +3,6 @@
 The last tests ask the TPU compiler itself, which needs libtpu and no TPU.
 """
 
-import importlib.util
-import os
-import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -21,8 +16,7 @@ from kernels.token_logprob.reference import TokenLogprob
 from kernels.token_logprob.statistics import Support, finish, merge, slopes
 from kernels.token_logprob.tpu_tiling import View, default_view
 from tests.kernels.test_token_logprob import literal, literal_gradient, sample
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+from tests.kernels.tpu_compiler import needs_compiler, run_with_compiler
 
 # Shape, columns, tiling: several tiles along both axes, the last of each ragged.
 TILINGS = {
@@ -247,37 +241,12 @@ def check(B, T, V, dtype="bfloat16"):
 """
 
 
-needs_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install '.[tpu]'"
-)
-
-
-def compile_for_tpu(program):
-    environment = dict(
-        JAX_PLATFORMS="cpu",
-        TPU_SKIP_MDS_QUERY="1",
-        TPU_ACCELERATOR_TYPE="v6e-8",
-        TPU_WORKER_HOSTNAMES="localhost",
-        TPU_LOG_DIR="disabled",
-        TPU_MIN_LOG_LEVEL="2",
-        ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE + program],
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.slow
 @needs_compiler
 def test_real_shapes_compile_for_v6e_without_a_copy():
-    compile_for_tpu(
-        """
+    run_with_compiler(
+        COMPILE
+        + """
 for V in (151643, 151936):
     check(1, 4096, V)
     check(4, 1024, V)
@@ -291,8 +260,9 @@ check(8, 1024, 16384)
 @pytest.mark.slow
 @needs_compiler
 def test_odd_shapes_and_shards_compile_for_v6e():
-    compile_for_tpu(
-        """
+    run_with_compiler(
+        COMPILE
+        + """
 single = Mesh(devices[:1], "x")
 for shape in [(1, 1, 151643), (3, 5, 24), (2, 7, 32001), (1, 127, 24), (2, 130, 49152)]:
     for dtype in ("bfloat16", "float32"):
