@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from kernels import tpu_cost, tpu_hlo
 
@@ -32,9 +32,15 @@ SHOWN_BYTES = 2**20
 """Arguments smaller than this are not listed with their layouts."""
 DUMP_BYTES = 2 * 2**30
 """A child whose dump outgrows this is stopped: a profile of one program takes kilobytes."""
-MEMORY_BYTES = 12 * 2**30
-"""A child that outgrows this is stopped: the evaluator keeps all that a kernel executes."""
 POLL_S = 0.5
+
+
+class Limits(NamedTuple):
+    """At which a child is stopped."""
+
+    deadline_s: float
+    memory_bytes: int
+    """The evaluator keeps all that a kernel executes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,11 +115,11 @@ def compile_here(lower: Any) -> Figures:
     )
 
 
-def compile_in_child(name: str, deadline_s: float) -> Figures:
+def compile_in_child(name: str, limits: Limits) -> Figures:
     """Compiles a program of tpu_programs.py; a failure is in the figures' `error`."""
     with tempfile.TemporaryDirectory(prefix="tpu_report_") as folder:
         result = pathlib.Path(folder) / "result.json"
-        stopped, messages = _run(name, result, {}, pathlib.Path(folder), deadline_s)
+        stopped, messages = _run(name, result, {}, pathlib.Path(folder), limits)
         if stopped or not result.exists():
             last = [line for line in messages.splitlines() if line.strip()][-1:]
             return Figures(error="; ".join([*filter(None, [stopped]), *last]) or "no result")
@@ -122,7 +128,7 @@ def compile_in_child(name: str, deadline_s: float) -> Figures:
     return Figures(**found)
 
 
-def evaluate_in_child(name: str, deadline_s: float, small: int | None = None) -> Evaluation:
+def evaluate_in_child(name: str, limits: Limits, small: int | None = None) -> Evaluation:
     """Compiles a program with the static evaluator on: minutes. Keeps what it wrote if it stops.
 
     Args:
@@ -133,7 +139,7 @@ def evaluate_in_child(name: str, deadline_s: float, small: int | None = None) ->
         dump.mkdir()  # libtpu does not make it
         flag = {"LIBTPU_INIT_ARGS": f"--xla_jf_dump_static_llo_profile_to={dump}"}
         result = pathlib.Path(folder) / "result.json"
-        stopped, _ = _run(name, result, flag, pathlib.Path(folder), deadline_s, small)
+        stopped, _ = _run(name, result, flag, pathlib.Path(folder), limits, small)
         profiles = [path.read_text(errors="replace") for path in dump.glob("*.textproto")]
     return Evaluation(tpu_cost.read_cycles(profiles), stopped)
 
@@ -143,7 +149,7 @@ def _run(
     result: pathlib.Path,
     extra: dict[str, str],
     folder: pathlib.Path,
-    deadline_s: float,
+    limits: Limits,
     small: int | None = None,
 ) -> tuple[str, str]:
     """Why the child was stopped or ended badly, if so, and what it said."""
@@ -158,7 +164,7 @@ def _run(
             start_new_session=True,
         )
         try:
-            stopped = _wait(child, folder, deadline_s)
+            stopped = _wait(child, folder, limits)
         finally:
             if child.poll() is None:
                 os.killpg(child.pid, signal.SIGKILL)
@@ -166,21 +172,21 @@ def _run(
     return stopped, messages.read_text(errors="replace")
 
 
-def _wait(child: subprocess.Popen, folder: pathlib.Path, deadline_s: float) -> str:
-    end = time.monotonic() + deadline_s
+def _wait(child: subprocess.Popen, folder: pathlib.Path, limits: Limits) -> str:
+    end = time.monotonic() + limits.deadline_s
     while time.monotonic() < end:
         try:
             code = child.wait(timeout=POLL_S)
         except subprocess.TimeoutExpired:
             if folder_bytes(folder) > DUMP_BYTES:
                 return f"was stopped: its dump outgrew {DUMP_BYTES / 2**30:g} GiB"
-            if resident_bytes(child.pid) > MEMORY_BYTES:
-                return f"was stopped: it outgrew {MEMORY_BYTES / 2**30:g} GiB of memory"
+            if resident_bytes(child.pid) > limits.memory_bytes:
+                return f"was stopped: it outgrew {limits.memory_bytes / 2**30:g} GiB of memory"
             continue
         if code == 0:
             return ""
         return f"ended by signal {-code}" if code < 0 else f"ended with {code}"
-    return f"was not done within {deadline_s:g} s"
+    return f"was not done within {limits.deadline_s:g} s"
 
 
 def resident_bytes(pid: int) -> int:

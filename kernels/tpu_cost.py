@@ -63,29 +63,20 @@ def read_cycles(profiles: Iterable[str]) -> dict[str, int]:
     return found
 
 
-def extrapolate(
-    parts: Sequence[tuple[tuple[int, int], dict[str, int]]], size: tuple[int, int]
-) -> dict[str, int]:
-    """Cycles at a size (tokens, vocabulary) from those at smaller ones.
+def extrapolate(parts: Sequence[tuple[int, dict[str, int]]], V: int) -> dict[str, int]:
+    """Cycles at a vocabulary from those at one or two smaller ones.
 
-    From one, of the same tokens, they are taken in proportion to the vocabulary, fixed costs
-    included. From four, all pairs of two numbers of tokens and two vocabularies in that order, they
-    follow the line in either, as those of a kernel do whose loops have bodies of equal length. An
-    operation that not all have is left out.
+    From one they are taken in proportion, fixed costs included. From two they follow the line
+    through both, which is that of a kernel that walks equal tiles. An operation that not all have
+    is left out.
     """
     if len(parts) == 1:
-        [((_, V), cycles)] = parts
-        return {name: round(each * size[1] / V) for name, each in cycles.items()}
-    (low, a), (_, b), (_, c), (high, d) = parts
-    tokens, vocab = ((size[i] - low[i]) / (high[i] - low[i]) for i in (0, 1))
-
-    def line(first, second, steps):
-        return first + (second - first) * steps
-
+        [(small, cycles)] = parts
+        return {name: round(each * V / small) for name, each in cycles.items()}
+    (first, low), (second, high) = parts
+    steps = (V - first) / (second - first)
     return {
-        name: round(line(line(a[name], b[name], vocab), line(c[name], d[name], vocab), tokens))
-        for name in a
-        if name in b and name in c and name in d
+        name: round(low[name] + (high[name] - low[name]) * steps) for name in low if name in high
     }
 
 

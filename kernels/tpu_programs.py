@@ -39,9 +39,8 @@ LOGITS_SHAPES = ((1, 4096, 151643), (4, 1024, 151643), (1, 4096, 151936), (4, 10
 """Tokens in one sequence and in four; of a tokenizer, and of a model that pads it to lanes."""
 PROBE_SHAPE = (8, 1024, 16384)
 HEAD_SHAPE = (8192, 4096, 151936)
-SMALL_CHUNKS, SMALL_V = (512, 1024), (512, 1024)
-"""Tokens of a chunk, and rows of the head: one tile and two of a part of a chunk. A tile of a whole
-one already takes the evaluator more than 12 GiB."""
+SMALL_HEADS = (512, 1024)
+"""Rows of the head: one tile and two. In the number of tokens a tile's cycles are no line."""
 IMPLS = (LOG_SOFTMAX, choose.XLA, choose.PALLAS_TPU)
 HEAD_IMPLS = tuple(
     (impl, each) for impl in (choose.XLA, choose.PALLAS_TPU) for each in schedule.SCHEDULES
@@ -52,11 +51,10 @@ Lower = Callable[[jax.Device], jax.stages.Lowered]
 
 
 class Small(NamedTuple):
-    """A smaller relative of a program, with the same operations."""
+    """A program with a smaller vocabulary and otherwise the same operations."""
 
     lower: Lower
-    size: tuple[int, int]
-    """Tokens and vocabulary that a kernel works through."""
+    V: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +63,7 @@ class Program:
 
     name: str
     lower: Lower
-    size: tuple[int, int]
-    """As Small has it."""
+    V: int
     fast: bool
     """Whether it is one of the few that a quick check compiles."""
     small: tuple[Small, ...] = ()
@@ -83,22 +80,18 @@ def programs() -> dict[str, Program]:
     T, D, V = HEAD_SHAPE
     name = f"head/t{T}_d{D}_v{V}"
     whole = functools.partial(lower_whole_logits, HEAD_SHAPE)
-    found.append(Program(f"{name}/{LOG_SOFTMAX}", whole, (T, V), fast=False))
+    found.append(Program(f"{name}/{LOG_SOFTMAX}", whole, V, fast=False))
     for impl, each in HEAD_IMPLS:
         lower = functools.partial(lower_head, impl, each)
         chunk = schedule.PASSES[impl].chunk_tokens(V, D)
         small = ()
         if impl == choose.PALLAS_TPU:
-            small = tuple(
-                Small(functools.partial(lower, c, (2 * c, D, v)), (c, v))
-                for c in SMALL_CHUNKS
-                for v in SMALL_V
-            )
-        run = functools.partial(lower, chunk, HEAD_SHAPE)
-        once = functools.partial(lower, chunk, (chunk, D, V))
+            small = tuple(Small(functools.partial(lower, (T, D, v)), v) for v in SMALL_HEADS)
+        run = functools.partial(lower, HEAD_SHAPE)
+        once = functools.partial(lower, (chunk, D, V))
         found += [
-            Program(f"{name}/{impl}_{each}", run, (chunk, V), fast=False, small=small),
-            Program(f"head_chunk/d{D}_v{V}/{impl}_{each}", once, (chunk, V), fast=True),
+            Program(f"{name}/{impl}_{each}", run, V, fast=False, small=small),
+            Program(f"head_chunk/d{D}_v{V}/{impl}_{each}", once, V, fast=True),
         ]
     return {program.name: program for program in found}
 
@@ -115,10 +108,10 @@ def _logits_programs(
         lower = functools.partial(lower_logits, impl, entropy_coef)
         small = ()
         if parts > 1 and impl == choose.PALLAS_TPU:
-            small = (Small(functools.partial(lower, (B, T, small_V)), (B * T, small_V)),)
+            small = (Small(functools.partial(lower, (B, T, small_V)), small_V),)
         name = f"{kind}/b{B}_t{T}_v{V}/{impl}"
         run = functools.partial(lower, shape)
-        found.append(Program(name, run, (B * T, V), fast=impl != LOG_SOFTMAX, small=small))
+        found.append(Program(name, run, V, fast=impl != LOG_SOFTMAX, small=small))
     return found
 
 
@@ -145,12 +138,12 @@ def lower_logits(
 
 
 def lower_head(
-    impl: str, each: str, chunk_tokens: int, shape: tuple[int, int, int], device: jax.Device
+    impl: str, each: str, shape: tuple[int, int, int], device: jax.Device
 ) -> jax.stages.Lowered:
     """(head_grad [V, D], hidden [T, D], head [V, D], ids, data) -> scores and gradients."""
     T, D, V = shape
     objective = functools.partial(grpo_objective, entropy_coef=0.0)
-    options = schedule.HeadOptions(schedule=each, impl=impl, chunk_tokens=chunk_tokens)
+    options = schedule.HeadOptions(schedule=each, impl=impl)
 
     def run(head_grad_VD, hidden_TD, head_VD, ids_T, data):
         return schedule.value_and_gradients(

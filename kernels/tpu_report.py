@@ -7,7 +7,7 @@ Compiles the programs of tpu_programs.py for one chip of a TPU v6e and needs jax
 Nothing is executed and no figure is a measured time. With --cycles, which takes minutes for each
 program, libtpu's static evaluator counts the cycles of every operation, and the model of
 tpu_cost.py makes a time of them to rank variants by. In a loop it counts one round, which is
-multiplied by the rounds. A Pallas kernel over a large vocabulary is evaluated at smaller sizes and
+multiplied by the rounds. A Pallas kernel over a large vocabulary is evaluated at smaller ones and
 extrapolated: the evaluator keeps all that it executes in memory. An evaluation that stops half-way
 is reported as incomplete, its missing operations at the time of their bytes, and no budget is held
 to it.
@@ -59,12 +59,13 @@ def main(argv: list[str] | None = None) -> int:
             f"warning: the budgets were set with libtpu {budgets.libtpu}; another compiler may "
             "break them without a change of ours"
         )
+    limits = tpu_compile.Limits(arguments.deadline_s, round(arguments.memory_gib * 2**30))
     found = []
     for name in names:
-        figures = tpu_compile.compile_in_child(name, arguments.deadline_s)
+        figures = tpu_compile.compile_in_child(name, limits)
         evaluation = None
         if arguments.cycles and not figures.error:
-            evaluation = _evaluate(name, arguments.deadline_s)
+            evaluation = _evaluate(name, limits)
         entry = judge(name, figures, evaluation, budgets.programs.get(name, {}))
         found.append(entry)
         print("\n" + describe(entry), flush=True)
@@ -199,20 +200,21 @@ def _versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
 
 
-def _evaluate(name: str, deadline_s: float) -> tpu_compile.Evaluation:
+def _evaluate(name: str, limits: tpu_compile.Limits) -> tpu_compile.Evaluation:
     from kernels.tpu_programs import programs
 
     program = programs()[name]
     if not program.small:
-        return tpu_compile.evaluate_in_child(name, deadline_s)
+        return tpu_compile.evaluate_in_child(name, limits)
     parts = [
-        tpu_compile.evaluate_in_child(name, deadline_s, small=i) for i in range(len(program.small))
+        tpu_compile.evaluate_in_child(name, limits, small=i) for i in range(len(program.small))
     ]
-    sizes = [small.size for small in program.small]
     cycles = tpu_cost.extrapolate(
-        [(size, part.cycles) for size, part in zip(sizes, parts, strict=True)], program.size
+        [(small.V, part.cycles) for small, part in zip(program.small, parts, strict=True)],
+        program.V,
     )
-    return tpu_compile.Evaluation(cycles, "; ".join(part.stopped for part in parts if part.stopped))
+    stopped = "; ".join(dict.fromkeys(part.stopped for part in parts if part.stopped))
+    return tpu_compile.Evaluation(cycles, stopped)
 
 
 def _child(name: str, into: pathlib.Path, small: int | None) -> int:
@@ -245,6 +247,13 @@ def _parser() -> argparse.ArgumentParser:
         default=900.0,
         metavar="S",
         help="seconds for one program, and again for its cycles (%(default)s)",
+    )
+    parser.add_argument(
+        "--memory-gib",
+        type=float,
+        default=12.0,
+        metavar="GIB",
+        help="memory at which one evaluation is stopped; heads may need more (%(default)s)",
     )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--into", help=argparse.SUPPRESS)
