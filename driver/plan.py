@@ -61,6 +61,8 @@ class Plan:
     """At most: packing short sequences into one row makes it fewer."""
     updates: int
     """Optimiser updates of the whole run."""
+    loss: str
+    """How the head is worked through, and by which implementation."""
     parameters: int
     learner_bytes_per_device: int
     """Master weights, optimiser moments, gradients and reference policy, cut over fsdp."""
@@ -150,7 +152,7 @@ def derive(config: RunConfig, model: ModelConfig, devices: Devices) -> Plan:
         max_position_embeddings=model.max_position_embeddings,
     )
     _check_decode_rows(config, devices.worker)
-    _checked(
+    loss_impl = _checked(
         choose.resolve,
         learner.loss_impl,
         config.placement.platform,
@@ -160,7 +162,8 @@ def derive(config: RunConfig, model: ModelConfig, devices: Devices) -> Plan:
     if learner.optimizer.warmup_steps >= updates:
         raise ConfigError(
             f"learner.optimizer.warmup_steps={learner.optimizer.warmup_steps} must be below the "
-            f"run.steps x learner.updates_per_batch = {updates} updates of the run"
+            f"run.steps x learner.updates_per_batch = {updates} updates of the run; set it to "
+            f"{updates - 1} or less, or run more steps"
         )
     batch_prompts = rollout.decode.batch_rows // rollout.completions_per_prompt
     prompts = min(batch_prompts, math.ceil(rollout.prompts_per_step / rollout.workers))
@@ -192,12 +195,18 @@ def derive(config: RunConfig, model: ModelConfig, devices: Devices) -> Plan:
         microbatch_rows=microbatch_rows,
         microbatches_per_update=math.ceil(rollout.completions_per_step / microbatch_rows),
         updates=updates,
+        loss=f"lm_head={learner.lm_head} by {loss_impl}",
         parameters=parameters,
         learner_bytes_per_device=math.ceil(learner_bytes / mesh[1]),
         worker_bytes_per_device=wire_bytes,
         cache_bytes_per_device=math.ceil(slots * slot_bytes / devices.worker),
         wire_bytes_per_version=wire_bytes,
-        notes=_notes(config, decode_rows=prompts * rollout.completions_per_prompt, batches=batches),
+        notes=_notes(
+            config,
+            decode_rows=prompts * rollout.completions_per_prompt,
+            batches=batches,
+            loss_impl=loss_impl,
+        ),
     )
 
 
@@ -214,6 +223,7 @@ def format_plan(plan: Plan) -> str:
         f"{_bytes(plan.cache_bytes_per_device)} a device",
         f"update: at most {plan.microbatches_per_update} micro-batches of {plan.microbatch_rows} "
         f"rows x {plan.row_tokens:,} tokens; {plan.updates:,} updates in the run",
+        f"loss: {plan.loss}",
         f"learner: mesh data={data} x fsdp={fsdp}; state {_bytes(plan.learner_bytes_per_device)} "
         "a device, activations apart",
         f"worker: {plan.devices.worker} device(s); policy {_bytes(plan.worker_bytes_per_device)} "
@@ -318,9 +328,14 @@ def _epochs(config: RunConfig, train: PromptSet) -> str:
     return f"{taken / len(train):.2f} epochs in the run"
 
 
-def _notes(config: RunConfig, *, decode_rows: int, batches: int) -> tuple[str, ...]:
+def _notes(config: RunConfig, *, decode_rows: int, batches: int, loss_impl: str) -> tuple[str, ...]:
     rollout = config.rollout
     notes = []
+    if loss_impl == choose.PALLAS_INTERPRET:
+        notes.append(
+            f"learner.loss_impl={config.learner.loss_impl} is interpreted on "
+            f"{config.placement.platform}: exact, and slow; `auto` is not"
+        )
     if decode_rows < rollout.decode.batch_rows:
         notes.append(
             f"{decode_rows} of rollout.decode.batch_rows={rollout.decode.batch_rows} rows hold "

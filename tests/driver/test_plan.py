@@ -188,6 +188,13 @@ def test_a_loss_without_an_implementation_on_the_platform_is_refused():
         derive(config, TINY, ONE)
 
 
+def test_the_plan_says_what_computes_the_loss():
+    plan = derive(config_of(learner={"lm_head": "lean"}), TINY, ONE)
+    assert "loss: lm_head=lean by xla" in format_plan(plan).splitlines()
+    plan = derive(config_of(learner={"loss_impl": "pallas"}), TINY, ONE)
+    assert "learner.loss_impl=pallas is interpreted on cpu" in format_plan(plan)
+
+
 def test_the_reference_loss_needs_whole_logits():
     with pytest.raises(ValueError, match="lm_head=fast with loss_impl=reference: .* lm_head to"):
         config_of(learner={"loss_impl": "reference"})
