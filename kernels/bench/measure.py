@@ -12,6 +12,7 @@ import numpy as np
 
 MEMORY_STATS = ("bytes_in_use", "peak_bytes_in_use", "bytes_reserved", "peak_bytes_reserved")
 PACKAGES = ("jax", "jaxlib", "libtpu")
+INTERPRETED = "pallas is interpreted here: exact, and no measure of its speed"
 
 
 class Compilation(NamedTuple):

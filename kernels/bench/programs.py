@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from kernels import choose, problems
 from kernels.bench.case import LOG_SOFTMAX, Case, Spec
 from kernels.linear_objective import reference as head_reference
-from kernels.linear_objective.schedule import HeadOptions, value_and_gradients
+from kernels.linear_objective.schedule import HeadOptions, chunk_size, value_and_gradients
 from kernels.token_logprob import ops
 from kernels.token_logprob.reference import TokenLogprob
 
@@ -83,12 +83,7 @@ def head_program(spec: Spec, case: Case) -> Callable:
     objective = objective_of(case)
     if spec.schedule is None:
         return jax.jit(_whole_head(spec, case, objective), donate_argnums=5)
-    options = HeadOptions(
-        schedule=spec.schedule,
-        impl=spec.impl,
-        temperature=case.temperature,
-        chunk_tokens=spec.chunk_tokens,
-    )
+    options = _options(spec, case)
 
     def program(hidden_ND, head_VD, ids_N, active_N, data, head_grad_VD):
         found = value_and_gradients(
@@ -98,6 +93,25 @@ def head_program(spec: Spec, case: Case) -> Callable:
         return loss_N.sum(), loss_N, found.hidden_TD, found.head_VD
 
     return jax.jit(program, donate_argnums=5)
+
+
+def chunk_tokens(spec: Spec, case: Case, tokens: int) -> int | None:
+    """Tokens of a chunk of a head program over so many tokens; None where there are no chunks."""
+    if spec.schedule is None:
+        return None
+    assert case.hidden is not None, "a schedule works through a head"
+    head_shape = (case.vocab, case.hidden)
+    return chunk_size(tokens, head_shape, jnp.dtype(case.dtype), _options(spec, case))
+
+
+def _options(spec: Spec, case: Case) -> HeadOptions:
+    assert spec.schedule is not None, "whole logits have no schedule"
+    return HeadOptions(
+        schedule=spec.schedule,
+        impl=spec.impl,
+        temperature=case.temperature,
+        chunk_tokens=spec.chunk_tokens,
+    )
 
 
 def _whole_head(spec, case, objective):

@@ -25,6 +25,7 @@ from kernels.bench.measure import (
 )
 from kernels.bench.programs import (
     HeadInputs,
+    chunk_tokens,
     head_program,
     logits_program,
     make_head_inputs,
@@ -154,6 +155,8 @@ def measure(
     Raises:
         DoesNotFit: if the device's memory will not hold it.
     """
+    names = ", ".join(map(str, specs))
+    progress(f"{case.shape_text} on {device.device_kind}: compiling {names}")
     ring = Ring(case, specs, device)
     progress(f"{case.shape_text} on {device.device_kind}: compiled, data made")
     common = _facts(case, device, ring.clip_shares())
@@ -161,7 +164,7 @@ def measure(
     runs = []
     for entrant in ring.entrants:
         ring.reset()
-        run = _record(entrant) | common | {"mem_after_alloc": after_alloc}
+        run = _record(entrant, case) | common | {"mem_after_alloc": after_alloc}
         runs.append(run | _first_run(ring, entrant, device, effort.check_tokens))
         progress(f"{entrant.name}: first call {runs[-1]['first_call_s']:.2f} s")
     steps = [functools.partial(_discarded, ring, entrant) for entrant in ring.entrants]
@@ -189,14 +192,16 @@ def _first_run(ring, entrant, device, check_tokens):
     }
 
 
-def _record(entrant):
+def _record(entrant, case):
+    tokens = case.active_tokens if entrant.batch == VALID else case.tokens
     return {
         "name": entrant.name,
         "impl": entrant.spec.choice,
         "kernel": entrant.spec.impl,
         "schedule": entrant.spec.schedule,
         "batch_kind": entrant.batch,
-        "chunk_tokens": entrant.spec.chunk_tokens,
+        "chunk_tokens": chunk_tokens(entrant.spec, case, tokens),
+        "chunk_tokens_at_most": entrant.spec.chunk_tokens,
         "compiler": compiler_report(entrant.compilation.compiled),
     }
 

@@ -7,6 +7,9 @@
 A summed loss has gradients of the size of one token's, whatever the number of tokens, so that
 relative bounds bind. An array passes if its relative l2 error, its cosine and its worst row are
 within the tolerances, if it is not zero throughout, and if the rows without a gradient are zero.
+A --model is asked the very same cases. The hard case puts unusual data on 20 tokens, and the tokens
+are divided among 3 sequences: hence at least 21 of them. On two cores of a CPU the default sizes
+take half a minute with XLA, and some three with Pallas, which is interpreted there.
 The JSON file of --config has the keys of the flags: impl, schedule, case, model, tolerance,
 tokens, width, vocab, seed; a flag wins over it. Exits with 1 when anything fails, with 2 when the
 question is wrong.
@@ -26,6 +29,7 @@ import jax
 import numpy as np
 
 from kernels import choose
+from kernels.bench.measure import INTERPRETED, versions
 from kernels.gradcheck.cases import BATCH, CASES, head_problem, logits_problem, make_problem
 from kernels.gradcheck.judge import (
     TOLERANCES,
@@ -39,9 +43,13 @@ from kernels.gradcheck.judge import (
 from kernels.linear_objective.schedule import SCHEDULES
 from kernels.token_logprob.ops import token_logprob
 
-MODEL_CASES = ("surrogate", "seq_mean")
-"""What is asked of a real model, where it is among the cases."""
 SMALLEST = {"tokens": 21, "width": 1, "vocab": 32, "seed": 0}
+SIZE_HELP = {
+    "tokens": f"a multiple of {BATCH}, the sequences; the hard case needs 20 of its own",
+    "width": "of the hidden states",
+    "vocab": "columns; the hard case has 7 of no token",
+    "seed": "of the random data",
+}
 LISTS = ("impl", "schedule", "case")
 
 
@@ -49,22 +57,24 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         settings = read_settings(vars(arguments))
-        at_logits, at_head = make_candidates(settings, jax.devices()[0].platform)
+        _check_report(arguments.json)
+        device = jax.devices()[0]
+        at_logits, at_head = make_candidates(settings, device.platform)
         arrays = None if settings.model is None else _model_arrays(settings)
     except (ValueError, OSError) as error:
         print(f"gradcheck: {error}", file=sys.stderr)
         return 2
+    say = functools.partial(print, file=sys.stderr if arguments.json == "-" else None, flush=True)
+    say("\n".join(header(settings, device)))
     findings = []
     for finding in run_checks(settings, at_logits, at_head, arrays):
         findings.append(finding)
-        if not arguments.json:
-            print(table_row(finding), flush=True)
+        if arguments.json != "-":
+            say(table_row(finding))
     failed = [finding for finding in findings if finding.problems]
-    if arguments.json:
-        document = {"passed": not failed, "findings": [_plain(each) for each in findings]}
-        print(json.dumps(document, indent=2, allow_nan=False))
-    else:
-        print(f"{len(findings) - len(failed)} of {len(findings)} gradients pass")
+    say(f"{len(findings) - len(failed)} of {len(findings)} gradients pass")
+    if arguments.json is not None:
+        _write(arguments.json, settings, device, findings)
     return 1 if failed else 0
 
 
@@ -146,7 +156,7 @@ def run_checks(
         return
     arrays, ids_N = model
     for dtype, tolerance in settings.tolerance.items():
-        for case in (case for case in cases if case.name in MODEL_CASES):
+        for case in cases:
             rng = np.random.default_rng(settings.seed)
             problem = make_problem(case, arrays, ids_N, dtype=dtype, rng=rng)
             for candidate in [*at_logits, *at_head]:
@@ -220,6 +230,20 @@ def _set_tolerance(tolerances: dict[str, Tolerance], name: str, value: Any) -> N
     tolerances[dtype] = dataclasses.replace(tolerances[dtype], **{field: number})
 
 
+def header(settings: Settings, device: jax.Device) -> list[str]:
+    """What the findings are of, as lines."""
+    known = ", ".join(f"{name} {version}" for name, version in versions().items() if version)
+    sizes = " ".join(f"{key} {getattr(settings, key)}" for key in SIZE_HELP)
+    lines = [f"on {device.device_kind} ({device.platform}); {known}", sizes]
+    if settings.model is not None:
+        lines.append(f"model {settings.model}")
+    for dtype, tolerance in settings.tolerance.items():
+        bounds = ", ".join(f"{key} {value:g}" for key, value in vars(tolerance).items())
+        lines.append(f"tolerances of {dtype}: {bounds}")
+    resolved = [choose.resolve(choice, device.platform) for choice in settings.impl]
+    return lines + [INTERPRETED] * (choose.PALLAS_INTERPRET in resolved)
+
+
 def table_row(finding: Finding) -> str:
     """One finding as a line."""
     row = "-" if finding.row is None else f"{finding.row:.1e}"
@@ -229,6 +253,27 @@ def table_row(finding: Finding) -> str:
         f"loss {finding.loss_error:.1e}  rel l2 {finding.rel_l2:.1e}  "
         f"1-cos {finding.cosine_gap:8.1e}  worst row {row:7}  {verdict}"
     )
+
+
+def _check_report(file: str | None) -> None:
+    if file is not None and not pathlib.Path(file).parent.is_dir():
+        raise ValueError(f"--json {file}: its folder does not exist: make it first")
+
+
+def _write(file: str, settings: Settings, device: jax.Device, findings: list[Finding]) -> None:
+    document = {
+        "passed": not any(finding.problems for finding in findings),
+        "device": device.device_kind,
+        "platform": device.platform,
+        "versions": versions(),
+        "settings": dataclasses.asdict(settings),
+        "findings": [_plain(each) for each in findings],
+    }
+    text = json.dumps(document, indent=2, allow_nan=False)
+    if file == "-":
+        print(text)
+    else:
+        pathlib.Path(file).write_text(text + "\n", encoding="utf-8")
 
 
 def _plain(finding: Finding) -> dict[str, Any]:
@@ -251,8 +296,9 @@ def _parser() -> argparse.ArgumentParser:
         chosen = ",".join(getattr(defaults, key))
         parser.add_argument(f"--{key}", help=f"separated by commas; default {chosen}")
     parser.add_argument("--model", help="HF folder, .gguf file or hub id, to be checked as well")
-    for key in SMALLEST:
-        parser.add_argument(f"--{key}", type=int, help=f"default {getattr(defaults, key)}")
+    for key, what in SIZE_HELP.items():
+        bounds = f"default {getattr(defaults, key)}, at least {SMALLEST[key]}"
+        parser.add_argument(f"--{key}", type=int, help=f"{what}; {bounds}")
     parser.add_argument(
         "--tolerance",
         action="append",
@@ -260,5 +306,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DTYPE.NAME=VALUE",
         help="loss, rel_l2, cosine or row, by dtype; may be repeated",
     )
-    parser.add_argument("--json", action="store_true", help="findings as JSON, not as a table")
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write the findings there; without FILE to stdout, instead of the table",
+    )
     return parser

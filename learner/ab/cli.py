@@ -20,7 +20,7 @@ from learner.ab import compare
 from learner.ab.compare import Comparison, Tolerances
 from learner.ab.report import Report, plain, text
 from learner.ab.runs import Implementation, Job, RunFailed, RunResult, WrongInput
-from learner.config import LearnerConfig, MeshConfig, validated
+from learner.config import LearnerConfig, validated
 from learner.rollout_file import Contents, scan
 
 Launch = Callable[[Job], RunResult]
@@ -101,23 +101,34 @@ def parse_implementations(text: str) -> tuple[Implementation, ...]:
     Raises:
         WrongInput: naming what is unknown, cannot be combined or is too little.
     """
-    found = []
-    for spec in text.split(","):
-        lm_head, colon, loss_impl = spec.strip().partition(":")
-        one = Implementation(lm_head=lm_head, loss_impl=loss_impl if colon else "auto")
-        try:
-            validated(LearnerConfig, dataclasses.asdict(one))
-        except ValueError as error:
-            fields = LearnerConfig.model_fields
-            heads, impls = (
-                "|".join(typing.get_args(fields[name].annotation))
-                for name in ("lm_head", "loss_impl")
-            )
-            raise WrongInput(f"--impl {spec!r}: {error}; write {heads}:{impls}") from None
-        found.append(one)
+    found = [_implementation(spec.strip()) for spec in text.split(",")]
     if len(found) < 2:
         raise WrongInput(f"--impl {text!r} names 1 implementation: give at least 2, by commas")
     return tuple(found)
+
+
+def _implementation(spec: str) -> Implementation:
+    lm_head, colon, loss_impl = spec.partition(":")
+    loss_impl = loss_impl if colon else "auto"
+    heads, impls = (_choices(name) for name in ("lm_head", "loss_impl"))
+    if lm_head not in heads or loss_impl not in impls:
+        raise WrongInput(
+            f"--impl {spec!r}: did you mean {loss_impl}:{lm_head}?"
+            if loss_impl in heads and lm_head in impls
+            else f"--impl {spec!r}: write HEAD:IMPL, a head of {', '.join(heads)} and an "
+            f"implementation of {', '.join(impls)}"
+        )
+    one = Implementation(lm_head=lm_head, loss_impl=loss_impl)
+    try:
+        validated(LearnerConfig, dataclasses.asdict(one))
+    except ValueError as error:
+        raise WrongInput(f"--impl {spec!r}: {error}") from None
+    return one
+
+
+def _choices(field: str) -> tuple[str, ...]:
+    """What a key of the `learner` section may be."""
+    return typing.get_args(LearnerConfig.model_fields[field].annotation)
 
 
 def _plan(given: argparse.Namespace, scratch: pathlib.Path) -> list[Job]:
@@ -141,6 +152,8 @@ def _plan(given: argparse.Namespace, scratch: pathlib.Path) -> list[Job]:
             raise WrongInput(f"--{option.replace('_', '-')}-tol {value}: must be 0 or above")
     if given.json and not pathlib.Path(given.json).parent.is_dir():
         raise WrongInput(f"--json {given.json}: its folder does not exist: make it first")
+    learner = _learner_section(contents, given)
+    _check_rate(learner, steps)
     every = given.check_every or steps
     checked = [p.step for n, p in enumerate(contents.places[:steps], 1) if n % every == 0]
     last = contents.places[steps - 1].step
@@ -150,7 +163,7 @@ def _plan(given: argparse.Namespace, scratch: pathlib.Path) -> list[Job]:
             model=given.model or _model_of(contents),
             implementation=one,
             others=implementations,
-            learner=_learner_section(contents, given),
+            learner=learner.model_dump(mode="json"),
             steps=steps,
             snapshot_steps=tuple(sorted({*checked, last})),
             snapshot_folder=str(scratch / str(number)),
@@ -189,18 +202,41 @@ def _model_of(contents: Contents) -> str:
     return folder if folder and pathlib.Path(folder).is_dir() else contents.header.model_path
 
 
-def _learner_section(contents: Contents, given: argparse.Namespace) -> dict:
+def _learner_section(contents: Contents, given: argparse.Namespace) -> LearnerConfig:
     assert contents.header is not None
     section = contents.header.learner.model_dump(mode="json")
     if given.compute_dtype is not None:
+        dtypes = _choices("compute_dtype")
+        if given.compute_dtype not in dtypes:
+            raise WrongInput(
+                f"--compute-dtype {given.compute_dtype!r}: must be {' or '.join(dtypes)}"
+            )
         section["compute_dtype"] = given.compute_dtype
+    if given.mesh is not None:
+        try:
+            data, fsdp = map(int, given.mesh.split(","))
+        except ValueError:
+            raise WrongInput(
+                f"--mesh {given.mesh!r}: give two whole numbers, DATA,FSDP, such as 1,-1"
+            ) from None
+        section["mesh"] = {"data": data, "fsdp": fsdp}
     try:
-        if given.mesh is not None:
-            data, _, fsdp = given.mesh.partition(",")
-            section["mesh"] = MeshConfig(data=int(data), fsdp=int(fsdp)).model_dump(mode="json")
-        return validated(LearnerConfig, section).model_dump(mode="json")
+        return validated(LearnerConfig, section)
     except ValueError as error:
-        raise WrongInput(f"--compute-dtype, --mesh: {error}") from error
+        raise WrongInput(f"--mesh {given.mesh}: {error}") from None
+
+
+def _check_rate(learner: LearnerConfig, steps: int) -> None:
+    """Raises WrongInput if every update would be at a learning rate of 0 and move nothing."""
+    optimizer, updates = learner.optimizer, steps * learner.updates_per_batch
+    if optimizer.learning_rate == 0:
+        raise WrongInput("--rollouts: the run's learning rate is 0, so no parameter would move")
+    if updates == 1 and optimizer.warmup_steps > 0:
+        raise WrongInput(
+            f"--steps {steps}: the run's warm-up starts at a learning rate of 0, so that its first "
+            "update moves nothing: take at least 2 steps, or record a run with "
+            "learner.optimizer.warmup_steps=0"
+        )
 
 
 def _given_tolerances(given: argparse.Namespace) -> dict[str, float | None]:

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from kernels import choose
 from learner.ab.compare import (
     Comparison,
     Disagreement,
@@ -16,6 +17,7 @@ from learner.ab.runs import RunResult, StepResult
 
 STEP_ROW = "{:>6} {:<18} {:>13} {:>12} {:>7} {:>10} {:>10}"
 COST_ROW = "{:<18} {:<16} {:>10} {:>7} {:>10} {:>9} {:>9} {:>10}"
+INTERPRETED = "pallas is interpreted here: exact, and no measure of its speed"
 AGREE_ROW = "{:<18} {:>10} {:>10} {:>11} {:>12} {:>12}"
 
 
@@ -113,6 +115,7 @@ def _cost_lines(report: Report) -> list[str]:
         "token, the whole update without compilation",
         f"peak: {report.runs[0][0].peak_of}; temp and prog.: the compiler's, of the program that "
         "forms gradients, without and with its arguments and results",
+        *[INTERPRETED] * any(runs[0].resolved == choose.PALLAS_INTERPRET for runs in report.runs),
     ]
 
 

@@ -44,7 +44,7 @@ def test_logits_are_measured_in_turn(capsys, tmp_path):
 
 
 def test_the_head_is_measured_beside_its_valid_tokens(capsys):
-    flags = ("--active-fraction", "0.25", "--schedule", "lean", "--json")
+    flags = ("--active-fraction", "0.25", "--schedule", "lean", "--chunk-tokens", "30", "--json")
     code, out, _ = run(capsys, *HEAD, *flags)
     document = strict(out)
     assert code == 0
@@ -60,6 +60,8 @@ def test_the_head_is_measured_beside_its_valid_tokens(capsys):
         # a gradient rounded to bfloat16, from one that was
         assert errors["hidden_grad"]["rel_l2"] < 4e-3 and errors["head_grad"]["rel_l2"] < 4e-3
         assert errors.get("padding_grad_is_zero", True)
+    # below the bound of 30: 40 tokens are two chunks, of a multiple of eight; 10 are one
+    assert [each["chunk_tokens"] for each in document["runs"]] == [24, 10]
     assert "auto:lean (padded) / valid" in document["ratios"]
 
 
@@ -95,6 +97,8 @@ def test_what_is_not_finite_exits_with_1(capsys, monkeypatch):
         (["logits", "--impl", "xla:fast"], "xla has no schedules here: write 'xla'"),
         (["lm_head", "--impl", "xla:slow"], "a schedule is one of fast, lean; got 'slow'"),
         (["lm_head", "--impl", "log_softmax:fast"], "log_softmax has no schedules here"),
+        (["lm_head", "--impl", "reference", "--schedule", "lean"], "lean is for none of reference"),
+        (["logits", "--json", "no/such/x.json"], "its folder does not exist"),
         (["logits", "--compare", "xla,xla"], "names an implementation twice"),
         (["logits", "--time", "0"], "--time must be at least 1, got 0"),
         (["lm_head", "--hidden", "-4"], "--hidden must be at least 1, got -4"),
@@ -109,6 +113,33 @@ def test_what_is_not_finite_exits_with_1(capsys, monkeypatch):
 def test_a_wrong_question_exits_with_2(capsys, flags, part):
     code, out, err = run(capsys, *flags)
     assert code == 2 and part in err and out == ""
+
+
+def test_what_belongs_to_the_head_says_so(capsys):
+    with pytest.raises(SystemExit) as exit:
+        run(capsys, "logits", "--active-fraction", "0.5")
+    assert exit.value.code == 2 and "it belongs to lm_head" in capsys.readouterr().err
+
+
+def a_run(name, kernel, p50):
+    times = {"p50_ms": p50, "p90_ms": p50, "avg_step_ms": p50}
+    clip = {"ratio_low": 0, "ratio_high": 0, "clipped": 0}
+    compiler, case = {"temp_bytes": 10**9}, {"hidden": 16}
+    errors = {"loss": {"rel_l2": 1e-7}, "hidden_grad": {"rel_l2": 1e-3}}
+    return dict(name=name, kernel=kernel, chunk_tokens=8, **times) | {
+        "clip": clip,
+        "compiler": compiler,
+        "case": case,
+        "errors": errors,
+    }
+
+
+def test_the_table_keeps_its_columns_apart_and_marks_what_is_interpreted():
+    runs = [a_run("x", "xla", 123456.7), a_run("pallas", "pallas_interpret", 1.0)]
+    _, titles, first, second, note = bench.table({"runs": runs, "ratios": {}})
+    assert first.split() == ["x"] + 3 * ["123456.700"] + ["1.000", "8", "1.0e-07", "1.0e-03", "-"]
+    assert "chunk tokens" in titles and "hidden grad error  head grad error" in titles
+    assert second.startswith("pallas*") and "interpreted" in note
 
 
 def test_pallas_is_refused_on_a_gpu():

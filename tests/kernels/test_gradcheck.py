@@ -182,10 +182,39 @@ SMALL = ("--case", "surrogate", "--schedule", "fast", "--vocab", "64", "--tokens
 
 
 def test_the_command_passes_and_lists_its_findings(capsys):
-    code, out, _ = run(capsys, *SMALL, "--json")
+    code, out, err = run(capsys, *SMALL, "--json")
     document = json.loads(out)
-    assert code == 0 and document["passed"]
+    assert code == 0 and document["passed"] and "6 of 6 gradients pass" in err
     assert {finding["array"] for finding in document["findings"]} == {"logits", "hidden", "head"}
+
+
+def test_a_file_gets_the_findings_beside_the_table(capsys, tmp_path, monkeypatch):
+    finding = gradcheck.Finding("c", "float32", "x", "logits", 0.0, 0.0, 0.0, None, [])
+    monkeypatch.setattr(gradcheck, "run_checks", lambda *arguments: [finding])
+    code, out, _ = run(capsys, "--json", str(tmp_path / "found.json"))
+    assert code == 0 and "tolerances of float32: loss 1e-05" in out and "1 of 1" in out
+    document = json.loads((tmp_path / "found.json").read_text())
+    assert len(document["findings"]) == 1 and document["settings"]["tokens"] == 45
+
+
+def test_a_model_is_asked_what_was_asked():
+    settings = gradcheck.Settings(case=("kl_k1", "hard"), tokens=24, vocab=64)
+    total = lambda problem, arrays: jnp.stack([each.sum() for each in arrays.values()]).sum()
+    at_logits = [Candidate("wrong", total)]
+    rng = np.random.default_rng(0)
+    arrays = {
+        "hidden": rng.normal(size=(24, 8)).astype(np.float32),
+        "head": rng.normal(size=(64, 8)).astype(np.float32),
+    }
+    ids = rng.integers(0, 57, 24)
+    names = {each.case for each in gradcheck.run_checks(settings, at_logits, [], (arrays, ids))}
+    assert {"model kl_k1", "model hard"} <= names
+
+
+def test_the_header_says_that_pallas_is_interpreted():
+    device = jax.devices()[0]
+    header = lambda *impl: "\n".join(gradcheck.header(gradcheck.Settings(impl=impl), device))
+    assert "interpreted" in header("xla", "pallas") and "interpreted" not in header("xla")
 
 
 def test_the_command_exits_with_1_where_a_tolerance_is_zero(capsys, tmp_path):
@@ -208,6 +237,7 @@ def test_the_command_exits_with_1_where_a_tolerance_is_zero(capsys, tmp_path):
         (["--tolerance", "float32.row=-1"], "row must be at least 0, got -1.0"),
         (["--config", "absent.json"], "absent.json"),
         (["--model", "absent.gguf"], "absent.gguf"),
+        (["--json", "no/such/x.json"], "its folder does not exist"),
     ],
 )
 def test_a_wrong_question_exits_with_2(capsys, flags, part):

@@ -3,6 +3,7 @@
 The jobs run in this process, but in one test, which starts them as a user does.
 """
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -258,15 +259,17 @@ def test_updates_that_move_nothing_prove_nothing(compared, monkeypatch):
     "arguments, message",
     [
         (["--impl", "fast"], "names 1 implementation"),
-        (["--impl", "fast,slow:xla"], "'slow:xla': lm_head: .*write logits|fast|lean:auto"),
-        (["--impl", "fast,fast:triton"], "'fast:triton': loss_impl"),
+        (["--impl", "fast,slow:xla"], "'slow:xla': write HEAD:IMPL, a head of logits, fast, lean"),
+        (["--impl", "fast,fast:triton"], "implementation of auto, reference, xla, pallas$"),
+        (["--impl", "fast,xla:lean"], r"'xla:lean': did you mean lean:xla\?"),
         (["--impl", "lean,fast:reference"], "the reference has whole logits"),
         (["--impl", "fast,lean", "--steps", "0"], "--steps 0: .* holds 1 to 3 steps"),
         (["--impl", "fast,lean", "--steps", "4"], "--steps 4: .* holds 1 to 3 steps"),
         (["--impl", "fast,lean", "--check-every", "0"], "--check-every 0: must be at least 1"),
         (["--impl", "fast,lean", "--loss-tol", "nan"], "--loss-tol nan: must be 0 or above"),
-        (["--impl", "fast,lean", "--compute-dtype", "f8"], "compute_dtype: "),
-        (["--impl", "fast,lean", "--mesh", "2"], "--mesh"),
+        (["--impl", "fast,lean", "--compute-dtype", "f8"], "'f8': must be bfloat16 or float32"),
+        (["--impl", "fast,lean", "--mesh", "2"], "--mesh '2': give two whole numbers"),
+        (["--impl", "fast,lean", "--mesh", "0,1"], "--mesh 0,1: .*must be positive"),
         (["--impl", "fast,lean", "--mesh", "3,3"], "fast:auto with model .*3"),
         (["--impl", "fast,lean", "--model", "nowhere"], "'nowhere' does not exist"),
         (["--impl", "fast,lean", "--json", "no/such/x.json"], "its folder does not exist"),
@@ -276,6 +279,32 @@ def test_a_wrong_question_is_one_message(compared, arguments, message):
     code, printed = compared(*arguments)
     assert code == 2
     assert printed.startswith("error: ") and re.search(message, printed)
+
+
+@pytest.mark.parametrize(
+    "optimizer, steps, refused",
+    [
+        ({"warmup_steps": 5}, 1, "--steps 1: .* take at least 2 steps"),
+        ({"warmup_steps": 5}, 2, None),
+        ({"warmup_steps": 0}, 1, None),
+        ({"learning_rate": 0.0}, 3, "learning rate is 0"),
+    ],
+)
+def test_updates_known_to_move_nothing_are_refused_before_training(optimizer, steps, refused):
+    learner = LearnerConfig(optimizer=OptimizerConfig(**optimizer))
+    with pytest.raises(WrongInput, match=refused) if refused else contextlib.nullcontext():
+        cli._check_rate(learner, steps)
+
+
+def test_the_costs_say_that_pallas_is_interpreted(compared, monkeypatch):
+    monkeypatch.setattr(cli, "_against", lambda first, job, launch: fake_comparison(launch(job)))
+
+    def launch(job):
+        resolved = {"xla": "xla", "pallas": "pallas_interpret"}[job.implementation.loss_impl]
+        return dataclasses.replace(fake_run(job.implementation.name), resolved=resolved)
+
+    assert "interpreted" in compared("--impl", "fast:xla,fast:pallas", launch=launch)[1]
+    assert "interpreted" not in compared("--impl", "fast:xla,lean:xla", launch=launch)[1]
 
 
 def test_a_file_that_cannot_be_used_is_one_message(compared, rollouts, tmp_path):
