@@ -83,7 +83,9 @@ def programs() -> dict[str, Program]:
     found.append(Program(f"{name}/{LOG_SOFTMAX}", whole, V, fast=False))
     for impl, each in HEAD_IMPLS:
         lower = functools.partial(lower_head, impl, each)
-        chunk = schedule.PASSES[impl].chunk_tokens(V, D)
+        chunk = schedule.chunk_size(
+            T, (V, D), jnp.dtype(jnp.bfloat16), schedule.HeadOptions(schedule=each, impl=impl)
+        )
         small = ()
         if impl == choose.PALLAS_TPU:
             small = tuple(Small(functools.partial(lower, (T, D, v)), v) for v in SMALL_HEADS)

@@ -16,6 +16,12 @@ import jax
 import jax.numpy as jnp
 
 
+def even_size(T: int, at_most: int, multiple: int) -> int:
+    """Tokens of each chunk of T tokens, made even over as few chunks as the bound allows."""
+    chunks = -(-T // at_most)
+    return min(at_most, T, -(-T // chunks // multiple) * multiple)
+
+
 class Chunks:
     """Arrays of the active tokens, to be read and written a chunk at a time."""
 
@@ -28,8 +34,7 @@ class Chunks:
             multiple: what C is rounded up to, as far as the bound allows.
         """
         T = jax.tree.leaves(arrays)[0].shape[0]
-        chunks = -(-T // at_most)
-        self._C = min(at_most, T, -(-T // chunks // multiple) * multiple)
+        self._C = even_size(T, at_most, multiple)
         self._N = -(-T // self._C) * self._C
         self._T = T
         self._active_T = active_T

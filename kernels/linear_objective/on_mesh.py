@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from kernels.linear_objective import schedule
 from kernels.linear_objective.reference import Objective
 from kernels.linear_objective.schedule import HeadGradients, HeadOptions
-from kernels.token_logprob.ops import check_divides
+from kernels.token_logprob.ops import check_apart, check_divides
 from kernels.token_logprob.reference import TokenLogprob
 
 
@@ -31,8 +31,9 @@ class HeadOnMesh:
             mesh: None for one device; its other axes hold everything whole.
 
         Raises:
-            ValueError: if axes are named without a mesh.
+            ValueError: if axes are named without a mesh, or one for both.
         """
+        check_apart(token_axes, options.vocab_axis)
         if mesh is None and (token_axes or options.vocab_axis):
             raise ValueError(
                 f"token_axes={token_axes} and vocab_axis={options.vocab_axis!r} need a mesh"

@@ -14,6 +14,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import Mesh
 
+from kernels.linear_objective.arguments import check_arrays, check_objective
 from kernels.linear_objective.on_mesh import HeadOnMesh
 from kernels.linear_objective.reference import LinearObjective, Objective, sum_objective
 from kernels.linear_objective.schedule import HeadOptions
@@ -49,7 +50,9 @@ def linear_objective(
     Raises:
         ValueError: if the arrays do not belong together, or do not fit the mesh.
     """
-    check(hidden_TD, head_VD, ids_T, active_T, data)
+    check_arrays(hidden_TD, head_VD, ids_T, active_T, data)
+    data = jax.tree.map(jnp.asarray, data)
+    check_objective(objective, data)
     head = HeadOnMesh(options, mesh, token_axes)
     head.check(T=hidden_TD.shape[0], V=head_VD.shape[0])
     floats, rest = _split(data)
@@ -99,31 +102,6 @@ def linear_objective(
 
     operation.defvjp(forward, backward, symbolic_zeros=True)
     return operation(hidden_TD, head_VD, floats, ids_T, active_T, rest)
-
-
-def check(hidden_TD, head_VD, ids_T, active_T, data) -> None:
-    """Refuses arrays that do not belong together.
-
-    Raises:
-        ValueError: with the shapes and the rule.
-    """
-    if hidden_TD.ndim != 2 or head_VD.ndim != 2 or head_VD.shape[1] != hidden_TD.shape[1]:
-        raise ValueError(
-            f"hidden must be [T, D] and head [V, D] of the same width D, got {hidden_TD.shape} "
-            f"and {head_VD.shape}"
-        )
-    T = hidden_TD.shape[0]
-    if T == 0:
-        raise ValueError(f"hidden must hold at least 1 token, got {hidden_TD.shape}")
-    if ids_T.shape != (T,) or not jnp.issubdtype(ids_T.dtype, jnp.integer):
-        raise ValueError(f"ids must be integers of shape {(T,)}, got {ids_T.dtype} {ids_T.shape}")
-    if active_T is not None and (active_T.shape != (T,) or active_T.dtype != jnp.bool_):
-        raise ValueError(
-            f"active must be bool of shape {(T,)}, got {active_T.dtype} {active_T.shape}"
-        )
-    for leaf in jax.tree.leaves(data):
-        if leaf.shape[:1] != (T,):
-            raise ValueError(f"leaves of data must have T={T} as first axis, got {leaf.shape}")
 
 
 def _split(data):

@@ -18,7 +18,7 @@ VMEM_LIMIT_BYTES = 116 * 2**20
 CHUNK_TOKENS = 2048
 """At these many the matrix products outlast the traffic of the head's float32 gradient."""
 CHUNK_BYTES = 16 * 2**20
-"""Bound on the chunk of hidden, in 16 bits: it stays in fast memory beside its gradient."""
+"""Bound on the chunk of hidden: it stays in fast memory beside its gradient."""
 TILE_ROWS = (512, 256, 128, 64, 32, 16)
 """Rows of the head in a tile, the first that fits: fewer leave the matrix unit waiting."""
 EXACT_TOKENS = 512
@@ -29,9 +29,9 @@ NOWHERE = -(2**30)
 """Place of an id that is not among the rows, even when tiles are counted from -1."""
 
 
-def chunk_tokens(V: int, D: int) -> int:
-    """Tokens of a chunk for a head [V, D]: as many as fit beside the tiles, in lanes."""
-    return max(128, min(CHUNK_TOKENS, CHUNK_BYTES // (2 * D) // 128 * 128))
+def chunk_tokens(D: int, dtype: jnp.dtype) -> int:
+    """Tokens of a chunk of hidden states [.., D]: as many as fit beside the tiles, in lanes."""
+    return max(LANES, min(CHUNK_TOKENS, CHUNK_BYTES // (dtype.itemsize * D) // LANES * LANES))
 
 
 def fitting_rows(
@@ -56,7 +56,7 @@ def fitting_rows(
             return rows
     raise ValueError(
         f"a chunk of {C} tokens of width {D} in {hidden_CD.dtype} does not fit the fast memory of "
-        f"a TPU: take at most {chunk_tokens(head_VD.shape[0], D)} chunk_tokens"
+        f"a TPU: take fewer chunk_tokens, at most {chunk_tokens(D, hidden_CD.dtype)} by default"
     )
 
 

@@ -23,10 +23,11 @@ import jax.numpy as jnp
 
 from kernels import choose
 from kernels.linear_objective import pallas_tpu, xla
-from kernels.linear_objective.chunks import Chunks
+from kernels.linear_objective.arguments import check_arrays, check_objective
+from kernels.linear_objective.chunks import Chunks, even_size
 from kernels.linear_objective.pallas_tpu_plan import LANES
 from kernels.linear_objective.reference import Objective
-from kernels.token_logprob.ops import first_column, make_support
+from kernels.token_logprob.ops import check_tpu_dtype, first_column, make_support
 from kernels.token_logprob.reference import TokenLogprob
 from kernels.token_logprob.statistics import Support, finish, merge_over, slopes
 
@@ -38,7 +39,7 @@ class Passes(NamedTuple):
 
     score: Callable
     gradient: Callable
-    chunk_tokens: Callable[[int, int], int]
+    chunk_tokens: Callable[..., int]
     chunk_multiple: int
     """Tokens that a chunk is padded to a multiple of, or computed best in multiples of."""
 
@@ -46,12 +47,15 @@ class Passes(NamedTuple):
 PASSES = {
     choose.XLA: Passes(xla.score, xla.gradient, xla.chunk_tokens, 8),
     choose.PALLAS_TPU: Passes(
-        pallas_tpu.score, pallas_tpu.gradient, pallas_tpu.chunk_tokens, LANES
+        pallas_tpu.score,
+        pallas_tpu.gradient,
+        lambda V, D, keep, dtype: pallas_tpu.chunk_tokens(D, dtype),
+        LANES,
     ),
     choose.PALLAS_INTERPRET: Passes(
         functools.partial(pallas_tpu.score, interpret=True),
         functools.partial(pallas_tpu.gradient, interpret=True),
-        pallas_tpu.chunk_tokens,
+        lambda V, D, keep, dtype: pallas_tpu.chunk_tokens(D, dtype),
         LANES,
     ),
 }
@@ -79,8 +83,9 @@ class HeadOptions:
             raise ValueError(f"schedule must be one of {SCHEDULES}, got {self.schedule!r}")
         if self.impl not in PASSES:
             raise ValueError(f"impl must be one of {tuple(PASSES)}, got {self.impl!r}")
-        if self.chunk_tokens is not None and self.chunk_tokens < 1:
-            raise ValueError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
+        chunk = self.chunk_tokens
+        if chunk is not None and (type(chunk) is not int or chunk < 1):
+            raise ValueError(f"chunk_tokens must be a whole number of at least 1, got {chunk!r}")
 
 
 class HeadGradients(NamedTuple):
@@ -109,9 +114,13 @@ def score(
 
     Returns:
         TokenLogprob of float32 [T]; zeros where not active.
+
+    Raises:
+        ValueError: if the arrays do not belong together.
     """
-    head = _Head(head_VD, options)
-    chunks = head.chunks((hidden_TD, ids_T), active_T)
+    check_arrays(hidden_TD, head_VD, ids_T, active_T)
+    head = _Head(head_VD, hidden_TD.dtype, options)
+    chunks = head.chunks((hidden_TD, ids_T.astype(jnp.int32)), active_T)
 
     def body(i, scores):
         (hidden_CD, ids_C), _ = chunks.take(i)
@@ -142,7 +151,12 @@ def value_and_gradients(
 
     Returns:
         HeadGradients; `reference.sum_objective` makes the loss of its scores.
+
+    Raises:
+        ValueError: if the arrays or the objective do not belong together.
     """
+    check_arrays(hidden_TD, head_VD, ids_T, active_T, data)
+    check_objective(objective, data)
 
     def pull(scored, data_C):
         value = lambda logprob, entropy: objective(logprob, entropy, data_C).sum()
@@ -161,14 +175,15 @@ def pull_back(
     options: HeadOptions,
 ) -> HeadGradients:
     """The gradients for given cotangents of the scores, float32 [T] each."""
+    check_arrays(hidden_TD, head_VD, ids_T, active_T, cotangents)
     pull = lambda scored, cotangents_C: cotangents_C
     return _gradients(hidden_TD, head_VD, ids_T, active_T, cotangents, pull, options, None)
 
 
 def _gradients(hidden_TD, head_VD, ids_T, active_T, data, pull, options, head_grad_VD):
     """The loop; `pull(scores, data)` gives the cotangents of a chunk's scores."""
-    head = _Head(head_VD, options)
-    chunks = head.chunks((hidden_TD, ids_T, data), active_T)
+    head = _Head(head_VD, hidden_TD.dtype, options)
+    chunks = head.chunks((hidden_TD, ids_T.astype(jnp.int32), data), active_T)
     hidden_dtype = hidden_TD.dtype if options.vocab_axis is None else jnp.float32
     if head_grad_VD is None:
         head_grad_VD = jnp.zeros(head_VD.shape, jnp.float32)
@@ -176,7 +191,7 @@ def _gradients(hidden_TD, head_VD, ids_T, active_T, data, pull, options, head_gr
     def body(i, carry):
         scores, d_hidden, head_grad_VD = carry
         (hidden_CD, ids_C, data_C), counts_C = chunks.take(i)
-        scored, kept = head.score(hidden_CD, ids_C, keep=options.schedule == "fast")
+        scored, kept = head.score(hidden_CD, ids_C, keep=head.keeps)
         cotangents = TokenLogprob(
             *(jnp.where(counts_C, each, 0.0) for each in pull(scored, data_C))
         )
@@ -194,10 +209,22 @@ def _gradients(hidden_TD, head_VD, ids_T, active_T, data, pull, options, head_gr
     return HeadGradients(chunks.restore(scores), chunks.restore(d_hidden), head_grad_VD)
 
 
+def chunk_size(T: int, head_shape: tuple[int, ...], dtype: jnp.dtype, options: HeadOptions) -> int:
+    """Tokens of each chunk of T, for a head [V, D] and hidden states of this dtype."""
+    at_most = _most_tokens(head_shape, dtype, options)
+    return even_size(T, at_most, PASSES[options.impl].chunk_multiple)
+
+
+def _most_tokens(head_shape, dtype, options: HeadOptions) -> int:
+    suits = PASSES[options.impl].chunk_tokens
+    V, D = head_shape
+    return options.chunk_tokens or suits(V, D, keep=options.schedule == "fast", dtype=dtype)
+
+
 class _Head:
     """The rows of the head at hand, with the passes that work on them."""
 
-    def __init__(self, head_VD: jax.Array, options: HeadOptions):
+    def __init__(self, head_VD: jax.Array, dtype: jnp.dtype, options: HeadOptions):
         V = head_VD.shape[0]
         axis = options.vocab_axis
         shards = 1 if axis is None else jax.lax.axis_size(axis)
@@ -206,13 +233,14 @@ class _Head:
         self._axis = axis
         self._first = first_column(V, axis)
         self._support: Support = make_support(V * shards, options.temperature, options.valid_vocab)
-        self._chunk_tokens = options.chunk_tokens or self._passes.chunk_tokens(*head_VD.shape)
+        self.keeps = options.schedule == "fast"
+        self._at_most = _most_tokens(head_VD.shape, dtype, options)
+        if options.impl == choose.PALLAS_TPU:
+            check_tpu_dtype(dtype)
 
     def chunks(self, arrays, active_T) -> Chunks:
         """These arrays [T, ..] in chunks that suit the passes."""
-        return Chunks(
-            arrays, active_T, at_most=self._chunk_tokens, multiple=self._passes.chunk_multiple
-        )
+        return Chunks(arrays, active_T, at_most=self._at_most, multiple=self._passes.chunk_multiple)
 
     def score(self, hidden_CD, ids_C, *, keep):
         """The scores over the whole vocabulary, and what the gradient may reuse."""

@@ -18,6 +18,10 @@ from kernels.token_logprob.statistics import Support, finish, merge_over, slopes
 __all__ = ["TokenLogprob", "token_logprob"]
 
 
+SMALLEST_TEMPERATURE = 1e-6
+"""Below it float32 logits leave the range of exp whatever they are."""
+
+
 class Options(NamedTuple):
     """Static while a program is compiled."""
 
@@ -63,6 +67,13 @@ def token_logprob(
         raise ValueError(f"impl must be one of {choose.IMPLEMENTATIONS}, got {impl!r}")
     if impl == choose.REFERENCE and (vocab_axis or token_axes):
         raise ValueError("the reference runs on one device: take another impl")
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise ValueError(f"logits must be floating point, got {logits.dtype}")
+    if impl == choose.PALLAS_TPU:
+        check_tpu_dtype(logits.dtype)
+    if minor not in (None, "vocab", "time"):
+        raise ValueError(f"minor must be vocab, time or None, got {minor!r}")
+    check_apart(token_axes, vocab_axis)
     if not jnp.issubdtype(ids.dtype, jnp.integer) or ids.shape != logits.shape[:-1]:
         raise ValueError(
             f"ids must be integers of shape {logits.shape[:-1]}, one per row of the logits "
@@ -77,6 +88,9 @@ def token_logprob(
         return reference.token_logprob(
             logits, ids, temperature=temperature, valid_vocab=valid_vocab
         )
+    ids = ids.astype(jnp.int32)  # a narrow type cannot be compared with the vocabulary
+    if ids.size == 0:
+        impl = choose.XLA
     options = Options(support, impl, minor, vocab_axis, mesh, token_axes)
     outputs: Any = _token_logprob(options, logits, ids)
     return TokenLogprob(*outputs)
@@ -90,11 +104,41 @@ def make_support(V: int, temperature: float, valid_vocab: int | None) -> Support
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, got {temperature}: greedy has no logprob")
+    if not SMALLEST_TEMPERATURE <= temperature < math.inf:
+        raise ValueError(
+            f"temperature must be finite and at least {SMALLEST_TEMPERATURE}, got {temperature}"
+        )
+    if valid_vocab is not None and (
+        isinstance(valid_vocab, bool) or valid_vocab != int(valid_vocab)
+    ):
+        raise ValueError(f"valid_vocab must be a whole number, got {valid_vocab!r}")
     if valid_vocab is not None and not 1 <= valid_vocab <= V:
         raise ValueError(
             f"valid_vocab must lie in 1..{V} (columns of the logits), got {valid_vocab}"
         )
-    return Support(temperature, V if valid_vocab is None else valid_vocab)
+    return Support(float(temperature), V if valid_vocab is None else valid_vocab)
+
+
+def check_tpu_dtype(dtype: jnp.dtype) -> None:
+    """Refuses what the TPU kernels do not compile for.
+
+    Raises:
+        ValueError: with the dtype.
+    """
+    if dtype not in (jnp.bfloat16, jnp.float32):
+        raise ValueError(f"the TPU kernels take bfloat16 and float32, got {dtype}: cast it")
+
+
+def check_apart(token_axes: tuple[str, ...], vocab_axis: str | None) -> None:
+    """Refuses a mesh axis that would cut tokens and vocabulary at once.
+
+    Raises:
+        ValueError: with the axis.
+    """
+    if vocab_axis is not None and vocab_axis in token_axes:
+        raise ValueError(
+            f"vocab_axis={vocab_axis!r} is among token_axes={token_axes}: an axis cuts one of them"
+        )
 
 
 def first_column(columns: int, vocab_axis: str | None) -> jax.Array | int:

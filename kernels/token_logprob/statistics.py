@@ -65,7 +65,8 @@ def merge_over(axis_name: str, part: Statistics) -> Statistics:
 
 def _rescaled(part: Statistics, top: jax.Array) -> tuple[jax.Array, jax.Array]:
     """total and weighted of a part, relative to the top of the whole."""
-    seen = part.top != -jnp.inf
+    # A maximum may pass over NaN where the sums do not.
+    seen = (part.top != -jnp.inf) | jnp.isnan(part.total)
     drop = jnp.where(seen, part.top - top, 0.0)
     factor = jnp.exp(drop)
     total = jnp.where(seen, factor * part.total, 0.0)
@@ -75,7 +76,7 @@ def _rescaled(part: Statistics, top: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def finish(whole: Statistics, ids: jax.Array, support: Support) -> TokenLogprob:
     """The outputs of `reference.token_logprob`, from the statistics of the whole vocabulary."""
-    empty = whole.top == -jnp.inf
+    empty = (whole.top == -jnp.inf) & ~jnp.isnan(whole.total)
     top = jnp.where(empty, 0.0, whole.top)
     total = jnp.where(empty, 1.0, whole.total)
     log_total = jnp.log(total)

@@ -196,7 +196,8 @@ def make_tiling(
         View.TIME_DENSE: (B * T // LANES, 32, 1, LANES),
     }[view]
     block_tokens = min(tokens, block_tokens or most)
-    tile_column_bytes = block_tokens * lanes * logits_BTV.dtype.itemsize
+    lanes_taken = _round_up(block_tokens, LANES) if view is View.TIME_MINOR else block_tokens
+    tile_column_bytes = lanes_taken * lanes * logits_BTV.dtype.itemsize
     most_vocab = min(block_vocab or max(TILE_BYTES // tile_column_bytes, 1), V)
     most_slab = min(SLAB_PLACES // (block_tokens * lanes), most_vocab)
     slab = unit * _floor_power_of_two(most_slab // unit)

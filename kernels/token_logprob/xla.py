@@ -56,9 +56,14 @@ def logits_gradient(
 ) -> jax.Array:
     """The second pass: the gradient in the logits, in their dtype and shape."""
     scaled, column = scaled_logits(logits, support, first_column)
-    possible = scaled != -jnp.inf
-    log_p = jnp.where(possible, scaled - slopes.logsumexp[..., None], 0.0)
+    log_p = scaled - slopes.logsumexp[..., None]
+    return gradient_at(log_p, column, ids, slopes).astype(logits.dtype)
+
+
+def gradient_at(log_p: jax.Array, column: jax.Array, ids: jax.Array, slopes: Slopes) -> jax.Array:
+    """The gradient in the logits, float32, where their log-probabilities are known."""
+    possible = log_p != -jnp.inf
+    log_p = jnp.where(possible, log_p, 0.0)
     coefficient = slopes.shared[..., None] - slopes.entropy[..., None] * log_p
     gradient = jnp.where(possible, jnp.exp(log_p) * coefficient, 0.0)
-    gradient += jnp.where(column == ids[..., None], slopes.chosen[..., None], 0.0)
-    return gradient.astype(logits.dtype)
+    return gradient + jnp.where(column == ids[..., None], slopes.chosen[..., None], 0.0)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.linear_objective import ops, reference
+from kernels.linear_objective import ops, reference, xla
 from kernels.linear_objective.ops import HeadOptions
 from kernels.linear_objective.schedule import score, value_and_gradients
 
@@ -78,6 +78,16 @@ def test_value_and_gradients_match_the_definition(schedule, chunk_tokens):
     arguments = problem()
     function = implemented(schedule=schedule, chunk_tokens=chunk_tokens)
     assert_same(everything(function, arguments), everything(defined, arguments), **TIGHT)
+
+
+@pytest.mark.parametrize("schedule", ["fast", "lean"])
+@pytest.mark.parametrize("block_bytes", [1, 4 * 8 * 16, 4 * 8 * 53])
+def test_blocks_of_the_head_change_nothing(schedule, block_bytes, monkeypatch):
+    # Blocks of 8 rows and of 16, the last one shorter; and all 53 rows in one.
+    monkeypatch.setattr(xla, "BLOCK_BYTES", block_bytes)
+    arguments = problem()
+    actual = everything(implemented(schedule=schedule, chunk_tokens=8), arguments)
+    assert_same(actual, everything(defined, arguments), **TIGHT)
 
 
 @pytest.mark.parametrize("weights", [(0.0, 1.0, 0.0), (0.0, 0.0, 1.0), (0.5, -1.0, 2.0)])
@@ -218,7 +228,8 @@ def test_bfloat16_operands_keep_float32_sums():
     [
         (dict(schedule="slow"), "schedule must be one of"),
         (dict(impl="reference"), "impl must be one of"),
-        (dict(chunk_tokens=0), "chunk_tokens must be at least 1, got 0"),
+        (dict(chunk_tokens=0), "chunk_tokens must be a whole number of at least 1, got 0"),
+        (dict(chunk_tokens=2.5), "whole number of at least 1, got 2.5"),
     ],
 )
 def test_options_that_cannot_work_are_refused(change, message):
@@ -235,6 +246,8 @@ def test_options_that_cannot_work_are_refused(change, message):
         (2, np.zeros(T - 1, np.int32), "ids must be integers of shape"),
         (3, np.zeros(T, np.float32), "active must be bool"),
         (4, {"behavior": np.zeros(T - 1)}, "T=37 as first axis"),
+        (0, np.zeros((T, D), np.int32), "hidden must be floating point, got int32"),
+        (1, np.zeros((V, D), np.int8), "head must be floating point"),
     ],
 )
 def test_arrays_that_do_not_belong_together_are_refused(place, value, message):
@@ -242,6 +255,33 @@ def test_arrays_that_do_not_belong_together_are_refused(place, value, message):
     arguments[place] = value
     with pytest.raises(ValueError, match=message):
         ops.linear_objective(*arguments, objective, HeadOptions())
+    with pytest.raises(ValueError, match=message):
+        value_and_gradients(*arguments, objective, HeadOptions())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda logprob, entropy, data: logprob.mean(),
+        lambda logprob, entropy, data: logprob[:, None],
+        lambda logprob, entropy, data: logprob.sum()[None],
+        lambda logprob, entropy, data: (logprob, entropy),
+    ],
+)
+def test_objective_that_is_not_one_number_for_each_token_is_refused(wrong):
+    for call in (ops.linear_objective, value_and_gradients):
+        with pytest.raises(ValueError, match=r"one float for each of its tokens, here shape \(37"):
+            call(*problem(), wrong, HeadOptions())
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint32])
+def test_ids_of_any_width_mean_the_same(dtype):
+    hidden, head, ids, active, data = problem(V=300)
+    ids = jnp.where(active, ids % 100, 0)
+    given = hidden, head, ids.astype(dtype), active, data
+    options = HeadOptions(chunk_tokens=8)
+    expected = value_and_gradients(hidden, head, ids, active, data, objective, options)
+    assert_same(value_and_gradients(*given, objective, options), expected, rtol=0)
 
 
 def test_support_that_does_not_fit_is_refused():

@@ -183,7 +183,7 @@ def test_nan_in_a_token_reaches_its_own_gradient():
 def test_chunk_that_cannot_fit_is_refused_with_one_that_does():
     hidden_CD = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16)
     head_VD = jax.ShapeDtypeStruct((1000, 4096), jnp.bfloat16)
-    with pytest.raises(ValueError, match="at most 2048 chunk_tokens"):
+    with pytest.raises(ValueError, match="fewer chunk_tokens, at most 2048"):
         pallas_tpu_plan.fitting_rows(hidden_CD, head_VD)
 
 

@@ -78,6 +78,22 @@ def test_sizes_that_the_mesh_cannot_cut_are_refused():
                 mesh=mesh,
                 token_axes=TOKENS,
             )
+    with pytest.raises(ValueError, match="an axis cuts one of them"):
+        head_ops.linear_objective(
+            *problem(T=40, V=56),
+            objective,
+            HeadOptions(vocab_axis="fsdp"),
+            mesh=mesh,
+            token_axes=TOKENS,
+        )
+    with pytest.raises(ValueError, match="an axis cuts one of them"):
+        logits_ops.token_logprob(
+            jnp.zeros((2, 4)),
+            jnp.zeros(2, jnp.int32),
+            mesh=mesh,
+            token_axes=TOKENS,
+            vocab_axis="data",
+        )
     with pytest.raises(ValueError, match=r"\['rows'\] are not among"):
         logits_ops.token_logprob(
             jnp.zeros((2, 4)), jnp.zeros(2, jnp.int32), mesh=mesh, token_axes=("rows",)

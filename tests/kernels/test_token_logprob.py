@@ -180,6 +180,24 @@ def test_row_without_support_is_finite_where_it_can_be(impl):
 def test_broken_logits_are_not_hidden(impl):
     logits = jnp.array([0.5, jnp.nan, 1.0])
     assert jnp.isnan(ops.token_logprob(logits, jnp.int32(0), impl=impl).logprob)
+    # XLA's maximum on a CPU passes over the NaN of a row like the last of these.
+    rows = jnp.zeros((24, 304)).at[23].set(-jnp.inf).at[23, 200].set(jnp.nan)
+    out = ops.token_logprob(rows, jnp.full(24, 200), impl=impl)
+    assert all(jnp.isnan(each[23]) and jnp.isfinite(each[:23]).all() for each in out)
+
+
+def test_ids_of_a_narrow_type_mean_the_same():
+    logits, _, _ = sample((3,), 304)
+    ids = jnp.array([0, 100, 255])
+    expected = ops.token_logprob(jnp.asarray(logits), ids)
+    actual = ops.token_logprob(jnp.asarray(logits), ids.astype(jnp.uint8))
+    np.testing.assert_array_equal(np.array(actual), np.array(expected))
+
+
+@pytest.mark.parametrize("impl", EVERY_IMPL)
+def test_no_tokens_have_no_logprobs(impl):
+    out = ops.token_logprob(jnp.zeros((3, 0, 9)), jnp.zeros((3, 0), jnp.int32), impl=impl)
+    assert all(each.shape == (3, 0) for each in out)
 
 
 def test_large_logits_do_not_overflow_the_entropy():
@@ -194,6 +212,11 @@ def test_large_logits_do_not_overflow_the_entropy():
     "change, message",
     [
         (dict(temperature=0.0), "above 0"),
+        (dict(temperature=1e-40), "at least 1e-06, got 1e-40"),
+        (dict(temperature=np.inf), "must be finite"),
+        (dict(valid_vocab=2.5), "valid_vocab must be a whole number, got 2.5"),
+        (dict(valid_vocab=True), "valid_vocab must be a whole number"),
+        (dict(minor="rows"), "minor must be vocab, time or None"),
         (dict(valid_vocab=9), r"1\.\.5"),
         (dict(impl="fast"), "fast"),
     ],
@@ -201,6 +224,12 @@ def test_large_logits_do_not_overflow_the_entropy():
 def test_unusable_arguments_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         ops.token_logprob(jnp.zeros((2, 5)), jnp.zeros(2, jnp.int32), **change)
+    with pytest.raises(ValueError, match="floating point, got int32"):
+        ops.token_logprob(jnp.zeros((2, 5), jnp.int32), jnp.zeros(2, jnp.int32))
+    with pytest.raises(ValueError, match="take bfloat16 and float32, got float16"):
+        ops.token_logprob(
+            jnp.zeros((2, 5), jnp.float16), jnp.zeros(2, jnp.int32), impl="pallas_tpu"
+        )
     with pytest.raises(ValueError, match="one per row"):
         ops.token_logprob(jnp.zeros((2, 5)), jnp.zeros(3, jnp.int32))
 
