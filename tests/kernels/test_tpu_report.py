@@ -9,9 +9,13 @@ import sys
 
 import pytest
 
-from kernels import tpu_budgets, tpu_compile, tpu_cost, tpu_hlo, tpu_report
-from kernels.tpu_hlo import OpTraffic
-from kernels.tpu_programs import programs
+from kernels.tpu_report import budgets as tpu_budgets
+from kernels.tpu_report import cli as tpu_report
+from kernels.tpu_report import compile as tpu_compile
+from kernels.tpu_report import cost as tpu_cost
+from kernels.tpu_report import hlo as tpu_hlo
+from kernels.tpu_report.hlo import OpTraffic
+from kernels.tpu_report.programs import programs
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PROBE = "probe/b8_t1024_v16384/xla"
@@ -248,8 +252,8 @@ def test_cycles_are_evaluated_at_smaller_vocabularies():
     small = [program for program in programs().values() if program.small]
     assert small
     for program in small:
-        sizes = [one.V for one in program.small]
-        assert sorted({*sizes, program.V}) == [*sizes, program.V], program.name
+        sizes = [one.size for one in program.small]
+        assert sorted({*sizes, program.size}) == [*sizes, program.size], program.name
 
 
 @needs_compiler

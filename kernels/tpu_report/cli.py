@@ -3,16 +3,16 @@
     python -m kernels.tpu_report --fast
     python -m kernels.tpu_report --only 'token_logprob/*' 'head/*' --cycles --json report.json
 
-Compiles the programs of tpu_programs.py for one chip of a TPU v6e and needs jax[tpu], no TPU.
+Compiles the programs of programs.py for one chip of a TPU v6e and needs jax[tpu], no TPU.
 Nothing is executed and no figure is a measured time. With --cycles, which takes minutes for each
 program, libtpu's static evaluator counts the cycles of every operation, and the model of
-tpu_cost.py makes a time of them to rank variants by. In a loop it counts one round, which is
+cost.py makes a time of them to rank variants by. In a loop it counts one round, which is
 multiplied by the rounds. A Pallas kernel over a large vocabulary is evaluated at smaller ones and
 extrapolated: the evaluator keeps all that it executes in memory. An evaluation that stops half-way
 is reported as incomplete, its missing operations at the time of their bytes, and no budget is held
 to it.
 
-Exits with 1 when a program does not compile or breaks a budget of tpu_budgets.json, and with 2
+Exits with 1 when a program does not compile or breaks a budget of budgets.json, and with 2
 when the question is wrong.
 """
 
@@ -28,7 +28,9 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from kernels import tpu_budgets, tpu_compile, tpu_cost
+from kernels.tpu_report import budgets as tpu_budgets
+from kernels.tpu_report import compile as tpu_compile
+from kernels.tpu_report import cost as tpu_cost
 
 SHOWN_OPS = 8
 """Of a program, by model time; the rest is one line."""
@@ -88,7 +90,7 @@ def judge(
     """One program beside its budget.
 
     Returns:
-        What --json has of it: `name`, the fields of tpu_compile.Figures (without `ops`), after an
+        What --json has of it: `name`, the fields of compile.Figures (without `ops`), after an
         evaluation also `cycles`, `model_ms`, `incomplete` and `cost`, and `checks`.
     """
     entry = {"name": name, **dataclasses.asdict(figures), "checks": []}
@@ -177,7 +179,7 @@ def _number(value: float | None) -> str:
 
 def _chosen(only: list[str] | None, fast: bool) -> list[str]:
     """Names of the programs asked for."""
-    from kernels.tpu_programs import programs
+    from kernels.tpu_report.programs import programs
 
     known = programs()
     names = [name for name, program in known.items() if program.fast or not fast]
@@ -201,7 +203,7 @@ def _versions() -> dict[str, str]:
 
 
 def _evaluate(name: str, limits: tpu_compile.Limits) -> tpu_compile.Evaluation:
-    from kernels.tpu_programs import programs
+    from kernels.tpu_report.programs import programs
 
     program = programs()[name]
     if not program.small:
@@ -210,15 +212,15 @@ def _evaluate(name: str, limits: tpu_compile.Limits) -> tpu_compile.Evaluation:
         tpu_compile.evaluate_in_child(name, limits, small=i) for i in range(len(program.small))
     ]
     cycles = tpu_cost.extrapolate(
-        [(small.V, part.cycles) for small, part in zip(program.small, parts, strict=True)],
-        program.V,
+        [(small.size, part.cycles) for small, part in zip(program.small, parts, strict=True)],
+        program.size,
     )
     stopped = "; ".join(dict.fromkeys(part.stopped for part in parts if part.stopped))
     return tpu_compile.Evaluation(cycles, stopped)
 
 
 def _child(name: str, into: pathlib.Path, small: int | None) -> int:
-    from kernels.tpu_programs import programs
+    from kernels.tpu_report.programs import programs
 
     program = programs()[name]
     lower = program.lower if small is None else program.small[small].lower
@@ -259,7 +261,3 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--into", help=argparse.SUPPRESS)
     parser.add_argument("--small", type=int, help=argparse.SUPPRESS)
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

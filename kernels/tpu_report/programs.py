@@ -51,10 +51,11 @@ Lower = Callable[[jax.Device], jax.stages.Lowered]
 
 
 class Small(NamedTuple):
-    """A program with a smaller vocabulary and otherwise the same operations."""
+    """A smaller program of the same operations, over fewer equal tiles."""
 
     lower: Lower
-    V: int
+    size: int
+    """Of what it has less of: columns of the vocabulary, rows of the head, or tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +64,13 @@ class Program:
 
     name: str
     lower: Lower
-    V: int
+    size: int
+    """What `small` is small beside."""
     fast: bool
     """Whether it is one of the few that a quick check compiles."""
     small: tuple[Small, ...] = ()
     """Those at which its cycles are evaluated instead, where a run over all its tiles takes more
-    memory than there is; see tpu_cost.extrapolate."""
+    memory than there is; see cost.extrapolate."""
 
 
 def programs() -> dict[str, Program]:
@@ -102,19 +104,31 @@ def _logits_programs(
     kind: str, shape: tuple[int, int, int], entropy_coef: float, parts: int
 ) -> list[Program]:
     B, T, V = shape
-    # A kernel evens its tiles out over the vocabulary: about the same width in a part of it. The
-    # rest decides which axis XLA puts last.
-    small_V = V // parts // 128 * 128 + V % 128
+    size, less = _smaller(shape, parts)
     found = []
     for impl in IMPLS:
         lower = functools.partial(lower_logits, impl, entropy_coef)
         small = ()
         if parts > 1 and impl == choose.PALLAS_TPU:
-            small = (Small(functools.partial(lower, (B, T, small_V)), small_V),)
+            small = (Small(functools.partial(lower, less[0]), less[1]),)
         name = f"{kind}/b{B}_t{T}_v{V}/{impl}"
         run = functools.partial(lower, shape)
-        found.append(Program(name, run, V, fast=impl != LOG_SOFTMAX, small=small))
+        found.append(Program(name, run, size, fast=impl != LOG_SOFTMAX, small=small))
     return found
+
+
+def _smaller(shape: tuple[int, int, int], parts: int):
+    """The size that is cut, and the shape with about 1 / parts of it beside its own size.
+
+    A kernel evens its tiles out over the vocabulary, so that a part of it is cut alike where the
+    tiles are many. Whole lanes of vocabulary lie in few, long tiles: there the tokens are cut.
+    """
+    B, T, V = shape
+    if V % 128 == 0:
+        less = T // parts // 32 * 32
+        return B * T, ((B, less, V), B * less)
+    less = V // parts // 128 * 128 + V % 128  # the rest decides which axis XLA puts last
+    return V, ((B, T, less), less)
 
 
 def lower_logits(

@@ -1,7 +1,7 @@
 """What a TPU program would cost by the compiler's own figures. No figure here is a measured time.
 
 Of each operation libtpu's static evaluator gives the cycles that its schedule issues, loops of the
-kernel included, memory not; the program's text gives the bytes it moves (tpu_hlo.py). The model
+kernel included, memory not; the program's text gives the bytes it moves (hlo.py). The model
 time of an operation is the larger of the two at a v6e's rates, and that of the program their sum,
 as if nothing overlapped:
 
@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from kernels.tpu_hlo import OpTraffic
+from kernels.tpu_report.hlo import OpTraffic
 
 CLOCK_HZ = 1.75e9
 BYTES_PER_S = 1.64e12
@@ -63,8 +63,8 @@ def read_cycles(profiles: Iterable[str]) -> dict[str, int]:
     return found
 
 
-def extrapolate(parts: Sequence[tuple[int, dict[str, int]]], V: int) -> dict[str, int]:
-    """Cycles at a vocabulary from those at one or two smaller ones.
+def extrapolate(parts: Sequence[tuple[int, dict[str, int]]], size: int) -> dict[str, int]:
+    """Cycles at a size from those at one or two smaller ones.
 
     From one they are taken in proportion, fixed costs included. From two they follow the line
     through both, which is that of a kernel that walks equal tiles. An operation that not all have
@@ -72,9 +72,9 @@ def extrapolate(parts: Sequence[tuple[int, dict[str, int]]], V: int) -> dict[str
     """
     if len(parts) == 1:
         [(small, cycles)] = parts
-        return {name: round(each * V / small) for name, each in cycles.items()}
+        return {name: round(each * size / small) for name, each in cycles.items()}
     (first, low), (second, high) = parts
-    steps = (V - first) / (second - first)
+    steps = (size - first) / (second - first)
     return {
         name: round(low[name] + (high[name] - low[name]) * steps) for name in low if name in high
     }

@@ -16,7 +16,8 @@ import tempfile
 import time
 from typing import Any, NamedTuple
 
-from kernels import tpu_cost, tpu_hlo
+from kernels.tpu_report import cost as tpu_cost
+from kernels.tpu_report import hlo as tpu_hlo
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",  # the TPU compiler is asked for by name; no device is to be looked for
@@ -116,7 +117,7 @@ def compile_here(lower: Any) -> Figures:
 
 
 def compile_in_child(name: str, limits: Limits) -> Figures:
-    """Compiles a program of tpu_programs.py; a failure is in the figures' `error`."""
+    """Compiles a program of programs.py; a failure is in the figures' `error`."""
     with tempfile.TemporaryDirectory(prefix="tpu_report_") as folder:
         result = pathlib.Path(folder) / "result.json"
         stopped, messages = _run(name, result, {}, pathlib.Path(folder), limits)

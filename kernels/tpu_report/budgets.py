@@ -1,6 +1,6 @@
 """Upper bounds on what the compiler says of each TPU program, and whether they hold.
 
-`tpu_budgets.json` has the bounds, set about 5 % above what was reached, and the versions of the
+`budgets.json` has the bounds, set about 5 % above what was reached, and the versions of the
 compiler that reached it: another one may break them without a change of ours.
 """
 
@@ -8,7 +8,7 @@ import json
 import pathlib
 from typing import Any, NamedTuple
 
-FILE = pathlib.Path(__file__).with_name("tpu_budgets.json")
+FILE = pathlib.Path(__file__).with_name("budgets.json")
 FIGURES = ("temp_bytes", "peak_bytes", "accessed_bytes", "cycles", "model_ms")
 """What a program may have a budget for; any may be absent."""
 
