@@ -40,6 +40,7 @@ from deploy.tpu_fit import HEADER, V6E_USABLE_BYTES, Program, table_row, verdict
 from driver.config import RunConfig
 from driver.plan import Plan, asked_devices, derive
 from driver.settings import ConfigError, load
+from kernels.bench.report_file import check_report_file
 from learner.programs import make_programs
 from models.config import ModelConfig, RopeConfig
 from models.hf_config import from_hf
@@ -74,6 +75,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     usable_bytes = round(arguments.usable_gib * 2**30)
     try:
+        check_report_file(arguments.json)
         config = load(arguments.config, arguments.set)
         model = _model(arguments.model_config, arguments.layers)
         _require_tpu_run(config)

@@ -107,6 +107,8 @@ def test_the_worker_compiles_and_fits_a_chip(narrow_model, tmp_path):
         (["--set", "placement.learner.tpus=2"], "2 TPU chips for the learner"),
         (["--set", "rollout.decode.loop=python"], "only `while` is one program"),
         (["--config", "deploy/runs/gsm8k_smollm2_gpu.yaml"], "only runs on tpu"),
+        (["--json", "deploy"], "--json 'deploy' is a folder: name a file in it"),
+        (["--json", "no/such/x.json"], "its folder does not exist"),
     ],
 )
 def test_a_run_that_cannot_be_checked_is_refused_with_the_reason(arguments, part):

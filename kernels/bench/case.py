@@ -15,6 +15,12 @@ LOG_SOFTMAX = "log_softmax"
 IMPLS = (*choose.CHOICES, LOG_SOFTMAX)
 MODES = ("on_policy", "off_policy")
 DTYPES = ("bfloat16", "float32")
+SMALLEST = {"batch": 1, "time": 1, "hidden": 1, "vocab": 2}
+"""Of a single column the gradient is zero, and relative errors say nothing."""
+MOST = 2**63 - 1
+"""Largest size of an axis; beyond it sizes in bytes are no numbers that anyone can print."""
+SEEDS = 2**32
+"""`jax.random.key` keeps so many apart, and takes others for one of them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,10 +45,12 @@ class Case:
     seed: int
 
     def __post_init__(self):
-        for name in ("batch", "time", "hidden", "vocab"):
+        for name, least in SMALLEST.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name} must be at least 1, got {value}")
+            if value is not None and value < least:
+                raise ValueError(f"--{name} must be at least {least}, got {value}")
+            if value is not None and value > MOST:
+                raise ValueError(f"--{name} must be at most {MOST}, got {value}")
         if not self.temperature > 0:
             raise ValueError(f"--temperature must be above 0, got {self.temperature}")
         for name in ("clip_low", "clip_high", "behavior_noise"):
@@ -53,8 +61,8 @@ class Case:
             raise ValueError(
                 f"--active-fraction must be above 0 and at most 1, got {self.active_fraction}"
             )
-        if self.seed < 0:
-            raise ValueError(f"--seed must be at least 0, got {self.seed}")
+        if not 0 <= self.seed < SEEDS:
+            raise ValueError(f"--seed must be at least 0 and below {SEEDS}, got {self.seed}")
 
     @property
     def tokens(self) -> int:
@@ -139,8 +147,13 @@ def available_bytes(device: jax.Device) -> int | None:
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
+    return host_available_bytes() if device.platform == "cpu" else None
+
+
+def host_available_bytes() -> int | None:
+    """Memory of the host that a program may still take; None where nobody says."""
     meminfo = pathlib.Path("/proc/meminfo")
-    if device.platform != "cpu" or not meminfo.is_file():
+    if not meminfo.is_file():
         return None
     fields: dict[str, Any] = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     return int(fields["MemAvailable"].split()[0]) * 1024

@@ -35,6 +35,7 @@ from kernels.bench.case import (
     parse_spec,
 )
 from kernels.bench.measure import INTERPRETED, plain
+from kernels.bench.report_file import STDOUT, check_report_file
 from kernels.bench.run import Effort, measure
 from kernels.linear_objective.schedule import SCHEDULES
 
@@ -91,7 +92,7 @@ def _refuse(error: ValueError) -> int:
 
 def _report(document: dict[str, Any], arguments: argparse.Namespace) -> None:
     text = json.dumps(document, indent=2, allow_nan=False)
-    if arguments.json == "-":
+    if arguments.json == STDOUT:
         print(text)
     else:
         print("\n".join(table(document)))
@@ -127,8 +128,7 @@ def question(arguments: argparse.Namespace) -> tuple[Case, list[Spec], Effort]:
         raise ValueError(f"--compare names an implementation twice: {arguments.compare!r}")
     if _wants_wandb(arguments) and importlib.util.find_spec("wandb") is None:
         raise ValueError("--wandb-project needs W&B: pip install 'tandem[wandb]'")
-    if arguments.json is not None and not pathlib.Path(arguments.json).parent.is_dir():
-        raise ValueError(f"--json {arguments.json}: its folder does not exist: make it first")
+    check_report_file(arguments.json)
     return case, specs, effort
 
 
@@ -323,7 +323,7 @@ def _add_reports(command: argparse.ArgumentParser) -> None:
         "--json",
         "write the measurements there; without FILE to stdout, instead of the table",
         nargs="?",
-        const="-",
+        const=STDOUT,
         metavar="FILE",
     )
     _add(command, "--wandb-project", "log every competitor as a W&B run")

@@ -29,7 +29,9 @@ import jax
 import numpy as np
 
 from kernels import choose
+from kernels.bench.case import MOST, host_available_bytes
 from kernels.bench.measure import INTERPRETED, versions
+from kernels.bench.report_file import STDOUT, check_report_file
 from kernels.gradcheck.cases import BATCH, CASES, head_problem, logits_problem, make_problem
 from kernels.gradcheck.judge import (
     TOLERANCES,
@@ -57,19 +59,22 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         settings = read_settings(vars(arguments))
-        _check_report(arguments.json)
+        check_report_file(arguments.json)
+        check_fits(settings, host_available_bytes())
         device = jax.devices()[0]
         at_logits, at_head = make_candidates(settings, device.platform)
         arrays = None if settings.model is None else _model_arrays(settings)
     except (ValueError, OSError) as error:
         print(f"gradcheck: {error}", file=sys.stderr)
         return 2
-    say = functools.partial(print, file=sys.stderr if arguments.json == "-" else None, flush=True)
+    say = functools.partial(
+        print, file=sys.stderr if arguments.json == STDOUT else None, flush=True
+    )
     say("\n".join(header(settings, device)))
     findings = []
     for finding in run_checks(settings, at_logits, at_head, arrays):
         findings.append(finding)
-        if arguments.json != "-":
+        if arguments.json != STDOUT:
             say(table_row(finding))
     failed = [finding for finding in findings if finding.problems]
     say(f"{len(findings) - len(failed)} of {len(findings)} gradients pass")
@@ -98,17 +103,41 @@ class Settings:
         known = {"impl": choose.CHOICES, "schedule": SCHEDULES, "case": names}
         for key, allowed in known.items():
             chosen = getattr(self, key)
+            if not isinstance(chosen, tuple):
+                raise ValueError(f"--{key} must be a list of names, got {chosen!r}")
             for one in chosen or ("",):
                 if one not in allowed:
                     raise ValueError(f"--{key} takes of {', '.join(allowed)}; got {one!r}")
         for key, least in SMALLEST.items():
             value = getattr(self, key)
             if type(value) is not int or value < least:
-                raise ValueError(f"--{key} must be a whole number of at least {least}, got {value}")
+                raise ValueError(
+                    f"--{key} must be a whole number of at least {least}, got {value!r}"
+                )
+            if value > MOST:
+                raise ValueError(f"--{key} must be at most {MOST}, got {value}")
         if self.tokens % BATCH:
             raise ValueError(f"--tokens must be a multiple of {BATCH}, got {self.tokens}")
         if self.model is not None and not isinstance(self.model, str):
             raise ValueError(f"--model must be a path, got {self.model!r}")
+
+
+def check_fits(settings: Settings, available: int | None) -> None:
+    """Refuses random problems that the host's memory cannot hold.
+
+    Args:
+        available: bytes; None where nobody knows.
+
+    Raises:
+        ValueError: with both sizes and what to do.
+    """
+    # float64: drawing a problem holds seven arrays of the logits' size, and the head, at once.
+    needed = 8 * settings.vocab * (7 * settings.tokens + settings.width)
+    if available is not None and needed > available:
+        raise ValueError(
+            f"a problem of these sizes needs {needed / 1e9:.2f} GB and the host has "
+            f"{available / 1e9:.2f} GB: lower --tokens, --width or --vocab"
+        )
 
 
 def make_candidates(settings: Settings, platform: str) -> tuple[list[Candidate], list[Candidate]]:
@@ -195,6 +224,8 @@ def read_settings(flags: Mapping[str, Any]) -> Settings:
     for key in LISTS:
         if isinstance(given.get(key), str):
             given[key] = tuple(given[key].split(","))
+        elif isinstance(given.get(key), list):
+            given[key] = tuple(given[key])
     return Settings(**{**given, "tolerance": tolerances})
 
 
@@ -224,9 +255,11 @@ def _set_tolerance(tolerances: dict[str, Tolerance], name: str, value: Any) -> N
             f"got {name!r}"
         )
     try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"tolerance {name} must be a number, got {value!r}") from None
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"tolerance {name} must be a finite number, got {value!r}")
     tolerances[dtype] = dataclasses.replace(tolerances[dtype], **{field: number})
 
 
@@ -255,11 +288,6 @@ def table_row(finding: Finding) -> str:
     )
 
 
-def _check_report(file: str | None) -> None:
-    if file is not None and not pathlib.Path(file).parent.is_dir():
-        raise ValueError(f"--json {file}: its folder does not exist: make it first")
-
-
 def _write(file: str, settings: Settings, device: jax.Device, findings: list[Finding]) -> None:
     document = {
         "passed": not any(finding.problems for finding in findings),
@@ -270,7 +298,7 @@ def _write(file: str, settings: Settings, device: jax.Device, findings: list[Fin
         "findings": [_plain(each) for each in findings],
     }
     text = json.dumps(document, indent=2, allow_nan=False)
-    if file == "-":
+    if file == STDOUT:
         print(text)
     else:
         pathlib.Path(file).write_text(text + "\n", encoding="utf-8")
@@ -309,7 +337,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--json",
         nargs="?",
-        const="-",
+        const=STDOUT,
         metavar="FILE",
         help="write the findings there; without FILE to stdout, instead of the table",
     )

@@ -233,16 +233,38 @@ def test_the_command_exits_with_1_where_a_tolerance_is_zero(capsys, tmp_path):
         (["--tokens", "25"], "--tokens must be a multiple of 3, got 25"),
         (["--seed", "-1"], "--seed must be a whole number of at least 0, got -1"),
         (["--tolerance", "float16.row=1"], "got 'float16.row'"),
-        (["--tolerance", "float32.row=x"], "float32.row must be a number, got 'x'"),
+        (["--tolerance", "float32.row=x"], "float32.row must be a finite number, got 'x'"),
+        (["--tolerance", "float32.row=inf"], "float32.row must be a finite number, got 'inf'"),
         (["--tolerance", "float32.row=-1"], "row must be at least 0, got -1.0"),
         (["--config", "absent.json"], "absent.json"),
         (["--model", "absent.gguf"], "absent.gguf"),
         (["--json", "no/such/x.json"], "its folder does not exist"),
+        (["--json", "."], "--json '.' is a folder: name a file in it"),
+        (["--vocab", "1000000000000"], "GB: lower --tokens, --width or --vocab"),
     ],
 )
 def test_a_wrong_question_exits_with_2(capsys, flags, part):
     code, _, err = run(capsys, *flags)
     assert code == 2 and part in err
+
+
+@pytest.mark.parametrize(
+    "config, part",
+    [
+        ('{"impl": 5}', "--impl must be a list of names, got 5"),
+        ('{"case": true}', "--case must be a list of names, got True"),
+        ('{"impl": [["xla"]]}', "--impl takes of auto, reference, xla, pallas; got ['xla']"),
+        ('{"width": "64"}', "--width must be a whole number of at least 1, got '64'"),
+        ('{"vocab": 1' + 400 * "0" + "}", "--vocab must be at most"),
+        ('{"tolerance": {"float32": {"row": NaN}}}', "row must be a finite number, got nan"),
+        ('{"tolerance": {"float32": {"row": true}}}', "row must be a finite number, got True"),
+        ('{"tolerance": {"float32": {"row": 1' + 400 * "0" + "}}}", "must be a finite number"),
+    ],
+)
+def test_a_wrong_value_in_the_config_exits_with_2(capsys, tmp_path, config, part):
+    (tmp_path / "check.json").write_text(config)
+    code, out, err = run(capsys, "--config", str(tmp_path / "check.json"))
+    assert code == 2 and part in err and err.count("\n") == 1 and out == ""
 
 
 def test_an_unknown_key_of_the_config_exits_with_2(capsys, tmp_path):
