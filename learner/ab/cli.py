@@ -10,14 +10,15 @@ import json
 import math
 import pathlib
 import shutil
-import subprocess
 import sys
 import tempfile
 import typing
 from collections.abc import Callable, Sequence
 
+from kernels.bench.report_file import check_report_file
 from learner.ab import compare
 from learner.ab.compare import Comparison, Tolerances
+from learner.ab.interrupt import Interrupted, Interrupts
 from learner.ab.report import Report, plain, text
 from learner.ab.runs import Implementation, Job, RunFailed, RunResult, WrongInput
 from learner.config import LearnerConfig, validated
@@ -31,7 +32,8 @@ writes rollouts.bin into its output folder. Training starts from the run's model
 recorded first, so the same numbers come out every time. Parameters to compare are written to
 $TMPDIR: 4 bytes a parameter, for the start, and twice for every check.
 
-exit codes: 0 the implementations agree, 1 they do not or one could not train, 2 wrong input
+exit codes: 0 the implementations agree, 1 they do not or one could not train, 2 wrong input,
+130 and 143 interrupted by SIGINT and SIGTERM
 """
 
 
@@ -79,10 +81,10 @@ def main(arguments: Sequence[str] | None = None, launch: Launch | None = None) -
     """
     given = parser().parse_args(arguments)
     try:
-        with tempfile.TemporaryDirectory(prefix="tandem-ab-") as folder:
-            scratch = pathlib.Path(folder)
-            plan = _plan(given, scratch)
-            report = _compare(plan, given, launch or _Child(scratch))
+        report = _report(given, launch)
+    except Interrupted as interrupted:
+        print(interrupted, file=sys.stderr)
+        return interrupted.exit_code
     except WrongInput as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -93,6 +95,15 @@ def main(arguments: Sequence[str] | None = None, launch: Launch | None = None) -
     if given.json:
         pathlib.Path(given.json).write_text(json.dumps(plain(report), allow_nan=False, indent=1))
     return 1 if report.disagreements else 0
+
+
+def _report(given: argparse.Namespace, launch: Launch | None) -> Report:
+    """Does the comparison; the folder is removed with signals held off, whatever happens."""
+    with Interrupts() as interrupts, tempfile.TemporaryDirectory(prefix="tandem-ab-") as folder:
+        with interrupts.raised():
+            scratch = pathlib.Path(folder)
+            plan = _plan(given, scratch)
+            return _compare(plan, given, launch or _Child(scratch, interrupts))
 
 
 def parse_implementations(text: str) -> tuple[Implementation, ...]:
@@ -150,8 +161,10 @@ def _plan(given: argparse.Namespace, scratch: pathlib.Path) -> list[Job]:
     for option, value in _given_tolerances(given).items():
         if value is not None and not 0 <= value < math.inf:
             raise WrongInput(f"--{option.replace('_', '-')}-tol {value}: must be 0 or above")
-    if given.json and not pathlib.Path(given.json).parent.is_dir():
-        raise WrongInput(f"--json {given.json}: its folder does not exist: make it first")
+    try:
+        check_report_file(given.json)
+    except ValueError as error:
+        raise WrongInput(error) from None
     learner = _learner_section(contents, given)
     _check_rate(learner, steps)
     every = given.check_every or steps
@@ -323,8 +336,9 @@ def _check_movement(comparison: Comparison) -> None:
 class _Child:
     """Does each job in a fresh process; only it holds a device, and only while it runs."""
 
-    def __init__(self, scratch: pathlib.Path):
+    def __init__(self, scratch: pathlib.Path, interrupts: Interrupts):
         self._scratch = scratch
+        self._interrupts = interrupts
 
     def __call__(self, job: Job) -> RunResult:
         job_path, result_path = self._scratch / "job.json", self._scratch / "result.json"
@@ -333,7 +347,7 @@ class _Child:
         name = job.implementation.name
         print(f"training {name}{' in float32' if job.exact else ''}", file=sys.stderr, flush=True)
         command = [sys.executable, "-m", "learner.ab.worker", str(job_path), str(result_path)]
-        code = subprocess.run(command, check=False).returncode
+        code = self._interrupts.run(command)
         if code == 2:
             raise WrongInput(f"{name} cannot be trained here, for the reason above")
         if code != 0:

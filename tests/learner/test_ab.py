@@ -269,10 +269,12 @@ def test_updates_that_move_nothing_prove_nothing(compared, monkeypatch):
         (["--impl", "fast,lean", "--loss-tol", "nan"], "--loss-tol nan: must be 0 or above"),
         (["--impl", "fast,lean", "--compute-dtype", "f8"], "'f8': must be bfloat16 or float32"),
         (["--impl", "fast,lean", "--mesh", "2"], "--mesh '2': give two whole numbers"),
+        (["--impl", "fast,lean", "--mesh", "a"], "--mesh 'a': give two whole numbers, DATA,FSDP"),
         (["--impl", "fast,lean", "--mesh", "0,1"], "--mesh 0,1: .*must be positive"),
         (["--impl", "fast,lean", "--mesh", "3,3"], "fast:auto with model .*3"),
         (["--impl", "fast,lean", "--model", "nowhere"], "'nowhere' does not exist"),
         (["--impl", "fast,lean", "--json", "no/such/x.json"], "its folder does not exist"),
+        (["--impl", "fast,lean", "--json", "."], "--json '.' is a folder: name a file in it"),
     ],
 )
 def test_a_wrong_question_is_one_message(compared, arguments, message):
