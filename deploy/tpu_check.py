@@ -40,7 +40,7 @@ from deploy.tpu_fit import HEADER, V6E_USABLE_BYTES, Program, table_row, verdict
 from driver.config import RunConfig
 from driver.plan import Plan, asked_devices, derive
 from driver.settings import ConfigError, load
-from kernels.bench.report_file import check_report_file
+from kernels.report_file import check_report_file
 from learner.programs import make_programs
 from models.config import ModelConfig, RopeConfig
 from models.hf_config import from_hf

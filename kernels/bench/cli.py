@@ -35,9 +35,9 @@ from kernels.bench.case import (
     parse_spec,
 )
 from kernels.bench.measure import INTERPRETED, plain
-from kernels.bench.report_file import STDOUT, check_report_file
 from kernels.bench.run import Effort, measure
 from kernels.linear_objective.schedule import SCHEDULES
+from kernels.report_file import STDOUT, check_report_file
 
 SIZES = {
     "logits": {"batch": 1, "time": 4096, "vocab": 151643, "entropy_coef": 0.0},

@@ -31,7 +31,6 @@ import numpy as np
 from kernels import choose
 from kernels.bench.case import MOST, host_available_bytes
 from kernels.bench.measure import INTERPRETED, versions
-from kernels.bench.report_file import STDOUT, check_report_file
 from kernels.gradcheck.cases import BATCH, CASES, head_problem, logits_problem, make_problem
 from kernels.gradcheck.judge import (
     TOLERANCES,
@@ -43,6 +42,7 @@ from kernels.gradcheck.judge import (
     logits_candidate,
 )
 from kernels.linear_objective.schedule import SCHEDULES
+from kernels.report_file import STDOUT, check_report_file
 from kernels.token_logprob.ops import token_logprob
 
 SMALLEST = {"tokens": 21, "width": 1, "vocab": 32, "seed": 0}

@@ -28,6 +28,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+from kernels.report_file import check_report_file
 from kernels.tpu_report import budgets as tpu_budgets
 from kernels.tpu_report import compile as tpu_compile
 from kernels.tpu_report import cost as tpu_cost
@@ -49,8 +50,9 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.child:
         return _child(arguments.child, pathlib.Path(arguments.into), arguments.small)
     try:
-        versions = _versions()
+        check_report_file(arguments.json)
         names = _chosen(arguments.only, arguments.fast)
+        versions = _versions()
         budgets = tpu_budgets.load()
     except (WrongQuestion, ValueError) as error:
         print(f"tpu_report: {error}", file=sys.stderr)

@@ -15,7 +15,7 @@ import tempfile
 import typing
 from collections.abc import Callable, Sequence
 
-from kernels.bench.report_file import check_report_file
+from kernels.report_file import check_report_file
 from learner.ab import compare
 from learner.ab.compare import Comparison, Tolerances
 from learner.ab.interrupt import Interrupted, Interrupts
