@@ -10,9 +10,11 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.representer import SafeRepresenter
 
 _NOT_IN_YAML_12 = ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:value")
 _MAX_DEPTH = 64
+_OLD_BREAKS = re.compile("[\x85\u2028\u2029]")
 _STRING_TAG = "tag:yaml.org,2002:str"
 
 
@@ -66,9 +68,21 @@ def _walk(
             _walk(item, f"{prefix}{index}", lines, seen, inside)
 
 
+class _Representer(SafeRepresenter):
+    """Quotes text with line breaks that YAML 1.1 had and 1.2 has not, so that they come back."""
+
+    def represent_str(self, data: str):
+        style = '"' if _OLD_BREAKS.search(data) else None
+        return self.represent_scalar(_STRING_TAG, data, style=style)
+
+
+_Representer.add_representer(str, _Representer.represent_str)
+
+
 def dump_yaml(value: Any) -> str:
     """Text that `parse_yaml` reads back to an equal value; mappings keep their order."""
     yaml = YAML(typ="safe", pure=True)
+    yaml.Representer = _Representer
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[attr-defined]
     yaml.width = 100

@@ -8,8 +8,12 @@ import pytest
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+import hypothesis
 import jax
 
+# How long an example takes says more of the machine than of the code.
+hypothesis.settings.register_profile("tandem", deadline=None)
+hypothesis.settings.load_profile("tandem")
 jax.config.update("jax_num_cpu_devices", 8)
 
 SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared"

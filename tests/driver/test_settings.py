@@ -145,7 +145,9 @@ def test_one_wrong_letter_never_hides_a_key(key, data):
     at = data.draw(st.integers(0, len(key) - 1).filter(lambda i: key[i] not in ".0"))
     misspelt = key[:at] + "q" + key[at + 1 :]
     found = nearest(misspelt)
-    assert found == key or len(key) <= 8
+    # Another key may be as near: one letter off `gpus` is also one off `cpus`.
+    as_near = len(found) == len(key) and found[:at] == key[:at] and found[at + 1 :] == key[at + 1 :]
+    assert as_near or len(key) <= 8
 
 
 def test_f05_geometries_that_the_configuration_alone_refuses(cases, minimal):
@@ -351,7 +353,22 @@ def test_secrets_are_refused_and_not_repeated(minimal, override):
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 tricky = st.sampled_from(
-    ["no", "1e-6", "null", "~", "2024-01-01", "=", "<<", " lead", "trail ", "a: b", "# c", "0x1f"]
+    [
+        "\x85",
+        "a\u2028b",
+        "no",
+        "1e-6",
+        "null",
+        "~",
+        "2024-01-01",
+        "=",
+        "<<",
+        " lead",
+        "trail ",
+        "a: b",
+        "# c",
+        "0x1f",
+    ]
 )
 plain = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**40), 2**40) | tricky

@@ -20,6 +20,15 @@ def rollouts(tmp_path_factory):
     return write_rollouts(folder, write_tiny_model(folder / "tiny", num_layers=1))
 
 
+@pytest.fixture
+def heeded_interrupt():
+    """A shell's background job, such as a test run may be, hands on that SIGINT is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeded_interrupt")
 @pytest.mark.parametrize(
     "number, whole_group, code",
     [(signal.SIGTERM, False, 143), (signal.SIGINT, False, 130), (signal.SIGINT, True, 130)],
