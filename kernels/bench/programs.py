@@ -95,13 +95,14 @@ def head_program(spec: Spec, case: Case) -> Callable:
     return jax.jit(program, donate_argnums=5)
 
 
-def chunk_tokens(spec: Spec, case: Case, tokens: int) -> int | None:
+def chunk_tokens(spec: Spec, case: Case, tokens: int, *, masked: bool) -> int | None:
     """Tokens of a chunk of a head program over so many tokens; None where there are no chunks."""
     if spec.schedule is None:
         return None
     assert case.hidden is not None, "a schedule works through a head"
     head_shape = (case.vocab, case.hidden)
-    return chunk_size(tokens, head_shape, jnp.dtype(case.dtype), _options(spec, case))
+    dtype = jnp.dtype(case.dtype)
+    return chunk_size(tokens, head_shape, dtype, _options(spec, case), masked=masked)
 
 
 def _options(spec: Spec, case: Case) -> HeadOptions:

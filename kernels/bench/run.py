@@ -200,7 +200,7 @@ def _record(entrant, case):
         "kernel": entrant.spec.impl,
         "schedule": entrant.spec.schedule,
         "batch_kind": entrant.batch,
-        "chunk_tokens": chunk_tokens(entrant.spec, case, tokens),
+        "chunk_tokens": chunk_tokens(entrant.spec, case, tokens, masked=entrant.batch == PADDED),
         "chunk_tokens_at_most": entrant.spec.chunk_tokens,
         "compiler": compiler_report(entrant.compilation.compiled),
     }

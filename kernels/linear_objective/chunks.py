@@ -17,7 +17,10 @@ import jax.numpy as jnp
 
 
 def even_size(T: int, at_most: int, multiple: int) -> int:
-    """Tokens of each chunk of T tokens, made even over as few chunks as the bound allows."""
+    """Tokens of each chunk of T, evened out over as few chunks as the bound allows.
+
+    They are a multiple of `multiple`, as far as the bound allows that.
+    """
     chunks = -(-T // at_most)
     return min(at_most, T, -(-T // chunks // multiple) * multiple)
 
@@ -25,16 +28,15 @@ def even_size(T: int, at_most: int, multiple: int) -> int:
 class Chunks:
     """Arrays of the active tokens, to be read and written a chunk at a time."""
 
-    def __init__(self, arrays: Any, active_T: jax.Array | None, *, at_most: int, multiple: int):
+    def __init__(self, arrays: Any, active_T: jax.Array | None, size: int):
         """
         Args:
             arrays: pytree of arrays [T, ..].
             active_T: bool [T], or None where all are.
-            at_most: bound on C; the chunks are evened out below it.
-            multiple: what C is rounded up to, as far as the bound allows.
+            size: C, at most T; see `even_size`.
         """
         T = jax.tree.leaves(arrays)[0].shape[0]
-        self._C = even_size(T, at_most, multiple)
+        self._C = size
         self._N = -(-T // self._C) * self._C
         self._T = T
         self._active_T = active_T

@@ -32,6 +32,11 @@ from kernels.token_logprob.reference import TokenLogprob
 from kernels.token_logprob.statistics import Support, finish, merge_over, slopes
 
 SCHEDULES = ("fast", "lean")
+MASKED_CHUNKS = 8
+"""Chunks that a batch with inactive tokens is cut into at least: what its last chunk holds in vain
+is then at most an eighth of the whole."""
+LEAST_MASKED_TOKENS = 512
+"""Chunks are not made smaller than this for it: each reads and writes the head's gradient."""
 
 
 class Passes(NamedTuple):
@@ -209,16 +214,22 @@ def _gradients(hidden_TD, head_VD, ids_T, active_T, data, pull, options, head_gr
     return HeadGradients(chunks.restore(scores), chunks.restore(d_hidden), head_grad_VD)
 
 
-def chunk_size(T: int, head_shape: tuple[int, ...], dtype: jnp.dtype, options: HeadOptions) -> int:
-    """Tokens of each chunk of T, for a head [V, D] and hidden states of this dtype."""
-    at_most = _most_tokens(head_shape, dtype, options)
-    return even_size(T, at_most, PASSES[options.impl].chunk_multiple)
+def chunk_size(
+    T: int, head_shape: tuple[int, ...], dtype: jnp.dtype, options: HeadOptions, *, masked: bool
+) -> int:
+    """Tokens of each chunk of T, for a head [V, D] and hidden states of this dtype.
 
-
-def _most_tokens(head_shape, dtype, options: HeadOptions) -> int:
-    suits = PASSES[options.impl].chunk_tokens
+    Args:
+        masked: whether some tokens may be inactive.
+    """
     V, D = head_shape
-    return options.chunk_tokens or suits(V, D, keep=options.schedule == "fast", dtype=dtype)
+    passes = PASSES[options.impl]
+    at_most = options.chunk_tokens
+    if at_most is None:
+        at_most = passes.chunk_tokens(V, D, keep=options.schedule == "fast", dtype=dtype)
+        if masked:
+            at_most = min(at_most, max(LEAST_MASKED_TOKENS, -(-T // MASKED_CHUNKS)))
+    return even_size(T, at_most, passes.chunk_multiple)
 
 
 class _Head:
@@ -234,13 +245,16 @@ class _Head:
         self._first = first_column(V, axis)
         self._support: Support = make_support(V * shards, options.temperature, options.valid_vocab)
         self.keeps = options.schedule == "fast"
-        self._at_most = _most_tokens(head_VD.shape, dtype, options)
+        self._options = options
         if options.impl == choose.PALLAS_TPU:
             check_tpu_dtype(dtype)
 
     def chunks(self, arrays, active_T) -> Chunks:
-        """These arrays [T, ..] in chunks that suit the passes."""
-        return Chunks(arrays, active_T, at_most=self._at_most, multiple=self._passes.chunk_multiple)
+        """These arrays, hidden states [T, D] first, in chunks that suit the passes."""
+        T, dtype = arrays[0].shape[0], arrays[0].dtype
+        masked = active_T is not None
+        size = chunk_size(T, self._head_VD.shape, dtype, self._options, masked=masked)
+        return Chunks(arrays, active_T, size)
 
     def score(self, hidden_CD, ids_C, *, keep):
         """The scores over the whole vocabulary, and what the gradient may reuse."""

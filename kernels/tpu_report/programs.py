@@ -86,7 +86,11 @@ def programs() -> dict[str, Program]:
     for impl, each in HEAD_IMPLS:
         lower = functools.partial(lower_head, impl, each)
         chunk = schedule.chunk_size(
-            T, (V, D), jnp.dtype(jnp.bfloat16), schedule.HeadOptions(schedule=each, impl=impl)
+            T,
+            (V, D),
+            jnp.dtype(jnp.bfloat16),
+            schedule.HeadOptions(schedule=each, impl=impl),
+            masked=False,
         )
         small = ()
         if impl == choose.PALLAS_TPU:

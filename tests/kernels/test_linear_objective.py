@@ -7,7 +7,7 @@ import pytest
 
 from kernels.linear_objective import ops, reference, xla
 from kernels.linear_objective.ops import HeadOptions
-from kernels.linear_objective.schedule import score, value_and_gradients
+from kernels.linear_objective.schedule import chunk_size, score, value_and_gradients
 
 T, D, V = 37, 16, 53
 SUPPORT = dict(temperature=0.7, valid_vocab=V - 2)
@@ -167,6 +167,15 @@ def test_partial_blocks_of_vocabulary_and_tokens_K02(impl, cases):
     np.testing.assert_allclose(
         found.hidden_TD / len(logits), expected["dloss_dlogits"], rtol=2e-5, atol=1e-8
     )
+
+
+@pytest.mark.parametrize("impl", ["xla", "pallas_tpu"])
+@pytest.mark.parametrize("T, at_most", [(8192, 1024), (2048, 512), (300, 300)])
+def test_last_chunk_of_a_masked_batch_holds_little_in_vain(impl, T, at_most):
+    options = HeadOptions(impl=impl)
+    size = lambda masked: chunk_size(T, (32000, 64), jnp.dtype("bfloat16"), options, masked=masked)
+    assert size(True) == at_most
+    assert size(False) == min(T, 2048)
 
 
 def test_head_gradient_is_added_to_what_is_there():
