@@ -49,6 +49,22 @@ def test_head_has_one_gradient_on_every_mesh(whole, shape, vocab_axis):
     assert_same(actual, expected, **TIGHT)
 
 
+@pytest.mark.parametrize("schedule", ["fast", "lean"])
+def test_kernels_of_the_head_have_the_same_gradient_on_a_mesh(whole, schedule):
+    arguments, expected = whole
+    options = HeadOptions(
+        schedule=schedule, impl="pallas_interpret", vocab_axis="tensor", **SUPPORT
+    )
+    actual = everything(
+        lambda *given: head_ops.linear_objective(
+            *given, objective, options, mesh=make_mesh((2, 2, 2)), token_axes=TOKENS
+        ),
+        arguments,
+        (1.0, 0.5, 0.25),
+    )
+    assert_same(actual, expected, **TIGHT)
+
+
 @pytest.mark.parametrize("shape", MESHES)
 def test_logits_have_one_gradient_on_every_mesh(shape):
     rng = np.random.default_rng(0)
