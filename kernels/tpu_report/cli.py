@@ -1,16 +1,12 @@
 """What the TPU compiler says of every kernel and its rivals, held to committed budgets.
 
     python -m kernels.tpu_report --fast
-    python -m kernels.tpu_report --only 'token_logprob/*' 'head/*' --cycles --json report.json
+    python -m kernels.tpu_report --only 'token_logprob/*' 'head/*' --ops --json report.json
 
 Compiles the programs of programs.py for one chip of a TPU v6e and needs jax[tpu], no TPU.
-Nothing is executed and no figure is a measured time. With --cycles, which takes minutes for each
-program, libtpu's static evaluator counts the cycles of every operation, and the model of
-cost.py makes a time of them to rank variants by. In a loop it counts one round, which is
-multiplied by the rounds. A Pallas kernel over a large vocabulary is evaluated at smaller ones and
-extrapolated: the evaluator keeps all that it executes in memory. An evaluation that stops half-way
-is reported as incomplete, its missing operations at the time of their bytes, and no budget is held
-to it.
+Nothing is executed and no figure is a measured time. Cycles are counted in the compiler's own
+schedule of each operation, and the model of cost.py makes a time of them and of the bytes, to rank
+variants by.
 
 Exits with 1 when a program does not compile or breaks a budget of budgets.json, and with 2
 when the question is wrong.
@@ -48,7 +44,7 @@ class WrongQuestion(Exception):
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     if arguments.child:
-        return _child(arguments.child, pathlib.Path(arguments.into), arguments.small)
+        return _child(arguments.child, pathlib.Path(arguments.into))
     try:
         check_report_file(arguments.json)
         names = _chosen(arguments.only, arguments.fast)
@@ -63,18 +59,13 @@ def main(argv: list[str] | None = None) -> int:
             f"warning: the budgets were set with libtpu {budgets.libtpu}; another compiler may "
             "break them without a change of ours"
         )
-    limits = tpu_compile.Limits(arguments.deadline_s, round(arguments.memory_gib * 2**30))
     found = []
     for name in names:
-        figures = tpu_compile.compile_in_child(name, limits)
-        evaluation = None
-        if arguments.cycles and not figures.error:
-            evaluation = _evaluate(name, limits)
-        entry = judge(name, figures, evaluation, budgets.programs.get(name, {}))
+        figures = tpu_compile.compile_in_child(name, arguments.deadline_s)
+        entry = judge(name, figures, budgets.programs.get(name, {}))
         found.append(entry)
-        print("\n" + describe(entry), flush=True)
-    if arguments.cycles:
-        print(f"\n{NOTE}")
+        print("\n" + describe(entry, with_ops=arguments.ops), flush=True)
+    print(f"\n{NOTE}")
     broken, text = verdict(found)
     print(f"\n{text}")
     if arguments.json:
@@ -83,38 +74,28 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if broken else 0
 
 
-def judge(
-    name: str,
-    figures: tpu_compile.Figures,
-    evaluation: tpu_compile.Evaluation | None,
-    budget: dict[str, float],
-) -> dict[str, Any]:
+def judge(name: str, figures: tpu_compile.Figures, budget: dict[str, float]) -> dict[str, Any]:
     """One program beside its budget.
 
     Returns:
-        What --json has of it: `name`, the fields of compile.Figures (without `ops`), after an
-        evaluation also `cycles`, `model_ms`, `incomplete` and `cost`, and `checks`.
+        What --json has of it: `name`, the fields of compile.Figures but `ops` and `op_cycles`, in
+        their place `cycles`, `model_ms` and `cost`; and `checks`.
     """
     entry = {"name": name, **dataclasses.asdict(figures), "checks": []}
-    del entry["ops"]
+    del entry["ops"], entry["op_cycles"]
     if figures.error:
         return entry
-    measured = {key: entry[key] for key in tpu_budgets.FIGURES if key in entry}
-    if evaluation is not None:
-        cost = tpu_cost.model(figures.ops, evaluation.cycles)
-        entry["cycles"], entry["model_ms"] = cost.cycles, cost.ms
-        # The compiler may fail behind the evaluator, which has then seen every operation.
-        entry["incomplete"] = (evaluation.stopped or "ended well") if cost.without_cycles else ""
-        ops = [op._asdict() for op in cost.ops]
-        entry["cost"] = {"ops": ops, "without_cycles": cost.without_cycles}
-        if not cost.without_cycles:
-            measured |= {"cycles": cost.cycles, "model_ms": cost.ms}
+    cost = tpu_cost.model(figures.ops, figures.op_cycles)
+    entry |= {"cycles": cost.cycles, "model_ms": cost.ms}
+    ops = [op._asdict() for op in cost.ops]
+    entry["cost"] = {"ops": ops, "without_cycles": cost.without_cycles}
+    measured = {key: entry[key] for key in tpu_budgets.FIGURES}
     checks = tpu_budgets.check(measured, budget)
     entry["checks"] = [{**check._asdict(), "verdict": check.verdict} for check in checks]
     return entry
 
 
-def describe(entry: dict[str, Any]) -> str:
+def describe(entry: dict[str, Any], *, with_ops: bool) -> str:
     """One program as text."""
     if entry["error"]:
         return f"{entry['name']}: DOES NOT COMPILE\n  {entry['error']}"
@@ -126,13 +107,16 @@ def describe(entry: dict[str, Any]) -> str:
     )
     if entry["uncounted_loops"]:
         lines.append(f"  one round counted of the loops {', '.join(entry['uncounted_loops'])}")
+    lines.append(f"  {'':<15}{'reached':>16}{'budget':>16}")
     for check in entry["checks"]:
         lines.append(
             f"  {check['figure']:<15}{_number(check['reached']):>16}"
             f"{_number(check['budget']):>16}  {check['verdict']}"
         )
-    if "cost" in entry:
-        lines += _describe_cost(entry)
+    if entry["cost"]["without_cycles"]:
+        lines.append(f"  by their bytes alone {', '.join(entry['cost']['without_cycles'])}")
+    if with_ops:
+        lines += _describe_ops(entry["cost"]["ops"])
     return "\n".join(lines)
 
 
@@ -153,8 +137,7 @@ def verdict(entries: Iterable[dict[str, Any]]) -> tuple[list[str], str]:
     return broken, text
 
 
-def _describe_cost(entry: dict[str, Any]) -> list[str]:
-    ops, without = entry["cost"]["ops"], entry["cost"]["without_cycles"]
+def _describe_ops(ops: list[dict[str, Any]]) -> list[str]:
     lines = [f"  {'ms':>8}{'cycles':>14}{'bytes':>17}{'times':>6}  operation"]
     for op in ops[:SHOWN_OPS]:
         lines.append(
@@ -164,12 +147,6 @@ def _describe_cost(entry: dict[str, Any]) -> list[str]:
     rest = ops[SHOWN_OPS:]
     if rest:
         lines.append(f"  {sum(op['ms'] for op in rest):8.3f}  in {len(rest)} more")
-    if without:
-        lines.append(
-            f"  INCOMPLETE (the evaluator {entry['incomplete']}): {entry['cycles']:,} cycles and "
-            f"{entry['model_ms']:.3f} ms are lower bounds, by their bytes alone "
-            f"{', '.join(without)}"
-        )
     return lines
 
 
@@ -204,29 +181,11 @@ def _versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
 
 
-def _evaluate(name: str, limits: tpu_compile.Limits) -> tpu_compile.Evaluation:
+def _child(name: str, into: pathlib.Path) -> int:
     from kernels.tpu_report.programs import programs
 
-    program = programs()[name]
-    if not program.small:
-        return tpu_compile.evaluate_in_child(name, limits)
-    parts = [
-        tpu_compile.evaluate_in_child(name, limits, small=i) for i in range(len(program.small))
-    ]
-    cycles = tpu_cost.extrapolate(
-        [(small.size, part.cycles) for small, part in zip(program.small, parts, strict=True)],
-        program.size,
-    )
-    stopped = "; ".join(dict.fromkeys(part.stopped for part in parts if part.stopped))
-    return tpu_compile.Evaluation(cycles, stopped)
-
-
-def _child(name: str, into: pathlib.Path, small: int | None) -> int:
-    from kernels.tpu_report.programs import programs
-
-    program = programs()[name]
-    lower = program.lower if small is None else program.small[small].lower
-    into.write_text(json.dumps(dataclasses.asdict(tpu_compile.compile_here(lower))))
+    figures = tpu_compile.compile_here(programs()[name].lower)
+    into.write_text(json.dumps(dataclasses.asdict(figures)))
     return 0
 
 
@@ -239,10 +198,12 @@ def _parser() -> argparse.ArgumentParser:
         "--only", nargs="+", metavar="NAME", help="these programs; shell patterns are understood"
     )
     parser.add_argument(
-        "--fast", action="store_true", help="no rivals, and one chunk of the head for all of it"
+        "--fast",
+        action="store_true",
+        help="without log_softmax, and of the head one chunk: about two minutes",
     )
     parser.add_argument(
-        "--cycles", action="store_true", help="count cycles as well: minutes for each program"
+        "--ops", action="store_true", help="list the dearest operations of each program"
     )
     parser.add_argument("--json", metavar="FILE", help="write the figures there as well")
     parser.add_argument(
@@ -250,16 +211,8 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=900.0,
         metavar="S",
-        help="seconds for one program, and again for its cycles (%(default)s)",
-    )
-    parser.add_argument(
-        "--memory-gib",
-        type=float,
-        default=12.0,
-        metavar="GIB",
-        help="memory at which one evaluation is stopped; heads may need more (%(default)s)",
+        help="seconds for one program (%(default)s)",
     )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--into", help=argparse.SUPPRESS)
-    parser.add_argument("--small", type=int, help=argparse.SUPPRESS)
     return parser

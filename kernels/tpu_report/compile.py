@@ -1,8 +1,8 @@
 """Compiles one program for a TPU v6e chip that is not there, in a process of its own.
 
-libtpu reads its settings once, when it starts, and its evaluator ends the whole process on some
-programs: hence a child for each, with a deadline. What the evaluator writes goes to a temporary
-folder that is watched and deleted.
+libtpu reads its settings once, when it starts, and may end the whole process: hence a child for
+each, with a deadline. The schedules that it dumps go to a temporary folder that is watched and
+deleted.
 """
 
 import dataclasses
@@ -14,9 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
-from kernels.tpu_report import cost as tpu_cost
+from kernels.tpu_report import bundles
 from kernels.tpu_report import hlo as tpu_hlo
 
 ENVIRONMENT = {
@@ -24,7 +24,7 @@ ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v6e-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_LOG_DIR": "disabled",  # the evaluator would fill it with gigabytes of stack traces
+    "TPU_LOG_DIR": "disabled",  # some dump flags would fill it with gigabytes of stack traces
     "TPU_MIN_LOG_LEVEL": "10",
     "TPU_STDERR_LOG_LEVEL": "10",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -32,16 +32,8 @@ ENVIRONMENT = {
 SHOWN_BYTES = 2**20
 """Arguments smaller than this are not listed with their layouts."""
 DUMP_BYTES = 2 * 2**30
-"""A child whose dump outgrows this is stopped: a profile of one program takes kilobytes."""
+"""A child whose dump outgrows this is stopped: that of one program takes some 20 MB."""
 POLL_S = 0.5
-
-
-class Limits(NamedTuple):
-    """At which a child is stopped."""
-
-    deadline_s: float
-    memory_bytes: int
-    """The evaluator keeps all that a kernel executes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,18 +58,10 @@ class Figures:
     """The large arguments: name, type and entry layout."""
     ops: list[tpu_hlo.OpTraffic] = dataclasses.field(default_factory=list)
     uncounted_loops: list[str] = dataclasses.field(default_factory=list)
+    op_cycles: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Of one execution, by operation (bundles.py)."""
     error: str = ""
     """Why there are no figures."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Evaluation:
-    """What the static evaluator says of one program."""
-
-    cycles: dict[str, int]
-    """Of one execution, by operation."""
-    stopped: str
-    """Why it is incomplete; empty where it is not."""
 
 
 def compile_here(lower: Any) -> Figures:
@@ -116,56 +100,44 @@ def compile_here(lower: Any) -> Figures:
     )
 
 
-def compile_in_child(name: str, limits: Limits) -> Figures:
+def compile_in_child(name: str, deadline_s: float) -> Figures:
     """Compiles a program of programs.py; a failure is in the figures' `error`."""
     with tempfile.TemporaryDirectory(prefix="tpu_report_") as folder:
-        result = pathlib.Path(folder) / "result.json"
-        stopped, messages = _run(name, result, {}, pathlib.Path(folder), limits)
+        dump, result = pathlib.Path(folder) / "dump", pathlib.Path(folder) / "result.json"
+        dump.mkdir()  # libtpu does not make it
+        stopped, messages = _run(name, result, dump, deadline_s)
         if stopped or not result.exists():
             last = [line for line in messages.splitlines() if line.strip()][-1:]
             return Figures(error="; ".join([*filter(None, [stopped]), *last]) or "no result")
         found = json.loads(result.read_text())
+        found["op_cycles"] = _read_cycles(dump)
     found["ops"] = [tpu_hlo.OpTraffic(*op) for op in found["ops"]]
     return Figures(**found)
 
 
-def evaluate_in_child(name: str, limits: Limits, small: int | None = None) -> Evaluation:
-    """Compiles a program with the static evaluator on: minutes. Keeps what it wrote if it stops.
-
-    Args:
-        small: which of the program's smaller relatives; None for itself.
-    """
-    with tempfile.TemporaryDirectory(prefix="tpu_report_") as folder:
-        dump = pathlib.Path(folder) / "dump"
-        dump.mkdir()  # libtpu does not make it
-        flag = {"LIBTPU_INIT_ARGS": f"--xla_jf_dump_static_llo_profile_to={dump}"}
-        result = pathlib.Path(folder) / "result.json"
-        stopped, _ = _run(name, result, flag, pathlib.Path(folder), limits, small)
-        profiles = [path.read_text(errors="replace") for path in dump.glob("*.textproto")]
-    return Evaluation(tpu_cost.read_cycles(profiles), stopped)
+def _read_cycles(dump: pathlib.Path) -> dict[str, int]:
+    found = {}
+    for path in dump.iterdir():
+        match = bundles.FILE.fullmatch(path.name)
+        if match:
+            found[match["op"]] = bundles.count(path.read_text(errors="replace"))
+    return found
 
 
-def _run(
-    name: str,
-    result: pathlib.Path,
-    extra: dict[str, str],
-    folder: pathlib.Path,
-    limits: Limits,
-    small: int | None = None,
-) -> tuple[str, str]:
+def _run(name: str, result: pathlib.Path, dump: pathlib.Path, deadline_s: float) -> tuple[str, str]:
     """Why the child was stopped or ended badly, if so, and what it said."""
-    messages = folder / "messages.txt"
-    command = [sys.executable, "-m", "kernels.tpu_report", "--child", name, "--into", str(result)]
+    messages = result.with_name("messages.txt")
+    flags = {"LIBTPU_INIT_ARGS": bundles.DUMP_FLAGS.format(folder=dump)}
     with messages.open("w") as sink:
         child = subprocess.Popen(
-            command if small is None else [*command, "--small", str(small)],
-            env={**os.environ, **ENVIRONMENT, **extra},
+            [sys.executable, "-m", "kernels.tpu_report", "--child", name, "--into", str(result)],
+            env={**os.environ, **ENVIRONMENT, **flags},
             stdout=sink,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
         try:
-            stopped = _wait(child, folder, limits)
+            stopped = _wait(child, dump, deadline_s)
         finally:
             if child.poll() is None:
                 os.killpg(child.pid, signal.SIGKILL)
@@ -173,30 +145,19 @@ def _run(
     return stopped, messages.read_text(errors="replace")
 
 
-def _wait(child: subprocess.Popen, folder: pathlib.Path, limits: Limits) -> str:
-    end = time.monotonic() + limits.deadline_s
+def _wait(child: subprocess.Popen, dump: pathlib.Path, deadline_s: float) -> str:
+    end = time.monotonic() + deadline_s
     while time.monotonic() < end:
         try:
             code = child.wait(timeout=POLL_S)
         except subprocess.TimeoutExpired:
-            if folder_bytes(folder) > DUMP_BYTES:
+            if folder_bytes(dump) > DUMP_BYTES:
                 return f"was stopped: its dump outgrew {DUMP_BYTES / 2**30:g} GiB"
-            if resident_bytes(child.pid) > limits.memory_bytes:
-                return f"was stopped: it outgrew {limits.memory_bytes / 2**30:g} GiB of memory"
             continue
         if code == 0:
             return ""
         return f"ended by signal {-code}" if code < 0 else f"ended with {code}"
-    return f"was not done within {limits.deadline_s:g} s"
-
-
-def resident_bytes(pid: int) -> int:
-    """Memory of a process on Linux, the only system that libtpu runs on; 0 once it is gone."""
-    try:
-        pages = pathlib.Path(f"/proc/{pid}/statm").read_text().split()[1]
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+    return f"was not done within {deadline_s:g} s"
 
 
 def folder_bytes(folder: pathlib.Path) -> int:

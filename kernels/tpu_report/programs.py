@@ -22,7 +22,7 @@ Dimension key:
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -39,8 +39,6 @@ LOGITS_SHAPES = ((1, 4096, 151643), (4, 1024, 151643), (1, 4096, 151936), (4, 10
 """Tokens in one sequence and in four; of a tokenizer, and of a model that pads it to lanes."""
 PROBE_SHAPE = (8, 1024, 16384)
 HEAD_SHAPE = (8192, 4096, 151936)
-SMALL_HEADS = (512, 1024)
-"""Rows of the head: one tile and two. In the number of tokens a tile's cycles are no line."""
 IMPLS = (LOG_SOFTMAX, choose.XLA, choose.PALLAS_TPU)
 HEAD_IMPLS = tuple(
     (impl, each) for impl in (choose.XLA, choose.PALLAS_TPU) for each in schedule.SCHEDULES
@@ -50,89 +48,46 @@ HEAD_IMPLS = tuple(
 Lower = Callable[[jax.Device], jax.stages.Lowered]
 
 
-class Small(NamedTuple):
-    """A smaller program of the same operations, over fewer equal tiles."""
-
-    lower: Lower
-    size: int
-    """Of what it has less of: columns of the vocabulary, rows of the head, or tokens."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Program:
     """One program to compile."""
 
     name: str
     lower: Lower
-    size: int
-    """What `small` is small beside."""
     fast: bool
     """Whether it is one of the few that a quick check compiles."""
-    small: tuple[Small, ...] = ()
-    """Those at which its cycles are evaluated instead, where a run over all its tiles takes more
-    memory than there is; see cost.extrapolate."""
 
 
 def programs() -> dict[str, Program]:
     """All of them by name."""
     found = []
     for shape in LOGITS_SHAPES:
-        found += _logits_programs("token_logprob", shape, 0.0, parts=6)
-    found += _logits_programs("probe", PROBE_SHAPE, 0.01, parts=1)
+        found += _logits_programs("token_logprob", shape, 0.0)
+    found += _logits_programs("probe", PROBE_SHAPE, 0.01)
     T, D, V = HEAD_SHAPE
     name = f"head/t{T}_d{D}_v{V}"
     whole = functools.partial(lower_whole_logits, HEAD_SHAPE)
-    found.append(Program(f"{name}/{LOG_SOFTMAX}", whole, V, fast=False))
+    found.append(Program(f"{name}/{LOG_SOFTMAX}", whole, fast=False))
     for impl, each in HEAD_IMPLS:
         lower = functools.partial(lower_head, impl, each)
-        chunk = schedule.chunk_size(
-            T,
-            (V, D),
-            jnp.dtype(jnp.bfloat16),
-            schedule.HeadOptions(schedule=each, impl=impl),
-            masked=False,
-        )
-        small = ()
-        if impl == choose.PALLAS_TPU:
-            small = tuple(Small(functools.partial(lower, (T, D, v)), v) for v in SMALL_HEADS)
+        options = schedule.HeadOptions(schedule=each, impl=impl)
+        chunk = schedule.chunk_size(T, (V, D), jnp.dtype(jnp.bfloat16), options, masked=False)
         run = functools.partial(lower, HEAD_SHAPE)
         once = functools.partial(lower, (chunk, D, V))
         found += [
-            Program(f"{name}/{impl}_{each}", run, V, fast=False, small=small),
-            Program(f"head_chunk/d{D}_v{V}/{impl}_{each}", once, V, fast=True),
+            Program(f"{name}/{impl}_{each}", run, fast=False),
+            Program(f"head_chunk/d{D}_v{V}/{impl}_{each}", once, fast=True),
         ]
     return {program.name: program for program in found}
 
 
-def _logits_programs(
-    kind: str, shape: tuple[int, int, int], entropy_coef: float, parts: int
-) -> list[Program]:
+def _logits_programs(kind: str, shape: tuple[int, int, int], entropy_coef: float) -> list[Program]:
     B, T, V = shape
-    size, less = _smaller(shape, parts)
     found = []
     for impl in IMPLS:
-        lower = functools.partial(lower_logits, impl, entropy_coef)
-        small = ()
-        if parts > 1 and impl == choose.PALLAS_TPU:
-            small = (Small(functools.partial(lower, less[0]), less[1]),)
-        name = f"{kind}/b{B}_t{T}_v{V}/{impl}"
-        run = functools.partial(lower, shape)
-        found.append(Program(name, run, size, fast=impl != LOG_SOFTMAX, small=small))
+        run = functools.partial(lower_logits, impl, entropy_coef, shape)
+        found.append(Program(f"{kind}/b{B}_t{T}_v{V}/{impl}", run, fast=impl != LOG_SOFTMAX))
     return found
-
-
-def _smaller(shape: tuple[int, int, int], parts: int):
-    """The size that is cut, and the shape with about 1 / parts of it beside its own size.
-
-    A kernel evens its tiles out over the vocabulary, so that a part of it is cut alike where the
-    tiles are many. Whole lanes of vocabulary lie in few, long tiles: there the tokens are cut.
-    """
-    B, T, V = shape
-    if V % 128 == 0:
-        less = T // parts // 32 * 32
-        return B * T, ((B, less, V), B * less)
-    less = V // parts // 128 * 128 + V % 128  # the rest decides which axis XLA puts last
-    return V, ((B, T, less), less)
 
 
 def lower_logits(
