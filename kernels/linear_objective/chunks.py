@@ -1,8 +1,9 @@
 """Tokens in chunks of one size, those that are not active left out.
 
 Shapes are static, the number of active tokens is not: the active ones are moved to the front, and
-only so many chunks are visited as hold one. The empty places of the last chunk repeat its last
-token, so that whatever a chunk holds is a real token.
+only so many chunks are visited as hold one. What is left for the last of them goes into a chunk of
+half the size where it fits. The empty places of the last chunk repeat its last token, so that
+whatever a chunk holds is a real token.
 
 Dimension key:
     T: tokens
@@ -10,7 +11,8 @@ Dimension key:
     C: tokens of one chunk
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,30 +27,36 @@ def even_size(T: int, at_most: int, multiple: int) -> int:
     return min(at_most, T, -(-T // chunks // multiple) * multiple)
 
 
+class Place(NamedTuple):
+    """Where a chunk lies among the N places."""
+
+    start: Any
+    """int32 scalar."""
+    size: int
+
+
 class Chunks:
     """Arrays of the active tokens, to be read and written a chunk at a time."""
 
-    def __init__(self, arrays: Any, active_T: jax.Array | None, size: int):
+    def __init__(self, arrays: Any, active_T: jax.Array | None, *, size: int, last_size: int):
         """
         Args:
             arrays: pytree of arrays [T, ..].
             active_T: bool [T], or None where all are.
             size: C, at most T; see `even_size`.
+            last_size: of the last chunk, where that is enough and tokens may be inactive.
         """
         T = jax.tree.leaves(arrays)[0].shape[0]
-        self._C = size
-        self._N = -(-T // self._C) * self._C
+        self._C, self._last_C = size, min(size, last_size)
+        self._N = -(-T // size) * size
         self._T = T
         self._active_T = active_T
-        self.active_tokens: jax.Array | int = T
-        self.count: jax.Array | int = self._N // self._C
-        """Chunks that hold an active token; traced where the activity is."""
+        self._active_tokens: jax.Array | int = T
         place_N = jnp.arange(self._N)
         if active_T is not None:
-            self.active_tokens = active_T.sum()
-            self.count = (self.active_tokens + self._C - 1) // self._C
+            self._active_tokens = active_T.sum()
             token_T = jnp.nonzero(active_T, size=T, fill_value=0)[0]
-            last = jnp.maximum(self.active_tokens - 1, 0)
+            last = jnp.maximum(self._active_tokens - 1, 0)
             token_N = token_T[jnp.minimum(place_N, last)]
             arrays = jax.tree.map(lambda array: array[token_N], arrays)
         elif self._N > T:
@@ -56,23 +64,37 @@ class Chunks:
             arrays = jax.tree.map(lambda array: array[token_N], arrays)
         self._arrays = arrays
 
-    def take(self, i: jax.Array) -> tuple[Any, jax.Array]:
-        """The arrays of chunk i, [C, ..] each, and which of its places count, bool [C]."""
-        start = i * self._C
+    def walk(self, step: Callable[[Place, Any], Any], carry: Any) -> Any:
+        """step(place, carry) -> carry over every chunk that holds an active token."""
+        one_size = lambda i, carry: step(Place(i * self._C, self._C), carry)
+        if self._active_T is None or self._last_C == self._C:
+            count = (self._active_tokens + self._C - 1) // self._C
+            return jax.lax.fori_loop(0, count, one_size, carry)
+        whole, rest = self._active_tokens // self._C, self._active_tokens % self._C
+        whole = whole + (rest > self._last_C)
+        carry = jax.lax.fori_loop(0, whole, one_size, carry)
+        # A loop of one round or none: the compiler would run a branch's both sides in some places.
+        small = jnp.asarray((rest > 0) & (rest <= self._last_C), jnp.int32)
+        last = Place(whole * self._C, self._last_C)
+        return jax.lax.fori_loop(0, small, lambda _, carry: step(last, carry), carry)
+
+    def take(self, place: Place) -> tuple[Any, jax.Array]:
+        """The arrays of a chunk, [size, ..] each, and which of its tokens count, bool [size]."""
         chunk = jax.tree.map(
-            lambda array: jax.lax.dynamic_slice_in_dim(array, start, self._C), self._arrays
+            lambda array: jax.lax.dynamic_slice_in_dim(array, place.start, place.size),
+            self._arrays,
         )
-        return chunk, start + jnp.arange(self._C) < self.active_tokens
+        return chunk, place.start + jnp.arange(place.size) < self._active_tokens
 
     def empty(self, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
         """Zeros [N, *shape], for `put`."""
         return jnp.zeros((self._N, *shape), dtype)
 
-    def put(self, whole: Any, i: jax.Array, chunk: Any) -> Any:
-        """The arrays [N, ..] with chunk i replaced, in their own dtype."""
+    def put(self, whole: Any, place: Place, chunk: Any) -> Any:
+        """The arrays [N, ..] with a chunk replaced, in their own dtype."""
         return jax.tree.map(
             lambda into, new: jax.lax.dynamic_update_slice_in_dim(
-                into, new.astype(into.dtype), i * self._C, 0
+                into, new.astype(into.dtype), place.start, 0
             ),
             whole,
             chunk,

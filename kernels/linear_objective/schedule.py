@@ -33,8 +33,8 @@ from kernels.token_logprob.statistics import Support, finish, merge_over, slopes
 
 SCHEDULES = ("fast", "lean")
 MASKED_CHUNKS = 8
-"""Chunks that a batch with inactive tokens is cut into at least: what its last chunk holds in vain
-is then at most an eighth of the whole."""
+"""Chunks that a batch with inactive tokens is cut into at least. The last may be half of one: what
+it holds in vain is then at most a sixteenth of the whole."""
 LEAST_MASKED_TOKENS = 512
 """Chunks are not made smaller than this for it: each reads and writes the head's gradient."""
 
@@ -127,13 +127,13 @@ def score(
     head = _Head(head_VD, hidden_TD.dtype, options)
     chunks = head.chunks((hidden_TD, ids_T.astype(jnp.int32)), active_T)
 
-    def body(i, scores):
-        (hidden_CD, ids_C), _ = chunks.take(i)
+    def step(place, scores):
+        (hidden_CD, ids_C), _ = chunks.take(place)
         scored, _ = head.score(hidden_CD, ids_C, keep=False)
-        return chunks.put(scores, i, scored)
+        return chunks.put(scores, place, scored)
 
     scores = TokenLogprob(*[chunks.empty((), jnp.float32)] * 3)
-    return chunks.restore(jax.lax.fori_loop(0, chunks.count, body, scores))
+    return chunks.restore(chunks.walk(step, scores))
 
 
 def value_and_gradients(
@@ -193,9 +193,9 @@ def _gradients(hidden_TD, head_VD, ids_T, active_T, data, pull, options, head_gr
     if head_grad_VD is None:
         head_grad_VD = jnp.zeros(head_VD.shape, jnp.float32)
 
-    def body(i, carry):
+    def step(place, carry):
         scores, d_hidden, head_grad_VD = carry
-        (hidden_CD, ids_C, data_C), counts_C = chunks.take(i)
+        (hidden_CD, ids_C, data_C), counts_C = chunks.take(place)
         scored, kept = head.score(hidden_CD, ids_C, keep=head.keeps)
         cotangents = TokenLogprob(
             *(jnp.where(counts_C, each, 0.0) for each in pull(scored, data_C))
@@ -203,14 +203,15 @@ def _gradients(hidden_TD, head_VD, ids_T, active_T, data, pull, options, head_gr
         d_hidden_CD, head_grad_VD = head.gradient(
             hidden_CD, ids_C, scored, cotangents, head_grad_VD, kept
         )
-        return chunks.put(scores, i, scored), chunks.put(d_hidden, i, d_hidden_CD), head_grad_VD
+        scores = chunks.put(scores, place, scored)
+        return scores, chunks.put(d_hidden, place, d_hidden_CD), head_grad_VD
 
     start = (
         TokenLogprob(*[chunks.empty((), jnp.float32)] * 3),
         chunks.empty(hidden_TD.shape[1:], hidden_dtype),
         head_grad_VD,
     )
-    scores, d_hidden, head_grad_VD = jax.lax.fori_loop(0, chunks.count, body, start)
+    scores, d_hidden, head_grad_VD = chunks.walk(step, start)
     return HeadGradients(chunks.restore(scores), chunks.restore(d_hidden), head_grad_VD)
 
 
@@ -254,7 +255,8 @@ class _Head:
         T, dtype = arrays[0].shape[0], arrays[0].dtype
         masked = active_T is not None
         size = chunk_size(T, self._head_VD.shape, dtype, self._options, masked=masked)
-        return Chunks(arrays, active_T, size)
+        multiple = self._passes.chunk_multiple
+        return Chunks(arrays, active_T, size=size, last_size=-(-size // 2 // multiple) * multiple)
 
     def score(self, hidden_CD, ids_C, *, keep):
         """The scores over the whole vocabulary, and what the gradient may reuse."""

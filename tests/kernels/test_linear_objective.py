@@ -178,6 +178,30 @@ def test_last_chunk_of_a_masked_batch_holds_little_in_vain(impl, T, at_most):
     assert size(False) == min(T, 2048)
 
 
+@pytest.mark.parametrize(
+    "active, sizes",
+    [(0, []), (1, [16]), (16, [16]), (17, [32]), (40, [32, 16]), (80, [32, 32, 16])],
+)
+def test_what_is_left_goes_into_half_a_chunk_where_it_fits(active, sizes):
+    hidden, head, ids, _, data = problem(active=1.0, T=80)
+    active_T = jnp.asarray(np.random.default_rng(0).permutation(80) < active)
+    options = HeadOptions(chunk_tokens=32, **SUPPORT)
+    visited = []
+
+    def noting(logprob_N, entropy_N, data):
+        note = lambda _: visited.append(logprob_N.shape[0])
+        jax.debug.callback(note, logprob_N.sum(), ordered=False)
+        return objective(logprob_N, entropy_N, data)
+
+    found = value_and_gradients(hidden, head, ids, active_T, data, noting, options)
+    jax.block_until_ready(found)
+    jax.effects_barrier()
+    assert sorted(visited, reverse=True) == sizes
+    (_, expected), gradients = everything(defined, (hidden, head, ids, active_T, data), (1, 0, 0))
+    np.testing.assert_allclose(found.scores.logprob, expected.logprob_T, **TIGHT)
+    assert_same((found.hidden_TD, found.head_VD), gradients[:2], **TIGHT)
+
+
 def test_head_gradient_is_added_to_what_is_there():
     arguments = problem()
     options = HeadOptions(chunk_tokens=8, **SUPPORT)
