@@ -23,15 +23,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-os.environ.update(
-    JAX_PLATFORMS="cpu",  # the TPU compiler is asked for by name; no device is to be looked for
-    TPU_SKIP_MDS_QUERY="1",
-    TPU_ACCELERATOR_TYPE="v6e-8",
-    TPU_WORKER_HOSTNAMES="localhost",
-    TPU_LOG_DIR="disabled",
-    TPU_MIN_LOG_LEVEL="2",
-    ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-)
+from kernels.tpu_report.compile import ENVIRONMENT
+
+os.environ.update(ENVIRONMENT)  # libtpu reads it when it starts
 
 import jax
 from jax.experimental import topologies

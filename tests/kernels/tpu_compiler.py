@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from kernels.tpu_report.compile import ENVIRONMENT
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 needs_compiler = pytest.mark.skipif(
@@ -17,19 +19,10 @@ needs_compiler = pytest.mark.skipif(
 
 def run_with_compiler(program: str, *, timeout_s: float = 400) -> None:
     """Runs Python text that compiles for a described TPU; what it raises fails the test."""
-    environment = dict(
-        JAX_PLATFORMS="cpu",
-        TPU_SKIP_MDS_QUERY="1",
-        TPU_ACCELERATOR_TYPE="v6e-8",
-        TPU_WORKER_HOSTNAMES="localhost",
-        TPU_LOG_DIR="disabled",
-        TPU_MIN_LOG_LEVEL="2",
-        ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-    )
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=ROOT,
-        env=os.environ | environment,
+        env=os.environ | ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=timeout_s,
