@@ -3,21 +3,54 @@
 The key of a token is a pure function of (seed, prompt, epoch, sample, position): worker, slot and
 batch do not enter, so the same completion is drawn wherever it is decoded.
 
+`draw` inverts the cumulative distribution in two levels, first over blocks of the vocabulary, then
+inside the drawn block. It reads the logits twice, writes nothing of their size, and does nothing
+over the vocabulary but maxima, sums and the choice of a block: a vocabulary that is cut over a
+mesh axis stays where it is.
+
 Dimension key:
     B: rows
     V: vocabulary
+    C: blocks of the vocabulary
+    W: ids of a block
+    X: whatever a row is drawn from
 """
+
+import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from kernels.token_logprob.ops import token_logprob
+from kernels.token_logprob.statistics import Statistics, Support, finish
+
+MOST_BLOCKS = 128
+FEWEST_BLOCKS = 16
+LOG_SMALLEST_WEIGHT = -87.0
+"""Below it exp leaves the normal numbers of float32, where devices disagree about zero. Whether a
+token has weight is a comparison of logits, the same wherever it is made."""
+
+
+class Sampling(NamedTuple):
+    """How each row is drawn. The options apply in this order, and ties at a border are kept."""
+
+    temperature_B: jax.Array
+    """float32: divides the logits; 0 takes the most likely token, whatever the other options."""
+    top_k_B: jax.Array
+    """int32: keeps the so many most likely tokens; 0 keeps all."""
+    top_p_B: jax.Array
+    """float32 in (0, 1]: keeps the smallest set of most likely tokens that holds this share of
+    what top_k left; 1 keeps all."""
+    min_p_B: jax.Array
+    """float32 in [0, 1]: keeps tokens at least this times as likely as the most likely; 0 keeps
+    all."""
 
 
 def row_keys(
     base_key: jax.Array, prompt_id_B: jax.Array, epoch_B: jax.Array, sample_index_B: jax.Array
 ) -> jax.Array:
-    """One typed key per row; `sample` folds the position in.
+    """One typed key per row; `draw` folds the position in.
 
     Args:
         base_key: key of the run's seed (and, for evaluation, of its own stream).
@@ -29,6 +62,190 @@ def row_keys(
         return jax.random.fold_in(jax.random.fold_in(key, epoch), sample_index)
 
     return jax.vmap(fold)(prompt_id_B, epoch_B, sample_index_B)
+
+
+def draw(
+    key_data_B: jax.Array,
+    count_B: jax.Array,
+    logits_BV: jax.Array,
+    sampling: Sampling,
+    *,
+    valid_vocab: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Draws one token per row.
+
+    Rows do not influence each other, not in the last bit. A logit of -inf is never drawn. A row
+    with NaN draws some id below valid_vocab, with logprob NaN.
+
+    Args:
+        key_data_B: uint32 [B, 2]; `jax.random.key_data` of `row_keys`.
+        count_B: int32; index of the token within its completion.
+        logits_BV: float32. The axis V may be cut over a mesh axis: with a size that divides
+            gcd(V, 128) it is not gathered.
+        sampling: trusted to lie in the ranges it names.
+        valid_vocab: 1..V; ids from here on are padding of the embedding and are never drawn.
+
+    Returns:
+        token ids int32 [B], and their logprobs float32 [B], in nats, under the distribution that
+        was sampled: after temperature and over what the options left; at temperature 0 under
+        softmax(logits). Both are over the valid ids alone.
+    """
+    greedy_B = sampling.temperature_B == 0
+    logits_BCW = _in_blocks(logits_BV)
+    _, C, W = logits_BCW.shape
+    id_CW = jnp.arange(C * W, dtype=jnp.int32).reshape(C, W)
+    scaled_BCW = _scaled(logits_BCW, id_CW, sampling, valid_vocab)
+    peak_BC = scaled_BCW.max(axis=2)
+    top_B = peak_BC.max(axis=1)
+    floor_B = _floor(logits_BCW, id_CW, top_B, sampling, valid_vocab)
+    mass_BC = _weights(scaled_BCW, top_B, floor_B).sum(axis=2)
+
+    uniform_B2 = jnp.where(greedy_B[:, None], 0.0, _uniforms(key_data_B, count_B))
+    is_top_BC = peak_BC == top_B[:, None]
+    block_B = _pick(jnp.where(greedy_B[:, None], is_top_BC, mass_BC), uniform_B2[:, 0])
+
+    block_BW = jnp.take_along_axis(logits_BCW, block_B[:, None, None], axis=1)[:, 0]
+    id_BW = block_B[:, None] * W + jnp.arange(W, dtype=jnp.int32)
+    scaled_BW = _scaled(block_BW, id_BW, sampling, valid_vocab)
+    weight_BW = _weights(scaled_BW, top_B, floor_B)
+    is_top_BW = scaled_BW == top_B[:, None]
+    place_B = _pick(jnp.where(greedy_B[:, None], is_top_BW, weight_BW), uniform_B2[:, 1])
+
+    token_B = block_B * W + place_B
+    chosen_B = jnp.take_along_axis(scaled_BW, place_B[:, None], axis=1)[:, 0]
+    # `weighted` only enters the entropy, which nobody reads here.
+    whole = Statistics(top_B, _total(mass_BC), jnp.zeros_like(top_B), chosen_B)
+    return token_B, finish(whole, token_B, Support(1.0, valid_vocab)).logprob
+
+
+def _in_blocks(logits_BV: jax.Array) -> jax.Array:
+    """The logits as [B, C, W]: a view where V has a fitting divisor, a padded copy elsewhere."""
+    B, V = logits_BV.shape
+    C = math.gcd(V, MOST_BLOCKS)
+    if C < FEWEST_BLOCKS:
+        C = MOST_BLOCKS
+        logits_BV = jnp.pad(logits_BV, ((0, 0), (0, -V % C)))
+    return logits_BV.reshape(B, C, -1)
+
+
+def _along(row_B: jax.Array, like: jax.Array) -> jax.Array:
+    return row_B.reshape(-1, *(1,) * (like.ndim - 1))
+
+
+def _scaled(logits: jax.Array, ids: jax.Array, sampling: Sampling, valid_vocab: int) -> jax.Array:
+    """Logits [B, ..] over the temperature; -inf at ids that are no tokens."""
+    temperature_B = jnp.where(sampling.temperature_B == 0, 1.0, sampling.temperature_B)
+    scaled = logits.astype(jnp.float32) / _along(temperature_B, logits)
+    return jnp.where(ids < valid_vocab, scaled, -jnp.inf)
+
+
+def _weights(scaled: jax.Array, top_B: jax.Array, floor_B: jax.Array) -> jax.Array:
+    """exp(scaled - top) of what is kept, 0 elsewhere; NaN stays NaN."""
+    shifted = scaled - _along(jnp.where(top_B == -jnp.inf, 0.0, top_B), scaled)
+    dropped = (shifted <= LOG_SMALLEST_WEIGHT) | (scaled < _along(floor_B, scaled))
+    return jnp.where(dropped, 0.0, jnp.exp(shifted))
+
+
+def _uniforms(key_data_B: jax.Array, count_B: jax.Array) -> jax.Array:
+    """Two float32 in [0, 1) per row, one for each level."""
+
+    def uniforms(key_data, count):
+        key = jax.random.fold_in(jax.random.wrap_key_data(key_data, impl="threefry2x32"), count)
+        return jax.random.uniform(key, (2,), jnp.float32)
+
+    return jax.vmap(uniforms)(key_data_B, count_B)
+
+
+def _pick(weight_BX: jax.Array, uniform_B: jax.Array) -> jax.Array:
+    """int32 [B]: an index with probability weight / total, the first with weight at uniform 0.
+
+    Rounding never leads to an index without weight; without any weight it is 0.
+    """
+    weight_BX = weight_BX.astype(jnp.float32)
+    index_X = jnp.arange(weight_BX.shape[1], dtype=jnp.int32)
+    running_BX = jnp.cumsum(weight_BX, axis=1)
+    target_B1 = (uniform_B * running_BX[:, -1])[:, None]
+    has_weight_BX = weight_BX > 0
+    reached_BX = has_weight_BX & (running_BX > target_B1)
+    first_B = jnp.where(reached_BX, index_X, len(index_X)).min(axis=1)
+    last_B = jnp.where(has_weight_BX, index_X, 0).max(axis=1)
+    return jnp.minimum(first_B, last_B)
+
+
+def _total(mass_BC: jax.Array) -> jax.Array:
+    """Sum over the blocks in the order of `_pick`, whether or not they lie on one device."""
+    return jnp.cumsum(mass_BC, axis=1)[:, -1]
+
+
+def _floor(
+    logits_BCW: jax.Array,
+    id_CW: jax.Array,
+    top_B: jax.Array,
+    sampling: Sampling,
+    valid_vocab: int,
+) -> jax.Array:
+    """Smallest scaled logit that the options keep, float32 [B]; -inf where they keep all."""
+    drawn_B = sampling.temperature_B != 0
+    some_k_B = drawn_B & (sampling.top_k_B > 0)
+    some_p_B = drawn_B & (sampling.top_p_B < 1)
+    # Branches take the logits themselves, which exist anyway, and not the scaled ones.
+    scaled = lambda logits_BCW: _scaled(logits_BCW, id_CW, sampling, valid_vocab)
+
+    def top_k_floor(logits_BCW, floor_B):
+        return jnp.where(some_k_B, _top_k_floor(scaled(logits_BCW), sampling.top_k_B), floor_B)
+
+    def top_p_floor(logits_BCW, floor_B):
+        found_B = _top_p_floor(scaled(logits_BCW), top_B, floor_B, sampling.top_p_B)
+        return jnp.where(some_p_B, found_B, floor_B)
+
+    keep = lambda logits_BCW, floor_B: floor_B
+    floor_B = jnp.full_like(top_B, -jnp.inf)
+    floor_B = jax.lax.cond(some_k_B.any(), top_k_floor, keep, logits_BCW, floor_B)
+    floor_B = jax.lax.cond(some_p_B.any(), top_p_floor, keep, logits_BCW, floor_B)
+    min_p_floor_B = jnp.where(drawn_B, top_B + jnp.log(sampling.min_p_B), -jnp.inf)
+    return jnp.maximum(floor_B, min_p_floor_B)
+
+
+def _top_k_floor(scaled_BCW: jax.Array, top_k_B: jax.Array) -> jax.Array:
+    """The k-th largest; -inf where there are fewer."""
+
+    def enough(floor_B):
+        return (scaled_BCW >= floor_B[:, None, None]).sum(axis=(1, 2)) >= top_k_B
+
+    return _largest(enough, top_k_B.shape[0])
+
+
+def _top_p_floor(
+    scaled_BCW: jax.Array, top_B: jax.Array, floor_B: jax.Array, top_p_B: jax.Array
+) -> jax.Array:
+    """The least likely of the fewest that hold a share of top_p of what the floor keeps."""
+    kept = lambda floor_B: _total(_weights(scaled_BCW, top_B, floor_B).sum(axis=2))
+    wanted_B = top_p_B * kept(floor_B)
+    found_B = _largest(lambda at_B: kept(jnp.maximum(at_B, floor_B)) >= wanted_B, top_B.shape[0])
+    return jnp.maximum(jnp.minimum(found_B, top_B), floor_B)
+
+
+def _largest(holds, B: int) -> jax.Array:
+    """Largest float32 [B] at which `holds` is true, bit by bit; -inf where it never is.
+
+    The search runs over the bits of float32 in an order that is also that of the numbers, so what
+    it finds is exact: a number at which `holds` turns, which is one of those compared with.
+
+    Args:
+        holds: of float32 [B], bool [B]; false at NaN, and if true somewhere, true below.
+    """
+
+    def number(order_B):
+        sign = jnp.uint32(1 << 31)
+        bits_B = jnp.where(order_B >= sign, order_B ^ sign, ~order_B)
+        return jax.lax.bitcast_convert_type(bits_B, jnp.float32)
+
+    def try_bit(i, order_B):
+        higher_B = order_B | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        return jnp.where(holds(number(higher_B)), higher_B, order_B)
+
+    found_B = number(jax.lax.fori_loop(0, 32, try_bit, jnp.zeros((B,), jnp.uint32)))
+    return jnp.where(jnp.isnan(found_B), -jnp.inf, found_B)
 
 
 def sample(
