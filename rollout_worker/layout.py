@@ -168,6 +168,9 @@ class Layout:
     dtype: np.dtype = np.dtype(ml_dtypes.bfloat16)
     """Of all leaves of the copy."""
 
+    def __post_init__(self):
+        inference_config(self.published, self.tensor)  # refuses sizes that do not fit
+
     @property
     def config(self) -> ModelConfig:
         """The copy's own sizes: what `models.transformer.forward` is to be called with."""
