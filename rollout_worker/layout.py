@@ -248,9 +248,9 @@ class Layout:
 def embed(embed_tokens: Params, token_ids_BT: jax.Array) -> jax.Array:
     """Looks tokens up where their rows lie: the `embed=` of `models.transformer.forward`.
 
-    In the table's own dtype: XLA:TPU would convert all of it to float32, in every token step. The
-    compiler lets each device look among its own rows and sums, which is exact, since one has it;
-    it does so under `shard_map` over "data" too.
+    In the table's own dtype: of a cut table, XLA:TPU would convert all rows to float32 in every
+    token step. The compiler lets each device look among its own rows and sums, which is exact,
+    since one has it; it does so under `shard_map` over "data" too.
 
     Returns:
         [B, T, D] in the dtype of the copy.
