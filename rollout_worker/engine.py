@@ -1,207 +1,428 @@
-"""The decode engine of one worker: batches of prompts through compiled programs.
+"""The decode engine: requests in, finished rows out, by continuous batching on the device.
 
-It knows token ids and keys, never text, Ray or gRPC. A batch always has `batch_rows` rows, filled
-up where prompts run out, so that each prompt bucket compiles once.
-
-Dimension key: as in decode.py.
+It knows token ids and keys, never text, Ray or gRPC. `step` is one turn: prefill what waits, start
+a segment of token steps, and hear out the one before it, so that the host's work lies beside the
+device's.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from models.transformer import Params
-from rollout_worker.decode import (
-    Completions,
-    DecodeSpec,
-    RowInputs,
-    advance,
-    begin,
-    decode_while,
-    pad_left,
-    prefill,
-    unfinished,
-)
+from rollout_worker.decode_programs import CHUNK, LATER, WIDTH, DecodePrograms, Geometry
+from rollout_worker.kv_cache import NARROWEST, check_geometry, doubling
+from rollout_worker.lane import Lane, Row, unite
+from rollout_worker.prefill import chunk_sizes, pack
+from rollout_worker.programs import Compilation, Programs
+from rollout_worker.requests import FinishedRow, OnSwap, Request
+from rollout_worker.sampling import Sampling
+from rollout_worker.slots import DecodeSpec, Rows, SegmentTokens
+from rollout_worker.stop_strings import StopAutomaton
+from services.messages import FinishReason
 from services.phase_clock import PhaseClock
 
-SHORTEST_BUCKET = 32
+PLACES_PER_SLOT = 4
+"""Rows that the device knows of: short completions use up several a segment."""
+BUSY_SHARE = 0.9
+"""With fewer slots busy than this, a segment ends early for a host that has more prompts."""
+PREFILLS_WHEN_IDLE = 4
+"""Prefill calls of a turn while half of the slots or more are idle; otherwise one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
-    """One prompt to complete; the ids enter the random keys."""
+class EngineLimits:
+    """What an engine is built for."""
 
-    token_ids: np.ndarray
-    """int32 [<= max_prompt_tokens]."""
-    prompt_id: int
-    epoch: int
+    max_prompt_tokens: int
+    max_new_tokens: int
+    cache_tokens: int
+    """Columns of the widest cache."""
+    prefill_tokens: int = 512
+    """Of one prefill call, padding included; a longer prompt takes several."""
+    prefixes: int | None = None
+    """Prompts of a lane that lie prefilled; null derives half of the slots."""
+    stop_ids: int = 8
+    """Most stop ids of a request."""
+    on_swap: OnSwap = OnSwap.FINISH
+    compile_budget: int | None = None
+    """Programs that may be compiled; null derives what the sizes above can need."""
+    over_budget: Literal["warn", "error"] = "warn"
 
 
-class BatchShapes(NamedTuple):
-    """Arguments of a batch's programs, beside the parameters: shape, dtype and sharding."""
+@dataclasses.dataclass(frozen=True)
+class _Flight:
+    """A segment that the device has been given and not been heard out on."""
 
-    prompt_PT: jax.ShapeDtypeStruct
-    length_P: jax.ShapeDtypeStruct
-    rows: RowInputs
-    base_key: jax.ShapeDtypeStruct
-    temperature: jax.ShapeDtypeStruct
+    tokens: SegmentTokens
+    version: int
+    prefilled: list[jax.Array]
+    """Markers of the prefill calls just before the segment."""
 
 
-def prompt_buckets(max_prompt_tokens: int) -> tuple[int, ...]:
-    """Padded prompt lengths: doubling up to the longest allowed."""
-    buckets = [max_prompt_tokens]
-    while buckets[0] // 2 >= SHORTEST_BUCKET:
-        buckets.insert(0, buckets[0] // 2)
-    return tuple(buckets)
+@dataclasses.dataclass(kw_only=True)
+class EngineCounts:
+    """What the engine has done since it was built or last asked to forget."""
+
+    tokens: int = 0
+    token_steps: int = 0
+    """Of all slots at once."""
+    slot_steps: int = 0
+    """token_steps x slots of all lanes."""
+    prompts: int = 0
+    prefill_calls: int = 0
+    segments: int = 0
+    resizes: int = 0
+
+    @property
+    def occupancy(self) -> float:
+        """Share of the slots' token steps that drew a token."""
+        return self.tokens / self.slot_steps if self.slot_steps else 0.0
 
 
 class Engine:
-    """Owns the compiled programs; parameters are passed in, so a swap is the caller's."""
+    """Owns the slots, the compiled programs and the policy that they run under."""
 
     def __init__(
         self,
         spec: DecodeSpec,
+        limits: EngineLimits,
         *,
-        batch_rows: int,
-        max_prompt_tokens: int,
-        loop: str,
-        devices: Sequence[jax.Device],
+        loop: Literal["while", "python"],
+        stop_ids: Sequence[int],
         clock: PhaseClock,
+        stops: StopAutomaton | None = None,
+        warn: Callable[[str], None] = lambda text: None,
     ):
-        mesh = jax.make_mesh(
-            (len(devices),), ("rows",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices
-        )
+        """Args:
+        loop: `python` has the host look at every token: the slow half of an A/B.
+        stop_ids: of requests that name none of their own.
+        stops: stop strings that requests may ask for.
+        """
+        if loop == "python":
+            spec = dataclasses.replace(spec, segment_tokens=1)
         self._spec = spec
-        self._batch_rows = batch_rows
-        self._buckets = prompt_buckets(max_prompt_tokens)
-        self._loop = loop
+        self._limits = limits
+        self._depth = 1 if loop == "while" else 0
+        self._stop_ids = tuple(stop_ids)
         self._clock = clock
-        self._by_row = NamedSharding(mesh, PartitionSpec("rows"))
-        self.replicated = NamedSharding(mesh, PartitionSpec())
-        """Where the parameters must lie."""
-        self._programs: dict[tuple, Callable] = {}
+        self._stops = stops
+        self.programs = DecodePrograms(spec, geometry_of(spec, limits, stops))
+        planned = sum(1 for _ in self.programs.planned())
+        self._compiled = Programs(
+            clock,
+            budget=planned if limits.compile_budget is None else limits.compile_budget,
+            over_budget=limits.over_budget,
+            warn=warn,
+        )
+        self._stop_table = None
+        if stops is not None:
+            table = np.zeros(self.programs.stop_struct().shape, np.int32)
+            table[:, : stops.next_SV.shape[1]] = stops.next_SV
+            self._stop_table = jax.device_put(table, self.programs.replicated)
+        self._params: Params | None = None
+        self.version = -1
+        self.counts = EngineCounts()
+        self._waiting: deque = deque()
+        self._flights: deque[_Flight] = deque()
+        self._finished: list[FinishedRow] = []
+        self._lanes: list[Lane] = []
+        self._slots = self._pool = None
 
     @property
-    def compilations(self) -> int:
-        return len(self._programs)
+    def compilations(self) -> list[Compilation]:
+        return self._compiled.compilations
 
-    def batch_prompts(self, samples: int) -> int:
-        """How many prompts one call takes, each with `samples` completions.
+    @property
+    def pending(self) -> bool:
+        """Whether a request is not finished, or was not yet returned by `step`."""
+        busy = self._waiting or self._flights or self._finished
+        return bool(busy) or any(lane.handed or lane.stock for lane in self._lanes)
 
-        Raises:
-            ValueError: if rows do not divide by samples, or prompts by the worker's devices.
-        """
-        devices = self._by_row.mesh.size
-        if self._batch_rows % samples or (self._batch_rows // samples) % devices:
-            raise ValueError(
-                f"decode.batch_rows={self._batch_rows} must be a multiple of {samples} completions "
-                f"x {devices} devices of the worker = {samples * devices}"
-            )
-        return self._batch_rows // samples
+    def peak_bytes(self) -> int:
+        """What the largest compiled program needs on a device, by the compiler's count."""
+        return self._compiled.memory()
 
-    def generate(
-        self,
-        params: Params,
-        requests: Sequence[Request],
-        samples: int,
-        *,
-        base_key: jax.Array,
-        temperature: float,
-        account: str | None = None,
-    ) -> Completions:
-        """Completes up to `batch_prompts(samples)` prompts, `samples` times each.
+    def swap(self, params: Params, version: int) -> None:
+        """Makes another policy the current one, as `on_swap` says; no older KV entry survives.
 
         Args:
-            params: layers listed, placed at `replicated`.
-            base_key: key of the run's seed or of another stream.
-            temperature: 0 takes the most likely tokens.
-            account: ledger phase for all of it, instead of `prefill` and `decode`.
+            params: the inference copy, made by the layout of `spec`.
+            version: stamped on every token that it draws.
+        """
+        if self._lanes:
+            self._hear_out()
+            if self._limits.on_swap is OnSwap.FINISH:
+                self._run_out()
+            self._requeue()
+        # Freed before the new ones are made.
+        self._slots = self._pool = self._params = None
+        self._slots, self._pool = self._program("empty", {}, self.programs.empty)()
+        g = self.programs.geometry
+        self._lanes = [
+            Lane(places=g.places, prefixes=g.prefixes, stop_ids=g.stop_ids)
+            for _ in range(self._spec.lanes)
+        ]
+        self._params = params
+        self.version = version
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queues requests; the first to come are the first to be decoded.
+
+        Raises:
+            ValueError: if one does not fit what the engine was built for. None is taken then.
+        """
+        for request in requests:
+            self._check(request)
+        for request in requests:
+            if request.stop_ids is None:
+                request = dataclasses.replace(request, stop_ids=self._stop_ids)
+            rows = [Row(request, sample, self._start(request)) for sample in request.samples]
+            self._waiting.extend(unite(rows))
+
+    def step(self, account: str | None = None) -> list[FinishedRow]:
+        """One turn.
+
+        Args:
+            account: ledger phase for its time, instead of `prefill` and `decode`.
 
         Returns:
-            rows of the requests in order, a request's samples adjacent.
+            rows that ended, in no order that may be relied on.
+
+        Raises:
+            RuntimeError: if there is no policy yet.
         """
-        P = self.batch_prompts(samples)
-        if not 0 < len(requests) <= P:
-            raise ValueError(f"a batch takes 1 to {P} prompts, got {len(requests)}")
-        padded = list(requests) + [requests[0]] * (P - len(requests))
-        longest = max(len(request.token_ids) for request in requests)
-        fitting = [T for T in self._buckets if T >= longest]
-        if not fitting:
+        if self._params is None:
+            raise RuntimeError("the engine has no policy: call swap before step")
+        markers = self._prefill()
+        for lane in self._lanes:
+            lane.hand_over()
+        dispatched = self._dispatch(markers)
+        while len(self._flights) > (self._depth if dispatched else 0):
+            self._collect(account)
+        finished, self._finished = self._finished, []
+        return finished
+
+    def run(self, account: str | None = None) -> Iterator[FinishedRow]:
+        """Rows as they end, until none is left."""
+        while self.pending:
+            yield from self.step(account)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request's rows with the reason `aborted` and the tokens that they have."""
+        gone = [row for lane in self._lanes for row in lane.abort(request_id)]
+        for prefix in list(self._waiting):
+            if prefix.rows[0].request.request_id == request_id:
+                gone += prefix.rows
+                self._waiting.remove(prefix)
+        self._finished += [row.finished(FinishReason.ABORTED) for row in gone]
+
+    def _check(self, request: Request) -> None:
+        limits = self._limits
+        for name, value, most in (
+            ("prompt tokens", len(request.token_ids), limits.max_prompt_tokens),
+            ("max_new_tokens", request.max_new_tokens, limits.max_new_tokens),
+            ("stop ids", len(request.stop_ids or ()), limits.stop_ids),
+        ):
+            if value > most:
+                raise ValueError(
+                    f"request {request.request_id}: {value} {name}, but the engine was built for "
+                    f"at most {most}"
+                )
+        check_geometry(
+            prompt_tokens=len(request.token_ids),
+            completion_tokens=request.max_new_tokens,
+            cache_tokens=limits.cache_tokens,
+            max_position_embeddings=self._spec.layout.config.max_position_embeddings,
+        )
+        vocabulary = self._spec.layout.published.vocab_size
+        if not all(0 <= token < vocabulary for token in request.token_ids):
             raise ValueError(
-                f"a prompt of {longest} tokens exceeds max_prompt_tokens={self._buckets[-1]}"
+                f"request {request.request_id}: token ids must be from 0 to {vocabulary - 1}, got "
+                f"{min(request.token_ids)} to {max(request.token_ids)}"
             )
-        prompt_PT, length_P = pad_left(
-            [request.token_ids for request in padded], fitting[0], self._spec.pad_id
-        )
-        rows = RowInputs(
-            prompt_id_B=jnp.repeat(jnp.array([r.prompt_id for r in padded]), samples),
-            epoch_B=jnp.repeat(jnp.array([r.epoch for r in padded]), samples),
-            sample_index_B=jnp.tile(jnp.arange(samples), P),
-            filler_B=jnp.arange(P * samples) >= len(requests) * samples,
-        )
-        prompt_PT, length_P, rows = jax.device_put((prompt_PT, length_P, rows), self._by_row)
-        base_key, temperature_ = jax.device_put(
-            (base_key, jnp.float32(temperature)), self.replicated
-        )
+        sets = 1 if self._stops is None else len(self._stops.starts)
+        if not 0 <= request.stop_set < sets:
+            raise ValueError(
+                f"request {request.request_id}: stop_set={request.stop_set}, but the engine has "
+                f"{sets}"
+            )
 
-        prefilled = self._run(account or "prefill", prefill, params, prompt_PT, length_P)
-        decode = self._decode_while if self._loop == "while" else self._decode_python
-        state = decode(account or "decode", params, prefilled, rows, base_key, temperature_)
-        kept = len(requests) * samples
-        tokens, logprobs, length, stopped = jax.device_get(
-            (state.tokens_BN, state.logprobs_BN, state.length_B, state.stopped_B)
+    def _start(self, request: Request) -> int:
+        return 0 if self._stops is None else int(self._stops.starts[request.stop_set])
+
+    def _prefill(self) -> list[jax.Array]:
+        """Starts prefill calls for prompts that wait, as many as leave decoding its share."""
+        inside = sum(lane.inside for lane in self._lanes)
+        idle = 2 * inside < self._spec.lanes * self._spec.slots
+        markers = []
+        for _ in range(PREFILLS_WHEN_IDLE if idle else 1):
+            self._take_waiting()
+            marker = self._prefill_call()
+            if marker is None:
+                break
+            markers.append(marker)
+        return markers
+
+    def _take_waiting(self) -> None:
+        """Gives waiting prompts to the lanes that have the least in stock."""
+        stock = self.programs.geometry.places
+        while self._waiting:
+            open_ = [lane for lane in self._lanes if lane.has_entry and lane.stock < stock]
+            if not open_:
+                return
+            prefix = self._waiting.popleft()
+            self.counts.prompts += 1
+            min(open_, key=lambda lane: lane.stock + lane.handed).take(prefix)
+
+    def _prefill_call(self) -> jax.Array | None:
+        g = self.programs.geometry
+        longest = g.chunks[-1]
+        due = [chunk for lane in self._lanes for chunk in lane.chunks_due(longest)]
+        if not due:
+            return None
+        start, length = due[0]
+        size = min(size for size in g.chunks if size >= length)
+        later = start > 0
+        # Shorter chunks than the size below would be padded to twice their length.
+        below = max((other for other in g.chunks if other < size), default=0)
+
+        def fits(start: int, length: int) -> bool:
+            return below < length <= size and (start > 0) == later
+
+        prompts = g.chunk_prompts(size)
+        pieces = [lane.take_pieces(fits, prompts, longest) for lane in self._lanes]
+        chunks = jax.device_put(pack(pieces, prompts, size, g.prefixes), self.programs.by_lane)
+        sizes = {CHUNK: size, LATER: int(later)}
+        program = self._program("prefill", sizes, lambda: self.programs.prefill(size, later=later))
+        self._pool, marker = program(self._params, self._pool, chunks)
+        self.counts.prefill_calls += 1
+        return marker
+
+    def _dispatch(self, markers: list[jax.Array]) -> bool:
+        """Starts a segment, if a row may be in need of one."""
+        if not any(lane.handed for lane in self._lanes):
+            if markers:
+                with self._clock.phase("prefill"):
+                    jax.block_until_ready(markers)
+            return False
+        steps = self._spec.segment_tokens * (len(self._flights) + 1)
+        width = self._fit_cache(max(lane.needed_width(steps) for lane in self._lanes))
+        more = self._waiting or any(lane.chunks_due(1) for lane in self._lanes)
+        floor = math.ceil(BUSY_SHARE * self._spec.slots) if more else 0
+        tables = [lane.table for lane in self._lanes]
+        table = {name: np.concatenate([each[name] for each in tables]) for name in tables[0]}
+        rows, floor_ = jax.device_put(
+            (_as_rows(table), np.full(len(tables), floor, np.int32)), self.programs.by_lane
         )
-        return Completions(
-            tokens[:kept], logprobs[:kept], length[:kept], stopped[:kept], int(state.count)
+        program = self._program("segment", {WIDTH: width}, lambda: self.programs.segment(width))
+        self._slots, tokens = program(
+            self._params, self._slots, rows, self._pool, self._stop_table, floor_
         )
+        self._flights.append(_Flight(tokens, self.version, markers))
+        self.counts.segments += 1
+        return True
 
-    def _decode_while(self, phase, params, prefilled, rows, base_key, temperature):
-        return self._run(phase, decode_while, params, prefilled, rows, base_key, temperature)
+    def _fit_cache(self, needed: int) -> int:
+        """Widens the cache where rows need it, and narrows it where half of it would do."""
+        now = self._slots.cache[0].key_BKSH.shape[2]
+        fitting = min(width for width in self.programs.geometry.widths if width >= needed)
+        if now < fitting or 2 * fitting <= now:
+            program = self._program(
+                "resize", {"from": now, "to": fitting}, lambda: self.programs.resize(now, fitting)
+            )
+            self._slots = self._slots._replace(cache=program(self._slots.cache))
+            self.counts.resizes += 1
+            return fitting
+        return now
 
-    def _decode_python(self, phase, params, prefilled, rows, base_key, temperature):
-        """One program per token and a look at the device after each: the slow half of an A/B."""
-        state, keys_B, pad_B = self._run(phase, begin, prefilled, rows, base_key, temperature)
-        while unfinished(state, self._spec):
-            state = self._run(phase, advance, params, state, keys_B, pad_B, temperature)
-        return state
+    def _collect(self, account: str | None) -> None:
+        """Waits for the oldest segment and gives its tokens to their rows."""
+        flight = self._flights.popleft()
+        with self._clock.phase(account or "prefill"):
+            jax.block_until_ready(flight.prefilled)
+        with self._clock.phase(account or "decode"):
+            tokens = jax.device_get(flight.tokens)
+        slots = self._spec.slots
+        for index, lane in enumerate(self._lanes):
+            steps = int(tokens.steps[index])
+            mine = np.s_[:steps, index * slots : (index + 1) * slots]
+            arrays = [array[mine] for array in tokens[:-1]]
+            self._finished += lane.collect(*arrays, version=flight.version)
+            self.counts.tokens += int(np.count_nonzero(arrays[0] >= 0))
+        most = int(tokens.steps.max())
+        self.counts.token_steps += most
+        self.counts.slot_steps += most * slots * len(self._lanes)
 
-    def _run(self, phase: str, function: Callable, *arguments):
-        """Calls the program for these shapes, compiling it first where it is new."""
-        shapes = tuple(leaf.shape for leaf in jax.tree.leaves(arguments))
-        program = self._programs.get((function, shapes))
-        if program is None:
-            with self._clock.phase("compile"):
-                program = self.compile(function, *arguments)
-            self._programs[function, shapes] = program
-        with self._clock.phase(phase):
-            return jax.block_until_ready(program(*arguments))
+    def _hear_out(self) -> None:
+        while self._flights:
+            self._collect(None)
 
-    def compile(self, function: Callable, *arguments) -> jax.stages.Compiled:
-        """One of decode.py's functions, for these arguments or shape structs; not run."""
-        # A token step overwrites the cache that it was given; a copy of it would be what the slow
-        # loop is measured by.
-        donated = (1,) if function is advance else ()
-        jitted = jax.jit(partial(function, spec=self._spec), donate_argnums=donated)
-        return jitted.lower(*arguments).compile()
+    def _run_out(self) -> None:
+        """Decodes the rows that are in a slot to their end, and lets no other in."""
+        for lane in self._lanes:
+            lane.close()
+        while any(lane.inside for lane in self._lanes):
+            self._dispatch([])
+            self._hear_out()
 
-    def batch_shapes(self, samples: int) -> BatchShapes:
-        """What a batch of the longest prompts consists of, as shape structs."""
-        P, T = self.batch_prompts(samples), self._buckets[-1]
-        by_row = partial(jax.ShapeDtypeStruct, sharding=self._by_row)
-        # RowInputs carries shapes here.
-        integer_B: Any = by_row((P * samples,), jnp.int32)
-        bool_B: Any = by_row((P * samples,), jnp.bool_)
-        key = jax.eval_shape(jax.random.key, 0)
-        return BatchShapes(
-            prompt_PT=by_row((P, T), jnp.int32),
-            length_P=by_row((P,), jnp.int32),
-            rows=RowInputs(integer_B, integer_B, integer_B, bool_B),
-            base_key=jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=self.replicated),
-            temperature=jax.ShapeDtypeStruct((), jnp.float32, sharding=self.replicated),
-        )
+    def _requeue(self) -> None:
+        """Puts every row that has not ended before the waiting ones, without its KV entries."""
+        rows = [row for lane in self._lanes for row in lane.rows()]
+        for row in rows:
+            start = self._start(row.request)
+            if self._limits.on_swap is not OnSwap.CONTINUE:
+                row.forget(start)
+            elif self._stops is not None:
+                for token in (token for part in row.token_ids for token in part):
+                    start = int(self._stops.next_SV[start, token])
+                row.stop_state = start
+        self._waiting.extendleft(reversed(unite(rows)))
+
+    def _program(self, name: str, sizes: dict[str, int], build) -> jax.stages.Compiled:
+        return self._compiled.get(name, sizes, build)
+
+
+def geometry_of(
+    spec: DecodeSpec, limits: EngineLimits, stops: StopAutomaton | None = None
+) -> Geometry:
+    """The sizes of the engine's arrays.
+
+    Raises:
+        ValueError: if the limits do not fit the cache or the model.
+    """
+    check_geometry(
+        prompt_tokens=limits.max_prompt_tokens,
+        completion_tokens=limits.max_new_tokens,
+        cache_tokens=limits.cache_tokens,
+        max_position_embeddings=spec.layout.config.max_position_embeddings,
+    )
+    goes_on = limits.on_swap is OnSwap.CONTINUE
+    pool_width = max(1, (limits.cache_tokens if goes_on else limits.max_prompt_tokens) - 1)
+    # A kernel that reads no more than each row holds needs no narrower cache.
+    ragged = spec.attention_impl.startswith("pallas")
+    widths = (limits.cache_tokens,) if ragged else doubling(NARROWEST, limits.cache_tokens)
+    return Geometry(
+        places=PLACES_PER_SLOT * spec.slots,
+        prefixes=limits.prefixes or max(1, spec.slots // 2),
+        pool_width=pool_width,
+        widths=widths,
+        chunks=chunk_sizes(min(limits.prefill_tokens, pool_width)),
+        chunk_tokens=limits.prefill_tokens,
+        stop_ids=limits.stop_ids,
+        stop_states=0 if stops is None else len(stops.next_SV),
+    )
+
+
+def _as_rows(table: dict[str, np.ndarray]) -> Rows:
+    sampling = Sampling(**{f"{name}_B": table[f"{name}_R"] for name in _SETTINGS})
+    others = {name: array for name, array in table.items() if name[:-2] not in _SETTINGS}
+    return Rows(**others, sampling=sampling)
+
+
+_SETTINGS = ("temperature", "top_k", "top_p", "min_p")

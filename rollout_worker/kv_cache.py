@@ -1,31 +1,38 @@
-"""Keys and values of the tokens so far: one static buffer per layer, written slot by slot.
+"""Keys and values of the tokens so far: one buffer per layer, a column per position.
 
-Prompts are padded on the left, so that all rows of a batch write their next token into the same
-slot and a row's position is `slot - pad_B`. Padding is hidden by the mask, never by token id.
+Column and position are the same number in every row, so that nothing is ever padded on the left:
+what a row may look at follows from its length alone. Buffers come in widths; a wider one is made
+when a row needs it, and every program attends over the whole buffer that it is given.
 
 Dimension key:
-    B: rows
-    T: prompt slots
-    S: cache slots (prompt and completion)
+    B: rows of a buffer (slots of the cache, or entries of the prefix pool)
+    Q: prompts of a prefill call
+    C: tokens of a prefill chunk
     N: query heads
     K: key/value heads
+    S: columns
     H: head size
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from kernels.decode_attention.ops import decode_attention
 from models.attention import attention
 from models.transformer import Attend
+
+NARROWEST = 256
+"""Columns of the smallest cache: below it, attention is a small part of a token step."""
 
 
 class LayerCache(NamedTuple):
     """Keys and values of one layer."""
 
-    key_BSKH: jax.Array
-    value_BSKH: jax.Array
+    key_BKSH: jax.Array
+    value_BKSH: jax.Array
 
 
 def check_geometry(
@@ -60,49 +67,137 @@ def check_geometry(
         )
 
 
-def prefill_attend(pad_B: jax.Array, T: int, *, operand_dtype: jnp.dtype) -> Attend:
-    """Causal attention over left-padded prompts; each layer's cache comes out [B, T, K, H]."""
-    slot_T = jnp.arange(T)
-    causal_TS = slot_T[None, :] <= slot_T[:, None]
-    visible_BTS = causal_TS[None] & (slot_T[None, None, :] >= pad_B[:, None, None])
-
-    def attend(query, key, value, _):
-        out = attention(query, key, value, visible_BTS, operand_dtype=operand_dtype)
-        return out, LayerCache(key, value)
-
-    return attend
+def doubling(smallest: int, largest: int) -> tuple[int, ...]:
+    """Sizes that double from about `smallest` up to exactly `largest`."""
+    sizes = [largest]
+    while sizes[0] > 1.5 * smallest:
+        sizes.insert(0, max(sizes[0] // 2, smallest))
+    return tuple(sizes)
 
 
-def decode_attend(pad_B: jax.Array, slot: jax.Array, *, operand_dtype: jnp.dtype) -> Attend:
-    """Attention of one new token per row over the cache, into which it is written first.
-
-    Args:
-        pad_B: int32; slots before a row's first prompt token.
-        slot: int32 scalar; where the new token lies in every row.
-    """
-
-    def attend(query_B1NH, key_B1KH, value_B1KH, cache: LayerCache):
-        write = jax.lax.dynamic_update_slice_in_dim
-        cache = LayerCache(
-            write(cache.key_BSKH, key_B1KH.astype(cache.key_BSKH.dtype), slot, axis=1),
-            write(cache.value_BSKH, value_B1KH.astype(cache.value_BSKH.dtype), slot, axis=1),
-        )
-        slot_S = jnp.arange(cache.key_BSKH.shape[1])
-        visible_B1S = (slot_S >= pad_B[:, None, None]) & (slot_S <= slot)
-        out = attention(
-            query_B1NH, cache.key_BSKH, cache.value_BSKH, visible_B1S, operand_dtype=operand_dtype
-        )
-        return out, cache
-
-    return attend
+def allocate(layers: int, shape: tuple[int, int, int, int], dtype: jnp.dtype) -> list[LayerCache]:
+    """Zeros [B, K, S, H] for every layer: finite, whatever an earlier policy left."""
+    return [LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(layers)]
 
 
-def grow_and_fork(cache: list[LayerCache], S: int, copies: int) -> list[LayerCache]:
-    """Gives every prompt `copies` rows (adjacent) and room for S slots."""
+def resize(cache: list[LayerCache], *, width: int) -> list[LayerCache]:
+    """The same columns in buffers of another width; what does not fit is cut off."""
 
-    def one(leaf_PTKH):
-        room = S - leaf_PTKH.shape[1]
-        grown = jnp.pad(leaf_PTKH, ((0, 0), (0, room), (0, 0), (0, 0)))
-        return jnp.repeat(grown, copies, axis=0)
+    def one(leaf_BKSH):
+        missing = width - leaf_BKSH.shape[2]
+        if missing <= 0:
+            return leaf_BKSH[:, :, :width]
+        return jnp.pad(leaf_BKSH, ((0, 0), (0, 0), (0, missing), (0, 0)))
 
     return jax.tree.map(one, cache)
+
+
+def fork(
+    pool: list[LayerCache], cache: list[LayerCache], take_B: jax.Array, prefix_B: jax.Array
+) -> list[LayerCache]:
+    """Copies the prefixes of the pool into the slots that take one, in place.
+
+    A loop over the slots that take, most often none or one: a select would rewrite the cache.
+
+    Args:
+        take_B: bool, by slot.
+        prefix_B: int32; the pool's entry for each slot that takes.
+    """
+    columns = min(pool[0].key_BKSH.shape[2], cache[0].key_BKSH.shape[2])
+
+    def copy(left_and_cache):
+        left_B, cache = left_and_cache
+        slot = jnp.argmax(left_B)
+        entry = prefix_B[slot]
+
+        def one(cache_BKSH, pool_BKSH):
+            size = (1, pool_BKSH.shape[1], columns, pool_BKSH.shape[3])
+            prefix = jax.lax.dynamic_slice(pool_BKSH, (entry, 0, 0, 0), size)
+            return jax.lax.dynamic_update_slice(cache_BKSH, prefix, (slot, 0, 0, 0))
+
+        return left_B.at[slot].set(False), jax.tree.map(one, cache, pool)
+
+    return jax.lax.while_loop(lambda carry: jnp.any(carry[0]), copy, (take_B, cache))[1]
+
+
+def first_attend(entry_Q: jax.Array, *, operand_dtype: jnp.dtype) -> Attend:
+    """Causal attention of the first chunk of every prompt, kept in the prefix pool.
+
+    Args:
+        entry_Q: int32; where each prompt lies in the pool. An entry past the pool's end writes
+            nothing: it fills up the call.
+    """
+
+    def attend(query_QCNH, key_QCKH, value_QCKH, layer: LayerCache):
+        C = query_QCNH.shape[1]
+        causal_CC = jnp.tril(jnp.ones((C, C), bool))
+        out = attention(
+            query_QCNH, key_QCKH, value_QCKH, causal_CC[None], operand_dtype=operand_dtype
+        )
+
+        def keep(pool_BKSH, new_QCKH):
+            columns = min(C, pool_BKSH.shape[2])
+            new_QKSH = new_QCKH.swapaxes(1, 2)[:, :, :columns].astype(pool_BKSH.dtype)
+            return pool_BKSH.at[entry_Q, :, :columns].set(new_QKSH, mode="drop")
+
+        return out, LayerCache(keep(layer.key_BKSH, key_QCKH), keep(layer.value_BKSH, value_QCKH))
+
+    return attend
+
+
+def next_attend(entry_Q: jax.Array, start_Q: jax.Array, *, operand_dtype: jnp.dtype) -> Attend:
+    """Attention of a later chunk over what the pool holds of its prompt, and over itself.
+
+    Args:
+        entry_Q: as in `first_attend`.
+        start_Q: int32; position of each chunk's first token.
+    """
+
+    def attend(query_QCNH, key_QCKH, value_QCKH, layer: LayerCache):
+        C, S = query_QCNH.shape[1], layer.key_BKSH.shape[2]
+        column_S = jnp.arange(S)
+        place_QC = start_Q[:, None] + jnp.arange(C)
+        visible_QCS = column_S <= place_QC[..., None]
+
+        def written(pool_BKSH, new_QCKH):
+            def one(row_KSH, new_KCH, start):
+                # Room for the padding of a last chunk: an update that does not fit is moved back.
+                room = jnp.pad(row_KSH, ((0, 0), (0, C), (0, 0)))
+                return jax.lax.dynamic_update_slice(room, new_KCH, (0, start, 0))[:, :S]
+
+            rows = pool_BKSH.at[entry_Q].get(mode="clip")
+            return jax.vmap(one)(rows, new_QCKH.swapaxes(1, 2).astype(rows.dtype), start_Q)
+
+        key_QKSH = written(layer.key_BKSH, key_QCKH)
+        value_QKSH = written(layer.value_BKSH, value_QCKH)
+        out = attention(
+            query_QCNH,
+            key_QKSH.swapaxes(1, 2),
+            value_QKSH.swapaxes(1, 2),
+            visible_QCS,
+            operand_dtype=operand_dtype,
+        )
+        return out, LayerCache(
+            layer.key_BKSH.at[entry_Q].set(key_QKSH, mode="drop"),
+            layer.value_BKSH.at[entry_Q].set(value_QKSH, mode="drop"),
+        )
+
+    return attend
+
+
+def decode_attend(position_B: jax.Array, **how) -> Attend:
+    """Attention of one new token per row over its cache, into which it is written first.
+
+    Args:
+        position_B: int32; where the new token of each row stands.
+        how: implementation, operand dtype and mesh, as `decode_attention` takes them.
+    """
+    op = partial(decode_attention, **how)
+
+    def attend(query_B1NH, key_B1KH, value_B1KH, layer: LayerCache):
+        out_BNH, key_BKSH, value_BKSH = op(
+            query_B1NH[:, 0], key_B1KH[:, 0], value_B1KH[:, 0], *layer, position_B
+        )
+        return out_BNH[:, None], LayerCache(key_BKSH, value_BKSH)
+
+    return attend
