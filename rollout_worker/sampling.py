@@ -96,25 +96,25 @@ def draw(
     id_CW = jnp.arange(C * W, dtype=jnp.int32).reshape(C, W)
     scaled_BCW = _scaled(logits_BCW, id_CW, sampling, valid_vocab)
     peak_BC = scaled_BCW.max(axis=2)
-    top_B = peak_BC.max(axis=1)
+    # Without the barrier XLA takes the maximum of the maxima from the logits, in a pass of its own.
+    top_B = jax.lax.optimization_barrier(peak_BC).max(axis=1)
     floor_B = _floor(logits_BCW, id_CW, top_B, sampling, valid_vocab)
     mass_BC = _weights(scaled_BCW, top_B, floor_B).sum(axis=2)
 
-    uniform_B2 = jnp.where(greedy_B[:, None], 0.0, _uniforms(key_data_B, count_B))
+    uniform_B2 = _uniforms(key_data_B, count_B)
     is_top_BC = peak_BC == top_B[:, None]
-    block_B = _pick(jnp.where(greedy_B[:, None], is_top_BC, mass_BC), uniform_B2[:, 0])
+    block_B, total_B = _pick(mass_BC, uniform_B2[:, 0], greedy_B, is_top_BC)
 
     block_BW = jnp.take_along_axis(logits_BCW, block_B[:, None, None], axis=1)[:, 0]
     id_BW = block_B[:, None] * W + jnp.arange(W, dtype=jnp.int32)
     scaled_BW = _scaled(block_BW, id_BW, sampling, valid_vocab)
     weight_BW = _weights(scaled_BW, top_B, floor_B)
-    is_top_BW = scaled_BW == top_B[:, None]
-    place_B = _pick(jnp.where(greedy_B[:, None], is_top_BW, weight_BW), uniform_B2[:, 1])
+    place_B, _ = _pick(weight_BW, uniform_B2[:, 1], greedy_B, scaled_BW == top_B[:, None])
 
     token_B = block_B * W + place_B
     chosen_B = jnp.take_along_axis(scaled_BW, place_B[:, None], axis=1)[:, 0]
     # `weighted` only enters the entropy, which nobody reads here.
-    whole = Statistics(top_B, _total(mass_BC), jnp.zeros_like(top_B), chosen_B)
+    whole = Statistics(top_B, total_B, jnp.zeros_like(top_B), chosen_B)
     return token_B, finish(whole, token_B, Support(1.0, valid_vocab)).logprob
 
 
@@ -156,25 +156,27 @@ def _uniforms(key_data_B: jax.Array, count_B: jax.Array) -> jax.Array:
     return jax.vmap(uniforms)(key_data_B, count_B)
 
 
-def _pick(weight_BX: jax.Array, uniform_B: jax.Array) -> jax.Array:
-    """int32 [B]: an index with probability weight / total, the first with weight at uniform 0.
+def _pick(
+    weight_BX: jax.Array, uniform_B: jax.Array, greedy_B: jax.Array, is_top_BX: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """An index of each row with probability weight / total, or its first top; and the total.
 
-    Rounding never leads to an index without weight; without any weight it is 0.
+    Rounding never leads to an index without weight; where there is no weight the index is 0.
     """
-    weight_BX = weight_BX.astype(jnp.float32)
     index_X = jnp.arange(weight_BX.shape[1], dtype=jnp.int32)
-    running_BX = jnp.cumsum(weight_BX, axis=1)
-    target_B1 = (uniform_B * running_BX[:, -1])[:, None]
+    running_BX, total_B = _running(weight_BX)
     has_weight_BX = weight_BX > 0
-    reached_BX = has_weight_BX & (running_BX > target_B1)
+    reached_BX = has_weight_BX & (running_BX > (uniform_B * total_B)[:, None])
+    reached_BX = jnp.where(greedy_B[:, None], is_top_BX, reached_BX)
     first_B = jnp.where(reached_BX, index_X, len(index_X)).min(axis=1)
     last_B = jnp.where(has_weight_BX, index_X, 0).max(axis=1)
-    return jnp.minimum(first_B, last_B)
+    return jnp.minimum(first_B, last_B), total_B
 
 
-def _total(mass_BC: jax.Array) -> jax.Array:
-    """Sum over the blocks in the order of `_pick`, whether or not they lie on one device."""
-    return jnp.cumsum(mass_BC, axis=1)[:, -1]
+def _running(weight_BX: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Running sums and the total: in one order, whether or not X lies on one device."""
+    running_BX = jnp.cumsum(weight_BX, axis=1)
+    return running_BX, running_BX[:, -1]
 
 
 def _floor(
@@ -191,6 +193,9 @@ def _floor(
     # Branches take the logits themselves, which exist anyway, and not the scaled ones.
     scaled = lambda logits_BCW: _scaled(logits_BCW, id_CW, sampling, valid_vocab)
 
+    no_floor_B = jnp.full_like(top_B, -jnp.inf)
+    keep = lambda logits_BCW, floor_B: floor_B
+
     def top_k_floor(logits_BCW, floor_B):
         return jnp.where(some_k_B, _top_k_floor(scaled(logits_BCW), sampling.top_k_B), floor_B)
 
@@ -198,10 +203,13 @@ def _floor(
         found_B = _top_p_floor(scaled(logits_BCW), top_B, floor_B, sampling.top_p_B)
         return jnp.where(some_p_B, found_B, floor_B)
 
-    keep = lambda logits_BCW, floor_B: floor_B
-    floor_B = jnp.full_like(top_B, -jnp.inf)
-    floor_B = jax.lax.cond(some_k_B.any(), top_k_floor, keep, logits_BCW, floor_B)
-    floor_B = jax.lax.cond(some_p_B.any(), top_p_floor, keep, logits_BCW, floor_B)
+    def truncation_floor(logits_BCW):
+        floor_B = jax.lax.cond(some_k_B.any(), top_k_floor, keep, logits_BCW, no_floor_B)
+        return jax.lax.cond(some_p_B.any(), top_p_floor, keep, logits_BCW, floor_B)
+
+    # One question where no row asks for either: on a GPU each one stops the device.
+    some = (some_k_B | some_p_B).any()
+    floor_B = jax.lax.cond(some, truncation_floor, lambda _: no_floor_B, logits_BCW)
     min_p_floor_B = jnp.where(drawn_B, top_B + jnp.log(sampling.min_p_B), -jnp.inf)
     return jnp.maximum(floor_B, min_p_floor_B)
 
@@ -219,7 +227,11 @@ def _top_p_floor(
     scaled_BCW: jax.Array, top_B: jax.Array, floor_B: jax.Array, top_p_B: jax.Array
 ) -> jax.Array:
     """The least likely of the fewest that hold a share of top_p of what the floor keeps."""
-    kept = lambda floor_B: _total(_weights(scaled_BCW, top_B, floor_B).sum(axis=2))
+
+    def kept(floor_B):
+        _, total_B = _running(_weights(scaled_BCW, top_B, floor_B).sum(axis=2))
+        return total_B
+
     wanted_B = top_p_B * kept(floor_B)
     found_B = _largest(lambda at_B: kept(jnp.maximum(at_B, floor_B)) >= wanted_B, top_B.shape[0])
     return jnp.maximum(jnp.minimum(found_B, top_B), floor_B)
