@@ -187,7 +187,7 @@ class DecodePrograms:
         if not self.geometry.stop_states:
             return None
         shape = (self.geometry.stop_states, self.spec.layout.config.vocab_size)
-        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.replicated)
+        return jax.ShapeDtypeStruct(shape, jnp.int16, sharding=self.replicated)
 
     def cache_bytes(self, width: int) -> int:
         """Of the slots' cache of one device, of this width."""

@@ -35,6 +35,10 @@ PREFILLS_WHEN_IDLE = 4
 """Prefill calls of a turn while half of the slots or more are idle; otherwise one."""
 
 
+KERNEL_TILE = 128
+"""The cache of a kernel has a multiple of so many columns: what it reads at once."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineLimits:
     """What an engine is built for."""
@@ -106,8 +110,8 @@ class Engine:
         """
         if loop == "python":
             spec = dataclasses.replace(spec, segment_tokens=1)
-        self._spec = spec
-        self._limits = limits
+        self.spec = spec
+        self.limits = limits
         self._depth = 1 if loop == "while" else 0
         self._stop_ids = tuple(stop_ids)
         self._clock = clock
@@ -122,7 +126,7 @@ class Engine:
         )
         self._stop_table = None
         if stops is not None:
-            table = np.zeros(self.programs.stop_struct().shape, np.int32)
+            table = np.zeros(self.programs.stop_struct().shape, np.int16)
             table[:, : stops.next_SV.shape[1]] = stops.next_SV
             self._stop_table = jax.device_put(table, self.programs.replicated)
         self._params: Params | None = None
@@ -157,7 +161,7 @@ class Engine:
         """
         if self._lanes:
             self._hear_out()
-            if self._limits.on_swap is OnSwap.FINISH:
+            if self.limits.on_swap is OnSwap.FINISH:
                 self._run_out()
             self._requeue()
         # Freed before the new ones are made.
@@ -166,7 +170,7 @@ class Engine:
         g = self.programs.geometry
         self._lanes = [
             Lane(places=g.places, prefixes=g.prefixes, stop_ids=g.stop_ids)
-            for _ in range(self._spec.lanes)
+            for _ in range(self.spec.lanes)
         ]
         self._params = params
         self.version = version
@@ -177,8 +181,12 @@ class Engine:
         Raises:
             ValueError: if one does not fit what the engine was built for. None is taken then.
         """
+        names = self._names()
         for request in requests:
             self._check(request)
+            if request.request_id in names:
+                raise ValueError(f"request {request.request_id} is already there: ids must differ")
+            names.add(request.request_id)
         for request in requests:
             if request.stop_ids is None:
                 request = dataclasses.replace(request, stop_ids=self._stop_ids)
@@ -223,7 +231,9 @@ class Engine:
         self._finished += [row.finished(FinishReason.ABORTED) for row in gone]
 
     def _check(self, request: Request) -> None:
-        limits = self._limits
+        limits = self.limits
+        if not request.samples:
+            raise ValueError(f"request {request.request_id}: no completion is asked of it")
         for name, value, most in (
             ("prompt tokens", len(request.token_ids), limits.max_prompt_tokens),
             ("max_new_tokens", request.max_new_tokens, limits.max_new_tokens),
@@ -238,13 +248,14 @@ class Engine:
             prompt_tokens=len(request.token_ids),
             completion_tokens=request.max_new_tokens,
             cache_tokens=limits.cache_tokens,
-            max_position_embeddings=self._spec.layout.config.max_position_embeddings,
+            max_position_embeddings=self.spec.layout.config.max_position_embeddings,
         )
-        vocabulary = self._spec.layout.published.vocab_size
-        if not all(0 <= token < vocabulary for token in request.token_ids):
+        vocabulary = self.spec.layout.published.vocab_size
+        low, high = request.token_ids.min(), request.token_ids.max()
+        if low < 0 or high >= vocabulary:
             raise ValueError(
                 f"request {request.request_id}: token ids must be from 0 to {vocabulary - 1}, got "
-                f"{min(request.token_ids)} to {max(request.token_ids)}"
+                f"{low} to {high}"
             )
         sets = 1 if self._stops is None else len(self._stops.starts)
         if not 0 <= request.stop_set < sets:
@@ -253,13 +264,19 @@ class Engine:
                 f"{sets}"
             )
 
+    def _names(self) -> set[str]:
+        """Of the requests that have a row which has not ended."""
+        waiting = (row for prefix in self._waiting for row in prefix.rows)
+        inside = (row for lane in self._lanes for row in lane.rows())
+        return {row.request.request_id for rows in (waiting, inside) for row in rows}
+
     def _start(self, request: Request) -> int:
         return 0 if self._stops is None else int(self._stops.starts[request.stop_set])
 
     def _prefill(self) -> list[jax.Array]:
         """Starts prefill calls for prompts that wait, as many as leave decoding its share."""
         inside = sum(lane.inside for lane in self._lanes)
-        idle = 2 * inside < self._spec.lanes * self._spec.slots
+        idle = 2 * inside < self.spec.lanes * self.spec.slots
         markers = []
         for _ in range(PREFILLS_WHEN_IDLE if idle else 1):
             self._take_waiting()
@@ -311,10 +328,10 @@ class Engine:
                 with self._clock.phase("prefill"):
                     jax.block_until_ready(markers)
             return False
-        steps = self._spec.segment_tokens * (len(self._flights) + 1)
+        steps = self.spec.segment_tokens * (len(self._flights) + 1)
         width = self._fit_cache(max(lane.needed_width(steps) for lane in self._lanes))
         more = self._waiting or any(lane.chunks_due(1) for lane in self._lanes)
-        floor = math.ceil(BUSY_SHARE * self._spec.slots) if more else 0
+        floor = math.ceil(BUSY_SHARE * self.spec.slots) if more else 0
         tables = [lane.table for lane in self._lanes]
         table = {name: np.concatenate([each[name] for each in tables]) for name in tables[0]}
         rows, floor_ = jax.device_put(
@@ -348,7 +365,7 @@ class Engine:
             jax.block_until_ready(flight.prefilled)
         with self._clock.phase(account or "decode"):
             tokens = jax.device_get(flight.tokens)
-        slots = self._spec.slots
+        slots = self.spec.slots
         for index, lane in enumerate(self._lanes):
             steps = int(tokens.steps[index])
             mine = np.s_[:steps, index * slots : (index + 1) * slots]
@@ -376,7 +393,7 @@ class Engine:
         rows = [row for lane in self._lanes for row in lane.rows()]
         for row in rows:
             start = self._start(row.request)
-            if self._limits.on_swap is not OnSwap.CONTINUE:
+            if self.limits.on_swap is not OnSwap.CONTINUE:
                 row.forget(start)
             elif self._stops is not None:
                 for token in (token for part in row.token_ids for token in part):
@@ -404,9 +421,11 @@ def geometry_of(
     )
     goes_on = limits.on_swap is OnSwap.CONTINUE
     pool_width = max(1, (limits.cache_tokens if goes_on else limits.max_prompt_tokens) - 1)
-    # A kernel that reads no more than each row holds needs no narrower cache.
-    ragged = spec.attention_impl.startswith("pallas")
-    widths = (limits.cache_tokens,) if ragged else doubling(NARROWEST, limits.cache_tokens)
+    if spec.attention_impl.startswith("pallas"):
+        # The kernel reads no more than each row holds: it needs no narrower cache.
+        widths = (-(-limits.cache_tokens // KERNEL_TILE) * KERNEL_TILE,)
+    else:
+        widths = doubling(NARROWEST, limits.cache_tokens)
     return Geometry(
         places=PLACES_PER_SLOT * spec.slots,
         prefixes=limits.prefixes or max(1, spec.slots // 2),
