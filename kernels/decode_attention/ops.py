@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from kernels import choose
-from kernels.decode_attention import reference, xla
+from kernels.decode_attention import pallas_tpu, reference, xla
 from kernels.decode_attention.reference import Attended
 
 __all__ = ["Attended", "decode_attention"]
@@ -66,7 +66,7 @@ def decode_attention(
         run,
         mesh=mesh,
         in_specs=(heads, heads, heads, heads, heads, P(rows_axis)),
-        out_specs=Attended(heads, heads, heads),
+        out_specs=heads,
         axis_names=named if mesh is None else set(mesh.axis_names),
         check_vma=False,  # a Pallas call says nothing of what varies over which axis
     )(*arrays)
@@ -77,6 +77,10 @@ def _implementation(impl: str):
         return reference.decode_attention
     if impl == choose.XLA:
         return xla.decode_attention
+    if impl == choose.PALLAS_TPU:
+        return pallas_tpu.decode_attention
+    if impl == choose.PALLAS_INTERPRET:
+        return functools.partial(pallas_tpu.decode_attention, interpret=True)
     raise ValueError(f"impl must be one of {choose.IMPLEMENTATIONS}, got {impl!r}")
 
 

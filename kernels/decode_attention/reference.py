@@ -9,6 +9,7 @@ Dimension key:
     H: head size
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -58,7 +59,8 @@ def decode_attention(
     key_BKSH = write(key_BKSH, new_key_BKH)
     value_BKSH = write(value_BKSH, new_value_BKH)
     query_BKGH = rounded(query_BNH).reshape(B, K, N // K, H)
-    score_BKGS = jnp.einsum("bkgh,bksh->bkgs", query_BKGH, rounded(key_BKSH)) * H**-0.5
+    product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+    score_BKGS = product("bkgh,bksh->bkgs", query_BKGH, rounded(key_BKSH)) * H**-0.5
     weight_BKGS = jax.nn.softmax(score_BKGS, axis=-1, where=seen_BS[:, None, None])
-    out_BKGH = jnp.einsum("bkgs,bksh->bkgh", rounded(weight_BKGS), rounded(value_BKSH))
+    out_BKGH = product("bkgs,bksh->bkgh", rounded(weight_BKGS), rounded(value_BKSH))
     return Attended(out_BKGH.reshape(B, N, H).astype(query_BNH.dtype), key_BKSH, value_BKSH)

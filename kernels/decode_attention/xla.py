@@ -18,6 +18,11 @@ HIDDEN_SCORE = -1e30
 """Finite: a difference of two is no NaN."""
 
 
+def precision_of(operand_dtype: jax.typing.DTypeLike) -> jax.lax.Precision | None:
+    """That of a product of such operands: float32 is not to be cut to bfloat16 or tf32."""
+    return jax.lax.Precision.HIGHEST if jnp.dtype(operand_dtype) == jnp.float32 else None
+
+
 def decode_attention(
     query_BNH: jax.Array,
     new_key_BKH: jax.Array,
@@ -37,6 +42,7 @@ def decode_attention(
         "bkgh,bksh->bkgs",
         query_BNH.reshape(B, K, N // K, H).astype(operand_dtype),
         key_BKSH.astype(operand_dtype),
+        precision=precision_of(operand_dtype),
         preferred_element_type=jnp.float32,
     )
     seen_BS = jnp.arange(S) <= position_B[:, None]
@@ -46,6 +52,7 @@ def decode_attention(
         "bkgs,bksh->bkgh",
         weight_BKGS.astype(operand_dtype),
         value_BKSH.astype(operand_dtype),
+        precision=precision_of(operand_dtype),
         preferred_element_type=jnp.float32,
     )
     out_BKGH = out_BKGH / weight_BKGS.sum(axis=-1)[..., None]
