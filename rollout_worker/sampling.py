@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from kernels.token_logprob.ops import token_logprob
 from kernels.token_logprob.statistics import Statistics, Support, finish
@@ -95,11 +97,11 @@ def draw(
     _, C, W = logits_BCW.shape
     id_CW = jnp.arange(C * W, dtype=jnp.int32).reshape(C, W)
     scaled_BCW = _scaled(logits_BCW, id_CW, sampling, valid_vocab)
-    peak_BC = scaled_BCW.max(axis=2)
     # Without the barrier XLA takes the maximum of the maxima from the logits, in a pass of its own.
-    top_B = jax.lax.optimization_barrier(peak_BC).max(axis=1)
+    peak_BC = jax.lax.optimization_barrier(_together(scaled_BCW.max(axis=2)))
+    top_B = peak_BC.max(axis=1)
     floor_B = _floor(logits_BCW, id_CW, top_B, sampling, valid_vocab)
-    mass_BC = _weights(scaled_BCW, top_B, floor_B).sum(axis=2)
+    mass_BC = _together(_weights(scaled_BCW, top_B, floor_B).sum(axis=2))
 
     uniform_B2 = _uniforms(key_data_B, count_B)
     is_top_BC = peak_BC == top_B[:, None]
@@ -134,8 +136,10 @@ def _along(row_B: jax.Array, like: jax.Array) -> jax.Array:
 
 def _scaled(logits: jax.Array, ids: jax.Array, sampling: Sampling, valid_vocab: int) -> jax.Array:
     """Logits [B, ..] over the temperature; -inf at ids that are no tokens."""
-    temperature_B = jnp.where(sampling.temperature_B == 0, 1.0, sampling.temperature_B)
-    scaled = logits.astype(jnp.float32) / _along(temperature_B, logits)
+    # Written as the product that XLA makes of the quotient here and there: what is compared with
+    # a floor or a top must be what that was found among.
+    factor_B = 1.0 / jnp.where(sampling.temperature_B == 0, 1.0, sampling.temperature_B)
+    scaled = logits.astype(jnp.float32) * _along(factor_B, logits)
     return jnp.where(ids < valid_vocab, scaled, -jnp.inf)
 
 
@@ -173,9 +177,26 @@ def _pick(
     return jnp.minimum(first_B, last_B), total_B
 
 
+def _together(of_block_BC: jax.Array) -> jax.Array:
+    """The same numbers, all of them on every device of a mesh whose axes are left to the compiler.
+
+    One small exchange, where each step of `_running` would need one of its own.
+    """
+    if AxisType.Auto not in jax.sharding.get_abstract_mesh().axis_types:
+        return of_block_BC
+    return jax.lax.with_sharding_constraint(of_block_BC, P(P.UNCONSTRAINED, None))
+
+
 def _running(weight_BX: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Running sums and the total: in one order, whether or not X lies on one device."""
-    running_BX = jnp.cumsum(weight_BX, axis=1)
+    """Running sums and the total.
+
+    Each addition is written out, so that its bits do not depend on where X lies: the compiler
+    orders the sums of a cumsum as it likes.
+    """
+    running_BX, span = weight_BX, 1
+    while span < weight_BX.shape[1]:
+        running_BX += jnp.pad(running_BX[:, :-span], ((0, 0), (span, 0)))
+        span *= 2
     return running_BX, running_BX[:, -1]
 
 
@@ -220,7 +241,7 @@ def _top_k_floor(scaled_BCW: jax.Array, top_k_B: jax.Array) -> jax.Array:
     def enough(floor_B):
         return (scaled_BCW >= floor_B[:, None, None]).sum(axis=(1, 2)) >= top_k_B
 
-    return _largest(enough, top_k_B.shape[0])
+    return _largest(enough, top_k_B)
 
 
 def _top_p_floor(
@@ -229,22 +250,23 @@ def _top_p_floor(
     """The least likely of the fewest that hold a share of top_p of what the floor keeps."""
 
     def kept(floor_B):
-        _, total_B = _running(_weights(scaled_BCW, top_B, floor_B).sum(axis=2))
+        _, total_B = _running(_together(_weights(scaled_BCW, top_B, floor_B).sum(axis=2)))
         return total_B
 
     wanted_B = top_p_B * kept(floor_B)
-    found_B = _largest(lambda at_B: kept(jnp.maximum(at_B, floor_B)) >= wanted_B, top_B.shape[0])
+    found_B = _largest(lambda at_B: kept(jnp.maximum(at_B, floor_B)) >= wanted_B, top_B)
     return jnp.maximum(jnp.minimum(found_B, top_B), floor_B)
 
 
-def _largest(holds, B: int) -> jax.Array:
+def _largest(holds, like_B: jax.Array) -> jax.Array:
     """Largest float32 [B] at which `holds` is true, bit by bit; -inf where it never is.
 
     The search runs over the bits of float32 in an order that is also that of the numbers, so what
     it finds is exact: a number at which `holds` turns, which is one of those compared with.
 
     Args:
-        holds: of float32 [B], bool [B]; false at NaN, and if true somewhere, true below.
+        holds: of float32 [B], bool [B]; if true somewhere, true below.
+        like_B: any 32-bit array of the rows.
     """
 
     def number(order_B):
@@ -256,7 +278,9 @@ def _largest(holds, B: int) -> jax.Array:
         higher_B = order_B | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
         return jnp.where(holds(number(higher_B)), higher_B, order_B)
 
-    found_B = number(jax.lax.fori_loop(0, 32, try_bit, jnp.zeros((B,), jnp.uint32)))
+    # Zeros that vary over the mesh axes that the rows do, as what the loop makes of them will.
+    none_B = jax.lax.bitcast_convert_type(like_B, jnp.uint32) & 0
+    found_B = number(jax.lax.fori_loop(0, 32, try_bit, none_B))
     return jnp.where(jnp.isnan(found_B), -jnp.inf, found_B)
 
 
