@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import importlib.util
 import json
-import math
 import os
 import pathlib
 import sys
@@ -38,11 +37,8 @@ from kernels.report_file import check_report_file
 from learner.programs import make_programs
 from models.config import ModelConfig, RopeConfig
 from models.hf_config import from_hf
-from models.transformer import abstract_params, unstack_layers
-from rollout_worker.decode import DecodeSpec, decode_while, prefill
-from rollout_worker.engine import Engine
-from rollout_worker.worker import dtype_of
-from services.phase_clock import PhaseClock
+from models.transformer import abstract_params
+from rollout_worker.setup import EngineSetup, device_bytes
 
 REFERENCE_RUN = "deploy/runs/gsm8k_qwen25_3b_v6e8.yaml"
 QWEN25_3B = ModelConfig(
@@ -119,16 +115,16 @@ def learner_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Itera
     state = programs.abstract_state
     reference = None
     if config.algorithm.kl_coef > 0:
-        dtype = dtype_of(config.learner.compute_dtype)
+        dtype = jax.numpy.dtype(config.learner.compute_dtype)
         reference = jax.tree.map(lambda leaf: _struct(leaf, dtype=dtype), state.params)
-    moments_bytes, reference_bytes = chip_bytes(state.opt_state), chip_bytes(reference)
+    moments_bytes, reference_bytes = device_bytes(state.opt_state), device_bytes(reference)
     compile_ = functools.partial(compile_program, "learner")
 
     program, empty = compile_(
         "empty",
         lambda: programs.empty.lower(state.params).compile(),
         beside="state and reference policy",
-        beside_bytes=chip_bytes(state) + reference_bytes,
+        beside_bytes=device_bytes(state) + reference_bytes,
     )
     yield program
     if empty is None:
@@ -151,50 +147,44 @@ def learner_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Itera
 
 
 def worker_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Iterator[Program]:
-    """`prefill` and `decode` of one batch of the longest prompts, in training and evaluation.
+    """The decode engine's programs at their largest: the longest prefill chunks, a segment over
+    the widest cache, and the widening to it.
 
-    Each is judged with a second policy beside it, as if a version could arrive at any time.
+    Each is judged with a second policy beside it, as if a version could arrive at any time; only
+    `empty` runs when the older one is gone.
     """
-    rollout, evaluation = config.rollout, config.eval
-    engine = Engine(
-        DecodeSpec(
-            config=model,
-            max_new_tokens=rollout.max_completion_tokens,
-            stop_ids=(0,),
-            pad_id=0,
-            valid_vocab=_valid_vocab(model),
-            compute_dtype=dtype_of(rollout.decode.compute_dtype),
-            attention_dtype=dtype_of(rollout.decode.attention),
-        ),
-        batch_rows=rollout.decode.batch_rows,
-        max_prompt_tokens=rollout.max_prompt_tokens,
-        loop=rollout.decode.loop,
-        devices=topology_devices(plan.devices.worker),
-        clock=PhaseClock(),
+    setup = EngineSetup(
+        rollout=config.rollout,
+        model=model,
+        platform=config.placement.platform,
+        weights_dtype=config.weights.dtype,
     )
-    policy_dtype = dtype_of(config.weights.dtype)
-    params = jax.tree.map(
-        lambda leaf: _struct(leaf, dtype=policy_dtype, sharding=engine.replicated),
-        jax.eval_shape(unstack_layers, abstract_params(model)),
-    )
-    compile_ = functools.partial(
-        compile_program, "worker", beside="a second policy", beside_bytes=chip_bytes(params)
-    )
-    samples = {"": rollout.completions_per_prompt}
-    if evaluation.every_steps or evaluation.at_start or evaluation.at_end:
-        samples["eval "] = evaluation.samples_per_prompt
-    for use, completions in samples.items():
-        batch = engine.batch_shapes(completions)
-        program, prefilled = compile_(
-            f"{use}prefill",
-            functools.partial(engine.compile, prefill, params, batch.prompt_PT, batch.length_P),
-        )
-        yield program
-        if prefilled is None:
-            return
+    mesh = setup.mesh(topology_devices(plan.devices.worker))
+    programs = setup.programs(mesh, valid_vocab=_valid_vocab(model))
+    sizes = programs.geometry
+    policy_bytes = device_bytes(programs.params_struct())
+    slot_bytes = device_bytes(programs.slots_struct(sizes.widths[-1]))
+    compile_ = functools.partial(compile_program, "worker")
+    yield compile_("empty", programs.empty, beside="a policy", beside_bytes=policy_bytes)[0]
+    for later in (False, True)[: 1 + sizes.has_later_chunks]:
         yield compile_(
-            f"{use}decode",
-            functools.partial(engine.compile, decode_while, params, outputs(prefilled), *batch[2:]),
+            "prefill, later" if later else "prefill",
+            functools.partial(programs.prefill, sizes.chunks[-1], later=later),
+            beside="slots and a second policy",
+            beside_bytes=slot_bytes + policy_bytes,
+        )[0]
+    yield compile_(
+        "segment",
+        functools.partial(programs.segment, sizes.widths[-1]),
+        beside="a second policy",
+        beside_bytes=policy_bytes,
+    )[0]
+    if len(sizes.widths) > 1:
+        yield compile_(
+            "resize",
+            functools.partial(programs.resize, *sizes.widths[-2:]),
+            beside="prefilled prompts and two policies",
+            beside_bytes=device_bytes(programs.pool_struct()) + 2 * policy_bytes,
         )[0]
 
 
@@ -240,14 +230,6 @@ def outputs(compiled: jax.stages.Compiled):
         lambda out, sharding: _struct(out, sharding=sharding),
         compiled.out_info,
         compiled.output_shardings,
-    )
-
-
-def chip_bytes(tree) -> int:
-    """Bytes that shape structs with shardings take on each device; None takes none."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
     )
 
 

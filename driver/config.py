@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from learner.config import AlgorithmConfig, LearnerConfig, Section
 from rollout_worker.config import DataConfig, RewardConfig, RolloutConfig
+from rollout_worker.requests import SamplingSettings
 
 WEEK_S = 604_800.0
 """Longest wait of a run: past it a deadline is as good as none."""
@@ -74,7 +75,20 @@ class EvalConfig(Section):
     samples_per_prompt: int = Field(default=1, ge=1, le=65_536)
     temperature: float = Field(default=0.0, ge=0, le=100)
     """0 is greedy."""
+    top_k: int = Field(default=0, ge=0, lt=2**31)
+    """Only the k most likely tokens are drawn; 0 is off."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Only the most likely tokens that together have this probability; 1 is off."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Only tokens at least this fraction as likely as the most likely one; 0 is off."""
     pass_k: tuple[int, ...] = (1,)
+
+    @property
+    def sampling(self) -> SamplingSettings:
+        """As the decode engine takes it."""
+        return SamplingSettings(
+            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
+        )
 
     @model_validator(mode="after")
     def _check(self):
@@ -170,13 +184,6 @@ class RunConfig(Section):
                 f"learner.microbatch_tokens={self.learner.microbatch_tokens} cannot hold one "
                 f"sequence of rollout.max_prompt_tokens + max_completion_tokens = "
                 f"{self.sequence_tokens} tokens: raise it or lower one of the two"
-            )
-        decode = self.rollout.decode
-        if decode.batch_rows % self.rollout.completions_per_prompt:
-            raise ValueError(
-                f"rollout.decode.batch_rows={decode.batch_rows} must be a multiple of "
-                f"rollout.completions_per_prompt={self.rollout.completions_per_prompt}, "
-                "since a group is decoded together"
             )
         evaluates = self.eval.every_steps or self.eval.at_start or self.eval.at_end
         if evaluates and self.data.eval is None:

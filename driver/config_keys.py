@@ -46,6 +46,10 @@ OTHER_NAMES = {
     "max_completion_length": "rollout.max_completion_tokens",
     "max_prompt_length": "rollout.max_prompt_tokens",
     "num_workers": "rollout.workers",
+    "batch_rows": "rollout.decode.slots",
+    "max_num_seqs": "rollout.decode.slots",
+    "tensor_parallel_size": "rollout.decode.tensor",
+    "stop": "rollout.stop_strings",
     "max_lag": "rollout.max_staleness",
     "max_steps": "run.steps",
     "experiment_name": "run.name",
@@ -65,6 +69,17 @@ OTHER_NAMES = {
     "save_steps": "checkpoint.every_steps",
 }
 """Names that other systems use, and ours: only for the hint beside an unknown key."""
+
+
+NOT_IN_TRAINING = {
+    f"rollout.{name}": (
+        "is no setting of training: the learner scores every token under the whole distribution, "
+        f"and one cut off by {name} has another support; leave it out (eval.{name} is there for "
+        "evaluation)"
+    )
+    for name in ("top_k", "top_p", "min_p")
+}
+"""Keys that are missed on purpose, and why."""
 
 
 def fields_of(model: type[BaseModel]) -> dict[str, Key]:

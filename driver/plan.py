@@ -8,6 +8,7 @@ import dataclasses
 import math
 
 from driver.config import Resources, RunConfig
+from driver.plan_notes import notes
 from driver.settings import ConfigError
 from kernels import choose
 from learner.batching import row_buckets
@@ -16,9 +17,9 @@ from models.checkpoint import check_model_files, expected_shapes, read_model_con
 from models.config import ModelConfig
 from models.tokenizer import Tokenizer, load_tokenizer
 from rollout_worker.config import SourceConfig
-from rollout_worker.kv_cache import check_geometry
 from rollout_worker.prompts import PromptSet, count_shared, load_prompts
 from rollout_worker.reward_pool import validate_functions
+from rollout_worker.setup import DecodeAttention, EngineSetup, device_bytes, stop_automaton
 
 FLOAT32_BYTES = 4
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
@@ -35,6 +36,26 @@ class Devices:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkerPlan:
+    """Sizes of one worker's decode engine; bytes are those of one device."""
+
+    lanes: int
+    """Copies of the policy, each over `rollout.decode.tensor` devices."""
+    lane_slots: int
+    attention: DecodeAttention
+    policy_bytes: int
+    """Twice that while a new version is swapped in."""
+    cache_tokens: int
+    """Columns of the widest cache."""
+    cache_bytes: int
+    """Of the slots' cache at its widest."""
+    pool_bytes: int
+    """Of the prompts that lie prefilled."""
+    programs: int
+    """That can be compiled at most."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """Derived sizes of one run; bytes are of arrays alone, without temporaries."""
 
@@ -46,13 +67,9 @@ class Plan:
     """At most: every completion at its longest."""
     positions_per_step: int
     """At most: prompts counted once per completion."""
-    decode_rows: int
-    """Rows of a decode batch that hold completions; the rest of batch_rows is filler."""
-    decode_batches_per_step: int
-    decode_batches_per_worker: int
-    """Of the busiest worker."""
-    cache_positions: int
-    """KV slots of one decode batch."""
+    worker_completions: int
+    """Of a step, by the busiest worker."""
+    worker: WorkerPlan
     row_tokens: int
     """Longest training row: the first bucket that holds the longest sequence."""
     microbatch_rows: int
@@ -66,9 +83,6 @@ class Plan:
     parameters: int
     learner_bytes_per_device: int
     """Master weights, optimiser moments, gradients and reference policy, cut over fsdp."""
-    worker_bytes_per_device: int
-    """The policy, twice while a new version is swapped in."""
-    cache_bytes_per_device: int
     wire_bytes_per_version: int
     notes: tuple[str, ...]
     """What works, but is probably not meant."""
@@ -144,14 +158,13 @@ def derive(config: RunConfig, model: ModelConfig, devices: Devices) -> Plan:
             f"max_position_embeddings={model.max_position_embeddings}: lower "
             "rollout.max_prompt_tokens or rollout.max_completion_tokens"
         )
-    _checked(
-        check_geometry,
-        prompt_tokens=rollout.max_prompt_tokens,
-        completion_tokens=rollout.max_completion_tokens,
-        cache_tokens=rollout.cache_tokens,
-        max_position_embeddings=model.max_position_embeddings,
+    setup = EngineSetup(
+        rollout=rollout,
+        model=model,
+        platform=config.placement.platform,
+        weights_dtype=config.weights.dtype,
     )
-    _check_decode_rows(config, devices.worker)
+    worker = _checked(plan_worker, setup, devices.worker)
     loss_impl = _checked(
         choose.resolve,
         learner.loss_impl,
@@ -165,9 +178,7 @@ def derive(config: RunConfig, model: ModelConfig, devices: Devices) -> Plan:
             f"run.steps x learner.updates_per_batch = {updates} updates of the run; set it to "
             f"{updates - 1} or less, or run more steps"
         )
-    batch_prompts = rollout.decode.batch_rows // rollout.completions_per_prompt
-    prompts = min(batch_prompts, math.ceil(rollout.prompts_per_step / rollout.workers))
-    batches = math.ceil(rollout.prompts_per_step / prompts)
+    worker_prompts = math.ceil(rollout.prompts_per_step / rollout.workers)
     longest = config.sequence_tokens - 1  # the last token is only ever a target
     row_tokens = min(b for b in row_buckets(learner.microbatch_tokens) if b >= longest)
     microbatch_rows = devices.learner * (learner.microbatch_tokens // row_tokens)
@@ -177,20 +188,14 @@ def derive(config: RunConfig, model: ModelConfig, devices: Devices) -> Plan:
     if config.algorithm.kl_coef > 0:
         learner_bytes += DTYPE_BYTES[learner.compute_dtype] * parameters
     wire_bytes = DTYPE_BYTES[config.weights.dtype] * parameters
-    slots = rollout.decode.batch_rows * config.sequence_tokens
-    slot_bytes = (2 * model.num_layers * model.num_kv_heads * model.head_dim) * DTYPE_BYTES[
-        rollout.decode.compute_dtype
-    ]
     return Plan(
         devices=devices,
         mesh=mesh,
         completions_per_step=rollout.completions_per_step,
         completion_tokens_per_step=rollout.completions_per_step * rollout.max_completion_tokens,
         positions_per_step=rollout.completions_per_step * config.sequence_tokens,
-        decode_rows=prompts * rollout.completions_per_prompt,
-        decode_batches_per_step=batches,
-        decode_batches_per_worker=math.ceil(batches / rollout.workers),
-        cache_positions=slots,
+        worker_completions=worker_prompts * rollout.completions_per_prompt,
+        worker=worker,
         row_tokens=row_tokens,
         microbatch_rows=microbatch_rows,
         microbatches_per_update=math.ceil(rollout.completions_per_step / microbatch_rows),
@@ -198,36 +203,56 @@ def derive(config: RunConfig, model: ModelConfig, devices: Devices) -> Plan:
         loss=f"lm_head={learner.lm_head} by {loss_impl}",
         parameters=parameters,
         learner_bytes_per_device=math.ceil(learner_bytes / mesh[1]),
-        worker_bytes_per_device=wire_bytes,
-        cache_bytes_per_device=math.ceil(slots * slot_bytes / devices.worker),
         wire_bytes_per_version=wire_bytes,
-        notes=_notes(
+        notes=notes(
             config,
-            decode_rows=prompts * rollout.completions_per_prompt,
-            batches=batches,
+            decode_impl=worker.attention.impl,
             loss_impl=loss_impl,
+            programs=worker.programs,
         ),
+    )
+
+
+def plan_worker(setup: EngineSetup, devices: int) -> WorkerPlan:
+    """The decode engine of a worker with so many devices, which need not be at hand.
+
+    Raises:
+        ValueError: if it cannot work, with value, rule and fix.
+    """
+    programs = setup.programs(setup.abstract_mesh(devices))
+    widest = programs.geometry.widths[-1]
+    return WorkerPlan(
+        lanes=programs.spec.lanes,
+        lane_slots=programs.spec.slots,
+        attention=setup.attention,
+        policy_bytes=device_bytes(programs.params_struct()),
+        cache_tokens=widest,
+        cache_bytes=programs.cache_bytes(widest),
+        pool_bytes=programs.pool_bytes(),
+        programs=sum(1 for _ in programs.planned()),
     )
 
 
 def format_plan(plan: Plan) -> str:
     """The derived sizes as lines of `what: number`."""
-    data, fsdp = plan.mesh
+    (data, fsdp), worker = plan.mesh, plan.worker
     lines = [
         f"step: {plan.completions_per_step:,} completions, at most "
         f"{plan.completion_tokens_per_step:,} sampled tokens and {plan.positions_per_step:,} "
         "training positions",
-        f"decode: {plan.decode_batches_per_step} x {plan.decode_rows} rows a step, "
-        f"{plan.decode_batches_per_worker} of them by the busiest worker; "
-        f"{plan.cache_positions:,} KV positions a batch, "
-        f"{_bytes(plan.cache_bytes_per_device)} a device",
+        f"decode: {plan.worker_completions:,} completions a step by the busiest worker, "
+        f"{worker.lanes * worker.lane_slots:,} at once in {worker.lanes} lane(s) of "
+        f"{worker.lane_slots:,} slots; attention by {worker.attention.impl} on "
+        f"{worker.attention.operand_dtype}; at most {worker.programs} programs",
         f"update: at most {plan.microbatches_per_update} micro-batches of {plan.microbatch_rows} "
         f"rows x {plan.row_tokens:,} tokens; {plan.updates:,} updates in the run",
         f"loss: {plan.loss}",
         f"learner: mesh data={data} x fsdp={fsdp}; state {_bytes(plan.learner_bytes_per_device)} "
         "a device, activations apart",
-        f"worker: {plan.devices.worker} device(s); policy {_bytes(plan.worker_bytes_per_device)} "
-        "a device, twice that while versions change",
+        f"worker: {plan.devices.worker} device(s); policy {_bytes(worker.policy_bytes)} a device, "
+        "twice that while versions change; KV cache at most "
+        f"{_bytes(worker.cache_bytes)} for {worker.cache_tokens:,} columns a slot, and "
+        f"{_bytes(worker.pool_bytes)} of prefilled prompts",
         f"wire: {_bytes(plan.wire_bytes_per_version)} to each worker for every policy version",
     ]
     return "\n".join(lines + [f"note: {note}" for note in plan.notes])
@@ -253,6 +278,7 @@ def prepare(config: RunConfig) -> Prepared:
         stop_tokens=config.model.stop_tokens,
         about="model",
     )
+    _checked(stop_automaton, tokenizer, config.rollout.stop_strings, about="rollout.stop_strings")
     _checked(validate_functions, config.reward.functions, about="reward.functions")
     train = _prompts(config, "train", config.data.train, tokenizer)
     held_out = None
@@ -283,21 +309,6 @@ def prepare(config: RunConfig) -> Prepared:
     )
 
 
-def _check_decode_rows(config: RunConfig, devices: int) -> None:
-    """Holds the decode engine's rule: every device gets whole groups."""
-    rows = config.rollout.decode.batch_rows
-    evaluates = config.eval.every_steps or config.eval.at_start or config.eval.at_end
-    asked = {"rollout.completions_per_prompt": config.rollout.completions_per_prompt}
-    if evaluates:
-        asked["eval.samples_per_prompt"] = config.eval.samples_per_prompt
-    for key, samples in asked.items():
-        if rows % (samples * devices):
-            raise ConfigError(
-                f"rollout.decode.batch_rows={rows} must be a multiple of {key}={samples} x "
-                f"{devices} device(s) of a worker = {samples * devices}"
-            )
-
-
 def _prompts(
     config: RunConfig, which: str, source: SourceConfig, tokenizer: Tokenizer
 ) -> PromptSet:
@@ -326,27 +337,6 @@ def _describe(config: RunConfig, which: str, source: SourceConfig, prompts: Prom
 def _epochs(config: RunConfig, train: PromptSet) -> str:
     taken = config.run.steps * config.rollout.prompts_per_step
     return f"{taken / len(train):.2f} epochs in the run"
-
-
-def _notes(config: RunConfig, *, decode_rows: int, batches: int, loss_impl: str) -> tuple[str, ...]:
-    rollout = config.rollout
-    notes = []
-    if loss_impl == choose.PALLAS_INTERPRET:
-        notes.append(
-            f"learner.loss_impl={config.learner.loss_impl} is interpreted on "
-            f"{config.placement.platform}: exact, and slow; `auto` is not"
-        )
-    if decode_rows < rollout.decode.batch_rows:
-        notes.append(
-            f"{decode_rows} of rollout.decode.batch_rows={rollout.decode.batch_rows} rows hold "
-            "completions; the rest is decoded in vain"
-        )
-    if batches % rollout.workers:
-        notes.append(
-            f"{batches} decode batches do not divide by rollout.workers={rollout.workers}: some "
-            "workers wait for others"
-        )
-    return tuple(notes)
 
 
 def _checked(function, *arguments, about: str = "", **named):

@@ -71,7 +71,8 @@ def rollout_spec(
         reward=config.reward,
         learner_address=learner_address,
         credentials=authority.issue(name),
+        weights_dtype=config.weights.dtype,
         streams=config.weights.streams,
         timeout_s=config.weights.timeout_s,
-        samples_per_batch=config.log.samples_per_step,
+        samples_per_call=config.log.samples_per_step,
     )

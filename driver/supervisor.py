@@ -8,7 +8,7 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -46,10 +46,13 @@ class NoAnswer(RunError):
     """An actor did not answer within its deadline."""
 
 
-def chunks(leases: Sequence[Any], size: int) -> Iterator[list[Any]]:
-    """Cuts work into pieces of at most `size`, in order."""
-    for start in range(0, len(leases), size):
-        yield list(leases[start : start + size])
+def shares(work: Sequence[Any], workers: int) -> list[list[Any]]:
+    """Cuts work into one share for each worker, in order; the last may be smaller or none.
+
+    A share is a worker's whole part: the slots of its engine refill themselves.
+    """
+    size = max(1, math.ceil(len(work) / workers))
+    return [list(work[start : start + size]) for start in range(0, len(work), size)]
 
 
 def platform_environment(platform: str, resources: Resources) -> dict[str, str]:
@@ -142,23 +145,16 @@ class Supervisor:
 
     def rollout(self, leases: Sequence[Lease], policy_version: int) -> list[RolloutReport]:
         """Has every lease turned into a group in the learner's buffer, whoever dies meanwhile."""
-        rollout = self._config.rollout
-        most = rollout.decode.batch_rows // rollout.completions_per_prompt
-        size = min(most, math.ceil(len(leases) / len(self._workers)))
-        again = lambda chunk: [dataclasses.replace(x, attempt=x.attempt + 1) for x in chunk]
-        return self._spread(
-            "rollout", list(chunks(leases, max(1, size))), (policy_version,), retry=again
-        )
+        again = lambda piece: [dataclasses.replace(x, attempt=x.attempt + 1) for x in piece]
+        pieces = shares(leases, len(self._workers))
+        return self._spread("rollout", pieces, (policy_version,), retry=again)
 
     def evaluate(self, positions: Sequence[int], policy_version: int) -> list[dict[str, Any]]:
         """Completes and scores held-out prompts on all workers."""
         settings = self._config.eval
-        most = self._config.rollout.decode.batch_rows // settings.samples_per_prompt
-        size = min(most, math.ceil(len(positions) / len(self._workers)))
-        arguments = (policy_version, settings.samples_per_prompt, settings.temperature)
-        found = self._spread(
-            "evaluate", list(chunks(positions, max(1, size))), arguments, retry=list
-        )
+        arguments = (policy_version, settings.samples_per_prompt, settings.sampling)
+        pieces = shares(positions, len(self._workers))
+        found = self._spread("evaluate", pieces, arguments, retry=list)
         return [item for items in found for item in items]
 
     def laps(self) -> dict[str, dict[str, float]]:

@@ -6,6 +6,7 @@ moves data and decides nothing.
 
 import contextlib
 import dataclasses
+import logging
 import os
 import socket
 from collections.abc import Sequence
@@ -15,12 +16,11 @@ from models.checkpoint import read_model_config
 from models.platform import require_platform
 from models.tokenizer import load_tokenizer
 from rollout_worker.config import DataConfig, RewardConfig, RolloutConfig
-from rollout_worker.decode import DecodeSpec
-from rollout_worker.engine import Engine
-from rollout_worker.kv_cache import check_geometry
 from rollout_worker.prompts import PromptSet, load_prompts
+from rollout_worker.requests import SamplingSettings
 from rollout_worker.reward_pool import RewardPool
-from rollout_worker.worker import RolloutWorker, dtype_of
+from rollout_worker.setup import EngineSetup
+from rollout_worker.worker import RolloutWorker
 from services.group_buffer import StaleGroup
 from services.health import check_serving
 from services.messages import Group, Lease
@@ -28,6 +28,8 @@ from services.phase_clock import PhaseClock
 from services.tls import Credentials
 from services.trajectory_client import TrajectoryClient, pack_group
 from services.weight_client import WeightClient
+
+log = logging.getLogger(__name__)
 
 DIAL_S = 30.0
 """How long the learner may take to answer a worker that starts."""
@@ -50,11 +52,13 @@ class RolloutSpec:
     reward: RewardConfig
     learner_address: str
     credentials: Credentials
+    weights_dtype: str
+    """Of the policy versions that the learner publishes."""
     streams: int
     timeout_s: float
     """Bound of one weight transfer and of one push."""
-    samples_per_batch: int
-    """Completions of each decode batch that are returned as text, for the log."""
+    samples_per_call: int
+    """Completions of each `rollout` that are returned as text, for the log."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,11 +81,12 @@ class GroupReport:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutReport:
-    """What one decode batch came to."""
+    """What the leases of one call came to."""
 
     worker: str
     policy_version: int
     groups: list[GroupReport]
+    """In the order of the leases."""
     samples: list[dict[str, Any]]
 
 
@@ -101,29 +106,10 @@ class RolloutActor:
             stop_tokens=spec.stop_tokens,
         )
         rollout = spec.rollout
-        check_geometry(
-            prompt_tokens=rollout.max_prompt_tokens,
-            completion_tokens=rollout.max_completion_tokens,
-            cache_tokens=rollout.cache_tokens,
-            max_position_embeddings=model.max_position_embeddings,
+        setup = EngineSetup(
+            rollout=rollout, model=model, platform=spec.platform, weights_dtype=spec.weights_dtype
         )
-        engine = Engine(
-            DecodeSpec(
-                config=model,
-                max_new_tokens=rollout.max_completion_tokens,
-                stop_ids=tuple(sorted(tokenizer.stop_ids)),
-                pad_id=tokenizer.pad_id,
-                valid_vocab=min(tokenizer.vocab_size, model.vocab_size),
-                compute_dtype=dtype_of(rollout.decode.compute_dtype),
-                attention_dtype=dtype_of(rollout.decode.attention),
-            ),
-            batch_rows=rollout.decode.batch_rows,
-            max_prompt_tokens=rollout.max_prompt_tokens,
-            loop=rollout.decode.loop,
-            devices=devices,
-            clock=self._clock,
-        )
-        engine.batch_prompts(rollout.completions_per_prompt)
+        engine = setup.engine(devices, tokenizer, clock=self._clock, warn=log.warning)
         self._prompts = [
             load_prompts(
                 source,
@@ -146,7 +132,6 @@ class RolloutActor:
             run_id=spec.run_id,
             seed=spec.seed,
             rollout=rollout,
-            model=model,
             engine=engine,
             tokenizer=tokenizer,
             rewards=self._rewards,
@@ -173,29 +158,38 @@ class RolloutActor:
         }
 
     def rollout(self, leases: Sequence[Lease], policy_version: int) -> RolloutReport:
-        """Turns leases into groups in the learner's buffer, under a version of at least this."""
+        """Turns leases into groups in the learner's buffer, under a version of at least this.
+
+        Every group is pushed when it is complete, while the others are still being decoded.
+        """
+        leased = {lease.group_id: lease for lease in leases}
+        shown = list(leased)[: self._spec.samples_per_call]
+        reports, samples = {}, {}
         with self._working():
             self._hold_version(policy_version)
-            groups = self._worker.rollout(leases)
-            reports = [self._push(group) for group in groups]
-            samples = [
-                self._sample(group, lease) for group, lease in zip(groups, leases, strict=True)
-            ][: self._spec.samples_per_batch]
+            for group in self._worker.rollout(leases):
+                reports[group.group_id] = self._push(group)
+                if group.group_id in shown:
+                    samples[group.group_id] = self._sample(group, leased[group.group_id])
         return RolloutReport(
             worker=self._spec.name,
             policy_version=self._worker.policy_version,
-            groups=reports,
-            samples=samples,
+            groups=[reports[group_id] for group_id in leased],
+            samples=[samples[group_id] for group_id in shown],
         )
 
     def evaluate(
-        self, positions: Sequence[int], policy_version: int, samples: int, temperature: float
+        self,
+        positions: Sequence[int],
+        policy_version: int,
+        samples: int,
+        sampling: SamplingSettings,
     ) -> list[dict[str, Any]]:
         """Completes and scores held-out prompts; returns records of plain values."""
         with self._working():
             self._hold_version(policy_version)
             with self._clock.phase("eval"):
-                items = self._worker.evaluate(positions, samples=samples, temperature=temperature)
+                items = self._worker.evaluate(positions, samples=samples, sampling=sampling)
         return [dataclasses.asdict(item) for item in items]
 
     def lap(self) -> dict[str, float]:

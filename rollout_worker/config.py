@@ -76,16 +76,42 @@ class DataConfig(Section):
 
 
 class DecodeConfig(Section):
-    """Switches of the decode loop; the slow settings are there for honest A/B runs."""
+    """The decode engine of each worker; its slow settings are there for honest A/B runs."""
 
     loop: Literal["while", "python"] = "while"
-    attention: Literal["bf16", "f32"] = "bf16"
-    """Dtype of the attention operands; scores, softmax and sums are float32 in both."""
+    """`python` has the host look at every token."""
+    attention: Literal["auto", "bf16", "f32", "pallas"] = "auto"
+    """Of a new token over the cache: XLA with operands in bfloat16 or float32, or the Pallas
+    kernel, with operands in compute_dtype. `auto` is the kernel on a TPU where it takes the head
+    size, else XLA in compute_dtype. Scores, softmax and sums are float32 in all of them."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    batch_rows: int = Field(default=64, ge=1, le=65_536)
-    """Completions decoded at once."""
+    slots: int = Field(default=64, ge=1, le=65_536)
+    """Completions decoded at once by a worker, over all its devices; a slot whose completion has
+    ended takes the next one."""
+    tensor: int = Field(default=1, ge=1, le=4096)
+    """Devices over which a model is cut; the worker's devices / tensor are lanes, which hold a
+    copy each and share the slots out."""
+    segment_tokens: int = Field(default=64, ge=1, le=4096)
+    """Most tokens that are drawn in a slot before the host hears of them."""
+    prefill_tokens: int = Field(default=512, ge=32, le=2**20)
+    """Prompt tokens of one prefill call of a lane, padding included: a longer prompt takes
+    several, and decoding goes on between them."""
+    prefixes: int | None = Field(default=None, ge=1, le=65_536)
+    """Prompts that lie prefilled while completions of theirs wait for a slot, over all devices;
+    null derives half of the slots."""
     cache_tokens: int | None = Field(default=None, ge=1, le=2**24)
-    """KV slots of one row; null derives max_prompt_tokens + max_completion_tokens."""
+    """KV columns of a slot at most; null derives max_prompt_tokens + max_completion_tokens."""
+    on_swap: Literal["finish", "restart", "continue"] = "finish"
+    """What becomes of completions in the making when a policy version arrives: they end under
+    the old one, are drawn anew, or go on under the new one."""
+    compile_budget: int | None = Field(default=None, ge=1, le=100_000)
+    """Programs that a worker may compile; null derives what the sizes can come to need."""
+    over_budget: Literal["warn", "error"] = "warn"
+    """Whether one program more is said or refused."""
+
+
+MOST_STOP_STRINGS = 64
+MOST_STOP_CHARACTERS = 256
 
 
 class RolloutConfig(Section):
@@ -101,6 +127,8 @@ class RolloutConfig(Section):
     """Of the sampled distribution; behaviour logprobs and the loss use the same."""
     max_staleness: int = Field(default=0, ge=0)
     """Oldest policy version trained on, in versions behind the current one."""
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end a completion once it contains one, beside the stop tokens; it keeps them."""
     decode: DecodeConfig = DecodeConfig()
 
     @property
@@ -125,6 +153,30 @@ class RolloutConfig(Section):
                 f"max_staleness must be 0 (synchronous mode), got {self.max_staleness}: rollout "
                 "and update do not overlap in this version"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_on_swap(self):
+        if self.decode.on_swap == "continue":
+            raise ValueError(
+                "decode.on_swap=continue draws one completion under several policy versions, and "
+                "a group that is trained on has one: set it to finish or restart"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_stop_strings(self):
+        if len(self.stop_strings) > MOST_STOP_STRINGS:
+            raise ValueError(
+                f"stop_strings has {len(self.stop_strings)} texts, at most {MOST_STOP_STRINGS} "
+                "are watched for: give fewer"
+            )
+        for text in self.stop_strings:
+            if not 1 <= len(text) <= MOST_STOP_CHARACTERS:
+                raise ValueError(
+                    f"stop_strings holds {text[:20]!r} of {len(text)} characters: each must have "
+                    f"between 1 and {MOST_STOP_CHARACTERS}"
+                )
         return self
 
 

@@ -285,6 +285,39 @@ class _Lane(threading.Thread):
         return Score(rewards, weighted_total(rewards, weights), "")
 
 
+class PendingScores:
+    """Scores that are on their way."""
+
+    def __init__(self, futures: Sequence[Future[Score]], bound_s: float, lanes: Sequence[str]):
+        self._futures = futures
+        self._bound_s = bound_s
+        self._deadline_s = time.monotonic() + bound_s
+        self._lanes = lanes
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` would not wait."""
+        return all(future.done() for future in self._futures)
+
+    def wait(self) -> list[Score]:
+        """One score per item, in the order of the items.
+
+        Raises:
+            TypeError, ValueError: if an item holds something that is no JSON value.
+            RuntimeError: if a child that died cannot be replaced, or the pool was closed meanwhile.
+        """
+        scores = []
+        for future in self._futures:
+            try:
+                scores.append(future.result(timeout=self._deadline_s - time.monotonic()))
+            except TimeoutError:
+                raise RuntimeError(
+                    f"no reward lane answered for {len(self._futures)} completions within "
+                    f"{self._bound_s:g} s: {self._lanes}"
+                ) from None
+        return scores
+
+
 class RewardPool:
     """Scores completions with a fixed set of functions in a fixed number of processes."""
 
@@ -325,14 +358,17 @@ class RewardPool:
             raise
 
     def score(self, items: Sequence[ScoreRequest]) -> list[Score]:
-        """Scores completions; safe from any thread, also from several at once.
+        """Scores completions and waits for them; safe from any thread, also from several at once.
 
-        Returns:
-            One score per item, in the same order.
+        Returns and raises as `submit` and `PendingScores.wait` do.
+        """
+        return self.submit(items).wait()
+
+    def submit(self, items: Sequence[ScoreRequest]) -> "PendingScores":
+        """Has completions scored while the caller goes on; safe from any thread.
 
         Raises:
-            TypeError, ValueError: if an item holds something that is no JSON value.
-            RuntimeError: if the pool is closed, or a child that died cannot be replaced.
+            RuntimeError: if the pool is closed.
         """
         if self.closed:
             raise RuntimeError("the reward pool is closed")
@@ -342,17 +378,7 @@ class RewardPool:
         # Lanes keep every bound themselves; this one only turns a lost lane into an error.
         waiting = self.jobs.qsize() + len(items) + len(self._lanes)
         per_item_s = self.timeout_s + self.start_timeout_s + 2 * _STOP_TIMEOUT_S
-        deadline_s = time.monotonic() + waiting * per_item_s
-        scores = []
-        for future in futures:
-            try:
-                scores.append(future.result(timeout=deadline_s - time.monotonic()))
-            except TimeoutError:
-                raise RuntimeError(
-                    f"no reward lane answered for {len(items)} completions within "
-                    f"{waiting * per_item_s:g} s: {[lane.name for lane in self._lanes]}"
-                ) from None
-        return scores
+        return PendingScores(futures, waiting * per_item_s, [lane.name for lane in self._lanes])
 
     def close(self) -> None:
         """Ends the lanes and kills the children; safe to call twice."""

@@ -27,7 +27,8 @@ class PushOutcome(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One sampled completion; its last token is the stop token when finish_reason is STOP."""
+    """One sampled completion; when finish_reason is STOP, its last token is a stop token or
+    completes a stop string."""
 
     sample_index: int
     """Place in the group, from 0; part of the random key."""
@@ -62,7 +63,8 @@ class Group:
     """int32 [P], P >= 1."""
     completions: tuple[Completion, ...]
     phase_s: dict[str, float]
-    """Worker seconds spent on the decode batch of this group, by ledger phase."""
+    """Worker seconds by ledger phase from the arrival of the lease until the group was complete.
+    Groups are decoded side by side: the same second is in each of them, so sums mean nothing."""
 
     @property
     def key(self) -> tuple[str, str]:

@@ -70,6 +70,8 @@ THIRD_PARTY = {
         "math_verify": "*",
         "pydantic": "config.py",
         "ray": "actor.py",
+        "torch": "bench/hf.py",
+        "transformers": "bench/hf.py",
     },
     "driver": {
         "psutil": "cluster.py",
@@ -83,7 +85,7 @@ THIRD_PARTY = {
 }
 """Package -> module from outside -> which files of the package may import it."""
 
-LAZY = {"datasets", "wandb"}
+LAZY = {"datasets", "torch", "wandb"}
 """Modules from outside that an installation may lack: imported in functions only."""
 
 
@@ -249,6 +251,8 @@ def tree(tmp_path):
         ("learner/loss.py", "from learner import actor", "core of a package"),
         ("rollout_worker/order.py", "import datasets", "only prompts.py may"),
         ("rollout_worker/worker.py", "import pydantic", "only config.py may"),
+        ("rollout_worker/engine.py", "def f():\n    import torch", "only bench/hf.py may"),
+        ("rollout_worker/bench/hf.py", "import torch", "imports torch, which may be absent"),
         ("rollout_worker/a.py", "import importlib\nimportlib.import_module('ray')", "a.py:2"),
         ("driver/run.py", "import wandb", "only metrics.py may"),
         ("driver/metrics.py", "class A:\n    from wandb import errors", "outside a function"),

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import pathlib
@@ -14,6 +15,7 @@ from driver.plan import Devices, asked_devices, derive, format_plan, prepare
 from driver.settings import ConfigError, load
 from models.checkpoint import expected_shapes, save_model
 from models.config import ModelConfig
+from rollout_worker.setup import EngineSetup
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 ONE = Devices(learner=1, worker=1)
@@ -56,7 +58,7 @@ def config_of(*, path="m", train=None, held_out=None, **sections):
             "completions_per_prompt": 8,
             "max_prompt_tokens": 16,
             "max_completion_tokens": 16,
-            "decode": {"batch_rows": 32},
+            "decode": {"slots": 32, "prefixes": 4},
         },
         "learner": {"microbatch_tokens": 384},
         "eval": {"at_start": held_out is not None, "at_end": held_out is not None},
@@ -103,8 +105,7 @@ def test_five_prompts_over_two_workers_lose_nothing():
     rollout = {**config_of().rollout.model_dump(), "prompts_per_step": 5}
     rollout |= {"completions_per_prompt": 4, "workers": 2}
     plan = derive(config_of(rollout=rollout), TINY, ONE)
-    assert (plan.completions_per_step, plan.decode_rows) == (20, 12)  # 3 and 2 prompts
-    assert (plan.decode_batches_per_step, plan.decode_batches_per_worker) == (2, 1)
+    assert (plan.completions_per_step, plan.worker_completions) == (20, 12)  # 3 and 2 prompts
 
 
 def test_sizes_by_hand():
@@ -113,16 +114,19 @@ def test_sizes_by_hand():
     assert plan.completions_per_step == 32
     assert plan.completion_tokens_per_step == 32 * 16
     assert plan.positions_per_step == 32 * 32
-    assert plan.decode_rows == 16
-    assert plan.cache_positions == 32 * 32
+    assert plan.worker_completions == 16
+    assert (plan.worker.lanes, plan.worker.lane_slots, plan.worker.cache_tokens) == (1, 32, 32)
     # 31 input tokens fit the smallest bucket of 64; 384 // 64 = 6 rows; 32 / 6 -> 6
     assert (plan.row_tokens, plan.microbatch_rows, plan.microbatches_per_update) == (64, 6, 6)
     # 40*8 + 2*(64 + 32 + 32 + 64 + 3*128 + 16) + 8
     assert plan.parameters == 320 + 2 * 592 + 8
     assert plan.learner_bytes_per_device == 4 * 4 * plan.parameters  # weights, m, v, gradient
-    assert plan.worker_bytes_per_device == 2 * plan.parameters
-    # 1024 slots x 2 layers x (key, value) x 1 head x 4 x 2 bytes
-    assert plan.cache_bytes_per_device == 1024 * 2 * 2 * 4 * 2
+    assert plan.worker.policy_bytes == 2 * plan.parameters
+    # 32 slots x 32 columns, and 4 prompts of 15, x 2 layers x (key, value) x 1 head x 4 x 2 bytes
+    assert plan.worker.cache_bytes == 32 * 32 * 2 * 2 * 4 * 2
+    assert plan.worker.pool_bytes == 4 * 15 * 2 * 2 * 4 * 2
+    # empty, a prefill of 15 tokens, a segment
+    assert plan.worker.programs == 3
 
 
 def test_the_reference_run_has_the_known_sizes():
@@ -134,8 +138,11 @@ def test_the_reference_run_has_the_known_sizes():
     assert plan.completions_per_step == 128 and plan.mesh == (1, 4)
     assert plan.learner_bytes_per_device == 4 * 4 * 3_085_938_688 // 4
     assert plan.wire_bytes_per_version == 2 * 3_085_938_688
-    assert plan.cache_bytes_per_device == 32 * 1536 * 36 * 2 * 2 * 128 * 2
-    assert plan.learner_bytes_per_device < 14e9 and 2 * plan.worker_bytes_per_device < 14e9
+    assert (plan.worker.lanes, plan.worker.lane_slots) == (4, 32)
+    assert plan.worker.attention.impl == "pallas_tpu"
+    assert plan.worker.cache_bytes == 32 * 1536 * 36 * 2 * 2 * 128 * 2
+    assert plan.worker.policy_bytes == 2 * 3_085_938_688
+    assert plan.learner_bytes_per_device < 14e9 and 2 * plan.worker.policy_bytes < 14e9
     assert plan.notes == ()
 
 
@@ -175,10 +182,82 @@ def test_s05_more_positions_than_the_model_knows_are_refused(cases):
     assert "max_position_embeddings=24" in message
 
 
-def test_decode_rows_must_divide_over_a_workers_devices():
-    message = refusal(derive, config_of(), TINY, Devices(learner=1, worker=3))
-    assert "rollout.decode.batch_rows=32 must be a multiple of" in message
-    assert "rollout.completions_per_prompt=8 x 3 device(s) of a worker = 24" in message
+def decode_of(**changes):
+    """The run of config_of with some keys of rollout.decode changed."""
+    rollout = config_of().rollout.model_dump()
+    return config_of(rollout={**rollout, "decode": {**rollout["decode"], **changes}})
+
+
+@pytest.mark.parametrize(
+    "changes, devices, part",
+    [
+        ({}, 3, "rollout.decode.slots=32 must be a multiple of the 3 lanes"),
+        ({}, 3, "3 device(s) / rollout.decode.tensor=1): set it to 33"),
+        ({"prefixes": 3}, 2, "rollout.decode.prefixes=3 must be a multiple of the 2 lanes"),
+        ({"tensor": 3}, 4, "tensor=3 must divide the 4 device(s) of a worker: set it to one of"),
+    ],
+)
+def test_slots_must_be_shared_out_over_a_workers_devices(changes, devices, part):
+    message = refusal(derive, decode_of(**changes), TINY, Devices(learner=1, worker=devices))
+    assert part in message
+
+
+def test_k01_a_cut_that_the_model_does_not_allow_is_refused_before_any_device(cases):
+    case = cases("sharding")["K01"]
+    for row, verdict in zip(case["input"]["rows"], case["expected"]["verdict"], strict=True):
+        heads, kv_heads, tensor = row
+        model = dataclasses.replace(
+            TINY, num_heads=heads, num_kv_heads=kv_heads, intermediate_size=14 * 48
+        )
+        devices = Devices(learner=1, worker=tensor)
+        if verdict.startswith("reject"):
+            message = refusal(derive, decode_of(tensor=tensor), model, devices)
+            assert f"rollout.decode.tensor={tensor} does not fit" in message
+        else:
+            assert derive(decode_of(tensor=tensor), model, devices).worker.lanes == 1
+
+
+def test_a_policy_that_is_cut_takes_less_of_each_device():
+    plan = derive(decode_of(tensor=2), TINY, Devices(learner=1, worker=2))
+    assert (plan.worker.lanes, plan.worker.lane_slots) == (1, 32)
+    # Norms stay whole, and the only key/value head is on both devices.
+    matrices, heads, norms = 40 * 8 + 2 * (2 * 64 + 3 * 128), 2 * 2 * 32, 2 * 16 + 8
+    assert plan.worker.policy_bytes == 2 * (matrices // 2 + heads + norms)
+    assert plan.worker.cache_bytes == 32 * 32 * 2 * 2 * 4 * 2
+
+
+@pytest.mark.parametrize(
+    "attention, dtype, platform, head_dim, impl, operands",
+    [
+        ("auto", "bfloat16", "tpu", 128, "pallas_tpu", "bfloat16"),
+        ("auto", "bfloat16", "tpu", 64, "xla", "bfloat16"),
+        ("auto", "float32", "cpu", 128, "xla", "float32"),
+        ("bf16", "float32", "tpu", 128, "xla", "bfloat16"),
+        ("f32", "bfloat16", "gpu", 128, "xla", "float32"),
+        ("pallas", "float32", "cpu", 4, "pallas_interpret", "float32"),
+    ],
+)
+def test_what_attends_in_decoding(attention, dtype, platform, head_dim, impl, operands):
+    found = setup_of(attention, dtype, platform, head_dim).attention
+    assert (found.impl, found.operand_dtype.name) == (impl, operands)
+
+
+@pytest.mark.parametrize(
+    "platform, head_dim, part",
+    [("gpu", 128, "no such kernel for platform gpu; set it to auto"), ("tpu", 64, "is 64; set it")],
+)
+def test_a_kernel_that_is_not_there_is_refused(platform, head_dim, part):
+    with pytest.raises(ValueError, match=f"rollout.decode.attention=pallas: .*{part}"):
+        _ = setup_of("pallas", "bfloat16", platform, head_dim).attention
+
+
+def setup_of(attention, dtype, platform, head_dim):
+    return EngineSetup(
+        rollout=decode_of(attention=attention, compute_dtype=dtype).rollout,
+        model=dataclasses.replace(TINY, head_dim=head_dim),
+        platform=platform,
+        weights_dtype="bfloat16",
+    )
 
 
 def test_a_loss_without_an_implementation_on_the_platform_is_refused():
@@ -232,11 +311,22 @@ def test_half_a_gpu_is_one_device():
     assert asked_devices(config_of()) == ONE
 
 
-def test_wasted_rows_and_uneven_work_are_noted():
-    rollout = {**config_of().rollout.model_dump(), "workers": 3}
-    notes = derive(config_of(rollout=rollout), TINY, ONE).notes
-    assert any("16 of rollout.decode.batch_rows=32 rows" in note for note in notes)
-    assert any("2 decode batches do not divide by rollout.workers=3" in note for note in notes)
+@pytest.mark.parametrize(
+    "sections, part",
+    [
+        ({"rollout": {"workers": 3}}, "16 of rollout.decode.slots=32 are never filled"),
+        ({"rollout": {"workers": 3}}, "prompts_per_step=4 does not divide by rollout.workers=3"),
+        ({"weights": {"dtype": "float32"}}, "reads the float32 weights, twice the bytes"),
+        ({"eval": {"top_k": 5}}, "eval.temperature=0 takes the likeliest token"),
+        ({"decode": {"attention": "pallas"}}, "rollout.decode.attention=pallas is interpreted"),
+        ({"decode": {"compile_budget": 2}}, "compile_budget=2 is below the 3 programs"),
+    ],
+)
+def test_what_is_probably_not_meant_is_noted(sections, part):
+    base = config_of(rollout=decode_of(**sections.pop("decode", {})).rollout.model_dump())
+    changed = {name: {**base.model_dump()[name], **section} for name, section in sections.items()}
+    found = derive(RunConfig.model_validate({**base.model_dump(), **changed}), TINY, ONE).notes
+    assert any(part in note for note in found), found
 
 
 def test_plan_is_shown_with_its_numbers():

@@ -32,7 +32,7 @@ rollout:
   completions_per_prompt: 4
   max_prompt_tokens: 128
   max_completion_tokens: 12
-  decode: {{batch_rows: 4, compute_dtype: float32, attention: f32}}
+  decode: {{slots: 4, compute_dtype: float32}}
 reward:
   functions: [{{name: "tests.slow_reward:score", params: {{seconds: 0.02}}}}]
 learner:

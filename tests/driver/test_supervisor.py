@@ -5,15 +5,15 @@ import pytest
 from driver.cluster import bundle
 from driver.config import Resources
 from driver.ray_auth import set_token
-from driver.supervisor import chunks, message_of, platform_environment
+from driver.supervisor import message_of, platform_environment, shares
 
 
 @pytest.mark.parametrize(
-    "prompts, size, expected",
-    [(5, 3, [[0, 1, 2], [3, 4]]), (4, 2, [[0, 1], [2, 3]]), (1, 8, [[0]])],
+    "prompts, workers, expected",
+    [(5, 2, [[0, 1, 2], [3, 4]]), (4, 2, [[0, 1], [2, 3]]), (1, 8, [[0]]), (0, 2, [])],
 )
-def test_case_f05_prompts_are_shared_out_and_none_is_lost(prompts, size, expected):
-    assert list(chunks(range(prompts), size)) == expected
+def test_case_f05_prompts_are_shared_out_and_none_is_lost(prompts, workers, expected):
+    assert shares(range(prompts), workers) == expected
 
 
 def test_an_actor_asks_for_what_it_is_given_and_never_for_nothing():

@@ -22,12 +22,15 @@ from rollout_worker.config import (
     RolloutConfig,
     SourceConfig,
 )
+from rollout_worker.requests import SamplingSettings
+from rollout_worker.reward_pool import Score
 from rollout_worker.worker import WeightDigestMismatch
-from services.messages import Lease
+from services.messages import FinishReason, Lease
 from services.tls import RunAuthority
 from services.weight_transfer import WeightTransferError
 
 G = 4
+GREEDY = SamplingSettings(temperature=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -94,16 +97,17 @@ def make_worker(model, authority, address, **changes):
             completions_per_prompt=G,
             max_prompt_tokens=192,
             max_completion_tokens=8,
-            decode=DecodeConfig(batch_rows=8 * G, compute_dtype="float32", attention="f32"),
+            decode=DecodeConfig(slots=8, segment_tokens=4, compute_dtype="float32"),
         ),
         reward=RewardConfig(
             functions=(RewardFunctionConfig(name="tests.slow_reward:score", params={"seconds": 0}),)
         ),
         learner_address=address,
         credentials=authority.issue("rollout-0"),
+        weights_dtype="float32",
         streams=2,
         timeout_s=20.0,
-        samples_per_batch=1,
+        samples_per_call=1,
     )
     return RolloutActor(RolloutSpec(**{**settings, **changes}))
 
@@ -120,6 +124,12 @@ def pair(model, authority, tmp_path_factory):
 
 def leases(*indices, attempt=0):
     return [Lease(group_id=f"g{i:08d}", attempt=attempt, epoch=0, position=i % 8) for i in indices]
+
+
+def rolled_out(worker, *indices):
+    """Groups of the worker's core, in the order of the leases."""
+    groups = list(worker._worker.rollout(leases(*indices)))
+    return sorted(groups, key=lambda group: group.group_id)
 
 
 def test_a_step_goes_round(pair):
@@ -146,11 +156,11 @@ def test_a_step_goes_round(pair):
 def test_evaluation_does_not_move_the_training_draws(pair):
     learner, worker = pair
     version = worker._worker.policy_version
-    before = worker._worker.rollout(leases(4))
-    items = worker.evaluate(range(5), version, 1, 0.0)
-    after = worker._worker.rollout(leases(4))
+    before = rolled_out(worker, 4)
+    items = worker.evaluate(range(5), version, 1, GREEDY)
+    after = rolled_out(worker, 4)
     assert len(items) == 5 and {item["policy_version"] for item in items} == {version}
-    again = worker.evaluate(range(5), version, 1, 0.0)
+    again = worker.evaluate(range(5), version, 1, GREEDY)
     assert [item["completion"] for item in items] == [item["completion"] for item in again]
     for one, other in zip(before[0].completions, after[0].completions, strict=True):
         np.testing.assert_array_equal(one.token_ids, other.token_ids)
@@ -161,10 +171,88 @@ def test_laps_add_up_and_know_their_phases(pair):
     for actor in pair:
         actor.lap()
     version = worker._worker.policy_version
-    worker.evaluate(range(2), version, 1, 0.0)
+    worker.evaluate(range(2), version, 1, GREEDY)
     lap = worker.lap()
     assert lap["eval"] > 0 and lap["decode"] == 0, "an evaluation is booked as one"
     assert learner.lap()["idle"] > 0
+
+
+def test_groups_come_one_by_one_while_others_are_decoded_and_who_leaves_ends_them(pair):
+    learner, worker = pair
+    core = worker._worker
+    every = {group.group_id: group for group in core.rollout(leases(*range(8)))}
+    assert sorted(every) == [f"g{i:08d}" for i in range(8)]
+    groups = core.rollout(leases(*range(8)))
+    first = next(groups)
+    assert core._engine.pending, "the rest is still to be decoded"
+    groups.close()
+    assert not core._engine.pending
+    for one, other in zip(first.completions, every[first.group_id].completions, strict=True):
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+    assert [c.sample_index for c in first.completions] == list(range(G))
+
+
+class LateScorers:
+    """Scorers that are never done while something is left to decode."""
+
+    def __init__(self, expected):
+        self._expected = expected
+        self.submitted = 0
+
+    def submit(self, requests):
+        self.submitted += len(requests)
+        return LateScores(self, len(requests))
+
+    @property
+    def done(self):
+        return self.submitted == self._expected
+
+
+class LateScores:
+    def __init__(self, scorers, count):
+        self._scorers = scorers
+        self._count = count
+
+    @property
+    def done(self):
+        return self._scorers.done
+
+    def wait(self):
+        assert self.done, "waited for scores instead of decoding on"
+        return [Score({}, 1.0, "")] * self._count
+
+
+def test_slow_scorers_do_not_hold_up_decoding(pair, monkeypatch):
+    learner, worker = pair
+    core = worker._worker
+    monkeypatch.setattr(core, "_rewards", LateScorers(expected=8 * G))
+    assert len(list(core.rollout(leases(*range(8))))) == 8
+
+
+def test_a_stop_string_ends_a_completion_and_stays_in_its_text(model, authority, pair):
+    learner, _ = pair
+    settings = dict(
+        prompts_per_step=2,
+        completions_per_prompt=G,
+        max_prompt_tokens=192,
+        max_completion_tokens=32,
+        stop_strings=("e", "7"),
+        decode=DecodeConfig(slots=8, compute_dtype="float32"),
+    )
+    address = learner.describe()["address"]
+    worker = make_worker(model, authority, address, rollout=RolloutConfig(**settings))
+    try:
+        worker._hold_version(0)
+        for group in worker._worker.rollout(leases(0, 1, 2, 3)):
+            for completion in group.completions:
+                text = worker._worker.text(completion.token_ids, completion.finish_reason)
+                assert not {"e", "7"} & set(text[:-1])
+                if completion.finish_reason is FinishReason.LENGTH:
+                    assert not {"e", "7"} & set(text)
+                elif completion.token_ids[-1] not in worker._worker._tokenizer.stop_ids:
+                    assert text[-1] in "e7"
+    finally:
+        worker.close()
 
 
 def damaged(manifest, named, kind):
@@ -187,14 +275,14 @@ def test_a_swap_that_fails_leaves_the_old_version_whole(pair, kind):
     learner, worker = pair
     core = worker._worker
     version, digest = core.policy_version, core.weight_digest
-    before = core.rollout(leases(5))
+    before = rolled_out(worker, 5)
     manifest = worker._weights.manifest(version, timeout_s=5.0)
     named = worker._weights.fetch(manifest, timeout_s=5.0)
     newer = dataclasses.replace(manifest, policy_version=version + 1)
     with pytest.raises((ValueError, WeightDigestMismatch)):
         core.swap(newer, damaged(manifest, named, kind))
     assert (core.policy_version, core.weight_digest) == (version, digest)
-    after = core.rollout(leases(5))
+    after = rolled_out(worker, 5)
     assert after[0].policy_version == version
     for one, other in zip(before[0].completions, after[0].completions, strict=True):
         np.testing.assert_array_equal(one.behavior_logprobs, other.behavior_logprobs)
@@ -207,7 +295,7 @@ def test_after_a_swap_a_used_worker_equals_a_fresh_one(pair, model, authority):
     try:
         fresh._hold_version(version)
         assert fresh._worker.weight_digest == worker._worker.weight_digest
-        mine, theirs = worker._worker.rollout(leases(6)), fresh._worker.rollout(leases(6))
+        mine, theirs = rolled_out(worker, 6), rolled_out(fresh, 6)
     finally:
         fresh.close()
     for one, other in zip(mine[0].completions, theirs[0].completions, strict=True):
