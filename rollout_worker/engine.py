@@ -221,6 +221,15 @@ class Engine:
         while self.pending:
             yield from self.step(account)
 
+    def so_far(self, request_id: str) -> dict[int, np.ndarray]:
+        """int32 [T]: tokens of a request's completions that have not ended, by sample index."""
+        rows = (row for lane in self._lanes for row in lane.rows())
+        return {
+            row.sample_index: np.concatenate([np.zeros(0, np.int32), *row.token_ids])
+            for row in rows
+            if row.request.request_id == request_id
+        }
+
     def abort(self, request_id: str) -> None:
         """Ends a request's rows with the reason `aborted` and the tokens that they have."""
         gone = [row for lane in self._lanes for row in lane.abort(request_id)]

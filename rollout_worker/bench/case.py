@@ -78,6 +78,8 @@ SHAPES = {
 DTYPES = ("bfloat16", "float32")
 LOOPS = ("while", "python")
 ATTENTIONS = ("bf16", "f32", "pallas")
+KERNEL_TILE = 128
+"""The Pallas kernel takes heads and caches of multiples of a TPU's lanes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,15 +104,26 @@ class Variant:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
-    def attention_of(self, platform: str) -> tuple[str, str]:
+    def attention_of(self, platform: str, head_dim: int) -> tuple[str, str]:
         """Implementation and operand dtype of the attention on a platform.
 
         Raises:
-            ValueError: if there is no Pallas kernel for it.
+            ValueError: if there is no Pallas kernel for the platform or the head size.
         """
-        if self.attention == "pallas":
-            return choose.resolve("pallas", platform), self.compute_dtype
-        return choose.XLA, {"bf16": "bfloat16", "f32": "float32"}[self.attention]
+        if self.attention != "pallas":
+            return choose.XLA, {"bf16": "bfloat16", "f32": "float32"}[self.attention]
+        if head_dim % KERNEL_TILE:
+            raise ValueError(
+                f"attention=pallas takes head sizes that are multiples of {KERNEL_TILE}, the "
+                f"model's is {head_dim}: take bf16 or f32"
+            )
+        return choose.resolve("pallas", platform), self.compute_dtype
+
+    def cache_tokens(self, needed: int) -> int:
+        """Columns of the widest cache: the kernel reads whole blocks."""
+        if self.attention != "pallas":
+            return needed
+        return math.ceil(needed / KERNEL_TILE) * KERNEL_TILE
 
 
 _CHOICES = {"loop": LOOPS, "attention": ATTENTIONS, "compute_dtype": DTYPES}

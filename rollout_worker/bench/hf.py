@@ -20,9 +20,10 @@ class HfModel:
         import transformers
 
         self._torch = torch
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=getattr(torch, dtype)
-        ).eval()
+        )
+        self._model = model.eval()
         # Nothing but the number of tokens ends a completion, as in the engine's requests.
         self._model.generation_config.eos_token_id = None
 

@@ -61,7 +61,9 @@ def decode_spec(layout: Layout, variant: Variant, slots: int) -> DecodeSpec:
     Args:
         slots: of all lanes together; a multiple of their number.
     """
-    implementation, operands = variant.attention_of(layout.mesh.devices.flat[0].platform)
+    implementation, operands = variant.attention_of(
+        layout.mesh.devices.flat[0].platform, layout.config.head_dim
+    )
     return DecodeSpec(
         layout=layout,
         valid_vocab=layout.published.vocab_size,

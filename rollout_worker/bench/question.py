@@ -60,7 +60,7 @@ class Question:
         return EngineLimits(
             max_prompt_tokens=self.prompt,
             max_new_tokens=self.longest_completion,
-            cache_tokens=self.cache or self.prompt + self.longest_completion,
+            cache_tokens=variant.cache_tokens(self.cache or self.prompt + self.longest_completion),
             prefill_tokens=variant.prefill_tokens,
         )
 
@@ -93,7 +93,6 @@ def check(question: Question, layout: Layout) -> None:
         if slots < 1 or slots % lanes:
             raise ValueError(f"--slots {slots} must be a positive multiple of the {lanes} lanes")
     for name, variant in question.variants.items():
-        variant.attention_of(layout.mesh.devices.flat[0].platform)
         geometry_of(decode_spec(layout, variant, question.slots[0]), question.limits(variant))
         if question.is_steady and variant.loop == "while":
             _check_segments(question.new, name, variant)

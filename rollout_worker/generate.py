@@ -1,0 +1,317 @@
+"""Lets a model complete one prompt and streams the text, for a look at a checkpoint.
+
+    python -m rollout_worker.generate --model deploy/demo/model --prompt 'Compute 3 + 4.'
+    echo 'Once upon a time' | python -m rollout_worker.generate --model MODEL --prompt - --raw
+
+The text goes to stdout as it is decoded, what ended it and how fast it was to stderr. Exits with 2
+when the question is wrong, with 130 when interrupted.
+"""
+
+import argparse
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TextIO
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels.choose import XLA
+from models.checkpoint import load_model, read_model_config
+from models.config import ModelConfig
+from models.tokenizer import Tokenizer, load_tokenizer
+from rollout_worker.engine import Engine, EngineLimits
+from rollout_worker.layout import Layout, make_mesh
+from rollout_worker.requests import FinishedRow, Request, SamplingSettings
+from rollout_worker.slots import DecodeSpec
+from rollout_worker.stop_strings import build_stop_automaton, token_bytes
+from services.messages import FinishReason
+from services.phase_clock import PhaseClock
+
+RAW_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""The messages' own text."""
+SEGMENT_TOKENS = 8
+"""The text grows by so many tokens at a time."""
+MOST_NEW_TOKENS = 512
+"""Where none are asked for and the model's positions allow it."""
+REPLACEMENT = "\ufffd"
+LONGEST_CHARACTER_BYTES = 4
+DTYPES = ("bfloat16", "float32")
+REQUEST = "prompt"
+INTERRUPTED = 130
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    try:
+        return _generate(arguments)
+    except (ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            # The reader has gone; what Python flushes at its end must find another place.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        print(f"generate: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("generate: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    settings = SamplingSettings(
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        min_p=arguments.min_p,
+    )
+    _check(arguments)
+    config = read_model_config(arguments.model)
+    tokenizer = load_tokenizer(
+        arguments.model, chat_template=RAW_TEMPLATE if arguments.raw else None
+    )
+    text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    token_ids = np.asarray(tokenizer.encode_chat(_messages(arguments.system, text)), np.int32)
+    new_tokens = _new_tokens(arguments.max_new_tokens, len(token_ids), config)
+    engine = build_engine(
+        config,
+        tokenizer,
+        prompt_tokens=len(token_ids),
+        new_tokens=new_tokens,
+        samples=arguments.samples,
+        stop_strings=arguments.stop,
+        dtype=arguments.dtype,
+    )
+    engine.swap(engine.spec.layout.to_inference(load_model(arguments.model).params), 0)
+    request = Request(
+        request_id=REQUEST,
+        token_ids=token_ids,
+        prompt_id=0,
+        epoch=0,
+        samples=tuple(range(arguments.samples)),
+        max_new_tokens=new_tokens,
+        key_data=np.asarray(jax.random.key_data(jax.random.key(arguments.seed))),
+        sampling=settings,
+    )
+    printer = Printer(sys.stdout, tokenizer.decode, several=arguments.samples > 1)
+    try:
+        stream(engine, request, printer)
+    finally:
+        printer.close()
+        print(printer.summary(), file=sys.stderr)
+    return 0
+
+
+def build_engine(
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    *,
+    prompt_tokens: int,
+    new_tokens: int,
+    samples: int,
+    stop_strings: Sequence[str],
+    dtype: str,
+) -> Engine:
+    """An engine on one device for one prompt, that waits for its policy.
+
+    Args:
+        dtype: of weights and activations.
+
+    Raises:
+        ValueError: if the lengths do not fit the model, or a stop string cannot be watched for.
+    """
+    layout = Layout(config, make_mesh(jax.devices()[:1], 1, 1), np.dtype(jnp.dtype(dtype)))
+    spec = DecodeSpec(
+        layout=layout,
+        valid_vocab=min(tokenizer.vocab_size, config.vocab_size),
+        compute_dtype=jnp.dtype(dtype),
+        attention_dtype=jnp.dtype(dtype),
+        attention_impl=XLA,
+        slots=samples,
+        segment_tokens=SEGMENT_TOKENS,
+    )
+    limits = EngineLimits(
+        max_prompt_tokens=prompt_tokens,
+        max_new_tokens=new_tokens,
+        cache_tokens=prompt_tokens + new_tokens,
+        prefixes=1,
+        stop_ids=len(tokenizer.stop_ids),
+    )
+    stops = None
+    if stop_strings:
+        stops = build_stop_automaton(token_bytes(tokenizer), [tuple(stop_strings)])
+    return Engine(
+        spec,
+        limits,
+        loop="while",
+        stop_ids=tuple(sorted(tokenizer.stop_ids)),
+        clock=PhaseClock(),
+        stops=stops,
+    )
+
+
+class Printer:
+    """Writes the completions of a request one after the other, each as far as it is known."""
+
+    def __init__(self, out: TextIO, decode: Callable[[Iterable[int]], str], *, several: bool):
+        """Args:
+        decode: text of token ids.
+        several: whether each completion gets a heading.
+        """
+        self._out = out
+        self._decode = decode
+        self._several = several
+        self._sample = 0
+        self._written = ""
+        self._known: dict[int, np.ndarray] = {}
+        self._ended: dict[int, FinishReason] = {}
+        self._started = time.monotonic()
+        self._first: tuple[float, int] | None = None
+        """When the first tokens came, and how many."""
+
+    def show(self, running: dict[int, np.ndarray], ended: Sequence[FinishedRow]) -> None:
+        """Takes what a turn of the engine brought, and writes what is next.
+
+        Args:
+            running: tokens of completions that have not ended, by sample index.
+            ended: completions that did.
+        """
+        self._known |= running
+        for row in ended:
+            self._known[row.sample_index] = row.token_ids
+            self._ended[row.sample_index] = row.finish_reason
+        if self._first is None and self._tokens:
+            self._first = time.monotonic(), self._tokens
+        while self._sample in self._known:
+            self._write()
+            if self._sample not in self._ended:
+                break
+            self._sample, self._written = self._sample + 1, ""
+        self._out.flush()
+
+    def close(self) -> None:
+        """Ends the line of a completion that was interrupted."""
+        if self._written:
+            self._out.write("\n")
+        self._out.flush()
+
+    def summary(self) -> str:
+        """Why the completions ended, and how fast they were."""
+        reasons = [
+            self._ended[sample].value if sample in self._ended else "unfinished"
+            for sample in sorted(self._known)
+        ]
+        text = f"{', '.join(reasons) or 'nothing'}: {self._tokens} tokens"
+        now = time.monotonic()
+        if self._first is None:
+            return text
+        first, known_then = self._first
+        text += f", the first after {first - self._started:.1f} s (compiling included)"
+        if self._tokens > known_then:
+            text += f", then {(self._tokens - known_then) / (now - first):.1f} tokens/s"
+        return text
+
+    @property
+    def _tokens(self) -> int:
+        return sum(map(len, self._known.values()))
+
+    def _write(self) -> None:
+        """Writes what is new of the completion whose turn it is."""
+        token_ids, is_whole = self._known[self._sample], self._sample in self._ended
+        if self._several and not self._written and len(token_ids):
+            self._out.write(f"--- completion {self._sample} ---\n")
+        text = self._decode(token_ids)
+        if not is_whole:
+            text = settled(text)
+        # What a decoder says of the last token it may revise; what is written stays.
+        if len(text) > len(self._written):
+            self._out.write(text[len(self._written) :])
+            self._written = text
+        if is_whole:
+            self._out.write("\n")
+
+
+def settled(text: str) -> str:
+    """The text without the beginning of a character whose other bytes are in tokens to come."""
+    kept = text.rstrip(REPLACEMENT)
+    if len(text) - len(kept) >= LONGEST_CHARACTER_BYTES:
+        return text[: -(LONGEST_CHARACTER_BYTES - 1)]
+    return kept
+
+
+def stream(engine: Engine, request: Request, printer: Printer) -> None:
+    """Decodes a request, showing its completions as they grow."""
+    engine.submit([request])
+    while engine.pending:
+        ended = engine.step()
+        printer.show(engine.so_far(request.request_id), ended)
+
+
+def _messages(system: str | None, text: str) -> list[dict[str, str]]:
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return [*first, {"role": "user", "content": text}]
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.samples < 1:
+        raise ValueError(f"--samples must be at least 1, got {arguments.samples}")
+    if arguments.raw and arguments.system is not None:
+        raise ValueError("--system belongs to the chat template, which --raw leaves out")
+    if arguments.seed < 0:
+        raise ValueError(f"--seed must be at least 0, got {arguments.seed}")
+
+
+def _new_tokens(asked: int | None, prompt_tokens: int, config: ModelConfig) -> int:
+    room = config.max_position_embeddings - prompt_tokens
+    if prompt_tokens < 1 or room < 1:
+        raise ValueError(
+            f"the prompt has {prompt_tokens} tokens; at least 1 is needed, and fewer than the "
+            f"model's {config.max_position_embeddings} positions"
+        )
+    if asked is None:
+        return min(MOST_NEW_TOKENS, room)
+    if not 1 <= asked <= room:
+        raise ValueError(
+            f"--max-new-tokens must be from 1 to {room}: the model has "
+            f"{config.max_position_embeddings} positions and the prompt {prompt_tokens} tokens; "
+            f"got {asked}"
+        )
+    return asked
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m rollout_worker.generate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    settings: dict[str, Any] = {
+        field.name: field.default for field in dataclasses.fields(SamplingSettings)
+    }
+    add = parser.add_argument
+    add("--model", required=True, metavar="PATH", help="HF folder, .gguf file or hub id")
+    add("--prompt", required=True, metavar="TEXT", help="what the user says; - reads stdin")
+    add("--system", metavar="TEXT", help="system message before it")
+    add("--raw", action="store_true", help="complete the very text, without the chat template")
+    add("--max-new-tokens", type=int, metavar="N", help=f"(default: {MOST_NEW_TOKENS} or less)")
+    add("--temperature", type=float, default=settings["temperature"], help="(%(default)s)")
+    add("--top-k", type=int, default=settings["top_k"], help="0 is off (%(default)s)")
+    add("--top-p", type=float, default=settings["top_p"], help="1 is off (%(default)s)")
+    add("--min-p", type=float, default=settings["min_p"], help="0 is off (%(default)s)")
+    add("--seed", type=int, default=0, help="of the draws (%(default)s)")
+    add("--samples", type=int, default=1, metavar="N", help="completions (%(default)s)")
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="STRING",
+        help="ends a completion, which keeps it; may be given several times",
+    )
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of weights and sums (%(default)s)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
