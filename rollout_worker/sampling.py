@@ -4,9 +4,8 @@ The key of a token is a pure function of (seed, prompt, epoch, sample, position)
 batch do not enter, so the same completion is drawn wherever it is decoded.
 
 `draw` inverts the cumulative distribution in two levels, first over blocks of the vocabulary, then
-inside the drawn block. It reads the logits twice, writes nothing of their size, and does nothing
-over the vocabulary but maxima, sums and the choice of a block: a vocabulary that is cut over a
-mesh axis stays where it is.
+inside the drawn block. It passes over the logits twice, for the maxima and the sums of the blocks,
+and does nothing else over the vocabulary: one that is cut over a mesh axis stays where it is.
 
 Dimension key:
     B: rows
@@ -82,8 +81,10 @@ def draw(
     Args:
         key_data_B: uint32 [B, 2]; `jax.random.key_data` of `row_keys`.
         count_B: int32; index of the token within its completion.
-        logits_BV: float32. The axis V may be cut over a mesh axis: with a size that divides
-            gcd(V, 128) it is not gathered.
+        logits_BV: float32. V may be cut over a mesh axis that is left to the compiler; it is not
+            gathered where the size of the axis divides gcd(V, 128) and that is at least 16. The
+            sums of the blocks travel at once where the mesh is in context (`jax.set_mesh`, or
+            inside a `shard_map` over other axes), and in many small steps elsewhere.
         sampling: trusted to lie in the ranges it names.
         valid_vocab: 1..V; ids from here on are padding of the embedding and are never drawn.
 
