@@ -14,9 +14,17 @@ from kernels import choose
 from kernels.decode_attention import pallas_tpu, reference, xla
 from kernels.decode_attention.reference import Attended
 
-__all__ = ["Attended", "decode_attention"]
+__all__ = ["Attended", "decode_attention", "resolve"]
 
 CACHE_DTYPES = (jnp.bfloat16, jnp.float32)
+
+
+def resolve(choice: str, platform: str, *, head_size: int) -> str:
+    """As kernels.choose.resolve, with `auto` on a TPU only where the kernel takes the head size."""
+    impl = choose.resolve(choice, platform)
+    if choice == "auto" and impl == choose.PALLAS_TPU and head_size % pallas_tpu.LANES:
+        return choose.XLA
+    return impl
 
 
 def decode_attention(
@@ -42,17 +50,21 @@ def decode_attention(
         operand_dtype: bfloat16 or float32.
         mesh: given where the call stands outside `shard_map`. Without it the axes named below are
             those of the surrounding mesh that an outer `shard_map` has left to the compiler, and
-            the arrays are this device's part along the others.
+            the arrays are this device's part along the others. All that it has left must be named,
+            those of one device too: XLA refuses to cut a TPU kernel by itself.
         rows_axis: mesh axis over which B is cut, in equal parts.
         heads_axis: mesh axis over which N and K are cut, in equal parts.
 
     Raises:
-        ValueError: if shapes, dtypes, implementation or mesh do not fit.
+        ValueError: if shapes, dtypes, implementation or mesh do not fit, with the numbers; what the
+            TPU kernel takes is in pallas_tpu.py.
     """
     arrays = (query_BNH, new_key_BKH, new_value_BKH, key_BKSH, value_BKSH, position_B)
     _check_arrays(*arrays)
     if jnp.dtype(operand_dtype) not in CACHE_DTYPES:
-        raise ValueError(f"operand_dtype must be bfloat16 or float32, got {operand_dtype}")
+        raise ValueError(
+            f"operand_dtype must be bfloat16 or float32, got {jnp.dtype(operand_dtype)}"
+        )
     run = functools.partial(_implementation(impl), operand_dtype=operand_dtype)
     if rows_axis is None and heads_axis is None:
         return run(*arrays)
@@ -80,7 +92,8 @@ def _implementation(impl: str):
     if impl == choose.PALLAS_TPU:
         return pallas_tpu.decode_attention
     if impl == choose.PALLAS_INTERPRET:
-        return functools.partial(pallas_tpu.decode_attention, interpret=True)
+        # Chains hide no waits here, and each takes its time to compile.
+        return functools.partial(pallas_tpu.decode_attention, chains=2, interpret=True)
     raise ValueError(f"impl must be one of {choose.IMPLEMENTATIONS}, got {impl!r}")
 
 

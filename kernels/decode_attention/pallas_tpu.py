@@ -24,7 +24,7 @@ LANES = 128
 SLOTS = 3
 """Groups in VMEM: one is worked on while the others arrive, each 1 MB in bfloat16."""
 CHAINS = 16
-"""Softmaxes of a group: the compiler fills the waits of one with others."""
+"""Softmaxes of a group: the compiler fills the waits of one with others, and unrolls them all."""
 SPARE_BYTES = 4 << 20
 """VMEM for registers that spill and for small arrays."""
 
@@ -39,6 +39,7 @@ def decode_attention(
     *,
     operand_dtype: jax.typing.DTypeLike,
     block_S: int | None = None,
+    chains: int = CHAINS,
     interpret: bool = False,
 ) -> Attended:
     """Same contract as xla.decode_attention, for caches that are made of whole tiles.
@@ -46,17 +47,22 @@ def decode_attention(
     Args:
         block_S: columns that are read at a time; a multiple of a tile's. None takes 128, or 256
             where they are too few bytes for what it costs to ask for them.
+        chains: softmaxes over at most 128 columns of one key/value head that are worked on
+            together; about 1 MB of cache should lie in them.
         interpret: run on any device.
 
     Raises:
-        ValueError: if H is no multiple of 128, or S or block_S none of a tile's columns (16 in
-            bfloat16, 8 in float32).
+        ValueError: if H is no multiple of 128 (interpreted, any will do), or S or block_S none of
+            a tile's columns, which are 16 in bfloat16 and 8 in float32.
     """
     B, N, H = query_BNH.shape
     _, K, S, _ = key_BKSH.shape
     block_S = block_S or (LANES if K * H > LANES else 2 * LANES)
-    plan = _Plan(B, N, K, S, H, min(block_S, S), key_BKSH.dtype)
-    plan.check()
+    block_S = min(block_S, S)
+    group = max(1, chains * LANES // (K * max(block_S, LANES)))
+    plan = _Plan(B, N, K, S, H, block_S, group, key_BKSH.dtype)
+    plan.check(interpret)
+    position_B = jnp.clip(position_B.astype(jnp.int32), 0, S - 1)  # every row must write once
     vmem, hbm = (pl.BlockSpec(memory_space=space) for space in (pltpu.VMEM, pltpu.HBM))
     # A cache that may lie anywhere is at times carried to VMEM and back as a whole.
     cache = pltpu.HBM(key_BKSH.shape, key_BKSH.dtype)
@@ -75,7 +81,7 @@ def decode_attention(
         name="decode_attention",
         **plan.resources(query_BNH.dtype),
     )(
-        position_B.astype(jnp.int32),
+        position_B,
         *plan.pieces(position_B),
         query_BNH.reshape(B, K, N // K, H),
         plan.columns(new_key_BKH),
@@ -95,6 +101,8 @@ class _Plan(NamedTuple):
     S: int
     H: int
     block_S: int
+    group: int
+    """Pieces that are fetched and worked on together."""
     dtype: Any
     """Of the cache."""
 
@@ -103,16 +111,11 @@ class _Plan(NamedTuple):
         """Columns that lie together in memory."""
         return 32 // self.dtype.itemsize
 
-    @property
-    def group(self) -> int:
-        """Pieces of a group."""
-        return max(1, CHAINS * LANES // (self.K * self.block_S))
-
-    def check(self) -> None:
-        if self.H % LANES:
+    def check(self, interpret: bool) -> None:
+        if self.H % LANES and not interpret:
             raise ValueError(
-                f"the TPU kernel takes head sizes that are multiples of {LANES}, got H={self.H}: "
-                "take `xla`"
+                f"the TPU kernel takes head sizes that are multiples of {LANES}, since copies move "
+                f"whole lanes; got H={self.H}: take `xla`"
             )
         if self.S % self.tile or self.block_S % self.tile:
             raise ValueError(
@@ -125,17 +128,8 @@ class _Plan(NamedTuple):
         tiles = pltpu.VMEM((self.B, self.K, self.tile, self.H), self.dtype)
         state = pltpu.VMEM((self.K, self.N // self.K, self.H), jnp.float32)
         semaphores = pltpu.SemaphoreType.DMA
-        return [
-            blocks,
-            blocks,
-            tiles,
-            tiles,
-            state,
-            state,
-            state,
-            semaphores((SLOTS,)),
-            semaphores(()),
-        ]
+        per_group, single = semaphores((SLOTS,)), semaphores(())
+        return [blocks, blocks, tiles, tiles, state, state, state, per_group, single]
 
     def resources(self, query_dtype) -> dict[str, Any]:
         """What XLA must know: the work of full rows, and the VMEM."""
@@ -161,7 +155,7 @@ class _Plan(NamedTuple):
 
         Those behind the last, which fill its group, repeat it.
         """
-        blocks_B = jnp.clip(position_B.astype(jnp.int32), 0, self.S - 1) // self.block_S + 1
+        blocks_B = position_B // self.block_S + 1
         end_B = jnp.cumsum(blocks_B)
         most = self.B * pl.cdiv(self.S, self.block_S)
         count_M = jnp.arange(pl.cdiv(most, self.group) * self.group, dtype=jnp.int32)
@@ -318,7 +312,9 @@ def _attend(memory: _Refs, slot, pieces, operand_dtype):
         column = piece.start + offset
         seen = (column >= piece.own) & (column <= piece.position)
         scores.append(jnp.where(seen, score, HIDDEN_SCORE))
-    tops = [score.max(axis=1, keepdims=True) for score in scores]
+    # A piece that sees nothing gets weights of zero: garbage times one may overflow.
+    least = HIDDEN_SCORE / 2
+    tops = [jnp.maximum(score.max(axis=1, keepdims=True), least) for score in scores]
     weights = [jnp.exp(score - top) for score, top in zip(scores, tops, strict=True)]
     found = []
     for (u, _, k), top, weight in zip(chains, tops, weights, strict=True):
