@@ -1,6 +1,6 @@
 """The programs that `python -m kernels.tpu_report` compiles: kernels and their rivals.
 
-Each is a loss over a vocabulary with its gradients, bfloat16 in, for one chip:
+Each is for one chip, with bfloat16 in. Losses over a vocabulary with their gradients:
 
     token_logprob/SHAPE/IMPL: from given logits, whose gradient it returns beside them.
     probe/SHAPE/IMPL: the same with an entropy bonus, at the size of a small probe.
@@ -8,15 +8,25 @@ Each is a loss over a vocabulary with its gradients, bfloat16 in, for one chip:
         added to.
     head_chunk/SHAPE/IMPL: the same for as many tokens as one chunk holds.
 
+and one layer's attention from one new token per row, its cache donated:
+
+    decode_attention/SHAPE/IMPL: how much the TPU kernel reads depends on the rows. Its cycles are
+        those of one round of its loop, which is 1 MB of cache, and its bytes those of full rows
+        in and out.
+
 IMPL is an implementation, with a schedule where there is a head, or `log_softmax`: what one writes
 without this package, differentiated by jax. It keeps the logits whole and returns the head's
 gradient in bfloat16.
 
 Dimension key:
-    B: sequences
+    B: sequences, or rows of a cache
     T: tokens of each
     D: model width
     V: vocabulary
+    N: query heads
+    K: key/value heads
+    S: positions of the cache
+    H: head size
 """
 
 import dataclasses
@@ -29,6 +39,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from kernels import choose
+from kernels.decode_attention.ops import decode_attention
 from kernels.linear_objective import schedule
 from kernels.problems import GrpoData, grpo_objective
 from kernels.token_logprob.ops import token_logprob
@@ -39,6 +50,8 @@ LOGITS_SHAPES = ((1, 4096, 151643), (4, 1024, 151643), (1, 4096, 151936), (4, 10
 """Tokens in one sequence and in four; of a tokenizer, and of a model that pads it to lanes."""
 PROBE_SHAPE = (8, 1024, 16384)
 HEAD_SHAPE = (8192, 4096, 151936)
+DECODE_SHAPES = ((16, 640), (128, 512))
+"""Rows and positions; the heads are those of Qwen2.5-3B."""
 IMPLS = (LOG_SOFTMAX, choose.XLA, choose.PALLAS_TPU)
 HEAD_IMPLS = tuple(
     (impl, each) for impl in (choose.XLA, choose.PALLAS_TPU) for each in schedule.SCHEDULES
@@ -78,6 +91,10 @@ def programs() -> dict[str, Program]:
             Program(f"{name}/{impl}_{each}", run, fast=False),
             Program(f"head_chunk/d{D}_v{V}/{impl}_{each}", once, fast=True),
         ]
+    for B, S in DECODE_SHAPES:
+        for impl in (choose.XLA, choose.PALLAS_TPU):
+            run = functools.partial(lower_decode_attention, impl, (B, 16, 2, S, 128))
+            found.append(Program(f"decode_attention/b{B}_s{S}/{impl}", run, fast=True))
     return {program.name: program for program in found}
 
 
@@ -141,6 +158,21 @@ def lower_whole_logits(shape: tuple[int, int, int], device: jax.Device) -> jax.s
 
     arguments = _head_arguments(_structs_on(device), *shape)
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*arguments)
+
+
+def lower_decode_attention(
+    impl: str, shape: tuple[int, int, int, int, int], device: jax.Device
+) -> jax.stages.Lowered:
+    """(query [B, N, H], new key [B, K, H], new value, key cache [B, K, S, H], value cache,
+    positions) -> output [B, N, H] and the caches."""
+    B, N, K, S, H = shape
+    struct = _structs_on(device)
+    query, new = (struct((B, heads, H), jnp.bfloat16) for heads in (N, K))
+    cache = struct((B, K, S, H), jnp.bfloat16)
+    run = functools.partial(decode_attention, impl=impl, operand_dtype=jnp.bfloat16)
+    return jax.jit(run, donate_argnums=(3, 4)).lower(
+        query, new, new, cache, cache, struct((B,), jnp.int32)
+    )
 
 
 def _log_softmax(logits, ids) -> TokenLogprob:
