@@ -168,7 +168,7 @@ def compile_segment(
     started = time.monotonic()
     try:
         compiled = programs.segment(width)
-    except jax.errors.JaxRuntimeError as error:
+    except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
         return Segment(**sizes, compile_s=time.monotonic() - started, error=str(error))
     seconds = time.monotonic() - started
     memory: Any = compiled.memory_analysis()
