@@ -48,14 +48,14 @@ def narrow_model(tmp_path):
     return path
 
 
-def check_narrow(narrow_model, tmp_path, role, usable_gib):
+def check_narrow(narrow_model, tmp_path, role, usable_gib, *changes):
     """One role on two layers and without evaluation: the command's outcome and its report."""
     report = tmp_path / "report.json"
     without_eval = ("eval.every_steps=0", "eval.at_start=false", "eval.at_end=false")
     done = tpu_check(
         *("--model-config", narrow_model, "--layers", 2, "--role", role, "--json", report),
         *("--usable-gib", usable_gib),
-        *(f"--set={one}" for one in without_eval),
+        *(f"--set={one}" for one in (*without_eval, *changes)),
     )
     assert done.returncode in (0, 1), done.stderr
     found = json.loads(report.read_text())
@@ -92,12 +92,32 @@ def test_the_worker_compiles_and_fits_a_chip(narrow_model, tmp_path):
     done, found, programs = check_narrow(narrow_model, tmp_path, "worker", usable_gib=31.25)
     assert done.returncode == 0 and found["fits"]
     assert "worker fits" in done.stdout
-    assert list(programs) == ["prefill", "decode"]
+    assert list(programs) == ["empty", "prefill", "segment"], "a kernel needs one width of cache"
     policy_bytes = 2 * (MATRICES + VECTORS)  # bfloat16, whole on every chip
-    assert programs["decode"]["beside_bytes"] == policy_bytes
-    # 32 rows of a chip hold 1536 slots of keys and values, 2 heads of 128, in each of 2 layers.
+    assert programs["segment"]["beside_bytes"] == policy_bytes
+    # 32 slots of a chip hold 1536 columns of keys and values, 2 heads of 128, in each of 2 layers.
     cache_bytes = 2 * 2 * (32 * 1536 * 2 * 128 * 2)
-    assert programs["decode"]["peak_bytes"] >= policy_bytes + cache_bytes
+    assert programs["segment"]["peak_bytes"] >= policy_bytes + cache_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@needs_compiler
+def test_a_model_that_is_cut_over_the_chips_compiles_and_its_cache_grows(narrow_model, tmp_path):
+    changes = ("rollout.decode.tensor=4", "rollout.decode.attention=bf16")
+    _, found, programs = check_narrow(narrow_model, tmp_path, "worker", 31.25, *changes)
+    assert found["fits"]
+    assert list(programs) == ["empty", "prefill", "segment", "resize"]
+    # Norms and biases: final, two a layer, and o_proj has none; those of q, k and v are cut, and
+    # each of the two key/value heads is on two chips.
+    norms = 512 + 2 * 2 * 512
+    heads = 2 * 2 * (256 * 512 + 256)  # of keys and values, in two layers
+    cut = MATRICES - 2 * 2 * 256 * 512 + 2 * 512
+    assert programs["segment"]["beside_bytes"] == 2 * (norms + heads // 2 + cut // 4)
+    # 128 slots of 1536 columns with one head of 128 in each of 2 layers; before, half as wide.
+    cache_bytes = 2 * 2 * (128 * 1536 * 128 * 2)
+    assert programs["resize"]["output_bytes"] == cache_bytes
+    assert programs["resize"]["argument_bytes"] == cache_bytes // 2
 
 
 @needs_compiler

@@ -132,6 +132,15 @@ def test_scores_come_in_the_order_of_the_items(pool):
     assert pool.score([]) == []
 
 
+def test_scores_that_are_on_their_way_do_not_keep_anyone_waiting(pool):
+    slow, quick = pool.submit([request("x"), request("sleep")]), pool.submit([request("xx")])
+    assert not slow.done
+    assert [score.rewards["mine:play"] for score in quick.wait()] == [2.0]
+    assert not slow.done, "of two processes one was free for it"
+    first, second = slow.wait()
+    assert slow.done and first.error == "" and "no result within 1 s" in second.error
+
+
 @pytest.mark.parametrize(
     "completion, message",
     [
