@@ -1,9 +1,9 @@
 """`decode_attention` as XLA fuses it on every platform.
 
 The write is `dynamic_update_slice` under vmap. A slice per row, or an index for the row beside that
-for the column (`.at[rows, :, positions]`), makes XLA:TPU copy a wide cache to transpose it; a select
-over S rewrites all of it everywhere. A bfloat16 cache on a CPU is the exception: XLA:CPU converts
-all of it to float32 and back around any write, so keep a CPU's cache in float32.
+for the column (`.at[rows, :, positions]`), makes XLA:TPU copy a wide cache to transpose it, and a
+select over S rewrites all of it everywhere. A bfloat16 cache on a CPU is the exception: XLA:CPU
+converts all of it to float32 and back around any write, so keep a CPU's cache in float32.
 
 Dimension key: that of reference.py.
 """
