@@ -19,6 +19,7 @@ Dimension key:
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import flax.linen as nn
@@ -45,11 +46,18 @@ class Linear(nn.Module):
 
     features: int
     bias: bool
+    product_dtype: Any = None
+    """Of x W^T before it is rounded to the dtype of x; None is that dtype."""
 
     @nn.compact
     def __call__(self, x):
         weight = self.param("weight", _init, (self.features, x.shape[-1]), jnp.float32)
-        y = jnp.einsum("...i,oi->...o", x, weight.astype(x.dtype))
+        y = jnp.einsum(
+            "...i,oi->...o",
+            x,
+            weight.astype(x.dtype),
+            preferred_element_type=self.product_dtype,
+        ).astype(x.dtype)
         if not self.bias:
             return y
         bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
@@ -71,14 +79,16 @@ class RMSNorm(nn.Module):
 
 class Attention(nn.Module):
     config: ModelConfig
+    product_dtype: Any = None
 
     @nn.compact
     def __call__(self, x_BTD, rotary_BTH, attend, layer_cache):
         c = self.config
         B, T, D = x_BTD.shape
+        linear = partial(Linear, product_dtype=self.product_dtype)
 
         def heads(name, count):
-            projected = Linear(count * c.head_dim, c.qkv_bias, name=f"{name}_proj")(x_BTD)
+            projected = linear(count * c.head_dim, c.qkv_bias, name=f"{name}_proj")(x_BTD)
             return projected.reshape(B, T, count, c.head_dim)
 
         query_BTNH = heads("q", c.num_heads)
@@ -90,36 +100,40 @@ class Attention(nn.Module):
         out_BTNH, layer_cache = attend(
             rotate(query_BTNH, rotary_BTH), rotate(key_BTKH, rotary_BTH), value_BTKH, layer_cache
         )
-        out = Linear(D, c.o_bias, name="o_proj")(out_BTNH.reshape(B, T, -1))
+        out = linear(D, c.o_bias, name="o_proj")(out_BTNH.reshape(B, T, -1))
         return out, layer_cache
 
 
 class MLP(nn.Module):
     config: ModelConfig
+    product_dtype: Any = None
 
     @nn.compact
     def __call__(self, x_BTD):
         c = self.config
-        gate_BTF = Linear(c.intermediate_size, c.mlp_bias, name="gate_proj")(x_BTD)
-        up_BTF = Linear(c.intermediate_size, c.mlp_bias, name="up_proj")(x_BTD)
-        return Linear(x_BTD.shape[-1], c.mlp_bias, name="down_proj")(nn.silu(gate_BTF) * up_BTF)
+        linear = partial(Linear, bias=c.mlp_bias, product_dtype=self.product_dtype)
+        gate_BTF = linear(c.intermediate_size, name="gate_proj")(x_BTD)
+        up_BTF = linear(c.intermediate_size, name="up_proj")(x_BTD)
+        return linear(x_BTD.shape[-1], name="down_proj")(nn.silu(gate_BTF) * up_BTF)
 
 
 class Block(nn.Module):
     """One decoder layer; submodule names are Hugging Face's."""
 
     config: ModelConfig
+    product_dtype: Any = None
 
     @nn.compact
     def __call__(self, x_BTD, rotary_BTH, attend, layer_cache):
         eps = self.config.rms_norm_eps
         normed = RMSNorm(eps, name="input_layernorm")(x_BTD)
-        attended, layer_cache = Attention(self.config, name="self_attn")(
+        attended, layer_cache = Attention(self.config, self.product_dtype, name="self_attn")(
             normed, rotary_BTH, attend, layer_cache
         )
         x_BTD = x_BTD + attended
         normed = RMSNorm(eps, name="post_attention_layernorm")(x_BTD)
-        return x_BTD + MLP(self.config, name="mlp")(normed), layer_cache
+        mlp = MLP(self.config, self.product_dtype, name="mlp")
+        return x_BTD + mlp(normed), layer_cache
 
 
 def init_params(key: jax.Array, config: ModelConfig) -> Params:
@@ -165,6 +179,7 @@ def forward(
     attend: Attend,
     *,
     compute_dtype: jnp.dtype,
+    product_dtype: jnp.dtype | None = None,
     cache: Any = None,
     gather: Gather = lambda name, tree: tree,
     embed: Embed | None = None,
@@ -178,6 +193,9 @@ def forward(
         position_BT: int32; position of each token in its own sequence.
         attend: attention over this call's keys and values and whatever the cache holds.
         compute_dtype: dtype of activations and matrix products.
+        product_dtype: dtype in which a layer's products are summed over devices and handed to the
+            rounding into compute_dtype; None is compute_dtype. XLA:CPU has its fast bfloat16
+            products only in float32, which a derivative would make slow on other devices.
         cache: per layer: a list beside listed layers, a stacked tree beside stacked ones.
         gather: makes sharded parameters whole, a layer at a time (see learner/sharding.py).
         embed: looks tokens up in an embedding that stays sharded; None gathers it.
@@ -195,7 +213,8 @@ def forward(
 
     def layer(x_BTD, layer_params, layer_cache):
         layer_params = gather("layers", layer_params)
-        return Block(config).apply({"params": layer_params}, x_BTD, cos_sin, attend, layer_cache)
+        block = Block(config, product_dtype)
+        return block.apply({"params": layer_params}, x_BTD, cos_sin, attend, layer_cache)
 
     if remat:
         layer = jax.checkpoint(layer, prevent_cse=isinstance(params["layers"], list))

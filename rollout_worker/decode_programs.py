@@ -92,7 +92,7 @@ class DecodePrograms:
 
         def build():
             heads, size = config.num_kv_heads, config.head_dim
-            make = partial(allocate, config.num_layers, dtype=spec.compute_dtype)
+            make = partial(allocate, config.num_layers, dtype=spec.cache_dtype)
             cache = make(shape=(lanes * spec.slots, heads, g.widths[0], size))
             slots = idle_slots(lanes * spec.slots, cache)
             pool = make(shape=(lanes * g.prefixes, heads, g.pool_width, size))
@@ -114,11 +114,14 @@ class DecodePrograms:
     def segment(self, width: int) -> jax.stages.Compiled:
         """(params, slots, rows, pool, stop table, floor) -> slots in place, and the tokens."""
         local = partial(segment, spec=self.spec)
-        out_axes = (0, SegmentTokens(1, 1, 1, 1, 0))
-        function = over_lanes(local, self.spec, (None, 0, 0, 0, None, 0), out_axes)
+        slot_axis: Any = 1
+        lane_axis: Any = 0
+        tokens_axes = SegmentTokens(*[slot_axis] * 4, steps=lane_axis)
+        function = over_lanes(local, self.spec, (None, 0, 0, 0, None, 0), (0, tokens_axes))
         slots = self.slots_struct(width)
-        by_slot = NamedSharding(self.spec.layout.mesh, PartitionSpec(None, "data"))
-        tokens = SegmentTokens(by_slot, by_slot, by_slot, by_slot, self.by_lane)
+        by_slot: Any = NamedSharding(self.spec.layout.mesh, PartitionSpec(None, "data"))
+        by_lane: Any = self.by_lane
+        tokens = SegmentTokens(*[by_slot] * 4, steps=by_lane)
         jitted = jax.jit(function, donate_argnums=1, out_shardings=(self._shardings(slots), tokens))
         arguments = (
             self.params_struct(),
@@ -128,7 +131,9 @@ class DecodePrograms:
             self.stop_struct(),
             self._struct((self.spec.lanes,), jnp.int32),
         )
-        return jitted.lower(*arguments).compile()
+        # With the mesh at hand, the draw knows where a cut vocabulary lies.
+        with jax.set_mesh(self.spec.layout.mesh):
+            return jitted.lower(*arguments).compile()
 
     def resize(self, old: int, new: int) -> jax.stages.Compiled:
         """(cache) -> the cache in another width."""
@@ -155,7 +160,8 @@ class DecodePrograms:
         """The table of all lanes."""
         R = self.spec.lanes * self.geometry.places
         integer = partial(self._struct, dtype=jnp.int32)
-        floating = partial(self._struct, dtype=jnp.float32)
+        top_k: Any = integer((R,))
+        setting: Any = self._struct((R,), jnp.float32)
         arrays: dict[str, Any] = dict(
             order_R=integer((R,)),
             tail=integer((self.spec.lanes,)),
@@ -167,10 +173,7 @@ class DecodePrograms:
             base_key_R2=self._struct((R, 2), jnp.uint32),
             identity_R3=integer((R, 3)),
             sampling=Sampling(
-                temperature_B=floating((R,)),
-                top_k_B=integer((R,)),
-                top_p_B=floating((R,)),
-                min_p_B=floating((R,)),
+                temperature_B=setting, top_k_B=top_k, top_p_B=setting, min_p_B=setting
             ),
             stop_ids_RE=integer((R, self.geometry.stop_ids)),
             stop_state_R=integer((R,)),
@@ -201,7 +204,7 @@ class DecodePrograms:
         config = self.spec.layout.config
         leaf: Any = jax.ShapeDtypeStruct(
             (rows, config.num_kv_heads, width, config.head_dim),
-            self.spec.compute_dtype,
+            self.spec.cache_dtype,
             sharding=self.spec.layout.cache_sharding,
         )
         return [LayerCache(leaf, leaf) for _ in range(config.num_layers)]

@@ -65,6 +65,7 @@ def prefill(
         chunks.start_Q[:, None] + jnp.arange(C),
         attend,
         compute_dtype=spec.compute_dtype,
+        product_dtype=jnp.dtype("float32"),
         cache=pool,
         embed=embed,
     )

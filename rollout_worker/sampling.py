@@ -23,7 +23,6 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from kernels.token_logprob.ops import token_logprob
 from kernels.token_logprob.statistics import Statistics, Support, finish
 
 MOST_BLOCKS = 128
@@ -283,38 +282,3 @@ def _largest(holds, like_B: jax.Array) -> jax.Array:
     none_B = jax.lax.bitcast_convert_type(like_B, jnp.uint32) & 0
     found_B = number(jax.lax.fori_loop(0, 32, try_bit, none_B))
     return jnp.where(jnp.isnan(found_B), -jnp.inf, found_B)
-
-
-def sample(
-    key_B: jax.Array,
-    position: jax.Array,
-    logits_BV: jax.Array,
-    *,
-    temperature: jax.Array,
-    valid_vocab: int,
-) -> tuple[jax.Array, jax.Array]:
-    """Draws one token per row by the Gumbel-max rule.
-
-    Args:
-        key_B: keys of `row_keys`.
-        position: int32 scalar; index of the token within its completion.
-        logits_BV: float32.
-        temperature: float32 scalar; 0 takes the most likely token.
-        valid_vocab: ids from here on are padding of the embedding and are never drawn.
-
-    Returns:
-        token ids int32 [B], and their logprobs float32 [B] under softmax(logits / temperature)
-        over the valid ids; at temperature 0 under softmax(logits).
-    """
-    greedy = temperature == 0
-    scaled_BV = logits_BV / jnp.where(greedy, 1.0, temperature)
-    allowed_V = jnp.arange(logits_BV.shape[1]) < valid_vocab
-    noise_BV = jax.vmap(
-        lambda key: jax.random.gumbel(
-            jax.random.fold_in(key, position), (logits_BV.shape[1],), jnp.float32
-        )
-    )(key_B)
-    score_BV = scaled_BV + jnp.where(greedy, 0.0, noise_BV)
-    token_B = jnp.argmax(jnp.where(allowed_V, score_BV, -jnp.inf), axis=1).astype(jnp.int32)
-    scored = token_logprob(scaled_BV, token_B, valid_vocab=valid_vocab)
-    return token_B, scored.logprob

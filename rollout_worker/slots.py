@@ -50,6 +50,12 @@ class DecodeSpec:
     """Of each lane."""
     segment_tokens: int
     """Most token steps of a segment."""
+    wide_cache: bool = False
+    """Keys and values in float32: XLA:CPU takes many times as long to write narrower ones."""
+
+    @property
+    def cache_dtype(self) -> jnp.dtype:
+        return jnp.dtype("float32") if self.wide_cache else self.compute_dtype
 
     @property
     def lanes(self) -> int:
@@ -162,7 +168,6 @@ def token_step(
     Returns:
         the slots, and (place, token, logprob, ended) of every slot.
     """
-    cut = spec.layout.tensor > 1
     hidden_B1D, cache = forward(
         params,
         spec.layout.config,
@@ -172,10 +177,10 @@ def token_step(
             slots.position_B,
             impl=spec.attention_impl,
             operand_dtype=spec.attention_dtype,
-            mesh=spec.layout.mesh if cut else None,
-            heads_axis="tensor" if cut else None,
+            **_where(spec),
         ),
         compute_dtype=spec.compute_dtype,
+        product_dtype=jnp.dtype("float32"),
         cache=slots.cache,
         embed=embed,
     )
@@ -209,6 +214,15 @@ def token_step(
         cache=cache,
     )
     return after, (place_B, token_B, logprob_B, ended_B.astype(jnp.int8))
+
+
+def _where(spec: DecodeSpec) -> dict[str, Any]:
+    """The mesh arguments of an operation inside a lane."""
+    mesh = spec.layout.mesh
+    if mesh.size == 1:
+        return {}
+    # Inside `over_lanes` the mesh is the one around, of which `tensor` is left.
+    return {"heads_axis": "tensor", "mesh": mesh if spec.lanes == 1 else None}
 
 
 def segment(
