@@ -151,6 +151,7 @@ class EngineSetup:
             attention_impl=attention.impl,
             slots=decode.slots // mesh.shape["data"],
             segment_tokens=decode.segment_tokens,
+            wide_cache=self.platform == "cpu",
         )
 
     def limits(self, lanes: int, *, stop_ids: int = MOST_STOP_IDS) -> EngineLimits:

@@ -122,9 +122,10 @@ def test_sizes_by_hand():
     assert plan.parameters == 320 + 2 * 592 + 8
     assert plan.learner_bytes_per_device == 4 * 4 * plan.parameters  # weights, m, v, gradient
     assert plan.worker.policy_bytes == 2 * plan.parameters
-    # 32 slots x 32 columns, and 4 prompts of 15, x 2 layers x (key, value) x 1 head x 4 x 2 bytes
-    assert plan.worker.cache_bytes == 32 * 32 * 2 * 2 * 4 * 2
-    assert plan.worker.pool_bytes == 4 * 15 * 2 * 2 * 4 * 2
+    # 32 slots x 32 columns, and 4 prompts of 15, x 2 layers x (key, value) x 1 head x 4 numbers,
+    # which are float32 on a CPU
+    assert plan.worker.cache_bytes == 32 * 32 * 2 * 2 * 4 * 4
+    assert plan.worker.pool_bytes == 4 * 15 * 2 * 2 * 4 * 4
     # empty, a prefill of 15 tokens, a segment
     assert plan.worker.programs == 3
 
@@ -223,7 +224,7 @@ def test_a_policy_that_is_cut_takes_less_of_each_device():
     # Norms stay whole, and the only key/value head is on both devices.
     matrices, heads, norms = 40 * 8 + 2 * (2 * 64 + 3 * 128), 2 * 2 * 32, 2 * 16 + 8
     assert plan.worker.policy_bytes == 2 * (matrices // 2 + heads + norms)
-    assert plan.worker.cache_bytes == 32 * 32 * 2 * 2 * 4 * 2
+    assert plan.worker.cache_bytes == 32 * 32 * 2 * 2 * 4 * 4
 
 
 @pytest.mark.parametrize(
