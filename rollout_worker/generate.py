@@ -122,7 +122,8 @@ def build_engine(
     Raises:
         ValueError: if the lengths do not fit the model, or a stop string cannot be watched for.
     """
-    layout = Layout(config, make_mesh(jax.devices()[:1], 1, 1), np.dtype(jnp.dtype(dtype)))
+    device = jax.devices()[0]
+    layout = Layout(config, make_mesh([device], 1, 1), np.dtype(jnp.dtype(dtype)))
     spec = DecodeSpec(
         layout=layout,
         valid_vocab=min(tokenizer.vocab_size, config.vocab_size),
@@ -131,6 +132,7 @@ def build_engine(
         attention_impl=XLA,
         slots=samples,
         segment_tokens=SEGMENT_TOKENS,
+        wide_cache=device.platform == "cpu",
     )
     limits = EngineLimits(
         max_prompt_tokens=prompt_tokens,

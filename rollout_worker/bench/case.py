@@ -79,7 +79,7 @@ DTYPES = ("bfloat16", "float32")
 LOOPS = ("while", "python")
 ATTENTIONS = ("bf16", "f32", "pallas")
 KERNEL_TILE = 128
-"""The Pallas kernel takes heads and caches of multiples of a TPU's lanes."""
+"""The Pallas kernel takes heads of multiples of a TPU's lanes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,12 +118,6 @@ class Variant:
                 f"model's is {head_dim}: take bf16 or f32"
             )
         return choose.resolve("pallas", platform), self.compute_dtype
-
-    def cache_tokens(self, needed: int) -> int:
-        """Columns of the widest cache: the kernel reads whole blocks."""
-        if self.attention != "pallas":
-            return needed
-        return math.ceil(needed / KERNEL_TILE) * KERNEL_TILE
 
 
 _CHOICES = {"loop": LOOPS, "attention": ATTENTIONS, "compute_dtype": DTYPES}

@@ -61,9 +61,8 @@ def decode_spec(layout: Layout, variant: Variant, slots: int) -> DecodeSpec:
     Args:
         slots: of all lanes together; a multiple of their number.
     """
-    implementation, operands = variant.attention_of(
-        layout.mesh.devices.flat[0].platform, layout.config.head_dim
-    )
+    platform = layout.mesh.devices.flat[0].platform
+    implementation, operands = variant.attention_of(platform, layout.config.head_dim)
     return DecodeSpec(
         layout=layout,
         valid_vocab=layout.published.vocab_size,
@@ -72,6 +71,7 @@ def decode_spec(layout: Layout, variant: Variant, slots: int) -> DecodeSpec:
         attention_impl=implementation,
         slots=slots // layout.mesh.shape["data"],
         segment_tokens=variant.segment_tokens if variant.loop == "while" else 1,
+        wide_cache=platform == "cpu",
     )
 
 

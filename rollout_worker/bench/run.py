@@ -98,7 +98,7 @@ def _token_steps(question, layout, params, slots, copy_rate, progress) -> list[d
     passes = dict(zip(benches, interleaved(runs, question.repeat), strict=True))
     reports = []
     for name, bench in benches.items():
-        must_move = StepBytes(layout, question.variants[name].compute_dtype)
+        must_move = StepBytes(layout, bench.engine.spec.cache_dtype)
         report = step_report(bench, passes[name], question.prompt, must_move, copy_rate)
         again = sum(one.compilations for one in passes[name])
         reports.append(

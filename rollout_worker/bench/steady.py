@@ -43,9 +43,9 @@ def copy_bytes_per_s(device: jax.Device) -> dict[str, float]:
 class StepBytes:
     """What a device must move in a token step."""
 
-    def __init__(self, layout: Layout, compute_dtype: str):
+    def __init__(self, layout: Layout, cache_dtype: jnp.dtype):
         config = layout.config
-        value = jnp.dtype(compute_dtype).itemsize
+        value = cache_dtype.itemsize
         heads = config.num_kv_heads // layout.tensor
         self.weights = weight_bytes(layout)
         self.per_column = 2 * config.num_layers * heads * config.head_dim * value

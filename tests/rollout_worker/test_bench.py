@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -138,7 +139,7 @@ def test_bytes_of_a_step_are_weights_once_and_used_columns(tied):
     values = 64 * 16 + q_k_v_o + 3 * 32 * 16 + biases_and_norms  # one table, tied or not
     assert weight_bytes(layout) == 4 * values
     # A column has a key and a value of 8 numbers, in one layer.
-    assert StepBytes(layout, "bfloat16").of(10) == 4 * values + 10 * 2 * 8 * 2
+    assert StepBytes(layout, jnp.dtype("bfloat16")).of(10) == 4 * values + 10 * 2 * 8 * 2
 
 
 def test_token_steps_are_timed_and_counted_for_every_variant():
