@@ -153,8 +153,6 @@ def compile_segment(
     for old in dump.iterdir():
         old.unlink()
     spec = decode_spec(layout, variant, slots)
-    cache_tokens = variant.cache_tokens(limits.cache_tokens)
-    limits = dataclasses.replace(limits, cache_tokens=cache_tokens)
     programs = DecodePrograms(spec, geometry_of(spec, limits))
     width = programs.geometry.widths[-1]
     sizes: dict[str, Any] = dict(

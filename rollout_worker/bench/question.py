@@ -60,7 +60,7 @@ class Question:
         return EngineLimits(
             max_prompt_tokens=self.prompt,
             max_new_tokens=self.longest_completion,
-            cache_tokens=variant.cache_tokens(self.cache or self.prompt + self.longest_completion),
+            cache_tokens=self.cache or self.prompt + self.longest_completion,
             prefill_tokens=variant.prefill_tokens,
         )
 
