@@ -28,8 +28,8 @@ from services.phase_clock import PhaseClock
 
 STOP_STRINGS_SET = 1
 """Stop set of requests that end with `rollout.stop_strings`; set 0 has none."""
-KERNEL_LANES, KERNEL_COLUMNS = 128, 16
-"""On a TPU, the Pallas kernel takes head sizes and widths of cache that are multiples of these."""
+KERNEL_LANES = 128
+"""On a TPU, the Pallas kernel takes head sizes that are multiples of this."""
 MOST_STOP_IDS = 8
 """Stop ids that there is room for where a tokenizer has fewer."""
 
@@ -155,15 +155,12 @@ class EngineSetup:
         )
 
     def limits(self, lanes: int, *, stop_ids: int = MOST_STOP_IDS) -> EngineLimits:
-        """What the engine is built for; a kernel's cache is made of whole tiles."""
+        """What the engine is built for."""
         rollout, decode = self.rollout, self.rollout.decode
-        cache_tokens = rollout.cache_tokens
-        if self.attention.impl in (choose.PALLAS_TPU, choose.PALLAS_INTERPRET):
-            cache_tokens = math.ceil(cache_tokens / KERNEL_COLUMNS) * KERNEL_COLUMNS
         return EngineLimits(
             max_prompt_tokens=rollout.max_prompt_tokens,
             max_new_tokens=rollout.max_completion_tokens,
-            cache_tokens=cache_tokens,
+            cache_tokens=rollout.cache_tokens,
             prefill_tokens=decode.prefill_tokens,
             prefixes=None if decode.prefixes is None else decode.prefixes // lanes,
             stop_ids=max(MOST_STOP_IDS, stop_ids),

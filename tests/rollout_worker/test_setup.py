@@ -66,6 +66,9 @@ def test_the_copy_holds_every_published_value(weights, compute, expected):
     assert setup.copy_dtype == np.dtype(expected)
 
 
-def test_the_kernel_gets_a_cache_of_whole_tiles():
-    assert setup_of(attention="bf16").limits(1).cache_tokens == 53
-    assert setup_of(attention="pallas").limits(1).cache_tokens == 64
+def test_the_kernel_gets_one_cache_of_whole_blocks():
+    widths = lambda attention: (
+        (setup := setup_of(attention=attention)).programs(setup.abstract_mesh(1)).geometry.widths
+    )
+    assert widths("bf16") == (53,)
+    assert widths("pallas") == (128,)
