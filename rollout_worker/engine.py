@@ -15,48 +15,21 @@ import jax
 import numpy as np
 
 from models.transformer import Params
-from rollout_worker.decode_programs import CHUNK, LATER, WIDTH, DecodePrograms, Geometry
-from rollout_worker.kv_cache import NARROWEST, check_geometry, doubling
+from rollout_worker.decode_programs import DecodePrograms
+from rollout_worker.device_state import DeviceState
+from rollout_worker.engine_limits import EngineLimits, check_request, geometry_of
 from rollout_worker.lane import Lane, Row, unite
-from rollout_worker.prefill import chunk_sizes, pack
 from rollout_worker.programs import Compilation, Programs
 from rollout_worker.requests import FinishedRow, OnSwap, Request
-from rollout_worker.sampling import Sampling
-from rollout_worker.slots import DecodeSpec, Rows, SegmentTokens
+from rollout_worker.slots import DecodeSpec, SegmentTokens
 from rollout_worker.stop_strings import StopAutomaton
 from services.messages import FinishReason
 from services.phase_clock import PhaseClock
 
-PLACES_PER_SLOT = 4
-"""Rows that the device knows of: short completions use up several a segment."""
 BUSY_SHARE = 0.9
 """With fewer slots busy than this, a segment ends early for a host that has more prompts."""
 PREFILLS_WHEN_IDLE = 4
 """Prefill calls of a turn while half of the slots or more are idle; otherwise one."""
-
-
-KERNEL_TILE = 128
-"""The cache of a kernel has a multiple of so many columns: what it reads at once."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineLimits:
-    """What an engine is built for."""
-
-    max_prompt_tokens: int
-    max_new_tokens: int
-    cache_tokens: int
-    """Columns of the widest cache."""
-    prefill_tokens: int = 512
-    """Of one prefill call, padding included; a longer prompt takes several."""
-    prefixes: int | None = None
-    """Prompts of a lane that lie prefilled; null derives half of the slots."""
-    stop_ids: int = 8
-    """Most stop ids of a request."""
-    on_swap: OnSwap = OnSwap.FINISH
-    compile_budget: int | None = None
-    """Programs that may be compiled; null derives what the sizes above can need."""
-    over_budget: Literal["warn", "error"] = "warn"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +54,6 @@ class EngineCounts:
     prompts: int = 0
     prefill_calls: int = 0
     segments: int = 0
-    resizes: int = 0
 
     @property
     def occupancy(self) -> float:
@@ -124,23 +96,22 @@ class Engine:
             over_budget=limits.over_budget,
             warn=warn,
         )
-        self._stop_table = None
-        if stops is not None:
-            table = np.zeros(self.programs.stop_struct().shape, np.int16)
-            table[:, : stops.next_SV.shape[1]] = stops.next_SV
-            self._stop_table = jax.device_put(table, self.programs.replicated)
-        self._params: Params | None = None
+        self._device = DeviceState(self.programs, self._compiled, stops)
         self.version = -1
         self.counts = EngineCounts()
         self._waiting: deque = deque()
         self._flights: deque[_Flight] = deque()
         self._finished: list[FinishedRow] = []
         self._lanes: list[Lane] = []
-        self._slots = self._pool = None
 
     @property
     def compilations(self) -> list[Compilation]:
         return self._compiled.compilations
+
+    @property
+    def resizes(self) -> int:
+        """How often the cache was made wider or narrower."""
+        return self._device.resizes
 
     @property
     def pending(self) -> bool:
@@ -164,15 +135,12 @@ class Engine:
             if self.limits.on_swap is OnSwap.FINISH:
                 self._run_out()
             self._requeue()
-        # Freed before the new ones are made.
-        self._slots = self._pool = self._params = None
-        self._slots, self._pool = self._program("empty", {}, self.programs.empty)()
+        self._device.load(params)
         g = self.programs.geometry
         self._lanes = [
             Lane(places=g.places, prefixes=g.prefixes, stop_ids=g.stop_ids)
             for _ in range(self.spec.lanes)
         ]
-        self._params = params
         self.version = version
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -183,7 +151,7 @@ class Engine:
         """
         names = self._names()
         for request in requests:
-            self._check(request)
+            check_request(request, self.spec, self.limits, self._stop_sets)
             if request.request_id in names:
                 raise ValueError(f"request {request.request_id} is already there: ids must differ")
             names.add(request.request_id)
@@ -205,7 +173,7 @@ class Engine:
         Raises:
             RuntimeError: if there is no policy yet.
         """
-        if self._params is None:
+        if not self._device.loaded:
             raise RuntimeError("the engine has no policy: call swap before step")
         markers = self._prefill()
         for lane in self._lanes:
@@ -239,45 +207,15 @@ class Engine:
                 self._waiting.remove(prefix)
         self._finished += [row.finished(FinishReason.ABORTED) for row in gone]
 
-    def _check(self, request: Request) -> None:
-        limits = self.limits
-        if not request.samples:
-            raise ValueError(f"request {request.request_id}: no completion is asked of it")
-        for name, value, most in (
-            ("prompt tokens", len(request.token_ids), limits.max_prompt_tokens),
-            ("max_new_tokens", request.max_new_tokens, limits.max_new_tokens),
-            ("stop ids", len(request.stop_ids or ()), limits.stop_ids),
-        ):
-            if value > most:
-                raise ValueError(
-                    f"request {request.request_id}: {value} {name}, but the engine was built for "
-                    f"at most {most}"
-                )
-        check_geometry(
-            prompt_tokens=len(request.token_ids),
-            completion_tokens=request.max_new_tokens,
-            cache_tokens=limits.cache_tokens,
-            max_position_embeddings=self.spec.layout.config.max_position_embeddings,
-        )
-        vocabulary = self.spec.layout.published.vocab_size
-        low, high = request.token_ids.min(), request.token_ids.max()
-        if low < 0 or high >= vocabulary:
-            raise ValueError(
-                f"request {request.request_id}: token ids must be from 0 to {vocabulary - 1}, got "
-                f"{low} to {high}"
-            )
-        sets = 1 if self._stops is None else len(self._stops.starts)
-        if not 0 <= request.stop_set < sets:
-            raise ValueError(
-                f"request {request.request_id}: stop_set={request.stop_set}, but the engine has "
-                f"{sets}"
-            )
-
     def _names(self) -> set[str]:
         """Of the requests that have a row which has not ended."""
         waiting = (row for prefix in self._waiting for row in prefix.rows)
         inside = (row for lane in self._lanes for row in lane.rows())
         return {row.request.request_id for rows in (waiting, inside) for row in rows}
+
+    @property
+    def _stop_sets(self) -> int:
+        return 1 if self._stops is None else len(self._stops.starts)
 
     def _start(self, request: Request) -> int:
         return 0 if self._stops is None else int(self._stops.starts[request.stop_set])
@@ -323,10 +261,7 @@ class Engine:
 
         prompts = g.chunk_prompts(size)
         pieces = [lane.take_pieces(fits, prompts, longest) for lane in self._lanes]
-        chunks = jax.device_put(pack(pieces, prompts, size, g.prefixes), self.programs.by_lane)
-        sizes = {CHUNK: size, LATER: int(later)}
-        program = self._program("prefill", sizes, lambda: self.programs.prefill(size, later=later))
-        self._pool, marker = program(self._params, self._pool, chunks)
+        marker = self._device.prefill(pieces, size, later)
         self.counts.prefill_calls += 1
         return marker
 
@@ -338,34 +273,13 @@ class Engine:
                     jax.block_until_ready(markers)
             return False
         steps = self.spec.segment_tokens * (len(self._flights) + 1)
-        width = self._fit_cache(max(lane.needed_width(steps) for lane in self._lanes))
+        needed = max(lane.needed_width(steps) for lane in self._lanes)
         more = self._waiting or any(lane.chunks_due(1) for lane in self._lanes)
         floor = math.ceil(BUSY_SHARE * self.spec.slots) if more else 0
-        tables = [lane.table for lane in self._lanes]
-        table = {name: np.concatenate([each[name] for each in tables]) for name in tables[0]}
-        rows, floor_ = jax.device_put(
-            (_as_rows(table), np.full(len(tables), floor, np.int32)), self.programs.by_lane
-        )
-        program = self._program("segment", {WIDTH: width}, lambda: self.programs.segment(width))
-        self._slots, tokens = program(
-            self._params, self._slots, rows, self._pool, self._stop_table, floor_
-        )
+        tokens = self._device.segment([lane.table for lane in self._lanes], needed, floor)
         self._flights.append(_Flight(tokens, self.version, markers))
         self.counts.segments += 1
         return True
-
-    def _fit_cache(self, needed: int) -> int:
-        """Widens the cache where rows need it, and narrows it where half of it would do."""
-        now = self._slots.cache[0].key_BKSH.shape[2]
-        fitting = min(width for width in self.programs.geometry.widths if width >= needed)
-        if now < fitting or 2 * fitting <= now:
-            program = self._program(
-                "resize", {"from": now, "to": fitting}, lambda: self.programs.resize(now, fitting)
-            )
-            self._slots = self._slots._replace(cache=program(self._slots.cache))
-            self.counts.resizes += 1
-            return fitting
-        return now
 
     def _collect(self, account: str | None) -> None:
         """Waits for the oldest segment and gives its tokens to their rows."""
@@ -409,48 +323,3 @@ class Engine:
                     start = int(self._stops.next_SV[start, token])
                 row.stop_state = start
         self._waiting.extendleft(reversed(unite(rows)))
-
-    def _program(self, name: str, sizes: dict[str, int], build) -> jax.stages.Compiled:
-        return self._compiled.get(name, sizes, build)
-
-
-def geometry_of(
-    spec: DecodeSpec, limits: EngineLimits, stops: StopAutomaton | None = None
-) -> Geometry:
-    """The sizes of the engine's arrays.
-
-    Raises:
-        ValueError: if the limits do not fit the cache or the model.
-    """
-    check_geometry(
-        prompt_tokens=limits.max_prompt_tokens,
-        completion_tokens=limits.max_new_tokens,
-        cache_tokens=limits.cache_tokens,
-        max_position_embeddings=spec.layout.config.max_position_embeddings,
-    )
-    goes_on = limits.on_swap is OnSwap.CONTINUE
-    pool_width = max(1, (limits.cache_tokens if goes_on else limits.max_prompt_tokens) - 1)
-    if spec.attention_impl.startswith("pallas"):
-        # The kernel reads no more than each row holds: it needs no narrower cache.
-        widths = (-(-limits.cache_tokens // KERNEL_TILE) * KERNEL_TILE,)
-    else:
-        widths = doubling(NARROWEST, limits.cache_tokens)
-    return Geometry(
-        places=PLACES_PER_SLOT * spec.slots,
-        prefixes=limits.prefixes or max(1, spec.slots // 2),
-        pool_width=pool_width,
-        widths=widths,
-        chunks=chunk_sizes(min(limits.prefill_tokens, pool_width)),
-        chunk_tokens=limits.prefill_tokens,
-        stop_ids=limits.stop_ids,
-        stop_states=0 if stops is None else len(stops.next_SV),
-    )
-
-
-def _as_rows(table: dict[str, np.ndarray]) -> Rows:
-    sampling = Sampling(**{f"{name}_B": table[f"{name}_R"] for name in _SETTINGS})
-    others = {name: array for name, array in table.items() if name[:-2] not in _SETTINGS}
-    return Rows(**others, sampling=sampling)
-
-
-_SETTINGS = ("temperature", "top_k", "top_p", "min_p")

@@ -9,7 +9,7 @@ Dimension key:
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +26,11 @@ SHORTEST_CHUNK = 32
 class Chunks(NamedTuple):
     """One chunk each of several prompts of a lane."""
 
-    token_QC: jax.Array | np.ndarray
+    token_QC: jax.Array
     """int32; what follows a chunk's own tokens is run in vain."""
-    entry_Q: jax.Array | np.ndarray
+    entry_Q: jax.Array
     """int32: place in the pool; past its end where the call has fewer prompts than Q."""
-    start_Q: jax.Array | np.ndarray
+    start_Q: jax.Array
     """int32: position of the chunk's first token."""
 
 
@@ -81,7 +81,7 @@ def chunk_sizes(longest_chunk: int) -> tuple[int, ...]:
 
 
 def pack(lanes: Sequence[Sequence[Piece]], prompts: int, size: int, no_entry: int) -> Chunks:
-    """The pieces of every lane as one call of `prompts` chunks of `size` tokens per lane."""
+    """The pieces of every lane, as numpy arrays of one call of `prompts` chunks per lane."""
     D = len(lanes)
     token_QC = np.zeros((D, prompts, size), np.int32)
     entry_Q = np.full((D, prompts), no_entry, np.int32)
@@ -91,4 +91,5 @@ def pack(lanes: Sequence[Sequence[Piece]], prompts: int, size: int, no_entry: in
             token_QC[lane, q, : len(piece.token_ids)] = piece.token_ids
             entry_Q[lane, q] = piece.entry
             start_Q[lane, q] = piece.start
-    return Chunks(token_QC.reshape(-1, size), entry_Q.reshape(-1), start_Q.reshape(-1))
+    arrays: Any = (token_QC.reshape(-1, size), entry_Q.reshape(-1), start_Q.reshape(-1))
+    return Chunks(*arrays)

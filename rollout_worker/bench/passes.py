@@ -162,7 +162,7 @@ class Bench:
 
     def _turn(self, rows: list[FinishedRow]) -> Turn:
         before = dataclasses.replace(self.engine.counts)
-        programs = len(self.engine.compilations)
+        programs, resizes = len(self.engine.compilations), self.engine.resizes
         started = time.perf_counter()
         rows += self.engine.step()
         seconds = time.perf_counter() - started
@@ -172,7 +172,7 @@ class Bench:
             token_steps=now.token_steps - before.token_steps,
             tokens=now.tokens - before.tokens,
             prefill_calls=now.prefill_calls - before.prefill_calls,
-            resizes=now.resizes - before.resizes,
+            resizes=self.engine.resizes - resizes,
             compilations=len(self.engine.compilations) - programs,
             finished=len(rows),
             tokens_so_far=now.tokens,

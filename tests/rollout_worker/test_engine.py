@@ -84,17 +84,17 @@ def test_draws_do_not_depend_on_how_they_are_decoded(decoded, how):
 
 
 def test_draws_do_not_depend_on_the_width_of_the_cache(decoded, monkeypatch):
-    monkeypatch.setattr("rollout_worker.engine.NARROWEST", 8)
+    monkeypatch.setattr("rollout_worker.engine_limits.NARROWEST", 8)
     engine = make_engine()
     assert engine.programs.geometry.widths == (8, 13, 26, 52)
     # First rows that need little, then those that need all of it, then little again.
     short = [make_requests()[1]]
     run(engine, short)
     assert_same_rows(run(engine, make_requests()), decoded)
-    before = engine.counts.resizes
+    before = engine.resizes
     assert before > 0
     run(engine, short)
-    assert engine.counts.resizes > before, "a cache that is too wide is narrowed"
+    assert engine.resizes > before, "a cache that is too wide is narrowed"
 
 
 def test_a_row_alone_equals_the_row_among_others(decoded):
