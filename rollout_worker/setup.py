@@ -19,7 +19,8 @@ from models.config import ModelConfig
 from models.tokenizer import Tokenizer
 from rollout_worker.config import RolloutConfig
 from rollout_worker.decode_programs import DecodePrograms
-from rollout_worker.engine import Engine, EngineLimits, geometry_of
+from rollout_worker.engine import Engine
+from rollout_worker.engine_limits import EngineLimits, geometry_of
 from rollout_worker.layout import AXES, Layout, check_tensor_parallel, make_mesh
 from rollout_worker.requests import OnSwap
 from rollout_worker.slots import DecodeSpec
