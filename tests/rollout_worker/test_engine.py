@@ -137,9 +137,7 @@ def test_a_prompt_is_prefilled_once_for_all_its_completions():
 
 def test_temperature_zero_takes_the_most_likely_token():
     greedy = SamplingSettings(temperature=0.0)
-    requests = [
-        dataclasses.replace(one, sampling=greedy, samples=(0,)) for one in make_requests()
-    ]
+    requests = [dataclasses.replace(one, sampling=greedy, samples=(0,)) for one in make_requests()]
     for row in run(shared_engine(), requests).values():
         logprobs_TV = full_logprobs(policy(), prompt_of(row), row.token_ids)
         np.testing.assert_allclose(row.logprobs, logprobs_TV.max(axis=1), atol=1e-4)
@@ -155,8 +153,7 @@ def test_requests_with_other_settings_share_a_batch():
         SamplingSettings(min_p=0.3),
     ]
     requests = [
-        dataclasses.replace(base, request_id=str(i), sampling=one)
-        for i, one in enumerate(settings)
+        dataclasses.replace(base, request_id=str(i), sampling=one) for i, one in enumerate(settings)
     ]
     mixed = run(shared_engine(), requests)
     for request in requests:
@@ -231,7 +228,10 @@ def test_a_compilation_beyond_the_budget_is_refused_with_the_size_that_changed()
 @pytest.mark.parametrize(
     "request_, message",
     [
-        (make_request(np.full(41, 10)), "41 prompt tokens, but the engine was built for at most 40"),
+        (
+            make_request(np.full(41, 10)),
+            "41 prompt tokens, but the engine was built for at most 40",
+        ),
         (make_request([], 0), "nothing to generate"),
         (make_request([10], max_new_tokens=0), "nothing to generate"),
         (make_request([10], max_new_tokens=13), "13 max_new_tokens"),

@@ -102,9 +102,7 @@ def test_continue_keeps_tokens_and_computes_the_rest_under_the_new_version(undis
         assert (np.diff(row.versions) >= 0).all()
         mixed += old.any() and not old.all()
         kept = int(old.sum())
-        np.testing.assert_array_equal(
-            row.token_ids[:kept], undisturbed[OLD][key].token_ids[:kept]
-        )
+        np.testing.assert_array_equal(row.token_ids[:kept], undisturbed[OLD][key].token_ids[:kept])
         for scale, mine in ((OLD, old), (NEW, ~old)):
             # The new version's logprobs are those of a pass in which it computed everything.
             expected = chosen(full_logprobs(policy(scale), prompt, row.token_ids), row.token_ids)
@@ -177,9 +175,7 @@ def test_a_stop_string_is_found_across_a_swap():
     """The automaton of a row that goes on stands where its tokens left it."""
     token_bytes = [bytes([65 + i % 26]) for i in range(64)]
     greedy = SamplingSettings(temperature=0.0)
-    request = dataclasses.replace(
-        make_requests()[0], sampling=greedy, samples=(0,), stop_ids=()
-    )
+    request = dataclasses.replace(make_requests()[0], sampling=greedy, samples=(0,), stop_ids=())
     plain = run(make_engine(), [request])["0", 0].token_ids
     text = b"".join(token_bytes[token] for token in plain)
     stops = build_stop_automaton(token_bytes, [[], [text[3:7].decode()]])
