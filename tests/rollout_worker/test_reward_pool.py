@@ -387,7 +387,7 @@ def test_what_a_module_does_at_import_is_one_line_with_its_place(
 
 
 def test_a_slow_import_is_named_while_it_goes_on(user_modules, caplog, monkeypatch):
-    monkeypatch.setattr("rollout_worker.reward_pool.SLOW_START_S", 0.5)
+    monkeypatch.setattr("rollout_worker.reward_process.SLOW_START_S", 0.5)
     (user_modules / "dreamer.py").write_text(
         "import time; time.sleep(2)\ndef score(completion, **given): return 1.0\n"
     )
