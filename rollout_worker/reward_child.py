@@ -1,7 +1,7 @@
 """The process that runs scorers: `python -m rollout_worker.reward_child PARENT_PID`.
 
-Speaks lines of JSON with `reward_process.py` over the pipes that it was started with. The first line
-in says which scorers to load; the answer is `{"loading": name}` before each and then
+Speaks lines of JSON with `reward_process.py` over the pipes that it was started with. The first
+line in says which scorers to load; the answer is `{"loading": name}` before each and then
 `{"ready": true}` or `{"refused": message}`. Every later line in is one completion; the answer is
 one line per scorer, `{"rewards": {...}}` or `{"error": message}`.
 

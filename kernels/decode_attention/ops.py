@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from kernels import choose
-from kernels.decode_attention import pallas_tpu, reference, xla
+from kernels.decode_attention import pallas_tpu, pallas_tpu_plan, reference, xla
 from kernels.decode_attention.reference import Attended
 
 __all__ = ["Attended", "decode_attention", "resolve"]
@@ -22,7 +22,7 @@ CACHE_DTYPES = (jnp.bfloat16, jnp.float32)
 def resolve(choice: str, platform: str, *, head_size: int) -> str:
     """As kernels.choose.resolve, with `auto` on a TPU only where the kernel takes the head size."""
     impl = choose.resolve(choice, platform)
-    if choice == "auto" and impl == choose.PALLAS_TPU and head_size % pallas_tpu.LANES:
+    if choice == "auto" and impl == choose.PALLAS_TPU and head_size % pallas_tpu_plan.LANES:
         return choose.XLA
     return impl
 
@@ -35,6 +35,8 @@ def decode_attention(
     value_BKSH: jax.Array,
     position_B: jax.Array,
     *,
+    leader_B: jax.Array | None = None,
+    shared_B: jax.Array | None = None,
     impl: str = choose.XLA,
     operand_dtype: jax.typing.DTypeLike = jnp.bfloat16,
     mesh: Mesh | None = None,
@@ -46,6 +48,15 @@ def decode_attention(
     Inside a loop that carries the caches, or where they are donated, the write is in place.
 
     Args:
+        leader_B: integers in [0, B), beside `shared_B`: a row whose first columns hold the same
+            keys and values as this one's. All rows with the same leader share equally many; the
+            leader names itself, as does a row that shares nothing. Within `shard_map`, and along
+            `rows_axis`, rows are counted from the first of this device's part. The result is the
+            same within rounding, but the TPU kernel reads what rows share once for all of them;
+            other implementations ignore it. The work lists that the kernel derives are the same
+            for all layers of a step, and XLA makes them once where the arrays are.
+        shared_B: integers: how many columns, none of them behind the position. Rows without a
+            leader have 0.
         impl: one of `kernels.choose.IMPLEMENTATIONS`.
         operand_dtype: bfloat16 or float32.
         mesh: given where the call stands outside `shard_map`. Without it the axes named below are
@@ -61,13 +72,20 @@ def decode_attention(
     """
     arrays = (query_BNH, new_key_BKH, new_value_BKH, key_BKSH, value_BKSH, position_B)
     _check_arrays(*arrays)
+    prefixes = _check_prefixes(leader_B, shared_B, position_B)
     if jnp.dtype(operand_dtype) not in CACHE_DTYPES:
         raise ValueError(
             f"operand_dtype must be bfloat16 or float32, got {jnp.dtype(operand_dtype)}"
         )
-    run = functools.partial(_implementation(impl), operand_dtype=operand_dtype)
+    implementation = functools.partial(_implementation(impl), operand_dtype=operand_dtype)
+    if impl not in (choose.PALLAS_TPU, choose.PALLAS_INTERPRET):
+        prefixes = {}
+
+    def run(arrays, prefixes):
+        return implementation(*arrays, **prefixes)
+
     if rows_axis is None and heads_axis is None:
-        return run(*arrays)
+        return run(arrays, prefixes)
     named = {axis for axis in (rows_axis, heads_axis) if axis is not None}
     around = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     B, K = key_BKSH.shape[:2]
@@ -77,11 +95,11 @@ def decode_attention(
     return jax.shard_map(
         run,
         mesh=mesh,
-        in_specs=(heads, heads, heads, heads, heads, P(rows_axis)),
+        in_specs=((*[heads] * 5, P(rows_axis)), P(rows_axis)),
         out_specs=heads,
         axis_names=named if mesh is None else set(mesh.axis_names),
         check_vma=False,  # a Pallas call says nothing of what varies over which axis
-    )(*arrays)
+    )(arrays, prefixes)
 
 
 def _implementation(impl: str):
@@ -130,6 +148,21 @@ def _check_arrays(query_BNH, new_key_BKH, new_value_BKH, key_BKSH, value_BKSH, p
         raise ValueError(
             f"position must be integers of shape {(B,)}, got {position_B.dtype} {position_B.shape}"
         )
+
+
+def _check_prefixes(leader_B, shared_B, position_B) -> dict[str, jax.Array]:
+    """Both by name, or nothing; refuses one without the other and what has not a number a row."""
+    if leader_B is None and shared_B is None:
+        return {}
+    if leader_B is None or shared_B is None:
+        raise ValueError("leader and shared columns are given together or not at all")
+    for name, array in (("leader", leader_B), ("shared", shared_B)):
+        if array.shape != position_B.shape or not jnp.issubdtype(array.dtype, jnp.integer):
+            raise ValueError(
+                f"{name} must be integers of shape {position_B.shape}, got {array.dtype} "
+                f"{array.shape}"
+            )
+    return {"leader_B": leader_B, "shared_B": shared_B}
 
 
 def _check_cut(mesh: Mesh | AbstractMesh, what: str, size: int, axis: str | None) -> None:

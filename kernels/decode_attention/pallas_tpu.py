@@ -2,11 +2,11 @@
 
 The blocks of all rows form one list of pieces, which are worked on in groups while later groups
 arrive. Every piece has a softmax of its own, so that none waits for another before the pieces of a
-row are merged. A row's new column is set in its last block where that lies in VMEM, and the tile
-around it is copied back: memory takes packed columns in whole tiles only.
+row are merged. Pieces that rows share come first (pallas_tpu_prefix.py). A row's new column is set
+in its last block where that lies in VMEM, and the tile around it is copied back: memory takes
+packed columns in whole tiles only.
 
-Dimension key: that of reference.py, and
-    M: pieces, as many as there could be
+Dimension key: that of reference.py.
 """
 
 import functools
@@ -17,16 +17,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels.decode_attention import pallas_tpu_prefix as prefixes
+from kernels.decode_attention.pallas_tpu_plan import LANES, Plan
 from kernels.decode_attention.reference import Attended
 from kernels.decode_attention.xla import HIDDEN_SCORE, precision_of
 
-LANES = 128
-SLOTS = 3
-"""Groups in VMEM: one is worked on while the others arrive, each 1 MB in bfloat16."""
 CHAINS = 16
 """Softmaxes of a group: the compiler fills the waits of one with others, and unrolls them all."""
-SPARE_BYTES = 4 << 20
-"""VMEM for registers that spill and for small arrays."""
 
 
 def decode_attention(
@@ -38,6 +35,8 @@ def decode_attention(
     position_B: jax.Array,
     *,
     operand_dtype: jax.typing.DTypeLike,
+    leader_B: jax.Array | None = None,
+    shared_B: jax.Array | None = None,
     block_S: int | None = None,
     chains: int = CHAINS,
     interpret: bool = False,
@@ -60,29 +59,29 @@ def decode_attention(
     block_S = block_S or (LANES if K * H > LANES else 2 * LANES)
     block_S = min(block_S, S)
     group = max(1, chains * LANES // (K * max(block_S, LANES)))
-    plan = _Plan(B, N, K, S, H, block_S, group, key_BKSH.dtype)
+    plan = Plan(B, N, K, S, H, block_S, group, key_BKSH.dtype, leader_B is not None)
     plan.check(interpret)
     position_B = jnp.clip(position_B.astype(jnp.int32), 0, S - 1)  # every row must write once
+    scalars = plan.scalars(position_B, leader_B, shared_B)
     vmem, hbm = (pl.BlockSpec(memory_space=space) for space in (pltpu.VMEM, pltpu.HBM))
     # A cache that may lie anywhere is at times carried to VMEM and back as a whole.
     cache = pltpu.HBM(key_BKSH.shape, key_BKSH.dtype)
     out_BKGH, key_BKSH, value_BKSH = pl.pallas_call(
-        functools.partial(_kernel, operand_dtype=jnp.dtype(operand_dtype)),
+        functools.partial(_kernel, operand_dtype=jnp.dtype(operand_dtype), shares=plan.shares),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
+            num_scalar_prefetch=len(scalars),
             grid=(1,),
             in_specs=[vmem, vmem, vmem, hbm, hbm],
             out_specs=[vmem, hbm, hbm],
             scratch_shapes=plan.scratch(),
         ),
         out_shape=[jax.ShapeDtypeStruct((B, K, N // K, H), query_BNH.dtype), cache, cache],
-        input_output_aliases={7: 1, 8: 2},
+        input_output_aliases={len(scalars) + 3: 1, len(scalars) + 4: 2},
         interpret=interpret,
         name="decode_attention",
         **plan.resources(query_BNH.dtype),
     )(
-        position_B,
-        *plan.pieces(position_B),
+        *scalars,
         query_BNH.reshape(B, K, N // K, H),
         plan.columns(new_key_BKH),
         plan.columns(new_value_BKH),
@@ -90,84 +89,6 @@ def decode_attention(
         value_BKSH,
     )
     return Attended(out_BKGH.reshape(B, N, H), key_BKSH, value_BKSH)
-
-
-class _Plan(NamedTuple):
-    """Sizes of one call."""
-
-    B: int
-    N: int
-    K: int
-    S: int
-    H: int
-    block_S: int
-    group: int
-    """Pieces that are fetched and worked on together."""
-    dtype: Any
-    """Of the cache."""
-
-    @property
-    def tile(self) -> int:
-        """Columns that lie together in memory."""
-        return 32 // self.dtype.itemsize
-
-    def check(self, interpret: bool) -> None:
-        if self.H % LANES and not interpret:
-            raise ValueError(
-                f"the TPU kernel takes head sizes that are multiples of {LANES}, since copies move "
-                f"whole lanes; got H={self.H}: take `xla`"
-            )
-        if self.S % self.tile or self.block_S % self.tile:
-            raise ValueError(
-                f"S={self.S} and block_S={self.block_S} must be multiples of {self.tile}, the "
-                f"columns of a tile of {self.dtype}"
-            )
-
-    def scratch(self) -> list[Any]:
-        blocks = pltpu.VMEM((SLOTS, self.group, self.K, self.block_S, self.H), self.dtype)
-        tiles = pltpu.VMEM((self.B, self.K, self.tile, self.H), self.dtype)
-        state = pltpu.VMEM((self.K, self.N // self.K, self.H), jnp.float32)
-        semaphores = pltpu.SemaphoreType.DMA
-        per_group, single = semaphores((SLOTS,)), semaphores(())
-        return [blocks, blocks, tiles, tiles, state, state, state, per_group, single]
-
-    def resources(self, query_dtype) -> dict[str, Any]:
-        """What XLA must know: the work of full rows, and the VMEM."""
-        B, N, K, S, H = self[:5]
-        columns = SLOTS * self.group * self.block_S + B * self.tile
-        # Query and output, whose heads of a group may fill a fraction of a tile.
-        small_bytes = 2 * B * K * max(N // K, 8) * H * query_dtype.itemsize + 2 * B * K * H * 4
-        return dict(
-            cost_estimate=pl.CostEstimate(
-                flops=4 * B * N * S * H,
-                transcendentals=B * N * S,
-                bytes_accessed=2 * B * K * S * H * self.dtype.itemsize,
-            ),
-            compiler_params=pltpu.CompilerParams(
-                vmem_limit_bytes=2 * columns * K * H * self.dtype.itemsize
-                + 2 * small_bytes
-                + SPARE_BYTES
-            ),
-        )
-
-    def pieces(self, position_B) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Row and block of every piece, int32 [M], and how many there are, int32 [1].
-
-        Those behind the last, which fill its group, repeat it.
-        """
-        blocks_B = position_B // self.block_S + 1
-        end_B = jnp.cumsum(blocks_B)
-        most = self.B * pl.cdiv(self.S, self.block_S)
-        count_M = jnp.arange(pl.cdiv(most, self.group) * self.group, dtype=jnp.int32)
-        count_M = jnp.minimum(count_M, end_B[-1] - 1)
-        before_MB = end_B <= count_M[:, None]
-        row_M = before_MB.sum(axis=1, dtype=jnp.int32)
-        block_M = count_M - jnp.where(before_MB, blocks_B, 0).sum(axis=1)
-        return row_M, block_M, end_B[-1:]
-
-    def columns(self, new_BKH) -> jax.Array:
-        """float32 [K, B, H], rounded as the cache: of packed numbers no single row can be read."""
-        return new_BKH.astype(self.dtype).astype(jnp.float32).swapaxes(0, 1)
 
 
 class _Piece(NamedTuple):
@@ -188,7 +109,7 @@ class _Refs(NamedTuple):
 
     position: Any
     row: Any
-    block: Any
+    own: Any
     total: Any
     query: Any
     new_key: Any
@@ -228,7 +149,7 @@ class _Refs(NamedTuple):
         found = []
         for u in range(group):
             m = number * group + u
-            row, own = self.row[m], self.block[m] * block_S
+            row, own = self.row[m], self.own[m]
             start = pl.multiple_of(jnp.minimum(own, S - block_S), self.key_tiles.shape[2])
             position = jnp.where(m < self.total[0], self.position[row], -1)
             found.append(_Piece(row, start, own, position))
@@ -267,9 +188,12 @@ class _Refs(NamedTuple):
             pltpu.make_async_copy(tiles.at[piece.row], target, self.written).start()
 
 
-def _kernel(*refs, operand_dtype):
+def _kernel(*refs, operand_dtype, shares):
+    prefix = None
+    if shares:
+        prefix, refs = prefixes.PrefixRefs(*refs[:4], *refs[-7:]), refs[4:-7]
     memory = _Refs(*refs)
-    slots, _, _, block_S, _ = memory.key_blocks.shape
+    slots, group = memory.key_blocks.shape[:2]
     for ref in (memory.top, memory.weight, memory.sum):
         ref[...] = jnp.zeros_like(ref)
 
@@ -278,16 +202,31 @@ def _kernel(*refs, operand_dtype):
         memory.fetch(number + slots - 1)
         memory.wait(slot)
         pieces = memory.pieces(number)
-        for u, piece in enumerate(pieces):
-            last = (piece.position >= piece.own) & (piece.position < piece.start + block_S)
-            pl.when(last)(functools.partial(memory.set_column, slot, u, piece))
-        _merge(memory, pieces, _attend(memory, slot, pieces, operand_dtype))
+        alone = functools.partial(_work_alone, memory, prefix, slot, pieces, operand_dtype)
+        if prefix is None:
+            alone()
+            return
+        together = functools.partial(
+            prefix.work, memory, slot, number * group, pieces, operand_dtype
+        )
+        jax.lax.cond(number * group < prefix.count[0], together, alone)
 
     for number in range(slots - 1):
         memory.fetch(jnp.int32(number))
+    if prefix is not None:
+        prefix.enter(memory.query)
     jax.lax.fori_loop(0, memory.groups, work, None)
     for tiles in (memory.key_tiles, memory.value_tiles):  # as many bytes as were written
         pltpu.make_async_copy(tiles, tiles, memory.written).wait()
+
+
+def _work_alone(memory: _Refs, prefix, slot, pieces, operand_dtype) -> None:
+    """Takes the pieces of a group each into its own row."""
+    block_S = memory.key_blocks.shape[3]
+    for u, piece in enumerate(pieces):
+        last = (piece.position >= piece.own) & (piece.position < piece.start + block_S)
+        pl.when(last)(functools.partial(memory.set_column, slot, u, piece))
+    _merge(memory, prefix, pieces, _attend(memory, slot, pieces, operand_dtype))
 
 
 def _attend(memory: _Refs, slot, pieces, operand_dtype):
@@ -324,18 +263,29 @@ def _attend(memory: _Refs, slot, pieces, operand_dtype):
     return found
 
 
-def _merge(memory: _Refs, pieces, found):
+def _merge(memory: _Refs, prefix: prefixes.PrefixRefs | None, pieces, found):
     """Adds pieces to the state of their row and stores the row's output so far."""
     K = memory.query.shape[1]
     for k in range(K):
-        top, weight, summed = memory.top[k], memory.weight[k], memory.sum[k]
+        state = memory.top[k], memory.weight[k], memory.sum[k]
         for u, piece in enumerate(pieces):
+            top, weight, summed = _begun(prefix, piece, k, state)
             piece_top, piece_weight, piece_sum = found[u * K + k]
-            top = jnp.where((piece.own == 0) & (piece.position >= 0), HIDDEN_SCORE, top)
             new_top = jnp.maximum(top, piece_top)
             keep, add = jnp.exp(top - new_top), jnp.exp(piece_top - new_top)
-            top = new_top
             weight = keep * weight + add * piece_weight
             summed = keep * summed + add * piece_sum
             memory.out[piece.row, k] = (summed / weight).astype(memory.out.dtype)
-        memory.top[k], memory.weight[k], memory.sum[k] = top, weight, summed
+            state = new_top, weight, summed
+        memory.top[k], memory.weight[k], memory.sum[k] = state
+
+
+def _begun(prefix: prefixes.PrefixRefs | None, piece: _Piece, k: int, state):
+    """What a piece goes on from: at a row's first one not the state of the row before."""
+    top, weight, summed = state
+    real = piece.position >= 0
+    if prefix is None:
+        return jnp.where((piece.own == 0) & real, HIDDEN_SCORE, top), weight, summed
+    first = (piece.own == prefix.first[piece.row]) & real
+    entered = prefix.state(piece.row, k, top.shape[0])
+    return [jnp.where(first, one, other) for one, other in zip(entered, state, strict=True)]

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from kernels import choose
 from kernels.decode_attention import ops
+from tests.kernels import test_decode_attention_prefix as prefixed
 from tests.kernels.test_decode_attention import F32, IMPLS, TIGHT, assert_same, attend, problem
 from tests.kernels.tpu_compiler import needs_compiler, run_with_compiler
 
@@ -80,6 +81,36 @@ def test_every_device_attends_for_its_own_rows_and_heads(impl, cut, shape):
     assert [name for name in COLLECTIVES if name in text] == []
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_leaders_are_rows_of_the_same_device(inside):
+    """Followers hold something else where they are read from their leader."""
+    mesh = make_mesh(2, 2)
+    lanes = [prefixed.problem([(4, 40)], B=6, S=48, N=4, K=2, seed=seed) for seed in (0, 1)]
+    join = lambda lanes: {name: jnp.concatenate([x[name] for x in lanes]) for name in lanes[0]}
+    arguments = join([prefixed.spoilt(lane) for lane in lanes])
+    spec = {name: P("rows") for name in arguments}
+
+    def run(around, arguments):
+        named = {name: arguments[name] for name in prefixed.NAMES[:6]}
+        prefix = {f"{name}_B": arguments[name] for name in prefixed.NAMES[6:]}
+        how = dict(impl=choose.PALLAS_INTERPRET, operand_dtype=F32, heads_axis="heads")
+        return ops.decode_attention(*named.values(), **prefix, **how, **around)
+
+    if inside:
+        cut = jax.shard_map(
+            functools.partial(run, {}),
+            mesh=mesh,
+            in_specs=(spec,),
+            out_specs=P("rows"),
+            axis_names={"rows"},
+            check_vma=False,
+        )
+    else:
+        cut = functools.partial(run, {"mesh": mesh, "rows_axis": "rows"})
+    found = jax.jit(cut)(arguments).out_BNH
+    np.testing.assert_allclose(found, prefixed.expected(join(lanes)).out_BNH, **TIGHT)
+
+
 def test_what_the_mesh_cannot_cut_is_refused():
     arguments = cut_problem()
     with pytest.raises(ValueError, match="4 rows cannot be cut into 8 equal parts over 'rows'"):
@@ -103,14 +134,15 @@ devices = topologies.get_topology_desc(platform="tpu", topology_name="v6e:2x4").
 mesh = Mesh(np.array(devices).reshape(4, 2), ("rows", "heads"), axis_types=(AxisType.Auto,) * 2)
 B, N, K, S, H, layers = 64, 16, 2, {S}, 128, 3
 
-def lane(query, new_key, new_value, caches, position):
+def lane(query, new_key, new_value, caches, position, leader, shared):
+    prefix = dict(leader_B=leader, shared_B=shared) if {shares} else {{}}
     def step(state):
         count, query, caches, position = state
         written = []
         for cache in caches:
             query, *cache = ops.decode_attention(
                 query, new_key, new_value, *cache, position,
-                impl="pallas_tpu", operand_dtype="{operand}", heads_axis="heads")
+                impl="pallas_tpu", operand_dtype="{operand}", heads_axis="heads", **prefix)
             written.append(cache)
         return count + 1, query, written, position + 1
     return jax.lax.while_loop(lambda s: s[0] < 9, step, (0, query, caches, position))[1:3]
@@ -123,8 +155,9 @@ def struct(shape, dtype):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
 new, cache = struct((B, K, H), "bfloat16"), struct((B, K, S, H), "{dtype}")
+row = struct((B,), "int32")
 compiled = jax.jit(cut, donate_argnums=3).lower(
-    struct((B, N, H), "bfloat16"), new, new, [[cache, cache]] * layers, struct((B,), "int32")
+    struct((B, N, H), "bfloat16"), new, new, [[cache, cache]] * layers, row, row, row
 ).compile()
 memory = compiled.memory_analysis()
 cache_bytes = cache.dtype.itemsize * B * K * S * H // 8
@@ -141,8 +174,15 @@ for name in {collectives}:
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "S, dtype, operand",
-    [(640, "bfloat16", "bfloat16"), (328, "float32", "bfloat16"), (272, "bfloat16", "float32")],
+    "S, dtype, operand, shares",
+    [
+        (640, "bfloat16", "bfloat16", False),
+        (328, "float32", "bfloat16", False),
+        (272, "bfloat16", "float32", False),
+        (640, "bfloat16", "bfloat16", True),
+        (328, "float32", "float32", True),
+    ],
 )
-def test_the_tpu_compiles_it_inside_lanes_without_a_copy_of_the_cache(S, dtype, operand):
-    run_with_compiler(PROGRAM.format(S=S, dtype=dtype, operand=operand, collectives=COLLECTIVES))
+def test_the_tpu_compiles_it_inside_lanes_without_a_copy_of_the_cache(S, dtype, operand, shares):
+    sizes = dict(S=S, dtype=dtype, operand=operand, shares=shares)
+    run_with_compiler(PROGRAM.format(**sizes, collectives=COLLECTIVES))
