@@ -23,7 +23,8 @@ from kernels.choose import XLA
 from models.checkpoint import load_model, read_model_config
 from models.config import ModelConfig
 from models.tokenizer import Tokenizer, load_tokenizer
-from rollout_worker.engine import Engine, EngineLimits
+from rollout_worker.engine import Engine
+from rollout_worker.engine_limits import EngineLimits
 from rollout_worker.layout import Layout, make_mesh
 from rollout_worker.requests import FinishedRow, Request, SamplingSettings
 from rollout_worker.slots import DecodeSpec

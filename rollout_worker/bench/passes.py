@@ -11,7 +11,8 @@ import numpy as np
 
 from models.transformer import Params
 from rollout_worker.bench.case import Variant
-from rollout_worker.engine import Engine, EngineCounts, EngineLimits
+from rollout_worker.engine import Engine, EngineCounts
+from rollout_worker.engine_limits import EngineLimits
 from rollout_worker.layout import Layout
 from rollout_worker.requests import FinishedRow, Request, SamplingSettings
 from rollout_worker.slots import DecodeSpec

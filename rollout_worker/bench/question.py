@@ -11,7 +11,7 @@ from rollout_worker.bench.case import Lognormal, Variant
 from rollout_worker.bench.passes import decode_spec
 from rollout_worker.bench.weights import copy_bytes
 from rollout_worker.decode_programs import DecodePrograms
-from rollout_worker.engine import EngineLimits, geometry_of
+from rollout_worker.engine_limits import EngineLimits, geometry_of
 from rollout_worker.layout import Layout, make_mesh
 
 HF = "hf"

@@ -15,7 +15,8 @@ from models.transformer import (
     packed_attend,
     unstack_layers,
 )
-from rollout_worker.engine import Engine, EngineLimits
+from rollout_worker.engine import Engine
+from rollout_worker.engine_limits import EngineLimits
 from rollout_worker.layout import Layout, make_mesh
 from rollout_worker.requests import Request
 from rollout_worker.slots import DecodeSpec
