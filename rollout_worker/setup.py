@@ -15,6 +15,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from kernels import choose
+from kernels.decode_attention.ops import resolve
+from kernels.decode_attention.pallas_tpu import LANES
 from models.config import ModelConfig
 from models.tokenizer import Tokenizer
 from rollout_worker.config import RolloutConfig
@@ -29,8 +31,6 @@ from services.phase_clock import PhaseClock
 
 STOP_STRINGS_SET = 1
 """Stop set of requests that end with `rollout.stop_strings`; set 0 has none."""
-KERNEL_LANES = 128
-"""On a TPU, the Pallas kernel takes head sizes that are multiples of this."""
 MOST_STOP_IDS = 8
 """Stop ids that there is room for where a tokenizer has fewer."""
 
@@ -41,6 +41,30 @@ class DecodeAttention(NamedTuple):
     impl: str
     """One of `kernels.choose.IMPLEMENTATIONS`."""
     operand_dtype: jnp.dtype
+
+
+def choose_attention(
+    attention: str, *, compute_dtype: jnp.dtype, platform: str, head_dim: int
+) -> DecodeAttention:
+    """What `auto`, `bf16`, `f32` or `pallas` means on a platform.
+
+    Raises:
+        ValueError: if it asks for a kernel that is not there.
+    """
+    if attention in ("bf16", "f32"):
+        wide = attention == "f32"
+        return DecodeAttention(choose.XLA, jnp.dtype("float32" if wide else "bfloat16"))
+    if attention == "pallas" and platform == "gpu":
+        raise ValueError(
+            "attention=pallas: there is no such kernel for platform gpu; set it to auto, bf16 or "
+            "f32"
+        )
+    if attention == "pallas" and platform == "tpu" and head_dim % LANES:
+        raise ValueError(
+            f"attention=pallas: the kernel takes head sizes that are multiples of {LANES}, the "
+            f"model's is {head_dim}; set it to auto, bf16 or f32"
+        )
+    return DecodeAttention(resolve(attention, platform, head_size=head_dim), compute_dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,28 +116,15 @@ class EngineSetup:
             ValueError: if it asks for a kernel that is not there.
         """
         decode = self.rollout.decode
-        compute_dtype = jnp.dtype(decode.compute_dtype)
-        if decode.attention in ("bf16", "f32"):
-            wide = decode.attention == "f32"
-            return DecodeAttention(choose.XLA, jnp.dtype("float32" if wide else "bfloat16"))
-        on_tpu = self.platform == "tpu"
-        fits = self.model.head_dim % KERNEL_LANES == 0
-        if decode.attention == "auto":
-            impl = choose.PALLAS_TPU if on_tpu and fits else choose.XLA
-            return DecodeAttention(impl, compute_dtype)
-        if self.platform == "gpu":
-            raise ValueError(
-                "rollout.decode.attention=pallas: there is no such kernel for platform gpu; set "
-                "it to auto, bf16 or f32"
+        try:
+            return choose_attention(
+                decode.attention,
+                compute_dtype=jnp.dtype(decode.compute_dtype),
+                platform=self.platform,
+                head_dim=self.model.head_dim,
             )
-        if on_tpu and not fits:
-            raise ValueError(
-                f"rollout.decode.attention=pallas: the kernel takes head sizes that are multiples "
-                f"of {KERNEL_LANES}, the model's is {self.model.head_dim}; set it to auto, bf16 or "
-                "f32"
-            )
-        impl = choose.PALLAS_TPU if on_tpu else choose.PALLAS_INTERPRET
-        return DecodeAttention(impl, compute_dtype)
+        except ValueError as error:
+            raise ValueError(f"rollout.decode.{error}") from error
 
     @property
     def copy_dtype(self) -> np.dtype:

@@ -5,10 +5,11 @@ import difflib
 import math
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
-from kernels import choose
 from models.config import ModelConfig, RopeConfig
+from rollout_worker.setup import DecodeAttention, choose_attention
 
 _QWEN25: dict[str, Any] = dict(
     model_type="qwen2",
@@ -77,9 +78,7 @@ SHAPES = {
 """Sizes of published models; `demo` is that of deploy/demo/model, with room for long mixes."""
 DTYPES = ("bfloat16", "float32")
 LOOPS = ("while", "python")
-ATTENTIONS = ("bf16", "f32", "pallas")
-KERNEL_TILE = 128
-"""The Pallas kernel takes heads of multiples of a TPU's lanes."""
+ATTENTIONS = ("auto", "bf16", "f32", "pallas")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,7 +88,8 @@ class Variant:
     loop: str = "while"
     """`python` has the host look at every token."""
     attention: str = "bf16"
-    """`bf16` and `f32` are XLA with operands of that dtype, `pallas` is the kernel."""
+    """`bf16` and `f32` are XLA with operands of that dtype, `pallas` is the kernel; `auto` is what
+    the service takes on the platform."""
     compute_dtype: str = "bfloat16"
     segment_tokens: int = 64
     prefill_tokens: int = 512
@@ -104,20 +104,18 @@ class Variant:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
-    def attention_of(self, platform: str, head_dim: int) -> tuple[str, str]:
-        """Implementation and operand dtype of the attention on a platform.
+    def attention_of(self, platform: str, head_dim: int) -> DecodeAttention:
+        """What attends on a platform.
 
         Raises:
             ValueError: if there is no Pallas kernel for the platform or the head size.
         """
-        if self.attention != "pallas":
-            return choose.XLA, {"bf16": "bfloat16", "f32": "float32"}[self.attention]
-        if head_dim % KERNEL_TILE:
-            raise ValueError(
-                f"attention=pallas takes head sizes that are multiples of {KERNEL_TILE}, the "
-                f"model's is {head_dim}: take bf16 or f32"
-            )
-        return choose.resolve("pallas", platform), self.compute_dtype
+        return choose_attention(
+            self.attention,
+            compute_dtype=jnp.dtype(self.compute_dtype),
+            platform=platform,
+            head_dim=head_dim,
+        )
 
 
 _CHOICES = {"loop": LOOPS, "attention": ATTENTIONS, "compute_dtype": DTYPES}

@@ -63,13 +63,13 @@ def decode_spec(layout: Layout, variant: Variant, slots: int) -> DecodeSpec:
         slots: of all lanes together; a multiple of their number.
     """
     platform = layout.mesh.devices.flat[0].platform
-    implementation, operands = variant.attention_of(platform, layout.config.head_dim)
+    attention = variant.attention_of(platform, layout.config.head_dim)
     return DecodeSpec(
         layout=layout,
         valid_vocab=layout.published.vocab_size,
         compute_dtype=jnp.dtype(variant.compute_dtype),
-        attention_dtype=jnp.dtype(operands),
-        attention_impl=implementation,
+        attention_dtype=attention.operand_dtype,
+        attention_impl=attention.impl,
         slots=slots // layout.mesh.shape["data"],
         segment_tokens=variant.segment_tokens if variant.loop == "while" else 1,
         wide_cache=platform == "cpu",

@@ -204,7 +204,6 @@ RANDOM = ("--random-weights", "--shape")
         ([*RANDOM, "demo", "--repeat", "0"], "--repeat must be at least 1"),
         ([*RANDOM, "demo", "--slots", "8", "--group", "16"], "--group 16 must be at most --slots"),
         ([*RANDOM, "demo", "--group", "2", "--against", "hf"], "--against takes neither"),
-        ([*RANDOM, "demo", "--attention", "pallas"], "the model's is 32: take bf16 or f32"),
         ([*RANDOM, "qwen2.5-3b", "--slots", "65536"], "and the device has"),
         ([*RANDOM, "demo", "--json", "/no/such/folder/x"], "its folder does not exist"),
         (["--model", "/no/such/model"], "/no/such/model"),
