@@ -137,11 +137,12 @@ class PrefixRefs(NamedTuple):
         _, _, K, block_S, _ = memory.key_blocks.shape
         found = self._attend(memory, slot, number, pieces, operand_dtype)
         for u, piece in enumerate(pieces):
-            real = number + u < self.count[0]
             for k in range(K):
-                self._merge((piece.own == 0) & real, k, found[u * K + k])
-            last = (self.first[piece.row] <= piece.own + block_S) & real
-            pl.when(last)(functools.partial(self._leave, number + u))
+                self._merge(piece.own == 0, k, found[u * K + k])
+            last = self.first[piece.row] <= piece.own + block_S
+            # Those that fill the group come behind all that is left to rows.
+            real = number + u < self.count[0]
+            pl.when(last & real)(functools.partial(self._leave, number + u))
 
     def _attend(self, memory, slot, number, pieces, operand_dtype):
         """As pallas_tpu's, with a column for every query head: of ROWS rows at a time."""
@@ -159,8 +160,8 @@ class PrefixRefs(NamedTuple):
             key = memory.key_blocks[slot, u, k].astype(operand_dtype)
             score = product(key, query, (((1,), (1,)), ((), ()))) * H**-0.5
             column = piece.start + jax.lax.broadcasted_iota(jnp.int32, score.shape, 0)
-            end = jnp.where(number + u < self.count[0], self.first[piece.row], 0)
-            scores.append(jnp.where((column >= piece.own) & (column < end), score, HIDDEN_SCORE))
+            seen = (column >= piece.own) & (column < self.first[piece.row])
+            scores.append(jnp.where(seen, score, HIDDEN_SCORE))
         least = HIDDEN_SCORE / 2
         tops = [jnp.maximum(score.max(axis=0, keepdims=True), least) for score in scores]
         weights = [jnp.exp(score - top) for score, top in zip(scores, tops, strict=True)]

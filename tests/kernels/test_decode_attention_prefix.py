@@ -121,7 +121,17 @@ def test_any_row_of_a_group_may_lead():
     assert_same(attend(arguments), expected(arguments), **TIGHT)
 
 
-def test_a_leader_whose_own_token_is_alone_in_its_block_keeps_the_others_right():
+def test_scores_far_below_zero_are_no_nothing():
+    """They are near -400, which leaves them an absolute error of 400 * 2**-23, and e to it one
+    relative to the output that is several times that."""
+    arguments = problem([(6, 40)])
+    arguments["query"] = arguments["query"].at[..., 0].set(-40)
+    for name in ("key", "new_key"):
+        arguments[name] = arguments[name].at[..., 0].set(40)
+    assert_same(attend(arguments), expected(arguments), rtol=5e-4, atol=5e-4)
+
+
+def test_a_leader_may_write_into_a_block_that_others_read():
     """The leader's new column lies in the block that others read, right behind what they share."""
     arguments = problem([(5, 40)])
     leader = int(arguments["leader"][int(jnp.argmax(arguments["shared"]))])
