@@ -73,6 +73,9 @@ class Plan(NamedTuple):
         # Query and output, whose heads of a group may fill a fraction of a tile.
         small_bytes = 2 * B * K * max(N // K, 8) * H * query_dtype.itemsize + 2 * B * K * H * 4
         prefix_bytes = sum(4 * math.prod(buffer.shape) for buffer in self._prefix_scratch())
+        if self.shares:
+            chains = self.group * self.K
+            prefix_bytes += chains * prefixes.chain_bytes(self.block_S, N // K, H)
         return dict(
             cost_estimate=pl.CostEstimate(
                 flops=4 * B * N * S * H,

@@ -194,7 +194,17 @@ class PrefixRefs(NamedTuple):
 
 def scratch(B: int, K: int, G: int, H: int) -> list[Any]:
     """Queries and softmaxes of all places; the last is that of the rows that share nothing."""
-    heads = pl.cdiv(G, SUBLANES) * SUBLANES
+    heads = _heads(G)
     places = pltpu.VMEM((K, B + ROWS + 1, heads, H), jnp.float32)
     running = [pltpu.VMEM((K, height, ROWS * heads), jnp.float32) for height in (1, 1, H)]
     return [places] * 4 + running
+
+
+def chain_bytes(block_S: int, G: int, H: int) -> int:
+    """Scores and weighted sums of one piece and key/value head, which find no room in registers."""
+    return 4 * (block_S + H) * ROWS * _heads(G)
+
+
+def _heads(G: int) -> int:
+    """Query heads of a key/value head, filled up to whole registers."""
+    return pl.cdiv(G, SUBLANES) * SUBLANES

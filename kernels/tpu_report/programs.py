@@ -12,7 +12,8 @@ and one layer's attention from one new token per row, its cache donated:
 
     decode_attention/SHAPE/IMPL: how much the TPU kernel reads depends on the rows. Its cycles are
         those of one round of its loop, which is 1 MB of cache, and its bytes those of full rows
-        in and out.
+        in and out. `_prefix` is where rows may begin alike: one round of either kind, every branch
+        taken.
 
 IMPL is an implementation, with a schedule where there is a head, or `log_softmax`: what one writes
 without this package, differentiated by jax. It keeps the logits whole and returns the head's
@@ -52,6 +53,7 @@ PROBE_SHAPE = (8, 1024, 16384)
 HEAD_SHAPE = (8192, 4096, 151936)
 DECODE_SHAPES = ((16, 640), (128, 512))
 """Rows and positions; the heads are those of Qwen2.5-3B."""
+PREFIX = "_prefix"
 IMPLS = (LOG_SOFTMAX, choose.XLA, choose.PALLAS_TPU)
 HEAD_IMPLS = tuple(
     (impl, each) for impl in (choose.XLA, choose.PALLAS_TPU) for each in schedule.SCHEDULES
@@ -92,9 +94,13 @@ def programs() -> dict[str, Program]:
             Program(f"head_chunk/d{D}_v{V}/{impl}_{each}", once, fast=True),
         ]
     for B, S in DECODE_SHAPES:
-        for impl in (choose.XLA, choose.PALLAS_TPU):
-            run = functools.partial(lower_decode_attention, impl, (B, 16, 2, S, 128))
-            found.append(Program(f"decode_attention/b{B}_s{S}/{impl}", run, fast=True))
+        for impl, prefix in (
+            (choose.XLA, ""),
+            (choose.PALLAS_TPU, ""),
+            (choose.PALLAS_TPU, PREFIX),
+        ):
+            run = functools.partial(lower_decode_attention, impl, prefix, (B, 16, 2, S, 128))
+            found.append(Program(f"decode_attention/b{B}_s{S}/{impl}{prefix}", run, fast=True))
     return {program.name: program for program in found}
 
 
@@ -161,18 +167,18 @@ def lower_whole_logits(shape: tuple[int, int, int], device: jax.Device) -> jax.s
 
 
 def lower_decode_attention(
-    impl: str, shape: tuple[int, int, int, int, int], device: jax.Device
+    impl: str, prefix: str, shape: tuple[int, int, int, int, int], device: jax.Device
 ) -> jax.stages.Lowered:
     """(query [B, N, H], new key [B, K, H], new value, key cache [B, K, S, H], value cache,
-    positions) -> output [B, N, H] and the caches."""
+    positions; with a prefix leaders and shared columns) -> output [B, N, H] and the caches."""
     B, N, K, S, H = shape
     struct = _structs_on(device)
     query, new = (struct((B, heads, H), jnp.bfloat16) for heads in (N, K))
     cache = struct((B, K, S, H), jnp.bfloat16)
+    row = struct((B,), jnp.int32)
     run = functools.partial(decode_attention, impl=impl, operand_dtype=jnp.bfloat16)
-    return jax.jit(run, donate_argnums=(3, 4)).lower(
-        query, new, new, cache, cache, struct((B,), jnp.int32)
-    )
+    shares = {"leader_B": row, "shared_B": row} if prefix else {}
+    return jax.jit(run, donate_argnums=(3, 4)).lower(query, new, new, cache, cache, row, **shares)
 
 
 def _log_softmax(logits, ids) -> TokenLogprob:
