@@ -166,6 +166,7 @@ class DecodePrograms:
             order_R=integer((R,)),
             tail=integer((self.spec.lanes,)),
             prefix_R=integer((R,)),
+            group_R=integer((R,)),
             token_R=integer((R,)),
             position_R=integer((R,)),
             drawn_R=integer((R,)),

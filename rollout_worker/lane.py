@@ -10,6 +10,7 @@ Dimension key:
 """
 
 import dataclasses
+import itertools
 from collections import deque
 
 import numpy as np
@@ -74,6 +75,8 @@ class Prefix:
     rows: deque[Row]
     """Not yet handed over."""
     entry: int = -1
+    number: int = -1
+    """Among those of its lane."""
     prefilled: int = 0
     outside: int = dataclasses.field(init=False)
     """Rows that have not entered a slot: until then the entry is needed."""
@@ -110,6 +113,7 @@ class Lane:
         """By place: rows handed over that are not known to have ended."""
         self._inside: set[int] = set()
         """Places of those known to be in a slot."""
+        self._numbers = itertools.count()
         self._entered = 0
         self._preparing: list[Prefix] = []
         self.table = empty_table(places, stop_ids)
@@ -137,6 +141,7 @@ class Lane:
     def take(self, prefix: Prefix) -> None:
         """Gives a prefix an entry of the pool; its chunks are to be prefilled."""
         prefix.entry = self._free_entries.popleft()
+        prefix.number = next(self._numbers)
         self._preparing.append(prefix)
 
     def chunks_due(self, longest: int) -> list[tuple[int, int]]:
@@ -248,6 +253,7 @@ class Lane:
         table["stop_ids_RE"][place, : len(stop_ids)] = stop_ids
         for name, value in (
             ("prefix_R", prefix.entry),
+            ("group_R", prefix.number),
             ("token_R", prefix.token_ids[-1]),
             ("position_R", len(prefix.token_ids) - 1),
             ("drawn_R", row.drawn),
@@ -278,7 +284,7 @@ class Lane:
 
 def empty_table(places: int, stop_ids: int) -> dict[str, np.ndarray]:
     """The arrays of `slots.Rows`, those of its sampling settings among them."""
-    integers = "order prefix token position drawn limit top_k stop_state".split()
+    integers = "order prefix group token position drawn limit top_k stop_state".split()
     return {
         **{f"{name}_R": np.zeros(places, np.int32) for name in integers},
         "temperature_R": np.ones(places, np.float32),

@@ -71,6 +71,8 @@ class Rows(NamedTuple):
     """int32 [1]: rows ever queued."""
     prefix_R: jax.Array
     """int32: entry of the pool that holds the row's prompt."""
+    group_R: jax.Array
+    """int32 >= 0: the same for rows that were forked from the same keys and values, no others."""
     token_R: jax.Array
     """int32: last prompt token."""
     position_R: jax.Array
@@ -177,6 +179,7 @@ def token_step(
             slots.position_B,
             impl=spec.attention_impl,
             operand_dtype=spec.attention_dtype,
+            **_shared(slots, rows, spec),
             **_where(spec),
         ),
         compute_dtype=spec.compute_dtype,
@@ -214,6 +217,19 @@ def token_step(
         cache=cache,
     )
     return after, (place_B, token_B, logprob_B, ended_B.astype(jnp.int8))
+
+
+def _shared(slots: Slots, rows: Rows, spec: DecodeSpec) -> dict[str, jax.Array]:
+    """Which slots hold the same prompt, for the kernel that reads it once for all of them."""
+    if not spec.attention_impl.startswith("pallas"):
+        return {}
+    active_B = slots.place_B != IDLE
+    alone_B = -1 - jnp.arange(spec.slots, dtype=jnp.int32)
+    group_B = jnp.where(active_B, rows.group_R[slots.place_B], alone_B)
+    leader_B = jnp.argmax(group_B[:, None] == group_B, axis=1).astype(jnp.int32)
+    # A row starts at its last prompt token: the columns before it are those of the pool.
+    shared_B = jnp.where(active_B, rows.position_R[slots.place_B], 0)
+    return {"leader_B": leader_B, "shared_B": shared_B}
 
 
 def _where(spec: DecodeSpec) -> dict[str, Any]:
