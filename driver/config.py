@@ -77,7 +77,7 @@ class EvalConfig(Section):
     """0 is greedy."""
     top_k: int = Field(default=0, ge=0, lt=2**31)
     """Only the k most likely tokens are drawn; 0 is off."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, ge=1e-9, le=1)
     """Only the most likely tokens that together have this probability; 1 is off."""
     min_p: float = Field(default=0.0, ge=0, le=1)
     """Only tokens at least this fraction as likely as the most likely one; 0 is off."""

@@ -83,7 +83,8 @@ class DecodeConfig(Section):
     attention: Literal["auto", "bf16", "f32", "pallas"] = "auto"
     """Of a new token over the cache: XLA with operands in bfloat16 or float32, or the Pallas
     kernel, with operands in compute_dtype. `auto` is the kernel on a TPU where it takes the head
-    size, else XLA in compute_dtype. Scores, softmax and sums are float32 in all of them."""
+    size, else XLA in compute_dtype, on a CPU in float32. Scores, softmax and sums are float32 in
+    all of them."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     slots: int = Field(default=64, ge=1, le=65_536)
     """Completions decoded at once by a worker, over all its devices; a slot whose completion has

@@ -63,11 +63,17 @@ class DeviceState:
 
         Args:
             tables: of every lane, as `Lane.table`; copied.
-            needed_width: columns that may be written.
+            needed_width: columns that may be written. The cache is made wider where it must be,
+                and narrower where half of it would do.
             floor: as `slots.segment` takes it.
         """
         params, slots, pool = self._loaded
-        slots, width = self._fit(slots, needed_width)
+        now = _width(slots)
+        width = min(one for one in self._programs.geometry.widths if one >= needed_width)
+        if now < width or 2 * width <= now:
+            slots = self._resized(slots, width)
+        else:
+            width = now
         table = {name: np.concatenate([each[name] for each in tables]) for name in tables[0]}
         floors = np.full(len(tables), floor, np.int32)
         rows, floors = jax.device_put((_as_rows(table), floors), self._programs.by_lane)
@@ -77,6 +83,17 @@ class DeviceState:
         slots, tokens = program(params, slots, rows, pool, self._stop_table, floors)
         self._arrays = params, slots, pool
         return tokens
+
+    def narrow(self) -> None:
+        """Gives back what the cache has beyond its narrowest: no row is in a slot.
+
+        So every pass over the same requests begins alike, and none compiles what the first did
+        not.
+        """
+        params, slots, pool = self._loaded
+        narrowest = self._programs.geometry.widths[0]
+        if _width(slots) > narrowest:
+            self._arrays = params, self._resized(slots, narrowest), pool
 
     @property
     def loaded(self) -> bool:
@@ -88,17 +105,13 @@ class DeviceState:
             raise RuntimeError("the engine has no policy: call swap before step")
         return self._arrays
 
-    def _fit(self, slots: Slots, needed: int) -> tuple[Slots, int]:
-        """Widens the cache where rows need it, and narrows it where half of it would do."""
-        now = slots.cache[0].key_BKSH.shape[2]
-        fitting = min(width for width in self._programs.geometry.widths if width >= needed)
-        if now >= fitting and 2 * fitting > now:
-            return slots, now
+    def _resized(self, slots: Slots, width: int) -> Slots:
+        now = _width(slots)
         program = self._compiled.get(
-            "resize", {"from": now, "to": fitting}, lambda: self._programs.resize(now, fitting)
+            "resize", {"from": now, "to": width}, lambda: self._programs.resize(now, width)
         )
         self.resizes += 1
-        return slots._replace(cache=program(slots.cache)), fitting
+        return slots._replace(cache=program(slots.cache))
 
     def _put_stops(self, stops: StopAutomaton) -> jax.Array:
         states, V = stops.next_SV.shape
@@ -106,6 +119,10 @@ class DeviceState:
         # Ids beyond the tokenizer are never drawn.
         table = np.pad(stops.next_SV, ((0, 0), (0, padding))) if padding > 0 else stops.next_SV
         return jax.device_put(table[:, : V + padding], self._programs.replicated)
+
+
+def _width(slots: Slots) -> int:
+    return slots.cache[0].key_BKSH.shape[2]
 
 
 def _as_rows(table: dict[str, np.ndarray]) -> Rows:

@@ -17,7 +17,12 @@ import numpy as np
 from models.transformer import Params
 from rollout_worker.decode_programs import DecodePrograms
 from rollout_worker.device_state import DeviceState
-from rollout_worker.engine_limits import EngineLimits, check_request, geometry_of
+from rollout_worker.engine_limits import (
+    EngineLimits,
+    check_params,
+    check_request,
+    geometry_of,
+)
 from rollout_worker.lane import Lane, Row, unite
 from rollout_worker.programs import Compilation, Programs
 from rollout_worker.requests import FinishedRow, OnSwap, Request
@@ -80,6 +85,8 @@ class Engine:
         stop_ids: of requests that name none of their own.
         stops: stop strings that requests may ask for.
         """
+        if loop not in ("while", "python"):
+            raise ValueError(f"loop must be while or python, got {loop!r}")
         if loop == "python":
             spec = dataclasses.replace(spec, segment_tokens=1)
         self.spec = spec
@@ -103,6 +110,7 @@ class Engine:
         self._flights: deque[_Flight] = deque()
         self._finished: list[FinishedRow] = []
         self._lanes: list[Lane] = []
+        self._broken = False
 
     @property
     def compilations(self) -> list[Compilation]:
@@ -116,8 +124,12 @@ class Engine:
     @property
     def pending(self) -> bool:
         """Whether a request is not finished, or was not yet returned by `step`."""
-        busy = self._waiting or self._flights or self._finished
-        return bool(busy) or any(lane.handed or lane.stock for lane in self._lanes)
+        return self._busy or bool(self._finished)
+
+    @property
+    def _busy(self) -> bool:
+        lanes = any(lane.handed or lane.stock for lane in self._lanes)
+        return lanes or bool(self._waiting or self._flights)
 
     def peak_bytes(self) -> int:
         """What the largest compiled program needs on a device, by the compiler's count."""
@@ -126,15 +138,25 @@ class Engine:
     def swap(self, params: Params, version: int) -> None:
         """Makes another policy the current one, as `on_swap` says; no older KV entry survives.
 
+        After a step that failed, what was in flight is lost and its rows start anew.
+
         Args:
             params: the inference copy, made by the layout of `spec`.
             version: stamped on every token that it draws.
+
+        Raises:
+            ValueError: if that is another model's copy. Nothing has changed then.
         """
-        if self._lanes:
+        check_params(params, self.programs.params_struct())
+        if self._broken:
+            self._flights.clear()
+        elif self._lanes:
             self._hear_out()
             if self.limits.on_swap is OnSwap.FINISH:
                 self._run_out()
-            self._requeue()
+        rows = [row for lane in self._lanes for row in lane.rows()]
+        self._lanes = []
+        self._requeue(rows)
         self._device.load(params)
         g = self.programs.geometry
         self._lanes = [
@@ -142,6 +164,7 @@ class Engine:
             for _ in range(self.spec.lanes)
         ]
         self.version = version
+        self._broken = False
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues requests; the first to come are the first to be decoded.
@@ -150,14 +173,18 @@ class Engine:
             ValueError: if one does not fit what the engine was built for. None is taken then.
         """
         names = self._names()
+        requests = [
+            dataclasses.replace(request, stop_ids=self._stop_ids)
+            if request.stop_ids is None
+            else request
+            for request in requests
+        ]
         for request in requests:
             check_request(request, self.spec, self.limits, self._stop_sets)
             if request.request_id in names:
                 raise ValueError(f"request {request.request_id} is already there: ids must differ")
             names.add(request.request_id)
         for request in requests:
-            if request.stop_ids is None:
-                request = dataclasses.replace(request, stop_ids=self._stop_ids)
             rows = [Row(request, sample, self._start(request)) for sample in request.samples]
             self._waiting.extend(unite(rows))
 
@@ -171,16 +198,22 @@ class Engine:
             rows that ended, in no order that may be relied on.
 
         Raises:
-            RuntimeError: if there is no policy yet.
+            RuntimeError: if there is no policy yet, or an earlier step failed and no policy was
+                swapped in since: what the slots and the books hold may differ.
         """
-        if not self._device.loaded:
-            raise RuntimeError("the engine has no policy: call swap before step")
+        if self._broken or not self._device.loaded:
+            why = "an earlier step failed" if self._broken else "the engine has no policy"
+            raise RuntimeError(f"{why}: call swap before step")
+        self._broken = True  # until all of it has gone well
         markers = self._prefill()
         for lane in self._lanes:
             lane.hand_over()
         dispatched = self._dispatch(markers)
         while len(self._flights) > (self._depth if dispatched else 0):
             self._collect(account)
+        if not self._busy:
+            self._device.narrow()
+        self._broken = False
         finished, self._finished = self._finished, []
         return finished
 
@@ -265,8 +298,12 @@ class Engine:
         self.counts.prefill_calls += 1
         return marker
 
-    def _dispatch(self, markers: list[jax.Array]) -> bool:
-        """Starts a segment, if a row may be in need of one."""
+    def _dispatch(self, markers: list[jax.Array], *, closed: bool = False) -> bool:
+        """Starts a segment, if a row may be in need of one.
+
+        Args:
+            closed: no row is let in, so that the segment need not end early for one.
+        """
         if not any(lane.handed for lane in self._lanes):
             if markers:
                 with self._clock.phase("prefill"):
@@ -274,7 +311,7 @@ class Engine:
             return False
         steps = self.spec.segment_tokens * (len(self._flights) + 1)
         needed = max(lane.needed_width(steps) for lane in self._lanes)
-        more = self._waiting or any(lane.chunks_due(1) for lane in self._lanes)
+        more = not closed and (self._waiting or any(lane.chunks_due(1) for lane in self._lanes))
         floor = math.ceil(BUSY_SHARE * self.spec.slots) if more else 0
         tokens = self._device.segment([lane.table for lane in self._lanes], needed, floor)
         self._flights.append(_Flight(tokens, self.version, markers))
@@ -308,18 +345,21 @@ class Engine:
         for lane in self._lanes:
             lane.close()
         while any(lane.inside for lane in self._lanes):
-            self._dispatch([])
+            self._dispatch([], closed=True)
             self._hear_out()
 
-    def _requeue(self) -> None:
-        """Puts every row that has not ended before the waiting ones, without its KV entries."""
-        rows = [row for lane in self._lanes for row in lane.rows()]
+    def _requeue(self, rows: list[Row]) -> None:
+        """Puts rows that have not ended before the waiting ones, without their KV entries."""
+        goes_on = self.limits.on_swap is OnSwap.CONTINUE
         for row in rows:
-            start = self._start(row.request)
-            if self.limits.on_swap is not OnSwap.CONTINUE:
-                row.forget(start)
+            if row.aborted:
+                self._finished.append(row.finished(FinishReason.ABORTED))
+                continue
+            state = self._start(row.request)
+            if not goes_on:
+                row.forget()
             elif self._stops is not None:
                 for token in (token for part in row.token_ids for token in part):
-                    start = int(self._stops.next_SV[start, token])
-                row.stop_state = start
-        self._waiting.extendleft(reversed(unite(rows)))
+                    state = int(self._stops.next_SV[state, token])
+            row.stop_state = state
+        self._waiting.extendleft(reversed(unite([row for row in rows if not row.aborted])))

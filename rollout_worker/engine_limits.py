@@ -3,10 +3,14 @@
 import dataclasses
 from typing import Literal
 
+import jax
+import numpy as np
+
+from models.transformer import Params
 from rollout_worker.decode_programs import Geometry
 from rollout_worker.kv_cache import NARROWEST, check_geometry, doubling
 from rollout_worker.prefill import chunk_sizes
-from rollout_worker.requests import OnSwap, Request
+from rollout_worker.requests import OnSwap, Request, SamplingSettings
 from rollout_worker.slots import DecodeSpec
 from rollout_worker.stop_strings import StopAutomaton
 
@@ -36,15 +40,34 @@ class EngineLimits:
     over_budget: Literal["warn", "error"] = "warn"
 
 
+def check_params(params: Params, expected: Params) -> None:
+    """Refuses a tree that is not the inference copy which the programs take.
+
+    Raises:
+        ValueError: naming the difference.
+    """
+    if jax.tree.structure(params) != jax.tree.structure(expected):
+        raise ValueError("the policy's names are not those of the engine's model")
+    leaves = jax.tree_util.tree_leaves_with_path(expected)
+    for (path, wanted), leaf in zip(leaves, jax.tree.leaves(params), strict=True):
+        if (leaf.shape, leaf.dtype) != (wanted.shape, wanted.dtype):
+            raise ValueError(
+                f"policy{jax.tree_util.keystr(path)} is {leaf.dtype} {list(leaf.shape)}, the "
+                f"engine takes {wanted.dtype} {list(wanted.shape)}"
+            )
+
+
 def check_request(request: Request, spec: DecodeSpec, limits: EngineLimits, stop_sets: int) -> None:
     """Refuses what an engine cannot decode.
+
+    Args:
+        request: with its stop ids filled in.
 
     Raises:
         ValueError: with the request's name, the numbers and the rule.
     """
     about = f"request {request.request_id}"
-    if not request.samples:
-        raise ValueError(f"{about}: no completion is asked of it")
+    _check_kinds(request, about)
     for name, value, most in (
         ("prompt tokens", len(request.token_ids), limits.max_prompt_tokens),
         ("max_new_tokens", request.max_new_tokens, limits.max_new_tokens),
@@ -70,6 +93,41 @@ def check_request(request: Request, spec: DecodeSpec, limits: EngineLimits, stop
         raise ValueError(f"{about}: stop_set={request.stop_set}, but the engine has {stop_sets}")
 
 
+def _check_kinds(request: Request, about: str) -> None:
+    """Whether every field is of a kind that enters the arrays of the device unchanged."""
+    if not isinstance(request.request_id, str):
+        raise ValueError(f"{about}: request_id must be text")
+    token_ids, key_data = request.token_ids, request.key_data
+    if not (isinstance(token_ids, np.ndarray) and token_ids.ndim == 1 and _is_whole(token_ids)):
+        raise ValueError(f"{about}: token_ids must be a one-dimensional array of integers")
+    if not (
+        isinstance(key_data, np.ndarray) and key_data.shape == (2,) and key_data.dtype == np.uint32
+    ):
+        raise ValueError(f"{about}: key_data must be uint32 [2], as jax.random.key_data gives it")
+    if not isinstance(request.sampling, SamplingSettings):
+        raise ValueError(f"{about}: sampling must be SamplingSettings")
+    if not request.samples:
+        raise ValueError(f"{about}: no completion is asked of it")
+    if len(set(request.samples)) < len(request.samples):
+        raise ValueError(f"{about}: samples must differ, got {request.samples}")
+    numbers = {
+        "prompt_id": request.prompt_id,
+        "epoch": request.epoch,
+        "max_new_tokens": request.max_new_tokens,
+        "stop_set": request.stop_set,
+        **{f"samples[{place}]": sample for place, sample in enumerate(request.samples)},
+        **{f"stop_ids[{place}]": stop for place, stop in enumerate(request.stop_ids or ())},
+    }
+    for name, value in numbers.items():
+        whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+        if not whole or not 0 <= value < 2**31:
+            raise ValueError(f"{about}: {name} must be a whole number below 2**31, got {value!r}")
+
+
+def _is_whole(array: np.ndarray) -> bool:
+    return np.issubdtype(array.dtype, np.integer)
+
+
 def geometry_of(
     spec: DecodeSpec, limits: EngineLimits, stops: StopAutomaton | None = None
 ) -> Geometry:
@@ -78,6 +136,7 @@ def geometry_of(
     Raises:
         ValueError: if the limits do not fit the cache or the model.
     """
+    _check_limits(spec, limits)
     check_geometry(
         prompt_tokens=limits.max_prompt_tokens,
         completion_tokens=limits.max_new_tokens,
@@ -93,7 +152,7 @@ def geometry_of(
         widths = doubling(NARROWEST, limits.cache_tokens)
     return Geometry(
         places=PLACES_PER_SLOT * spec.slots,
-        prefixes=limits.prefixes or max(1, spec.slots // 2),
+        prefixes=max(1, spec.slots // 2) if limits.prefixes is None else limits.prefixes,
         pool_width=pool_width,
         widths=widths,
         chunks=chunk_sizes(min(limits.prefill_tokens, pool_width)),
@@ -101,3 +160,29 @@ def geometry_of(
         stop_ids=limits.stop_ids,
         stop_states=0 if stops is None else len(stops.next_SV),
     )
+
+
+def _check_limits(spec: DecodeSpec, limits: EngineLimits) -> None:
+    sizes = {
+        "slots": spec.slots,
+        "segment_tokens": spec.segment_tokens,
+        "valid_vocab": spec.valid_vocab,
+        "max_prompt_tokens": limits.max_prompt_tokens,
+        "max_new_tokens": limits.max_new_tokens,
+        "cache_tokens": limits.cache_tokens,
+        "prefill_tokens": limits.prefill_tokens,
+        "stop_ids": limits.stop_ids,
+        "prefixes": 1 if limits.prefixes is None else limits.prefixes,
+    }
+    for name, value in sizes.items():
+        if not isinstance(value, int | np.integer) or not 1 <= value < 2**31:
+            raise ValueError(f"{name} must be a whole number, at least 1, got {value!r}")
+    vocabulary = spec.layout.published.vocab_size
+    if spec.valid_vocab > vocabulary:
+        raise ValueError(
+            f"valid_vocab={spec.valid_vocab} must be at most the model's {vocabulary} ids"
+        )
+    if not isinstance(limits.on_swap, OnSwap):
+        raise ValueError(f"on_swap must be one of {list(OnSwap)}, got {limits.on_swap!r}")
+    if limits.over_budget not in ("warn", "error"):
+        raise ValueError(f"over_budget must be warn or error, got {limits.over_budget!r}")

@@ -43,10 +43,9 @@ class Row:
         self.versions.append(np.full(len(token_ids), version, np.int32))
         self.drawn += len(token_ids)
 
-    def forget(self, stop_state: int) -> None:
+    def forget(self) -> None:
         """Throws the tokens away: the row starts anew."""
         self.token_ids, self.logprobs, self.versions, self.drawn = [], [], [], 0
-        self.stop_state = stop_state
 
     def finished(self, reason: FinishReason) -> FinishedRow:
         """The row as the engine's user gets it."""

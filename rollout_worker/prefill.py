@@ -54,10 +54,12 @@ def prefill(
         the pool, and int32 [1], which is there when the pool is.
     """
     C = chunks.token_QC.shape[1]
+    # XLA:CPU has bfloat16 products of some shapes only, and says so when they run.
+    operand_dtype = jnp.dtype("float32") if spec.wide_cache else spec.attention_dtype
     if first:
-        attend = first_attend(chunks.entry_Q, operand_dtype=spec.attention_dtype)
+        attend = first_attend(chunks.entry_Q, operand_dtype=operand_dtype)
     else:
-        attend = next_attend(chunks.entry_Q, chunks.start_Q, operand_dtype=spec.attention_dtype)
+        attend = next_attend(chunks.entry_Q, chunks.start_Q, operand_dtype=operand_dtype)
     _, pool = forward(
         params,
         spec.layout.config,

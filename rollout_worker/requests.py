@@ -11,6 +11,9 @@ import numpy as np
 
 from services.messages import FinishReason
 
+LEAST_TOP_P = 1e-9
+"""Below it a share of the probability is no number that float32 can tell from 0."""
+
 
 class OnSwap(enum.Enum):
     """What becomes of rows that are being decoded when the policy changes."""
@@ -46,10 +49,16 @@ class SamplingSettings:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ValueError(f"{name} must be between {low:g} and {high:g}, got {value}")
-        if self.top_p == 0:
-            raise ValueError("top_p must be above 0, got 0: temperature=0 takes the likeliest id")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be at least 0 (0 is off), got {self.top_k}")
+        if self.top_p < LEAST_TOP_P:
+            raise ValueError(
+                f"top_p must be at least {LEAST_TOP_P:g}, got {self.top_p:g}: temperature=0 takes "
+                "the likeliest id"
+            )
+        if not isinstance(self.top_k, int) or not 0 <= self.top_k < 2**31:
+            raise ValueError(
+                f"top_k must be a whole number, at least 0 (0 is off) and below 2**31, got "
+                f"{self.top_k}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

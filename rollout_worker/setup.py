@@ -64,6 +64,8 @@ def choose_attention(
             f"attention=pallas: the kernel takes head sizes that are multiples of {LANES}, the "
             f"model's is {head_dim}; set it to auto, bf16 or f32"
         )
+    if attention == "auto" and platform == "cpu":
+        return DecodeAttention(choose.XLA, jnp.dtype("float32"))
     return DecodeAttention(resolve(attention, platform, head_size=head_dim), compute_dtype)
 
 

@@ -87,7 +87,7 @@ class Variant:
 
     loop: str = "while"
     """`python` has the host look at every token."""
-    attention: str = "bf16"
+    attention: str = "auto"
     """`bf16` and `f32` are XLA with operands of that dtype, `pallas` is the kernel; `auto` is what
     the service takes on the platform."""
     compute_dtype: str = "bfloat16"
