@@ -25,8 +25,17 @@ def notes(config: RunConfig, *, decode_impl: str, loss_impl: str, programs: int)
 
 
 def _speed(config: RunConfig, decode_impl: str, loss_impl: str) -> list[str]:
-    """What is exact, but slower than it need be."""
+    """What is slower, or less exact, than it need be."""
     found, decode = [], config.rollout.decode
+    if decode.attention == "bf16" and decode.compute_dtype == "float32":
+        found.append(
+            "rollout.decode.attention=bf16 with compute_dtype=float32: the worker's logprobs are "
+            "those of bfloat16 attention, which the learner does not repeat; `auto` and f32 are not"
+        )
+    if decode.loop == "python":
+        found.append(
+            "rollout.decode.loop=python has the host wait for every token: `while` does not"
+        )
     for key, value, impl in (
         ("learner.loss_impl", config.learner.loss_impl, loss_impl),
         ("rollout.decode.attention", decode.attention, decode_impl),

@@ -136,11 +136,14 @@ def _override_value(text: str, key: Key) -> Any:
     if takes_text and stripped not in ("null", "~") and stripped[0] not in "'\"":
         return text
     try:
-        return parse_yaml(text)
+        value = parse_yaml(text)
     except YAMLError as error:
         raise ValueError(
             f"{_shown(text)} is not a YAML value{yaml_problem(error)}: quote it if it is text"
         ) from None
+    if value is None and stripped.startswith("#"):
+        raise ValueError(f"{_shown(text)} is a comment in YAML: quote what is text")
+    return value
 
 
 def _assign(tree: dict[str, Any], parts: tuple[str, ...], value: Any) -> str:

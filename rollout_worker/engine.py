@@ -103,7 +103,7 @@ class Engine:
             over_budget=limits.over_budget,
             warn=warn,
         )
-        self._device = DeviceState(self.programs, self._compiled, stops)
+        self.device = DeviceState(self.programs, self._compiled, stops)
         self.version = -1
         self.counts = EngineCounts()
         self._waiting: deque = deque()
@@ -119,7 +119,7 @@ class Engine:
     @property
     def resizes(self) -> int:
         """How often the cache was made wider or narrower."""
-        return self._device.resizes
+        return self.device.resizes
 
     @property
     def pending(self) -> bool:
@@ -157,7 +157,7 @@ class Engine:
         rows = [row for lane in self._lanes for row in lane.rows()]
         self._lanes = []
         self._requeue(rows)
-        self._device.load(params)
+        self.device.load(params)
         g = self.programs.geometry
         self._lanes = [
             Lane(places=g.places, prefixes=g.prefixes, stop_ids=g.stop_ids)
@@ -201,7 +201,7 @@ class Engine:
             RuntimeError: if there is no policy yet, or an earlier step failed and no policy was
                 swapped in since: what the slots and the books hold may differ.
         """
-        if self._broken or not self._device.loaded:
+        if self._broken or not self.device.loaded:
             why = "an earlier step failed" if self._broken else "the engine has no policy"
             raise RuntimeError(f"{why}: call swap before step")
         self._broken = True  # until all of it has gone well
@@ -212,7 +212,7 @@ class Engine:
         while len(self._flights) > (self._depth if dispatched else 0):
             self._collect(account)
         if not self._busy:
-            self._device.narrow()
+            self.device.narrow()
         self._broken = False
         finished, self._finished = self._finished, []
         return finished
@@ -294,7 +294,7 @@ class Engine:
 
         prompts = g.chunk_prompts(size)
         pieces = [lane.take_pieces(fits, prompts, longest) for lane in self._lanes]
-        marker = self._device.prefill(pieces, size, later)
+        marker = self.device.prefill(pieces, size, later)
         self.counts.prefill_calls += 1
         return marker
 
@@ -313,7 +313,7 @@ class Engine:
         needed = max(lane.needed_width(steps) for lane in self._lanes)
         more = not closed and (self._waiting or any(lane.chunks_due(1) for lane in self._lanes))
         floor = math.ceil(BUSY_SHARE * self.spec.slots) if more else 0
-        tokens = self._device.segment([lane.table for lane in self._lanes], needed, floor)
+        tokens = self.device.segment([lane.table for lane in self._lanes], needed, floor)
         self._flights.append(_Flight(tokens, self.version, markers))
         self.counts.segments += 1
         return True

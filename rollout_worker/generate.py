@@ -3,8 +3,9 @@
     python -m rollout_worker.generate --model deploy/demo/model --prompt 'Compute 3 + 4.'
     echo 'Once upon a time' | python -m rollout_worker.generate --model MODEL --prompt - --raw
 
-The text goes to stdout as it is decoded, what ended it and how fast it was to stderr. Exits with 2
-when the question is wrong, with 130 when interrupted.
+The text goes to stdout as it is decoded, of several completions one after the other; what ended
+them and how fast they were goes to stderr. Exits with 2 when the question is wrong, with 130 when
+interrupted.
 """
 
 import argparse
@@ -36,6 +37,7 @@ RAW_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %
 """The messages' own text."""
 SEGMENT_TOKENS = 8
 """The text grows by so many tokens at a time."""
+MOST_SAMPLES = 1024
 MOST_NEW_TOKENS = 512
 """Where none are asked for and the model's positions allow it."""
 REPLACEMENT = "\ufffd"
@@ -74,6 +76,9 @@ def _generate(arguments: argparse.Namespace) -> int:
         arguments.model, chat_template=RAW_TEMPLATE if arguments.raw else None
     )
     text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    for name, given in (("--prompt", text), ("--system", arguments.system or "")):
+        if any("\ud800" <= character <= "\udfff" for character in given):
+            raise ValueError(f"{name} is not UTF-8 text")
     token_ids = np.asarray(tokenizer.encode_chat(_messages(arguments.system, text)), np.int32)
     new_tokens = _new_tokens(arguments.max_new_tokens, len(token_ids), config)
     engine = build_engine(
@@ -195,9 +200,12 @@ class Printer:
         self._out.flush()
 
     def close(self) -> None:
-        """Ends the line of a completion that was interrupted."""
-        if self._written:
-            self._out.write("\n")
+        """Writes what is known of completions that were interrupted."""
+        while self._sample in self._known:
+            self._write()
+            if self._written and self._sample not in self._ended:
+                self._out.write("\n")
+            self._sample, self._written = self._sample + 1, ""
         self._out.flush()
 
     def summary(self) -> str:
@@ -258,12 +266,12 @@ def _messages(system: str | None, text: str) -> list[dict[str, str]]:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    if arguments.samples < 1:
-        raise ValueError(f"--samples must be at least 1, got {arguments.samples}")
+    if not 1 <= arguments.samples <= MOST_SAMPLES:
+        raise ValueError(f"--samples must be from 1 to {MOST_SAMPLES}, got {arguments.samples}")
     if arguments.raw and arguments.system is not None:
         raise ValueError("--system belongs to the chat template, which --raw leaves out")
-    if arguments.seed < 0:
-        raise ValueError(f"--seed must be at least 0, got {arguments.seed}")
+    if not 0 <= arguments.seed < 2**63:
+        raise ValueError(f"--seed must be from 0 to 2**63 - 1, got {arguments.seed}")
 
 
 def _new_tokens(asked: int | None, prompt_tokens: int, config: ModelConfig) -> int:
@@ -310,11 +318,17 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="STRING",
-        help="ends a completion, which keeps it; may be given several times",
+        help="ends a completion, which keeps it and all of the token that completes it; may be "
+        "given several times",
     )
     add("--dtype", choices=DTYPES, default="bfloat16", help="of weights and sums (%(default)s)")
     return parser
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    if code == INTERRUPTED:
+        # A thread of XLA may still compile; taking the interpreter down beneath it would crash.
+        os._exit(code)
+    sys.exit(code)

@@ -78,6 +78,8 @@ SHAPES = {
 """Sizes of published models; `demo` is that of deploy/demo/model, with room for long mixes."""
 DTYPES = ("bfloat16", "float32")
 LOOPS = ("while", "python")
+MOST_TOKENS = 2**20
+"""Of a segment and of a prefill call."""
 ATTENTIONS = ("auto", "bf16", "f32", "pallas")
 
 
@@ -101,8 +103,10 @@ class Variant:
                     f"{name}={getattr(self, name)} must be one of {', '.join(allowed)}"
                 )
         for name in ("segment_tokens", "prefill_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            if not 1 <= getattr(self, name) <= MOST_TOKENS:
+                raise ValueError(
+                    f"{name} must be from 1 to {MOST_TOKENS}, got {getattr(self, name)}"
+                )
 
     def attention_of(self, platform: str, head_dim: int) -> DecodeAttention:
         """What attends on a platform.

@@ -39,6 +39,7 @@ from rollout_worker.bench.case import (
 )
 from rollout_worker.bench.question import HF, Question, check
 from rollout_worker.bench.run import measure
+from rollout_worker.bench.steady import NothingToTime
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,7 +52,11 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
-    found = plain(measure(asked, layout, lambda line: print(line, file=sys.stderr)))
+    try:
+        found = plain(measure(asked, layout, lambda line: print(line, file=sys.stderr)))
+    except NothingToTime as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
     text = json.dumps(found, indent=2, allow_nan=False)
     if arguments.json == STDOUT:
         print(text)
@@ -59,7 +64,11 @@ def main(argv: list[str] | None = None) -> int:
         print("\n".join(table(found)))
         if arguments.json is not None:
             pathlib.Path(arguments.json).write_text(text + "\n", encoding="utf-8")
-    late = [run["name"] for run in found["runs"] if run.get("compilations_after_first_pass")]
+    late = [
+        f"{run['name']}: {program}"
+        for run in found["runs"]
+        for program in run.get("late_programs", ())
+    ]
     if late:
         print(f"bench: compiled in a later pass: {', '.join(late)}", file=sys.stderr)
     return 1 if late else 0

@@ -54,7 +54,8 @@ def compare_batching(
     report["compilations_after_first_pass"] = sum(
         one.compilations for own in passes.values() for one in own
     )
-    return report | bench.programs_report()
+    late = bench.latest_programs(report["compilations_after_first_pass"])
+    return report | {"late_programs": late} | bench.programs_report()
 
 
 def occupancy_while_waiting(one: Pass, requests: int, slots: int) -> float:

@@ -180,6 +180,11 @@ class Bench:
             slot_steps_so_far=now.slot_steps,
         )
 
+    def latest_programs(self, count: int) -> list[str]:
+        """The last programs that were compiled, each with the size that made it necessary."""
+        compiled = self.engine.compilations
+        return [f"{one.program} ({one.because})" for one in compiled[len(compiled) - count :]]
+
     def programs_report(self) -> dict[str, Any]:
         """What was compiled, why, and what it needs of a device's memory."""
         compilations = [dataclasses.asdict(one) for one in self.engine.compilations]

@@ -86,8 +86,12 @@ def check(question: Question, layout: Layout) -> None:
         value = getattr(question, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name} must be at least 1, got {value}")
-    if question.seed < 0:
-        raise ValueError(f"--seed must be at least 0, got {question.seed}")
+        if value is not None and value >= 2**31:
+            raise ValueError(f"--{name} must be below 2**31, got {value}")
+    if not 0 <= question.seed < 2**63:
+        raise ValueError(f"--seed must be from 0 to 2**63 - 1, got {question.seed}")
+    if len(set(question.slots)) < len(question.slots):
+        raise ValueError(f"--slots must differ, got {question.slots}")
     lanes = layout.mesh.shape["data"]
     for slots in question.slots:
         if slots < 1 or slots % lanes:

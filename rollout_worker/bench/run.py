@@ -28,7 +28,7 @@ def measure(question: Question, layout: Layout, progress: Progress) -> dict[str,
         the report: plain values, milliseconds and bytes of one device.
 
     Raises:
-        ValueError: if there was nothing to time.
+        NothingToTime: if no token step could be timed.
     """
     device = layout.mesh.devices.flat[0]
     progress("timing copies")
@@ -103,6 +103,7 @@ def _token_steps(question, layout, params, slots, copy_rate, progress) -> list[d
         again = sum(one.compilations for one in passes[name])
         reports.append(
             {"name": name, "what": "step", **report, "compilations_after_first_pass": again}
+            | {"late_programs": bench.latest_programs(again)}
         )
     for report in reports:
         report["step_ratio"] = report["step_ms"] / reports[0]["step_ms"]

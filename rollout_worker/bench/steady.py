@@ -40,6 +40,10 @@ def copy_bytes_per_s(device: jax.Device) -> dict[str, float]:
     return {"array_bytes": size, "bytes_per_s": 2 * size / statistics.median(seconds[1:])}
 
 
+class NothingToTime(Exception):
+    """The requests were over before a token step could be timed."""
+
+
 class StepBytes:
     """What a device must move in a token step."""
 
@@ -64,7 +68,7 @@ def step_report(
     """Medians over the full turns of all passes.
 
     Raises:
-        ValueError: if there is no such turn.
+        NothingToTime: if there is no such turn.
     """
     milliseconds, floors, columns = [], [], []
     for one in passes:
@@ -76,7 +80,7 @@ def step_report(
             milliseconds.append(1e3 * turn.seconds / steps)
             floors.append(1e3 * must_move.of(columns[-1]) / copy_rate)
     if not milliseconds:
-        raise ValueError(
+        raise NothingToTime(
             "no segment ran with all slots busy and nothing else to do: raise --new, or lower "
             "--segment-tokens"
         )

@@ -320,6 +320,7 @@ def test_flow_collections_in_overrides(minimal):
         ("rollout.decode.cache_tokens=8", "1536 positions, but the KV cache holds"),
         ("rollout.decode.on_swap=continue", "set it to finish or restart"),
         ("rollout.decode.batch_rows=12", "unknown key; did you mean rollout.decode.slots?"),
+        ("rollout.stop_strings=####", "is a comment in YAML: quote what is text"),
         ("rollout.decode.attention=float8", "none of 'auto', 'bf16', 'f32' or 'pallas'"),
         ("rollout.top_p=0.9", "the learner scores every token under the whole distribution"),
         ("rollout.stop_strings=[a, '']", "each must have between 1 and 256"),

@@ -59,6 +59,7 @@ def make_engine(
     dtype=F32,
     wide_cache=False,
     stops=None,
+    valid_vocab=VALID_VOCAB,
     version=0,
     warn=print,
     **limits,
@@ -68,7 +69,7 @@ def make_engine(
     layout = Layout(MODEL, mesh, np.dtype(dtype))
     spec = DecodeSpec(
         layout=layout,
-        valid_vocab=VALID_VOCAB,
+        valid_vocab=valid_vocab,
         compute_dtype=dtype,
         wide_cache=wide_cache,
         attention_dtype=attention,
@@ -108,13 +109,13 @@ def key_data(seed=0):
     return np.asarray(jax.random.key_data(jax.random.key(seed)))
 
 
-def make_request(tokens, prompt_id=0, samples=4, **changes):
+def make_request(tokens, prompt_id=0, samples=4, samples_=None, **changes):
     settings = dict(
         request_id=str(prompt_id),
         token_ids=np.asarray(tokens, np.int32),
         prompt_id=prompt_id,
         epoch=1,
-        samples=tuple(range(samples)),
+        samples=tuple(range(samples)) if samples_ is None else samples_,
         max_new_tokens=NEW_TOKENS,
         key_data=key_data(),
     )

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from engines import (
     BF16,
+    F32,
     NEW_TOKENS,
     PROMPT_TOKENS,
     STOP_IDS,
@@ -240,6 +241,19 @@ def test_a_compilation_beyond_the_budget_is_refused_with_the_size_that_changed()
         (make_request([-1]), "token ids must be from 0 to 63, got -1"),
         (make_request([10], stop_set=1), "stop_set=1, but the engine has 1"),
         (make_request([10], samples=0), "no completion is asked"),
+        (make_request([10], samples_=(0, 0)), "samples must differ"),
+        (make_request([10], samples_=(0.5,)), r"samples\[0\] must be a whole number"),
+        (make_request([10], prompt_id=2**31), "prompt_id must be a whole number below"),
+        (make_request([10], epoch=-1), "epoch must be a whole number below"),
+        (make_request([10], max_new_tokens=2.5), "max_new_tokens must be a whole number"),
+        (make_request([10], stop_ids=(2**31,)), r"stop_ids\[0\] must be a whole number"),
+        (make_request([10], token_ids=np.array([1.5])), "one-dimensional array of integers"),
+        (make_request([10], token_ids=[10]), "one-dimensional array of integers"),
+        (make_request([10], token_ids=np.array([[10]])), "one-dimensional array of integers"),
+        (make_request([10], key_data=np.zeros(4, np.uint32)), r"key_data must be uint32 \[2\]"),
+        (make_request([10], key_data=np.zeros(2, np.int64)), r"key_data must be uint32 \[2\]"),
+        (make_request([10], sampling=None), "sampling must be SamplingSettings"),
+        (make_request([10], request_id=7), "request_id must be text"),
     ],
 )
 def test_a_request_that_does_not_fit_is_refused_and_takes_no_other_with_it(request_, message):
@@ -261,8 +275,11 @@ def test_two_requests_of_one_name_are_refused():
     [
         (dict(temperature=-1.0), "temperature must be between"),
         (dict(temperature=float("nan")), "temperature must be between"),
-        (dict(top_k=-1), "top_k must be at least 0"),
-        (dict(top_p=0.0), "top_p must be above 0"),
+        (dict(top_k=-1), "top_k must be a whole number, at least 0"),
+        (dict(top_k=2**31), "top_k must be a whole number"),
+        (dict(top_k=1.5), "top_k must be a whole number"),
+        (dict(top_p=0.0), "top_p must be at least"),
+        (dict(top_p=1e-40), "top_p must be at least"),
         (dict(top_p=1.5), "top_p must be between"),
         (dict(min_p=-0.1), "min_p must be between"),
     ],
@@ -270,6 +287,65 @@ def test_two_requests_of_one_name_are_refused():
 def test_settings_that_no_distribution_has_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         SamplingSettings(**settings)
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        (dict(slots=0), "slots must be a whole number, at least 1"),
+        (dict(segment_tokens=0), "segment_tokens must be"),
+        (dict(prefill_tokens=0), "prefill_tokens must be"),
+        (dict(prefixes=0), "prefixes must be"),
+        (dict(stop_ids=-1), "stop_ids must be"),
+        (dict(cache_tokens=60.5), "cache_tokens must be"),
+        (dict(cache_tokens=51), "need 52 positions, but the KV cache holds 51"),
+        (dict(on_swap="finish"), "on_swap must be one of"),
+        (dict(over_budget="eror"), "over_budget must be"),
+        (dict(loop="foo"), "loop must be while or python"),
+        (dict(valid_vocab=65), "valid_vocab=65 must be at most"),
+    ],
+)
+def test_an_engine_that_could_not_work_is_refused_before_anything_is_compiled(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        make_engine(**sizes)
+
+
+def test_an_engine_is_not_used_after_a_step_that_failed_until_it_is_given_a_policy(
+    decoded, monkeypatch
+):
+    """What the step left undone must not be taken for done."""
+    engine = make_engine()
+    engine.submit(list(make_requests()))
+    monkeypatch.setattr(engine.device, "prefill", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="an earlier step failed: call swap"):
+        engine.step()
+    engines.swap(engine, policy(), 0)
+    assert_same_rows({(row.request_id, row.sample_index): row for row in engine.run()}, decoded)
+
+
+def test_a_cache_is_narrow_again_when_nothing_runs(monkeypatch):
+    monkeypatch.setattr("rollout_worker.engine_limits.NARROWEST", 8)
+    engine = make_engine()
+    run(engine, make_requests())
+    resizes, compiled = engine.resizes, len(engine.compilations)
+    run(engine, make_requests())
+    assert engine.resizes == 2 * resizes > 0
+    assert len(engine.compilations) == compiled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefill_tokens", [256, 512])
+def test_bf16_prompts_of_several_chunks_run_on_a_cpu(prefill_tokens):
+    """XLA:CPU has no bfloat16 product of some shapes, which only shows when they run."""
+    sizes = dict(max_prompt_tokens=600, max_new_tokens=8, cache_tokens=608)
+    engine = make_engine(
+        dtype=BF16, attention=F32, wide_cache=True, prefill_tokens=prefill_tokens, **sizes
+    )
+    rows = run(engine, [make_request(np.full(590, 20), max_new_tokens=8)])
+    assert len(rows) == 4
 
 
 def test_a_step_without_a_policy_is_refused():

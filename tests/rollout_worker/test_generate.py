@@ -112,13 +112,16 @@ def test_an_interruption_is_told_and_ends_with_130(capsys, tiny, monkeypatch):
 @pytest.mark.parametrize(
     "more, part",
     [
-        (["--top-p", "0"], "top_p must be above 0"),
+        (["--top-p", "0"], "top_p must be at least"),
         (["--max-new-tokens", "0"], "--max-new-tokens must be from 1 to 2"),
-        (["--samples", "0"], "--samples must be at least 1, got 0"),
+        (["--samples", "0"], "--samples must be from 1 to 1024, got 0"),
         (["--raw", "--system", "s"], "--system belongs to the chat template"),
         (["--stop", ""], "a stop string must not be empty"),
         (["--prompt", 300 * "a"], "model's 256 positions"),
-        (["--seed", "-1"], "--seed must be at least 0"),
+        (["--seed", str(2**70)], "--seed must be from 0"),
+        (["--top-k", str(2**31)], "top_k must be a whole number"),
+        (["--prompt", "a\udcff"], "--prompt is not UTF-8 text"),
+        (["--seed", "-1"], "--seed must be from 0"),
         (["--model", "/no/such/model"], "/no/such/model"),
     ],
 )

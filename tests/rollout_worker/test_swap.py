@@ -155,6 +155,59 @@ def test_an_abort_ends_a_request_and_no_other(undisturbed, turns):
             assert len(row.token_ids) < NEW_TOKENS
 
 
+def test_an_abort_keeps_the_tokens_that_there_are_though_a_swap_follows(undisturbed):
+    engine = engine_with(OnSwap.RESTART)
+    engine.submit(list(make_requests()))
+    engine.step()
+    engine.step()
+    known = engine.so_far("0")
+    assert max(map(len, known.values())) > 0, "the test needs tokens"
+    engine.abort("0")
+    swap(engine, policy(NEW), version=1)
+    rows = [row for row in engine.run() if row.request_id == "0"]
+    assert len(rows) == 4
+    for row in rows:
+        assert len(row.token_ids) >= len(known.get(row.sample_index, ()))
+
+
+def test_rows_are_decoded_once_though_a_swap_had_to_be_tried_twice(undisturbed, monkeypatch):
+    engine = engine_with(OnSwap.RESTART)
+    engine.submit(list(make_requests()))
+    rows = engine.step()
+    device = engine.device
+    monkeypatch.setattr(device, "load", lambda params: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        swap(engine, policy(NEW), version=1)
+    monkeypatch.undo()
+    swap(engine, policy(NEW), version=1)
+    rows += engine.run()
+    found = {(row.request_id, row.sample_index): row for row in rows}
+    assert len(found) == len(rows) == len(undisturbed[NEW])
+
+
+def test_another_models_policy_is_refused_and_changes_nothing(undisturbed):
+    engine = make_engine()
+    params = engine.spec.layout.to_inference(policy())
+    with pytest.raises(ValueError, match="names are not those"):
+        engine.swap({"a": params["norm"]["weight"]}, 1)
+    wrong = {**params, "norm": {"weight": params["norm"]["weight"][:-1]}}
+    with pytest.raises(ValueError, match=r"\['norm'\]\['weight'\] is float32 \[31\]"):
+        engine.swap(wrong, 1)
+    assert_same_rows(run(engine, make_requests()), undisturbed[OLD])
+
+
+def test_rows_that_finish_before_a_swap_take_whole_segments():
+    """No row may enter, so that none ends a segment early by waiting."""
+    engine = engine_with(OnSwap.FINISH, segment_tokens=4)
+    engine.submit(list(make_requests()))
+    engine.step()
+    engine.step()
+    before = engine.counts.segments
+    swap(engine, policy(NEW), version=1)
+    assert engine.counts.segments - before <= -(-NEW_TOKENS // 4)
+    assert engine.pending
+
+
 def test_an_engine_goes_on_after_an_abort(undisturbed):
     engine = make_engine()
     for request in make_requests():
