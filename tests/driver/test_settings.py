@@ -325,7 +325,7 @@ def test_flow_collections_in_overrides(minimal):
         ("rollout.top_p=0.9", "the learner scores every token under the whole distribution"),
         ("rollout.stop_strings=[a, '']", "each must have between 1 and 256"),
         ("rollout.stop_strings=END", "'END' is not a list"),
-        ("eval.top_p=0", "0 must be greater than 0"),
+        ("eval.top_p=0", "0 must be at least 1e-09"),
         ("eval.min_p=1.5", "1.5 must be at most 1"),
         ("eval.top_k=-1", "-1 must be at least 0"),
         ("rollout.max_completion_tokens=0", "0 must be at least 1"),

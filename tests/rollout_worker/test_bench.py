@@ -84,7 +84,7 @@ def test_variants_are_the_base_with_their_changes():
         ("lop=python", "did you mean loop=?"),
         ("loop=fast", "loop=fast must be one of while, python"),
         ("segment_tokens=few", "segment_tokens takes a whole number"),
-        ("segment_tokens=0", "segment_tokens must be at least 1, got 0"),
+        ("segment_tokens=0", "segment_tokens must be from 1 to 1048576, got 0"),
         ("loop=while", "names one variant twice"),
     ],
 )
@@ -221,9 +221,17 @@ def test_a_compilation_in_a_later_pass_ends_with_1(capsys, monkeypatch):
     found = {
         "environment": environment | {"copy": {"bytes_per_s": 1e9}},
         "question": {"shape": "demo"},
-        "runs": [{"name": "while", "what": "other", "compilations_after_first_pass": 1}],
+        "runs": [
+            {
+                "name": "while",
+                "what": "other",
+                "compilations_after_first_pass": 1,
+                "late_programs": ["segment (cache width 128 -> 256)"],
+            }
+        ],
     }
     monkeypatch.setattr(cli, "measure", lambda *_: found)
     monkeypatch.setattr(cli, "check", lambda *_: None)
     assert cli.main(["--shape", "demo", "--random-weights"]) == 1
-    assert "bench: compiled in a later pass: while" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "compiled in a later pass: while: segment (cache width 128 -> 256)" in said
