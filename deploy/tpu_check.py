@@ -35,27 +35,14 @@ from driver.plan import Plan, asked_devices, derive
 from driver.settings import ConfigError, load
 from kernels.report_file import check_report_file
 from learner.programs import make_programs
-from models.config import ModelConfig, RopeConfig
+from models.config import ModelConfig
 from models.hf_config import from_hf
 from models.transformer import abstract_params
+from rollout_worker.bench.case import SHAPES
 from rollout_worker.setup import EngineSetup, device_bytes
 
 REFERENCE_RUN = "deploy/runs/gsm8k_qwen25_3b_v6e8.yaml"
-QWEN25_3B = ModelConfig(
-    model_type="qwen2",
-    vocab_size=151936,
-    hidden_size=2048,
-    intermediate_size=11008,
-    num_layers=36,
-    num_heads=16,
-    num_kv_heads=2,
-    head_dim=128,
-    rms_norm_eps=1e-6,
-    rope=RopeConfig(theta=1e6),
-    max_position_embeddings=32768,
-    tie_word_embeddings=True,
-    qkv_bias=True,
-)
+QWEN25_3B = SHAPES["qwen2.5-3b"]
 """Qwen2.5-3B-Instruct, the model of the reference run."""
 CHIP_BOUNDS = {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 4, 1)}
 """The part of a v6e host that a process sees, by the number of its chips."""

@@ -59,7 +59,9 @@ def decode_attention(
     block_S = block_S or (LANES if K * H > LANES else 2 * LANES)
     block_S = min(block_S, S)
     group = max(1, chains * LANES // (K * max(block_S, LANES)))
-    plan = Plan(B, N, K, S, H, block_S, group, key_BKSH.dtype, leader_B is not None)
+    # With fewer rows no group is worth it, and the lists would be empty, which Mosaic refuses.
+    shares = leader_B is not None and B >= prefixes.LEAST_ROWS
+    plan = Plan(B, N, K, S, H, block_S, group, key_BKSH.dtype, shares)
     plan.check(interpret)
     position_B = jnp.clip(position_B.astype(jnp.int32), 0, S - 1)  # every row must write once
     scalars = plan.scalars(position_B, leader_B, shared_B)

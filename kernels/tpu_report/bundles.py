@@ -46,7 +46,8 @@ def count(text: str) -> int:
     for label, depth, body in bundles:
         # An empty bundle carries no mark: it belongs where it stands.
         depth = len(around) - 1 if depth is None else depth
-        while len(around) > depth + (label != "LB"):
+        # A collective's outermost loop carries no mark of nesting.
+        while len(around) > max(depth + (label != "LB"), 1):
             leave()
         while len(around) <= depth:
             around.append(_Loop())

@@ -168,6 +168,10 @@ def test_a_loop_whose_rounds_are_not_told_counts_once():
     assert bundles.count(LOOPS.replace("/* loop exit test */", "")) == 10
 
 
+def test_a_loop_without_a_mark_of_nesting_is_counted_where_it_stands():
+    assert bundles.count("0 : { a }\n0x1 LB: { b }\n0x2 : { c }\n") == 3
+
+
 def test_a_text_without_bundles_is_refused():
     with pytest.raises(ValueError, match="no bundle in 'nothing'"):
         bundles.count("nothing")
