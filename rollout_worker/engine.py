@@ -23,7 +23,7 @@ from rollout_worker.engine_limits import (
     check_request,
     geometry_of,
 )
-from rollout_worker.lane import Lane, Row, unite
+from rollout_worker.lane import Lane, Prefix, Row, unite
 from rollout_worker.programs import Compilation, Programs
 from rollout_worker.requests import FinishedRow, OnSwap, Request
 from rollout_worker.slots import DecodeSpec, SegmentTokens
@@ -106,7 +106,7 @@ class Engine:
         self.device = DeviceState(self.programs, self._compiled, stops)
         self.version = -1
         self.counts = EngineCounts()
-        self._waiting: deque = deque()
+        self._waiting: deque[Prefix] = deque()
         self._flights: deque[_Flight] = deque()
         self._finished: list[FinishedRow] = []
         self._lanes: list[Lane] = []
@@ -148,7 +148,8 @@ class Engine:
             ValueError: if that is another model's copy. Nothing has changed then.
         """
         check_params(params, self.programs.params_struct())
-        if self._broken:
+        was_broken, self._broken = self._broken, True  # until all of it has gone well
+        if was_broken:
             self._flights.clear()
         elif self._lanes:
             self._hear_out()
@@ -202,7 +203,7 @@ class Engine:
                 swapped in since: what the slots and the books hold may differ.
         """
         if self._broken or not self.device.loaded:
-            why = "an earlier step failed" if self._broken else "the engine has no policy"
+            why = "an earlier step or swap failed" if self._broken else "the engine has no policy"
             raise RuntimeError(f"{why}: call swap before step")
         self._broken = True  # until all of it has gone well
         markers = self._prefill()

@@ -320,7 +320,7 @@ def test_an_engine_is_not_used_after_a_step_that_failed_until_it_is_given_a_poli
     with pytest.raises(ZeroDivisionError):
         engine.step()
     monkeypatch.undo()
-    with pytest.raises(RuntimeError, match="an earlier step failed: call swap"):
+    with pytest.raises(RuntimeError, match="an earlier step or swap failed: call swap"):
         engine.step()
     engines.swap(engine, policy(), 0)
     assert_same_rows({(row.request_id, row.sample_index): row for row in engine.run()}, decoded)

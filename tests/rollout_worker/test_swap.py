@@ -179,6 +179,8 @@ def test_rows_are_decoded_once_though_a_swap_had_to_be_tried_twice(undisturbed, 
     with pytest.raises(ZeroDivisionError):
         swap(engine, policy(NEW), version=1)
     monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="an earlier step or swap failed"):
+        engine.step()
     swap(engine, policy(NEW), version=1)
     rows += engine.run()
     found = {(row.request_id, row.sample_index): row for row in rows}
