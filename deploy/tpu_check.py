@@ -39,7 +39,8 @@ from models.config import ModelConfig
 from models.hf_config import from_hf
 from models.transformer import abstract_params
 from rollout_worker.bench.case import SHAPES
-from rollout_worker.setup import EngineSetup, device_bytes
+from rollout_worker.decode_programs import device_bytes
+from rollout_worker.setup import EngineSetup
 
 REFERENCE_RUN = "deploy/runs/gsm8k_qwen25_3b_v6e8.yaml"
 QWEN25_3B = SHAPES["qwen2.5-3b"]

@@ -17,9 +17,10 @@ from models.checkpoint import check_model_files, expected_shapes, read_model_con
 from models.config import ModelConfig
 from models.tokenizer import Tokenizer, load_tokenizer
 from rollout_worker.config import SourceConfig
+from rollout_worker.decode_programs import device_bytes
 from rollout_worker.prompts import PromptSet, count_shared, load_prompts
 from rollout_worker.reward_pool import validate_functions
-from rollout_worker.setup import DecodeAttention, EngineSetup, device_bytes, stop_automaton
+from rollout_worker.setup import DecodeAttention, EngineSetup, stop_automaton
 
 FLOAT32_BYTES = 4
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}

@@ -195,11 +195,11 @@ class DecodePrograms:
 
     def cache_bytes(self, width: int) -> int:
         """Of the slots' cache of one device, of this width."""
-        return _device_bytes(self.slots_struct(width).cache)
+        return device_bytes(self.slots_struct(width).cache)
 
     def pool_bytes(self) -> int:
         """Of the prefix pool of one device."""
-        return _device_bytes(self.pool_struct())
+        return device_bytes(self.pool_struct())
 
     def _cache_struct(self, rows: int, width: int) -> list[LayerCache]:
         config = self.spec.layout.config
@@ -219,7 +219,8 @@ class DecodePrograms:
         return jax.tree.map(lambda leaf: cut if len(leaf.shape) == 4 else self.by_lane, tree)
 
 
-def _device_bytes(structs) -> int:
+def device_bytes(structs) -> int:
+    """Bytes that shape structs with shardings take on each device; None takes none."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(structs)

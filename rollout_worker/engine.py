@@ -122,6 +122,11 @@ class Engine:
         return self.device.resizes
 
     @property
+    def usable(self) -> bool:
+        """Whether `step` may be called: there is a policy, and nothing failed since it came."""
+        return self.device.loaded and not self._broken
+
+    @property
     def pending(self) -> bool:
         """Whether a request is not finished, or was not yet returned by `step`."""
         return self._busy or bool(self._finished)
@@ -202,7 +207,7 @@ class Engine:
             RuntimeError: if there is no policy yet, or an earlier step failed and no policy was
                 swapped in since: what the slots and the books hold may differ.
         """
-        if self._broken or not self.device.loaded:
+        if not self.usable:
             why = "an earlier step or swap failed" if self._broken else "the engine has no policy"
             raise RuntimeError(f"{why}: call swap before step")
         self._broken = True  # until all of it has gone well

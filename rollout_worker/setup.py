@@ -5,7 +5,6 @@ the same programs.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -228,14 +227,6 @@ def stop_automaton(tokenizer: Tokenizer, stop_strings: Sequence[str]) -> StopAut
     if not stop_strings:
         return None
     return build_stop_automaton(token_bytes(tokenizer), [(), tuple(stop_strings)])
-
-
-def device_bytes(structs) -> int:
-    """Bytes that shape structs with shardings take on each device; None takes none."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(structs)
-    )
 
 
 def _divisors(count: int) -> list[int]:

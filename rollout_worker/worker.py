@@ -210,6 +210,7 @@ class RolloutWorker:
         unfinished: dict[str, list[FinishedRow]] = {one.request_id: [] for one in requests}
         samples = {one.request_id: len(one.samples) for one in requests}
         scoring: list[_Completed] = []
+        self._drain(account)  # of what a call left that failed, which is nobody's
         self._engine.submit(requests)
         try:
             while unfinished or scoring:
@@ -254,10 +255,16 @@ class RolloutWorker:
         return _Completed(request_id, rows, pending)
 
     def _give_up(self, unfinished: Iterable[str], account: str | None) -> None:
-        """Leaves an engine without rows that nobody waits for."""
+        """Leaves an engine without rows that nobody waits for.
+
+        One that failed is left alone, so that its own error is what is heard of.
+        """
         for request_id in unfinished:
             self._engine.abort(request_id)
-        while self._engine.pending:
+        self._drain(account)
+
+    def _drain(self, account: str | None) -> None:
+        while self._engine.usable and self._engine.pending:
             self._step(account)
 
     def _group(

@@ -222,6 +222,23 @@ class LateScores:
         return [Score({}, 1.0, "")] * self._count
 
 
+def test_an_engine_that_fails_is_heard_of_by_its_own_error(pair, monkeypatch):
+    """Not by what follows from it, and its worker decodes again once it was given a policy."""
+    _, worker = pair
+    core = worker._worker
+    (before,) = rolled_out(worker, 6)
+    with monkeypatch.context() as patch:
+        patch.setattr(core._engine.device, "segment", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            rolled_out(worker, 6)
+    version, core.policy_version = core.policy_version, -1  # so that it is fetched again
+    worker._hold_version(version)
+    (after,) = rolled_out(worker, 6)
+    for one, other in zip(after.completions, before.completions, strict=True):
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+        assert one.finish_reason is other.finish_reason
+
+
 def test_slow_scorers_do_not_hold_up_decoding(pair, monkeypatch):
     learner, worker = pair
     core = worker._worker

@@ -6,7 +6,8 @@ import pytest
 
 from models.config import ModelConfig
 from rollout_worker.config import DecodeConfig, RolloutConfig
-from rollout_worker.setup import EngineSetup, device_bytes
+from rollout_worker.decode_programs import device_bytes
+from rollout_worker.setup import EngineSetup
 
 MODEL = ModelConfig(
     model_type="qwen2",
