@@ -11,6 +11,7 @@ from engines import (
     chosen,
     full_logprobs,
     make_engine,
+    make_request,
     make_requests,
     policy,
     run,
@@ -200,9 +201,14 @@ def test_another_models_policy_is_refused_and_changes_nothing(undisturbed):
 
 def test_rows_that_finish_before_a_swap_take_whole_segments():
     """No row may enter, so that none ends a segment early by waiting."""
-    engine = engine_with(OnSwap.FINISH, segment_tokens=4)
-    engine.submit(list(make_requests()))
-    engine.step()
+    engine = engine_with(OnSwap.FINISH, segment_tokens=4, prefixes=4)
+    lengths = (2, 5, 7, NEW_TOKENS, 3, 3)
+    engine.submit(
+        [
+            make_request([10 + i], i, samples=1, stop_ids=(), max_new_tokens=length)
+            for i, length in enumerate(lengths)
+        ]
+    )
     engine.step()
     before = engine.counts.segments
     swap(engine, policy(NEW), version=1)
