@@ -74,7 +74,7 @@ class Server:
             )
             names.append(TRAJECTORY_SERVICE)
         self.host = host
-        self.port = _bind(self._server, host, port, credentials)
+        self.port = bind_secure(self._server, host, port, credentials)
         self._server.start()
         for name in names:
             self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -82,7 +82,7 @@ class Server:
     @property
     def address(self) -> str:
         """`host:port` as bound; a server on 0.0.0.0 is dialled by an address of its host."""
-        return _join(self.host, self.port)
+        return join_address(self.host, self.port)
 
     def stop(self, grace_s: float) -> None:
         """Takes no new calls, lets running ones end for so long, then cancels them."""
@@ -97,15 +97,24 @@ class Server:
         self.stop(grace_s=0)
 
 
-def _bind(server: grpc.Server, host: str, port: int, credentials: Credentials) -> int:
-    """Returns the port, or raises: gRPC may report a failed bind by an error or by port 0."""
+def bind_secure(server: grpc.Server, host: str, port: int, credentials: Credentials) -> int:
+    """Makes a server listen for peers of its run; it takes calls once it is started.
+
+    gRPC may report a failed bind by an error or by port 0.
+
+    Returns:
+        The port, which `port=0` leaves to the system.
+
+    Raises:
+        PortUnavailable: naming host and port.
+    """
     tls = grpc.ssl_server_credentials(
         [(credentials.key_pem, credentials.cert_pem)],
         root_certificates=credentials.ca_pem,
         require_client_auth=True,
     )
     try:
-        bound = server.add_secure_port(_join(_one_address(host), port), tls)
+        bound = server.add_secure_port(join_address(_one_address(host), port), tls)
     except (RuntimeError, OSError) as error:
         raise _unavailable(host, port, str(error)) from error
     if bound == 0:
@@ -118,7 +127,8 @@ def _one_address(host: str) -> str:
     return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
-def _join(host: str, port: int) -> str:
+def join_address(host: str, port: int) -> str:
+    """`host:port`, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
