@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from driver.config import RunConfig
+from rollout_worker.config import WorkersConfig
 
 
 class Kind(enum.Enum):
@@ -34,7 +35,7 @@ class Key:
     model: type[BaseModel] | None = None
     """The section, or the section of each list item."""
     types: frozenset[type] = frozenset()
-    """Plain types that a LEAF may have, null apart."""
+    """Plain types that a LEAF may have, null apart; of a SECTION, what may stand in its place."""
     default: Any = None
 
 
@@ -165,7 +166,10 @@ def _key(field: FieldInfo) -> Key:
     for member in members:
         origin = get_origin(member)
         if isinstance(member, type) and issubclass(member, BaseModel):
-            return Key(kind=Kind.SECTION, optional=optional, model=member, default=default)
+            plain = frozenset({member.plain} if issubclass(member, WorkersConfig) else ())
+            return Key(
+                kind=Kind.SECTION, optional=optional, model=member, types=plain, default=default
+            )
         if origin is dict:
             return Key(kind=Kind.FREE, optional=optional, default=default)
         if origin is tuple:

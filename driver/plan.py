@@ -16,7 +16,7 @@ from learner.mesh import mesh_shape
 from models.checkpoint import check_model_files, expected_shapes, read_model_config
 from models.config import ModelConfig
 from models.tokenizer import Tokenizer, load_tokenizer
-from rollout_worker.config import SourceConfig
+from rollout_worker.config import MOST_WORKERS, SourceConfig, WorkersConfig
 from rollout_worker.decode_programs import device_bytes
 from rollout_worker.prompts import PromptSet, count_shared, load_prompts
 from rollout_worker.reward_pool import validate_functions
@@ -179,7 +179,7 @@ def derive(config: RunConfig, model: ModelConfig, devices: Devices) -> Plan:
             f"run.steps x learner.updates_per_batch = {updates} updates of the run; set it to "
             f"{updates - 1} or less, or run more steps"
         )
-    worker_prompts = math.ceil(rollout.prompts_per_step / rollout.workers)
+    worker_prompts = math.ceil(rollout.prompts_per_step / rollout.workers.at_start)
     longest = config.sequence_tokens - 1  # the last token is only ever a target
     row_tokens = min(b for b in row_buckets(learner.microbatch_tokens) if b >= longest)
     microbatch_rows = devices.learner * (learner.microbatch_tokens // row_tokens)
@@ -287,7 +287,7 @@ def prepare(config: RunConfig) -> Prepared:
         held_out = _prompts(config, "eval", config.data.eval, tokenizer)
     lines = [
         f"run {config.run.name}: {config.run.steps} steps, seed {config.run.seed}, platform "
-        f"{config.placement.platform}, {config.rollout.workers} rollout worker(s)",
+        f"{config.placement.platform}, {_say_workers(config.rollout.workers)}",
         f"model: {path}, {model.model_type} of {model.num_layers} layers, "
         f"{plan.parameters:,} parameters, vocabulary {model.vocab_size:,}",
         f"tokenizer: {tokenizer.vocab_size:,} tokens, stop ids "
@@ -308,6 +308,13 @@ def prepare(config: RunConfig) -> Prepared:
         digest=train.digest,
         model=model,
     )
+
+
+def _say_workers(workers: WorkersConfig) -> str:
+    text = f"{workers.at_start} rollout worker(s)"
+    if (workers.min, workers.max) != (1, MOST_WORKERS):
+        text += f", {workers.min} to {workers.max} ({workers.policy})"
+    return text
 
 
 def _prompts(

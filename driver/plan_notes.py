@@ -56,7 +56,7 @@ def _speed(config: RunConfig, decode_impl: str, loss_impl: str) -> list[str]:
 def _shares(config: RunConfig) -> list[str]:
     """Where slots or workers stand idle."""
     found, rollout = [], config.rollout
-    workers, prompts = rollout.workers, rollout.prompts_per_step
+    workers, prompts = rollout.workers.at_start, rollout.prompts_per_step
     most = -(-prompts // workers) * rollout.completions_per_prompt
     if most < rollout.decode.slots:
         found.append(

@@ -58,7 +58,7 @@ def run(config: RunConfig, folder: pathlib.Path, prepared: Prepared) -> None:
         view.say(f"run {run_id}: outputs in {folder}")
         connect(config.run.name, stop)
         stack.callback(ray.shutdown)
-        group = reserve(config.placement, config.rollout.workers, stop)
+        group = reserve(config.placement, config.rollout.workers.at_start, stop)
         supervisor = Supervisor(config, group, stop, warn=view.say)
         stack.callback(supervisor.shutdown)
         metrics = MetricsLog(

@@ -208,8 +208,15 @@ def _check_value(value: Any, key: Key, dotted: str, faults: list[_Fault]) -> Any
         return None if key.optional else refuse("null is not allowed: give a value or leave it out")
     if key.kind is Kind.SECTION:
         assert key.model is not None
+        if type(value) in key.types:
+            return value
         if not isinstance(value, dict):
             first = next(iter(key.model.model_fields))
+            if key.types:
+                return refuse(
+                    f"{_shown(value)} is not a whole number: write one, or set keys such as "
+                    f"{dotted}.{first}"
+                )
             return refuse(
                 f"{_shown(value)} cannot replace a section: set its keys, such as {dotted}.{first}"
             )

@@ -112,7 +112,7 @@ class Supervisor:
     def start_workers(self, make_spec: Callable[[str], RolloutSpec]) -> list[dict[str, Any]]:
         """Starts all rollout workers and waits until each is ready."""
         self._make_rollout_spec = make_spec
-        for index in range(self._config.rollout.workers):
+        for index in range(self._config.rollout.workers.at_start):
             name = f"rollout-{index}"
             self._workers[name] = self._actor(RolloutActor, make_spec(name), index + 1)
         calls = {name: worker.describe.remote() for name, worker in self._workers.items()}

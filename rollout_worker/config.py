@@ -1,8 +1,8 @@
 """What a rollout worker needs: prompts (`data`), decoding (`rollout`) and scoring (`reward`)."""
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_serializer, model_validator
 
 from rollout_worker.procedural import MAX_ITEMS, PREFIX
 
@@ -115,10 +115,68 @@ MOST_STOP_STRINGS = 64
 MOST_STOP_CHARACTERS = 256
 
 
+MOST_WORKERS = 4096
+MOST_STALENESS = 64
+
+
+class WorkersConfig(Section):
+    """How many rollout workers there are, and who changes that while the run goes on.
+
+    A plain number n is short for n at the start, and any number from 1 to 4096 by
+    `python -m driver.scale`.
+    """
+
+    plain: ClassVar[type] = int
+    """What may stand in place of the keys."""
+
+    min: int = Field(ge=1, le=MOST_WORKERS)
+    max: int = Field(ge=1, le=MOST_WORKERS)
+    policy: Literal["fixed", "balance"] = "fixed"
+    """`fixed`: only a person changes the number. `balance`: a worker is added while the learner
+    waits for groups, and one is drained while the workers wait for the learner."""
+    start: int | None = Field(default=None, ge=1, le=MOST_WORKERS)
+    """Workers that the run starts with; null is min."""
+
+    @property
+    def at_start(self) -> int:
+        """Workers that the run starts with."""
+        return self.min if self.start is None else self.start
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_plain(cls, value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, int):
+            return value
+        if value < 1:
+            raise ValueError(f"{value} must be at least 1")
+        if value > MOST_WORKERS:
+            raise ValueError(f"{value} must be at most {MOST_WORKERS}")
+        return {"min": 1, "max": MOST_WORKERS, "start": value}
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.min > self.max:
+            raise ValueError(
+                f"min={self.min} is above max={self.max}: lower one or raise the other"
+            )
+        if not self.min <= self.at_start <= self.max:
+            raise ValueError(
+                f"start={self.start} must lie between min={self.min} and max={self.max}"
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _to_plain(self, serialise) -> int | dict[str, Any]:
+        """The number where a number says it all, so that it is written as it was read."""
+        if self == WorkersConfig.model_validate(self.at_start):
+            return self.at_start
+        return serialise(self)
+
+
 class RolloutConfig(Section):
     """How prompts become groups of completions."""
 
-    workers: int = Field(default=2, ge=1, le=4096)
+    workers: WorkersConfig = WorkersConfig(min=1, max=MOST_WORKERS, start=2)
     prompts_per_step: int = Field(default=16, ge=1, le=1_000_000)
     completions_per_prompt: int = Field(default=8, ge=2, le=65_536)
     """The group; one completion has no baseline."""
@@ -126,8 +184,12 @@ class RolloutConfig(Section):
     max_completion_tokens: int = Field(default=1024, ge=1, le=2**23)
     temperature: float = Field(default=1.0, ge=0.01, le=100)
     """Of the sampled distribution; behaviour logprobs and the loss use the same."""
-    max_staleness: int = Field(default=0, ge=0)
-    """Oldest policy version trained on, in versions behind the current one."""
+    max_staleness: int = Field(default=0, ge=0, le=MOST_STALENESS)
+    """Oldest policy version trained on, in versions behind the current one. 0 is synchronous: the
+    workers wait while the learner updates. Above it both work at once, and at most
+    (max_staleness + 1) * prompts_per_step groups are under way, in the workers or waiting to be
+    trained on. A group that is dropped, as for equal rewards under zero_variance=resample, gives
+    its place to the next prompt."""
     stop_strings: tuple[str, ...] = ()
     """Texts that end a completion once it contains one, beside the stop tokens; it keeps them."""
     decode: DecodeConfig = DecodeConfig()
@@ -148,11 +210,6 @@ class RolloutConfig(Section):
                 f"max_prompt_tokens={self.max_prompt_tokens} + max_completion_tokens="
                 f"{self.max_completion_tokens} = {needed} positions, but the KV cache holds "
                 f"decode.cache_tokens={self.cache_tokens}: raise it or lower one of the two"
-            )
-        if self.max_staleness > 0:
-            raise ValueError(
-                f"max_staleness must be 0 (synchronous mode), got {self.max_staleness}: rollout "
-                "and update do not overlap in this version"
             )
         return self
 

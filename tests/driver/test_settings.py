@@ -208,7 +208,7 @@ def test_no_file_at_all_takes_defaults_and_overrides():
     config = load(
         None, ["model.path=m", "data.train.source=a.jsonl", "eval.at_start=no", "eval.at_end=no"]
     )
-    assert config.model.path == "m" and config.rollout.workers == 2
+    assert config.model.path == "m" and config.rollout.workers.at_start == 2
 
 
 def test_duplicate_key_is_refused_with_both_lines(write):
@@ -341,8 +341,35 @@ def test_numbers_where_text_belongs_ask_for_quotes(write):
     )
 
 
+def test_a_number_of_workers_is_short_for_a_start_and_any_number_later(minimal):
+    def workers(*overrides):
+        return load(minimal, overrides).rollout.workers
+
+    one = workers("rollout.workers=3")
+    assert (one.at_start, one.min, one.max, one.policy) == (3, 1, 4096, "fixed")
+    some = workers("rollout.workers={min: 2, max: 5, policy: balance}")
+    assert (some.at_start, some.min, some.max, some.policy) == (2, 2, 5, "balance")
+    assert workers("rollout.workers.min=1", "rollout.workers.max=4").at_start == 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["3", "{min: 1, max: 4096, start: 1}", "{min: 2, max: 4}", "{min: 1, max: 9, start: 4}"],
+)
+def test_workers_are_written_as_they_are_read(minimal, write, value):
+    config = load(minimal, [f"rollout.workers={value}"])
+    assert load(write(dump(config))) == config
+    if value == "3":
+        assert "  workers: 3\n" in dump(config)
+
+
+def test_dropped_groups_may_be_replaced_in_an_asynchronous_run(minimal):
+    config = load(minimal, ["rollout.max_staleness=2", "algorithm.zero_variance=resample"])
+    assert config.rollout.max_staleness == 2
+
+
 def test_a_section_without_keys_takes_its_defaults(write):
-    assert load(write(MINIMAL + "rollout:\n  # workers: 3\n")).rollout.workers == 2
+    assert load(write(MINIMAL + "rollout:\n  # workers: 3\n")).rollout.workers.at_start == 2
 
 
 @pytest.mark.parametrize(
@@ -435,6 +462,12 @@ def test_every_run_file_loads_and_is_named_after_itself(path):
         ("weights.timeout_s=0.001", "must be at least 0.01"),
         ("placement.step_timeout_s=1e300", "must be at most 604800"),
         ("rollout.workers=5000", "must be at most 4096"),
+        ("rollout.workers=2.5", "2.5 is not a whole number: write one, or set keys such as"),
+        ("rollout.workers=true", "True is not a whole number"),
+        ("rollout.workers.max=3", "rollout.workers.min: is required and not set"),
+        ("rollout.workers={min: 3, max: 2}", "min=3 is above max=2"),
+        ("rollout.workers={min: 1, max: 2, start: 3}", "must lie between min=1 and max=2"),
+        ("rollout.max_staleness=65", "must be at most 64"),
         ("rollout.prompts_per_step=10000000", "must be at most 1000000"),
         ("rollout.decode.slots=1000000", "must be at most 65536"),
         ("rollout.decode.tensor=0", "must be at least 1"),
