@@ -4,8 +4,7 @@ It says itself what is in it, holds no pickle, and every byte is under a checksu
 little-endian:
 
     file     16 bytes `tandem rollouts\\n`, a frame with the header, a frame per step
-    frame    44 bytes of prefix, then the body
-    prefix   8 bytes length of the body, 32 bytes sha256 of the body, 4 bytes crc32 of those 40
+    frame    as `frames.py` says
     header   strict JSON: RolloutHeader and `format_version`
     step     8 bytes step, 4 bytes number of groups; each group: 4 bytes length, a tandem.v1.Group
 
@@ -14,25 +13,21 @@ what is whole before it counts. Anything else that is not as it was written is d
 """
 
 import dataclasses
-import hashlib
 import io
 import json
 import pathlib
 import struct
-import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from learner.config import AlgorithmConfig, LearnerConfig, validated
+from learner.frames import PREFIX_BYTES, DamagedFile, frame, read_frame
 from services import codec
 from services.messages import Group
 
 FORMAT_VERSION = 1
 MAGIC = b"tandem rollouts\n"
 
-_LENGTH_DIGEST = struct.Struct("<Q32s")
-_CRC = struct.Struct("<I")
-_PREFIX_BYTES = _LENGTH_DIGEST.size + _CRC.size
 _STEP_GROUPS = struct.Struct("<QI")
 _GROUP_BYTES = struct.Struct("<I")
 _SECTIONS = {"algorithm": AlgorithmConfig, "learner": LearnerConfig}
@@ -78,7 +73,7 @@ class Contents:
     """First byte of a frame that was cut short; None where the file ends with a whole one."""
 
 
-class DamagedRollouts(ValueError):
+class DamagedRollouts(DamagedFile):
     """The file is not as it was written; the message names file and record."""
 
 
@@ -100,11 +95,11 @@ def scan(path: pathlib.Path) -> Contents:
         header, places, start = None, [], len(MAGIC)
         while True:
             what = "the header" if header is None else f"record {len(places) + 1}"
-            body = _read_frame(file, f"{path}: {what} (byte {start})")
+            body = _read(file, f"{path}: {what} (byte {start})")
             if not body:
                 cut = body is None or header is None
                 return Contents(header, tuple(places), start if cut else None)
-            end = start + _PREFIX_BYTES + len(body)
+            end = start + PREFIX_BYTES + len(body)
             if header is None:
                 header = _decode_header(body, path)
             else:
@@ -127,7 +122,7 @@ def read_groups(path: pathlib.Path, place: StepPlace) -> list[Group]:
     where = f"{path}: step {place.step} (byte {place.start})"
     with path.open("rb") as file:
         file.seek(place.start)
-        body = _read_frame(file, where)
+        body = _read(file, where)
     if not body:
         raise DamagedRollouts(f"{where} is gone: the file changed while it was read")
     _, count = _STEP_GROUPS.unpack_from(body)
@@ -185,7 +180,7 @@ class RolloutRecorder:
             RecordingFailed: if the disk is full, or the file cannot be written for another reason.
         """
         step = policy_version + 1
-        frame = _frame(_encode_step(step, groups))
+        written = frame(_encode_step(step, groups))
         try:
             if self._other_settings:
                 self._path.rename(self._free_name())
@@ -197,18 +192,18 @@ class RolloutRecorder:
                 start = self._places[-1].end if self._places else file.seek(0, io.SEEK_END)
                 file.seek(start)
                 file.truncate()
-                file.write(frame)
+                file.write(written)
         except OSError as error:
             raise RecordingFailed(
                 f"cannot record step {step} in {self._path}: {error.strerror}: make room, or set "
                 "log.record_rollouts=false, and go on with --resume"
             ) from error
-        self._places.append(StepPlace(step, start, start + len(frame)))
+        self._places.append(StepPlace(step, start, start + len(written)))
 
     def _begin(self, policy_version: int) -> None:
         header = dataclasses.replace(self._header, first_policy_version=policy_version)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_bytes(MAGIC + _frame(_encode_header(header)))
+        self._path.write_bytes(MAGIC + frame(_encode_header(header)))
 
     def _free_name(self) -> pathlib.Path:
         number = 1
@@ -249,23 +244,8 @@ def _step_of(body: bytes) -> int:
     return _STEP_GROUPS.unpack_from(body)[0]
 
 
-def _frame(body: bytes) -> bytes:
-    prefix = _LENGTH_DIGEST.pack(len(body), hashlib.sha256(body).digest())
-    return prefix + _CRC.pack(zlib.crc32(prefix)) + body
-
-
-def _read_frame(file: io.BufferedReader, where: str) -> bytes | None:
-    """The next body; empty at the end of the file, None where that is inside the frame."""
-    prefix = file.read(_PREFIX_BYTES)
-    if len(prefix) < _PREFIX_BYTES:
-        return None if prefix else b""
-    inner = prefix[: _LENGTH_DIGEST.size]
-    if _CRC.unpack(prefix[_LENGTH_DIGEST.size :])[0] != zlib.crc32(inner):
-        raise DamagedRollouts(f"{where} is damaged: its length does not match its checksum")
-    length, digest = _LENGTH_DIGEST.unpack(inner)
-    body = file.read(length)
-    if len(body) < length:
-        return None
-    if hashlib.sha256(body).digest() != digest:
-        raise DamagedRollouts(f"{where} is damaged: its content does not match its checksum")
-    return body
+def _read(file: io.BufferedReader, where: str) -> bytes | None:
+    try:
+        return read_frame(file, where)
+    except DamagedFile as error:
+        raise DamagedRollouts(str(error)) from error
