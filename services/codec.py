@@ -10,6 +10,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from services.messages import (
+    Canary,
     Completion,
     FinishReason,
     Group,
@@ -111,11 +112,16 @@ def encode_manifest(manifest: WeightManifest) -> weights_pb2.WeightManifest:
             for spec in manifest.tensors
         ],
         digest=manifest.digest,
+        canary=None if manifest.canary is None else _encode_canary(manifest.canary),
     )
 
 
 def decode_manifest(message: weights_pb2.WeightManifest) -> WeightManifest:
-    """Restores a manifest as it was sent; `WeightClient` judges whether it makes sense."""
+    """Restores a manifest as it was sent; `WeightClient` judges whether it makes sense.
+
+    Raises:
+        ValueError: if its canary is not one.
+    """
     return WeightManifest(
         run_id=message.run_id,
         policy_version=message.policy_version,
@@ -131,6 +137,7 @@ def decode_manifest(message: weights_pb2.WeightManifest) -> WeightManifest:
             for spec in message.tensors
         ),
         digest=message.digest,
+        canary=_decode_canary(message.canary) if message.HasField("canary") else None,
     )
 
 
@@ -208,6 +215,38 @@ def _read_varint(raw: bytes, start: int) -> tuple[int, int]:
         if byte <= 0x7F:
             return value, start + index + 1
     return value, len(raw)
+
+
+def _encode_canary(canary: Canary) -> weights_pb2.Canary:
+    flat = lambda array, dtype, field: _to_wire(array.reshape(-1), dtype, field)
+    return weights_pb2.Canary(
+        token_ids=flat(canary.token_ids, ID_DTYPE, "token_ids"),
+        sequence_tokens=canary.token_ids.shape[1],
+        logprobs=flat(canary.logprobs, LOGPROB_DTYPE, "logprobs"),
+        fingerprints=flat(canary.fingerprints, LOGPROB_DTYPE, "fingerprints"),
+        compute_dtype=canary.compute_dtype,
+    )
+
+
+def _decode_canary(message: weights_pb2.Canary) -> Canary:
+    ids = _from_wire(message.token_ids, ID_DTYPE, "token_ids")
+    T = message.sequence_tokens
+    if T < 2 or len(ids) < T or len(ids) % T:
+        raise ValueError(f"{len(ids)} token_ids of a canary are not sequences of {T} tokens")
+    B = len(ids) // T
+    logprobs = _from_wire(message.logprobs, LOGPROB_DTYPE, "logprobs")
+    fingerprints = _from_wire(message.fingerprints, LOGPROB_DTYPE, "fingerprints")
+    if len(logprobs) != B * (T - 1) or not len(fingerprints) or len(fingerprints) % (2 * B):
+        raise ValueError(
+            f"a canary of {B} sequences of {T} tokens has {len(logprobs)} logprobs and "
+            f"{len(fingerprints)} numbers of fingerprints"
+        )
+    return Canary(
+        token_ids=ids.reshape(B, T),
+        logprobs=logprobs.reshape(B, T - 1),
+        fingerprints=fingerprints.reshape(-1, B, 2),
+        compute_dtype=message.compute_dtype,
+    )
 
 
 def _encode_completion(completion: Completion) -> trajectories_pb2.Completion:

@@ -89,6 +89,20 @@ class TensorSpec:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Canary:
+    """A fixed probe of B sequences of T tokens, and what the learner makes of it."""
+
+    token_ids: np.ndarray
+    """int32 [B, T]."""
+    logprobs: np.ndarray
+    """float32 [B, T - 1]: of every token but the first of its sequence, at temperature 1."""
+    fingerprints: np.ndarray
+    """float32 [L + 1, B, 2]: of the hidden states, as models/probe.py defines them."""
+    compute_dtype: str
+    """Of the learner's activations: `bfloat16`, `float32`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightManifest:
     """Everything needed to fetch and verify one policy version."""
 
@@ -98,6 +112,8 @@ class WeightManifest:
     """In stream order: sorted by name, without gaps."""
     digest: str
     """Tree digest: sha256 over name, dtype, shape and checksum of every tensor, hex."""
+    canary: Canary | None = dataclasses.field(default=None, compare=False)
+    """None where the publisher ran no probe. It is no part of the digest."""
 
     @property
     def nbytes(self) -> int:
@@ -113,3 +129,5 @@ class Lease:
     epoch: int
     position: int
     """Of the prompt in the training set that every process loads alike."""
+    min_policy_version: int = 0
+    """Oldest policy version that the group may be sampled under."""

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class WeightServiceStub:
-    """Hosted by whoever holds published weights; called by every rollout worker.
+    """Hosted by the learner and by every worker that relays; called by every rollout worker.
     """
 
     def __init__(self, channel):
@@ -45,10 +45,15 @@ class WeightServiceStub:
                 request_serializer=services_dot_pb_dot_weights__pb2.FetchWeightsRequest.SerializeToString,
                 response_deserializer=services_dot_pb_dot_weights__pb2.FetchWeightsResponse.FromString,
                 _registered_method=True)
+        self.GetDelta = channel.unary_unary(
+                '/tandem.v1.WeightService/GetDelta',
+                request_serializer=services_dot_pb_dot_weights__pb2.GetDeltaRequest.SerializeToString,
+                response_deserializer=services_dot_pb_dot_weights__pb2.GetDeltaResponse.FromString,
+                _registered_method=True)
 
 
 class WeightServiceServicer:
-    """Hosted by whoever holds published weights; called by every rollout worker.
+    """Hosted by the learner and by every worker that relays; called by every rollout worker.
     """
 
     def GetManifest(self, request, context):
@@ -75,6 +80,19 @@ class WeightServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetDelta(self, request, context):
+        """Describes the delta of a version against one that the caller holds. The call waits on the
+        server for as long as `wait_s` while the delta is being made.
+
+        Errors: NOT_FOUND if there is no such delta: the server does not hold the version, does not
+        know that base, or the delta is larger than half of the version. The caller then fetches all.
+        FAILED_PRECONDITION if the server belongs to another run; INVALID_ARGUMENT if a field is out
+        of range.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WeightServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -88,6 +106,11 @@ def add_WeightServiceServicer_to_server(servicer, server):
                     request_deserializer=services_dot_pb_dot_weights__pb2.FetchWeightsRequest.FromString,
                     response_serializer=services_dot_pb_dot_weights__pb2.FetchWeightsResponse.SerializeToString,
             ),
+            'GetDelta': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetDelta,
+                    request_deserializer=services_dot_pb_dot_weights__pb2.GetDeltaRequest.FromString,
+                    response_serializer=services_dot_pb_dot_weights__pb2.GetDeltaResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'tandem.v1.WeightService', rpc_method_handlers)
@@ -97,7 +120,7 @@ def add_WeightServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WeightService:
-    """Hosted by whoever holds published weights; called by every rollout worker.
+    """Hosted by the learner and by every worker that relays; called by every rollout worker.
     """
 
     @staticmethod
@@ -144,6 +167,33 @@ class WeightService:
             '/tandem.v1.WeightService/FetchWeights',
             services_dot_pb_dot_weights__pb2.FetchWeightsRequest.SerializeToString,
             services_dot_pb_dot_weights__pb2.FetchWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetDelta(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.WeightService/GetDelta',
+            services_dot_pb_dot_weights__pb2.GetDeltaRequest.SerializeToString,
+            services_dot_pb_dot_weights__pb2.GetDeltaResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -9,7 +9,7 @@ from wire_tools import same_group
 
 from services import codec
 from services.digest import tensor_bytes, wire_dtype
-from services.messages import Completion, FinishReason, Group, TensorSpec, WeightManifest
+from services.messages import Canary, Completion, FinishReason, Group, TensorSpec, WeightManifest
 from services.pb import weights_pb2
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -105,6 +105,51 @@ SPECS = st.builds(
 def test_manifest_round_trip_is_exact(manifest):
     raw = codec.encode_manifest(manifest).SerializeToString()
     assert codec.decode_manifest(weights_pb2.WeightManifest.FromString(raw)) == manifest
+
+
+def canary_of(**changes):
+    arrays = dict(
+        token_ids=np.arange(6, dtype=np.int32).reshape(2, 3),
+        logprobs=-np.arange(4, dtype=np.float32).reshape(2, 2),
+        fingerprints=np.arange(12, dtype=np.float32).reshape(3, 2, 2) / 3,
+    )
+    return Canary(**{**arrays, **changes}, compute_dtype="bfloat16")
+
+
+def encoded_manifest(canary):
+    manifest = WeightManifest(run_id="r", policy_version=1, tensors=(), digest="", canary=canary)
+    return weights_pb2.WeightManifest.FromString(
+        codec.encode_manifest(manifest).SerializeToString()
+    )
+
+
+def test_canary_travels_with_the_manifest_and_may_be_absent():
+    sent = canary_of()
+    received = codec.decode_manifest(encoded_manifest(sent)).canary
+    assert received is not None and received.compute_dtype == "bfloat16"
+    for name in ("token_ids", "logprobs", "fingerprints"):
+        array, original = getattr(received, name), getattr(sent, name)
+        assert array.dtype == original.dtype
+        np.testing.assert_array_equal(array, original)
+    assert codec.decode_manifest(encoded_manifest(None)).canary is None
+
+
+@pytest.mark.parametrize(
+    "change, part",
+    [
+        (lambda pb: setattr(pb, "sequence_tokens", 4), "6 token_ids of a canary"),
+        (lambda pb: setattr(pb, "sequence_tokens", 0), "sequences of 0 tokens"),
+        (lambda pb: setattr(pb, "token_ids", b""), "0 token_ids"),
+        (lambda pb: setattr(pb, "logprobs", bytes(12)), "has 3 logprobs"),
+        (lambda pb: setattr(pb, "fingerprints", bytes(20)), "5 numbers of fingerprints"),
+        (lambda pb: setattr(pb, "fingerprints", bytes(3)), "not a multiple of 4"),
+    ],
+)
+def test_canary_whose_arrays_do_not_belong_together_is_refused(change, part):
+    message = encoded_manifest(canary_of())
+    change(message.canary)
+    with pytest.raises(ValueError, match=part):
+        codec.decode_manifest(message)
 
 
 @given(st.integers(0, 2**63 - 1), st.binary(max_size=300))
