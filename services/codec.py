@@ -19,6 +19,7 @@ from services.messages import (
     WeightManifest,
 )
 from services.pb import trajectories_pb2, weights_pb2
+from services.weight_delta import DeltaKind, DeltaManifest, DeltaTensor
 
 WEIGHT_SERVICE = weights_pb2.DESCRIPTOR.services_by_name["WeightService"].full_name
 TRAJECTORY_SERVICE = trajectories_pb2.DESCRIPTOR.services_by_name["TrajectoryService"].full_name
@@ -37,6 +38,12 @@ _REASON_TO_PB: Mapping[FinishReason, trajectories_pb2.Completion.FinishReason] =
     FinishReason.ABORTED: trajectories_pb2.Completion.ABORTED,
 }
 _REASON_FROM_PB = {value: reason for reason, value in _REASON_TO_PB.items()}
+_DELTA_TO_PB: Mapping[DeltaKind, weights_pb2.DeltaTensor.Kind] = {
+    DeltaKind.UNCHANGED: weights_pb2.DeltaTensor.UNCHANGED,
+    DeltaKind.SPARSE: weights_pb2.DeltaTensor.SPARSE,
+    DeltaKind.FULL: weights_pb2.DeltaTensor.FULL,
+}
+_DELTA_FROM_PB: Mapping[int, DeltaKind] = {int(kind): name for name, kind in _DELTA_TO_PB.items()}
 _OUTCOME_TO_PB: Mapping[PushOutcome, trajectories_pb2.PushGroupResponse.Outcome] = {
     PushOutcome.ACCEPTED: trajectories_pb2.PushGroupResponse.ACCEPTED,
     PushOutcome.DUPLICATE: trajectories_pb2.PushGroupResponse.DUPLICATE,
@@ -138,6 +145,44 @@ def decode_manifest(message: weights_pb2.WeightManifest) -> WeightManifest:
         ),
         digest=message.digest,
         canary=_decode_canary(message.canary) if message.HasField("canary") else None,
+    )
+
+
+def encode_delta_manifest(manifest: DeltaManifest) -> weights_pb2.GetDeltaResponse:
+    return weights_pb2.GetDeltaResponse(
+        tensors=[
+            weights_pb2.DeltaTensor(
+                kind=_DELTA_TO_PB[tensor.kind],
+                changed=tensor.changed,
+                gap_bytes=tensor.gap_bytes,
+                size_bytes=tensor.nbytes,
+            )
+            for tensor in manifest.tensors
+        ],
+        checksum=manifest.checksum,
+    )
+
+
+def decode_delta_manifest(message: weights_pb2.GetDeltaResponse) -> DeltaManifest:
+    """Restores a description as it was sent; `check_delta` judges whether it makes sense.
+
+    Raises:
+        ValueError: if a tensor's kind is not known.
+    """
+    unknown = [tensor.kind for tensor in message.tensors if tensor.kind not in _DELTA_FROM_PB]
+    if unknown:
+        raise ValueError(f"delta kind {unknown[0]} is not one of {sorted(_DELTA_FROM_PB)}")
+    return DeltaManifest(
+        tensors=tuple(
+            DeltaTensor(
+                kind=_DELTA_FROM_PB[tensor.kind],
+                nbytes=tensor.size_bytes,
+                changed=tensor.changed,
+                gap_bytes=tensor.gap_bytes,
+            )
+            for tensor in message.tensors
+        ),
+        checksum=message.checksum,
     )
 
 

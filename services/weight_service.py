@@ -8,7 +8,7 @@ import grpc
 from services import codec
 from services.channel import PIECE_BYTES
 from services.pb import weights_pb2, weights_pb2_grpc
-from services.weight_store import UnknownVersion, WeightStore
+from services.weight_store import HeldVersion, UnknownDelta, UnknownVersion, WeightStore
 
 LONGEST_WAIT_S = 20.0
 """Longest time a GetManifest call is held; callers ask again."""
@@ -48,11 +48,12 @@ class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
             )
         response = weights_pb2.GetManifestResponse()
         try:
-            manifest = self._wait_for_manifest(request, context)
+            held = self._wait_for_version(request, context)
         except TimeoutError:
             pass  # no such version yet is an answer, not an error
         else:
-            response.manifest.CopyFrom(codec.encode_manifest(manifest))
+            response.manifest.CopyFrom(codec.encode_manifest(held.manifest))
+            response.relay_depth = held.depth
         response.current_policy_version = self._store.current_version
         return response
 
@@ -60,19 +61,49 @@ class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
         self._check_run(request.run_id, context)
         offset = request.offset_bytes
         try:
-            data = self._store.read(request.policy_version, offset, request.length_bytes)
-        except UnknownVersion as error:
+            data = self._range(request)
+        except (UnknownVersion, UnknownDelta) as error:
             context.abort(grpc.StatusCode.NOT_FOUND, str(error))
         except ValueError as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         for start in range(0, len(data), self._chunk_bytes):
-            yield codec.Piece(offset + start, data[start : start + self._chunk_bytes])
+            piece = data[start : start + self._chunk_bytes]
+            self._store.count_egress(len(piece))
+            yield codec.Piece(offset + start, piece)
 
-    def _wait_for_manifest(self, request, context):
+    def GetDelta(self, request, context):
+        self._check_run(request.run_id, context)
+        if not 0 <= request.wait_s < math.inf:
+            context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"wait_s must be finite and at least 0, got {request.wait_s}",
+            )
+        try:
+            delta = self._store.delta(
+                request.policy_version,
+                request.base_policy_version,
+                request.base_digest,
+                min(request.wait_s, LONGEST_WAIT_S),
+            )
+        except (UnknownVersion, UnknownDelta) as error:
+            context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+        return codec.encode_delta_manifest(delta.manifest)
+
+    def _range(self, request) -> memoryview:
+        version, offset, length = (
+            request.policy_version,
+            request.offset_bytes,
+            request.length_bytes,
+        )
+        if not request.HasField("base_policy_version"):
+            return self._store.read(version, offset, length)
+        return self._store.read_delta(version, request.base_policy_version, offset, length)
+
+    def _wait_for_version(self, request, context) -> HeldVersion:
         waits = self._may_wait.acquire(blocking=False)
         context.add_callback(self._store.wake)
         try:
-            return self._store.manifest(
+            return self._store.wait_for(
                 request.min_policy_version,
                 min(request.wait_s, LONGEST_WAIT_S) if waits else 0.0,
                 abandoned=lambda: self._closing.is_set() or not context.is_active(),
@@ -100,6 +131,11 @@ def add_weight_service(servicer: WeightServicer, server: grpc.Server) -> None:
                         servicer.GetManifest,
                         request_deserializer=weights_pb2.GetManifestRequest.FromString,
                         response_serializer=weights_pb2.GetManifestResponse.SerializeToString,
+                    ),
+                    "GetDelta": grpc.unary_unary_rpc_method_handler(
+                        servicer.GetDelta,
+                        request_deserializer=weights_pb2.GetDeltaRequest.FromString,
+                        response_serializer=weights_pb2.GetDeltaResponse.SerializeToString,
                     ),
                     "FetchWeights": grpc.unary_stream_rpc_method_handler(
                         servicer.FetchWeights,

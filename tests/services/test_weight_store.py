@@ -124,7 +124,7 @@ def test_abandoned_wait_ends_when_woken():
 
     def wait():
         try:
-            store.manifest(0, 60.0, abandoned=gone.is_set)
+            store.wait_for(0, 60.0, abandoned=gone.is_set)
         except TimeoutError as error:
             errors.append(error)
 

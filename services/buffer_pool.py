@@ -1,0 +1,43 @@
+"""Large buffers whose memory is used again.
+
+A fresh gigabyte costs a page fault for every 4 KiB, which takes longer than to receive it. A run
+moves versions of one size for its whole life, so their memory goes round.
+"""
+
+import collections
+import mmap
+import weakref
+
+import numpy as np
+
+
+class BufferPool:
+    """Hands out buffers, and takes their memory back when nobody can see it any more."""
+
+    def __init__(self, keep: int):
+        """Starts empty.
+
+        Args:
+            keep: how many unused buffers it holds on to; more are given back to the system.
+        """
+        self._free: collections.deque[mmap.mmap] = collections.deque(maxlen=keep)
+
+    def take(self, nbytes: int) -> np.ndarray:
+        """Returns writable uint8 [nbytes] with arbitrary content; safe to call from any thread.
+
+        Its memory is not used again before the array and everything made of it without a copy
+        (views, memoryviews, device arrays that alias it) is gone.
+        """
+        memory = self._unused(nbytes) or mmap.mmap(-1, max(nbytes, 1))
+        array = np.frombuffer(memory, np.uint8, nbytes)
+        weakref.finalize(array, self._free.append, memory).atexit = False
+        return array
+
+    def _unused(self, nbytes: int) -> mmap.mmap | None:
+        while True:
+            try:
+                memory = self._free.pop()
+            except IndexError:
+                return None
+            if len(memory) == max(nbytes, 1):
+                return memory
