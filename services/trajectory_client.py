@@ -8,7 +8,7 @@ from typing import NoReturn
 import grpc
 
 from services import codec
-from services.channel import PIECE_BYTES, Deadline, open_channel
+from services.channel import PIECE_BYTES, Backoff, Deadline, open_channel
 from services.group_buffer import BufferFull, StaleGroup, UnknownReceipt
 from services.messages import Group, PushOutcome
 from services.pb import trajectories_pb2, trajectories_pb2_grpc
@@ -50,13 +50,16 @@ def pack_group(group: Group) -> PackedGroup:
 class TrajectoryClient:
     """A worker's connection to the trajectory service; may be used from several threads."""
 
-    def __init__(self, address: str, credentials: Credentials):
+    def __init__(self, address: str, credentials: Credentials, *, wait_when_full: bool = True):
         """Connects with the first call.
 
         Args:
             address: `host:port` of the learner.
             credentials: of this process.
+            wait_when_full: a group for which the learner has no room is offered again until the
+                deadline; otherwise the first refusal is raised as BufferFull.
         """
+        self._wait_when_full = wait_when_full
         self._address = address
         self._channel = open_channel(address, credentials)
         self._stub = trajectories_pb2_grpc.TrajectoryServiceStub(self._channel)
@@ -68,24 +71,31 @@ class TrajectoryClient:
     def push_packed(self, packed: PackedGroup, timeout_s: float) -> PushOutcome:
         """Hands a group over; repeats are harmless, so UNAVAILABLE is tried again.
 
+        A learner that is away, or whose disk is full, is waited for.
+
         Returns:
             ACCEPTED, or DUPLICATE if the learner had it before.
 
         Raises:
-            TimeoutError: naming learner and group; whether it arrived is unknown.
+            TimeoutError: naming learner, group and the last reason; whether it arrived is unknown.
             StaleGroup, UnknownReceipt, BufferFull, ValueError: the learner's refusals, as
-                `GroupBuffer.put` describes them.
+                `GroupBuffer.put` describes them; BufferFull only without `wait_when_full`.
             PushFailed: any other status.
         """
         group_id = packed.header.group_id
         deadline = Deadline(timeout_s, f"learner {self._address} to take group {group_id!r}")
-        try:
-            response = deadline.call(
-                lambda left_s: self._stub.PushGroup(_requests(packed), timeout=left_s)
-            )
-        except grpc.RpcError as error:
-            self._raise_refusal(group_id, error)
-        return codec.decode_outcome(response.outcome)
+        until_room = Backoff(deadline)
+        while True:
+            try:
+                response = deadline.call(
+                    lambda left_s: self._stub.PushGroup(_requests(packed), timeout=left_s)
+                )
+            except grpc.RpcError as error:
+                if not (self._wait_when_full and _is_full(error)):
+                    self._raise_refusal(group_id, error)
+                until_room.pause(str(error.details()))  # pyright: ignore[reportAttributeAccessIssue]
+            else:
+                return codec.decode_outcome(response.outcome)
 
     def close(self) -> None:
         self._channel.close()
@@ -98,6 +108,10 @@ class TrajectoryClient:
         raise PushFailed(
             f"group {group_id!r} to learner {self._address}: {status.name}: {details}"
         ) from error
+
+
+def _is_full(error: grpc.RpcError) -> bool:
+    return error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _requests(packed: PackedGroup) -> Iterator[trajectories_pb2.PushGroupRequest]:

@@ -7,7 +7,7 @@ import grpc
 import numpy as np
 
 from services import codec
-from services.group_buffer import BufferFull, GroupBuffer, StaleGroup, UnknownReceipt
+from services.group_buffer import BufferFull, GroupBuffer, NotStored, StaleGroup, UnknownReceipt
 from services.messages import Group, PushOutcome
 from services.pb import trajectories_pb2, trajectories_pb2_grpc
 
@@ -38,6 +38,8 @@ class TrajectoryServicer(trajectories_pb2_grpc.TrajectoryServiceServicer):
         except ValueError as error:
             self._buffer.put_malformed()
             _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, error)
+        except NotStored as error:
+            _refuse(context, grpc.StatusCode.UNAVAILABLE, error)
         try:
             outcome = self._buffer.put(group)
         except ValueError as error:
@@ -48,6 +50,8 @@ class TrajectoryServicer(trajectories_pb2_grpc.TrajectoryServiceServicer):
             _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, error)
         except BufferFull as error:
             _refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, error)
+        except NotStored as error:
+            _refuse(context, grpc.StatusCode.UNAVAILABLE, error)
         return self._response(outcome)
 
     def _response(self, outcome: PushOutcome) -> trajectories_pb2.PushGroupResponse:

@@ -53,13 +53,18 @@ class TrajectoryServiceServicer:
         The first message is the header; every later one is a piece of the serialised Group, in order.
         The server may answer before it has read everything, since the header can suffice.
 
-        Errors, none of which is worth a retry of the same group:
+        An answer means that the group is on the learner's disk: a restart does not lose it.
+
+        Errors that no retry of the same group mends:
         INVALID_ARGUMENT     the pieces do not add up to what the header says, the bytes are not a
         Group, or the group breaks a rule stated below;
         NOT_FOUND            the receipt is unknown: no version of this number was published, or it
         has another digest, so the worker sampled from other weights;
         FAILED_PRECONDITION  the policy version is older than the run's staleness bound allows;
-        RESOURCE_EXHAUSTED   the learner's buffer is full: the caller waits or drops the group.
+        Errors after which the same group may be offered again:
+        RESOURCE_EXHAUSTED   the learner's buffer is full; there is room once it has trained;
+        UNAVAILABLE          the group could not be written to the learner's disk, as when that is
+        full, or the learner is not there.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

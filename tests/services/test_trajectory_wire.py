@@ -118,7 +118,8 @@ def test_refusal_reaches_the_worker_by_its_name(
 def test_full_buffer_reaches_the_worker(serve, make_buffer, credentials, make_group):
     buffer = make_buffer(capacity_groups=1)
     buffer.issue(0, DIGEST)
-    client = TrajectoryClient(serve(buffer=buffer).address, credentials)
+    address = serve(buffer=buffer).address
+    client = TrajectoryClient(address, credentials, wait_when_full=False)
     client.push(make_group("a"), 10)
     with pytest.raises(BufferFull, match="1 of 1 groups"):
         client.push(make_group("b"), 10)
