@@ -269,7 +269,7 @@ def _encode_canary(canary: Canary) -> weights_pb2.Canary:
         sequence_tokens=canary.token_ids.shape[1],
         logprobs=flat(canary.logprobs, LOGPROB_DTYPE, "logprobs"),
         fingerprints=flat(canary.fingerprints, LOGPROB_DTYPE, "fingerprints"),
-        compute_dtype=canary.compute_dtype,
+        precision=canary.precision,
     )
 
 
@@ -290,7 +290,7 @@ def _decode_canary(message: weights_pb2.Canary) -> Canary:
         token_ids=ids.reshape(B, T),
         logprobs=logprobs.reshape(B, T - 1),
         fingerprints=fingerprints.reshape(-1, B, 2),
-        compute_dtype=message.compute_dtype,
+        precision=message.precision,
     )
 
 

@@ -98,8 +98,9 @@ class Canary:
     """float32 [B, T - 1]: of every token but the first of its sequence, at temperature 1."""
     fingerprints: np.ndarray
     """float32 [L + 1, B, 2]: of the hidden states, as models/probe.py defines them."""
-    compute_dtype: str
-    """Of the learner's activations: `bfloat16`, `float32`."""
+    precision: str
+    """What the learner's matrix products round to, `bfloat16` or `float32`: it says how far healthy
+    sides may be apart."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19services/pb/weights.proto\x12\ttandem.v1\"P\n\x12GetManifestRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x1a\n\x12min_policy_version\x18\x02 \x01(\x03\x12\x0e\n\x06wait_s\x18\x03 \x01(\x01\"w\n\x13GetManifestResponse\x12+\n\x08manifest\x18\x01 \x01(\x0b\x32\x19.tandem.v1.WeightManifest\x12\x1e\n\x16\x63urrent_policy_version\x18\x02 \x01(\x03\x12\x13\n\x0brelay_depth\x18\x03 \x01(\x05\"\x93\x01\n\x0eWeightManifest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12&\n\x07tensors\x18\x03 \x03(\x0b\x32\x15.tandem.v1.TensorSpec\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12!\n\x06\x63\x61nary\x18\x05 \x01(\x0b\x32\x11.tandem.v1.Canary\"s\n\x06\x43\x61nary\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x17\n\x0fsequence_tokens\x18\x02 \x01(\x05\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12\x14\n\x0c\x66ingerprints\x18\x04 \x01(\x0c\x12\x15\n\rcompute_dtype\x18\x05 \x01(\t\"t\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x14\n\x0coffset_bytes\x18\x04 \x01(\x03\x12\x12\n\nsize_bytes\x18\x05 \x01(\x03\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\t\"\xa3\x01\n\x13\x46\x65tchWeightsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x03\x12\x14\n\x0clength_bytes\x18\x04 \x01(\x03\x12 \n\x13\x62\x61se_policy_version\x18\x05 \x01(\x03H\x00\x88\x01\x01\x42\x16\n\x14_base_policy_version\":\n\x14\x46\x65tchWeightsResponse\x12\x14\n\x0coffset_bytes\x18\x01 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"{\n\x0fGetDeltaRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x1b\n\x13\x62\x61se_policy_version\x18\x03 \x01(\x03\x12\x13\n\x0b\x62\x61se_digest\x18\x04 \x01(\t\x12\x0e\n\x06wait_s\x18\x05 \x01(\x01\"M\n\x10GetDeltaResponse\x12\'\n\x07tensors\x18\x01 \x03(\x0b\x32\x16.tandem.v1.DeltaTensor\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\t\"\xb3\x01\n\x0b\x44\x65ltaTensor\x12)\n\x04kind\x18\x01 \x01(\x0e\x32\x1b.tandem.v1.DeltaTensor.Kind\x12\x0f\n\x07\x63hanged\x18\x02 \x01(\x03\x12\x11\n\tgap_bytes\x18\x03 \x01(\x05\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\"A\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\r\n\tUNCHANGED\x10\x01\x12\n\n\x06SPARSE\x10\x02\x12\x08\n\x04\x46ULL\x10\x03\x32\xf5\x01\n\rWeightService\x12L\n\x0bGetManifest\x12\x1d.tandem.v1.GetManifestRequest\x1a\x1e.tandem.v1.GetManifestResponse\x12Q\n\x0c\x46\x65tchWeights\x12\x1e.tandem.v1.FetchWeightsRequest\x1a\x1f.tandem.v1.FetchWeightsResponse0\x01\x12\x43\n\x08GetDelta\x12\x1a.tandem.v1.GetDeltaRequest\x1a\x1b.tandem.v1.GetDeltaResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19services/pb/weights.proto\x12\ttandem.v1\"P\n\x12GetManifestRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x1a\n\x12min_policy_version\x18\x02 \x01(\x03\x12\x0e\n\x06wait_s\x18\x03 \x01(\x01\"w\n\x13GetManifestResponse\x12+\n\x08manifest\x18\x01 \x01(\x0b\x32\x19.tandem.v1.WeightManifest\x12\x1e\n\x16\x63urrent_policy_version\x18\x02 \x01(\x03\x12\x13\n\x0brelay_depth\x18\x03 \x01(\x05\"\x93\x01\n\x0eWeightManifest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12&\n\x07tensors\x18\x03 \x03(\x0b\x32\x15.tandem.v1.TensorSpec\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12!\n\x06\x63\x61nary\x18\x05 \x01(\x0b\x32\x11.tandem.v1.Canary\"o\n\x06\x43\x61nary\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x17\n\x0fsequence_tokens\x18\x02 \x01(\x05\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12\x14\n\x0c\x66ingerprints\x18\x04 \x01(\x0c\x12\x11\n\tprecision\x18\x05 \x01(\t\"t\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x14\n\x0coffset_bytes\x18\x04 \x01(\x03\x12\x12\n\nsize_bytes\x18\x05 \x01(\x03\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\t\"\xa3\x01\n\x13\x46\x65tchWeightsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x03\x12\x14\n\x0clength_bytes\x18\x04 \x01(\x03\x12 \n\x13\x62\x61se_policy_version\x18\x05 \x01(\x03H\x00\x88\x01\x01\x42\x16\n\x14_base_policy_version\":\n\x14\x46\x65tchWeightsResponse\x12\x14\n\x0coffset_bytes\x18\x01 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"{\n\x0fGetDeltaRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x1b\n\x13\x62\x61se_policy_version\x18\x03 \x01(\x03\x12\x13\n\x0b\x62\x61se_digest\x18\x04 \x01(\t\x12\x0e\n\x06wait_s\x18\x05 \x01(\x01\"M\n\x10GetDeltaResponse\x12\'\n\x07tensors\x18\x01 \x03(\x0b\x32\x16.tandem.v1.DeltaTensor\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\t\"\xb3\x01\n\x0b\x44\x65ltaTensor\x12)\n\x04kind\x18\x01 \x01(\x0e\x32\x1b.tandem.v1.DeltaTensor.Kind\x12\x0f\n\x07\x63hanged\x18\x02 \x01(\x03\x12\x11\n\tgap_bytes\x18\x03 \x01(\x05\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\"A\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\r\n\tUNCHANGED\x10\x01\x12\n\n\x06SPARSE\x10\x02\x12\x08\n\x04\x46ULL\x10\x03\x32\xf5\x01\n\rWeightService\x12L\n\x0bGetManifest\x12\x1d.tandem.v1.GetManifestRequest\x1a\x1e.tandem.v1.GetManifestResponse\x12Q\n\x0c\x46\x65tchWeights\x12\x1e.tandem.v1.FetchWeightsRequest\x1a\x1f.tandem.v1.FetchWeightsResponse0\x01\x12\x43\n\x08GetDelta\x12\x1a.tandem.v1.GetDeltaRequest\x1a\x1b.tandem.v1.GetDeltaResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,21 +38,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WEIGHTMANIFEST']._serialized_start=244
   _globals['_WEIGHTMANIFEST']._serialized_end=391
   _globals['_CANARY']._serialized_start=393
-  _globals['_CANARY']._serialized_end=508
-  _globals['_TENSORSPEC']._serialized_start=510
-  _globals['_TENSORSPEC']._serialized_end=626
-  _globals['_FETCHWEIGHTSREQUEST']._serialized_start=629
-  _globals['_FETCHWEIGHTSREQUEST']._serialized_end=792
-  _globals['_FETCHWEIGHTSRESPONSE']._serialized_start=794
-  _globals['_FETCHWEIGHTSRESPONSE']._serialized_end=852
-  _globals['_GETDELTAREQUEST']._serialized_start=854
-  _globals['_GETDELTAREQUEST']._serialized_end=977
-  _globals['_GETDELTARESPONSE']._serialized_start=979
-  _globals['_GETDELTARESPONSE']._serialized_end=1056
-  _globals['_DELTATENSOR']._serialized_start=1059
-  _globals['_DELTATENSOR']._serialized_end=1238
-  _globals['_DELTATENSOR_KIND']._serialized_start=1173
-  _globals['_DELTATENSOR_KIND']._serialized_end=1238
-  _globals['_WEIGHTSERVICE']._serialized_start=1241
-  _globals['_WEIGHTSERVICE']._serialized_end=1486
+  _globals['_CANARY']._serialized_end=504
+  _globals['_TENSORSPEC']._serialized_start=506
+  _globals['_TENSORSPEC']._serialized_end=622
+  _globals['_FETCHWEIGHTSREQUEST']._serialized_start=625
+  _globals['_FETCHWEIGHTSREQUEST']._serialized_end=788
+  _globals['_FETCHWEIGHTSRESPONSE']._serialized_start=790
+  _globals['_FETCHWEIGHTSRESPONSE']._serialized_end=848
+  _globals['_GETDELTAREQUEST']._serialized_start=850
+  _globals['_GETDELTAREQUEST']._serialized_end=973
+  _globals['_GETDELTARESPONSE']._serialized_start=975
+  _globals['_GETDELTARESPONSE']._serialized_end=1052
+  _globals['_DELTATENSOR']._serialized_start=1055
+  _globals['_DELTATENSOR']._serialized_end=1234
+  _globals['_DELTATENSOR_KIND']._serialized_start=1169
+  _globals['_DELTATENSOR_KIND']._serialized_end=1234
+  _globals['_WEIGHTSERVICE']._serialized_start=1237
+  _globals['_WEIGHTSERVICE']._serialized_end=1482
 # @@protoc_insertion_point(module_scope)

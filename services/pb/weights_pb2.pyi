@@ -42,18 +42,18 @@ class WeightManifest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., policy_version: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., digest: _Optional[str] = ..., canary: _Optional[_Union[Canary, _Mapping]] = ...) -> None: ...
 
 class Canary(_message.Message):
-    __slots__ = ("token_ids", "sequence_tokens", "logprobs", "fingerprints", "compute_dtype")
+    __slots__ = ("token_ids", "sequence_tokens", "logprobs", "fingerprints", "precision")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINTS_FIELD_NUMBER: _ClassVar[int]
-    COMPUTE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    PRECISION_FIELD_NUMBER: _ClassVar[int]
     token_ids: bytes
     sequence_tokens: int
     logprobs: bytes
     fingerprints: bytes
-    compute_dtype: str
-    def __init__(self, token_ids: _Optional[bytes] = ..., sequence_tokens: _Optional[int] = ..., logprobs: _Optional[bytes] = ..., fingerprints: _Optional[bytes] = ..., compute_dtype: _Optional[str] = ...) -> None: ...
+    precision: str
+    def __init__(self, token_ids: _Optional[bytes] = ..., sequence_tokens: _Optional[int] = ..., logprobs: _Optional[bytes] = ..., fingerprints: _Optional[bytes] = ..., precision: _Optional[str] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
     __slots__ = ("name", "dtype", "shape", "offset_bytes", "size_bytes", "checksum")

@@ -113,7 +113,7 @@ def canary_of(**changes):
         logprobs=-np.arange(4, dtype=np.float32).reshape(2, 2),
         fingerprints=np.arange(12, dtype=np.float32).reshape(3, 2, 2) / 3,
     )
-    return Canary(**{**arrays, **changes}, compute_dtype="bfloat16")
+    return Canary(**{**arrays, **changes}, precision="bfloat16")
 
 
 def encoded_manifest(canary):
@@ -126,7 +126,7 @@ def encoded_manifest(canary):
 def test_canary_travels_with_the_manifest_and_may_be_absent():
     sent = canary_of()
     received = codec.decode_manifest(encoded_manifest(sent)).canary
-    assert received is not None and received.compute_dtype == "bfloat16"
+    assert received is not None and received.precision == "bfloat16"
     for name in ("token_ids", "logprobs", "fingerprints"):
         array, original = getattr(received, name), getattr(sent, name)
         assert array.dtype == original.dtype
