@@ -1,0 +1,243 @@
+"""The stacks of a run's processes, for whoever asks from outside.
+
+Every process registers once, at its start. It then answers SIGUSR1 with the Python stacks of all
+its threads, and a fatal signal such as SIGSEGV with those of its last moment. `faulthandler` writes
+both in C, without the interpreter lock: a process that hangs in native code answers too.
+
+`<run>/stacks/<name>-<pid>.txt` is the file of one process. Its first line is a JSON object that
+says whose it is and where its output goes, so that the folder is also a list of the processes that
+the run has had.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import faulthandler
+import io
+import json
+import os
+import pathlib
+import signal
+import socket
+import sys
+import time
+from collections.abc import Collection
+
+FOLDER = "stacks"
+SIGNAL = signal.SIGUSR1
+POLL_S = 0.02
+KEPT = 64
+"""Files of processes that are gone and never dumped anything; older ones are removed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunProcess:
+    """A process that has registered, as its file says."""
+
+    name: str
+    pid: int
+    host: str
+    started: int
+    """Clock ticks since the host's boot, which tell a process from a later one of the same pid; 0
+    where the system does not say."""
+    logs: tuple[str, ...]
+    """Files that its stdout and stderr go to; empty for a terminal or a pipe."""
+    path: pathlib.Path
+    """Of its stacks."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StackAnswer:
+    """What became of one question."""
+
+    process: RunProcess
+    problem: str
+    """Why there are no new stacks in the process's file; empty where there are."""
+
+
+class _Registration:
+    """The open file of this process: the signal handler writes to its descriptor."""
+
+    file: io.TextIOWrapper | None = None
+
+
+def register(run_folder: pathlib.Path, name: str) -> pathlib.Path | None:
+    """Makes this process answer; a second call replaces the first.
+
+    Args:
+        run_folder: of the run, on a disk that this host may share or not.
+        name: of the process in this run, such as `learner` or `rollout-3`.
+
+    Returns:
+        The file of this process, or None where the folder is not on this host or cannot be written
+        to: then stacks go to stderr, which Ray keeps in a log.
+    """
+    path = run_folder / FOLDER / f"{name}-{os.getpid()}.txt"
+    record = {
+        "name": name,
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "started": _stat(os.getpid())[1],
+        "logs": _outputs(),
+    }
+    try:
+        if not run_folder.is_dir():
+            raise FileNotFoundError(f"{run_folder} is not on this host")
+        path.parent.mkdir(exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+        file = os.fdopen(os.open(path, flags, 0o644), "w", encoding="utf-8")
+        file.write(json.dumps(record) + "\n")
+        file.flush()
+        _remove_old(path.parent)
+    except OSError as error:
+        print(f"stacks of {name} go to stderr: {error}", file=sys.stderr, flush=True)
+        _answer_into(2)
+        return None
+    _answer_into(file.fileno())
+    previous, _Registration.file = _Registration.file, file
+    if previous is not None:
+        previous.close()
+    return path
+
+
+def read_processes(run_folder: pathlib.Path) -> list[RunProcess]:
+    """Every process that has registered, the newest first; a file that is torn is left out."""
+    found = []
+    for path in (run_folder / FOLDER).glob("*.txt"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            with path.open(encoding="utf-8", errors="replace") as file:
+                record = json.loads(file.readline(65_536))
+            process = RunProcess(
+                name=str(record["name"]),
+                pid=int(record["pid"]),
+                host=str(record["host"]),
+                started=int(record["started"]),
+                logs=tuple(str(log) for log in record["logs"]),
+                path=path,
+            )
+            found.append((path.stat().st_mtime, process))
+    return [process for _, process in sorted(found, key=lambda pair: -pair[0])]
+
+
+def state_of(process: RunProcess) -> str:
+    """One letter as in /proc/PID/stat: `R` runs, `S` sleeps, `D` waits for a disk, `T` is stopped.
+
+    Returns:
+        '' where the process is gone or a zombie, `?` where it is on another host or the system
+        does not say.
+    """
+    if process.host != socket.gethostname():
+        return "?"
+    if not pathlib.Path("/proc/self/stat").exists():
+        return "?"
+    state, started = _stat(process.pid)
+    return "" if state in "ZX" or started != process.started else state
+
+
+def request_stacks(
+    run_folder: pathlib.Path, timeout_s: float, pids: Collection[int] | None = None
+) -> list[StackAnswer]:
+    """Asks the run's processes on this host for their stacks, and waits for them.
+
+    A process is asked only if it is the one that registered and has a handler in place: SIGUSR1
+    would end any other.
+
+    Args:
+        run_folder: of the run.
+        timeout_s: for all of them together.
+        pids: whom to ask; None asks all that have registered.
+    """
+    deadline = time.monotonic() + timeout_s
+    answers, asked = [], {}
+    for process in read_processes(run_folder):
+        if pids is not None and process.pid not in pids:
+            continue
+        try:
+            problem = _why_not(process)
+            if not problem:
+                asked[process] = _ask(process)
+                continue
+        except OSError as error:
+            problem = f"could not be asked: {error}"
+        answers.append(StackAnswer(process=process, problem=problem))
+    for process, size in asked.items():
+        answered = _grows(process.path, size, deadline)
+        problem = f"no answer within {timeout_s:g} s, state {state_of(process) or 'gone'}"
+        answers.append(StackAnswer(process=process, problem="" if answered else problem))
+    return answers
+
+
+def _why_not(process: RunProcess) -> str:
+    """Why a process must not or cannot be asked; empty where it can."""
+    if process.host != socket.gethostname():
+        return f"is on {process.host}"
+    if state_of(process) == "":
+        return "is gone"
+    try:
+        lines = pathlib.Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    except FileNotFoundError:
+        return "is gone, or this system does not say who it is"
+    caught = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
+    if not int(caught, 16) >> (SIGNAL - 1) & 1:
+        return f"has no handler for {SIGNAL.name}"
+    return ""
+
+
+def _ask(process: RunProcess) -> int:
+    """Notes the time in the file and sends the signal; returns the size before the answer."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+    with process.path.open("a", encoding="utf-8") as file:
+        file.write(f"\n=== asked at {now} ===\n")
+    size = process.path.stat().st_size
+    os.kill(process.pid, SIGNAL)
+    return size
+
+
+def _grows(path: pathlib.Path, size: int, deadline: float) -> bool:
+    """Waits until a file is longer than `size` and rests; False if it is not by the deadline."""
+    last = size
+    while True:
+        now = path.stat().st_size
+        if now > size and now == last:
+            return True
+        if time.monotonic() > deadline:
+            return now > size
+        last = now
+        time.sleep(POLL_S)
+
+
+def _answer_into(fd: int) -> None:
+    faulthandler.enable(fd, all_threads=True)
+    faulthandler.register(SIGNAL, fd, all_threads=True)
+
+
+def _outputs() -> list[str]:
+    """The files behind stdout and stderr: Ray gives each worker its own."""
+    found = []
+    for fd in (1, 2):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{fd}")
+            if os.path.isfile(target) and target not in found:
+                found.append(target)
+    return found
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    """State letter and start of a process; ("X", 0) where it is gone."""
+    try:
+        text = pathlib.Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return "X", 0
+    fields = text.rpartition(")")[2].split()  # a name may hold spaces and brackets
+    return fields[0], int(fields[19])
+
+
+def _remove_old(folder: pathlib.Path) -> None:
+    """Keeps a long run from leaving a file for every worker that it ever had."""
+    silent = [
+        process
+        for process in read_processes(folder.parent)
+        if state_of(process) == "" and process.path.read_bytes().count(b"\n") <= 1
+    ]
+    for process in silent[KEPT:]:
+        process.path.unlink(missing_ok=True)
