@@ -1,34 +1,59 @@
-"""Fetches policy versions from a weight service.
+"""Asks one server for policy versions, and fetches them.
 
 Several connections share a transfer. One that breaks goes on at the first byte it lacks; bytes
 that are wrong end the transfer. Nothing of the caller's is touched: it gets a complete verified
-version, or an error.
+version, or an error. `weight_replica.py` goes from one server to the next.
 """
 
 import concurrent.futures
-import threading
+import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import grpc
 import numpy as np
 
 from services import codec
-from services.channel import Backoff, Deadline, open_channel
+from services.buffer_pool import BufferPool
+from services.channel import Deadline, open_channel
 from services.digest import HASH_THREADS, check_manifest
 from services.messages import WeightManifest
 from services.pb import weights_pb2, weights_pb2_grpc
 from services.tls import Credentials
-from services.weight_transfer import Transfer, WeightTransferError
+from services.weight_delta import DeltaManifest, check_delta
+from services.weight_stream import Stream, Wanted, status_of
+from services.weight_transfer import NotHeld, Transfer, Unreachable, WeightTransferError
 
 POLL_S = 0.1
 """Between two looks at a transfer, and between two questions for a manifest that is not there."""
 WAIT_FRACTION = 0.8
 """Share of the time left that the server may hold a question, so that its answer is in time."""
 
+NO_ANSWER = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,
+)
+"""What gRPC says where the server said nothing."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a server says of its newest version."""
+
+    manifest: WeightManifest | None
+    """None while it is older than was asked for."""
+    current_version: int
+    depth: int
+    """Transfers between the publisher and this server, if there is a manifest."""
+
+
+def never() -> bool:
+    return False
+
 
 class WeightClient:
-    """A worker's connections to one weight service."""
+    """Connections to one weight service; `ask`, `ask_delta` and `fill` make one attempt each."""
 
     def __init__(
         self,
@@ -53,10 +78,12 @@ class WeightClient:
                 f"streams must be at least 1 and chunk_timeout_s positive, got {streams} and "
                 f"{chunk_timeout_s}"
             )
+        self.address = address
         self._peer = f"weight service {address}"
         self._run_id = run_id
         self._chunk_timeout_s = chunk_timeout_s
         self._streams = streams
+        self._pool = BufferPool(keep=1)
         self._connect = lambda: open_channel(address, credentials)
         self._channel = self._connect()
         self._stub = weights_pb2_grpc.WeightServiceStub(self._channel)
@@ -71,16 +98,76 @@ class WeightClient:
         deadline = Deadline(timeout_s, f"policy version >= {min_version} from {self._peer}")
         while True:
             try:
-                response = deadline.call(lambda left_s: self._ask(min_version, left_s))
+                response = deadline.call(
+                    lambda left_s: self._stub.GetManifest(
+                        self._question(min_version, WAIT_FRACTION * left_s), timeout=left_s
+                    )
+                )
             except grpc.RpcError as error:
-                raise WeightTransferError(f"{self._peer}: {_status(error)}") from error
-            if response.HasField("manifest"):
-                manifest = codec.decode_manifest(response.manifest)
-                self._check(manifest, min_version)
-                return manifest
+                raise WeightTransferError(f"{self._peer}: {status_of(error)}") from error
+            answer = self._answer(response, min_version)
+            if answer.manifest is not None:
+                return answer.manifest
             if deadline.remaining_s() <= POLL_S:
-                raise deadline.error(f"the newest is {response.current_policy_version}")
+                raise deadline.error(f"the newest is {answer.current_version}")
             time.sleep(POLL_S)
+
+    def ask(
+        self,
+        min_version: int,
+        *,
+        wait_s: float,
+        timeout_s: float,
+        stopped: Callable[[], bool] = never,
+    ) -> Answer:
+        """Asks once for the newest manifest.
+
+        Args:
+            min_version: oldest policy version that helps.
+            wait_s: how long the server may hold the question while it has none.
+            timeout_s: bound of the whole call.
+            stopped: ends the call early, with Unreachable.
+
+        Raises:
+            Unreachable: if nobody answered in time.
+            WeightTransferError: if the server refuses, or its manifest contradicts itself.
+        """
+        call = self._stub.GetManifest.future(self._question(min_version, wait_s), timeout=timeout_s)
+        return self._answer(self._result(call, stopped), min_version)
+
+    def ask_delta(
+        self,
+        manifest: WeightManifest,
+        base: WeightManifest,
+        *,
+        wait_s: float,
+        timeout_s: float,
+        stopped: Callable[[], bool] = never,
+    ) -> DeltaManifest | None:
+        """Asks once for the delta of a version against one that is held; None if there is none.
+
+        Raises:
+            Unreachable: if nobody answered in time.
+            WeightTransferError: if the server refuses, or its answer does not fit the version.
+        """
+        request = weights_pb2.GetDeltaRequest(
+            run_id=self._run_id,
+            policy_version=manifest.policy_version,
+            base_policy_version=base.policy_version,
+            base_digest=base.digest,
+            wait_s=wait_s,
+        )
+        call = self._stub.GetDelta.future(request, timeout=timeout_s)
+        try:
+            response = self._result(call, stopped)
+        except NotHeld:
+            return None
+        try:
+            delta = codec.decode_delta_manifest(response)
+            check_delta(delta, manifest.tensors)
+        except ValueError as error:
+            raise WeightTransferError(f"{self._peer}: {error}") from error
+        return delta
 
     def fetch(self, manifest: WeightManifest, timeout_s: float) -> dict[str, np.ndarray]:
         """Fetches and verifies one version.
@@ -100,31 +187,68 @@ class WeightClient:
         deadline = Deadline(
             timeout_s, f"policy version {manifest.policy_version} from {self._peer}"
         )
-        with (
-            concurrent.futures.ThreadPoolExecutor(self._streams) as pool,
-            concurrent.futures.ThreadPoolExecutor(HASH_THREADS) as hashing,
-        ):
-            transfer = Transfer(manifest, self._peer, hashing)
+        with concurrent.futures.ThreadPoolExecutor(HASH_THREADS) as hashing:
+            transfer = Transfer(manifest, self._pool.take(manifest.nbytes), hashing)
+            self.fill(transfer, manifest.policy_version, deadline)
+            return transfer.finish()
+
+    def fill(
+        self,
+        transfer: Transfer,
+        policy_version: int,
+        deadline: Deadline,
+        *,
+        base_version: int | None = None,
+        patience_s: float | None = None,
+        stopped: Callable[[], bool] = never,
+    ) -> None:
+        """Fetches what a transfer lacks; what arrived stays in it if that fails.
+
+        Args:
+            transfer: of a version, or of its delta.
+            policy_version: which version.
+            deadline: of it all.
+            base_version: against which the delta was made; None for the version itself.
+            patience_s: gives up after so long without a byte; None only at the deadline.
+            stopped: ends the transfer early, with Unreachable.
+
+        Raises:
+            Unreachable: if the server fell silent, or time ran out.
+            WeightTransferError: if it refuses, or sends what is wrong.
+        """
+        transfer.peer = self._peer
+        wanted = Wanted(
+            run_id=self._run_id, policy_version=policy_version, base_version=base_version
+        )
+        with concurrent.futures.ThreadPoolExecutor(self._streams) as pool:
             streams = [
-                _Stream(self._connect, manifest, transfer, deadline) for _ in range(self._streams)
+                Stream(self._connect, wanted, transfer, deadline, patience_s)
+                for _ in range(self._streams)
             ]
             try:
-                self._run(streams, pool)
+                self._run(streams, pool, transfer, patience_s, stopped)
             except grpc.RpcError as error:
-                raise transfer.error(_status(error)) from error
+                raise transfer.error(status_of(error)) from error
             except TimeoutError as error:
-                raise transfer.error(str(error)) from error
+                raise Unreachable(str(transfer.error(str(error)))) from error
             finally:
                 for stream in streams:
                     stream.stop()
-            return transfer.finish()
 
     def close(self) -> None:
         """Ends the connection; a `fetch` opens and closes its own."""
         self._channel.close()
 
-    def _run(self, streams: Sequence["_Stream"], pool: concurrent.futures.Executor) -> None:
+    def _run(
+        self,
+        streams: Sequence[Stream],
+        pool: concurrent.futures.Executor,
+        transfer: Transfer,
+        patience_s: float | None,
+        stopped: Callable[[], bool],
+    ) -> None:
         """Runs all streams to their end, or to the first error; cuts those that are silent."""
+        silence_s = min(self._chunk_timeout_s, patience_s or self._chunk_timeout_s)
         pending = {pool.submit(stream.run) for stream in streams}
         while pending:
             done, pending = concurrent.futures.wait(
@@ -132,14 +256,53 @@ class WeightClient:
             )
             for future in done:
                 future.result()
+            if wrong := transfer.wrong(wait=False):
+                raise transfer.error_of(wrong)
+            if stopped():
+                raise Unreachable(f"the transfer from {self._peer} was stopped")
             for stream in streams:
-                stream.cut_if_silent(self._chunk_timeout_s)
+                stream.cut_if_silent(silence_s)
 
-    def _ask(self, min_version: int, left_s: float) -> weights_pb2.GetManifestResponse:
-        request = weights_pb2.GetManifestRequest(
-            run_id=self._run_id, min_policy_version=min_version, wait_s=WAIT_FRACTION * left_s
+    def _question(self, min_version: int, wait_s: float) -> weights_pb2.GetManifestRequest:
+        return weights_pb2.GetManifestRequest(
+            run_id=self._run_id, min_policy_version=min_version, wait_s=wait_s
         )
-        return self._stub.GetManifest(request, timeout=left_s)
+
+    def _answer(self, response: weights_pb2.GetManifestResponse, min_version: int) -> Answer:
+        manifest = None
+        if response.HasField("manifest"):
+            try:
+                manifest = codec.decode_manifest(response.manifest)
+            except ValueError as error:
+                raise WeightTransferError(f"{self._peer}: {error}") from error
+            self._check(manifest, min_version)
+        return Answer(
+            manifest=manifest,
+            current_version=response.current_policy_version,
+            depth=response.relay_depth,
+        )
+
+    def _result(self, call: grpc.Future, stopped: Callable[[], bool]):
+        while True:
+            try:
+                return call.result(timeout=POLL_S)
+            except grpc.FutureTimeoutError:
+                if stopped():
+                    call.cancel()
+                    raise Unreachable(f"the question to {self._peer} was stopped") from None
+            except grpc.FutureCancelledError as error:
+                raise Unreachable(f"{self._peer}: the connection was closed") from error
+            except grpc.RpcError as error:
+                raise self._error_of(error) from error
+
+    def _error_of(self, error: grpc.RpcError) -> WeightTransferError:
+        status = error.code()  # pyright: ignore[reportAttributeAccessIssue]
+        kind = WeightTransferError
+        if status in NO_ANSWER:
+            kind = Unreachable
+        elif status is grpc.StatusCode.NOT_FOUND:
+            kind = NotHeld
+        return kind(f"{self._peer}: {status_of(error)}")
 
     def _check(self, manifest: WeightManifest, min_version: int) -> None:
         try:
@@ -151,100 +314,3 @@ class WeightClient:
                 f"{self._peer} offered version {manifest.policy_version} of run "
                 f"{manifest.run_id!r}, asked for >= {min_version} of {self._run_id!r}"
             )
-
-
-class _Stream:
-    """One connection's part in a transfer: runs in a thread of its own."""
-
-    def __init__(
-        self,
-        connect: Callable[[], grpc.Channel],
-        manifest: WeightManifest,
-        transfer: Transfer,
-        deadline: Deadline,
-    ):
-        self._connect = connect
-        self._channel = connect()
-        self._manifest = manifest
-        self._transfer = transfer
-        self._deadline = deadline
-        self._stopped = threading.Event()
-        self._silent = threading.Event()
-        self._call: grpc.Call | None = None
-        self._heard_s = 0.0
-
-    def run(self) -> None:
-        """Fetches segments until none is left."""
-        try:
-            while not self._stopped.is_set() and (segment := self._transfer.take_segment()):
-                self._fetch(segment)
-        finally:
-            self._channel.close()
-
-    def stop(self) -> None:
-        """Ends `run` early, from another thread."""
-        self._stopped.set()
-        if (call := self._call) is not None:
-            call.cancel()
-
-    def cut_if_silent(self, chunk_timeout_s: float) -> None:
-        """Breaks the call, from another thread, if its next piece is overdue."""
-        call = self._call
-        if call is not None and time.monotonic() - self._heard_s > chunk_timeout_s:
-            self._silent.set()
-            call.cancel()
-
-    def _fetch(self, segment: range) -> None:
-        position = segment.start
-        backoff = Backoff(self._deadline)
-        while position < segment.stop and not self._stopped.is_set():
-            reached = position
-            try:
-                for piece in self._open(position, segment.stop - position):
-                    self._heard_s = time.monotonic()
-                    position = self._transfer.write(segment, position, piece)
-                if position < segment.stop:
-                    raise self._transfer.error(
-                        f"the stream ended well at byte {position} of [{segment.start}, "
-                        f"{segment.stop})"
-                    )
-            except grpc.RpcError as error:
-                if position > reached:
-                    backoff.reset()
-                self._pause(backoff, error)
-            finally:
-                self._call = None
-
-    def _open(self, offset: int, length: int) -> Iterator[codec.Piece]:
-        request = weights_pb2.FetchWeightsRequest(
-            run_id=self._manifest.run_id,
-            policy_version=self._manifest.policy_version,
-            offset_bytes=offset,
-            length_bytes=length,
-        )
-        self._silent.clear()
-        self._heard_s = time.monotonic()
-        method = self._channel.unary_stream(
-            f"/{codec.WEIGHT_SERVICE}/FetchWeights",
-            request_serializer=weights_pb2.FetchWeightsRequest.SerializeToString,
-            response_deserializer=codec.decode_piece,
-        )
-        call = method(request, timeout=self._deadline.remaining_s())
-        self._call = call
-        if self._stopped.is_set():  # `stop` may have come before there was a call to cancel
-            call.cancel()
-        return call
-
-    def _pause(self, backoff: Backoff, error: grpc.RpcError) -> None:
-        if self._stopped.is_set():
-            return
-        if self._silent.is_set():
-            self._channel.close()  # its connection may be what hangs
-            self._channel = self._connect()
-            backoff.pause("the connection was silent for too long")
-        else:
-            backoff.pause_after(error)
-
-
-def _status(error: grpc.RpcError) -> str:
-    return f"{error.code().name}: {error.details()}"  # pyright: ignore[reportAttributeAccessIssue]

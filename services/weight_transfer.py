@@ -1,8 +1,8 @@
 """The receiving end of one version: where bytes go, what is still missing, whether it is right.
 
-No sockets here: `weight_client.py` brings the bytes. The buffer is cut into segments that
+No sockets here: `weight_stream.py` brings the bytes. The buffer is cut into segments that
 connections take from a common list, so a slow connection does little; a tensor is hashed as soon
-as its last byte is there.
+as its last byte is there. What has arrived stays when its server fails, and another goes on.
 """
 
 import bisect
@@ -24,34 +24,44 @@ class WeightTransferError(RuntimeError):
     """A version could not be fetched whole; whoever asked keeps what it has."""
 
 
+class Unreachable(WeightTransferError):
+    """The server did not answer, or not in time; another may."""
+
+
+class NotHeld(WeightTransferError):
+    """The server does not hold what was asked for."""
+
+
 class Transfer:
     """One version on its way into one buffer; safe to use from several threads."""
 
     def __init__(
         self,
         manifest: WeightManifest,
-        peer: str,
+        buffer: np.ndarray,
         hashing: concurrent.futures.Executor,
         *,
         segment_bytes: int = SEGMENT_BYTES,
     ):
-        """Allocates the buffer.
+        """Starts with nothing received.
 
         Args:
             manifest: of the version, checked.
-            peer: whom the bytes come from, for errors.
+            buffer: writable uint8 [manifest.nbytes], where the bytes go.
             hashing: runs the checksums.
             segment_bytes: length of a segment.
         """
+        self.peer = "nobody yet"
+        """Whom the bytes come from at the moment, for errors."""
+        self.received: collections.Counter[str] = collections.Counter()
+        """Bytes by the peer that sent them, wrong ones included."""
         self._manifest = manifest
-        self._peer = peer
         self._hashing = hashing
+        self._segment_bytes = segment_bytes
         self._lock = threading.Lock()
-        self._buffer = np.empty(manifest.nbytes, np.uint8)
-        self._segments = collections.deque(
-            range(start, min(start + segment_bytes, manifest.nbytes))
-            for start in range(0, manifest.nbytes, segment_bytes)
-        )
+        self._buffer = buffer
+        self._segments: collections.deque[range] = collections.deque()
+        self._want(range(0, manifest.nbytes))
         self._ends = [spec.offset + spec.nbytes for spec in manifest.tensors]
         self._missing_bytes = {spec.name: spec.nbytes for spec in manifest.tensors}
         self._checksums: dict[str, concurrent.futures.Future[str]] = {}
@@ -63,6 +73,12 @@ class Transfer:
         """Returns the byte range to fetch next; None when all are taken."""
         with self._lock:
             return self._segments.popleft() if self._segments else None
+
+    def give_back(self, rest: range) -> None:
+        """Leaves to others what a connection took and did not fetch."""
+        with self._lock:
+            if rest:
+                self._segments.appendleft(rest)
 
     def write(self, segment: range, position: int, piece: Piece) -> int:
         """Puts one piece of a segment in its place.
@@ -88,30 +104,54 @@ class Transfer:
         self._arrived(position, end)
         return end
 
+    def wrong(self, *, wait: bool) -> list[str]:
+        """Names the tensors whose bytes do not match their checksum.
+
+        Args:
+            wait: for the checksums that are being computed; otherwise those are left out.
+        """
+        with self._lock:
+            checksums = dict(self._checksums)
+        return [
+            spec.name
+            for spec in self._manifest.tensors
+            if (sum_ := checksums.get(spec.name)) is not None
+            and (wait or sum_.done())
+            and sum_.result() != spec.checksum
+        ]
+
+    def reject(self, names: list[str]) -> None:
+        """Wants these complete tensors once more."""
+        with self._lock:
+            for spec in self._manifest.tensors:
+                if spec.name in names:
+                    del self._checksums[spec.name]
+                    self._missing_bytes[spec.name] = spec.nbytes
+                    self._want(range(spec.offset, spec.offset + spec.nbytes))
+
     def finish(self) -> dict[str, np.ndarray]:
         """Waits for the checksums and returns the tensors.
 
         Returns:
-            Writable arrays by name: views of one buffer, except where that would misalign them.
+            Writable arrays by name: views of the buffer, except where that would misalign them.
 
         Raises:
             WeightTransferError: naming the tensors whose bytes are wrong.
         """
         assert not self._segments and len(self._checksums) == len(self._manifest.tensors)
-        wrong = [
-            spec.name
-            for spec in self._manifest.tensors
-            if self._checksums[spec.name].result() != spec.checksum
-        ]
+        wrong = self.wrong(wait=True)
         if wrong:
-            raise self.error(f"the bytes received do not match the checksum of {wrong}")
-        return {spec.name: self._array(spec) for spec in self._manifest.tensors}
+            raise self.error_of(wrong)
+        return arrays_of(self._manifest, self._buffer)
+
+    def error_of(self, wrong: list[str]) -> WeightTransferError:
+        return self.error(f"the bytes received do not match the checksum of {wrong}")
 
     def error(self, reason: str) -> WeightTransferError:
         """Returns an error that names version, peer, and the first tensor that is incomplete."""
         with self._lock:
             missing = {name: count for name, count in self._missing_bytes.items() if count}
-        where = f"policy version {self._manifest.policy_version} from {self._peer}"
+        where = f"policy version {self._manifest.policy_version} from {self.peer}"
         if not missing:
             return WeightTransferError(f"{where}: {reason}")
         return WeightTransferError(
@@ -123,6 +163,8 @@ class Transfer:
     def _arrived(self, start: int, end: int) -> None:
         """Books the bytes to their tensors, and hashes those that are complete now."""
         tensors = self._manifest.tensors
+        with self._lock:
+            self.received[self.peer] += end - start
         index = bisect.bisect_right(self._ends, start)
         while index < len(tensors) and tensors[index].offset < end:
             spec = tensors[index]
@@ -135,14 +177,28 @@ class Transfer:
             index += 1
 
     def _hash(self, spec: TensorSpec) -> None:
-        self._checksums[spec.name] = self._hashing.submit(checksum, self._bytes(spec))
+        sum_ = self._hashing.submit(checksum, _bytes_of(spec, self._buffer))
+        with self._lock:
+            self._checksums[spec.name] = sum_
 
-    def _bytes(self, spec: TensorSpec) -> np.ndarray:
-        return self._buffer[spec.offset : spec.offset + spec.nbytes]
+    def _want(self, missing: range) -> None:
+        self._segments.extend(
+            range(start, min(start + self._segment_bytes, missing.stop))
+            for start in range(missing.start, missing.stop, self._segment_bytes)
+        )
 
-    def _array(self, spec: TensorSpec) -> np.ndarray:
+
+def arrays_of(manifest: WeightManifest, stream: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns a version's tensors: views of its bytes, except where that would misalign them."""
+    arrays = {}
+    for spec in manifest.tensors:
         dtype = wire_dtype(spec.dtype)
-        raw = self._bytes(spec)
+        raw = _bytes_of(spec, stream)
         if spec.offset % dtype.alignment:
             raw = raw.copy()
-        return raw.view(dtype).reshape(spec.shape)
+        arrays[spec.name] = raw.view(dtype).reshape(spec.shape)
+    return arrays
+
+
+def _bytes_of(spec: TensorSpec, stream: np.ndarray) -> np.ndarray:
+    return stream[spec.offset : spec.offset + spec.nbytes]
