@@ -1,0 +1,203 @@
+"""A fixed probe of the policy: what two sides that hold the same weights must agree on.
+
+The learner scores the probe when it publishes, a rollout worker after it has swapped. The digest
+proves that the bytes are the same; the probe shows that both sides make the same model of them:
+that no layer is laid out, cut or computed in another way. Beside the logprobs go two numbers for
+the hidden states of each sequence after each layer, so that a gap names the layer where it begins.
+
+Dimension key:
+    B: sequences of the probe
+    T: tokens
+    D: model width
+    V: vocabulary
+    L: layers
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels.token_logprob.reference import token_logprob
+from models.config import ModelConfig
+from models.rope import rotary
+from models.transformer import (
+    Block,
+    Embed,
+    Gather,
+    Params,
+    RMSNorm,
+    head_weight,
+    logits,
+    look_up,
+    packed_attend,
+)
+
+SEQUENCES, TOKENS = 8, 16
+_SEED = 135
+_SMALLEST = 1e-20
+"""Keeps the division by a root mean square finite; far below that of any hidden state."""
+
+ScoreTokens = Callable[[Params, jax.Array, jax.Array], jax.Array]
+"""(params, hidden_BTD after the final norm, ids_BT) -> logprob_BT, float32."""
+
+
+class ProbeScores(NamedTuple):
+    """What one side makes of the probe; also carries partition specs."""
+
+    logprob_BT: Any
+    """float32 [B, T - 1]: of every token but the first of its sequence, at temperature 1."""
+    fingerprint_LB2: Any
+    """float32 [L + 1, B, 2]: of the embedding and of each layer's output, the mean over the
+    sequence's tokens of their root mean squares; and the projection of the tokens, each divided
+    by its own, on a fixed random direction, which has unit variance for hidden states that know
+    nothing of it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CanaryResult:
+    """How far two sides are apart on the probe."""
+
+    gap_max: float
+    """Nats; nan where a logprob is."""
+    gap_mean: float
+    bound: float
+    passed: bool
+    first_layer: str
+    """Where a failed comparison first differs: `embedding`, `layers.3`, or `head` where every
+    layer agrees (the final norm or the output matrix). Empty where it passed."""
+
+
+def probe_tokens(valid_vocab: int) -> np.ndarray:
+    """int32 [SEQUENCES, TOKENS]: the same ids for the same vocabulary, everywhere."""
+    rng = np.random.default_rng(_SEED)
+    return rng.integers(0, valid_vocab, (SEQUENCES, TOKENS), dtype=np.int32)
+
+
+def precision(compute_dtype: jnp.dtype, platform: str) -> str:
+    """What matrix products round to, `bfloat16` or `float32`.
+
+    TPUs and GPUs round the operands of a float32 product unless told otherwise; some bits less or
+    more, they are no nearer to each other than bfloat16 may be.
+    """
+    exact = compute_dtype == jnp.float32 and platform == "cpu"
+    return "float32" if exact else "bfloat16"
+
+
+def probe_direction(tokens: int, hidden_size: int) -> np.ndarray:
+    """float32 [T, D]: the fixed direction of the fingerprints."""
+    rng = np.random.default_rng(_SEED + 1)
+    direction = rng.standard_normal((tokens, hidden_size)) / np.sqrt(tokens * hidden_size)
+    return direction.astype(np.float32)
+
+
+def score_probe(
+    params: Params,
+    config: ModelConfig,
+    token_ids_BT: jax.Array,
+    direction_TD: jax.typing.ArrayLike,
+    *,
+    compute_dtype: jnp.dtype,
+    operand_dtype: jnp.dtype,
+    score_tokens: ScoreTokens,
+    product_dtype: jnp.dtype | None = None,
+    gather: Gather = lambda name, tree: tree,
+    embed: Embed | None = None,
+) -> ProbeScores:
+    """Scores the probe as `models.transformer.forward` would, and watches every layer.
+
+    Args:
+        params: layers stacked or listed.
+        direction_TD: of `probe_direction`.
+        operand_dtype: of the attention's products.
+        score_tokens: the head; `whole_head` has it on one device.
+        compute_dtype, product_dtype, gather, embed: as `forward` takes them.
+    """
+    position_BT = jnp.broadcast_to(jnp.arange(token_ids_BT.shape[1]), token_ids_BT.shape)
+    attend = packed_attend(jnp.ones_like(token_ids_BT), operand_dtype=operand_dtype)
+    cos_sin = rotary(position_BT, config)
+    if embed is None:
+        x_BTD = look_up(gather("embed_tokens", params["embed_tokens"]), token_ids_BT)
+    else:
+        x_BTD = embed(params["embed_tokens"], token_ids_BT)
+    x_BTD = x_BTD.astype(compute_dtype)
+    first_B2 = fingerprint(x_BTD, direction_TD)
+
+    def layer(x_BTD, layer_params):
+        block = Block(config, product_dtype)
+        tree = {"params": gather("layers", layer_params)}
+        x_BTD, _ = block.apply(tree, x_BTD, cos_sin, attend, None)
+        return x_BTD, fingerprint(x_BTD, direction_TD)
+
+    if isinstance(params["layers"], list):
+        later = []
+        for layer_params in params["layers"]:
+            x_BTD, layer_B2 = layer(x_BTD, layer_params)
+            later.append(layer_B2)
+        later_LB2 = jnp.stack(later)
+    else:
+        x_BTD, later_LB2 = jax.lax.scan(layer, x_BTD, params["layers"])
+    norm = {"params": gather("norm", params["norm"])}
+    hidden_BTD = cast(jax.Array, RMSNorm(config.rms_norm_eps).apply(norm, x_BTD))
+    logprob_BT = score_tokens(params, hidden_BTD[:, :-1], token_ids_BT[:, 1:])
+    return ProbeScores(logprob_BT, jnp.concatenate([first_B2[None], later_LB2]))
+
+
+def fingerprint(x_BTD: jax.Array, direction_TD: jax.typing.ArrayLike) -> jax.Array:
+    """float32 [B, 2]: as ProbeScores has it."""
+    x_BTD = x_BTD.astype(jnp.float32)
+    rms_BT = jnp.sqrt(jnp.mean(x_BTD * x_BTD, axis=-1))
+    unit_BTD = x_BTD / jnp.maximum(rms_BT, _SMALLEST)[..., None]
+    projection_B = jnp.sum(unit_BTD * direction_TD, axis=(1, 2))
+    return jnp.stack([rms_BT.mean(axis=1), projection_B], axis=-1)
+
+
+def whole_head(valid_vocab: int | None) -> ScoreTokens:
+    """The head that has all logits at once, over the ids below valid_vocab."""
+
+    def score(params, hidden_BTD, ids_BT):
+        logits_BTV = logits(hidden_BTD, head_weight(params))
+        return token_logprob(logits_BTV, ids_BT, valid_vocab=valid_vocab).logprob
+
+    return score
+
+
+def compare(
+    published: ProbeScores, live: ProbeScores, *, bound: float, tolerance: float
+) -> CanaryResult:
+    """Judges by the logprobs, and says by the fingerprints where a gap begins.
+
+    Args:
+        published, live: numpy arrays of the two sides.
+        bound: largest gap of a logprob that passes, in nats.
+        tolerance: largest difference of a fingerprint that is not called one: relative for the
+            root mean square, absolute for the projection.
+    """
+    gap_BT = np.abs(np.asarray(published.logprob_BT) - np.asarray(live.logprob_BT))
+    passed = bool((gap_BT <= bound).all())  # a nan does not pass
+    return CanaryResult(
+        gap_max=float(gap_BT.max()),
+        gap_mean=float(gap_BT.mean()),
+        bound=bound,
+        passed=passed,
+        first_layer="" if passed else _first_difference(published, live, tolerance),
+    )
+
+
+def fingerprint_gaps(published: ProbeScores, live: ProbeScores) -> np.ndarray:
+    """float32 [L + 1]: the largest difference of each layer's fingerprints, as `compare` has it."""
+    ours_LB2, theirs_LB2 = np.asarray(published.fingerprint_LB2), np.asarray(live.fingerprint_LB2)
+    gap_LB2 = np.abs(ours_LB2 - theirs_LB2)
+    gap_LB2[..., 0] /= np.maximum(np.abs(ours_LB2[..., 0]), _SMALLEST)
+    return gap_LB2.max(axis=(1, 2))
+
+
+def _first_difference(published: ProbeScores, live: ProbeScores, tolerance: float) -> str:
+    within_L = fingerprint_gaps(published, live) <= tolerance
+    if within_L.all():
+        return "head"
+    first = int(np.argmin(within_L))
+    return "embedding" if first == 0 else f"layers.{first - 1}"
