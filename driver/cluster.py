@@ -132,7 +132,7 @@ def bundle(resources: Resources) -> dict[str, float]:
 
 
 def reserve(config: PlacementConfig, workers: int, stop: StopSignal) -> PlacementGroup:
-    """Reserves room for the learner (bundle 0) and every worker (bundles 1..).
+    """Reserves room for the learner (bundle 0) and the workers of the start (bundles 1..).
 
     Raises:
         ResourcesNotMet: after `resources_timeout_s`, with what was asked and what is there; or if
@@ -143,30 +143,108 @@ def reserve(config: PlacementConfig, workers: int, stop: StopSignal) -> Placemen
     deadline = time.monotonic() + config.resources_timeout_s
     while not group.wait(timeout_seconds=1):
         stop.check()
-        totals = _totals(bundles)
-        there = ray.cluster_resources()
-        hopeless = [name for name, amount in totals.items() if amount > there.get(name, 0) + 1e-9]
-        if time.monotonic() > deadline or (hopeless and not _may_grow()):
-            free = ray.available_resources()
-            remove_placement_group(group)
-            lines = [
-                f"  {name}: asked {amount:g}, cluster has {there.get(name, 0):g}, "
-                f"free {free.get(name, 0):g}"
-                for name, amount in totals.items()
-            ]
-            raise ResourcesNotMet(
-                f"the Ray cluster cannot fit the learner ({_say(bundles[0])}) and {workers} "
-                f"rollout worker(s) ({_say(bundles[1])} each) within "
-                f"{config.resources_timeout_s:g} s:\n" + "\n".join(lines) + "\n"
-                "lower placement.learner, placement.rollout or rollout.workers, or add nodes"
+        if time.monotonic() > deadline or _is_hopeless(bundles):
+            text = shortage(
+                f"the learner ({_say(bundles[0])}) and {workers} rollout worker(s) "
+                f"({_say(bundle(config.rollout))} each)",
+                bundles,
+                config.resources_timeout_s,
             )
-    nodes = set(placement_group_table(group)["bundles_to_node_id"].values())
+            release(group)
+            raise ResourcesNotMet(
+                f"{text}\nlower placement.learner, placement.rollout or rollout.workers, or add "
+                "nodes"
+            )
+    _check_hosts(config, [group])
+    return group
+
+
+class WorkerRoom:
+    """Room for one worker that is added to a run, asked for without waiting.
+
+    The placement group has one bundle, number 0. It takes nothing from the run while the cluster
+    has no room for it.
+    """
+
+    def __init__(self, config: PlacementConfig, name: str, beside: PlacementGroup):
+        """Asks the cluster.
+
+        Args:
+            config: of the run.
+            name: of the worker, for messages.
+            beside: where the learner is, which the worker must reach.
+        """
+        self._config = config
+        self._name = name
+        self._beside = beside
+        self._bundle = bundle(config.rollout)
+        self._deadline = time.monotonic() + config.resources_timeout_s
+        self.group = placement_group([self._bundle], strategy="PACK")
+
+    def is_there(self) -> bool:
+        """Whether the worker can be started; never waits.
+
+        Raises:
+            ResourcesNotMet: as `reserve` does; the request is taken back then.
+        """
+        if placement_group_table(self.group)["state"] == "CREATED":
+            try:
+                _check_hosts(self._config, [self._beside, self.group])
+            except ResourcesNotMet:
+                release(self.group)
+                raise
+            return True
+        if time.monotonic() > self._deadline or _is_hopeless([self._bundle]):
+            text = self.shortage()
+            release(self.group)
+            raise ResourcesNotMet(
+                f"{text}\nlower placement.rollout, ask for fewer workers, or add nodes"
+            )
+        return False
+
+    def shortage(self) -> str:
+        """What was asked and what is there."""
+        return shortage(
+            f"{self._name} ({_say(self._bundle)})",
+            [self._bundle],
+            self._config.resources_timeout_s,
+        )
+
+
+def release(group: PlacementGroup) -> None:
+    """Gives room back, or takes a request for it back; actors that live there are killed."""
+    remove_placement_group(group)
+
+
+def shortage(who: str, bundles: list[dict[str, float]], timeout_s: float) -> str:
+    """Says that the cluster cannot fit what somebody asks for, with every kind of resource."""
+    there, free = ray.cluster_resources(), ray.available_resources()
+    lines = [
+        f"  {name}: asked {amount:g}, cluster has {there.get(name, 0):g}, "
+        f"free {free.get(name, 0):g}"
+        for name, amount in _totals(bundles).items()
+    ]
+    return f"the Ray cluster cannot fit {who} within {timeout_s:g} s:\n" + "\n".join(lines)
+
+
+def _is_hopeless(bundles: list[dict[str, float]]) -> bool:
+    """Whether more is asked than the cluster has, used or not, and it will not grow."""
+    there = ray.cluster_resources()
+    lacking = [
+        name for name, amount in _totals(bundles).items() if amount > there.get(name, 0) + 1e-9
+    ]
+    return bool(lacking) and not _may_grow()
+
+
+def _check_hosts(config: PlacementConfig, groups: list[PlacementGroup]) -> None:
+    """Holds that whoever must reach the learner can, once all groups have their room."""
+    tables = [placement_group_table(group)["bundles_to_node_id"] for group in groups]
+    nodes = {node for table in tables for node in table.values()}
     if len(nodes) > 1 and config.bind_host in LOOPBACK:
         raise ResourcesNotMet(
             f"learner and workers were placed on {len(nodes)} hosts, but placement.bind_host="
             f"{config.bind_host} is reached from one only: set placement.bind_host=0.0.0.0"
         )
-    return group
 
 
 def _totals(bundles: list[dict[str, float]]) -> dict[str, float]:
