@@ -153,7 +153,9 @@ class PlacementConfig(Section):
     """How long the cluster may take to offer what is asked."""
     step_timeout_s: float = Field(default=3600.0, ge=0.01, le=WEEK_S)
     worker_restarts: int = Field(default=3, ge=0)
-    """Restarts of rollout workers in the whole run."""
+    """Restarts of rollout workers in the whole run; pauses between those of one worker grow."""
+    learner_restarts: int = Field(default=3, ge=0)
+    """Restarts of the learner in the whole run, each from the last checkpoint."""
 
 
 class RunConfig(Section):

@@ -1,10 +1,12 @@
 """What each actor is told at its start, made from the configuration of the run."""
 
+import os
 import pathlib
 
 from driver.config import RunConfig
 from learner.actor import LearnerSpec
 from rollout_worker.actor import RolloutSpec
+from services import failpoints
 from services.tls import RunAuthority
 
 BUFFER_BYTES = 2 * 2**30
@@ -19,7 +21,7 @@ def learner_spec(
     driver_host: str,
 ) -> LearnerSpec:
     """The learner's part of the configuration, with its certificate."""
-    resampled = config.algorithm.resample_rounds + 1
+    steps = config.rollout.max_staleness + 1 + config.algorithm.resample_rounds + 1
     return LearnerSpec(
         run_id=run_id,
         seed=config.run.seed,
@@ -37,7 +39,7 @@ def learner_spec(
         weights_dtype=config.weights.dtype,
         chunk_bytes=config.weights.chunk_bytes,
         keep_versions=config.weights.keep_versions,
-        buffer_groups=config.rollout.prompts_per_step * (resampled + 1),
+        buffer_groups=config.rollout.prompts_per_step * steps,
         buffer_bytes=BUFFER_BYTES,
         bind_host=config.placement.bind_host,
         port=config.placement.learner_port,
@@ -74,5 +76,6 @@ def rollout_spec(
         weights_dtype=config.weights.dtype,
         streams=config.weights.streams,
         timeout_s=config.weights.timeout_s,
-        samples_per_call=config.log.samples_per_step,
+        with_samples=config.log.samples_per_step > 0,
+        failpoints=os.environ.get(failpoints.VARIABLE),
     )

@@ -1,86 +1,42 @@
-"""Starts the actors, hands them work, and replaces rollout workers that are lost.
+"""Everything that must go on while the driver waits for something.
 
-Every wait ends: by its result, by a signal, or by a deadline whose error names who was waited for.
+Owns the learner's actor and the fleet of rollout workers. Every wait is a series of `turn`s: each
+looks for a signal, lets the step loop give out work, and books what workers report. Every wait
+ends: by its result, by a signal, or by a deadline whose error names who was waited for.
 """
 
+import contextlib
 import dataclasses
 import math
-import re
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError, WorkerCrashedError
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from driver.cluster import ResourcesNotMet, bundle
-from driver.config import Resources, RunConfig
+from driver import actors
+from driver.actors import GONE, POLL_S, ActorFailed, NoAnswer, Room
+from driver.config import RunConfig
 from driver.errors import RunError
+from driver.fleet import Fleet, FleetEvents
 from driver.signals import StopSignal
 from learner.actor import LearnerActor, LearnerSpec
-from rollout_worker.actor import RolloutActor, RolloutReport, RolloutSpec
-from services.messages import Lease
+from rollout_worker.actor import RolloutSpec
 
-_RAISED = re.compile(r"[A-Za-z_][\w.]*: ")
-"""A line such as `package.SomeError: what happened`, not indented."""
-POLL_S = 0.5
-"""How often a wait looks for a signal."""
+WATCH_S = 5.0
+"""How long the learner may keep a question for its health open."""
 
 
 class LearnerLost(RunError):
-    """The learner process died; the run can only resume from its last checkpoint."""
-
-
-class WorkersLost(RunError):
-    """Rollout workers failed more often than the run allows."""
-
-
-class ActorFailed(RunError):
-    """An actor could not start, or raised an error of its own."""
-
-
-class NoAnswer(RunError):
-    """An actor did not answer within its deadline."""
+    """The learner process died."""
 
 
 def shares(work: Sequence[Any], workers: int) -> list[list[Any]]:
-    """Cuts work into one share for each worker, in order; the last may be smaller or none.
-
-    A share is a worker's whole part: the slots of its engine refill themselves.
-    """
+    """Cuts work into one share for each worker, in order; the last may be smaller or none."""
     size = max(1, math.ceil(len(work) / workers))
     return [list(work[start : start + size]) for start in range(0, len(work), size)]
-
-
-def platform_environment(platform: str, resources: Resources) -> dict[str, str]:
-    """What JAX in an actor must know before it is imported, so that it takes its part and no more.
-
-    Two processes on one TPU host each name the shape of their chips to libtpu; Ray has chosen
-    which. Two on one GPU each get their share of the memory, less a tenth for CUDA itself.
-    """
-    env = {"JAX_PLATFORMS": {"gpu": "cuda"}.get(platform, platform)}
-    if 0 < resources.gpus < 1:
-        env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{0.9 * resources.gpus:.3f}"
-    shape = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1"}.get(round(resources.tpus))
-    if platform == "tpu" and shape:
-        env |= {
-            "TPU_CHIPS_PER_PROCESS_BOUNDS": shape,
-            "TPU_PROCESS_BOUNDS": "1,1,1",
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        }
-    return env
-
-
-def message_of(error: BaseException) -> str:
-    """What went wrong in an actor: the end of the traceback that Ray sends as text."""
-    if isinstance(error, RayActorError) and "creation task" not in str(error):
-        return "its process ended unexpectedly: killed, out of memory, or crashed"
-    lines = str(error).strip().splitlines()
-    starts = [i for i, line in enumerate(lines) if _RAISED.match(line)]
-    return "\n".join(lines[starts[-1] :] if starts else lines[-1:])
 
 
 class Supervisor:
@@ -94,33 +50,102 @@ class Supervisor:
         warn: Callable[[str], None],
     ):
         self._config = config
-        self._warn = warn
         self._group = group
         self._stop = stop
-        self._learner = None
-        self._workers: dict[str, Any] = {}
-        self._make_rollout_spec: Callable[[str], RolloutSpec]
-        self._replaced: set[str] = set()
-        self.restarts = 0
+        self._warn = warn
+        self._learner: Any = None
+        self._watch: Any = None
+        self._fleet: Fleet | None = None
+        self.before_turn: Callable[[], None] = lambda: None
+        """The step loop's: gives out leases."""
+        self.learner_restarts = 0
+
+    @property
+    def fleet(self) -> Fleet:
+        """The rollout workers; there once `start_workers` was called."""
+        assert self._fleet is not None
+        return self._fleet
 
     def start_learner(self, spec: LearnerSpec) -> dict[str, Any]:
         """Starts the learner and waits until it serves; returns what it says of itself."""
-        self._learner = self._actor(LearnerActor, spec, 0)
-        timeout_s = self._config.placement.startup_timeout_s
-        return self._started(self._learner.describe.remote(), "learner", timeout_s)
+        self._learner = actors.start(
+            LearnerActor,
+            spec,
+            self._config.placement,
+            "learner",
+            Room(self._group, 0, shared=True),
+        )
+        call = self._learner.describe.remote()
+        try:
+            about = self._wait(call, "learner", "start", self._config.placement.startup_timeout_s)
+        except (*GONE, ActorFailed) as error:
+            raise actors.start_failure(error, "learner") from error
+        self._watch = self._learner.watch.remote(WATCH_S)
+        return about
 
-    def start_workers(self, make_spec: Callable[[str], RolloutSpec]) -> list[dict[str, Any]]:
-        """Starts all rollout workers and waits until each is ready."""
-        self._make_rollout_spec = make_spec
-        for index in range(self._config.rollout.workers.at_start):
-            name = f"rollout-{index}"
-            self._workers[name] = self._actor(RolloutActor, make_spec(name), index + 1)
-        calls = {name: worker.describe.remote() for name, worker in self._workers.items()}
-        timeout_s = self._config.placement.startup_timeout_s
-        return [self._started(call, name, timeout_s) for name, call in calls.items()]
+    def restart_learner(self, spec: LearnerSpec, error: LearnerLost) -> dict[str, Any]:
+        """Starts another learner in place of one that died.
+
+        Raises:
+            LearnerLost: if the run has used up its restarts.
+        """
+        self.learner_restarts += 1
+        allowed = self._config.placement.learner_restarts
+        if self.learner_restarts > allowed:
+            raise LearnerLost(
+                f"{error}; placement.learner_restarts={allowed} is used up, --resume goes on from "
+                "the last checkpoint",
+                details=error.details,
+            ) from error
+        self._warn(f"{error}: restart {self.learner_restarts} of {allowed}")
+        with contextlib.suppress(ValueError):
+            ray.kill(self._learner)
+        return self.start_learner(spec)
+
+    def start_workers(
+        self, make_spec: Callable[[str], RolloutSpec], events: FleetEvents, count: int
+    ) -> None:
+        """Starts the rollout workers that the run begins with, and waits until each is ready."""
+        self._fleet = Fleet(self._config, make_spec, events)
+        for index in range(count):
+            self._fleet.add(Room(self._group, index + 1, shared=True))
+        deadline = time.monotonic() + self._config.placement.startup_timeout_s
+        while len(self._fleet.ready()) < count:
+            self.turn()
+            if time.monotonic() > deadline:
+                ready = {worker.name for worker in self._fleet.ready()}
+                missing = sorted(self._fleet.workers.keys() - ready)
+                raise NoAnswer(
+                    f"{', '.join(missing)} did not start within placement.startup_timeout_s="
+                    f"{self._config.placement.startup_timeout_s:g} s"
+                )
+
+    def turn(self, calls: Collection[Any] = (), *, interruptible: bool = True) -> set[Any]:
+        """Looks once at everything under way; returns those of `calls` that have ended.
+
+        Raises:
+            Interrupted: after a signal, where the caller lets itself be interrupted.
+            LearnerLost: if the learner's process is gone.
+            ActorFailed: if the learner reports a failure of one of its threads.
+            WorkersLost: if a worker was lost once too often.
+        """
+        if interruptible:
+            self._stop.check()
+        self.before_turn()
+        watched = [] if self._watch is None else [self._watch]
+        waited = [*calls, *watched]
+        if self._fleet is None:
+            ended = set(ray.wait(waited, timeout=POLL_S)[0]) if waited else set()
+        else:
+            ended = self._fleet.pump(POLL_S, waited)
+        if self._watch in ended:
+            watch, self._watch = self._watch, None
+            self._learner_result(watch, "watch")
+            self._watch = self._learner.watch.remote(WATCH_S)
+        return ended & set(calls)
 
     def learner(self, method: str, *arguments, timeout_s: float, interruptible: bool = True) -> Any:
-        """Calls the learner and waits.
+        """Calls the learner and waits, while the workers go on.
 
         Args:
             interruptible: whether a signal ends the wait; an update is waited for, so that the
@@ -132,166 +157,81 @@ class Supervisor:
             NoAnswer: naming the method.
         """
         call = getattr(self._learner, method).remote(*arguments)
-        try:
-            return self._get(call, "learner", method, timeout_s, interruptible)
-        except ActorFailed:
-            raise
-        except (RayActorError, WorkerCrashedError) as error:
-            raise LearnerLost(
-                f"the learner died during {method!r}; --resume goes on from the last checkpoint: "
-                f"{message_of(error)}",
-                details=str(error),
-            ) from error
-
-    def rollout(self, leases: Sequence[Lease], policy_version: int) -> list[RolloutReport]:
-        """Has every lease turned into a group in the learner's buffer, whoever dies meanwhile."""
-        again = lambda piece: [dataclasses.replace(x, attempt=x.attempt + 1) for x in piece]
-        pieces = shares(leases, len(self._workers))
-        return self._spread("rollout", pieces, (policy_version,), retry=again)
+        deadline = time.monotonic() + timeout_s
+        while call not in self.turn([call], interruptible=interruptible):
+            if time.monotonic() > deadline:
+                raise NoAnswer(f"the learner did not answer {method!r} within {timeout_s:g} s")
+        return self._learner_result(call, method)
 
     def evaluate(self, positions: Sequence[int], policy_version: int) -> list[dict[str, Any]]:
         """Completes and scores held-out prompts on all workers."""
         settings = self._config.eval
-        arguments = (policy_version, settings.samples_per_prompt, settings.sampling)
-        pieces = shares(positions, len(self._workers))
-        found = self._spread("evaluate", pieces, arguments, retry=list)
-        return [item for items in found for item in items]
-
-    def laps(self) -> dict[str, dict[str, float]]:
-        """Seconds by phase of every process since the last call.
-
-        A worker that has died meanwhile has none; it is replaced when it is needed next.
-        """
         timeout_s = self._config.placement.step_timeout_s
-        laps = {"learner": self.learner("lap", timeout_s=timeout_s)}
-        calls = {name: worker.lap.remote() for name, worker in self._workers.items()}
-        for name, call in calls.items():
-            try:
-                laps[name] = self._get(call, name, "lap", timeout_s)
-            except (RayActorError, WorkerCrashedError):
-                self._replaced.add(name)
-                laps[name] = {"idle": 0.0}
-        return laps
+        waiting = deque(shares(positions, max(1, len(self.fleet.ready()))))
+        running: dict[Any, tuple[Any, list[int], float]] = {}
+        results: list[dict[str, Any]] = []
+        while waiting or running:
+            busy = {worker.name for worker, _, _ in running.values()}
+            for worker in self.fleet.ready():
+                if waiting and worker.name not in busy:
+                    piece = waiting.popleft()
+                    call = worker.actor.evaluate.remote(
+                        piece,
+                        policy_version,
+                        settings.samples_per_prompt,
+                        settings.sampling,
+                        timeout_s,
+                    )
+                    running[call] = (worker, piece, time.monotonic() + timeout_s)
+            ended = self.turn(running)
+            late = {call for call, (_, _, end) in running.items() if time.monotonic() > end}
+            for call in ended | late:
+                worker, piece, _ = running.pop(call)
+                try:
+                    if call not in ended:
+                        raise NoAnswer(f"{worker.name} did not finish evaluate in {timeout_s:g} s")
+                    results += actors.result_of(call, worker.name, "evaluate")
+                except (*GONE, ActorFailed, NoAnswer) as error:
+                    waiting.append(piece)
+                    self.fleet.lost_while(worker, error)
+        return results
 
-    def take_replaced(self) -> set[str]:
-        """Workers whose process ended since the last call, so that their laps have a gap."""
-        replaced, self._replaced = self._replaced, set()
-        return replaced
+    def laps(self) -> tuple[dict[str, dict[str, float]], set[str]]:
+        """Seconds by phase of every process since the last call, and who was not there for all of
+        it."""
+        call = self._learner.lap.remote()
+        workers, gaps = self.fleet.laps()
+        try:
+            learner = self._wait(call, "learner", "lap", self._config.placement.step_timeout_s)
+        except GONE as error:
+            raise self._lost(error, "lap") from error
+        return {"learner": learner, **workers}, gaps
 
     def shutdown(self, grace_s: float = 10.0) -> None:
         """Ends every actor; what does not end by itself in time is killed."""
-        actors = [*self._workers.values(), self._learner]
-        closing = [actor.close.remote() for actor in actors if actor is not None]
-        if closing:
-            ray.wait(closing, num_returns=len(closing), timeout=grace_s)
-        for actor in actors:
-            if actor is not None:
-                ray.kill(actor)
-        self._workers, self._learner = {}, None
+        closing = None if self._learner is None else self._learner.close.remote()
+        if self._fleet is not None:
+            self._fleet.shutdown(grace_s)
+        if self._learner is not None:
+            ray.wait([closing], timeout=grace_s)
+            ray.kill(self._learner)
+        self._learner = None
 
-    def _spread(self, method: str, pieces: list, arguments: tuple, retry: Callable) -> list:
-        """Gives pieces of work to whichever worker is free until all are done."""
-        waiting, running, results = deque(pieces), {}, []
-        timeout_s = self._config.placement.step_timeout_s
-        while waiting or running:
-            busy = {name for name, _, _ in running.values()}
-            for name in [name for name in self._workers if name not in busy]:
-                if waiting:
-                    piece = waiting.popleft()
-                    call = getattr(self._workers[name], method).remote(piece, *arguments)
-                    running[call] = (name, piece, time.monotonic() + timeout_s)
-            done, _ = ray.wait(list(running), num_returns=1, timeout=POLL_S)
-            self._stop.check()
-            late = [c for c, (_, _, deadline) in running.items() if time.monotonic() > deadline]
-            for call in {*done, *late}:
-                name, piece, _ = running.pop(call)
-                try:
-                    if call not in done:
-                        raise NoAnswer(f"{name} did not finish {method} in {timeout_s:g} s")
-                    results.append(ray.get(call))
-                except (RayActorError, WorkerCrashedError, RayTaskError, NoAnswer) as error:
-                    waiting.appendleft(retry(piece))
-                    self._replace(name, error)
-        return results
+    def _wait(self, call: Any, who: str, what: str, timeout_s: float) -> Any:
+        return actors.wait_for(call, who, what, timeout_s, self._stop.check)
 
-    def _replace(self, name: str, error: BaseException) -> None:
-        """Starts a lost or failed worker anew; it fetches the current weights before it works.
-
-        A start that fails is a restart too.
-        """
-        while True:
-            self._count_restart(name, error)
-            ray.kill(self._workers[name])
-            index = int(name.rsplit("-", 1)[1])
-            self._workers[name] = self._actor(
-                RolloutActor, self._make_rollout_spec(name), index + 1
-            )
-            try:
-                actor = self._started(
-                    self._workers[name].describe.remote(),
-                    name,
-                    self._config.placement.startup_timeout_s,
-                )
-                self._replaced.add(name)
-                self._warn(f"{name} is back: process {actor['pid']} on {actor['host']}")
-                return
-            except (ActorFailed, NoAnswer) as failure:
-                error = failure
-
-    def _count_restart(self, name: str, error: BaseException) -> None:
-        self.restarts += 1
-        allowed = self._config.placement.worker_restarts
-        if self.restarts > allowed:
-            raise WorkersLost(
-                f"{name} failed and placement.worker_restarts={allowed} is used up: "
-                f"{message_of(error)}",
-                details=str(error),
-            ) from error
-        self._warn(f"{name} failed, restart {self.restarts} of {allowed}: {message_of(error)}")
-
-    def _get(self, call, who: str, what: str, timeout_s: float, interruptible: bool = True) -> Any:
-        """The result of one call, looking for signals while it waits."""
-        deadline = time.monotonic() + timeout_s
-        while not ray.wait([call], timeout=POLL_S)[0]:
-            if interruptible:
-                self._stop.check()
-            if time.monotonic() > deadline:
-                raise NoAnswer(f"{who} did not answer {what!r} within {timeout_s:g} s")
+    def _learner_result(self, call: Any, method: str) -> Any:
         try:
-            return ray.get(call)
-        except RayTaskError as error:
-            raise ActorFailed(
-                f"{who} failed in {what!r}: {message_of(error)}", details=str(error)
-            ) from error
+            return actors.result_of(call, "the learner", method)
+        except GONE as error:
+            raise self._lost(error, method) from error
 
-    def _started(self, call, who: str, timeout_s: float) -> dict[str, Any]:
-        """What a new actor says of itself.
-
-        Raises:
-            ActorFailed: with what its constructor raised.
-        """
-        try:
-            return self._get(call, who, "start", timeout_s)
-        except (RayActorError, WorkerCrashedError) as error:
-            message = message_of(error)
-            kind = ResourcesNotMet if "WrongPlatform: " in message else ActorFailed
-            raise kind(f"{who} could not start: {message}", details=str(error)) from error
-
-    def _actor(self, cls: type, spec: Any, index: int):
-        """Creates an actor in its own bundle, on the platform that the run asks for."""
-        placement = self._config.placement
-        resources = placement.learner if index == 0 else placement.rollout
-        asked = bundle(resources)
-        return (
-            ray.remote(cls)
-            .options(
-                num_cpus=asked.pop("CPU", 0),
-                num_gpus=asked.pop("GPU", 0),
-                resources=asked,
-                runtime_env={"env_vars": platform_environment(placement.platform, resources)},
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=self._group, placement_group_bundle_index=index
-                ),
-            )
-            .remote(spec)
+    def _lost(self, error: BaseException, method: str) -> LearnerLost:
+        return LearnerLost(
+            f"the learner died during {method!r}: {actors.message_of(error)}", details=str(error)
         )
+
+
+def with_port(spec: LearnerSpec, address: str) -> LearnerSpec:
+    """The spec of a learner that takes another's place, and its port where that is free there."""
+    return dataclasses.replace(spec, port=int(address.rpartition(":")[2]))

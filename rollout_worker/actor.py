@@ -1,14 +1,14 @@
-"""The shell of a rollout worker: fetches weights, runs the core, pushes groups.
+"""The shell of a rollout worker: its loop, its threads, its connections.
 
 A plain class, so that it runs in a Ray actor (driver/supervisor.py) or in any other process. It
 moves data and decides nothing.
 """
 
-import contextlib
 import dataclasses
 import logging
 import os
 import socket
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,17 +16,21 @@ from models.checkpoint import read_model_config
 from models.platform import require_platform
 from models.tokenizer import load_tokenizer
 from rollout_worker.config import DataConfig, RewardConfig, RolloutConfig
+from rollout_worker.fetcher import Fetched, Fetcher
+from rollout_worker.loop import WorkLoop
+from rollout_worker.orders import News, Orders
 from rollout_worker.prompts import PromptSet, load_prompts
+from rollout_worker.pusher import Pusher
 from rollout_worker.requests import SamplingSettings
 from rollout_worker.reward_pool import RewardPool
 from rollout_worker.setup import EngineSetup
 from rollout_worker.worker import RolloutWorker
-from services.group_buffer import StaleGroup
+from services import failpoints
 from services.health import check_serving
 from services.messages import Group, Lease
 from services.phase_clock import PhaseClock
 from services.tls import Credentials
-from services.trajectory_client import TrajectoryClient, pack_group
+from services.trajectory_client import TrajectoryClient
 from services.weight_client import WeightClient
 
 log = logging.getLogger(__name__)
@@ -57,43 +61,17 @@ class RolloutSpec:
     streams: int
     timeout_s: float
     """Bound of one weight transfer and of one push."""
-    samples_per_call: int
-    """Completions of each `rollout` that are returned as text, for the log."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GroupReport:
-    """How one lease ended, without its arrays."""
-
-    group_id: str
-    outcome: str
-    """`accepted`, `duplicate` or `stale`."""
-    zero_variance: bool
-    """At least one completion was scored, and all that were have the same reward."""
-    scored: int
-    """Completions without a reward_error."""
-    reward_sum: float
-    """Of their total rewards."""
-    reward_error: str
-    """Of the first completion that could not be scored; empty where all were."""
-    completion_tokens: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RolloutReport:
-    """What the leases of one call came to."""
-
-    worker: str
-    policy_version: int
-    groups: list[GroupReport]
-    """In the order of the leases."""
-    samples: list[dict[str, Any]]
+    with_samples: bool
+    """Whether a completion of every group is returned as text, for the log."""
+    failpoints: str | None = None
+    """Folder of `services/failpoints.py`, in tests of faults."""
 
 
 class RolloutActor:
-    """Owns one worker and its two connections."""
+    """Owns one worker, its loop and its connections; its methods may be called side by side."""
 
     def __init__(self, spec: RolloutSpec):
+        failpoints.install(spec.failpoints)
         devices = require_platform(spec.platform)
         check_serving(spec.learner_address, spec.credentials, timeout_s=DIAL_S)
         self._spec = spec
@@ -142,10 +120,22 @@ class RolloutActor:
         self._weights = WeightClient(
             spec.learner_address, spec.credentials, run_id=spec.run_id, streams=spec.streams
         )
-        self._trajectories = TrajectoryClient(spec.learner_address, spec.credentials)
         self._devices = devices
-        self._idle = contextlib.ExitStack()
-        self._idle.enter_context(self._clock.phase("idle"))
+        self._loop = WorkLoop(
+            self._worker,
+            self._clock,
+            make_fetcher=lambda wake: Fetcher(self._pull, (spec.learner_address,), wake),
+            make_pusher=lambda ended, wake: Pusher(
+                lambda address: TrajectoryClient(address, spec.credentials),
+                spec.learner_address,
+                timeout_s=spec.timeout_s,
+                on_result=ended,
+                on_failure=wake,
+            ),
+            swap=self._swap,
+            sample=self._sample,
+            weights_timeout_s=spec.timeout_s,
+        )
 
     def describe(self) -> dict[str, Any]:
         """Says that the worker is ready, and where and on what it runs."""
@@ -157,26 +147,13 @@ class RolloutActor:
             "prompts_digest": self._prompts[0].digest,
         }
 
-    def rollout(self, leases: Sequence[Lease], policy_version: int) -> RolloutReport:
-        """Turns leases into groups in the learner's buffer, under a version of at least this.
+    def order(self, orders: Orders) -> None:
+        """Takes leases and other wishes of the driver; returns at once."""
+        self._loop.order(orders)
 
-        Every group is pushed when it is complete, while the others are still being decoded.
-        """
-        leased = {lease.group_id: lease for lease in leases}
-        shown = list(leased)[: self._spec.samples_per_call]
-        reports, samples = {}, {}
-        with self._working():
-            self._hold_version(policy_version)
-            for group in self._worker.rollout(leases):
-                reports[group.group_id] = self._push(group)
-                if group.group_id in shown:
-                    samples[group.group_id] = self._sample(group, leased[group.group_id])
-        return RolloutReport(
-            worker=self._spec.name,
-            policy_version=self._worker.policy_version,
-            groups=[reports[group_id] for group_id in leased],
-            samples=[samples[group_id] for group_id in shown],
-        )
+    def news(self, wait_s: float) -> News:
+        """What happened since the last call; waits for something to happen, at most so long."""
+        return self._loop.news(wait_s)
 
     def evaluate(
         self,
@@ -184,65 +161,45 @@ class RolloutActor:
         policy_version: int,
         samples: int,
         sampling: SamplingSettings,
+        timeout_s: float,
     ) -> list[dict[str, Any]]:
-        """Completes and scores held-out prompts; returns records of plain values."""
-        with self._working():
-            self._hold_version(policy_version)
+        """Completes and scores held-out prompts under a version of at least this.
+
+        Returns:
+            Records of plain values.
+        """
+
+        def run() -> list[dict[str, Any]]:
             with self._clock.phase("eval"):
                 items = self._worker.evaluate(positions, samples=samples, sampling=sampling)
-        return [dataclasses.asdict(item) for item in items]
+            return [dataclasses.asdict(item) for item in items]
+
+        return self._loop.call(policy_version, run, timeout_s)
 
     def lap(self) -> dict[str, float]:
         """Seconds by phase since the last call; they add up to the time between."""
         return self._clock.lap()
 
     def close(self) -> None:
-        """Ends the reward processes and both connections."""
+        """Ends the threads, the reward processes and the connections."""
+        self._loop.close()
         self._rewards.close()
         self._weights.close()
-        self._trajectories.close()
 
-    @contextlib.contextmanager
-    def _working(self):
-        """Not idle inside; idle again after, also when the work failed."""
-        self._idle.close()
-        try:
-            yield
-        finally:
-            self._idle.enter_context(self._clock.phase("idle"))
+    def _pull(self, min_version: int, sources: Sequence[str], wait_s: float) -> Fetched:
+        started = time.monotonic()
+        manifest = self._weights.manifest(min_version, timeout_s=wait_s)
+        failpoints.reach("worker.receive")
+        named = self._weights.fetch(manifest, timeout_s=self._spec.timeout_s)
+        return Fetched(manifest, named, {"seconds": time.monotonic() - started})
 
-    def _hold_version(self, policy_version: int) -> None:
-        """Fetches and swaps in a newer policy where the held one is too old."""
-        if self._worker.policy_version >= policy_version:
-            return
-        with self._clock.phase("weights_wait"):
-            manifest = self._weights.manifest(policy_version, timeout_s=self._spec.timeout_s)
-        with self._clock.phase("wire"):
-            named = self._weights.fetch(manifest, timeout_s=self._spec.timeout_s)
-        with self._clock.phase("weights_swap"):
-            self._worker.swap(manifest, named)
+    def _swap(self, fetched: Fetched) -> None:
+        self._worker.swap(fetched.manifest, fetched.named)
 
-    def _push(self, group: Group) -> GroupReport:
-        with self._clock.phase("serialise"):
-            packed = pack_group(group)
-        try:
-            with self._clock.phase("wire"):
-                outcome = self._trajectories.push_packed(packed, self._spec.timeout_s).value
-        except StaleGroup:
-            outcome = "stale"
-        totals = [c.total_reward for c in group.completions if not c.reward_error]
-        return GroupReport(
-            group_id=group.group_id,
-            outcome=outcome,
-            zero_variance=len(set(totals)) == 1,
-            scored=len(totals),
-            reward_sum=sum(totals),
-            reward_error=next((c.reward_error for c in group.completions if c.reward_error), ""),
-            completion_tokens=sum(len(c.token_ids) for c in group.completions),
-        )
-
-    def _sample(self, group: Group, lease: Lease) -> dict[str, Any]:
+    def _sample(self, group: Group, lease: Lease) -> dict[str, Any] | None:
         """The first completion of a group, as it stands in samples.jsonl."""
+        if not self._spec.with_samples:
+            return None
         first = group.completions[0]
         prompt = self._prompts[0].prompts[lease.position]
         return {

@@ -5,6 +5,7 @@ noticed; either way that completion gets an error that names the scorer, the chi
 no other completion is touched. Nothing here depends on signals, so any thread may ask for scores.
 """
 
+import concurrent.futures
 import dataclasses
 import logging
 import math
@@ -125,6 +126,15 @@ class PendingScores:
     def done(self) -> bool:
         """Whether `wait` would not wait."""
         return all(future.done() for future in self._futures)
+
+    def wait_done(self, timeout_s: float | None) -> None:
+        """Waits until `wait` would not wait, at most for so long; None takes the scorers' bound."""
+        left_s = max(0.0, self._deadline_s - time.monotonic())
+        concurrent.futures.wait(
+            self._futures, left_s if timeout_s is None else min(timeout_s, left_s)
+        )
+        if time.monotonic() >= self._deadline_s:
+            self.wait()  # says who did not answer
 
     def wait(self) -> list[Score]:
         """One score per item, in the order of the items.

@@ -12,11 +12,12 @@ import numpy as np
 
 from models.checkpoint import from_named
 from models.tokenizer import Tokenizer
+from rollout_worker.completing import Completed, Completing
 from rollout_worker.config import RolloutConfig
 from rollout_worker.engine import Engine
 from rollout_worker.prompts import Prompt, PromptSet
 from rollout_worker.requests import FinishedRow, Request, SamplingSettings
-from rollout_worker.reward_pool import PendingScores, RewardPool, Score, ScoreRequest
+from rollout_worker.reward_pool import RewardPool, Score
 from rollout_worker.setup import STOP_STRINGS_SET
 from services.digest import tree_digest
 from services.messages import Completion, FinishReason, Group, Lease, WeightManifest
@@ -47,15 +48,6 @@ class WeightDigestMismatch(RuntimeError):
     """The arrays on the device are not the published ones."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Completed:
-    """All completions of one request, in the order of their samples, and their scores."""
-
-    request_id: str
-    rows: list[FinishedRow]
-    pending: PendingScores
-
-
 class RolloutWorker:
     """Turns prompts and a policy version into scored groups."""
 
@@ -81,10 +73,16 @@ class RolloutWorker:
         self._rollout = rollout
         self._engine = engine
         self._tokenizer = tokenizer
-        self._rewards = rewards
         self._train = train
         self._held_out = held_out
         self._clock = clock
+        self._completing = Completing(
+            engine, rewards, clock, lambda row: self.text(row.token_ids, row.finish_reason)
+        )
+        self._leases: dict[str, Lease] = {}
+        """Of the groups in the making, by request id."""
+        self._before: dict[str, dict[str, float]] = {}
+        """Seconds of the clock when each of them was taken."""
         self.policy_version = -1
         """-1 until the first weights arrive."""
         self.weight_digest = ""
@@ -113,6 +111,52 @@ class RolloutWorker:
         self.policy_version = manifest.policy_version
         self.weight_digest = digest
 
+    @property
+    def held(self) -> frozenset[tuple[str, int]]:
+        """Group id and attempt of the leases that were taken and are not complete."""
+        return frozenset((lease.group_id, lease.attempt) for lease in self._leases.values())
+
+    def take(self, leases: Sequence[Lease]) -> None:
+        """Starts groups under the current policy version, beside those that are in the making.
+
+        Args:
+            leases: of groups that are not held.
+        """
+        leased = {_request_id(lease): lease for lease in leases}
+        prompts = {name: self._train.prompts[lease.position] for name, lease in leased.items()}
+        sampling = SamplingSettings(temperature=self._rollout.temperature)
+        self._completing.submit(
+            [
+                self._request(
+                    request_id,
+                    prompts[request_id],
+                    epoch=lease.epoch,
+                    samples=self._rollout.completions_per_prompt,
+                    key_data=self._train_key,
+                    sampling=sampling,
+                )
+                for request_id, lease in leased.items()
+            ],
+            prompts,
+        )
+        self._leases |= leased
+        self._before |= dict.fromkeys(leased, self._clock.total())
+
+    def advance(self, wait_s: float | None = None) -> list[Group]:
+        """One turn of the engine; returns the groups that are complete now, in any order.
+
+        Args:
+            wait_s: as `Completing.advance` takes it.
+        """
+        return [self._group(done) for done in self._completing.advance(None, wait_s)]
+
+    def give_up(self, held: Iterable[tuple[str, int]]) -> None:
+        """Ends groups that nobody waits for, named as `held` names them."""
+        gone = {f"{group_id}/{attempt}" for group_id, attempt in held} & self._leases.keys()
+        self._completing.give_up(gone)
+        for request_id in gone:
+            del self._leases[request_id], self._before[request_id]
+
     def rollout(self, leases: Sequence[Lease]) -> Iterator[Group]:
         """Samples and scores groups; each is yielded as soon as it is complete, in any order.
 
@@ -122,22 +166,13 @@ class RolloutWorker:
         Args:
             leases: of different groups, any number.
         """
-        before = self._clock.peek()
-        leased = {lease.group_id: lease for lease in leases}
-        prompts = {name: self._train.prompts[lease.position] for name, lease in leased.items()}
-        requests = [
-            self._request(
-                group_id,
-                prompt,
-                epoch=leased[group_id].epoch,
-                samples=self._rollout.completions_per_prompt,
-                key_data=self._train_key,
-                sampling=SamplingSettings(temperature=self._rollout.temperature),
-            )
-            for group_id, prompt in prompts.items()
-        ]
-        for done in self._complete(requests, prompts):
-            yield self._group(leased[done.request_id], prompts[done.request_id], done, before)
+        self.give_up(self.held)  # of what a call left that failed, which is nobody's
+        self.take(leases)
+        try:
+            while self.held:
+                yield from self.advance()
+        finally:
+            self.give_up(self.held)
 
     def evaluate(
         self, positions: Sequence[int], *, samples: int, sampling: SamplingSettings
@@ -162,11 +197,17 @@ class RolloutWorker:
             )
             for request_id, prompt in prompts.items()
         ]
+        self._completing.give_up(self._completing.pending, "eval")
+        self._completing.submit(requests, prompts)
         items = {}
-        for done in self._complete(requests, prompts, account="eval"):
-            prompt = prompts[done.request_id]
-            scored = zip(done.rows, done.pending.wait(), strict=True)
-            items[done.request_id] = [self._item(prompt, row, score) for row, score in scored]
+        try:
+            while self._completing.pending:
+                for done in self._completing.advance("eval"):
+                    prompt = prompts[done.request_id]
+                    scored = zip(done.rows, done.pending.wait(), strict=True)
+                    items[done.request_id] = [self._item(prompt, row, one) for row, one in scored]
+        finally:
+            self._completing.give_up(self._completing.pending, "eval")
         return [item for request_id in prompts for item in items[request_id]]
 
     def text(self, token_ids: np.ndarray, finish_reason: FinishReason) -> str:
@@ -199,81 +240,14 @@ class RolloutWorker:
             stop_set=STOP_STRINGS_SET if self._rollout.stop_strings else 0,
         )
 
-    def _complete(
-        self, requests: Sequence[Request], prompts: Mapping[str, Prompt], account: str | None = None
-    ) -> Iterator[_Completed]:
-        """Requests as they are decoded and scored; scoring goes on while the device decodes.
-
-        Args:
-            account: ledger phase for all of it, instead of those of its parts.
-        """
-        unfinished: dict[str, list[FinishedRow]] = {one.request_id: [] for one in requests}
-        samples = {one.request_id: len(one.samples) for one in requests}
-        scoring: list[_Completed] = []
-        self._drain(account)  # of what a call left that failed, which is nobody's
-        self._engine.submit(requests)
-        try:
-            while unfinished or scoring:
-                if not unfinished:
-                    with self._clock.phase(account or "reward"):
-                        scoring[0].pending.wait()
-                for row in self._step(account) if unfinished else ():
-                    rows = unfinished[row.request_id]
-                    rows.append(row)
-                    if len(rows) == samples[row.request_id]:
-                        del unfinished[row.request_id]
-                        scoring.append(self._start_scoring(prompts, rows, account))
-                ready = [one for one in scoring if one.pending.done]
-                scoring = [one for one in scoring if one not in ready]
-                yield from ready
-        finally:
-            self._give_up(unfinished, account)
-
-    def _step(self, account: str | None) -> list[FinishedRow]:
-        # What the host does here itself, it does while the device decodes.
-        with self._clock.phase(account or "decode"):
-            return self._engine.step(account)
-
-    def _start_scoring(
-        self, prompts: Mapping[str, Prompt], rows: list[FinishedRow], account: str | None
-    ) -> _Completed:
-        request_id = rows[0].request_id
-        prompt = prompts[request_id]
-        rows.sort(key=lambda row: row.sample_index)
-        with self._clock.phase(account or "reward"):
-            pending = self._rewards.submit(
-                [
-                    ScoreRequest(
-                        completion=self.text(row.token_ids, row.finish_reason),
-                        answer=prompt.answer,
-                        prompt=prompt.question,
-                        item=prompt.item,
-                    )
-                    for row in rows
-                ]
-            )
-        return _Completed(request_id, rows, pending)
-
-    def _give_up(self, unfinished: Iterable[str], account: str | None) -> None:
-        """Leaves an engine without rows that nobody waits for.
-
-        One that failed is left alone, so that its own error is what is heard of.
-        """
-        for request_id in unfinished:
-            self._engine.abort(request_id)
-        self._drain(account)
-
-    def _drain(self, account: str | None) -> None:
-        while self._engine.usable and self._engine.pending:
-            self._step(account)
-
-    def _group(
-        self, lease: Lease, prompt: Prompt, done: _Completed, before: Mapping[str, float]
-    ) -> Group:
+    def _group(self, done: Completed) -> Group:
+        lease = self._leases.pop(done.request_id)
+        before = self._before.pop(done.request_id)
+        prompt = self._train.prompts[lease.position]
         versions = {int(version) for row in done.rows for version in row.versions}
         assert versions == {self.policy_version}, (lease.group_id, versions, self.policy_version)
-        after = self._clock.peek()
-        phase_s = {phase: after[phase] - before.get(phase, 0.0) for phase in after}
+        after = self._clock.total()
+        phase_s = {phase: after[phase] - before[phase] for phase in after}
         return Group(
             run_id=self._run_id,
             group_id=lease.group_id,
@@ -314,6 +288,11 @@ def _completion(row: FinishedRow, score: Score) -> Completion:
         total_reward=score.total,
         reward_error=score.error,
     )
+
+
+def _request_id(lease: Lease) -> str:
+    """A lease that was given up leaves its id in the engine for a moment: attempts differ."""
+    return f"{lease.group_id}/{lease.attempt}"
 
 
 def _key_data(key: jax.Array) -> np.ndarray:

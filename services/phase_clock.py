@@ -50,6 +50,8 @@ class PhaseClock:
         self._owner: int | None = None
         self._open: list[str] = []
         self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._earlier = dict.fromkeys(PHASES, 0.0)
+        """Of all laps that have ended."""
         self._charged_until = now()
 
     @contextlib.contextmanager
@@ -63,7 +65,7 @@ class PhaseClock:
         if name not in PHASES or name == UNEXPLAINED:
             raise ValueError(f"phase must be one of {PHASES[:-1]}, got {name!r}")
         with self._lock:
-            self._check_owner(f"enter phase {name!r}")
+            self._check_owner(name)
             self._charge()
             self._owner = threading.get_ident()
             self._open.append(name)
@@ -77,19 +79,16 @@ class PhaseClock:
                     self._owner = None
 
     def lap(self) -> dict[str, float]:
-        """Ends the lap, with the phases that are open going on in the next.
+        """Ends the lap, with the phases that are open going on in the next; from any thread.
 
         Returns:
             Seconds since the last lap (or the start) for every phase of PHASES; their sum is the
             wall time of the lap.
-
-        Raises:
-            RuntimeError: if another thread has a phase open.
         """
         with self._lock:
-            self._check_owner("end a lap")
             self._charge()
             seconds, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
+            self._earlier = {phase: self._earlier[phase] + seconds[phase] for phase in PHASES}
             return seconds
 
     def peek(self) -> dict[str, float]:
@@ -98,6 +97,12 @@ class PhaseClock:
             self._charge()
             return dict(self._seconds)
 
+    def total(self) -> dict[str, float]:
+        """Seconds since the start for every phase, whatever laps ended meanwhile."""
+        with self._lock:
+            self._charge()
+            return {phase: self._earlier[phase] + self._seconds[phase] for phase in PHASES}
+
     def _charge(self) -> None:
         """Gives the time since the last charge to the innermost open phase."""
         now = self._now()
@@ -105,9 +110,9 @@ class PhaseClock:
         self._seconds[current] += now - self._charged_until
         self._charged_until = now
 
-    def _check_owner(self, wish: str) -> None:
+    def _check_owner(self, phase: str) -> None:
         if self._owner not in (None, threading.get_ident()):
             raise RuntimeError(
-                f"cannot {wish} from thread {threading.current_thread().name!r}: another thread "
+                f"cannot enter phase {phase!r} from thread {threading.current_thread().name!r}: another thread "
                 f"is in phase {self._open[-1]!r}; give every thread a clock of its own"
             )

@@ -4,6 +4,7 @@ Both see the eight CPU devices: the learner cuts its matrices over them, the wor
 """
 
 import dataclasses
+import time
 
 import jax
 import numpy as np
@@ -22,12 +23,13 @@ from rollout_worker.config import (
     RolloutConfig,
     SourceConfig,
 )
+from rollout_worker.orders import LeaseOutcome, Orders, WorkerState
 from rollout_worker.requests import SamplingSettings
 from rollout_worker.reward_pool import Score
 from rollout_worker.worker import WeightDigestMismatch
+from services.background import BackgroundFailed
 from services.messages import FinishReason, Lease
 from services.tls import RunAuthority
-from services.weight_transfer import WeightTransferError
 
 G = 4
 GREEDY = SamplingSettings(temperature=0.0)
@@ -107,7 +109,7 @@ def make_worker(model, authority, address, **changes):
         weights_dtype="float32",
         streams=2,
         timeout_s=20.0,
-        samples_per_call=1,
+        with_samples=True,
     )
     return RolloutActor(RolloutSpec(**{**settings, **changes}))
 
@@ -122,45 +124,108 @@ def pair(model, authority, tmp_path_factory):
     learner.close()
 
 
-def leases(*indices, attempt=0):
-    return [Lease(group_id=f"g{i:08d}", attempt=attempt, epoch=0, position=i % 8) for i in indices]
+def leases(*indices, attempt=0, version=0):
+    return [
+        Lease(
+            group_id=f"g{i:08d}",
+            attempt=attempt,
+            epoch=0,
+            position=i % 8,
+            min_policy_version=version,
+        )
+        for i in indices
+    ]
+
+
+def rollout(worker, given, timeout_s=60.0):
+    """Has leases turned into groups in the learner's buffer; how each ended, by group id."""
+    worker.order(Orders(leases=tuple(given)))
+    results, deadline = {}, time.monotonic() + timeout_s
+    while len(results) < len(given):
+        assert time.monotonic() < deadline, f"only {sorted(results)} ended"
+        results |= {result.group_id: result for result in worker.news(5.0).results}
+    return results
+
+
+def outcomes(results):
+    return {result.outcome for result in results.values()}
+
+
+def on_loop(worker, run, version=0):
+    """Runs something where the worker itself would."""
+    return worker._loop.call(version, run, 60.0)
 
 
 def rolled_out(worker, *indices):
     """Groups of the worker's core, in the order of the leases."""
-    groups = list(worker._worker.rollout(leases(*indices)))
+    groups = on_loop(worker, lambda: list(worker._worker.rollout(leases(*indices))))
     return sorted(groups, key=lambda group: group.group_id)
 
 
 def test_a_step_goes_round(pair):
     learner, worker = pair
-    version = 0
-    report = worker.rollout(leases(0, 1), version)
-    assert [group.outcome for group in report.groups] == ["accepted", "accepted"]
-    assert report.policy_version == version
-    repeated = worker.rollout(leases(0, 1, attempt=1), version)
-    assert [group.outcome for group in repeated.groups] == ["duplicate", "duplicate"]
-    update = learner.update([group.group_id for group in report.groups], [], 5.0)
-    assert update.policy_version == version + 1
+    first = rollout(worker, leases(0, 1))
+    assert outcomes(first) == {LeaseOutcome.ACCEPTED}
+    assert {result.report.policy_version for result in first.values()} == {0}
+    assert all(result.sample["policy_version"] == 0 for result in first.values())
+    assert outcomes(rollout(worker, leases(0, 1, attempt=1))) == {LeaseOutcome.DUPLICATE}
+    update = learner.update(sorted(first), [], 5.0)
+    assert update.policy_version == 1
     assert set(update.outcomes.values()) == {"trained"}
     assert update.metrics["offpolicy/logprob_gap_max"] < 1e-4
     assert update.metrics["offpolicy/is_weight_raw_mean"] == pytest.approx(1.0, abs=1e-4)
     assert update.metrics["groups/duplicate"] == 2
+    fresh = rollout(worker, leases(3, version=1))
+    assert outcomes(fresh) == {LeaseOutcome.ACCEPTED}
+    assert {result.report.policy_version for result in fresh.values()} == {1}
 
-    late = worker.rollout(leases(2), version)
-    assert [group.outcome for group in late.groups] == ["stale"], "the worker was told no better"
-    fresh = worker.rollout(leases(3), update.policy_version)
-    assert [group.outcome for group in fresh.groups] == ["accepted"]
+
+def test_a_newer_version_is_swapped_in_before_anything_begins(pair):
+    learner, worker = pair
+    rollout(worker, leases(4, version=1))
+    learner.update(["g00000004"], [], 5.0)
+    results = rollout(worker, leases(5, version=2))
+    assert results["g00000005"].report.policy_version == 2
+    assert worker.news(0.0).policy_version == 2
+
+
+def test_cancelled_leases_end_in_silence_and_may_come_again(pair):
+    _, worker = pair
+    worker.order(Orders(leases=tuple(leases(10, 11, 12))))
+    worker.order(Orders(cancel=("g00000010", "g00000011", "g00000012")))
+    again = rollout(worker, leases(10, 11, 12, attempt=1))
+    assert {result.attempt for result in again.values()} == {1}
+    assert worker.news(0.0).held == 0
+
+
+def test_a_draining_worker_returns_what_it_has_not_begun(model, authority, pair):
+    learner, _ = pair
+    worker = make_worker(model, authority, learner.describe()["address"])
+    try:
+        on_loop(worker, lambda: None)
+        begun, waits = leases(13), leases(14, version=10**6)
+        worker.order(Orders(leases=(*begun, *waits)))
+        while "g00000013" in worker._loop._leases:
+            time.sleep(0.01)
+        worker.order(Orders(drain=True))
+        news = worker.news(5.0)
+        ends = {result.group_id: result.outcome for result in news.results}
+        assert ends["g00000014"] is LeaseOutcome.RETURNED
+        assert news.state is WorkerState.DRAINED
+        worker.order(Orders(leases=tuple(leases(15))))
+        assert worker.news(5.0).results[0].outcome is LeaseOutcome.RETURNED
+    finally:
+        worker.close()
 
 
 def test_evaluation_does_not_move_the_training_draws(pair):
     learner, worker = pair
     version = worker._worker.policy_version
     before = rolled_out(worker, 4)
-    items = worker.evaluate(range(5), version, 1, GREEDY)
+    items = worker.evaluate(range(5), version, 1, GREEDY, 60.0)
     after = rolled_out(worker, 4)
     assert len(items) == 5 and {item["policy_version"] for item in items} == {version}
-    again = worker.evaluate(range(5), version, 1, GREEDY)
+    again = worker.evaluate(range(5), version, 1, GREEDY, 60.0)
     assert [item["completion"] for item in items] == [item["completion"] for item in again]
     for one, other in zip(before[0].completions, after[0].completions, strict=True):
         np.testing.assert_array_equal(one.token_ids, other.token_ids)
@@ -171,7 +236,7 @@ def test_laps_add_up_and_know_their_phases(pair):
     for actor in pair:
         actor.lap()
     version = worker._worker.policy_version
-    worker.evaluate(range(2), version, 1, GREEDY)
+    worker.evaluate(range(2), version, 1, GREEDY, 60.0)
     lap = worker.lap()
     assert lap["eval"] > 0 and lap["decode"] == 0, "an evaluation is booked as one"
     assert learner.lap()["idle"] > 0
@@ -180,13 +245,18 @@ def test_laps_add_up_and_know_their_phases(pair):
 def test_groups_come_one_by_one_while_others_are_decoded_and_who_leaves_ends_them(pair):
     learner, worker = pair
     core = worker._worker
-    every = {group.group_id: group for group in core.rollout(leases(*range(8)))}
-    assert sorted(every) == [f"g{i:08d}" for i in range(8)]
-    groups = core.rollout(leases(*range(8)))
-    first = next(groups)
-    assert core._engine.pending, "the rest is still to be decoded"
-    groups.close()
-    assert not core._engine.pending
+
+    def run():
+        every = {group.group_id: group for group in core.rollout(leases(*range(8)))}
+        assert sorted(every) == [f"g{i:08d}" for i in range(8)]
+        groups = core.rollout(leases(*range(8)))
+        first = next(groups)
+        assert core._engine.pending, "the rest is still to be decoded"
+        groups.close()
+        assert not core._engine.pending
+        return first, every
+
+    first, every = on_loop(worker, run)
     for one, other in zip(first.completions, every[first.group_id].completions, strict=True):
         np.testing.assert_array_equal(one.token_ids, other.token_ids)
     assert [c.sample_index for c in first.completions] == list(range(G))
@@ -217,6 +287,9 @@ class LateScores:
     def done(self):
         return self._scorers.done
 
+    def wait_done(self, timeout_s):
+        self.wait()
+
     def wait(self):
         assert self.done, "waited for scores instead of decoding on"
         return [Score({}, 1.0, "")] * self._count
@@ -227,13 +300,17 @@ def test_an_engine_that_fails_is_heard_of_by_its_own_error(pair, monkeypatch):
     _, worker = pair
     core = worker._worker
     (before,) = rolled_out(worker, 6)
-    with monkeypatch.context() as patch:
-        patch.setattr(core._engine.device, "segment", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            rolled_out(worker, 6)
-    version, core.policy_version = core.policy_version, -1  # so that it is fetched again
-    worker._hold_version(version)
-    (after,) = rolled_out(worker, 6)
+
+    def run():
+        with monkeypatch.context() as patch:
+            patch.setattr(core._engine.device, "segment", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                list(core.rollout(leases(6)))
+        manifest = worker._weights.manifest(core.policy_version, timeout_s=5.0)
+        core.swap(manifest, worker._weights.fetch(manifest, timeout_s=5.0))
+        return list(core.rollout(leases(6)))
+
+    (after,) = on_loop(worker, run)
     for one, other in zip(after.completions, before.completions, strict=True):
         np.testing.assert_array_equal(one.token_ids, other.token_ids)
         assert one.finish_reason is other.finish_reason
@@ -242,8 +319,8 @@ def test_an_engine_that_fails_is_heard_of_by_its_own_error(pair, monkeypatch):
 def test_slow_scorers_do_not_hold_up_decoding(pair, monkeypatch):
     learner, worker = pair
     core = worker._worker
-    monkeypatch.setattr(core, "_rewards", LateScorers(expected=8 * G))
-    assert len(list(core.rollout(leases(*range(8))))) == 8
+    monkeypatch.setattr(core._completing, "_rewards", LateScorers(expected=8 * G))
+    assert len(rolled_out(worker, *range(8))) == 8
 
 
 def test_a_stop_string_ends_a_completion_and_stays_in_its_text(model, authority, pair):
@@ -259,8 +336,7 @@ def test_a_stop_string_ends_a_completion_and_stays_in_its_text(model, authority,
     address = learner.describe()["address"]
     worker = make_worker(model, authority, address, rollout=RolloutConfig(**settings))
     try:
-        worker._hold_version(0)
-        for group in worker._worker.rollout(leases(0, 1, 2, 3)):
+        for group in rolled_out(worker, 0, 1, 2, 3):
             for completion in group.completions:
                 text = worker._worker.text(completion.token_ids, completion.finish_reason)
                 assert not {"e", "7"} & set(text[:-1])
@@ -296,8 +372,12 @@ def test_a_swap_that_fails_leaves_the_old_version_whole(pair, kind):
     manifest = worker._weights.manifest(version, timeout_s=5.0)
     named = worker._weights.fetch(manifest, timeout_s=5.0)
     newer = dataclasses.replace(manifest, policy_version=version + 1)
-    with pytest.raises((ValueError, WeightDigestMismatch)):
-        core.swap(newer, damaged(manifest, named, kind))
+
+    def run():
+        with pytest.raises((ValueError, WeightDigestMismatch)):
+            core.swap(newer, damaged(manifest, named, kind))
+
+    on_loop(worker, run)
     assert (core.policy_version, core.weight_digest) == (version, digest)
     after = rolled_out(worker, 5)
     assert after[0].policy_version == version
@@ -310,7 +390,7 @@ def test_after_a_swap_a_used_worker_equals_a_fresh_one(pair, model, authority):
     version = worker._worker.policy_version
     fresh = make_worker(model, authority, learner.describe()["address"])
     try:
-        fresh._hold_version(version)
+        on_loop(fresh, lambda: None, version)
         assert fresh._worker.weight_digest == worker._worker.weight_digest
         mine, theirs = rolled_out(worker, 6), rolled_out(fresh, 6)
     finally:
@@ -324,10 +404,12 @@ def test_a_learner_that_is_gone_is_named_and_the_worker_stays_whole(model, autho
     learner = make_learner(model, authority, tmp_path)
     worker = make_worker(model, authority, learner.describe()["address"], timeout_s=2.0)
     learner.publish()
-    worker._hold_version(0)
+    on_loop(worker, lambda: None)
     learner.close()
-    with pytest.raises((WeightTransferError, TimeoutError), match=learner.describe()["address"]):
-        worker._hold_version(1)
+    with pytest.raises(TimeoutError, match=learner.describe()["address"]):
+        on_loop(worker, lambda: None, version=1)
+    with pytest.raises(BackgroundFailed, match="policy version >= 1, held is 0"):
+        worker.news(0.0)
     assert worker._worker.policy_version == 0
     worker.close()
 
@@ -337,7 +419,7 @@ def test_a_group_of_unfinished_numbers_changes_nothing_and_is_kept(model, author
     learner = make_learner(model, authority, tmp_path, rollouts_file=str(recorded))
     worker = make_worker(model, authority, learner.describe()["address"])
     learner.publish()
-    worker.rollout(leases(0), 0)
+    rollout(worker, leases(0))
     poisoned = jax.tree.map(lambda leaf: leaf * np.nan, learner._core.state.params)
     before = learner._core.named_weights("float32")
     learner._core._state = dataclasses.replace(learner._core.state, params=poisoned)

@@ -89,23 +89,27 @@ def test_unknown_phase_is_an_error(name):
         pass
 
 
-def test_another_thread_cannot_use_an_open_clock():
-    clock = PhaseClock()
-    errors = []
+def test_another_thread_cannot_enter_a_phase_of_an_open_clock_but_may_end_its_lap():
+    now = FakeTime()
+    clock = PhaseClock(now)
+    errors, laps = [], []
 
     def intrude():
-        for use in (lambda: clock.phase("wire").__enter__(), clock.lap):
-            try:
-                use()
-            except RuntimeError as error:
-                errors.append(str(error))
+        try:
+            clock.phase("wire").__enter__()
+        except RuntimeError as error:
+            errors.append(str(error))
+        laps.append(clock.lap())
 
     with clock.phase("decode"):
+        now.s += 2.0
         thread = threading.Thread(target=intrude, name="intruder")
         thread.start()
         thread.join()
-    assert len(errors) == 2
-    assert all("intruder" in error and "'decode'" in error for error in errors)
+        now.s += 3.0
+    assert len(errors) == 1 and "intruder" in errors[0] and "'decode'" in errors[0]
+    assert nonzero(laps[0]) == {"decode": 2.0} and nonzero(clock.lap()) == {"decode": 3.0}
+    assert nonzero(clock.total()) == {"decode": 5.0}, "whatever laps ended"
 
 
 def test_another_thread_may_use_a_closed_clock():

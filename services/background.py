@@ -1,0 +1,53 @@
+"""Threads that do not fail in silence.
+
+The first error that leaves a thread is kept, and raised by whoever asks next; its traceback is that
+of the thread.
+"""
+
+import threading
+from collections.abc import Callable
+
+
+class BackgroundFailed(RuntimeError):
+    """A background thread ended with an error, which is this one's cause."""
+
+
+class Background:
+    """One supervised thread, started at once."""
+
+    def __init__(
+        self,
+        name: str,
+        run: Callable[[], None],
+        on_failure: Callable[[], None] = lambda: None,
+    ):
+        """
+        Args:
+            name: of the thread, for errors and stack dumps.
+            run: ends by itself when its owner says so.
+            on_failure: wakes whoever waits for what the thread makes; called in the thread.
+        """
+        self._run = run
+        self._on_failure = on_failure
+        self.failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._guarded, name=name, daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raises BackgroundFailed from what ended the thread, if an error did."""
+        if self.failure is not None:
+            raise BackgroundFailed(
+                f"{self._thread.name} failed: {type(self.failure).__name__}: {self.failure}"
+            ) from self.failure
+
+    def join(self, timeout_s: float) -> bool:
+        """Waits for the thread to end; False if it did not in time."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _guarded(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:  # kept for whoever asks
+            self.failure = error
+            self._on_failure()
