@@ -159,12 +159,15 @@ class ControlBox:
             new_target(wish, self._fleet)  # what cannot be is refused without waiting for the loop
             self._requests.append(request)
         try:
-            return request.answer.result(timeout_s)
+            accepted = request.answer.result(timeout_s)
         except TimeoutError:
             effect = "nothing will be done" if request.answer.cancel() else "it may still act on it"
             raise TimeoutError(
                 f"the driver was busy for {timeout_s:.3g} s and did not answer: {effect}; try again"
             ) from None
+        with self._lock:  # the loop may not have shown its fleet since, and callers look at once
+            self._fleet = dataclasses.replace(self._fleet, target=accepted.target)
+        return accepted
 
 
 class NotControllable(RunError):

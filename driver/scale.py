@@ -236,6 +236,7 @@ def _change(client: ControlClient, given: argparse.Namespace, console: Console) 
             _show(fleet, console)
             return
         if time.monotonic() > deadline:
+            check_running(given.run)
             raise NotReached(
                 f"waited {given.wait:g} s and {what}; the run goes on with it: look again with "
                 f"python -m driver.scale --run {given.run}"

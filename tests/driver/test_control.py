@@ -105,6 +105,7 @@ def test_the_loop_answers_those_who_wait(box, pool):
     assert not first.done()
     request.accept(3, 2)
     assert first.result(10) == Accepted(target=3, current=2)
+    assert box.fleet().target == 3, "whoever was answered sees what was accepted"
     second = pool.submit(box.drain, "rollout-1", 10)
     request = take_one(box)
     assert request.wish == Drain(name="rollout-1")

@@ -240,18 +240,23 @@ def test_a_run_that_cannot_be_controlled_says_why(tmp_path, capsys, changes, par
 
 def test_a_run_that_ends_while_it_is_waited_for_is_told(tmp_path, start, capsys):
     driver = start(min=1, max=8, start=2)
+    status = StatusFile(tmp_path, run="demo", run_id="demo-1")
 
     def ending(fleet):
         if driver.granted:
-            driver.box.close("the run is ending")
-            status_of(tmp_path, state="finished", step=60)
+            status.end(ExitCode.TERMINATED, "interrupted by SIGTERM")
         return fleet
 
     driver.move = ending
     assert scale(tmp_path, "--rollout-workers", "3", "--wait", "0.5") == 1
-    assert "2 of 3 workers take leases" in capsys.readouterr().err
-    assert scale(tmp_path, "--rollout-workers", "4") == 1
-    assert "finished after step 60" in capsys.readouterr().err
+    assert "run demo is over: it was interrupted after step 0" in capsys.readouterr().err
+
+
+def test_a_run_that_ends_says_so_to_those_who_come(tmp_path, start, capsys):
+    driver = start(min=1, max=8, start=2)
+    driver.box.close("the run is ending")
+    assert scale(tmp_path, "--rollout-workers", "3") == 1
+    assert "error: the run is ending" in capsys.readouterr().err
 
 
 def test_this_process_is_a_run_that_goes_on(tmp_path):
