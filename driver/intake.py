@@ -161,6 +161,11 @@ class Intake:
             self._book.end(group_id, TrajectoryState.DROPPED_ZERO_VARIANCE)
         return StepBatch(kept=list(kept), dropped=list(dropped), reports=list(reports))
 
+    def discard(self, group_ids: Iterable[str]) -> None:
+        """Leaves out groups that the learner has given up; the caller books them."""
+        for group_id in group_ids:
+            self._waiting.pop(group_id, None)
+
     def _expire(self, policy_version: int) -> None:
         """Ends what has grown too old while it waited."""
         fresh = set(self._admissible(policy_version))

@@ -32,7 +32,7 @@ from driver.specs import learner_spec, rollout_spec
 from driver.status import ExitCode, StatusFile
 from driver.supervisor import LearnerLost, Supervisor, with_port
 from driver.view import Accuracy, RunSummary, StepView, step_row, summary_lines
-from learner.actor import Restored
+from learner.reports import Restored
 from rollout_worker.orders import News, Orders
 from services import failpoints
 from services.tls import RunAuthority
@@ -391,8 +391,7 @@ class Session:
         return self._intake.take(self._version)
 
     def _reports(self, group_ids: list[str]):
-        found = self._supervisor.learner("reports", group_ids, timeout_s=self._wait_s)
-        return [found[group_id] for group_id in group_ids if group_id in found]
+        return self._supervisor.learner("reports", group_ids, timeout_s=self._wait_s)
 
     def _train_step(self, step: int) -> dict[str, float]:
         """Prompts to groups to the next policy version; returns the step's metrics.
@@ -413,8 +412,15 @@ class Session:
                 timeout_s=2 * self._wait_s,
                 interruptible=False,
             )
+            self._intake.discard(report.disowned)
             for group_id, outcome in report.outcomes.items():
                 self._book.end(group_id, TrajectoryState(outcome))
+            if report.replayed == "different":
+                self._view.say(
+                    f"step {step}: made again from the record, policy version "
+                    f"{report.policy_version} came out different; {len(report.disowned)} groups "
+                    "that rest on what it was are dropped"
+                )
             self._version = report.policy_version
             metrics = report.metrics
         metrics |= batch.metrics()

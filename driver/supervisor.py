@@ -25,8 +25,8 @@ from driver.signals import StopSignal
 from learner.actor import LearnerActor, LearnerSpec
 from rollout_worker.actor import RolloutSpec
 
-WATCH_S = 5.0
-"""How long the learner may keep a question for its health open."""
+WATCH_S = 1.0
+"""Between two questions for the learner's health: how late its death may be noticed."""
 
 
 class LearnerLost(RunError):
@@ -55,6 +55,7 @@ class Supervisor:
         self._warn = warn
         self._learner: Any = None
         self._watch: Any = None
+        self._watch_at = 0.0
         self._fleet: Fleet | None = None
         self.before_turn: Callable[[], None] = lambda: None
         """The step loop's: gives out leases."""
@@ -80,7 +81,7 @@ class Supervisor:
             about = self._wait(call, "learner", "start", self._config.placement.startup_timeout_s)
         except (*GONE, ActorFailed) as error:
             raise actors.start_failure(error, "learner") from error
-        self._watch = self._learner.watch.remote(WATCH_S)
+        self._watch = None
         return about
 
     def restart_learner(self, spec: LearnerSpec, error: LearnerLost) -> dict[str, Any]:
@@ -100,6 +101,7 @@ class Supervisor:
         self._warn(f"{error}: restart {self.learner_restarts} of {allowed}")
         with contextlib.suppress(ValueError):
             ray.kill(self._learner)
+        self._learner = self._watch = None
         return self.start_learner(spec)
 
     def start_workers(
@@ -132,16 +134,18 @@ class Supervisor:
         if interruptible:
             self._stop.check()
         self.before_turn()
-        watched = [] if self._watch is None else [self._watch]
-        waited = [*calls, *watched]
+        if self._watch is None and self._learner is not None and time.monotonic() > self._watch_at:
+            self._watch = self._learner.health.remote()
+        waited = [*calls] if self._watch is None else [*calls, self._watch]
         if self._fleet is None:
             ended = set(ray.wait(waited, timeout=POLL_S)[0]) if waited else set()
         else:
             ended = self._fleet.pump(POLL_S, waited)
         if self._watch in ended:
-            watch, self._watch = self._watch, None
-            self._learner_result(watch, "watch")
-            self._watch = self._learner.watch.remote(WATCH_S)
+            watch, self._watch, self._watch_at = self._watch, None, time.monotonic() + WATCH_S
+            health = self._learner_result(watch, "health")
+            if health.problem:
+                raise ActorFailed(f"the learner: {health.problem}")
         return ended & set(calls)
 
     def learner(self, method: str, *arguments, timeout_s: float, interruptible: bool = True) -> Any:
