@@ -1,0 +1,96 @@
+"""A Ray head that outlives the drivers that join it, on loopback and with a token of its own."""
+
+import contextlib
+import os
+import pathlib
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+
+import psutil
+
+from deploy.run_local import end_group, free_ports, wait_for_head
+
+CPUS = 8
+"""What the head believes to have: room for an old learner beside the one that replaces it."""
+
+
+class Head:
+    """A running head and what has to be known to join it."""
+
+    def __init__(self, process: subprocess.Popen, environment: Mapping[str, str]):
+        self.environment = dict(environment)
+        """Of a driver that joins it."""
+        self._process = process
+
+    def actors(self, name: str) -> list[psutil.Process]:
+        """The processes of actors of this class, oldest first."""
+        found = []
+        for process in self._descendants():
+            with contextlib.suppress(psutil.Error, IndexError):
+                if process.cmdline()[0].startswith(f"ray::{name}"):
+                    found.append((process.create_time(), process.pid, process))
+        return [process for _, _, process in sorted(found)]
+
+    def _descendants(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(self._process.pid).children(recursive=True)
+        return []
+
+
+@contextlib.contextmanager
+def running_head(folder: pathlib.Path, extra: Mapping[str, str]) -> Iterator[Head]:
+    """Starts a head, and ends it with all that it started.
+
+    Args:
+        folder: its log goes there.
+        extra: environment of the head, its actors and the drivers.
+    """
+    # A short path: Ray's sockets lie in it and may not exceed 107 bytes.
+    session = pathlib.Path(tempfile.mkdtemp(prefix="tandem-ray-"))
+    port, dashboard, client = free_ports(3)
+    environment = {
+        **os.environ,
+        **extra,
+        "PATH": f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "no_proxy": ",".join(filter(None, [os.environ.get("no_proxy"), "127.0.0.1,localhost"])),
+    }
+    environment.pop("RAY_ADDRESS", None)
+    log_path = folder / "head.log"
+    with log_path.open("w") as log:
+        process = subprocess.Popen(
+            ["ray", "start", "--head", "--block", "--disable-usage-stats"]
+            + ["--node-ip-address", "127.0.0.1", "--port", str(port)]
+            + ["--temp-dir", str(session), "--num-cpus", str(CPUS)]
+            + ["--dashboard-host", "127.0.0.1", "--dashboard-port", str(dashboard)]
+            + ["--ray-client-server-port", str(client)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        try:
+            wait_for_head(process, f"http://127.0.0.1:{dashboard}", log_path)
+            yield Head(process, {**environment, "RAY_ADDRESS": f"127.0.0.1:{port}"})
+        finally:
+            end_group(process, 20)
+            _keep_logs(session, folder)
+
+
+def _keep_logs(session: pathlib.Path, folder: pathlib.Path) -> None:
+    """Moves the logs of the actors beside those of the drivers; the rest of the session goes."""
+    logs = (session / "session_latest").resolve() / "logs"
+    if logs.is_dir():
+        target = folder / "ray-logs"
+        target.mkdir(exist_ok=True)
+        for path in [*logs.glob("worker-*.out"), *logs.glob("worker-*.err"), logs / "raylet.out"]:
+            if path.exists() and path.stat().st_size:
+                shutil.copy(path, target / path.name)
+    shutil.rmtree(session, ignore_errors=True)

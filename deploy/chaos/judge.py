@@ -1,0 +1,176 @@
+"""What a run left behind, and whether it may look like that: pure functions over its files.
+
+Lines that a resume has moved to `*.superseded.jsonl` are of work that was done again: they do not
+count.
+"""
+
+import collections
+import dataclasses
+import json
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+
+COMPARED = ("reward/total/mean", "train/loss", "train/grad_norm")
+"""Metrics that equal training makes equal to the bit, to say where two runs part."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunFiles:
+    """The books and the result of one run."""
+
+    ledger: list[dict[str, Any]]
+    metrics: list[dict[str, Any]]
+    checkpoints: tuple[int, ...]
+    """Steps with a checkpoint that was finished."""
+    parameters: dict[str, np.ndarray]
+    """Of the exported policy; empty where there is none."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Books:
+    """How the groups of a run ended."""
+
+    lost: tuple[str, ...]
+    """Ids below the highest one that neither ended nor can be still under way."""
+    duplicated: tuple[str, ...]
+    """Ids that ended more than once, as trained or otherwise."""
+    problems: tuple[str, ...]
+    """Whatever else does not add up."""
+
+
+def read_run(folder: pathlib.Path) -> RunFiles:
+    """Reads the output folder of a run that has ended."""
+    export = folder / "export" / "model.safetensors"
+    checkpoints = (folder / "checkpoints").glob("step-*/manifest.json")
+    return RunFiles(
+        ledger=read_lines(folder / "ledger.jsonl"),
+        metrics=read_lines(folder / "metrics.jsonl"),
+        checkpoints=tuple(sorted(int(path.parent.name.split("-")[1]) for path in checkpoints)),
+        parameters=safetensors.numpy.load_file(export) if export.exists() else {},
+    )
+
+
+def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The records of a log; a last line that is being written is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]
+
+
+def ends(ledger: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """The states in which each group ended, by id; further deliveries of it do not count."""
+    found = collections.defaultdict(list)
+    for line in ledger:
+        for state, ids in line["groups"].items():
+            if state != "duplicate":
+                for group_id in ids:
+                    found[group_id].append(state)
+    return dict(found)
+
+
+def check_books(run: RunFiles, *, steps: int, expected: Iterable[str] | None = None) -> Books:
+    """Holds the books of a finished run to one end for each group and one line for each step.
+
+    Args:
+        run: as read.
+        steps: that it was to take.
+        expected: ids that must have been trained, no more and no fewer; None where two runs may
+            differ in that, and every id below the highest must have ended or be under way.
+    """
+    ended = ends(run.ledger)
+    twice = tuple(sorted(group_id for group_id, states in ended.items() if len(states) > 1))
+    problems = [
+        *_check_steps("ledger.jsonl", run.ledger, steps),
+        *_check_steps("metrics.jsonl", run.metrics, steps),
+    ]
+    if steps not in run.checkpoints:
+        problems.append(f"no checkpoint of step {steps}; there are {list(run.checkpoints)}")
+    if not run.parameters:
+        problems.append("no policy was exported")
+    if expected is None:
+        lost = _unaccounted(ended, run.ledger)
+    else:
+        trained = {group_id for group_id, states in ended.items() if "trained" in states}
+        lost = tuple(sorted(set(expected) - trained))
+        if more := sorted(trained - set(expected)):
+            problems.append(f"{len(more)} groups were trained that should not be, first {more[0]}")
+    return Books(lost=lost, duplicated=twice, problems=tuple(problems))
+
+
+def check_staleness(metrics: Iterable[Mapping[str, Any]], bound: int) -> list[str]:
+    """One line for every step that trained on a group that was too old."""
+    return [
+        f"step {line['step']} trained on a group {line['offpolicy/staleness_max']:g} versions old, "
+        f"at most {bound} are allowed"
+        for line in metrics
+        if line.get("offpolicy/staleness_max", 0) > bound
+    ]
+
+
+def different_tensors(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> list[str]:
+    """Names of the tensors that are not equal bit for bit, or that one side lacks."""
+    return sorted(
+        name
+        for name in one.keys() | other.keys()
+        if name not in one or name not in other or _bits(one[name]) != _bits(other[name])
+    )
+
+
+def first_difference(
+    one: Sequence[Mapping[str, Any]],
+    other: Sequence[Mapping[str, Any]],
+    names: Sequence[str] = COMPARED,
+) -> str:
+    """Where two runs part, by their metrics; '' where they do not."""
+    for mine, theirs in zip(one, other, strict=False):
+        for name in names:
+            if mine.get(name) != theirs.get(name):
+                return (
+                    f"the runs part at step {mine['step']}: {name} is {mine.get(name)} and "
+                    f"{theirs.get(name)}"
+                )
+    return ""
+
+
+def last_line(
+    *, faults: int, lost: int, duplicated: int, parameters_equal: bool | None, seconds: float
+) -> str:
+    """What a run of chaos came to, for machines; None says that parameters were not compared."""
+    compared = {True: "equal", False: "different", None: "not compared"}[parameters_equal]
+    return (
+        f"chaos: faults {faults}, lost {lost}, duplicated {duplicated}, parameters {compared}, "
+        f"seconds {seconds:.0f}"
+    )
+
+
+def _check_steps(name: str, lines: Sequence[Mapping[str, Any]], steps: int) -> list[str]:
+    found = [line["step"] for line in lines if line["step"] > 0]
+    if found == list(range(1, steps + 1)):
+        return []
+    missing = sorted(set(range(1, steps + 1)) - set(found))
+    repeated = sorted(step for step, n in collections.Counter(found).items() if n > 1)
+    return [
+        f"{name} should have the steps 1 to {steps} in order, once each: missing {missing}, "
+        f"repeated {repeated}, last {found[-1] if found else 'none'}"
+    ]
+
+
+def _unaccounted(
+    ended: Mapping[str, Sequence[str]], ledger: Sequence[Mapping[str, Any]]
+) -> tuple[str, ...]:
+    """Ids below the highest that did not end, beyond those that the last line has under way."""
+    if not ended:
+        return ()
+    highest = max(int(group_id.removeprefix("g")) for group_id in ended)
+    missing = [f"g{index:08d}" for index in range(highest) if f"g{index:08d}" not in ended]
+    under_way = ledger[-1]["outstanding"]
+    return tuple(missing[under_way:])
+
+
+def _bits(tensor: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:
+    return tensor.dtype.name, tensor.shape, tensor.tobytes()
