@@ -208,10 +208,11 @@ def _receipts(facts: Facts) -> Cause | None:
     last = facts.metrics[-1] if facts.metrics else {}
     names = ("groups/unknown_receipt", "groups/stale", "groups/dropped_stale")
     counts = {name: float(last[name]) for name in names if last.get(name)}
-    told = matching(r"receipt|StaleGroup|too stale", facts.told)
+    other = r"receipt|live weights of version"
+    told = matching(rf"{other}|StaleGroup|too stale", facts.told)
     if not (counts or told):
         return None
-    unknown = bool(counts.get("groups/unknown_receipt")) or bool(matching("receipt", told))
+    unknown = bool(counts.get("groups/unknown_receipt") or matching(other, told))
     return cause_of(
         "receipts",
         82 if told else 50 if unknown else 30,
@@ -349,13 +350,21 @@ RULES: tuple[Rule, ...] = (
     Said(
         "canary",
         94,
-        r"canary.*?(?P<layer>layers?[. ]\d+|embedding|head)\b|canary",
+        r"canary.*?\b(?P<layer>layers?[. ]\d+|embedding|head)\b|canary",
         "a worker computes something else than the learner under the same weights, first in "
         "{layer}",
         "compare dtype, layout and devices of both sides; one layer that differs is damaged memory "
         "or a wrong layout, a small gap everywhere is a bound too tight (weights.canary_bound)",
     ),
     _receipts,
+    Said(
+        "damaged file",
+        87,
+        r"DamagedCheckpoint|NoCompleteCheckpoint|CertificateMismatch|DamagedFile",
+        "a checkpoint or spool that the run goes on from is damaged",
+        "put the named file back from a copy, or remove that checkpoint so that an older one is "
+        "taken; then --resume",
+    ),
     Said(
         "port taken",
         92,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from driver.cause_rules import RULES, Rule, Said
 from driver.machine import utc
-from driver.run_facts import Cause, Facts, short
+from driver.run_facts import Cause, Facts, short, without_ray_guesses
 
 SHOWN_CAUSES = 3
 BROKEN = 1
@@ -61,6 +61,7 @@ def page(facts: Facts, causes: Sequence[Cause], contents: Sequence[str]) -> str:
         contents: a line for each part of the archive, and for what could not be had.
     """
     status = facts.status
+    ended = facts.error or str(status.get("reason") or "nothing said")
     lines = [
         f"# {causes[0].title}",
         "",
@@ -68,7 +69,7 @@ def page(facts: Facts, causes: Sequence[Cause], contents: Sequence[str]) -> str:
         f"{status.get('step', 'unknown')}, last checkpoint {status.get('last_checkpoint')}",
         f"- started {_moment(status.get('started'))}, this page {utc()}",
         f"- exit code: {'none' if facts.exit_code is None else facts.exit_code}",
-        f"- ended with: {short(facts.error or str(status.get('reason') or 'nothing said'))}",
+        f"- ended with: {short(without_ray_guesses(ended))}",
     ]
     for number, cause in enumerate(causes[:SHOWN_CAUSES], 1):
         lines += ["", f"## {number}. {cause.title} ({_certainty(cause.weight)})", ""]

@@ -49,8 +49,9 @@ class Facts:
         """What processes said themselves, line by line, without what Ray adds to every death."""
         texts = [self.error, *self.worker_errors]
         # An indented line of a traceback is source code, not something that happened.
-        texts += [line for line in self.details.splitlines() if not line.startswith((" ", "\t"))]
-        return [_without_ray_guesses(text) for text in texts if text]
+        lines = (line for line in self.details.splitlines() if not line.startswith((" ", "\t")))
+        texts += [line for line in lines if not (self.error and line.endswith(self.error))]
+        return [without_ray_guesses(text) for text in texts if text]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,7 +97,7 @@ def first_match(pattern: str, lines: Sequence[str]) -> re.Match[str] | None:
 _RAY_GUESSES = re.compile(r"Some common causes include: .*", re.S)
 
 
-def _without_ray_guesses(text: str) -> str:
+def without_ray_guesses(text: str) -> str:
     """Ray says of every process that ended that memory or a crash may have been the reason."""
     return _RAY_GUESSES.sub("", text)
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from services.stacks import read_processes, request_stacks, state_of
+from services.stacks import KEPT, read_processes, request_stacks, state_of
 
 REGISTERS = """
 import ctypes, pathlib, sys, threading, time
@@ -120,3 +120,18 @@ def test_a_torn_file_is_no_process(tmp_path):
     (tmp_path / "stacks" / "learner-1.txt").write_text('{"name": "lear')
     (tmp_path / "stacks" / "driver-2.txt").write_bytes(b"\xff\xfe")
     assert read_processes(tmp_path) == []
+
+
+def test_a_long_run_does_not_keep_a_file_for_every_worker_that_it_had(tmp_path, start):
+    start("learner", WAITS)
+    [found] = read_processes(tmp_path)
+    gone = found.path.read_text().replace(f'"started": {found.started}', '"started": 1')
+    for index in range(KEPT + 10):
+        (found.path.parent / f"rollout-{index}-1.txt").write_text(gone)
+        os.utime(found.path.parent / f"rollout-{index}-1.txt", (index, index))
+    (found.path.parent / "rollout-0-1.txt").write_text(gone + "Fatal Python error: Aborted\n")
+    os.utime(found.path.parent / "rollout-0-1.txt", (0, 0))
+    start("rollout-99", WAITS)
+    left = {path.name for path in found.path.parent.iterdir()}
+    assert {"rollout-0-1.txt", "rollout-10-1.txt", found.path.name} < left
+    assert "rollout-9-1.txt" not in left and len(left) == KEPT + 3
