@@ -34,7 +34,7 @@ POINTS = {
     "learner.update": "the learner, with an update written down, before the optimiser steps",
     "learner.publish": "the learner, before a version becomes visible",
     "learner.checkpoint": "the learner, with a checkpoint half written",
-    "learner.serve": "a server of weights, with a part of a version in hand",
+    "weights.serve": "a learner or worker that serves weights, with a part of a version in hand",
     "worker.decode": "a rollout worker, between two segments",
     "worker.receive": "a rollout worker, between manifest and last byte of a version",
     "worker.push": "a rollout worker, before a group is pushed",

@@ -5,7 +5,7 @@ import threading
 
 import grpc
 
-from services import codec
+from services import codec, failpoints
 from services.channel import PIECE_BYTES
 from services.pb import weights_pb2, weights_pb2_grpc
 from services.weight_store import HeldVersion, UnknownDelta, UnknownVersion, WeightStore
@@ -67,7 +67,7 @@ class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
         except ValueError as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         for start in range(0, len(data), self._chunk_bytes):
-            piece = data[start : start + self._chunk_bytes]
+            piece = failpoints.spoiled("weights.serve", data[start : start + self._chunk_bytes])
             self._store.count_egress(len(piece))
             yield codec.Piece(offset + start, piece)
 

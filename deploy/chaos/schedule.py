@@ -45,8 +45,8 @@ POINTS: dict[Kind, tuple[str, str]] = {
     Kind.LEARNER_KILLED_UPDATING: ("learner.update", "kill"),
     Kind.LEARNER_KILLED_PUBLISHING: ("learner.publish", "kill"),
     Kind.LEARNER_KILLED_CHECKPOINTING: ("learner.checkpoint", "kill"),
-    Kind.WEIGHTS_CUT: ("learner.serve", "raise the stream was cut by a fault"),
-    Kind.WEIGHTS_CORRUPT: ("learner.serve", "corrupt"),
+    Kind.WEIGHTS_CUT: ("weights.serve", "raise the stream was cut by a fault"),
+    Kind.WEIGHTS_CORRUPT: ("weights.serve", "corrupt"),
     Kind.DISK_FULL: ("learner.checkpoint", "enospc"),
 }
 """Kinds that are made by a failpoint (`services/failpoints.py`), and its action."""

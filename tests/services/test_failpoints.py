@@ -94,13 +94,13 @@ def test_skip_lets_arrivals_pass_whoever_makes_them(folder):
 
 def test_corrupt_flips_one_bit_of_a_copy_once(folder):
     data = memoryview(bytes(range(200)))
-    assert failpoints.spoiled("learner.serve", data) is data
-    failpoints.arm(folder, "learner.serve", "skip 1 then corrupt")
-    assert failpoints.spoiled("learner.serve", data) is data
-    wrong = failpoints.spoiled("learner.serve", data)
+    assert failpoints.spoiled("weights.serve", data) is data
+    failpoints.arm(folder, "weights.serve", "skip 1 then corrupt")
+    assert failpoints.spoiled("weights.serve", data) is data
+    wrong = failpoints.spoiled("weights.serve", data)
     changed = int.from_bytes(wrong) ^ int.from_bytes(data)
     assert len(wrong) == 200 and changed.bit_count() == 1
-    assert failpoints.spoiled("learner.serve", data) == bytes(range(200))
+    assert failpoints.spoiled("weights.serve", data) == bytes(range(200))
 
 
 def test_corrupt_where_there_is_no_data_is_told(folder):
