@@ -155,6 +155,9 @@ def test_no_secret_is_in_an_archive(run_folder, start, monkeypatch):
     found = [(s, name) for s in secrets for name, data in files.items() if s.encode() in data]
     assert found == []
     assert not [name for name in files if "control/" in name or name.endswith(".pem")]
+    for name in ("control/address", "control/key.pem"):
+        with pytest.raises(PermissionError, match="holds a secret"):
+            Redactor({}).tail(run_folder / name, 1000)
     assert json.loads(files["environment.json"])["XLA_FLAGS"] == "--xla_some_flag=3"
     assert b"refused <RAY_AUTH_TOKEN>" in files["PROBABLE_CAUSE.md"]
 
