@@ -1,36 +1,48 @@
 """The shell of the learner: serves weights, collects groups, runs the core.
 
 A plain class, so that it runs in a Ray actor (driver/supervisor.py) or in any other process. It
-moves data and decides nothing.
+moves data and decides nothing. Its methods may be called from several threads: those that work
+wait for each other, and those that only tell (`lap`, `reports`, `counts`, `health`) answer while
+one of them runs.
 """
 
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import pathlib
 import socket
+import threading
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from learner.checkpoint import CheckpointFolder
+from learner.certificate import check_certificate, make_certificate
+from learner.checkpoint import CheckpointFolder, NoCompleteCheckpoint, RestoredCheckpoint
 from learner.config import AlgorithmConfig, LearnerConfig
 from learner.core import LearnerCore
-from learner.rollout_file import RolloutHeader, RolloutRecorder
+from learner.journal import Begun, Journal
+from learner.publisher import Publisher, PublishFailed
+from learner.reports import LearnerHealth, Restored, UpdateReport, books_of, plain_group
+from learner.rollout_file import RolloutHeader, RolloutRecorder, plain_header
+from learner.spool_format import NOTHING_OPEN
 from models.checkpoint import LoadedModel, load_model, save_model
 from models.platform import require_platform
 from models.tokenizer import load_tokenizer
-from services.group_buffer import GroupBuffer
-from services.messages import FinishReason, Group
+from services import failpoints
+from services.group_buffer import BufferCounts
+from services.group_report import GroupReport
+from services.messages import Group
 from services.phase_clock import PhaseClock
 from services.server import Server
 from services.tls import Credentials
 from services.weight_store import WeightStore
 
 ANY_HOST = ("0.0.0.0", "::")
+SPOOL = "spool"
+"""Folder of the journal, beside that of the checkpoints."""
+PUBLISH_S = 600.0
+"""How long one publication may take."""
+NOTHING_USED: dict[str, list[str]] = {"consumed_group_ids": []}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,53 +78,18 @@ class LearnerSpec:
     keep_checkpoints: int
     rollouts_file: str | None = None
     """Where the groups of every update are recorded, if anywhere."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Restored:
-    """Where a resumed run stands."""
-
-    step: int
-    policy_version: int
-    driver_state: dict[str, Any]
-    skipped: list[str]
-    """Incomplete or damaged checkpoints that were passed over, with the reason."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class UpdateReport:
-    """What one optimiser step came to."""
-
-    policy_version: int
-    metrics: dict[str, float]
-    outcomes: dict[str, str]
-    """Ledger state of every group that was asked for, by group_id."""
-
-
-def plain_group(group: Group) -> dict[str, Any]:
-    """A group as JSON values; a number that is not finite becomes text."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [plain(item) for item in value]
-        if isinstance(value, np.ndarray):
-            return plain(value.tolist())
-        if isinstance(value, FinishReason):
-            return value.value
-        if isinstance(value, float) and not math.isfinite(value):
-            return repr(value)
-        return value
-
-    return plain(dataclasses.asdict(group))
+    failpoints: str | None = None
+    """Folder of a test's failpoints, if any (services/failpoints.py)."""
 
 
 class LearnerActor:
     """Owns the learner core, the group buffer, the weight store and the server in front."""
 
     def __init__(self, spec: LearnerSpec):
+        failpoints.install(spec.failpoints)
         self._spec = spec
+        self._work = threading.Lock()
+        self._doing = "idle"
         self._clock = PhaseClock()
         self._devices = require_platform(spec.platform)
         self._tokenizer = load_tokenizer(
@@ -135,19 +112,27 @@ class LearnerActor:
             max_completion_tokens=spec.max_completion_tokens,
             devices=self._devices,
         )
-        self._recorder = self._make_recorder(loaded)
+        self._header = self._make_header(loaded)
+        self._recorder = self._make_recorder()
         self._checkpoints = CheckpointFolder(spec.checkpoint_folder, keep=spec.keep_checkpoints)
         self._weights = WeightStore(spec.run_id, keep_versions=spec.keep_versions)
-        self._buffer = GroupBuffer(
+        self._journal = Journal(
+            pathlib.Path(spec.checkpoint_folder).parent / SPOOL,
             spec.run_id,
             capacity_groups=spec.buffer_groups,
             capacity_bytes=spec.buffer_bytes,
             max_staleness=spec.max_staleness,
         )
+        self._publisher = Publisher(
+            lambda: self._core.snapshot(spec.weights_dtype, self._clock),
+            self._weights,
+            self._journal.issue,
+            timeout_s=PUBLISH_S,
+        )
         self._server = Server(
             spec.credentials,
             weight_store=self._weights,
-            group_buffer=self._buffer,
+            group_buffer=self._journal.buffer,
             host=spec.bind_host,
             port=spec.port,
             chunk_bytes=spec.chunk_bytes,
@@ -177,73 +162,101 @@ class LearnerActor:
         return f"[{host}]" if ":" in host else host
 
     def restore(self) -> Restored | None:
-        """Goes on from the newest complete checkpoint; None where there is none."""
-        with self._working():
-            found = self._checkpoints.restore(self._core.abstract_state)
-            if found is None:
+        """Goes on from the newest complete checkpoint and what was accepted since.
+
+        Without a checkpoint it goes on from the start of the run, with what was accepted then;
+        None where there is not even that.
+
+        Raises:
+            ValueError: if what is there cannot be trusted, or is of another run, model or seed.
+        """
+        with self._working("restore"):
+            found, skipped = self._find_checkpoint()
+            if found is not None:
+                self._core.resume(found.state, policy_version=found.record["policy_version"])
+                self._check_certificate(found)
+            step = found.step if found is not None else 0
+            used = found.record["buffer"] if found is not None else NOTHING_USED
+            work = self._journal.resume(step, self._core.policy_version, used)
+            if found is None and work is None:
                 return None
-            self._core.resume(found.state, policy_version=found.record["policy_version"])
-            self._buffer.restore(found.record["buffer"])
             return Restored(
-                step=found.step,
-                policy_version=found.record["policy_version"],
-                driver_state=found.record["driver"],
-                skipped=found.skipped,
+                step=step,
+                policy_version=self._core.policy_version,
+                driver_state=found.record["driver"] if found is not None else None,
+                skipped=skipped,
+                **books_of(work or NOTHING_OPEN),
             )
 
     def publish(self) -> int:
-        """Offers the current policy to the workers; returns its version."""
-        with self._working(), self._clock.phase("publish"):
+        """Offers the current policy to the workers, who can have it on return; its version."""
+        with self._working("publish"):
+            self._journal.start()
             version = self._core.policy_version
-            named = self._core.named_weights(self._spec.weights_dtype)
-            manifest = self._weights.publish(version, named)
-            self._buffer.issue(version, manifest.digest)
+            self._publisher.submit(version)
+            self._publisher.wait(version, PUBLISH_S)
             return version
 
     def update(
         self, group_ids: Sequence[str], dropped_ids: Sequence[str], timeout_s: float
     ) -> UpdateReport:
-        """Trains on these groups and publishes the next version.
+        """Trains on these groups and sends the next version on its way to the workers.
 
         Args:
             group_ids: groups to wait for, in the order they are to be packed.
             dropped_ids: groups in the buffer that nobody will ask for.
             timeout_s: bound of the wait for groups that are still on their way.
+
+        Raises:
+            TimeoutError: naming the groups that did not arrive; nothing has changed.
+            OSError: if the update could not be written down; nothing has changed.
+            PublishFailed: if a version before did not reach the workers.
         """
-        self._buffer.forget(dropped_ids)
-        outcomes: dict[str, str] = {}
-        metrics: dict[str, float] = {"train/update_skipped": 1.0}
-        with self._working():
+        with self._working("update"):
+            self._publisher.check()
+            version = self._core.policy_version
             with self._clock.phase("queue_wait"):
-                taken = self._buffer.take(group_ids, timeout_s)
-            if taken.groups:
-                self._record(taken.groups)
-                metrics = self._core.update(taken.groups, self._clock)
+                begun = self._journal.begin(version + 1, group_ids, dropped_ids, timeout_s)
+            outcomes: dict[str, str] = {}
+            metrics: dict[str, float] = {"train/update_skipped": 1.0}
+            if begun.taken.groups:
+                metrics = self._train(begun.taken.groups)
                 outcomes |= self._core.outcomes
-                if metrics["train/update_skipped"]:
-                    self._keep_rejected()
-        outcomes |= {group.group_id: "dropped_stale" for group in taken.dropped_stale}
-        counts = self._buffer.counts()
-        metrics |= {
-            f"groups/{name}": float(getattr(counts, name))
-            for name in ("duplicate", "stale", "malformed", "unknown_receipt", "dropped_stale")
-        }
-        return UpdateReport(policy_version=self.publish(), metrics=metrics, outcomes=outcomes)
+                self._journal.buffer.advance(self._core.policy_version)
+                self._publisher.submit(self._core.policy_version)
+                if begun.is_replay:
+                    self._publisher.wait(self._core.policy_version, PUBLISH_S)
+            outcomes |= {group.group_id: "dropped_stale" for group in begun.taken.dropped_stale}
+            return self._report(begun, group_ids, metrics, outcomes)
 
     def save(self, step: int, driver_state: dict[str, Any]) -> str:
-        """Writes a complete checkpoint, then drops older ones; returns its folder."""
-        with self._working(), self._clock.phase("checkpoint"):
+        """Writes a complete checkpoint, then drops older ones; returns its folder.
+
+        Raises:
+            CheckpointFailed: if it cannot be written, as on a full disk; those before it and what
+                was accepted since are untouched.
+        """
+        with self._working("save"), self._clock.phase("checkpoint"):
             record = {
                 "policy_version": self._core.policy_version,
                 "seed": self._spec.seed,
-                "buffer": self._buffer.state(),
+                "buffer": self._journal.buffer.state(),
                 "driver": driver_state,
+                "header": plain_header(self._header),
+                "weights_dtype": self._spec.weights_dtype,
             }
-            return str(self._checkpoints.save(step, self._core.state, record))
+            certificate = make_certificate(
+                self._core.state, seed=self._spec.seed, driver_state=driver_state
+            )
+            folder = self._checkpoints.save(step, self._core.state, record, certificate)
+            self._journal.rotate(
+                step, self._core.policy_version, min(self._checkpoints.complete_steps())
+            )
+            return str(folder)
 
     def export(self, folder: str) -> None:
         """Writes the current policy as a Hugging Face folder."""
-        with self._working(), self._clock.phase("checkpoint"):
+        with self._working("export"), self._clock.phase("checkpoint"):
             named = self._core.named_weights("bfloat16")
             save_model(pathlib.Path(folder), self._model, named, self._tokenizer)
 
@@ -251,9 +264,113 @@ class LearnerActor:
         """Seconds by phase since the last call; they add up to the time between."""
         return self._clock.lap()
 
+    def reports(self, group_ids: Sequence[str] | None = None) -> list[GroupReport]:
+        """The accepted groups that wait, in order of arrival: those asked for, or all."""
+        return self._journal.buffer.reports(group_ids)
+
+    def drop(self, group_ids: Sequence[str]) -> None:
+        """Gives groups up that nobody will ask for; late arrivals of them are duplicates."""
+        self._journal.buffer.forget(group_ids)
+
+    def counts(self) -> BufferCounts:
+        """Pushes by what became of them, and groups by where they are."""
+        return self._journal.buffer.counts()
+
+    def digest(self, policy_version: int, timeout_s: float) -> str:
+        """The digest under which a version was issued, once it is there for the workers.
+
+        Raises:
+            TimeoutError: saying what the publication is at.
+            PublishFailed: if it did not succeed.
+        """
+        self._publisher.wait(policy_version, timeout_s)
+        return self._journal.digest_of(policy_version)
+
+    def health(self) -> LearnerHealth:
+        """How the learner is; a background failure shows here first."""
+        problem = self._journal.problem
+        try:
+            self._publisher.check()
+        except PublishFailed as error:
+            problem = str(error)
+        return LearnerHealth(
+            problem=problem,
+            doing=self._doing,
+            policy_version=self._core.policy_version,
+            issued_version=self._journal.buffer.current_version,
+            counts=self._journal.buffer.counts(),
+        )
+
     def close(self) -> None:
         """Stops the server; calls that are in progress get a moment to end."""
-        self._server.stop(grace_s=2.0)
+        try:
+            self._publisher.close()
+        finally:
+            self._server.stop(grace_s=2.0)
+            self._journal.close()
+
+    def _find_checkpoint(self) -> tuple[RestoredCheckpoint | None, list[str]]:
+        """The newest complete checkpoint, and what was passed over.
+
+        A run whose first checkpoint was cut goes on from its start, if the journal reaches back.
+        """
+        try:
+            found = self._checkpoints.restore(self._core.abstract_state)
+        except NoCompleteCheckpoint as error:
+            if not self._journal.covers(0):
+                raise
+            return None, error.skipped
+        return found, found.skipped if found is not None else []
+
+    def _check_certificate(self, found: RestoredCheckpoint) -> None:
+        if found.certificate is not None:
+            now = make_certificate(
+                self._core.state, seed=self._spec.seed, driver_state=found.record["driver"]
+            )
+            check_certificate(found.certificate, now, f"the checkpoint of step {found.step}")
+
+    def _train(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Makes the next policy version of the groups; keeps them where it was not finite."""
+        self._record(groups)
+        metrics = self._core.update(groups, self._clock)
+        if metrics["train/update_skipped"]:
+            self._keep_rejected()
+        return metrics
+
+    def _report(
+        self,
+        begun: Begun,
+        group_ids: Sequence[str],
+        metrics: dict[str, float],
+        outcomes: dict[str, str],
+    ) -> UpdateReport:
+        version = self._core.policy_version
+        counts = self._journal.buffer.counts()
+        metrics |= {
+            f"groups/{name}": float(getattr(counts, name))
+            for name in ("duplicate", "stale", "malformed", "unknown_receipt", "dropped_stale")
+        }
+        if (stats := self._publisher.last_stats) is not None:
+            metrics |= {
+                "publish/waited_s": stats.waited_s,
+                "publish/copy_s": stats.copy_s,
+                "publish/total_s": stats.total_s,
+                "publish/gb_per_s": stats.gb_per_s,
+            }
+        replayed = None
+        if begun.taken.groups and begun.is_replay:
+            replayed = self._journal.replayed(version)
+        elif self._journal.is_disowned(group_ids):
+            replayed = "different"
+        disowned = self._journal.take_disowned()
+        return UpdateReport(
+            policy_version=version,
+            digest=self._journal.digest_of(version),
+            metrics=metrics,
+            outcomes=outcomes | dict.fromkeys(disowned, "dropped_error"),
+            replayed=replayed,
+            disowned=disowned,
+        )
 
     def _keep_rejected(self) -> None:
         """Writes the groups of an update that was not finite to a file, for a look."""
@@ -266,11 +383,9 @@ class LearnerActor:
             for group in self._core.rejected:
                 file.write(json.dumps(plain_group(group)) + "\n")
 
-    def _make_recorder(self, loaded: LoadedModel) -> RolloutRecorder | None:
+    def _make_header(self, loaded: LoadedModel) -> RolloutHeader:
         spec = self._spec
-        if spec.rollouts_file is None:
-            return None
-        header = RolloutHeader(
+        return RolloutHeader(
             run_id=spec.run_id,
             seed=spec.seed,
             model_path=spec.model_path,
@@ -282,7 +397,11 @@ class LearnerActor:
             max_completion_tokens=spec.max_completion_tokens,
             total_steps=spec.total_steps,
         )
-        return RolloutRecorder(pathlib.Path(spec.rollouts_file), header)
+
+    def _make_recorder(self) -> RolloutRecorder | None:
+        if self._spec.rollouts_file is None:
+            return None
+        return RolloutRecorder(pathlib.Path(self._spec.rollouts_file), self._header)
 
     def _record(self, groups: Sequence[Group]) -> None:
         """Writes the groups down before they train, so that a failed update can be repeated."""
@@ -291,10 +410,13 @@ class LearnerActor:
                 self._recorder.append(self._core.policy_version, groups)
 
     @contextlib.contextmanager
-    def _working(self):
-        """Not idle inside; idle again after, also when the work failed."""
-        self._idle.close()
-        try:
-            yield
-        finally:
-            self._idle.enter_context(self._clock.phase("idle"))
+    def _working(self, doing: str):
+        """One thread at a time; not idle inside; idle again after, also when the work failed."""
+        with self._work:
+            self._doing = doing
+            self._idle.close()
+            try:
+                yield
+            finally:
+                self._idle.enter_context(self._clock.phase("idle"))
+                self._doing = "idle"

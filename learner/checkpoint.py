@@ -2,9 +2,10 @@
 
 One folder per step, written under another name and renamed when it is whole:
 
-    step-00000020/state/         weights and optimiser, by Orbax, sharded as they lie
-    step-00000020/record/        what the caller wants back: versions, cursors, seeds (JSON)
-    step-00000020/manifest.json  name, size and sha256 of every other file, and the tree's shapes
+    step-00000020/state/            weights and optimiser, by Orbax, sharded as they lie
+    step-00000020/record/           what the caller wants back: versions, cursors, seeds (JSON)
+    step-00000020/certificate.json  hashes of what must be the same after a resume (certificate.py)
+    step-00000020/manifest.json     name, size and sha256 of every other file, the tree's shapes
 
 A folder is complete when every file of its manifest is there, unchanged. Older checkpoints go
 only after the new one has been read back and found complete.
@@ -13,6 +14,7 @@ only after the new one has been read back and found complete.
 import concurrent.futures
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import json
 import logging
@@ -25,15 +27,20 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from learner.certificate import Certificate
 from learner.state import TrainState
+from services import failpoints
 
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+CERTIFICATE = "certificate.json"
 _STEP = re.compile(r"step-(\d{8})")
 _WRITING = ".writing"
 _REPLACED = ".replaced"
 _HASHING_THREADS = 4
+_NO_SPACE = "No space left on device"
+"""How storage libraries tell of a full disk that do not raise OSError."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,12 +50,29 @@ class RestoredCheckpoint:
     step: int
     state: TrainState
     record: dict[str, Any]
+    certificate: dict[str, str] | None
+    """As it was stored; None in a checkpoint that has none."""
     skipped: list[str]
     """Newer folders that were passed over, each with the reason."""
 
 
 class DamagedCheckpoint(ValueError):
     """A folder is not a complete checkpoint; the message says which file and why."""
+
+
+class NoCompleteCheckpoint(ValueError):
+    """There are folders of checkpoints, and none is complete."""
+
+    def __init__(self, message: str, skipped: list[str]):
+        super().__init__(message, skipped)
+        self.skipped = skipped
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+
+class CheckpointFailed(OSError):
+    """A checkpoint could not be written; those before it are untouched."""
 
 
 class CheckpointFolder:
@@ -65,25 +89,48 @@ class CheckpointFolder:
         self._folder = pathlib.Path(folder).absolute()
         self._keep = keep
 
-    def save(self, step: int, state: TrainState, record: dict[str, Any]) -> pathlib.Path:
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        record: dict[str, Any],
+        certificate: Certificate | None = None,
+    ) -> pathlib.Path:
         """Writes a checkpoint, reads it back, and only then drops older ones.
 
         Args:
             step: names it; one that exists is replaced.
             state: on the devices; not changed.
             record: JSON values.
+            certificate: of state and record.
 
         Returns:
             The folder.
 
         Raises:
-            OSError: if it cannot be written; earlier checkpoints are untouched.
+            CheckpointFailed: if it cannot be written, as on a full disk; earlier checkpoints are
+                untouched, and what was written of this one is gone.
             DamagedCheckpoint: if it does not read back as it was written.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._clean()
         final = self._folder / f"step-{step:08d}"
         writing = final.with_name(final.name + _WRITING)
+        with _failing_whole(step, writing):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._clean()
+            self._write(writing, step, state, record, certificate)
+            verify(writing)
+            self._put_in_place(writing, final)
+        self._prune(step)
+        return final
+
+    def _write(
+        self,
+        writing: pathlib.Path,
+        step: int,
+        state: TrainState,
+        record: dict[str, Any],
+        certificate: Certificate | None,
+    ) -> None:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
             checkpointer.save(
                 writing,
@@ -92,8 +139,12 @@ class CheckpointFolder:
                     record=ocp.args.JsonSave(record),
                 ),
             )
+        failpoints.reach("learner.checkpoint", writing)
+        if certificate is not None:
+            (writing / CERTIFICATE).write_text(json.dumps(certificate.plain(), indent=1))
         _write_manifest(writing, step, state)
-        verify(writing)
+
+    def _put_in_place(self, writing: pathlib.Path, final: pathlib.Path) -> None:
         replaced = final.with_name(final.name + _REPLACED)
         if final.exists():
             final.rename(replaced)
@@ -101,8 +152,6 @@ class CheckpointFolder:
         _sync(self._folder)
         if replaced.exists():
             shutil.rmtree(replaced)
-        self._prune(step)
-        return final
 
     def _prune(self, newest: int) -> None:
         """Leaves the newest checkpoint and those before it, as many as are to be kept.
@@ -115,16 +164,20 @@ class CheckpointFolder:
         for old in self.complete_steps()[self._keep :]:
             _remove(self._folder / f"step-{old:08d}")
 
-    def restore(self, abstract_state: TrainState) -> RestoredCheckpoint | None:
+    def restore(
+        self, abstract_state: TrainState, *, only_step: int | None = None
+    ) -> RestoredCheckpoint | None:
         """Reads the newest complete checkpoint; None where there is none at all.
 
         Args:
             abstract_state: shape, dtype and sharding of every leaf; the mesh that saved does not
                 matter.
+            only_step: reads that one instead of the newest.
 
         Raises:
-            ValueError: if a complete checkpoint holds another model or optimiser, or if there
-                are folders but none is complete: a fresh start would hide the loss.
+            ValueError: if a complete checkpoint holds another model or optimiser.
+            NoCompleteCheckpoint: if there are folders but none is complete: a fresh start would
+                hide the loss.
         """
         if not self._folder.is_dir():
             return None
@@ -134,7 +187,7 @@ class CheckpointFolder:
             for path in sorted(self._folder.iterdir())
             if not _STEP.fullmatch(path.name)
         ]
-        for step in self._steps():
+        for step in self._steps() if only_step is None else [only_step]:
             folder = self._folder / f"step-{step:08d}"
             try:
                 manifest = verify(folder)
@@ -155,12 +208,14 @@ class CheckpointFolder:
                 step=step,
                 state=TrainState(**restored["state"]),
                 record=restored["record"],
+                certificate=_read_certificate(folder),
                 skipped=skipped,
             )
         if skipped:
-            raise ValueError(
+            raise NoCompleteCheckpoint(
                 f"no complete checkpoint in {self._folder}: {'; '.join(skipped)}. Restore the "
-                "files, or start without --resume in another run.output_dir"
+                "files, or start without --resume in another run.output_dir",
+                skipped,
             )
         return None
 
@@ -186,6 +241,30 @@ class CheckpointFolder:
             if path.name.startswith("step-") and not _STEP.fullmatch(path.name):
                 log.warning("removing unfinished checkpoint %s", path.name)
                 _remove(path)
+
+
+@contextlib.contextmanager
+def _failing_whole(step: int, writing: pathlib.Path):
+    """Turns what a storage library raises where it cannot write into CheckpointFailed."""
+    try:
+        yield
+    except DamagedCheckpoint:
+        raise
+    except (OSError, ValueError, RuntimeError) as error:
+        number = error.errno if isinstance(error, OSError) else errno.ENOSPC
+        if not isinstance(error, OSError) and _NO_SPACE not in str(error):
+            raise
+        with contextlib.suppress(OSError):
+            _remove(writing)
+        reason = os.strerror(number) if number else str(error)
+        raise CheckpointFailed(
+            number, f"the checkpoint of step {step} could not be written to {writing}: {reason}"
+        ) from error
+
+
+def _read_certificate(folder: pathlib.Path) -> dict[str, str] | None:
+    path = folder / CERTIFICATE
+    return json.loads(path.read_text()) if path.is_file() else None
 
 
 def verify(folder: pathlib.Path) -> dict[str, Any]:

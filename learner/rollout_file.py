@@ -17,7 +17,7 @@ import io
 import json
 import pathlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from learner.config import AlgorithmConfig, LearnerConfig, validated
@@ -214,10 +214,25 @@ class RolloutRecorder:
             number += 1
 
 
-def _encode_header(header: RolloutHeader) -> bytes:
+def plain_header(header: RolloutHeader) -> dict[str, Any]:
+    """A header as JSON values."""
     plain = {field.name: getattr(header, field.name) for field in dataclasses.fields(header)}
-    plain |= {name: plain[name].model_dump(mode="json") for name in _SECTIONS}
-    return json.dumps({"format_version": FORMAT_VERSION, **plain}, allow_nan=False).encode()
+    return plain | {name: plain[name].model_dump(mode="json") for name in _SECTIONS}
+
+
+def header_of(plain: Mapping[str, Any]) -> RolloutHeader:
+    """The header that `plain_header` made these values of.
+
+    Raises:
+        ValueError, KeyError, TypeError: if it did not.
+    """
+    sections = {name: validated(kind, plain[name]) for name, kind in _SECTIONS.items()}
+    return RolloutHeader(**{**plain, **sections})
+
+
+def _encode_header(header: RolloutHeader) -> bytes:
+    plain = {"format_version": FORMAT_VERSION, **plain_header(header)}
+    return json.dumps(plain, allow_nan=False).encode()
 
 
 def _decode_header(body: bytes, path: pathlib.Path) -> RolloutHeader:
@@ -226,8 +241,7 @@ def _decode_header(body: bytes, path: pathlib.Path) -> RolloutHeader:
         version = plain.pop("format_version", None)
         if version != FORMAT_VERSION:
             raise ValueError(f"format_version is {version}, this program reads {FORMAT_VERSION}")
-        sections = {name: validated(kind, plain[name]) for name, kind in _SECTIONS.items()}
-        return RolloutHeader(**{**plain, **sections})
+        return header_of(plain)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedRollouts(f"{path}: the header cannot be used: {error}") from error
 

@@ -73,6 +73,10 @@ class Spool:
         """No segment was ever begun."""
         return not self._segments
 
+    def covers(self, step: int) -> bool:
+        """Whether there is everything that was written since the checkpoint of that step."""
+        return bool(segments_since(self._segments, step))
+
     def read(self, step: int) -> OpenWork | None:
         """What was written since the checkpoint of a step; None where nothing was.
 
@@ -117,7 +121,10 @@ class Spool:
         """
         with self._lock:
             serial = self._segments[-1].serial + 1 if self._segments else 0
-            segment = Segment(self._folder / f"step-{step:08d}.bin", step, serial)
+            path = self._folder / f"step-{step:08d}.bin"
+            if path.exists():
+                path = path.with_name(f"step-{step:08d}-{serial}.bin")
+            segment = Segment(path, step, serial)
             with self._durably(f"begin {segment.path}"):
                 self._begin(segment, still_open())
 
@@ -197,7 +204,7 @@ class Spool:
                 self._trim()  # the segment before must not end inside a frame
             os.close(self._descriptor)
         self._descriptor, self._end, self._torn = descriptor, end, False
-        self._segments = [*(s for s in self._segments if s.path != segment.path), segment]
+        self._segments.append(segment)
 
     @contextlib.contextmanager
     def _durably(self, doing: str) -> Iterator[None]:

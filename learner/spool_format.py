@@ -4,6 +4,7 @@ A group is written here, and is on the disk, before its worker hears that it was
 is written here before it trains. A learner that died goes on from a checkpoint and this log.
 
     spool/step-00000020.bin   one segment; begins with the checkpoint of step 20 (0: with the run)
+    spool/step-00000020-7.bin another of that step: a resumed run came by again
 
     segment  16 bytes `tandem spool 1 \\n`, a frame (`frames.py`) with the header, one per record
     header   strict JSON: run_id, step, serial
@@ -34,7 +35,7 @@ from services import codec
 from services.messages import Group
 
 MAGIC = b"tandem spool 1 \n"
-SEGMENT_NAME = re.compile(r"step-(\d{8})\.bin")
+SEGMENT_NAME = re.compile(r"step-\d{8}(-\d+)?\.bin")
 ISSUED, UPDATE, ABANDONED, GROUP = b"i", b"u", b"a", b"g"
 
 
@@ -118,7 +119,7 @@ def segments_since(segments: Sequence[Segment], step: int) -> list[Segment]:
     before = [segment for segment in segments if segment.step <= step]
     if not before:
         return []
-    first = max(before, key=lambda segment: segment.step)
+    first = max(before, key=lambda segment: (segment.step, segment.serial))
     return [segment for segment in segments if segment.serial >= first.serial]
 
 
