@@ -37,7 +37,7 @@ def _unknown(facts: Facts) -> Cause:
     return Cause(
         name="unknown",
         weight=10,
-        title=f"no rule knows this end: {short(error)}",
+        title=f"no rule knows this end: {short(without_ray_guesses(error))}",
         evidence=facts.logs[-3:],
         next_step="read error.txt, then the last lines of logs/",
     )
