@@ -52,6 +52,15 @@ class WeightsConfig(Section):
     timeout_s: float = Field(default=600.0, ge=0.01, le=WEEK_S)
     keep_versions: int = Field(default=2, ge=1, le=64)
     """Published versions that the learner holds in host memory."""
+    relay_fanout: int = Field(default=2, ge=0, le=64)
+    """Workers that fetch from the learner, and from each worker that has fetched; 0 has every
+    worker fetch from the learner."""
+    deltas: bool = True
+    """Send only the elements that changed, to a worker that holds the version before."""
+    canary: bool = True
+    """Have every worker score a fixed probe under each version, and hold it to the learner's."""
+    canary_bound: float | None = Field(default=None, gt=0, le=100)
+    """Largest gap of a logprob on the probe, in nats; null takes a bound for the dtypes."""
 
 
 class CheckpointConfig(Section):

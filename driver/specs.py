@@ -54,6 +54,7 @@ def learner_spec(
 
 def rollout_spec(
     config: RunConfig,
+    folder: pathlib.Path,
     name: str,
     run_id: str,
     authority: RunAuthority,
@@ -75,6 +76,12 @@ def rollout_spec(
         learner_address=learner_address,
         credentials=authority.issue(name),
         weights_dtype=config.weights.dtype,
+        bind_host=config.placement.bind_host,
+        chunk_bytes=config.weights.chunk_bytes,
+        deltas=config.weights.deltas,
+        canary=config.weights.canary,
+        canary_bound=config.weights.canary_bound,
+        run_folder=str(folder),
         streams=config.weights.streams,
         timeout_s=config.weights.timeout_s,
         with_samples=config.log.samples_per_step > 0,

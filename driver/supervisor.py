@@ -28,6 +28,9 @@ from rollout_worker.actor import RolloutSpec
 WATCH_S = 1.0
 """Between two questions for the learner's health: how late its death may be noticed."""
 
+ASK_S = 2.0
+"""For a learner that may not answer any more."""
+
 
 class LearnerLost(RunError):
     """The learner process died."""
@@ -104,19 +107,21 @@ class Supervisor:
         self._learner = self._watch = None
         return self.start_learner(spec)
 
-    def start_workers(
-        self, make_spec: Callable[[str], RolloutSpec], events: FleetEvents, count: int
-    ) -> None:
-        """Starts the rollout workers that the run begins with, and waits until each is ready."""
+    def make_fleet(self, make_spec: Callable[[str], RolloutSpec], events: FleetEvents) -> Fleet:
+        """A fleet without workers."""
         self._fleet = Fleet(self._config, make_spec, events)
+        return self._fleet
+
+    def start_workers(self, count: int) -> None:
+        """Starts the rollout workers that the run begins with, and waits until each is ready."""
         for index in range(count):
-            self._fleet.add(Room(self._group, index + 1, shared=True))
+            self.fleet.add(Room(self._group, index + 1, shared=True))
         deadline = time.monotonic() + self._config.placement.startup_timeout_s
-        while len(self._fleet.ready()) < count:
+        while len(self.fleet.ready()) < count:
             self.turn()
             if time.monotonic() > deadline:
-                ready = {worker.name for worker in self._fleet.ready()}
-                missing = sorted(self._fleet.workers.keys() - ready)
+                ready = {worker.name for worker in self.fleet.ready()}
+                missing = sorted(self.fleet.workers.keys() - ready)
                 raise NoAnswer(
                     f"{', '.join(missing)} did not start within placement.startup_timeout_s="
                     f"{self._config.placement.startup_timeout_s:g} s"
@@ -210,6 +215,17 @@ class Supervisor:
         except GONE as error:
             raise self._lost(error, "lap") from error
         return {"learner": learner, **workers}, gaps
+
+    def tables(self) -> dict[str, Any]:
+        """What is known of actors and queues, as plain values; nobody is asked for long."""
+        tables: dict[str, Any] = {"fleet": [] if self._fleet is None else self._fleet.table()}
+        if self._learner is not None:
+            call = self._learner.health.remote()
+            if ray.wait([call], timeout=ASK_S)[0]:
+                with contextlib.suppress(*GONE, ActorFailed):
+                    health = actors.result_of(call, "the learner", "health")
+                    tables["buffer"] = dataclasses.asdict(health)
+        return tables
 
     def shutdown(self, grace_s: float = 10.0) -> None:
         """Ends every actor; what does not end by itself in time is killed."""

@@ -7,14 +7,15 @@ moves data and decides nothing.
 import dataclasses
 import logging
 import os
+import pathlib
 import socket
-import time
 from collections.abc import Sequence
 from typing import Any
 
 from models.checkpoint import read_model_config
 from models.platform import require_platform
 from models.tokenizer import load_tokenizer
+from rollout_worker.canary import Canary
 from rollout_worker.config import DataConfig, RewardConfig, RolloutConfig
 from rollout_worker.fetcher import Fetched, Fetcher
 from rollout_worker.loop import WorkLoop
@@ -24,14 +25,15 @@ from rollout_worker.pusher import Pusher
 from rollout_worker.requests import SamplingSettings
 from rollout_worker.reward_pool import RewardPool
 from rollout_worker.setup import EngineSetup
-from rollout_worker.worker import RolloutWorker
-from services import failpoints
+from rollout_worker.worker import CanaryFailed, RolloutWorker
+from services import failpoints, stacks
 from services.health import check_serving
 from services.messages import Group, Lease
 from services.phase_clock import PhaseClock
+from services.reachable import LOOPBACK, host_of, own_address
 from services.tls import Credentials
 from services.trajectory_client import TrajectoryClient
-from services.weight_client import WeightClient
+from services.weight_replica import Replica
 
 log = logging.getLogger(__name__)
 
@@ -58,11 +60,22 @@ class RolloutSpec:
     credentials: Credentials
     weights_dtype: str
     """Of the policy versions that the learner publishes."""
+    bind_host: str
+    """Of the run: where it is loopback, the worker serves there too, else on its own address."""
     streams: int
+    chunk_bytes: int
+    deltas: bool
+    """Whether only what changed is asked for, where that is possible."""
+    canary: bool
+    """Whether every version is proved by the learner's scores of a probe."""
+    canary_bound: float | None
+    """Largest gap of a logprob that passes, in nats; None takes that of the dtypes."""
     timeout_s: float
     """Bound of one weight transfer and of one push."""
     with_samples: bool
     """Whether a completion of every group is returned as text, for the log."""
+    run_folder: str
+    """Where the process says how it can be asked for its stacks."""
     failpoints: str | None = None
     """Folder of `services/failpoints.py`, in tests of faults."""
 
@@ -72,6 +85,7 @@ class RolloutActor:
 
     def __init__(self, spec: RolloutSpec):
         failpoints.install(spec.failpoints)
+        stacks.register(pathlib.Path(spec.run_folder), spec.name)
         devices = require_platform(spec.platform)
         check_serving(spec.learner_address, spec.credentials, timeout_s=DIAL_S)
         self._spec = spec
@@ -105,6 +119,7 @@ class RolloutActor:
             processes=spec.reward.processes,
             timeout_s=spec.reward.timeout_s,
         )
+        canary = Canary(engine.spec, self._clock, bound=spec.canary_bound) if spec.canary else None
         self._worker = RolloutWorker(
             name=spec.name,
             run_id=spec.run_id,
@@ -116,9 +131,16 @@ class RolloutActor:
             train=self._prompts[0],
             held_out=self._prompts[1],
             clock=self._clock,
+            canary=canary,
         )
-        self._weights = WeightClient(
-            spec.learner_address, spec.credentials, run_id=spec.run_id, streams=spec.streams
+        loopback = spec.bind_host in LOOPBACK
+        self._replica = Replica(
+            spec.credentials,
+            run_id=spec.run_id,
+            host=spec.bind_host if loopback else own_address(host_of(spec.learner_address)),
+            deltas=spec.deltas,
+            streams=spec.streams,
+            chunk_bytes=spec.chunk_bytes,
         )
         self._devices = devices
         self._loop = WorkLoop(
@@ -144,6 +166,7 @@ class RolloutActor:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "devices": f"{len(self._devices)} x {self._devices[0].device_kind}",
+            "address": self._replica.address,
             "prompts_digest": self._prompts[0].digest,
         }
 
@@ -182,19 +205,25 @@ class RolloutActor:
 
     def close(self) -> None:
         """Ends the threads, the reward processes and the connections."""
+        self._loop.stop()
+        self._replica.close()
         self._loop.close()
         self._rewards.close()
-        self._weights.close()
 
     def _pull(self, min_version: int, sources: Sequence[str], wait_s: float) -> Fetched:
-        started = time.monotonic()
-        manifest = self._weights.manifest(min_version, timeout_s=wait_s)
         failpoints.reach("worker.receive")
-        named = self._weights.fetch(manifest, timeout_s=self._spec.timeout_s)
-        return Fetched(manifest, named, {"seconds": time.monotonic() - started})
+        pulled = self._replica.pull(
+            min_version, sources, wait_s, transfer_timeout_s=self._spec.timeout_s
+        )
+        return Fetched(pulled.manifest, pulled.tensors, dataclasses.asdict(pulled.stats))
 
     def _swap(self, fetched: Fetched) -> None:
-        self._worker.swap(fetched.manifest, fetched.named)
+        """Swaps a version in; one whose canary fails is placed on the device once more."""
+        try:
+            self._worker.swap(fetched.manifest, fetched.named)
+        except CanaryFailed as error:
+            log.warning("%s; placing it once more", error)
+            self._worker.swap(fetched.manifest, fetched.named)
 
     def _sample(self, group: Group, lease: Lease) -> dict[str, Any] | None:
         """The first completion of a group, as it stands in samples.jsonl."""

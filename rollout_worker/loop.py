@@ -64,6 +64,7 @@ class WorkLoop:
         self._results: list[LeaseResult] = []
         self._transfers: list[dict[str, Any]] = []
         self._draining = False
+        self._refetch = False
         self._closed = False
         self._fetcher = make_fetcher(self._wake)
         self._pusher = make_pusher(self._ended, self._wake)
@@ -88,6 +89,7 @@ class WorkLoop:
                     self._cancelled.add((group_id, attempt))
             self._inbox = collections.deque(x for x in self._inbox if x.group_id in self._leases)
             self._draining = self._draining or orders.drain
+            self._refetch = self._refetch or orders.refetch
             for lease in orders.leases:
                 self._leases[lease.group_id] = lease
                 self._inbox.append(lease)
@@ -113,6 +115,7 @@ class WorkLoop:
                 state=self._state(),
                 policy_version=self._worker.policy_version,
                 weight_digest=self._worker.weight_digest,
+                canary_gap=self._worker.canary_gap,
                 held=len(self._leases),
                 results=tuple(results),
                 background_s={"fetch": fetch_s, "push": self._pusher.take_seconds()},
@@ -133,12 +136,16 @@ class WorkLoop:
         self._check()
         return job.done.result(timeout_s)
 
-    def close(self, timeout_s: float = 10.0) -> bool:
-        """Ends the threads; False if the working thread is still at it."""
+    def stop(self) -> None:
+        """Has the threads end after what they are at; returns at once."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         self._fetcher.close()
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Ends the threads; False if the working thread is still at it."""
+        self.stop()
         ended = self._thread.join(timeout_s)
         self._pusher.close()
         return ended
@@ -157,6 +164,10 @@ class WorkLoop:
 
     def _turn(self) -> None:
         self._give_up_cancelled()
+        if self._refetch and not self._worker.held:
+            self._refetch = False
+            self._worker.policy_version = -1
+            self._fetcher.forget()
         if self._swap_is_due():
             if not self._worker.held:
                 self._swap_in()

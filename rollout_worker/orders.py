@@ -44,6 +44,8 @@ class Orders:
     """Group ids whose leases are void, whether they have begun or not."""
     drain: bool = False
     """Finish what is being decoded, return the rest, take nothing more."""
+    refetch: bool = False
+    """Give the version up that is held, since no learner of this run issues it any more."""
     sources: tuple[str, ...] | None = None
     """Addresses that serve weights, preferred first; the learner's is the last."""
     learner_address: str | None = None
@@ -71,6 +73,8 @@ class News:
     policy_version: int
     """Held on the device; -1 before the first."""
     weight_digest: str
+    canary_gap: float
+    """On the probe, under this version: largest gap of a logprob, in nats; NaN without a probe."""
     held: int
     """Leases not ended."""
     results: tuple[LeaseResult, ...]

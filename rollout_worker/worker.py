@@ -5,6 +5,7 @@ socket and knows no Ray: `actor.py` moves what comes and goes.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 
 from models.checkpoint import from_named
 from models.tokenizer import Tokenizer
+from rollout_worker.canary import Canary
 from rollout_worker.completing import Completed, Completing
 from rollout_worker.config import RolloutConfig
 from rollout_worker.engine import Engine
@@ -48,6 +50,10 @@ class WeightDigestMismatch(RuntimeError):
     """The arrays on the device are not the published ones."""
 
 
+class CanaryFailed(RuntimeError):
+    """A probe has other logprobs here than at the learner, under the same weights."""
+
+
 class RolloutWorker:
     """Turns prompts and a policy version into scored groups."""
 
@@ -64,7 +70,12 @@ class RolloutWorker:
         train: PromptSet,
         held_out: PromptSet,
         clock: PhaseClock,
+        canary: Canary | None = None,
     ):
+        """
+        Args:
+            canary: proves every version that comes with scores of a probe.
+        """
         self._name = name
         self._run_id = run_id
         key = jax.random.key(seed)
@@ -76,6 +87,7 @@ class RolloutWorker:
         self._train = train
         self._held_out = held_out
         self._clock = clock
+        self._canary = canary
         self._completing = Completing(
             engine, rewards, clock, lambda row: self.text(row.token_ids, row.finish_reason)
         )
@@ -86,6 +98,8 @@ class RolloutWorker:
         self.policy_version = -1
         """-1 until the first weights arrive."""
         self.weight_digest = ""
+        self.canary_gap = math.nan
+        """Largest gap of a logprob between learner and worker on the probe, in nats."""
 
     def swap(self, manifest: WeightManifest, named: Mapping[str, np.ndarray]) -> None:
         """Puts a fetched policy version on the device and makes it the current one, or does
@@ -96,6 +110,7 @@ class RolloutWorker:
         Raises:
             ValueError: if tensors are missing, extra or wrongly shaped.
             WeightDigestMismatch: if what lies on the device is not what was published.
+            CanaryFailed: if the same weights give other logprobs here than at the learner.
         """
         layout = self._engine.spec.layout
         host = from_named(named, layout.published, stacked=False)
@@ -107,6 +122,15 @@ class RolloutWorker:
                 f"{self._name}: live weights of version {manifest.policy_version} have digest "
                 f"{digest}, published was {manifest.digest}"
             )
+        if self._canary is not None and manifest.canary is not None:
+            result = self._canary.check(params, manifest.canary)
+            self.canary_gap = result.gap_max
+            if not result.passed:
+                raise CanaryFailed(
+                    f"{self._name}: under policy version {manifest.policy_version} a probe token "
+                    f"is {result.gap_max:.3g} nats from the learner's, weights.canary_bound allows "
+                    f"{result.bound:g}; the first part that differs is {result.first_layer}"
+                )
         self._engine.swap(params, manifest.policy_version)
         self.policy_version = manifest.policy_version
         self.weight_digest = digest

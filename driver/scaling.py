@@ -1,0 +1,193 @@
+"""Keeps the fleet at the size that is wanted, and answers whoever wants another.
+
+The wish comes from the configuration, from a person (`python -m driver.scale`) or from
+`policy: balance`; the step loop calls `turn` while it waits, and `judge` once a step.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from ray.util.placement_group import PlacementGroup
+
+from driver.actors import Room
+from driver.balance import BalanceRule, BalanceState, balance, waits_of
+from driver.cluster import ResourcesNotMet, WorkerRoom, release
+from driver.config import RunConfig
+from driver.control import ControlBox, Drain, Request, new_target
+from driver.fleet import Fleet, FleetState, Worker
+from driver.ledger import StepRecord
+from services import control_messages as control
+from services.control_messages import NoSuchWorker, NotNow, OutOfBounds
+
+SHOW_S = 0.5
+"""Between two pictures of the fleet, and between two looks for room."""
+RATE_S = 10.0
+"""Window of a worker's tokens a second."""
+_STATES = {
+    FleetState.STARTING: control.WorkerState.STARTING,
+    FleetState.WAITING: control.WorkerState.STARTING,
+    FleetState.READY: control.WorkerState.READY,
+    FleetState.WORKING: control.WorkerState.WORKING,
+    FleetState.DRAINING: control.WorkerState.DRAINING,
+}
+
+
+class Scaler:
+    """Adds and drains rollout workers."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        fleet: Fleet,
+        group: PlacementGroup,
+        box: ControlBox,
+        say: Callable[[str], None],
+    ):
+        """
+        Args:
+            group: of the learner and the workers of the start.
+            box: where requests arrive and the picture of the fleet hangs.
+        """
+        self._config = config
+        self._fleet = fleet
+        self._group = group
+        self._box = box
+        self._say = say
+        self._workers = config.rollout.workers
+        self._free: list[Room] = []
+        """Bundles of the first group whose worker was drained."""
+        self._asked: WorkerRoom | None = None
+        self._notice = ""
+        self._balance = BalanceState()
+        self._shown_at = 0.0
+        self._tokens: dict[str, deque[tuple[float, int]]] = {}
+        self.target = self._workers.at_start
+
+    def turn(self, step: int, policy_version: int) -> None:
+        """Answers requests, and takes the next step towards the target; never waits."""
+        for request in self._box.take():
+            self._answer(request, step, policy_version)
+        if time.monotonic() - self._shown_at < SHOW_S:
+            return
+        self._shown_at = time.monotonic()
+        self._follow()
+        self._box.show(self._picture(step, policy_version))
+
+    def left(self, worker: Worker) -> None:
+        """Keeps or gives back the room of a worker that is gone."""
+        self._tokens.pop(worker.name, None)
+        self._say(f"{worker.name} has left")
+        if worker.room.shared:
+            self._free.append(worker.room)
+        else:
+            release(worker.room.group)
+
+    def judge(self, record: StepRecord, gaps: set[str]) -> None:
+        """With `policy: balance`: whether this step speaks for one worker more or less.
+
+        Args:
+            gaps: workers that were not there for all of the step.
+        """
+        if self._workers.policy != "balance":
+            return
+        self._balance, change = balance(
+            self._balance,
+            waits_of(record.processes, record.wall_s),
+            workers=len(record.processes) - 1 - len(gaps),
+            target=self.target,
+            least=self._workers.min,
+            most=self._workers.max,
+            rule=BalanceRule(),
+        )
+        if change:
+            self.target += change
+            who = "the learner waits for groups" if change > 0 else "workers wait for the learner"
+            self._say(f"step {record.step}: {who}: {self.target} rollout workers from now on")
+
+    def _answer(self, request: Request, step: int, policy_version: int) -> None:
+        fleet = self._picture(step, policy_version)
+        try:
+            self.target = new_target(request.wish, fleet)
+        except (OutOfBounds, NoSuchWorker, NotNow) as error:
+            request.refuse(error)
+            return
+        self._notice = ""
+        self._balance = BalanceState()
+        if isinstance(request.wish, Drain):
+            self._fleet.drain(request.wish.name)
+        self._say(f"asked for: {self.target} rollout workers")
+        self._box.show(self._picture(step, policy_version))
+        request.accept(self.target, fleet.current)
+
+    def _follow(self) -> None:
+        staying = self._staying()
+        if len(staying) >= self.target and self._asked is not None:
+            release(self._asked.group)
+            self._asked = None
+        if len(staying) > self.target:
+            self._fleet.drain(_first_to_go(staying).name)
+        elif len(staying) < self.target:
+            self._add(len(staying))
+
+    def _add(self, there: int) -> None:
+        if self._free:
+            self._fleet.add(self._free.pop(0))
+            return
+        if self._asked is None:
+            name = f"rollout worker {there + 1}"
+            self._asked = WorkerRoom(self._config.placement, name, self._group)
+        try:
+            if not self._asked.is_there():
+                self._notice = self._asked.shortage()
+                return
+        except ResourcesNotMet as error:
+            self._asked, self.target, self._notice = None, there, str(error)
+            self._say(f"{error}\nthe run goes on with {there} rollout workers")
+            return
+        self._fleet.add(Room(self._asked.group, 0, shared=False))
+        self._asked, self._notice = None, ""
+
+    def _staying(self) -> list[Worker]:
+        return [w for w in self._fleet.workers.values() if w.state is not FleetState.DRAINING]
+
+    def _picture(self, step: int, policy_version: int) -> control.Fleet:
+        return control.Fleet(
+            target=self.target,
+            least=self._workers.min,
+            most=self._workers.max,
+            policy=control.ScalingPolicy(self._workers.policy),
+            step=step,
+            policy_version=policy_version,
+            workers=tuple(self._status(worker) for worker in self._fleet.workers.values()),
+            notice=self._notice,
+        )
+
+    def _status(self, worker: Worker) -> control.WorkerStatus:
+        return control.WorkerStatus(
+            name=worker.name,
+            state=_STATES[worker.state],
+            policy_version=worker.policy_version,
+            host=worker.about.get("host", ""),
+            pid=worker.about.get("pid", 0),
+            restarts=worker.restarts,
+            last_error=worker.last_error,
+            groups_leased=len(worker.leases),
+            groups_done=worker.done,
+            tokens_per_s=self._rate(worker),
+        )
+
+    def _rate(self, worker: Worker) -> float:
+        now = time.monotonic()
+        seen = self._tokens.setdefault(worker.name, deque())
+        seen.append((now, worker.tokens))
+        while len(seen) > 1 and now - seen[0][0] > RATE_S:
+            seen.popleft()
+        seconds = now - seen[0][0]
+        return (worker.tokens - seen[0][1]) / seconds if seconds > 0 else 0.0
+
+
+def _first_to_go(workers: list[Worker]) -> Worker:
+    """One that does not work yet, else the youngest name."""
+    idle = [worker for worker in workers if not worker.takes_leases]
+    return (idle or workers)[-1]

@@ -1,0 +1,446 @@
+"""The step loop of a run.
+
+A step is: enough groups, an update, closed books. Workers make the groups of later steps meanwhile,
+as far as `rollout.max_staleness` lets them (`intake.py`). A learner that dies is replaced, and the
+steps since its last checkpoint are taken again with the groups that were recorded.
+"""
+
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup
+
+from driver import settings
+from driver.actors import ActorFailed
+from driver.books import RunBooks
+from driver.config import RunConfig
+from driver.control import ControlBox
+from driver.errors import RunError
+from driver.evaluation import eval_metrics
+from driver.fleet import FleetEvents, Worker
+from driver.intake import StepBatch
+from driver.lease_book import LeaseState, TrajectoryState
+from driver.ledger import StepLedger
+from driver.metrics import MetricsLog
+from driver.plan import Prepared
+from driver.postmortem_parts import Sources
+from driver.scaling import Scaler
+from driver.specs import learner_spec, rollout_spec
+from driver.status import StatusFile
+from driver.supervisor import LearnerLost, Supervisor, with_port
+from driver.view import Accuracy, RunSummary, StepView, step_row, summary_lines
+from learner.actor import LearnerSpec
+from learner.reports import Restored
+from rollout_worker.orders import News, Orders
+from services import failpoints
+from services.group_report import GroupReport
+from services.relay_tree import ancestors, relay_tree
+from services.tls import RunAuthority
+
+RECENT_STEPS = 10
+BEFORE_ALL = -1
+"""A step before the evaluation at the start, which is step 0."""
+
+
+class Session:
+    """One run in its order: start, steps, checkpoints, end."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: pathlib.Path,
+        *,
+        run_id: str,
+        authority: RunAuthority,
+        prepared: Prepared,
+        supervisor: Supervisor,
+        metrics: MetricsLog,
+        ledger: StepLedger,
+        status: StatusFile,
+        view: StepView,
+    ):
+        self._config = config
+        self._folder = folder
+        self._run_id = run_id
+        self._authority = authority
+        self._prepared = prepared
+        self._supervisor = supervisor
+        self._metrics = metrics
+        self._ledger = ledger
+        self._status = status
+        self._view = view
+        self._held_out = min(config.eval.prompts or prepared.held_out, prepared.held_out)
+        self._books = RunBooks.new(config, prepared.prompts)
+        self._step_s: list[float] = []
+        self._lap_started = time.monotonic()
+        self._leasing = False
+        self._worker_errors: list[str] = []
+        self._transfers: list[dict[str, Any]] = []
+        """How versions came to workers since the last step was closed."""
+
+    def start(self, group: PlacementGroup, box: ControlBox) -> None:
+        """Starts the learner, which workers dial; resumes and publishes; starts the workers.
+
+        Args:
+            group: room for all of them.
+            box: where requests for other numbers of workers arrive.
+        """
+        config = self._config
+        self._learner = self._supervisor.start_learner(self._learner_spec())
+        if not self._learner["sees_output_folder"]:
+            raise RunError(
+                f"run.output_dir={self._folder} is not there on {self._learner['host']}, where "
+                "the learner runs and writes checkpoints: use a folder that all hosts share"
+            )
+        if config.run.resume:
+            self._resume()
+        self._say_ready(self._learner)
+        self._publish()
+        fleet = self._supervisor.make_fleet(
+            lambda name: rollout_spec(
+                config,
+                self._folder,
+                name,
+                self._run_id,
+                self._authority,
+                self._learner["address"],
+            ),
+            FleetEvents(
+                ended=lambda result: self._books.intake.add(result),
+                lost=self._take_back,
+                news=self._hear,
+                joined=self._join,
+                left=self._left,
+                warn=self._warn,
+            ),
+        )
+        self._scaler = Scaler(config, fleet, group, box, self._view.say)
+        self._supervisor.start_workers(config.rollout.workers.at_start)
+        self._supervisor.before_turn = self._before_turn
+        self._supervisor.laps()
+        self._lap_started = time.monotonic()
+
+    def work(self) -> None:
+        """Takes every step that is left, whatever learners it takes, and leaves the results."""
+        while True:
+            try:
+                self._train()
+                self._finish()
+                return
+            except LearnerLost as error:
+                self._recover(error)
+
+    def close_and_save(self) -> None:
+        """Leaves a checkpoint when the run ends early: a step that was trained counts."""
+        self._leasing = False
+        if self._books.open is not None:
+            self._close_step(self._books.open)
+        self._save()
+
+    def summarise(self) -> None:
+        """Prints what the run came to; the last line is for machines."""
+        outputs = {"status, metrics, ledger, samples, eval, checkpoints": str(self._folder)}
+        if self._books.step < self._config.run.steps:
+            outputs["to go on, add to the same command"] = (
+                f"--set run.output_dir={self._folder} --resume"
+            )
+        if (self._folder / "export").exists():
+            outputs["policy as a Hugging Face folder"] = str(self._folder / "export")
+        before = self._books.accuracy.get(0)
+        after = [accuracy for step, accuracy in sorted(self._books.accuracy.items()) if step > 0]
+        summary = RunSummary(
+            name=self._config.run.name,
+            rewards=self._books.rewards,
+            accuracy_before=before,
+            accuracy_after=after[-1] if after else None,
+            seconds=time.time() - self._status.current.started,
+            outputs=outputs,
+        )
+        for line in summary_lines(summary):
+            self._view.say(line)
+
+    def sources(self) -> Sources:
+        """What a post-mortem cannot find in the run's folder."""
+        tables = self._supervisor.tables() | {"leases": self._books.leases.lease_totals}
+        return Sources(
+            config=settings.dump(self._config), tables=tables, worker_errors=self._worker_errors
+        )
+
+    def _train(self) -> None:
+        """Takes every step that is left, after an evaluation that is due or was cut short."""
+        books, every = self._books, self._config.checkpoint.every_steps
+        self._leasing = True
+        if self._eval_is_due() and books.step not in books.accuracy:
+            self._close_step(self._evaluate())
+        while books.step < self._config.run.steps:
+            books.open = self._train_step(books.step + 1)
+            books.step += 1
+            if self._eval_is_due():
+                books.open |= self._evaluate()
+            self._close_step(books.open)
+            if every and books.step % every == 0 and books.step < self._config.run.steps:
+                self._save_in_passing()
+
+    def _finish(self) -> None:
+        """Leaves the last checkpoint and the exported policy."""
+        self._save()
+        if self._config.checkpoint.export_hf:
+            self._supervisor.learner("export", str(self._folder / "export"), timeout_s=self._wait_s)
+
+    def _save_in_passing(self) -> None:
+        """Writes a checkpoint; one that fails is said, and the run goes on without it."""
+        try:
+            self._save()
+        except ActorFailed as error:
+            if "CheckpointFailed" not in str(error):
+                raise
+            self._warn(f"step {self._books.step}: {error}; the run goes on from the one before")
+
+    def _save(self) -> None:
+        """Writes a checkpoint of the last closed step, books included."""
+        books = self._books
+        state = books.state(self._ledger.state())
+        self._supervisor.learner("save", books.step, state, timeout_s=self._wait_s)
+        self._status.progress(books.step, last_checkpoint=books.step)
+
+    @property
+    def _wait_s(self) -> float:
+        return self._config.placement.step_timeout_s
+
+    @property
+    def _steps_left(self) -> int:
+        """Steps that are not trained; one whose update is under way is among them."""
+        return self._config.run.steps - self._books.step
+
+    def _learner_spec(self) -> LearnerSpec:
+        return learner_spec(
+            self._config,
+            self._folder,
+            self._run_id,
+            self._authority,
+            ray.util.get_node_ip_address(),
+        )
+
+    def _recover(self, error: LearnerLost) -> None:
+        """Replaces a learner that died, and goes back to its last checkpoint."""
+        self._leasing = False
+        self._worker_errors.append(str(error))
+        fleet = self._supervisor.fleet
+        fleet.cancel_all()
+        spec = with_port(self._learner_spec(), self._learner["address"])
+        self._learner = self._supervisor.restart_learner(spec, error)
+        issued = self._resume()
+        self._say_ready(self._learner)
+        self._publish()
+        fleet.order_all(Orders(learner_address=self._learner["address"]))
+        self._tell_sources()
+        for worker in fleet.ready():
+            if worker.policy_version >= 0 and worker.policy_version not in issued:
+                fleet.order(worker, Orders(refetch=True))
+
+    def _publish(self) -> None:
+        self._books.policy_version = self._supervisor.learner(
+            "publish", timeout_s=self._config.placement.startup_timeout_s
+        )
+
+    def _resume(self) -> dict[int, str]:
+        """Puts every book back to the newest complete checkpoint, if there is one, and takes over
+        what the learner has written down since.
+
+        Returns:
+            digest by version of what the learner before had issued since that checkpoint.
+        """
+        restored: Restored | None = self._supervisor.learner(
+            "restore", timeout_s=self._config.placement.startup_timeout_s
+        )
+        for reason in restored.skipped if restored else ():
+            self._warn(f"checkpoint skipped: {reason}")
+        if restored is None:
+            self._books = RunBooks.new(self._config, self._prepared.prompts)
+        else:
+            self._books = RunBooks.restored(self._config, self._prepared.prompts, restored)
+        if restored is None or restored.driver_state is None:
+            self._metrics.resume_at(BEFORE_ALL)
+            self._ledger.restore({"totals": {}}, step=BEFORE_ALL)
+            self._view.say(f"no checkpoint in {self._folder} yet: starting anew")
+        else:
+            moved = self._metrics.resume_at(restored.step)
+            moved += self._ledger.restore(restored.driver_state["ledger"], step=restored.step)
+            self._status.progress(restored.step, last_checkpoint=restored.step)
+            self._view.say(
+                f"resumed at step {restored.step}, policy version {restored.policy_version}; "
+                f"{moved} later log lines moved to *.superseded.jsonl"
+            )
+        if restored is None:
+            return {}
+        self._view.say(
+            f"on record since then: {len(restored.replay)} updates, which are made again, and "
+            f"{len(restored.waiting)} groups that wait"
+        )
+        return restored.issued
+
+    def _before_turn(self) -> None:
+        """Gives out as much work as there may be, and keeps the fleet at its size."""
+        books, fleet = self._books, self._supervisor.fleet
+        self._scaler.turn(books.step, books.policy_version)
+        if self._leasing and not books.replay:
+            room = fleet.room()
+            fleet.grant(books.intake.lease(room, books.policy_version, self._steps_left))
+
+    def _take_back(self, group_ids: Sequence[str], expired: bool) -> None:
+        how = LeaseState.EXPIRED if expired else LeaseState.RETURNED
+        self._books.leases.give_back(group_ids, how)
+
+    def _join(self, worker: Worker) -> None:
+        digest = worker.about["prompts_digest"]
+        if digest != self._prepared.digest:
+            raise RunError(
+                f"{worker.name} on {worker.about['host']} reads other training prompts than the "
+                f"driver from data.train.source={self._config.data.train.source}: every host "
+                "needs the same data and tokenizer"
+            )
+        self._say_ready(worker.about, again=worker.restarts > 0)
+        self._tell_sources()
+
+    def _left(self, worker: Worker) -> None:
+        self._scaler.left(worker)
+        self._tell_sources()
+
+    def _hear(self, worker: Worker, news: News) -> None:
+        self._transfers += [{"worker": worker.name, **record} for record in news.transfers]
+
+    def _warn(self, text: str) -> None:
+        self._worker_errors.append(text)
+        self._view.say(text)
+
+    def _tell_sources(self) -> None:
+        """Says to every worker whom to ask for weights: its relays, then the learner."""
+        fleet = self._supervisor.fleet
+        ready = {worker.name: worker for worker in fleet.ready()}
+        tree = relay_tree(list(ready), self._config.weights.relay_fanout)
+        for name, worker in ready.items():
+            relays = [ready[relay].about["address"] for relay in ancestors(tree, name)]
+            fleet.order(worker, Orders(sources=(*relays, self._learner["address"])))
+
+    def _say_ready(self, about: dict[str, Any], *, again: bool = False) -> None:
+        what = "is back" if again else "is ready"
+        self._view.say(
+            f"{about['name']} {what}: {about['devices']}, process {about['pid']} on {about['host']}"
+        )
+
+    def _gather(self) -> StepBatch:
+        """Waits until a step can be taken."""
+        books = self._books
+        if books.replay:
+            record = books.replay.popleft()
+            reports = self._reports([*record.group_ids, *record.dropped_ids])
+            return books.intake.repeat(record.group_ids, record.dropped_ids, reports)
+        while not books.intake.ready(books.policy_version, self._steps_left):
+            self._supervisor.turn()
+            if books.intake.unconfirmed:
+                books.intake.adopt(self._reports(sorted(books.intake.unconfirmed)))
+        return books.intake.take(books.policy_version)
+
+    def _reports(self, group_ids: list[str]) -> list[GroupReport]:
+        return self._supervisor.learner("reports", group_ids, timeout_s=self._wait_s)
+
+    def _train_step(self, step: int) -> dict[str, float]:
+        """Prompts to groups to the next policy version; returns the step's metrics.
+
+        A signal ends it before the learner was asked for the update, or not at all.
+        """
+        failpoints.reach("driver.step")
+        started = time.monotonic()
+        books, batch = self._books, self._gather()
+        rollout_s = time.monotonic() - started
+        metrics: dict[str, float] = {"train/update_skipped": 1.0}
+        if batch.kept:
+            report = self._supervisor.learner(
+                "update",
+                batch.kept,
+                batch.dropped,
+                self._wait_s,
+                timeout_s=2 * self._wait_s,
+                interruptible=False,
+            )
+            books.intake.discard(report.disowned)
+            for group_id, outcome in report.outcomes.items():
+                books.leases.end(group_id, TrajectoryState(outcome))
+            if report.replayed == "different":
+                self._view.say(
+                    f"step {step}: made again from the record, policy version "
+                    f"{report.policy_version} came out different; {len(report.disowned)} groups "
+                    "that rest on what it was are dropped"
+                )
+            books.policy_version = report.policy_version
+            metrics = report.metrics
+        metrics |= batch.metrics()
+        update_s = time.monotonic() - started - rollout_s
+        self._metrics.log_samples(step, batch.samples[: self._config.log.samples_per_step])
+        books.rewards.append(metrics["reward/total/mean"])
+        if problem := batch.reward_problem():
+            self._view.say(f"step {step}: {problem}")
+        if metrics["train/update_skipped"]:
+            self._view.say(
+                f"step {step}: the update was skipped; nothing was left to train on, or a number "
+                "was not finite (then its groups are in rejected/)"
+            )
+        return metrics | {
+            "time/train/rollout_generate_s": rollout_s,
+            "time/train/update_s": update_s,
+            "workers/restarts": float(self._supervisor.fleet.restarts),
+            "learner/restarts": float(self._supervisor.learner_restarts),
+        }
+
+    def _eval_is_due(self) -> bool:
+        settings = self._config.eval
+        if self._books.step == 0:
+            return settings.at_start
+        if self._books.step == self._config.run.steps:
+            return settings.at_end
+        return bool(settings.every_steps) and self._books.step % settings.every_steps == 0
+
+    def _evaluate(self) -> dict[str, float]:
+        """Scores the held-out prompts under the current policy and notes every item."""
+        started = time.monotonic()
+        items = self._supervisor.evaluate(range(self._held_out), self._books.policy_version)
+        items.sort(key=lambda item: (item["prompt_id"], item["sample_index"]))
+        self._metrics.log_eval(self._books.step, items)
+        scorer = self._config.reward.functions[0].name
+        metrics = eval_metrics(items, scorer=scorer, pass_k=self._config.eval.pass_k)
+        right = round(metrics["eval/accuracy/strict"] * len(items))
+        self._books.accuracy[self._books.step] = Accuracy(correct=right, total=len(items))
+        return metrics | {"time/eval_s": time.monotonic() - started}
+
+    def _close_step(self, metrics: dict[str, float]) -> None:
+        """Adds up the seconds since the last step was closed, and writes everything down."""
+        laps, gaps = self._supervisor.laps()
+        now = time.monotonic()
+        wall_s, self._lap_started = now - self._lap_started, now
+        for name in gaps & laps.keys():
+            # Its process did not exist for a part of the step.
+            laps[name]["idle"] = laps[name].get("idle", 0.0) + max(
+                0.0, wall_s - sum(laps[name].values())
+            )
+        record = self._ledger.close(self._books.step, laps, wall_s=wall_s, book=self._books.leases)
+        self._books.open = None
+        metrics = metrics | {"time/train/step_s": wall_s}
+        if "rollout/tokens" in metrics:
+            self._step_s.append(wall_s)
+            recent = self._step_s[-RECENT_STEPS:]
+            metrics["time/train/step_avg_last10_s"] = sum(recent) / len(recent)
+            slowest = max(p["prefill"] + p["decode"] for p in record.processes.values())
+            metrics["throughput/train/decode_tokens_per_s"] = metrics["rollout/tokens"] / slowest
+        for process, phases in record.processes.items():
+            metrics |= {f"time/{process}/{phase}_s": s for phase, s in phases.items() if s > 0}
+        written = self._metrics.log(self._books.step, metrics)
+        if written.get("nonfinite"):
+            self._view.say(
+                f"step {self._books.step}: not finite: {', '.join(written['nonfinite'])}"
+            )
+        self._scaler.judge(record, gaps & laps.keys())
+        self._status.progress(self._books.step)
+        self._view.show(step_row(metrics, record, self._config.run.steps))

@@ -1,0 +1,24 @@
+"""Which of this host's addresses others dial."""
+
+import socket
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+ANY_HOST = ("0.0.0.0", "::")
+
+
+def own_address(towards: str) -> str:
+    """The address of this host on the way to another; nothing is sent.
+
+    Args:
+        towards: an address, without a port.
+    """
+    towards = towards.strip("[]")
+    family = socket.AF_INET6 if ":" in towards else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as unsent:
+        unsent.connect((towards, 9))
+        return str(unsent.getsockname()[0])
+
+
+def host_of(address: str) -> str:
+    """The host of `host:port`, without the brackets of IPv6."""
+    return address.rpartition(":")[0].strip("[]")
