@@ -39,16 +39,30 @@ class SelectionRules(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainSequence:
-    """One completion that trains, with its prompt; arrays are per input token, [N]."""
+    """One completion that trains, with its prompt; arrays are per input token, [N].
 
+    Where the target belongs to the prompt, what is said of logprobs and weights means nothing and
+    `weights` is 0.
+    """
+
+    group_id: str
     token_ids: np.ndarray
     target_ids: np.ndarray
     """The token after each input token."""
     behavior_logprobs: np.ndarray
-    """float32; 0 where the target belongs to the prompt."""
+    """float32, nats; recorded when the token was drawn."""
+    old_logprobs: np.ndarray
+    """float32, nats; of the policy that the ratio is taken against; as selected, the same."""
+    importance: np.ndarray
+    """float32, >= 0; multiplies the policy term of the token. As selected, 1."""
     weights: np.ndarray
-    """float32; 0 where the target belongs to the prompt."""
+    """float32, >= 0; how the token counts in the sum that is divided by the denominator."""
     advantage: float
+
+    @property
+    def active(self) -> np.ndarray:
+        """bool [N]; whether the token is in the loss."""
+        return self.weights > 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +75,8 @@ class Selection:
     """Completion tokens with a weight."""
     zero_variance_groups: int
     outcomes: dict[str, str]
-    """Ledger state by group_id: trained, dropped_zero_variance or dropped_error."""
+    """Ledger state by group_id: trained, dropped_zero_variance, dropped_error, or dropped_stale
+    where the off-policy correction left none of the group's sequences."""
 
 
 class MicroBatch(NamedTuple):
@@ -78,10 +93,10 @@ class MicroBatch(NamedTuple):
     """int32; from 0 in every segment."""
     segments: Any
     """int32; from 1 in every row."""
-    behavior_logprobs: Any
+    old_logprobs: Any
     """float32, nats."""
     advantages: Any
-    """float32."""
+    """float32; times the importance of the token."""
     weights: Any
     """float32; above 0 exactly where a token is in the loss."""
 
@@ -119,7 +134,18 @@ def select(groups: Sequence[Group], rules: SelectionRules, *, vocab_size: int) -
             cut = completion.finish_reason is FinishReason.LENGTH and rules.truncated == "mask"
             if np.isfinite(reward) and not cut:
                 sequences.append(_sequence(group, completion, float(advantage), rules.aggregation))
-    active_tokens = sum(int((s.weights > 0).sum()) for s in sequences)
+    return sum_up(sequences, rules, outcomes=outcomes, zero_variance_groups=zero_variance_groups)
+
+
+def sum_up(
+    sequences: Sequence[TrainSequence],
+    rules: SelectionRules,
+    *,
+    outcomes: dict[str, str],
+    zero_variance_groups: int,
+) -> Selection:
+    """The selection of exactly these sequences: they alone count in the denominator."""
+    active_tokens = sum(int(s.active.sum()) for s in sequences)
     return Selection(
         sequences=tuple(sequences),
         denominator=denominator(
@@ -165,9 +191,12 @@ def _sequence(
     behavior_logprobs = np.zeros(len(tokens) - 1, np.float32)
     behavior_logprobs[first:] = completion.behavior_logprobs
     return TrainSequence(
+        group_id=group.group_id,
         token_ids=tokens[:-1],
         target_ids=tokens[1:],
         behavior_logprobs=behavior_logprobs,
+        old_logprobs=behavior_logprobs,
+        importance=np.ones(len(tokens) - 1, np.float32),
         weights=weights,
         advantage=advantage,
     )
@@ -182,10 +211,31 @@ def row_buckets(microbatch_tokens: int) -> tuple[int, ...]:
     return (*buckets, microbatch_tokens)
 
 
-def pack(
-    sequences: Sequence[TrainSequence], *, microbatch_tokens: int, devices: int
-) -> tuple[MicroBatch, ...]:
-    """Lays sequences out in rows of equal length, and rows in micro-batches of equal shape.
+class Packing(NamedTuple):
+    """The room there is."""
+
+    microbatch_tokens: int
+    """Slots of one micro-batch on one device."""
+    devices: int
+    """Over which the rows of a micro-batch are divided."""
+
+
+class Layout(NamedTuple):
+    """Where each sequence lies."""
+
+    rows: list[list[int]]
+    """Of all micro-batches, in order: the indices of the sequences that follow each other."""
+    B: int
+    T: int
+
+    @property
+    def starts(self) -> range:
+        """The first row of each micro-batch."""
+        return range(0, len(self.rows), self.B)
+
+
+def lay_out(sequences: Sequence[TrainSequence], packing: Packing) -> Layout:
+    """Plans rows of equal length, and micro-batches of equal shape.
 
     The row length is the smallest bucket that holds the longest sequence; shorter ones share
     rows (first fit, longest first). A micro-batch has the same number of rows on every device: as
@@ -193,14 +243,12 @@ def pack(
     ever compiled.
 
     Args:
-        microbatch_tokens: slots of one micro-batch on one device.
-        devices: devices over which the rows of a micro-batch are divided.
+        sequences: at least one.
 
     Raises:
         ValueError: if a sequence exceeds the budget.
     """
-    if not sequences:
-        return ()
+    microbatch_tokens, devices = packing
     longest = max(len(s.token_ids) for s in sequences)
     if longest > microbatch_tokens:
         raise ValueError(
@@ -210,10 +258,45 @@ def pack(
     row_tokens = min(b for b in row_buckets(microbatch_tokens) if b >= longest)
     rows = first_fit_decreasing([len(s.token_ids) for s in sequences], row_tokens)
     B = devices * _rows_per_device(-(-len(rows) // devices), microbatch_tokens // row_tokens)
+    return Layout(rows, B, row_tokens)
+
+
+def pack(sequences: Sequence[TrainSequence], packing: Packing) -> tuple[MicroBatch, ...]:
+    """Lays sequences out as `lay_out` plans; none where there are no sequences.
+
+    Raises:
+        ValueError: if a sequence exceeds the budget.
+    """
+    if not sequences:
+        return ()
+    layout = lay_out(sequences, packing)
+    rows = [[sequences[i] for i in row] for row in layout.rows]
     return tuple(
-        _fill([[sequences[i] for i in row] for row in rows[start : start + B]], B, row_tokens)
-        for start in range(0, len(rows), B)
+        _fill(rows[start : start + layout.B], layout.B, layout.T) for start in layout.starts
     )
+
+
+def unpack(
+    arrays: Sequence[np.ndarray], sequences: Sequence[TrainSequence], packing: Packing
+) -> list[np.ndarray]:
+    """The way back from `pack(sequences, packing)`.
+
+    Args:
+        arrays: [B, T] of each micro-batch, a number per token.
+
+    Returns:
+        [N] for each sequence, in their order.
+    """
+    layout = lay_out(sequences, packing)
+    found: list[np.ndarray] = [np.empty(0)] * len(sequences)
+    for start, array_BT in zip(layout.starts, arrays, strict=True):
+        for row, array_T in zip(layout.rows[start : start + layout.B], array_BT, strict=False):
+            at = 0
+            for i in row:
+                N = len(sequences[i].token_ids)
+                found[i] = array_T[at : at + N]
+                at += N
+    return found
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -249,8 +332,7 @@ def _fill(rows: list[list[TrainSequence]], B: int, T: int) -> MicroBatch:
         for name in ("token_ids", "target_ids", "positions", "segments")
     }
     floats = {
-        name: np.zeros((B, T), np.float32)
-        for name in ("behavior_logprobs", "advantages", "weights")
+        name: np.zeros((B, T), np.float32) for name in ("old_logprobs", "advantages", "weights")
     }
     batch = MicroBatch(**integers, **floats)
     for b, row in enumerate(rows):
@@ -262,8 +344,8 @@ def _fill(rows: list[list[TrainSequence]], B: int, T: int) -> MicroBatch:
             batch.target_ids[here] = sequence.target_ids
             batch.positions[here] = np.arange(N)
             batch.segments[here] = segment
-            batch.behavior_logprobs[here] = sequence.behavior_logprobs
-            batch.advantages[here] = sequence.advantage
+            batch.old_logprobs[here] = sequence.old_logprobs
+            batch.advantages[here] = np.float32(sequence.advantage) * sequence.importance
             batch.weights[here] = sequence.weights
             start += N
     return batch

@@ -31,6 +31,22 @@ def validated(kind: type[S], values: Mapping[str, Any]) -> S:
         raise ValueError("; ".join(faults)) from None
 
 
+class OffPolicyConfig(Section):
+    """What is done about groups that an older policy, or other numerics, sampled.
+
+    Null leaves a bound out. Any of them costs one forward pass over the batch before the update.
+    learner/off_policy.py says what is computed.
+    """
+
+    token_truncate: float | None = Field(default=None, ge=1, le=1e6)
+    """Highest importance weight of a token (TIS), 2 for instance. The ratio is then taken against
+    the learner's policy before the update, and this weight stands for what lies before that."""
+    sequence_low: float | None = Field(default=None, gt=0, le=1)
+    """A sequence trains if the geometric mean of its tokens' weights is at least this, ..."""
+    sequence_high: float | None = Field(default=None, ge=1, le=1e6)
+    """... and at most this."""
+
+
 class AlgorithmConfig(Section):
     """The GRPO family: how rewards become advantages, and advantages a loss."""
 
@@ -55,6 +71,7 @@ class AlgorithmConfig(Section):
     """With `resample`: how often a step may ask for more prompts before it trains on fewer."""
     truncated: Literal["keep", "mask"] = "keep"
     """`mask` leaves completions that ended by length out of the loss, not out of the baseline."""
+    off_policy: OffPolicyConfig = OffPolicyConfig()
 
 
 class OptimizerConfig(Section):

@@ -10,21 +10,28 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
-from learner.batching import MicroBatch, Selection, SelectionRules, pack, select
+from learner.batching import MicroBatch, Packing, Selection, SelectionRules, pack, select, unpack
+from learner.canary import ScoredProbe
 from learner.config import AlgorithmConfig, LearnerConfig
 from learner.metrics import combine_updates, group_metrics, selection_metrics, update_metrics
+from learner.off_policy import (
+    Correction,
+    SequenceWeights,
+    correct,
+    off_policy_metrics,
+    weigh,
+)
 from learner.programs import make_programs
+from learner.snapshot import WIRE_DTYPES, Snapshot
 from learner.state import TrainState, init_state, place_params
 from models.checkpoint import to_named
 from models.config import ModelConfig
+from models.probe import precision
 from models.transformer import Params
 from services.messages import Group
 from services.phase_clock import PhaseClock
-
-WIRE_DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 
 
 class LearnerCore:
@@ -63,7 +70,9 @@ class LearnerCore:
         self._lock = threading.Lock()
         self._config = model_config
         self._learner = learner
+        self._valid_vocab = valid_vocab
         self._devices = jax.devices() if devices is None else list(devices)
+        self._precision = precision(jnp.dtype(learner.compute_dtype), self._devices[0].platform)
         self._programs = make_programs(
             params,
             model_config,
@@ -82,6 +91,8 @@ class LearnerCore:
             truncated=algorithm.truncated,
             max_completion_tokens=max_completion_tokens,
         )
+        self._packing = Packing(learner.microbatch_tokens, len(self._devices))
+        self._correction = Correction(**algorithm.off_policy.model_dump())
         mesh, specs = self._programs.mesh, self._programs.specs
         self._state = init_state(params, self._programs.optimizer, mesh, specs)
         self._reference = None
@@ -115,12 +126,15 @@ class LearnerCore:
             started, compile_s = time.monotonic(), clock.peek()["compile"]
             with clock.phase("forward_backward"):
                 selection = select(groups, self._rules, vocab_size=self._config.vocab_size)
-                batches = pack(
-                    selection.sequences,
-                    microbatch_tokens=self._learner.microbatch_tokens,
-                    devices=len(self._devices),
-                )
+                batches = pack(selection.sequences, self._packing)
             metrics = group_metrics(groups, policy_version=self.policy_version)
+            if batches and self._correction.is_on:
+                logprobs = [self._score(batch, clock) for batch in batches]
+                with clock.phase("forward_backward"):
+                    weights = self._weigh(selection, logprobs)
+                    metrics |= off_policy_metrics(weights, self._correction)
+                    selection = correct(selection, weights, self._correction, self._rules)
+                    batches = pack(selection.sequences, self._packing)
             metrics |= selection_metrics(selection, batches, groups=len(groups))
             metrics |= self._train(groups, selection, batches, clock)
             update_s = time.monotonic() - started - (clock.peek()["compile"] - compile_s)
@@ -139,23 +153,44 @@ class LearnerCore:
         self.rejected = ()
         if not batches:
             return {"train/update_skipped": 1.0}
-        reports = [
-            self._one_update(batches, selection.denominator, clock)
-            for _ in range(self._learner.updates_per_batch)
-        ]
+        metrics, reports = {}, []
+        for _ in range(self._learner.updates_per_batch):
+            report, logprobs = self._one_update(batches, selection.denominator, clock)
+            # Only the first update sees the policy that the correction would have asked.
+            if not reports and not self._correction.is_on:
+                metrics = off_policy_metrics(self._weigh(selection, logprobs), self._correction)
+            reports.append(report)
         if any(report["train/update_skipped"] for report in reports):
             self.rejected = tuple(groups)
-        return combine_updates(reports)
+        return metrics | combine_updates(reports)
+
+    def _score(self, batch: MicroBatch, clock: PhaseClock) -> np.ndarray:
+        batch = jax.device_put(batch, self._programs.batch_sharding)
+        key = f"score {batch.token_ids.shape}"
+        score = self._programs.score
+        return np.asarray(
+            self._run(clock, "forward_backward", key, score, self._state.params, batch)
+        )
+
+    def _weigh(self, selection: Selection, logprobs: Sequence[np.ndarray]) -> list[SequenceWeights]:
+        """Weighs the sequences by what the policy says of their micro-batches."""
+        of_each = unpack(logprobs, selection.sequences, self._packing)
+        return [
+            weigh(sequence, logprob_N, self._correction)
+            for sequence, logprob_N in zip(selection.sequences, of_each, strict=True)
+        ]
 
     def _one_update(
         self, batches: Sequence[MicroBatch], denominator: float, clock: PhaseClock
-    ) -> dict[str, float]:
+    ) -> tuple[dict[str, float], list[np.ndarray]]:
+        """Metrics, and what the policy before the update says of the tokens of each batch."""
         accumulator = self._run(
             clock, "forward_backward", "empty", self._programs.empty, self._state.params
         )
+        logprobs = []
         for batch in batches:
             batch = jax.device_put(batch, self._programs.batch_sharding)
-            accumulator = self._run(
+            accumulator, logprob_BT = self._run(
                 clock,
                 "forward_backward",
                 f"accumulate {batch.token_ids.shape}",
@@ -165,7 +200,8 @@ class LearnerCore:
                 accumulator,
                 batch,
             )
-        sums, maxima = jax.device_get((accumulator.sums, accumulator.maxima))
+            logprobs.append(np.asarray(logprob_BT))
+        sums = jax.device_get(accumulator.sums)
         self._state, report = self._run(
             clock,
             "optimizer",
@@ -175,17 +211,22 @@ class LearnerCore:
             accumulator,
             jnp.float32(denominator),
         )
-        return update_metrics(
-            sums, maxima, jax.device_get(report), has_reference=self._reference is not None
-        )
+        has_reference = self._reference is not None
+        return update_metrics(sums, jax.device_get(report), has_reference=has_reference), logprobs
 
     def _run(self, clock: PhaseClock, phase: str, key: str, function, *args):
+        """Calls a jitted function and waits for what it returns."""
+        started = self._start(clock, phase, key, function, *args)
+        with clock.phase(phase):
+            return jax.block_until_ready(started)
+
+    def _start(self, clock: PhaseClock, phase: str, key: str, function, *args):
         """Calls a jitted function, compiling it under its own phase when the shape is new."""
         if key not in self._compiled:
             with clock.phase("compile"):
                 self._compiled[key] = function.lower(*args).compile()
         with clock.phase(phase):
-            return jax.block_until_ready(self._compiled[key](*args))
+            return self._compiled[key](*args)
 
     def _memory_metrics(self) -> dict[str, float]:
         stats = [device.memory_stats() for device in self._devices]
@@ -201,17 +242,45 @@ class LearnerCore:
         Raises:
             ValueError: if dtype is neither `bfloat16` nor `float32`.
         """
-        if dtype not in WIRE_DTYPES:
-            raise ValueError(f"dtype must be one of {sorted(WIRE_DTYPES)}, got {dtype!r}")
+        _check_wire_dtype(dtype)
         with self._lock:
             host = jax.tree.map(
                 lambda leaf: np.array(leaf.astype(WIRE_DTYPES[dtype])), self._state.params
             )
         return to_named(host, self._config)
 
+    def snapshot(self, dtype: str, clock: PhaseClock) -> Snapshot:
+        """The current policy in buffers of its own, on the devices: no later step touches it.
+
+        It takes as much of each device as the parameters would in this dtype, until it is deleted.
+        The probe is scored with it; nobody waits for that here.
+
+        Args:
+            clock: gets the seconds of `compile` and `publish`.
+
+        Raises:
+            ValueError: if dtype is neither `bfloat16` nor `float32`.
+        """
+        _check_wire_dtype(dtype)
+        with self._lock:
+            params = self._state.params
+            take, score = self._programs.snapshots[dtype], self._programs.canaries[dtype]
+            tensors = self._run(clock, "publish", f"snapshot {dtype}", take, params)
+            scores = self._start(clock, "publish", f"canary {dtype}", score, params)
+            return Snapshot(
+                policy_version=self.policy_version,
+                tensors=tensors,
+                probe=ScoredProbe(
+                    scores=scores,
+                    valid_vocab=self._valid_vocab or self._config.vocab_size,
+                    precision=self._precision,
+                ),
+            )
+
     @property
     def compiled(self) -> Mapping[str, jax.stages.Compiled]:
-        """The programs that have run so far: `empty`, `apply`, `accumulate <shape>` for each."""
+        """The programs that have run so far: `empty`, `apply`, `accumulate <shape>` and
+        `score <shape>` for each, and `snapshot <dtype>` and `canary <dtype>`."""
         return self._compiled
 
     @property
@@ -229,3 +298,8 @@ class LearnerCore:
         with self._lock:
             self._state = state
             self.policy_version = policy_version
+
+
+def _check_wire_dtype(dtype: str) -> None:
+    if dtype not in WIRE_DTYPES:
+        raise ValueError(f"dtype must be one of {sorted(WIRE_DTYPES)}, got {dtype!r}")

@@ -1,8 +1,10 @@
 """The GRPO objective, token by token, and how token terms become one number.
 
-A token term is a function of that token's logprob alone. Aggregation is a weight per token
-(`token_weight`, made on the host with the batch) and one denominator for the whole batch, so
-that any split into micro-batches or devices sums to the same loss.
+A token term is a function of that token's logprob alone. The *old* policy is the one that the
+ratio is taken against and clipped around: the behaviour policy that sampled, or with truncated
+token weights the learner's own before the update (learner/off_policy.py). Aggregation is a weight
+per token (`token_weight`, made on the host with the batch) and one denominator for the whole
+batch, so that any split into micro-batches or devices sums to the same loss.
 
 Dimension key:
     B: rows
@@ -33,8 +35,6 @@ class TokenTerms(NamedTuple):
 
     loss: jax.Array
     """To be minimised: policy term + kl_coef KL - entropy_coef entropy."""
-    ratio: jax.Array
-    """Probability under the policy over probability when it was sampled."""
     clipped_low: jax.Array
     """bool: held at 1 - clip_low, which happens only with a negative advantage."""
     clipped_high: jax.Array
@@ -43,9 +43,9 @@ class TokenTerms(NamedTuple):
     """Estimate of KL(policy || reference) in nats; zeros without a reference."""
 
 
-def importance_ratio(logprob: jax.Array, behavior_logprob: jax.Array) -> jax.Array:
+def importance_ratio(logprob: jax.Array, old_logprob: jax.Array) -> jax.Array:
     """exp of the float32 log-ratio, which is clamped first; outside the clamp the slope is 0."""
-    log_ratio = logprob.astype(jnp.float32) - behavior_logprob.astype(jnp.float32)
+    log_ratio = logprob.astype(jnp.float32) - old_logprob.astype(jnp.float32)
     return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
@@ -79,7 +79,7 @@ def kl_estimate(logprob: jax.Array, reference_logprob: jax.Array, estimator: str
 def token_terms(
     logprob_BT: jax.Array,
     entropy_BT: jax.Array,
-    behavior_logprob_BT: jax.Array,
+    old_logprob_BT: jax.Array,
     advantage_BT: jax.Array,
     active_BT: jax.Array,
     objective: Objective,
@@ -90,8 +90,9 @@ def token_terms(
     Args:
         logprob_BT: float32, differentiated; nats, of the tempered distribution.
         entropy_BT: float32, differentiated; nats.
-        behavior_logprob_BT: float32; recorded when the token was drawn.
-        advantage_BT: float32; the advantage of the completion, at each of its tokens.
+        old_logprob_BT: float32; nats, under the old policy.
+        advantage_BT: float32; the advantage of the completion, at each of its tokens, times the
+            token's importance weight.
         active_BT: bool; what lies elsewhere is replaced before any arithmetic, so that garbage
             there reaches neither value nor gradient.
         reference_logprob_BT: float32; None where no reference policy is kept.
@@ -101,10 +102,10 @@ def token_terms(
     """
     logprob_BT = jnp.where(active_BT, logprob_BT, 0.0)
     entropy_BT = jnp.where(active_BT, entropy_BT, 0.0)
-    behavior_logprob_BT = jnp.where(active_BT, behavior_logprob_BT, 0.0)
+    old_logprob_BT = jnp.where(active_BT, old_logprob_BT, 0.0)
     advantage_BT = jnp.where(active_BT, advantage_BT, 0.0)
 
-    ratio_BT = importance_ratio(logprob_BT, behavior_logprob_BT)
+    ratio_BT = importance_ratio(logprob_BT, old_logprob_BT)
     low, high = 1.0 - objective.clip_low, 1.0 + objective.clip_high
     plain_BT = ratio_BT * advantage_BT
     clipped_BT = jnp.clip(ratio_BT, low, high) * advantage_BT
@@ -119,7 +120,6 @@ def token_terms(
         loss_BT -= objective.entropy_coef * entropy_BT
     return TokenTerms(
         loss=loss_BT,
-        ratio=ratio_BT,
         clipped_low=(ratio_BT < low) & (advantage_BT < 0),
         clipped_high=(ratio_BT > high) & (advantage_BT > 0),
         kl=kl_BT,
@@ -132,36 +132,23 @@ def weighted_sum(term_BT: jax.Array, weight_BT: jax.Array) -> jax.Array:
 
 
 def metric_sums(
-    terms: TokenTerms,
-    logprob_BT: jax.Array,
-    entropy_BT: jax.Array,
-    behavior_logprob_BT: jax.Array,
-    active_BT: jax.Array,
-) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Sums and maxima over the active tokens, float32 scalars, to be added up over the batch.
+    terms: TokenTerms, entropy_BT: jax.Array, active_BT: jax.Array
+) -> dict[str, jax.Array]:
+    """Sums over the active tokens, float32 scalars, to be added up over the batch.
 
-    Returns:
-        `sums` (divide by `sums["active_tokens"]` for the mean of any) and `maxima`.
+    Divide by `active_tokens` for the mean of any other.
     """
-    gap_BT = jnp.abs(jnp.where(active_BT, logprob_BT - behavior_logprob_BT, 0.0))
 
     def total(value_BT):
         return jnp.where(active_BT, value_BT.astype(jnp.float32), 0.0).sum()
 
-    sums = {
+    return {
         "active_tokens": active_BT.astype(jnp.float32).sum(),
         "kl": total(terms.kl),
         "entropy": total(entropy_BT),
-        "ratio": total(terms.ratio),
         "clipped_low": total(terms.clipped_low),
         "clipped_high": total(terms.clipped_high),
-        "logprob_gap": total(gap_BT),
     }
-    maxima = {
-        "ratio": jnp.where(active_BT, terms.ratio, 0.0).max(),
-        "logprob_gap": gap_BT.max(),
-    }
-    return sums, maxima
 
 
 def token_weight(active_tokens: int, aggregation: str) -> float:

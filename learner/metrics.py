@@ -9,7 +9,7 @@ from services.messages import FinishReason, Group
 
 
 def group_metrics(groups: Sequence[Group], *, policy_version: int) -> dict[str, float]:
-    """Means over the completions of a batch.
+    """Means over the completions of a batch, and how many of its groups have each staleness.
 
     A completion whose scoring failed counts in `reward_error/*` and in no reward; each scorer's
     mean is over the completions that it scored.
@@ -36,6 +36,10 @@ def group_metrics(groups: Sequence[Group], *, policy_version: int) -> dict[str, 
         ),
         "offpolicy/staleness_mean": float(staleness.mean()),
         "offpolicy/staleness_max": float(staleness.max()),
+        **{
+            f"offpolicy/staleness_{n}": float((staleness == n).sum())
+            for n in range(max(0, int(staleness.max())) + 1)
+        },
         "reward_error/count": float(failed),
         "reward_error/fraction": failed / len(completions),
     }
@@ -74,7 +78,6 @@ def selection_metrics(
 
 def update_metrics(
     sums: Mapping[str, float],
-    maxima: Mapping[str, float],
     report: Mapping[str, float],
     *,
     has_reference: bool,
@@ -82,7 +85,7 @@ def update_metrics(
     """Of one optimiser update; means are over the tokens in the loss.
 
     Args:
-        sums, maxima: of an Accumulator, on the host.
+        sums: of an Accumulator, on the host.
         report: what `apply` returned, on the host.
         has_reference: `train/kl` exists only where there is a reference policy.
     """
@@ -95,10 +98,6 @@ def update_metrics(
         "train/grad_norm": float(report["grad_norm"]),
         "train/learning_rate": float(report["learning_rate"]),
         "train/update_skipped": float(report["skipped"]),
-        "offpolicy/logprob_gap_mean": float(sums["logprob_gap"]) / tokens,
-        "offpolicy/logprob_gap_max": float(maxima["logprob_gap"]),
-        "offpolicy/is_weight_raw_mean": float(sums["ratio"]) / tokens,
-        "offpolicy/is_weight_raw_max": float(maxima["ratio"]),
     }
     if has_reference:
         metrics["train/kl"] = float(sums["kl"]) / tokens
@@ -106,16 +105,10 @@ def update_metrics(
 
 
 def combine_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Several updates on one batch as one: their mean; the maximum of maxima and of `skipped`.
-
-    `offpolicy/*` is that of the first, which alone compares the two sides' policies: the later
-    ones have moved away on purpose.
-    """
+    """Several updates on one batch as one: their mean; the maximum of `skipped`."""
     return {
-        name: updates[0][name]
-        if name.startswith("offpolicy/")
-        else max(update[name] for update in updates)
-        if name.endswith(("_max", "_skipped"))
+        name: max(update[name] for update in updates)
+        if name.endswith("_skipped")
         else float(np.mean([update[name] for update in updates]))
         for name in updates[0]
     }

@@ -6,7 +6,7 @@ are not there (deploy/tpu_check.py).
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +16,21 @@ from jax.sharding import PartitionSpec as P
 
 from kernels import choose
 from learner.batching import MicroBatch
+from learner.canary import make_canary
 from learner.config import AlgorithmConfig, LearnerConfig
 from learner.head import HeadPlan
 from learner.loss import Objective
 from learner.mesh import AXES, make_mesh
 from learner.optimizer import learning_rate_schedule, make_optimizer
 from learner.sharding import param_specs
+from learner.snapshot import WIRE_DTYPES, make_snapshots
 from learner.state import TrainState, abstract_state, state_shardings
 from learner.train_step import (
     PolicyOptions,
     make_accumulate,
     make_apply,
     make_empty_accumulator,
+    make_score,
 )
 from models.config import ModelConfig
 from models.transformer import Params
@@ -48,7 +51,11 @@ class LearnerPrograms:
     empty: Callable
     accumulate: Callable
     apply: Callable
-    """These three as learner/train_step.py describes them."""
+    score: Callable
+    """These four as learner/train_step.py describes them."""
+    snapshots: Mapping[str, Callable]
+    canaries: Mapping[str, Callable]
+    """By wire dtype, as learner/snapshot.py and learner/canary.py describe them."""
 
     def batch_shapes(self, rows: int, row_tokens: int) -> MicroBatch:
         """A micro-batch of shape structs, its rows counted over all devices."""
@@ -61,7 +68,7 @@ class LearnerPrograms:
             target_ids=integers,
             positions=integers,
             segments=integers,
-            behavior_logprobs=floats,
+            old_logprobs=floats,
             advantages=floats,
             weights=floats,
         )
@@ -109,15 +116,29 @@ def make_programs(
     )
     schedule = learning_rate_schedule(learner.optimizer, total_steps * learner.updates_per_batch)
     optimizer = make_optimizer(learner.optimizer, schedule)
+    state = abstract_state(params, optimizer, mesh, specs)
     return LearnerPrograms(
         mesh=mesh,
         specs=specs,
         optimizer=optimizer,
-        abstract_state=abstract_state(params, optimizer, mesh, specs),
+        abstract_state=state,
         batch_sharding=NamedSharding(mesh, P(AXES)),
         empty=make_empty_accumulator(mesh, specs),
         accumulate=make_accumulate(mesh, specs, model_config, objective, options),
         apply=make_apply(
             mesh, state_shardings(params, optimizer, mesh, specs), optimizer, schedule
         ),
+        score=make_score(mesh, specs, model_config, options),
+        snapshots=make_snapshots(state.params, model_config),
+        canaries={
+            name: make_canary(
+                mesh,
+                specs,
+                model_config,
+                head=options.head,
+                compute_dtype=options.compute_dtype,
+                wire_dtype=dtype,
+            )
+            for name, dtype in WIRE_DTYPES.items()
+        },
     )

@@ -1,10 +1,10 @@
-"""The two compiled functions of an update: add up a micro-batch's gradient, then apply the sum.
+"""The compiled functions of an update: add up a micro-batch's gradient, then apply the sum.
 
 `accumulate` runs under `shard_map`: every device differentiates the loss of its own rows, a sum
 that is not yet divided by anything, and the gradients are reduced explicitly afterwards. The only
 collectives that are ever differentiated are the parameter gathers, so gradients cannot pick up a
-factor of the device count. `apply` divides once by the denominator of the whole
-batch.
+factor of the device count. `apply` divides once by the denominator of the whole batch. `score` only
+asks what the policy says of the tokens, for the off-policy correction.
 
 Dimension key:
     B: rows of one micro-batch
@@ -29,17 +29,7 @@ from learner.state import TrainState
 from models.config import ModelConfig
 from models.transformer import Params, forward, packed_attend
 
-SUMS = (
-    "loss",
-    "active_tokens",
-    "kl",
-    "entropy",
-    "ratio",
-    "clipped_low",
-    "clipped_high",
-    "logprob_gap",
-)
-MAXIMA = ("ratio", "logprob_gap")
+SUMS = ("loss", "active_tokens", "kl", "entropy", "clipped_low", "clipped_high")
 
 
 class Accumulator(NamedTuple):
@@ -49,8 +39,6 @@ class Accumulator(NamedTuple):
     """Params."""
     sums: Any
     """dict of scalars by the names in SUMS."""
-    maxima: Any
-    """dict of scalars by the names in MAXIMA."""
 
 
 class PolicyOptions(NamedTuple):
@@ -64,7 +52,7 @@ class PolicyOptions(NamedTuple):
 class TokenData(NamedTuple):
     """What the loss needs of each token beside its scores; float32 [B, T]."""
 
-    behavior_logprobs: jax.Array
+    old_logprobs: jax.Array
     advantages: jax.Array
     weights: jax.Array
     reference_logprobs: jax.Array | None
@@ -72,35 +60,20 @@ class TokenData(NamedTuple):
 
 def make_accumulate(
     mesh: Mesh, specs: Params, config: ModelConfig, objective: Objective, options: PolicyOptions
-) -> Callable[[Params, Params | None, Accumulator, MicroBatch], Accumulator]:
-    """Builds `accumulate(params, reference_params, accumulator, batch) -> accumulator`.
+) -> Callable[[Params, Params | None, Accumulator, MicroBatch], tuple[Accumulator, jax.Array]]:
+    """Builds `accumulate(params, reference_params, accumulator, batch) -> accumulator, logprobs`.
 
     The accumulator is donated. Rows of the batch are divided over all devices; reference_params
-    is None without a KL penalty.
+    is None without a KL penalty. The logprobs are the policy's, float32 [B, T]; only those of
+    active tokens mean anything.
     """
-    gather = make_gather(specs, options.compute_dtype)
-    embed = make_embed(specs, options.compute_dtype)
-    head = PolicyHead(options.head, mesh, specs, gather)
-
-    def hidden_states(params, batch):
-        hidden_BTD, _ = forward(
-            params,
-            config,
-            batch.token_ids,
-            batch.positions,
-            packed_attend(batch.segments, operand_dtype=options.compute_dtype),
-            compute_dtype=options.compute_dtype,
-            gather=gather,
-            embed=embed,
-            remat=options.remat,
-        )
-        return hidden_BTD
+    head, hidden_states = _policy(mesh, specs, config, options)
 
     def terms_of(logprob, entropy, data):
         return token_terms(
             logprob,
             entropy,
-            data.behavior_logprobs,
+            data.old_logprobs,
             data.advantages,
             data.weights > 0,
             objective,
@@ -118,7 +91,7 @@ def make_accumulate(
             reference_BT = head.scores(
                 reference_params, hidden_BTD, batch.target_ids, active_BT
             ).logprob
-        data = TokenData(batch.behavior_logprobs, batch.advantages, batch.weights, reference_BT)
+        data = TokenData(batch.old_logprobs, batch.advantages, batch.weights, reference_BT)
 
         # The head makes its own gradient; what it asks of the hidden states, the layers pass on.
         layers = {name: tree for name, tree in params.items() if name != "lm_head"}
@@ -131,26 +104,23 @@ def make_accumulate(
         so_far = {**accumulator.grads, head.name: {"weight": head_grad_VD}}
 
         terms = terms_of(policy.logprob, policy.entropy, data)
-        sums, maxima = metric_sums(
-            terms, policy.logprob, policy.entropy, batch.behavior_logprobs, active_BT
-        )
+        sums = metric_sums(terms, policy.entropy, active_BT)
         sums["loss"] = weighted_sum(terms.loss, batch.weights)
         sums = jax.lax.psum(sums, AXES)
-        maxima = jax.lax.pmax(maxima, AXES)
-        return Accumulator(
+        accumulator = Accumulator(
             grads={**so_far, **jax.tree.map(jnp.add, {n: so_far[n] for n in layers}, grads)},
             sums=jax.tree.map(jnp.add, accumulator.sums, sums),
-            maxima=jax.tree.map(jnp.maximum, accumulator.maxima, maxima),
         )
+        return accumulator, policy.logprob
 
-    accumulated = Accumulator(specs, P(), P())
+    accumulated = Accumulator(specs, P())
 
     # Replication is not checked: `reduce_gradients` is what makes it true, and the tests compare
     # meshes. (The check would also insert its own reductions into the derivative.)
     @jax.shard_map(
         mesh=mesh,
         in_specs=(specs, specs, accumulated, P(AXES)),
-        out_specs=accumulated,
+        out_specs=(accumulated, P(AXES)),
         check_vma=False,
     )
     def with_reference(params, reference_params, accumulator, batch):
@@ -159,7 +129,7 @@ def make_accumulate(
     @jax.shard_map(
         mesh=mesh,
         in_specs=(specs, accumulated, P(AXES)),
-        out_specs=accumulated,
+        out_specs=(accumulated, P(AXES)),
         check_vma=False,
     )
     def without_reference(params, accumulator, batch):
@@ -173,13 +143,49 @@ def make_accumulate(
     return jax.jit(accumulate, donate_argnums=2)
 
 
+def make_score(
+    mesh: Mesh, specs: Params, config: ModelConfig, options: PolicyOptions
+) -> Callable[[Params, MicroBatch], jax.Array]:
+    """Builds `score(params, batch) -> logprobs`, float32 [B, T], as `accumulate` returns them."""
+    head, hidden_states = _policy(mesh, specs, config, options)
+
+    @jax.shard_map(mesh=mesh, in_specs=(specs, P(AXES)), out_specs=P(AXES), check_vma=False)
+    def score(params, batch):
+        hidden_BTD = hidden_states(params, batch)
+        return head.scores(params, hidden_BTD, batch.target_ids, batch.weights > 0).logprob
+
+    return jax.jit(score)
+
+
+def _policy(mesh, specs, config, options):
+    """The policy's head, and `hidden_states(params, batch) -> [B, T, D]` below it."""
+    gather = make_gather(specs, options.compute_dtype)
+    embed = make_embed(specs, options.compute_dtype)
+
+    def hidden_states(params, batch):
+        hidden_BTD, _ = forward(
+            params,
+            config,
+            batch.token_ids,
+            batch.positions,
+            packed_attend(batch.segments, operand_dtype=options.compute_dtype),
+            compute_dtype=options.compute_dtype,
+            gather=gather,
+            embed=embed,
+            remat=options.remat,
+        )
+        return hidden_BTD
+
+    return PolicyHead(options.head, mesh, specs, gather), hidden_states
+
+
 def make_empty_accumulator(mesh: Mesh, specs: Params) -> Callable[[Params], Accumulator]:
     """Builds `empty(params) -> Accumulator` of zeros, sharded as the parameters are."""
-    shardings = named_shardings(mesh, Accumulator(specs, P(), P()))
+    shardings = named_shardings(mesh, Accumulator(specs, P()))
 
     def empty(params):
-        zeros = lambda names: {name: jnp.zeros((), jnp.float32) for name in names}
-        return Accumulator(jax.tree.map(jnp.zeros_like, params), zeros(SUMS), zeros(MAXIMA))
+        sums = {name: jnp.zeros((), jnp.float32) for name in SUMS}
+        return Accumulator(jax.tree.map(jnp.zeros_like, params), sums)
 
     return jax.jit(empty, out_shardings=shardings)
 

@@ -1,9 +1,19 @@
 """Selection and packing: who trains, with what weight, and where each token lies."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from learner.batching import SelectionRules, first_fit_decreasing, pack, row_buckets, select
+from learner.batching import (
+    Packing,
+    SelectionRules,
+    first_fit_decreasing,
+    pack,
+    row_buckets,
+    select,
+    unpack,
+)
 from services.messages import FinishReason
 from tests.learner.builders import make_completion, make_group, random_groups
 
@@ -43,16 +53,11 @@ def test_masks_come_from_lengths_when_pad_is_eos_T02():
     # there. Lengths 3 and 1 give masks 111 and 100.
     groups = [make_group(0, [2], [make_completion([4, 5, 2], 1.0), make_completion([2], 0.0)])]
     selection = choose(groups)
-    [batch] = pack(selection.sequences, microbatch_tokens=3, devices=1)[:1]
+    [batch] = pack(selection.sequences, Packing(3, 1))[:1]
     assert selection.active_tokens == 4
     masks = {tuple(row > 0) for row in batch.weights}
     assert masks <= {(True, True, True), (True, False, False), (False, False, False)}
-    assert (
-        sum(
-            (b.weights > 0).sum() for b in pack(selection.sequences, microbatch_tokens=3, devices=1)
-        )
-        == 4
-    )
+    assert sum((b.weights > 0).sum() for b in pack(selection.sequences, Packing(3, 1))) == 4
 
 
 def test_sampled_ids_reach_the_loss_unchanged_T03():
@@ -60,10 +65,10 @@ def test_sampled_ids_reach_the_loss_unchanged_T03():
     group = make_group(
         0, [9], [make_completion(ids, 1.0, logprobs=logprobs), make_completion([7], 0.0)]
     )
-    [batch] = pack(choose([group]).sequences, microbatch_tokens=8, devices=1)
+    [batch] = pack(choose([group]).sequences, Packing(8, 1))
     active = (batch.weights > 0) & (batch.segments == 1)
     np.testing.assert_array_equal(batch.target_ids[active], ids)
-    np.testing.assert_array_equal(batch.behavior_logprobs[active], np.float32(logprobs))
+    np.testing.assert_array_equal(batch.old_logprobs[active], np.float32(logprobs))
 
 
 def test_failed_and_aborted_completions_have_no_say():
@@ -150,7 +155,7 @@ def unpacked(batches):
                     (
                         tuple(batch.token_ids[b, here]),
                         tuple(batch.target_ids[b, here]),
-                        tuple(batch.behavior_logprobs[b, here]),
+                        tuple(batch.old_logprobs[b, here]),
                         advantage,
                         tuple(batch.weights[b, here]),
                     )
@@ -161,7 +166,7 @@ def unpacked(batches):
 @pytest.mark.parametrize("budget, devices", [(14, 1), (64, 1), (100, 2), (512, 8)])
 def test_packing_loses_and_invents_nothing(budget, devices):
     sequences = choose(random_groups(6)).sequences
-    batches = pack(sequences, microbatch_tokens=budget, devices=devices)
+    batches = pack(sequences, Packing(budget, devices))
     expected = sorted(
         (
             tuple(s.token_ids),
@@ -180,10 +185,32 @@ def test_packing_loses_and_invents_nothing(budget, devices):
         assert not batch.weights[batch.segments == 0].any()
 
 
+@pytest.mark.parametrize("budget, devices", [(14, 1), (100, 2), (512, 8)])
+def test_unpacking_gives_every_token_back_to_its_sequence(budget, devices):
+    sequences, packing = choose(random_groups(6)).sequences, Packing(budget, devices)
+    batches = pack(sequences, packing)
+    for name in ("target_ids", "old_logprobs", "weights"):
+        found = unpack([getattr(batch, name) for batch in batches], sequences, packing)
+        for values, sequence in zip(found, sequences, strict=True):
+            np.testing.assert_array_equal(values, getattr(sequence, name))
+
+
+def test_importance_multiplies_the_advantage_of_its_token():
+    [first, second] = choose(
+        [make_group(0, [9], [make_completion([1, 2], 1.0), make_completion([3], 0.0)])]
+    ).sequences
+    half = dataclasses.replace(first, importance=np.array([0.5, 2.0], np.float32))
+    [batch] = pack([half, second], Packing(4, 1))
+    advantage = np.float32(first.advantage)
+    np.testing.assert_array_equal(
+        batch.advantages, [[0.5 * advantage, 2 * advantage, np.float32(second.advantage), 0]]
+    )
+
+
 def test_few_rows_stay_empty():
     for count in range(1, 40):
         sequences = choose(random_groups(count)).sequences
-        batches = pack(sequences, microbatch_tokens=1024, devices=1)
+        batches = pack(sequences, Packing(1024, 1))
         empty = sum(int((batch.segments.max(1) == 0).sum()) for batch in batches)
         rows = sum(len(batch.segments) for batch in batches)
         assert empty <= 0.25 * rows
@@ -196,14 +223,14 @@ def test_row_lengths_are_few():
 
 
 def test_nothing_selected_packs_to_nothing():
-    assert pack((), microbatch_tokens=64, devices=8) == ()
+    assert pack((), Packing(64, 8)) == ()
 
 
 def test_sequence_beyond_the_budget_is_refused_with_the_numbers():
     sequences = choose(random_groups()).sequences
     longest = max(len(s.token_ids) for s in sequences)
     with pytest.raises(ValueError, match=f"{longest} tokens .* microbatch_tokens=4"):
-        pack(sequences, microbatch_tokens=4, devices=1)
+        pack(sequences, Packing(4, 1))
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ from jax.sharding import PartitionSpec as P
 
 from kernels.token_logprob import reference
 from learner import loss as loss_lib
-from learner.batching import SelectionRules, pack, select
+from learner.batching import Packing, SelectionRules, pack, select, unpack
 from learner.head import HeadPlan
 from learner.mesh import AXES, make_mesh
+from learner.off_policy import Correction, correct, weigh
 from learner.sharding import param_specs, reduce_gradients
 from learner.state import init_state, place_params, state_shardings
 from learner.train_step import (
@@ -20,6 +21,7 @@ from learner.train_step import (
     make_accumulate,
     make_apply,
     make_empty_accumulator,
+    make_score,
 )
 from models.transformer import forward, head_weight, logits, packed_attend
 from tests.learner.builders import TINY, host_params, random_groups
@@ -43,7 +45,18 @@ TOLERANCE = dict(rtol=2e-5, atol=2e-6)
 
 @pytest.fixture(scope="module")
 def selection():
-    return select(random_groups(), RULES, vocab_size=TINY.vocab_size)
+    """Corrected for a policy that has moved: token weights differ, and some sequences are gone."""
+    sampled = select(random_groups(7), RULES, vocab_size=TINY.vocab_size)
+    correction = Correction(token_truncate=1.2, sequence_low=0.9, sequence_high=1.3)
+    rng = np.random.default_rng(5)
+    weights = [
+        weigh(s, np.float32(-3 + rng.normal(0, 0.3, len(s.weights))), correction)
+        for s in sampled.sequences
+    ]
+    corrected = correct(sampled, weights, correction, RULES)
+    assert 15 < len(corrected.sequences) < len(sampled.sequences)
+    assert len({w for s in corrected.sequences for w in s.importance[s.active]}) > 10
+    return corrected
 
 
 def reference_host_params():
@@ -53,10 +66,10 @@ def reference_host_params():
 
 @pytest.fixture(scope="module")
 def literal(selection):
-    """Loss and gradient of the batch, one unpacked sequence at a time on one device."""
+    """Loss, gradient and logprobs of the batch, one unpacked sequence at a time on one device."""
 
-    def logprobs(params, sequence):
-        ids = jnp.asarray(sequence.token_ids)[None]
+    def logprobs(params, fields):
+        ids = fields["token_ids"][None]
         hidden, _ = forward(
             params,
             TINY,
@@ -67,48 +80,38 @@ def literal(selection):
         )
         return reference.token_logprob(
             logits(hidden, head_weight(params)),
-            jnp.asarray(sequence.target_ids)[None],
+            fields["target_ids"][None],
             temperature=HEAD.temperature,
             valid_vocab=HEAD.valid_vocab,
         )
 
-    def loss(params, sequence):
-        policy, frozen = logprobs(params, sequence), logprobs(reference_host_params(), sequence)
-        terms = loss_lib.token_terms(
-            policy.logprob,
-            policy.entropy,
-            sequence.behavior_logprobs[None],
-            jnp.full_like(policy.logprob, sequence.advantage),
-            sequence.weights[None] > 0,
-            OBJECTIVE,
-            frozen.logprob,
+    def loss(params, fields, advantage):
+        policy, frozen = logprobs(params, fields), logprobs(reference_host_params(), fields)
+        ratio = jnp.exp(policy.logprob - fields["old_logprobs"])
+        surrogate = jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.28) * advantage)
+        d = frozen.logprob - policy.logprob
+        term = (
+            -fields["importance"] * surrogate
+            + OBJECTIVE.kl_coef * (jnp.exp(d) - d - 1)
+            - OBJECTIVE.entropy_coef * policy.entropy
         )
-        return loss_lib.weighted_sum(terms.loss, sequence.weights[None])
+        return jnp.where(fields["weights"] > 0, fields["weights"] * term, 0.0).sum(), policy.logprob
 
     # One length, so that one compilation serves all: the tail is another segment without weight.
+    names = ("token_ids", "target_ids", "old_logprobs", "importance", "weights")
+
     def padded(sequence):
         rest = 16 - len(sequence.token_ids)
-        fields = {
-            name: np.pad(getattr(sequence, name), (0, rest))
-            for name in ("token_ids", "target_ids", "behavior_logprobs", "weights")
-        }
-        return type(sequence)(advantage=sequence.advantage, **fields)
+        return {name: jnp.pad(getattr(sequence, name), (0, rest)) for name in names}
 
-    step = jax.jit(
-        lambda params, fields, advantage: jax.value_and_grad(loss)(
-            params, type(selection.sequences[0])(advantage=advantage, **fields)
-        )
-    )
-    total, total_grad = 0.0, jax.tree.map(np.zeros_like, host_params())
-    for sequence in map(padded, selection.sequences):
-        fields = {
-            name: getattr(sequence, name)
-            for name in ("token_ids", "target_ids", "behavior_logprobs", "weights")
-        }
-        value, grad = step(host_params(), fields, sequence.advantage)
+    step = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    total, total_grad, scores = 0.0, jax.tree.map(np.zeros_like, host_params()), []
+    for sequence in selection.sequences:
+        (value, logprob), grad = step(host_params(), padded(sequence), sequence.advantage)
         total += float(value)
         total_grad = jax.tree.map(np.add, total_grad, grad)
-    return total, total_grad
+        scores.append(np.asarray(logprob)[0, : len(sequence.token_ids)])
+    return total, total_grad, scores
 
 
 def run_accumulate(selection, *, data, fsdp, microbatch_tokens, options=OPTIONS):
@@ -118,16 +121,24 @@ def run_accumulate(selection, *, data, fsdp, microbatch_tokens, options=OPTIONS)
     frozen = place_params(reference_host_params(), mesh, specs, jnp.float32)
     accumulator = make_empty_accumulator(mesh, specs)(params)
     accumulate = make_accumulate(mesh, specs, TINY, OBJECTIVE, options)
-    batches = pack(selection.sequences, microbatch_tokens=microbatch_tokens, devices=data * fsdp)
-    compiled = None
+    packing = Packing(microbatch_tokens, data * fsdp)
+    batches = pack(selection.sequences, packing)
+    compiled, logprobs = None, []
     for batch in batches:
         batch = jax.device_put(batch, NamedSharding(mesh, P(AXES)))
         if compiled is None:
             lowered = accumulate.lower(params, frozen, accumulator, batch)
             # Compile time is most of this test; the arithmetic does not change.
             compiled = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
-        accumulator = compiled(params, frozen, accumulator, batch)
-    return len(batches), jax.device_get(accumulator)
+        accumulator, logprob_BT = compiled(params, frozen, accumulator, batch)
+        logprobs.append(np.asarray(logprob_BT))
+    of_each = unpack(logprobs, selection.sequences, packing)
+    return len(batches), jax.device_get(accumulator), of_each
+
+
+def assert_same_logprobs(actual, expected, sequences):
+    for a, e, sequence in zip(actual, expected, sequences, strict=True):
+        np.testing.assert_allclose(a[sequence.active], e[sequence.active], **TOLERANCE)
 
 
 def assert_same_gradient(actual, expected):
@@ -138,7 +149,7 @@ def assert_same_gradient(actual, expected):
     "data, fsdp, microbatch_tokens, microbatches",
     [
         (1, 1, 192, 1),
-        (1, 1, 16, 10),
+        (1, 1, 16, 11),
         (2, 1, 32, 3),
         (1, 2, 64, 2),
         (4, 1, 16, 3),
@@ -153,20 +164,37 @@ def assert_same_gradient(actual, expected):
 def test_any_mesh_and_split_gives_the_literal_loss_and_gradient(
     selection, literal, data, fsdp, microbatch_tokens, microbatches
 ):
-    count, accumulator = run_accumulate(
+    count, accumulator, logprobs = run_accumulate(
         selection, data=data, fsdp=fsdp, microbatch_tokens=microbatch_tokens
     )
     assert count == microbatches
-    loss, gradient = literal
+    loss, gradient, scores = literal
     np.testing.assert_allclose(accumulator.sums["loss"], loss, rtol=1e-5)
     assert accumulator.sums["active_tokens"] == selection.active_tokens
     assert_same_gradient(accumulator.grads, gradient)
+    assert_same_logprobs(logprobs, scores, selection.sequences)
+
+
+@pytest.mark.parametrize("schedule", ["logits", "fast", "lean"])
+def test_score_says_what_the_update_would_see(selection, literal, schedule):
+    mesh = make_mesh(data=2, fsdp=2, devices=jax.devices()[:4])
+    specs = param_specs(host_params(), 2)
+    params = place_params(host_params(), mesh, specs, jnp.float32)
+    options = OPTIONS._replace(head=HEAD._replace(schedule=schedule))
+    score, packing = make_score(mesh, specs, TINY, options), Packing(64, 4)
+    batches = pack(selection.sequences, packing)
+    logprobs = [
+        np.asarray(score(params, jax.device_put(batch, NamedSharding(mesh, P(AXES)))))
+        for batch in batches
+    ]
+    of_each = unpack(logprobs, selection.sequences, packing)
+    assert_same_logprobs(of_each, literal[2], selection.sequences)
 
 
 def test_recomputing_layers_changes_nothing(selection, literal):
     head = HEAD._replace(schedule="logits", impl="reference")
     options = OPTIONS._replace(remat=True, head=head)
-    _, accumulator = run_accumulate(
+    _, accumulator, _ = run_accumulate(
         selection, data=1, fsdp=2, microbatch_tokens=64, options=options
     )
     assert_same_gradient(accumulator.grads, literal[1])
@@ -174,7 +202,7 @@ def test_recomputing_layers_changes_nothing(selection, literal):
 
 def test_bfloat16_compute_stays_near_float32(selection, literal):
     options = OPTIONS._replace(compute_dtype=jnp.dtype("bfloat16"))
-    _, accumulator = run_accumulate(
+    _, accumulator, _ = run_accumulate(
         selection, data=1, fsdp=2, microbatch_tokens=64, options=options
     )
     for leaf in jax.tree.leaves(accumulator.grads):
