@@ -25,10 +25,15 @@ from rollout_worker.slots import DecodeSpec, over_lanes
 from services.messages import Canary as Published
 from services.phase_clock import PhaseClock
 
-BOUNDS = {"float32": 2e-3, "bfloat16": 0.5}
-"""Default bound by the coarser precision of both sides, in nats."""
-TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2}
-"""Of the fingerprints, likewise."""
+BOUNDS = {"float32": 1e-3, "bfloat16": 2.0}
+"""Default bound by the coarser precision of both sides, in nats.
+
+Between healthy sides on SmolLM2-135M's 30 layers the largest gap of a logprob is 0.57 in bfloat16,
+with either side in float32 or cut over 3 devices, and 2e-6 where both are in float32; on the demo's
+3 layers 0.14 and 0. Two layers that change places make 5 to 18 nats.
+"""
+TOLERANCES = {"float32": 1e-4, "bfloat16": 0.15}
+"""Of the fingerprints, likewise: healthy sides differ by up to 0.055 in bfloat16."""
 
 
 class Canary:
