@@ -22,7 +22,7 @@ class RecordedUpdate:
     group_ids: list[str]
     dropped_ids: list[str]
     digest: str | None
-    """Issued for that version then; None if the learner did not come so far."""
+    """Issued for that version then; None if the learner did not come so far, or made none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,6 +79,7 @@ class LearnerHealth:
 
 def books_of(work: OpenWork) -> dict[str, Any]:
     """What the driver is told of open work."""
+    maker = {update.policy_version: update for update in work.updates}  # the last one of each
     in_updates = {g for update in work.updates for g in (*update.group_ids, *update.dropped_ids)}
     return {
         "replay": [
@@ -86,7 +87,9 @@ def books_of(work: OpenWork) -> dict[str, Any]:
                 policy_version=update.policy_version,
                 group_ids=list(update.group_ids),
                 dropped_ids=list(update.dropped_ids),
-                digest=work.issued.get(update.policy_version),
+                digest=work.issued.get(update.policy_version)
+                if maker[update.policy_version] is update
+                else None,
             )
             for update in work.updates
         ],
