@@ -203,7 +203,9 @@ class LearnerActor:
         """Trains on these groups and sends the next version on its way to the workers.
 
         Args:
-            group_ids: groups to wait for, in the order they are to be packed.
+            group_ids: groups to wait for, in the order they are to be packed; none where a step
+                has nothing to train on. It is written down all the same, and made again in its
+                place after a restart.
             dropped_ids: groups in the buffer that nobody will ask for.
             timeout_s: bound of the wait for groups that are still on their way.
 

@@ -148,7 +148,8 @@ class Journal:
             policy_version: the version that it is to make.
             group_ids: in the order in which they are to be packed; those that were given up with
                 their version are passed over.
-            dropped_ids: groups that nobody will ask for.
+            dropped_ids: groups that nobody will ask for. An update may consist of them alone: it
+                makes no version, and is made again in its place all the same.
             timeout_s: bound of the wait for groups on their way.
 
         Raises:
@@ -170,7 +171,7 @@ class Journal:
                 self._pending.popleft()
             elif self._pending:
                 self._abandon(policy_version)
-        if wanted and not is_replay:
+        if not is_replay and (group_ids or dropped_ids):
             self._spool.update(update)
         failpoints.reach("learner.update")
         return Begun(taken=self.buffer.take(wanted, 0.0), is_replay=is_replay)

@@ -69,7 +69,8 @@ class OpenWork:
             updates=tuple(
                 update
                 for update in self.updates
-                if update.policy_version > policy_version and used.isdisjoint(update.group_ids)
+                if update.policy_version > policy_version
+                and used.isdisjoint(update.group_ids or update.dropped_ids)
             ),
             groups={name: group for name, group in self.groups.items() if name not in used},
         )

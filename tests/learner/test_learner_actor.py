@@ -154,7 +154,7 @@ def replayed(learner, restored):
 def test_a_learner_that_was_restored_gives_the_digests_of_one_that_never_stopped(
     start, tmp_path, digests, saved
 ):
-    """Stopped after update 3 with the groups of step 4 accepted; saved at none, at 1, or at both."""
+    """Stopped after update 3, with the groups of step 4 accepted, saved at 1, 2 or not at all."""
     before = start(tmp_path)
     before.publish()
     for step in (1, 2, 3):
@@ -293,11 +293,16 @@ def test_an_update_with_nothing_left_makes_no_version_and_is_replayed_as_such(st
     report = before.update(names(9), [], WAIT_S)
     assert report.policy_version == 2 and report.digest == before.digest(2, WAIT_S)
     assert report.outcomes == dict.fromkeys(names(9), "dropped_stale")
+    push(before, groups_of(before, 8, version=2))
+    assert before.update([], names(8), WAIT_S).policy_version == 2
     train(before, 3)
     after = start(tmp_path)
     restored = after.restore()
-    assert [update.policy_version for update in restored.replay] == [1, 2, 3, 3]
-    assert replayed(after, restored) == [(1, "equal"), (2, "equal"), (2, None), (3, "equal")]
+    assert [update.policy_version for update in restored.replay] == [1, 2, 3, 3, 3]
+    assert [update.dropped_ids for update in restored.replay] == [[], [], [], names(8), []]
+    assert restored.waiting == []
+    made = [(1, "equal"), (2, "equal"), (2, None), (2, None), (3, "equal")]
+    assert replayed(after, restored) == made
 
 
 def test_a_full_disk_during_a_save_leaves_checkpoint_and_spool_C02(start, tmp_path, digests):
