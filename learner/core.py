@@ -30,6 +30,7 @@ from models.checkpoint import to_named
 from models.config import ModelConfig
 from models.probe import precision
 from models.transformer import Params
+from services import failpoints
 from services.messages import Group
 from services.phase_clock import PhaseClock
 
@@ -202,6 +203,7 @@ class LearnerCore:
             )
             logprobs.append(np.asarray(logprob_BT))
         sums = jax.device_get(accumulator.sums)
+        failpoints.reach("learner.update")
         self._state, report = self._run(
             clock,
             "optimizer",
