@@ -76,7 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.write(settings.dump(config))
             return 0
         folder = output_folder(config)
-        check_folder(folder, resume=config.run.resume)
+        if config.run.resume == "auto":
+            config = identity.resolved(config, folder)
+        check_folder(folder, resume=bool(config.run.resume))
         prepared = prepare(config)
         print(prepared.text, flush=True)
         marks = identity.identity_of(config, prepared.model, prepared.digest)
@@ -85,8 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.dry_run:
             print("this run can start; devices and the room in the cluster were not looked at")
             return 0
-        claim(folder)
+        claim(folder, resume=bool(config.run.resume))
         identity.note(folder, marks)
+        (folder / "config.yaml").write_text(settings.dump(config), encoding="utf-8")
         # Imported late: nothing above needs Ray, and it reads its token when it is imported.
         set_token(os.environ)
         from driver.run import run

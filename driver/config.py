@@ -25,9 +25,10 @@ class RunSection(Section):
     output_dir: str = "runs/{name}"
     """Folder of logs, checkpoints and exports, relative to where the run starts; `{name}` and
     `{time}` are replaced."""
-    resume: bool = False
-    """Continue from the newest complete checkpoint in output_dir; without it the folder must be
-    new or empty."""
+    resume: bool | Literal["auto"] = False
+    """Continue from the newest complete checkpoint in output_dir and the groups accepted since;
+    without it the folder must be new or empty. `auto` continues where there is a run and starts one
+    where there is none, for a scheduler that submits the same command again."""
 
 
 class ModelSection(Section):

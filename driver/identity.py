@@ -30,6 +30,12 @@ class NotResumable(RunError):
     exit_code = 2
 
 
+def resolved(config: RunConfig, folder: pathlib.Path) -> RunConfig:
+    """The configuration with `run.resume: auto` decided: whether the folder holds a run."""
+    run = config.run.model_copy(update={"resume": (folder / FILE).is_file()})
+    return config.model_copy(update={"run": run})
+
+
 def identity_of(config: RunConfig, model: ModelConfig, prompts_digest: str) -> dict[str, str]:
     """What is compared, as short texts."""
     shape = json.dumps(dataclasses.asdict(model), sort_keys=True)

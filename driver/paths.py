@@ -7,6 +7,7 @@ paths mean there; deploy/run_local.py sets it.
 
 import os
 import pathlib
+import shutil
 import time
 from collections.abc import Mapping
 
@@ -75,8 +76,11 @@ def locate(config: RunConfig) -> RunConfig:
     )
 
 
-OF_A_START = ("status.json", "run_id", "identity.json", "error.txt")
-"""Files that a run leaves before its first step."""
+OF_A_START = (
+    *("status.json", "run_id", "identity.json", "error.txt", "config.yaml"),
+    *("stacks", "control", "spool"),
+)
+"""What a run leaves before its first step."""
 
 
 class FolderTaken(RunError):
@@ -113,17 +117,20 @@ def check_folder(folder: pathlib.Path, *, resume: bool) -> None:
 
 def _left_by_a_start(path: pathlib.Path) -> bool:
     empty_log = path.suffix == ".jsonl" and path.stat().st_size == 0
-    return path.name in OF_A_START or empty_log
+    archive = path.name.startswith(("postmortem-", ".control-"))
+    return path.name in OF_A_START or empty_log or archive
 
 
-def claim(folder: pathlib.Path) -> None:
-    """Makes the output folder.
+def claim(folder: pathlib.Path, *, resume: bool) -> None:
+    """Makes the output folder; a run that starts anew finds no groups of a try before it.
 
     Raises:
         FolderTaken: if it cannot be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if not resume and (folder / "spool").is_dir():
+            shutil.rmtree(folder / "spool")
     except OSError as error:
         raise FolderTaken(
             f"run.output_dir={folder} cannot be made ({error.strerror}): choose another"

@@ -22,6 +22,8 @@ from driver.ledger import StepLedger
 from driver.metrics import MetricsLog, stored_run_id
 from driver.plan import Prepared
 from driver.postmortem import collect
+from driver.postmortem_parts import Sources
+from driver.reporting import StepReports
 from driver.session import Session
 from driver.signals import Interrupted, StopSignal
 from driver.status import ExitCode, StatusFile
@@ -91,10 +93,9 @@ def run(config: RunConfig, folder: pathlib.Path, prepared: Prepared) -> None:
             authority=authority,
             prepared=prepared,
             supervisor=supervisor,
-            metrics=metrics,
-            ledger=ledger,
-            status=status,
-            view=view,
+            reports=StepReports(
+                config, folder, metrics=metrics, ledger=ledger, status=status, view=view
+            ),
         )
         stack.enter_context(_post_mortem(folder, session, view))
         session.start(group, box)
@@ -136,5 +137,12 @@ def _post_mortem(folder: pathlib.Path, session: Session, view: StepView) -> Iter
     except Interrupted:
         raise
     except BaseException as error:
-        collect(folder, error, session.sources(), view.say)
+        collect(folder, error, _sources(session), view.say)
         raise
+
+
+def _sources(session: Session) -> Sources:
+    try:
+        return session.sources()
+    except Exception as error:  # whatever fails in here must not hide what ended the run
+        return Sources(worker_errors=[f"the driver could not say more: {error}"])

@@ -23,15 +23,13 @@ from driver.evaluation import eval_metrics
 from driver.fleet import FleetEvents, Worker
 from driver.intake import StepBatch
 from driver.lease_book import LeaseState, TrajectoryState
-from driver.ledger import StepLedger
-from driver.metrics import MetricsLog
 from driver.plan import Prepared
 from driver.postmortem_parts import Sources
+from driver.reporting import StepReports
 from driver.scaling import Scaler
 from driver.specs import learner_spec, rollout_spec
-from driver.status import StatusFile
 from driver.supervisor import LearnerLost, Supervisor, with_port
-from driver.view import Accuracy, RunSummary, StepView, step_row, summary_lines
+from driver.view import Accuracy
 from learner.actor import LearnerSpec
 from learner.reports import Restored
 from rollout_worker.orders import News, Orders
@@ -57,10 +55,7 @@ class Session:
         authority: RunAuthority,
         prepared: Prepared,
         supervisor: Supervisor,
-        metrics: MetricsLog,
-        ledger: StepLedger,
-        status: StatusFile,
-        view: StepView,
+        reports: StepReports,
     ):
         self._config = config
         self._folder = folder
@@ -68,18 +63,12 @@ class Session:
         self._authority = authority
         self._prepared = prepared
         self._supervisor = supervisor
-        self._metrics = metrics
-        self._ledger = ledger
-        self._status = status
-        self._view = view
+        self._reports = reports
+        self._say = reports.say
         self._held_out = min(config.eval.prompts or prepared.held_out, prepared.held_out)
         self._books = RunBooks.new(config, prepared.prompts)
-        self._step_s: list[float] = []
-        self._lap_started = time.monotonic()
         self._leasing = False
         self._worker_errors: list[str] = []
-        self._transfers: list[dict[str, Any]] = []
-        """How versions came to workers since the last step was closed."""
 
     def start(self, group: PlacementGroup, box: ControlBox) -> None:
         """Starts the learner, which workers dial; resumes and publishes; starts the workers.
@@ -117,11 +106,11 @@ class Session:
                 warn=self._warn,
             ),
         )
-        self._scaler = Scaler(config, fleet, group, box, self._view.say)
+        self._scaler = Scaler(config, fleet, group, box, self._say)
         self._supervisor.start_workers(config.rollout.workers.at_start)
         self._supervisor.before_turn = self._before_turn
         self._supervisor.laps()
-        self._lap_started = time.monotonic()
+        self._reports.start_lap()
 
     def work(self) -> None:
         """Takes every step that is left, whatever learners it takes, and leaves the results."""
@@ -142,25 +131,7 @@ class Session:
 
     def summarise(self) -> None:
         """Prints what the run came to; the last line is for machines."""
-        outputs = {"status, metrics, ledger, samples, eval, checkpoints": str(self._folder)}
-        if self._books.step < self._config.run.steps:
-            outputs["to go on, add to the same command"] = (
-                f"--set run.output_dir={self._folder} --resume"
-            )
-        if (self._folder / "export").exists():
-            outputs["policy as a Hugging Face folder"] = str(self._folder / "export")
-        before = self._books.accuracy.get(0)
-        after = [accuracy for step, accuracy in sorted(self._books.accuracy.items()) if step > 0]
-        summary = RunSummary(
-            name=self._config.run.name,
-            rewards=self._books.rewards,
-            accuracy_before=before,
-            accuracy_after=after[-1] if after else None,
-            seconds=time.time() - self._status.current.started,
-            outputs=outputs,
-        )
-        for line in summary_lines(summary):
-            self._view.say(line)
+        self._reports.summarise(self._books)
 
     def sources(self) -> Sources:
         """What a post-mortem cannot find in the run's folder."""
@@ -202,9 +173,9 @@ class Session:
     def _save(self) -> None:
         """Writes a checkpoint of the last closed step, books included."""
         books = self._books
-        state = books.state(self._ledger.state())
+        state = books.state(self._reports.ledger_state())
         self._supervisor.learner("save", books.step, state, timeout_s=self._wait_s)
-        self._status.progress(books.step, last_checkpoint=books.step)
+        self._reports.saved(books.step)
 
     @property
     def _wait_s(self) -> float:
@@ -263,20 +234,18 @@ class Session:
         else:
             self._books = RunBooks.restored(self._config, self._prepared.prompts, restored)
         if restored is None or restored.driver_state is None:
-            self._metrics.resume_at(BEFORE_ALL)
-            self._ledger.restore({"totals": {}}, step=BEFORE_ALL)
-            self._view.say(f"no checkpoint in {self._folder} yet: starting anew")
+            self._reports.rewind(BEFORE_ALL, {"totals": {}})
+            self._say(f"no checkpoint in {self._folder} yet: starting anew")
         else:
-            moved = self._metrics.resume_at(restored.step)
-            moved += self._ledger.restore(restored.driver_state["ledger"], step=restored.step)
-            self._status.progress(restored.step, last_checkpoint=restored.step)
-            self._view.say(
+            moved = self._reports.rewind(restored.step, restored.driver_state["ledger"])
+            self._reports.saved(restored.step)
+            self._say(
                 f"resumed at step {restored.step}, policy version {restored.policy_version}; "
                 f"{moved} later log lines moved to *.superseded.jsonl"
             )
         if restored is None:
             return {}
-        self._view.say(
+        self._say(
             f"on record since then: {len(restored.replay)} updates, which are made again, and "
             f"{len(restored.waiting)} groups that wait"
         )
@@ -310,11 +279,11 @@ class Session:
         self._tell_sources()
 
     def _hear(self, worker: Worker, news: News) -> None:
-        self._transfers += [{"worker": worker.name, **record} for record in news.transfers]
+        self._reports.hear(worker.name, news)
 
     def _warn(self, text: str) -> None:
         self._worker_errors.append(text)
-        self._view.say(text)
+        self._say(text)
 
     def _tell_sources(self) -> None:
         """Says to every worker whom to ask for weights: its relays, then the learner."""
@@ -327,7 +296,7 @@ class Session:
 
     def _say_ready(self, about: dict[str, Any], *, again: bool = False) -> None:
         what = "is back" if again else "is ready"
-        self._view.say(
+        self._say(
             f"{about['name']} {what}: {about['devices']}, process {about['pid']} on {about['host']}"
         )
 
@@ -336,15 +305,15 @@ class Session:
         books = self._books
         if books.replay:
             record = books.replay.popleft()
-            reports = self._reports([*record.group_ids, *record.dropped_ids])
+            reports = self._reports_of([*record.group_ids, *record.dropped_ids])
             return books.intake.repeat(record.group_ids, record.dropped_ids, reports)
         while not books.intake.ready(books.policy_version, self._steps_left):
             self._supervisor.turn()
             if books.intake.unconfirmed:
-                books.intake.adopt(self._reports(sorted(books.intake.unconfirmed)))
+                books.intake.adopt(self._reports_of(sorted(books.intake.unconfirmed)))
         return books.intake.take(books.policy_version)
 
-    def _reports(self, group_ids: list[str]) -> list[GroupReport]:
+    def _reports_of(self, group_ids: list[str]) -> list[GroupReport]:
         return self._supervisor.learner("reports", group_ids, timeout_s=self._wait_s)
 
     def _train_step(self, step: int) -> dict[str, float]:
@@ -370,7 +339,7 @@ class Session:
             for group_id, outcome in report.outcomes.items():
                 books.leases.end(group_id, TrajectoryState(outcome))
             if report.replayed == "different":
-                self._view.say(
+                self._say(
                     f"step {step}: made again from the record, policy version "
                     f"{report.policy_version} came out different; {len(report.disowned)} groups "
                     "that rest on what it was are dropped"
@@ -379,12 +348,12 @@ class Session:
             metrics = report.metrics
         metrics |= batch.metrics()
         update_s = time.monotonic() - started - rollout_s
-        self._metrics.log_samples(step, batch.samples[: self._config.log.samples_per_step])
+        self._reports.samples(step, batch.samples)
         books.rewards.append(metrics["reward/total/mean"])
         if problem := batch.reward_problem():
-            self._view.say(f"step {step}: {problem}")
+            self._say(f"step {step}: {problem}")
         if metrics["train/update_skipped"]:
-            self._view.say(
+            self._say(
                 f"step {step}: the update was skipped; nothing was left to train on, or a number "
                 "was not finite (then its groups are in rejected/)"
             )
@@ -408,7 +377,7 @@ class Session:
         started = time.monotonic()
         items = self._supervisor.evaluate(range(self._held_out), self._books.policy_version)
         items.sort(key=lambda item: (item["prompt_id"], item["sample_index"]))
-        self._metrics.log_eval(self._books.step, items)
+        self._reports.evaluation(self._books.step, items)
         scorer = self._config.reward.functions[0].name
         metrics = eval_metrics(items, scorer=scorer, pass_k=self._config.eval.pass_k)
         right = round(metrics["eval/accuracy/strict"] * len(items))
@@ -416,31 +385,8 @@ class Session:
         return metrics | {"time/eval_s": time.monotonic() - started}
 
     def _close_step(self, metrics: dict[str, float]) -> None:
-        """Adds up the seconds since the last step was closed, and writes everything down."""
+        """Asks everybody for their seconds, and closes the books of the step."""
         laps, gaps = self._supervisor.laps()
-        now = time.monotonic()
-        wall_s, self._lap_started = now - self._lap_started, now
-        for name in gaps & laps.keys():
-            # Its process did not exist for a part of the step.
-            laps[name]["idle"] = laps[name].get("idle", 0.0) + max(
-                0.0, wall_s - sum(laps[name].values())
-            )
-        record = self._ledger.close(self._books.step, laps, wall_s=wall_s, book=self._books.leases)
+        record = self._reports.close(self._books, metrics, laps, gaps)
         self._books.open = None
-        metrics = metrics | {"time/train/step_s": wall_s}
-        if "rollout/tokens" in metrics:
-            self._step_s.append(wall_s)
-            recent = self._step_s[-RECENT_STEPS:]
-            metrics["time/train/step_avg_last10_s"] = sum(recent) / len(recent)
-            slowest = max(p["prefill"] + p["decode"] for p in record.processes.values())
-            metrics["throughput/train/decode_tokens_per_s"] = metrics["rollout/tokens"] / slowest
-        for process, phases in record.processes.items():
-            metrics |= {f"time/{process}/{phase}_s": s for phase, s in phases.items() if s > 0}
-        written = self._metrics.log(self._books.step, metrics)
-        if written.get("nonfinite"):
-            self._view.say(
-                f"step {self._books.step}: not finite: {', '.join(written['nonfinite'])}"
-            )
         self._scaler.judge(record, gaps & laps.keys())
-        self._status.progress(self._books.step)
-        self._view.show(step_row(metrics, record, self._config.run.steps))

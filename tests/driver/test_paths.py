@@ -68,7 +68,7 @@ def test_a_folder_with_another_run_is_not_written_into(tmp_path):
     folder = tmp_path / "new"
     paths.check_folder(folder, resume=False)
     assert not folder.exists(), "looking must not make it"
-    paths.claim(folder)
+    paths.claim(folder, resume=False)
     (folder / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(paths.FolderTaken, match=r"it holds metrics.jsonl\): .* --resume"):
         paths.check_folder(folder, resume=False)
@@ -87,10 +87,22 @@ def test_a_folder_below_a_file_or_without_permission_is_refused(tmp_path):
     for folder in (tmp_path / "file" / "below", pathlib.Path("/proc/nothing")):
         with pytest.raises(paths.FolderTaken, match="choose another"):
             paths.check_folder(folder, resume=False)
-            paths.claim(folder)
+            paths.claim(folder, resume=False)
 
 
 def test_a_tilde_is_the_home_folder(config):
     run = config.run.model_copy(update={"output_dir": "~/somewhere"})
     changed = config.model_copy(update={"run": run})
     assert paths.output_folder(changed) == pathlib.Path.home() / "somewhere"
+
+
+def test_a_try_that_never_took_a_step_leaves_no_groups_to_the_next(tmp_path):
+    for name in ("spool", "stacks", "control"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "spool" / "step-00000000.bin").touch()
+    (tmp_path / "postmortem-20260101T000000Z.tar.gz").touch()
+    paths.check_folder(tmp_path, resume=False)
+    paths.claim(tmp_path, resume=True)
+    assert (tmp_path / "spool").is_dir(), "a resume goes on from what was accepted"
+    paths.claim(tmp_path, resume=False)
+    assert not (tmp_path / "spool").exists()

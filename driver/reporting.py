@@ -1,0 +1,168 @@
+"""What a run says of itself: closes each step's books, writes them down, shows them, sums up."""
+
+import math
+import pathlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from driver.books import RunBooks
+from driver.config import RunConfig
+from driver.ledger import StepLedger, StepRecord
+from driver.metrics import MetricsLog
+from driver.status import StatusFile
+from driver.view import RunSummary, StepView, step_row, summary_lines
+from rollout_worker.orders import News
+
+RECENT_STEPS = 10
+
+
+class StepReports:
+    """Owns ledger, metrics log, status and view of one run."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: pathlib.Path,
+        *,
+        metrics: MetricsLog,
+        ledger: StepLedger,
+        status: StatusFile,
+        view: StepView,
+    ):
+        self._config = config
+        self._folder = folder
+        self._metrics = metrics
+        self._ledger = ledger
+        self._status = status
+        self._view = view
+        self._step_s: list[float] = []
+        self._lap_started = time.monotonic()
+        self._transfers: list[Mapping[str, Any]] = []
+        self._canary_gaps: list[float] = []
+        self._background_s: dict[str, float] = {}
+        self.say = view.say
+        """Shows one line."""
+
+    def start_lap(self) -> None:
+        """The seconds of the first step count from now."""
+        self._lap_started = time.monotonic()
+
+    def hear(self, worker: str, news: News) -> None:
+        """Keeps what a worker tells beside the ends of its leases for the step that is open."""
+        self._transfers += news.transfers
+        if not math.isnan(news.canary_gap):
+            self._canary_gaps.append(news.canary_gap)
+        for thread, seconds in news.background_s.items():
+            name = f"time/{worker}/background_{thread}_s"
+            self._background_s[name] = self._background_s.get(name, 0.0) + seconds
+
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Writes the first few completions of a step down."""
+        self._metrics.log_samples(step, samples[: self._config.log.samples_per_step])
+
+    def evaluation(self, step: int, items: Sequence[Mapping[str, Any]]) -> None:
+        """Writes every held-out completion down."""
+        self._metrics.log_eval(step, items)
+
+    def saved(self, step: int) -> None:
+        """Notes a checkpoint."""
+        self._status.progress(step, last_checkpoint=step)
+
+    def ledger_state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return self._ledger.state()
+
+    def rewind(self, step: int, ledger_state: Mapping[str, Any]) -> int:
+        """Moves the lines after a checkpoint's step aside; returns how many."""
+        self._step_s = []
+        return self._metrics.resume_at(step) + self._ledger.restore(ledger_state, step=step)
+
+    def close(
+        self,
+        books: RunBooks,
+        metrics: dict[str, float],
+        laps: dict[str, dict[str, float]],
+        gaps: set[str],
+    ) -> StepRecord:
+        """Adds up the seconds since the last step was closed, and writes everything down.
+
+        Args:
+            laps: seconds by phase of every process.
+            gaps: processes that were not there for all of the step.
+        """
+        now = time.monotonic()
+        wall_s, self._lap_started = now - self._lap_started, now
+        for name in gaps & laps.keys():
+            gap_s = max(0.0, wall_s - sum(laps[name].values()))
+            laps[name]["idle"] = laps[name].get("idle", 0.0) + gap_s
+        record = self._ledger.close(books.step, laps, wall_s=wall_s, book=books.leases)
+        metrics = metrics | {"time/train/step_s": wall_s} | self._take_background()
+        metrics |= {f"leases/{name}": float(n) for name, n in books.leases.lease_totals.items()}
+        if "rollout/tokens" in metrics:
+            self._step_s.append(wall_s)
+            recent = self._step_s[-RECENT_STEPS:]
+            metrics["time/train/step_avg_last10_s"] = sum(recent) / len(recent)
+            slowest = max(p["prefill"] + p["decode"] for p in record.processes.values())
+            if slowest > 0:
+                tokens = metrics["rollout/tokens"]
+                metrics["throughput/train/decode_tokens_per_s"] = tokens / slowest
+        for process, phases in record.processes.items():
+            metrics |= {f"time/{process}/{phase}_s": s for phase, s in phases.items() if s > 0}
+        written = self._metrics.log(books.step, metrics)
+        if names := ", ".join(written.get("nonfinite", ())):
+            self.say(f"step {books.step}: not finite: {names}")
+        self._status.progress(books.step)
+        self._view.show(step_row(metrics, record, self._config.run.steps))
+        return record
+
+    def summarise(self, books: RunBooks) -> None:
+        """Prints what the run came to; the last line is for machines."""
+        outputs = {"status, metrics, ledger, samples, eval, checkpoints": str(self._folder)}
+        if books.step < self._config.run.steps:
+            outputs["to go on, add to the same command"] = (
+                f"--set run.output_dir={self._folder} --resume"
+            )
+        if (self._folder / "export").exists():
+            outputs["policy as a Hugging Face folder"] = str(self._folder / "export")
+        after = [accuracy for step, accuracy in sorted(books.accuracy.items()) if step > 0]
+        summary = RunSummary(
+            name=self._config.run.name,
+            rewards=books.rewards,
+            accuracy_before=books.accuracy.get(0),
+            accuracy_after=after[-1] if after else None,
+            seconds=time.time() - self._status.current.started,
+            outputs=outputs,
+        )
+        for line in summary_lines(summary):
+            self.say(line)
+
+    def _take_background(self) -> dict[str, float]:
+        """Of what workers did beside their loops since the last step was closed."""
+        metrics, self._background_s = self._background_s, {}
+        if self._transfers:
+            metrics |= transfer_metrics(self._transfers)
+        if self._canary_gaps:
+            metrics["canary/gap_max"] = max(self._canary_gaps)
+        self._transfers, self._canary_gaps = [], []
+        return metrics
+
+
+def transfer_metrics(transfers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """How versions came to the workers, as `weights/*`.
+
+    Args:
+        transfers: at least one `PullStats` as plain values.
+    """
+    wire = sum(one["wire_bytes"] for one in transfers)
+    seconds = sum(one["seconds"] for one in transfers)
+    return {
+        "weights/pulls": float(len(transfers)),
+        "weights/wire_bytes": float(wire),
+        "weights/version_bytes": float(sum(one["version_bytes"] for one in transfers)),
+        "weights/delta_fraction": sum(one["delta"] for one in transfers) / len(transfers),
+        "weights/pull_s_max": max(one["seconds"] for one in transfers),
+        "weights/gb_per_s": wire / 1e9 / seconds if seconds else 0.0,
+        "weights/relay_depth_max": float(max(one["depth"] for one in transfers)),
+        "weights/failures": float(sum(len(one["failures"]) for one in transfers)),
+    }
