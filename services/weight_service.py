@@ -1,5 +1,6 @@
 """Serves the versions of a WeightStore over gRPC."""
 
+import contextlib
 import math
 import threading
 
@@ -25,7 +26,7 @@ class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
         Args:
             store: what is served.
             chunk_bytes: data bytes of one message of the stream.
-            max_waiting: most GetManifest calls held at a time, fewer than the server has threads;
+            max_waiting: most calls held at a time, fewer than the server has threads;
                 the others are answered at once, so that waiting never keeps data from moving.
         """
         self._store = store
@@ -79,12 +80,10 @@ class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
                 f"wait_s must be finite and at least 0, got {request.wait_s}",
             )
         try:
-            delta = self._store.delta(
-                request.policy_version,
-                request.base_policy_version,
-                request.base_digest,
-                min(request.wait_s, LONGEST_WAIT_S),
-            )
+            with self._waiting(request.wait_s) as wait_s:
+                delta = self._store.delta(
+                    request.policy_version, request.base_policy_version, request.base_digest, wait_s
+                )
         except (UnknownVersion, UnknownDelta) as error:
             context.abort(grpc.StatusCode.NOT_FOUND, str(error))
         return codec.encode_delta_manifest(delta.manifest)
@@ -100,14 +99,20 @@ class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
         return self._store.read_delta(version, request.base_policy_version, offset, length)
 
     def _wait_for_version(self, request, context) -> HeldVersion:
-        waits = self._may_wait.acquire(blocking=False)
         context.add_callback(self._store.wake)
-        try:
+        with self._waiting(request.wait_s) as wait_s:
             return self._store.wait_for(
                 request.min_policy_version,
-                min(request.wait_s, LONGEST_WAIT_S) if waits else 0.0,
+                wait_s,
                 abandoned=lambda: self._closing.is_set() or not context.is_active(),
             )
+
+    @contextlib.contextmanager
+    def _waiting(self, wait_s: float):
+        """Gives how long a call may be held: not at all where as many as may wait do."""
+        waits = self._may_wait.acquire(blocking=False)
+        try:
+            yield min(wait_s, LONGEST_WAIT_S) if waits else 0.0
         finally:
             if waits:
                 self._may_wait.release()

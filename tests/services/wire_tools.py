@@ -14,6 +14,7 @@ import numpy as np
 from services.messages import Group
 from services.server import Server
 from services.weight_client import WeightClient
+from services.weight_replica import Replica
 from services.weight_store import WeightStore
 
 
@@ -137,3 +138,11 @@ def fetch_for_ever(address, credentials, run_id) -> None:
     """A worker in a process of its own, to be killed in mid-transfer."""
     client = WeightClient(address, credentials, run_id=run_id, streams=1)
     client.fetch(client.manifest(0, 60), 60)
+
+
+def relay_for_ever(credentials, run_id, learner_address, chunk_bytes, addresses) -> None:
+    """A worker in a process of its own that has a version and serves it, to be killed."""
+    replica = Replica(credentials, run_id=run_id, chunk_bytes=chunk_bytes)
+    replica.pull(0, [learner_address], 60)
+    addresses.put(replica.address)
+    threading.Event().wait()
