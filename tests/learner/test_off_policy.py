@@ -11,6 +11,7 @@ import pytest
 from learner import loss as loss_lib
 from learner.batching import Packing, SelectionRules, pack, select, unpack
 from learner.config import AlgorithmConfig, OffPolicyConfig, validated
+from learner.metrics import group_metrics
 from learner.off_policy import Correction, correct, off_policy_metrics, weigh
 from services.phase_clock import PhaseClock
 from tests.learner.builders import make_completion, make_core, make_group, random_groups
@@ -280,6 +281,26 @@ def test_bounds_that_cannot_work_are_refused():
     ):
         with pytest.raises(ValueError, match=f"off_policy.{key}"):
             validated(AlgorithmConfig, {"off_policy": bounds})
+
+
+def test_a_recorded_run_that_knew_no_correction_has_none():
+    plain = AlgorithmConfig(kl_coef=0.1).model_dump(mode="json")
+    del plain["off_policy"]
+    assert validated(AlgorithmConfig, plain) == AlgorithmConfig(kl_coef=0.1)
+
+
+def test_groups_are_counted_by_staleness():
+    completions = [make_completion([1], 1.0)]
+    groups = [make_group(i, [9], completions, policy_version=v) for i, v in enumerate((5, 3, 5))]
+    metrics = group_metrics(groups, policy_version=5)
+    counts = {n: v for n, v in metrics.items() if n.startswith("offpolicy/staleness_")}
+    assert counts == {
+        "offpolicy/staleness_mean": pytest.approx(2 / 3),
+        "offpolicy/staleness_max": 2,
+        "offpolicy/staleness_0": 2,
+        "offpolicy/staleness_1": 0,
+        "offpolicy/staleness_2": 1,
+    }
 
 
 @pytest.fixture(scope="module")
