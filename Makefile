@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check tpu-check format proto smollm2 demo-model clean
+.PHONY: help demo test check tpu-check format proto smollm2 demo-model chaos soak clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 14
@@ -52,6 +52,12 @@ demo-model: .venv/.run ## make deploy/demo/model anew (a few minutes, determinis
 tpu-check: .venv/.tpu ## compile the reference run and the kernels for a TPU v6e without a TPU (minutes)
 	$(BIN)/python -m deploy.tpu_check
 	$(BIN)/python -m kernels.tpu_report
+
+chaos: .venv/.run ## train while 20 faults hit and compare with a run left alone (docs/chaos.md)
+	$(BIN)/python -m deploy.chaos
+
+soak: .venv/.run ## kill and add workers for ten minutes and look for leaks (docs/chaos.md)
+	$(BIN)/python -m deploy.chaos soak --minutes 10
 
 clean: ## remove caches and run outputs, keep .venv and downloads
 	rm -rf runs .pytest_cache .ruff_cache build *.egg-info

@@ -36,6 +36,18 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--short", action="store_true", help=f"{SHORT_FAULTS} faults in {SHORT_STEPS} steps"
     )
+    parser.add_argument(
+        "--only",
+        type=_kinds,
+        metavar="KIND,...",
+        help=f"draw from these alone: {', '.join(kind.name.lower() for kind in Kind)}",
+    )
+    parser.add_argument(
+        "--undisturbed",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="an earlier run to compare with, of the same steps and mode (default: made first)",
+    )
     parser.add_argument("--folder", type=pathlib.Path, help="kept afterwards; default: temporary")
     parser.add_argument(
         "--list", action="store_true", help="print the faults that this seed draws, and end"
@@ -69,7 +81,7 @@ def _chaos(given: argparse.Namespace) -> int:
             given.faults or (SHORT_FAULTS if given.short else FAULTS),
             steps=steps,
             every_steps=every_steps,
-            kinds=SHORT if given.short else tuple(Kind),
+            kinds=given.only or (SHORT if given.short else tuple(Kind)),
         )
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -82,7 +94,7 @@ def _chaos(given: argparse.Namespace) -> int:
     planned = campaign.Campaign(
         steps=steps, every_steps=every_steps, mode=given.mode, faults=faults
     )
-    outcome = campaign.run_campaign(planned, folder, _say)
+    outcome = campaign.run_campaign(planned, folder, _say, undisturbed=given.undisturbed)
     _end(outcome.problems, folder, kept=given.folder is not None)
     _say(
         judge.last_line(
@@ -120,6 +132,13 @@ def _end(problems: Sequence[str], folder: pathlib.Path, *, kept: bool) -> None:
         _say(f"runs, logs of drivers and actors: {folder}")
     else:
         campaign.clean(folder)
+
+
+def _kinds(text: str) -> tuple[Kind, ...]:
+    try:
+        return tuple(Kind[name.strip().upper()] for name in text.split(","))
+    except KeyError as error:
+        raise argparse.ArgumentTypeError(f"there is no kind {error}; see --help") from error
 
 
 def _interrupt(signum: int, frame) -> None:

@@ -68,12 +68,19 @@ class Outcome:
         return not (self.lost or self.duplicated or self.problems or self.parameters_equal is False)
 
 
-def run_campaign(campaign: Campaign, folder: pathlib.Path, say: Callable[[str], None]) -> Outcome:
+def run_campaign(
+    campaign: Campaign,
+    folder: pathlib.Path,
+    say: Callable[[str], None],
+    *,
+    undisturbed: pathlib.Path | None = None,
+) -> Outcome:
     """Runs twice and judges.
 
     Args:
         folder: empty; everything goes there.
         say: receives one line at a time.
+        undisturbed: folder of an earlier run that was left alone; None makes one.
     """
     points = folder / "failpoints"
     points.mkdir(parents=True)
@@ -89,8 +96,9 @@ def run_campaign(campaign: Campaign, folder: pathlib.Path, say: Callable[[str], 
     problems: list[str] = []
     with running_head(folder, extra) as head:
         try:
-            say(f"undisturbed: {campaign.steps} steps, {campaign.mode}")
-            undisturbed = _undisturbed(head, campaign, folder / "undisturbed")
+            if undisturbed is None:
+                say(f"undisturbed: {campaign.steps} steps, {campaign.mode}")
+                undisturbed = _undisturbed(head, campaign, folder / "undisturbed")
             say(f"disturbed: {len(campaign.faults)} faults")
             for recovery in _disturbed(head, campaign, folder / "disturbed", points):
                 recoveries.append(recovery)
