@@ -35,6 +35,7 @@ from driver.plan import Plan, asked_devices, derive
 from driver.settings import ConfigError, load
 from kernels.report_file import check_report_file
 from learner.programs import make_programs
+from learner.snapshot import WIRE_DTYPES
 from models.config import ModelConfig
 from models.hf_config import from_hf
 from models.transformer import abstract_params
@@ -89,7 +90,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def learner_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Iterator[Program]:
-    """`empty`, `accumulate` and `apply` of one update, on micro-batches of the longest rows."""
+    """`empty`, `accumulate` and `apply` of one update, on micro-batches of the longest rows, and
+    `snapshot` and `canary` of a publication.
+
+    An update is judged with two snapshots beside it, as if publications were slow.
+    """
     programs = make_programs(
         abstract_params(model),
         model,
@@ -106,13 +111,16 @@ def learner_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Itera
         dtype = jax.numpy.dtype(config.learner.compute_dtype)
         reference = jax.tree.map(lambda leaf: _struct(leaf, dtype=dtype), state.params)
     moments_bytes, reference_bytes = device_bytes(state.opt_state), device_bytes(reference)
+    wire = config.weights.dtype
+    published = jax.tree.map(lambda leaf: _struct(leaf, dtype=WIRE_DTYPES[wire]), state.params)
+    snapshot_bytes = device_bytes(published)
     compile_ = functools.partial(compile_program, "learner")
 
     program, empty = compile_(
         "empty",
         lambda: programs.empty.lower(state.params).compile(),
-        beside="state and reference policy",
-        beside_bytes=device_bytes(state) + reference_bytes,
+        beside="state, reference policy and two snapshots",
+        beside_bytes=device_bytes(state) + reference_bytes + 2 * snapshot_bytes,
     )
     yield program
     if empty is None:
@@ -122,15 +130,27 @@ def learner_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Itera
     yield compile_(
         "accumulate",
         lambda: programs.accumulate.lower(state.params, reference, accumulator, batch).compile(),
-        beside="optimiser moments",
-        beside_bytes=moments_bytes,
+        beside="optimiser moments and two snapshots",
+        beside_bytes=moments_bytes + 2 * snapshot_bytes,
     )[0]
     denominator = jax.ShapeDtypeStruct((), jax.numpy.float32)
     yield compile_(
         "apply",
         lambda: programs.apply.lower(state, accumulator, denominator).compile(),
-        beside="reference policy",
-        beside_bytes=reference_bytes,
+        beside="reference policy and two snapshots",
+        beside_bytes=reference_bytes + 2 * snapshot_bytes,
+    )[0]
+    yield compile_(
+        "snapshot",
+        lambda: programs.snapshots[wire].lower(state.params).compile(),
+        beside="optimiser moments, reference policy and an older snapshot",
+        beside_bytes=moments_bytes + reference_bytes + snapshot_bytes,
+    )[0]
+    yield compile_(
+        "canary",
+        lambda: programs.canaries[wire].lower(state.params).compile(),
+        beside="optimiser moments, reference policy and two snapshots",
+        beside_bytes=moments_bytes + reference_bytes + 2 * snapshot_bytes,
     )[0]
 
 

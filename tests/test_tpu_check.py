@@ -79,10 +79,13 @@ def test_the_learner_compiles_and_a_chip_that_is_too_small_fails_it(narrow_model
     done, found, programs = check_narrow(narrow_model, tmp_path, "learner", usable_gib=0.05)
     assert done.returncode == 1 and not found["fits"]
     assert "learner does NOT fit" in done.stdout
-    assert list(programs) == ["empty", "accumulate", "apply"]
+    assert list(programs) == ["empty", "accumulate", "apply", "snapshot", "canary"]
     # Two float32 moments: matrices cut over four chips, vectors whole; and two int32 counts.
     moments_bytes = 2 * 4 * (MATRICES // 4 + VECTORS) + 2 * 4
-    assert programs["accumulate"]["beside_bytes"] == moments_bytes
+    snapshot_bytes = 2 * (MATRICES // 4 + VECTORS)  # bfloat16
+    assert programs["accumulate"]["beside_bytes"] == moments_bytes + 2 * snapshot_bytes
+    # Small tensors are laid out in whole tiles, and each has its address.
+    assert programs["snapshot"]["output_bytes"] == pytest.approx(snapshot_bytes, rel=0.02)
 
 
 @pytest.mark.slow
