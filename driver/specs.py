@@ -48,6 +48,7 @@ def learner_spec(
         checkpoint_folder=str(folder / "checkpoints"),
         keep_checkpoints=config.checkpoint.keep,
         rollouts_file=str(folder / "rollouts.bin") if config.log.record_rollouts else None,
+        canary=config.weights.canary,
         failpoints=os.environ.get(failpoints.VARIABLE),
     )
 

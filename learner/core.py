@@ -251,33 +251,36 @@ class LearnerCore:
             )
         return to_named(host, self._config)
 
-    def snapshot(self, dtype: str, clock: PhaseClock) -> Snapshot:
+    def snapshot(self, dtype: str, clock: PhaseClock, *, probe: bool = True) -> Snapshot:
         """The current policy in buffers of its own, on the devices: no later step touches it.
 
         It takes as much of each device as the parameters would in this dtype, until it is deleted.
-        The probe is scored with it; nobody waits for that here.
 
         Args:
             clock: gets the seconds of `compile` and `publish`.
+            probe: whether the canary's probe is scored as well; nobody waits for that here.
 
         Raises:
             ValueError: if dtype is neither `bfloat16` nor `float32`.
         """
         _check_wire_dtype(dtype)
         with self._lock:
-            params = self._state.params
-            take, score = self._programs.snapshots[dtype], self._programs.canaries[dtype]
-            tensors = self._run(clock, "publish", f"snapshot {dtype}", take, params)
-            scores = self._start(clock, "publish", f"canary {dtype}", score, params)
+            take = self._programs.snapshots[dtype]
             return Snapshot(
                 policy_version=self.policy_version,
-                tensors=tensors,
-                probe=ScoredProbe(
-                    scores=scores,
-                    valid_vocab=self._valid_vocab or self._config.vocab_size,
-                    precision=self._precision,
-                ),
+                tensors=self._run(clock, "publish", f"snapshot {dtype}", take, self._state.params),
+                probe=self._score_probe(dtype, clock) if probe else None,
             )
+
+    def _score_probe(self, dtype: str, clock: PhaseClock) -> ScoredProbe:
+        """Starts the canary here, in the thread of all other programs: what needs every device must
+        come to each of them in the same order."""
+        score = self._programs.canaries[dtype]
+        return ScoredProbe(
+            scores=self._start(clock, "publish", f"canary {dtype}", score, self._state.params),
+            valid_vocab=self._valid_vocab or self._config.vocab_size,
+            precision=self._precision,
+        )
 
     @property
     def compiled(self) -> Mapping[str, jax.stages.Compiled]:

@@ -61,7 +61,10 @@ class _Job:
 
 
 class Publisher:
-    """Owns the thread between the devices and the weight store; call it from one thread."""
+    """Owns the thread between the devices and the weight store.
+
+    `submit` and `close` are for the training thread, the others for any.
+    """
 
     def __init__(
         self,
@@ -203,7 +206,8 @@ class Publisher:
             copied = time.monotonic()
             self._doing = "about to commit it"
             failpoints.reach("learner.publish")
-            publication.commit(before_visible=self._issue, canary=snapshot.probe.record())
+            canary = None if snapshot.probe is None else snapshot.probe.record()
+            publication.commit(before_visible=self._issue, canary=canary)
         except Exception:
             publication.abort()
             raise

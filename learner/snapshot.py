@@ -35,7 +35,7 @@ class Snapshot:
     tensors: dict[str, jax.Array]
     """By Hugging Face's names, layers one by one, in the wire dtype. No other array has their
     buffers: whoever takes a snapshot may delete them."""
-    probe: ScoredProbe
+    probe: ScoredProbe | None = None
 
     @property
     def nbytes(self) -> int:
