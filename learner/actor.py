@@ -78,6 +78,8 @@ class LearnerSpec:
     keep_checkpoints: int
     rollouts_file: str | None = None
     """Where the groups of every update are recorded, if anywhere."""
+    canary: bool = True
+    """Whether every version comes with scores of a probe, for the workers to compare."""
     failpoints: str | None = None
     """Folder of a test's failpoints, if any (services/failpoints.py)."""
 
@@ -124,7 +126,7 @@ class LearnerActor:
             max_staleness=spec.max_staleness,
         )
         self._publisher = Publisher(
-            lambda: self._core.snapshot(spec.weights_dtype, self._clock),
+            lambda: self._core.snapshot(spec.weights_dtype, self._clock, probe=spec.canary),
             self._weights,
             self._journal.issue,
             timeout_s=PUBLISH_S,
@@ -246,6 +248,9 @@ class LearnerActor:
                 "driver": driver_state,
                 "header": plain_header(self._header),
                 "weights_dtype": self._spec.weights_dtype,
+                "max_staleness": self._spec.max_staleness,
+                "platform": self._spec.platform,
+                "devices": len(self._devices),
             }
             certificate = make_certificate(
                 self._core.state, seed=self._spec.seed, driver_state=driver_state

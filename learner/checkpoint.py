@@ -262,6 +262,20 @@ def _failing_whole(step: int, writing: pathlib.Path):
         ) from error
 
 
+def read_record(folder: pathlib.Path) -> dict[str, Any]:
+    """The caller's part of a checkpoint, without its arrays.
+
+    Raises:
+        DamagedCheckpoint: as `verify`.
+    """
+    verify(folder)
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        restored = checkpointer.restore(
+            folder, args=ocp.args.Composite(record=ocp.args.JsonRestore())
+        )
+    return restored["record"]
+
+
 def _read_certificate(folder: pathlib.Path) -> dict[str, str] | None:
     path = folder / CERTIFICATE
     return json.loads(path.read_text()) if path.is_file() else None
@@ -279,6 +293,8 @@ def verify(folder: pathlib.Path) -> dict[str, Any]:
         raise DamagedCheckpoint(f"{folder.name}: {MANIFEST} is missing") from None
     except ValueError as error:
         raise DamagedCheckpoint(f"{folder.name}: {MANIFEST} is not JSON ({error})") from None
+    if not isinstance(manifest, dict) or not {"files", "tree"} <= manifest.keys():
+        raise DamagedCheckpoint(f"{folder.name}: {MANIFEST} has no files or no tree in it")
     for name, written in manifest["files"].items():
         path = folder / name
         if not path.is_file():

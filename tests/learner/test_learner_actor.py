@@ -8,20 +8,16 @@ import jax
 import pytest
 from tiny_model import write_tiny_model
 
-from learner.actor import LearnerActor, LearnerSpec
+from learner.actor import LearnerActor
 from learner.certificate import CertificateMismatch
 from learner.checkpoint import CheckpointFailed
-from learner.config import AlgorithmConfig, LearnerConfig, MeshConfig, OptimizerConfig
 from learner.spool import SpoolFailed
 from services import failpoints
 from services.group_buffer import NotStored, UnknownReceipt
 from services.messages import PushOutcome
 from services.tls import RunAuthority
 from services.trajectory_client import TrajectoryClient
-from tests.learner.builders import random_groups
-
-BOOKS = {"book": {"seed": 0, "prompt_count": 8, "cursor": 4, "unfinished": [[3, 1]]}, "rewards": []}
-WAIT_S = 60.0
+from tests.learner.tiny_learner import BOOKS, WAIT_S, groups_of, learner_spec, names, push, train
 
 
 @pytest.fixture(scope="module")
@@ -47,38 +43,7 @@ def start(model, authority, compiled, monkeypatch):
     started = []
 
     def make(folder: pathlib.Path, **changes) -> LearnerActor:
-        settings = dict(
-            run_id="run",
-            seed=0,
-            platform="cpu",
-            model_path=str(model),
-            tokenizer=None,
-            chat_template=None,
-            stop_tokens=(),
-            algorithm=AlgorithmConfig(),
-            learner=LearnerConfig(
-                microbatch_tokens=256,
-                compute_dtype="float32",
-                mesh=MeshConfig(data=1, fsdp=-1),
-                optimizer=OptimizerConfig(learning_rate=1e-2),
-            ),
-            total_steps=10,
-            temperature=1.0,
-            max_completion_tokens=16,
-            max_staleness=1,
-            weights_dtype="bfloat16",
-            chunk_bytes=4096,
-            keep_versions=2,
-            buffer_groups=16,
-            buffer_bytes=2**20,
-            bind_host="127.0.0.1",
-            port=0,
-            driver_host="127.0.0.1",
-            credentials=authority.issue("learner"),
-            checkpoint_folder=str(folder / "checkpoints"),
-            keep_checkpoints=2,
-        )
-        learner = LearnerActor(LearnerSpec(**{**settings, **changes}))
+        learner = LearnerActor(learner_spec(model, authority, folder, **changes))
         learner._core._compiled = compiled
         started.append(learner)
         return learner
@@ -87,40 +52,6 @@ def start(model, authority, compiled, monkeypatch):
     failpoints.install(None)
     for learner in started:
         learner.close()
-
-
-def names(step):
-    return [f"g{step}-{number}" for number in range(2)]
-
-
-def groups_of(learner, step, *, version=None):
-    """The groups of a step, the same in every run, sampled under the version before it."""
-    version = step - 1 if version is None else version
-    return [
-        dataclasses.replace(
-            group,
-            group_id=name,
-            policy_version=version,
-            weight_digest=learner.digest(version, WAIT_S),
-        )
-        for name, group in zip(names(step), random_groups(2, seed=step), strict=True)
-    ]
-
-
-def push(learner, groups):
-    return [learner._journal.buffer.put(group) for group in groups]
-
-
-def train(learner, *steps):
-    """Digest of each version made."""
-    digests = []
-    for step in steps:
-        push(learner, groups_of(learner, step))
-        report = learner.update(names(step), [], WAIT_S)
-        assert (report.policy_version, report.replayed) == (step, None)
-        assert set(report.outcomes.values()) <= {"trained", "dropped_zero_variance"}
-        digests.append(learner.digest(step, WAIT_S))
-    return digests
 
 
 @pytest.fixture(scope="module")

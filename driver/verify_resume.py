@@ -1,0 +1,90 @@
+"""`python -m driver.verify_resume DIR`: does the run in DIR resume bit for bit?
+
+Reads a checkpoint back, makes its resume certificate again, takes the step that the run took after
+it once more in this process, and compares the digest of the weights with the one issued then.
+"""
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from driver.status import ExitCode
+from learner.frames import DamagedFile
+from learner.resume_check import Answer, NothingToCheck, Question, answer, find_question
+from models.platform import WrongPlatform
+
+SHOWN = 16
+"""Characters of a hash that stand in the table."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of `python -m driver.verify_resume`."""
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False,
+        prog="python -m driver.verify_resume",
+        description="Takes the step after a checkpoint once more and compares the weights.",
+        epilog="exit codes: 0 equal, 1 something differs, 2 there is nothing to verify",
+    )
+    parser.add_argument("folder", metavar="DIR", help="output folder of a run")
+    parser.add_argument(
+        "--step",
+        type=int,
+        help="of the checkpoint (default: the newest that has a recorded step after it)",
+    )
+    return parser
+
+
+def rows(question: Question, result: Answer) -> list[tuple[str, str, str, bool]]:
+    """What was compared: name, value then, value now, and whether they are equal."""
+    now = result.certificate.plain()
+    stored = result.stored or {}
+    parts = [(f"certificate: {name}", stored.get(name, "none"), now[name]) for name in now]
+    made = f"weights of version {question.policy_version + 1}"
+    return [
+        (name, then, value, then == value)
+        for name, then, value in [*parts, (made, question.digest, result.digest)]
+    ]
+
+
+def table(compared: Sequence[tuple[str, str, str, bool]]) -> Table:
+    """One line for each hash."""
+    shown = Table("what", "then", "now", "equal")
+    for name, then, now, equal in compared:
+        shown.add_row(name, then[:SHOWN], now[:SHOWN], "yes" if equal else "NO")
+    return shown
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints one table; returns the exit code."""
+    given = parser().parse_args(arguments)
+    folder = pathlib.Path(given.folder)
+    console = Console()
+    try:
+        question = find_question(folder, given.step)
+        console.print(
+            f"checkpoint of step {question.step}, policy version {question.policy_version}; the "
+            f"next step trained on {len(question.groups)} groups"
+        )
+        result = answer(folder, question)
+    except (NothingToCheck, DamagedFile, WrongPlatform, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return ExitCode.BAD_CONFIG
+    compared = rows(question, result)
+    console.print(table(compared))
+    different = [name for name, _, _, equal in compared if not equal]
+    if not different:
+        print(f"verify_resume: step {question.step + 1} made again, weights equal")
+        return ExitCode.FINISHED
+    print(
+        f"verify_resume: step {question.step + 1} made again, not equal: {', '.join(different)} "
+        f"(trained on {question.devices} {question.platform} devices then, on {result.devices} now)"
+    )
+    return ExitCode.FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

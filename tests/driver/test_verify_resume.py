@@ -1,0 +1,99 @@
+"""A step taken once more from a checkpoint: equal, different, or nothing to take."""
+
+import dataclasses
+import shutil
+
+import jax
+import pytest
+from tiny_model import write_tiny_model
+
+from driver.verify_resume import main
+from learner.actor import LearnerActor
+from learner.core import LearnerCore
+from learner.resume_check import NothingToCheck, find_question
+from services.tls import RunAuthority
+from tests.learner.tiny_learner import BOOKS, WAIT_S, groups_of, learner_spec, names, push, train
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """The programs of the run, which are those of the check too."""
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def same_programs_on_one_device(monkeypatch, compiled):
+    def make(**settings):
+        core = LearnerCore(**settings)
+        core._compiled = compiled
+        return core
+
+    monkeypatch.setattr("learner.resume_check.require_platform", lambda _: jax.devices()[:1])
+    monkeypatch.setattr("learner.resume_check.LearnerCore", make)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, compiled):
+    """Checkpoints of 1 and 2; then an empty step, step 3, and groups that no step has used."""
+    folder = tmp_path_factory.mktemp("run")
+    model = write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("learner.actor.require_platform", lambda _: jax.devices()[:1])
+        learner = LearnerActor(
+            learner_spec(model, RunAuthority.create("run"), folder, keep_checkpoints=3)
+        )
+    learner._core._compiled = compiled
+    learner.publish()
+    for step in (1, 2):
+        train(learner, step)
+        learner.save(step, BOOKS)
+    push(learner, groups_of(learner, 8, version=2))
+    learner.update([], names(8), WAIT_S)
+    train(learner, 3)
+    learner.save(3, BOOKS)
+    shutil.rmtree(folder / "checkpoints" / "step-00000003")
+    push(learner, groups_of(learner, 4))
+    learner.close()
+    return folder
+
+
+@pytest.fixture
+def copy(run, tmp_path):
+    return shutil.copytree(run, tmp_path / "copy")
+
+
+def test_the_newest_checkpoint_with_a_step_after_it_is_found_and_its_step_made_again(run, capsys):
+    question = find_question(run)
+    assert (question.step, question.policy_version) == (2, 2)
+    assert [group.group_id for group in question.groups] == names(3)
+    assert main([str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.endswith("verify_resume: step 3 made again, weights equal\n")
+    for part in ("data_order", "keys", "optimizer", "ledger", "weights", "whole", "version 3"):
+        assert part in shown
+    assert "NO" not in shown
+
+
+def test_another_outcome_is_shown_and_named(run, capsys, monkeypatch):
+    question = find_question(run, 1)
+    other = dataclasses.replace(question, groups=question.groups[:1])
+    monkeypatch.setattr("driver.verify_resume.find_question", lambda *_: other)
+    assert main([str(run), "--step", "1"]) == 1
+    shown = capsys.readouterr().out
+    assert "step 2 made again, not equal: weights of version 2 (trained on 1 cpu devices" in shown
+
+
+def test_a_damaged_checkpoint_is_passed_over(copy):
+    (copy / "checkpoints" / "step-00000002" / "manifest.json").write_text("{}")
+    with pytest.raises(NothingToCheck, match="step-00000002"):
+        find_question(copy, 2)
+
+
+def test_a_folder_without_anything_to_verify_says_why(copy, tmp_path, capsys):
+    assert main([str(tmp_path / "none")]) == 2
+    assert "has no checkpoints/: give the output folder of a run" in capsys.readouterr().err
+    assert main([str(copy), "--step", "7"]) == 2
+    assert "has no checkpoint of step 7; it has [2, 1]" in capsys.readouterr().err
+    shutil.rmtree(copy / "spool")
+    assert main([str(copy)]) == 2
+    assert "has no segment in spool/" in capsys.readouterr().err
