@@ -114,13 +114,16 @@ class Session:
 
     def work(self) -> None:
         """Takes every step that is left, whatever learners it takes, and leaves the results."""
+        lost: LearnerLost | None = None
         while True:
             try:
+                if lost is not None:
+                    self._recover(lost)
                 self._train()
                 self._finish()
                 return
             except LearnerLost as error:
-                self._recover(error)
+                lost = error
 
     def close_and_save(self) -> None:
         """Leaves a checkpoint when the run ends early: a step that was trained counts."""

@@ -36,6 +36,10 @@ class LearnerLost(RunError):
     """The learner process died."""
 
 
+class RestartsUsedUp(RunError):
+    """The learner died more often than the run allows; only a resume goes on."""
+
+
 def shares(work: Sequence[Any], workers: int) -> list[list[Any]]:
     """Cuts work into one share for each worker, in order; the last may be smaller or none."""
     size = max(1, math.ceil(len(work) / workers))
@@ -72,31 +76,24 @@ class Supervisor:
 
     def start_learner(self, spec: LearnerSpec) -> dict[str, Any]:
         """Starts the learner and waits until it serves; returns what it says of itself."""
-        self._learner = actors.start(
-            LearnerActor,
-            spec,
-            self._config.placement,
-            "learner",
-            Room(self._group, 0, shared=True),
-        )
-        call = self._learner.describe.remote()
         try:
-            about = self._wait(call, "learner", "start", self._config.placement.startup_timeout_s)
-        except (*GONE, ActorFailed) as error:
+            return self._begin_learner(spec)
+        except LearnerLost as error:
+            raise actors.start_failure(error.__cause__ or error, "learner") from error
+        except ActorFailed as error:
             raise actors.start_failure(error, "learner") from error
-        self._watch = None
-        return about
 
     def restart_learner(self, spec: LearnerSpec, error: LearnerLost) -> dict[str, Any]:
         """Starts another learner in place of one that died.
 
         Raises:
-            LearnerLost: if the run has used up its restarts.
+            LearnerLost: if that one dies too before it serves.
+            RestartsUsedUp: if the run allows no more.
         """
         self.learner_restarts += 1
         allowed = self._config.placement.learner_restarts
         if self.learner_restarts > allowed:
-            raise LearnerLost(
+            raise RestartsUsedUp(
                 f"{error}; placement.learner_restarts={allowed} is used up, --resume goes on from "
                 "the last checkpoint",
                 details=error.details,
@@ -104,8 +101,15 @@ class Supervisor:
         self._warn(f"{error}: restart {self.learner_restarts} of {allowed}")
         with contextlib.suppress(ValueError):
             ray.kill(self._learner)
-        self._learner = self._watch = None
-        return self.start_learner(spec)
+        return self._begin_learner(spec)
+
+    def _begin_learner(self, spec: LearnerSpec) -> dict[str, Any]:
+        room = Room(self._group, 0, shared=True)
+        self._learner = actors.start(LearnerActor, spec, self._config.placement, "learner", room)
+        self._watch, self._watch_at = None, math.inf  # it is asked nothing else before it serves
+        about = self.learner("describe", timeout_s=self._config.placement.startup_timeout_s)
+        self._watch_at = 0.0
+        return about
 
     def make_fleet(self, make_spec: Callable[[str], RolloutSpec], events: FleetEvents) -> Fleet:
         """A fleet without workers."""
