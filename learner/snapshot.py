@@ -57,7 +57,7 @@ def make_snapshots(params: Params, config: ModelConfig) -> Mapping[str, Callable
 
     def build(dtype: np.dtype) -> Callable:
         def snapshot(params):
-            # Without the copy, a parameter of this very dtype would be handed out itself.
+            # The copy is asked for: an output that equals an input may be that very input.
             copies = lambda leaf: jnp.array(leaf, dtype, copy=True)
             return {name: copies(leaf) for name, leaf in to_named(params, config).items()}
 
