@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 from collections.abc import Iterator
-from typing import NoReturn
 
 import grpc
 
@@ -20,6 +19,7 @@ _REFUSALS: dict[grpc.StatusCode, type[Exception]] = {
     grpc.StatusCode.FAILED_PRECONDITION: StaleGroup,
     grpc.StatusCode.RESOURCE_EXHAUSTED: BufferFull,
 }
+_WAITED_FOR = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class PushFailed(RuntimeError):
@@ -84,34 +84,31 @@ class TrajectoryClient:
         """
         group_id = packed.header.group_id
         deadline = Deadline(timeout_s, f"learner {self._address} to take group {group_id!r}")
-        until_room = Backoff(deadline)
+        backoff = Backoff(deadline)  # one for both reasons to try again: it tells the last one
         while True:
             try:
-                response = deadline.call(
-                    lambda left_s: self._stub.PushGroup(_requests(packed), timeout=left_s)
-                )
+                response = self._stub.PushGroup(_requests(packed), timeout=deadline.remaining_s())
             except grpc.RpcError as error:
-                if not (self._wait_when_full and _is_full(error)):
-                    self._raise_refusal(group_id, error)
-                until_room.pause(str(error.details()))  # pyright: ignore[reportAttributeAccessIssue]
+                self._pause_or_raise(group_id, error, backoff)
             else:
                 return codec.decode_outcome(response.outcome)
 
     def close(self) -> None:
         self._channel.close()
 
-    def _raise_refusal(self, group_id: str, error: grpc.RpcError) -> NoReturn:
+    def _pause_or_raise(self, group_id: str, error: grpc.RpcError, backoff: Backoff) -> None:
         status = error.code()  # pyright: ignore[reportAttributeAccessIssue]
-        details = error.details()  # pyright: ignore[reportAttributeAccessIssue]
-        if status in _REFUSALS:
+        details = str(error.details())  # pyright: ignore[reportAttributeAccessIssue]
+        if status is grpc.StatusCode.RESOURCE_EXHAUSTED and self._wait_when_full:
+            backoff.pause(details)
+        elif status in _REFUSALS:
             raise _REFUSALS[status](f"learner {self._address}: {details}") from error
-        raise PushFailed(
-            f"group {group_id!r} to learner {self._address}: {status.name}: {details}"
-        ) from error
-
-
-def _is_full(error: grpc.RpcError) -> bool:
-    return error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED  # pyright: ignore[reportAttributeAccessIssue]
+        elif status in _WAITED_FOR:
+            backoff.pause_after(error)
+        else:
+            raise PushFailed(
+                f"group {group_id!r} to learner {self._address}: {status.name}: {details}"
+            ) from error
 
 
 def _requests(packed: PackedGroup) -> Iterator[trajectories_pb2.PushGroupRequest]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.group_buffer import BufferFull, GroupBuffer, StaleGroup, UnknownReceipt
+from services.group_buffer import BufferFull, GroupBuffer, NotStored, StaleGroup, UnknownReceipt
 from services.messages import PushOutcome
 
 RUN_ID = "run-a"
@@ -255,16 +255,184 @@ def test_forgotten_group_is_dropped_and_its_late_arrival_a_duplicate(buffer, mak
     assert (counts.waiting, counts.waiting_bytes, counts.forgotten) == (0, 0, 1)
 
 
-def test_state_survives_json_and_waiting_groups_are_made_again(buffer, make_buffer, make_group):
+def test_state_survives_json_and_waiting_groups_are_taken_over(buffer, make_buffer, make_group):
     for group_id in ("a", "b"):
         buffer.put(make_group(group_id))
+    held = buffer.held()
     buffer.take(["a"], 1)
     state = json.loads(json.dumps(buffer.state()))
-    resumed = make_buffer()
+    resumed = make_buffer(capacity_groups=1)
     resumed.restore(state)
-    resumed.issue(0, DIGEST)
-    assert resumed.put(make_group("a")) is DUPLICATE
-    assert resumed.put(make_group("b")) is ACCEPTED
+    resumed.take_over([*held.values(), make_group("c")], {0: DIGEST}, policy_version=0)
+    assert [report.group_id for report in resumed.reports()] == ["b", "c"]  # beyond its bound
+    for group_id in ("a", "b", "c"):
+        assert resumed.put(make_group(group_id)) is DUPLICATE
+    with pytest.raises(BufferFull, match="2 of 1 groups"):
+        resumed.put(make_group("d"))
+    counts = resumed.counts()
+    assert (counts.restored, counts.waiting) == (2, 2)
+
+
+def stored_buffer(store, **sizes):
+    sizes = {"capacity_groups": 2, "capacity_bytes": 2**20, "max_staleness": 0} | sizes
+    buffer = GroupBuffer(RUN_ID, store=store, **sizes)
+    buffer.issue(0, DIGEST)
+    return buffer
+
+
+class SlowDisk:
+    """Holds whoever stores until it is let go; fails for those named."""
+
+    def __init__(self, *fails):
+        self.fails = fails
+        self.stored = []
+        self.reached = threading.Event()
+        self.go = threading.Event()
+
+    def __call__(self, group):
+        self.reached.set()
+        assert self.go.wait(10)
+        if group.attempt in self.fails:
+            raise OSError(28, "No space left on device")
+        self.stored.append((group.group_id, group.attempt))
+
+
+def started(function, *args):
+    """A thread that calls it, and the list that gets what comes of it."""
+    results = []
+
+    def call():
+        try:
+            results.append(function(*args))
+        except NotStored as refusal:
+            results.append(refusal)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    return thread, results
+
+
+def test_a_group_counts_as_accepted_only_when_it_is_stored(make_group):
+    disk = SlowDisk()
+    buffer = stored_buffer(disk)
+    thread, results = started(buffer.put, make_group("a"))
+    assert disk.reached.wait(10)
+    # Readers answer meanwhile, and nobody has the group yet; but what is on its way is held.
+    counts = buffer.counts()
+    assert (counts.received, counts.accepted, counts.waiting, buffer.reports()) == (0, 0, 0, [])
+    assert list(buffer.held()) == ["a"]
+    with pytest.raises(TimeoutError):
+        buffer.take(["a"], 0.01)
+    disk.go.set()
+    thread.join(10)
+    assert results == [ACCEPTED] and disk.stored == [("a", 0)]
+    assert len(buffer.take(["a"], 0).groups) == 1
+
+
+@pytest.mark.parametrize("fails, expected", [((), DUPLICATE), ((0,), ACCEPTED)])
+def test_a_repeat_hears_what_became_of_the_group_that_is_being_stored(make_group, fails, expected):
+    """A duplicate if it was stored; else it is the one that counts."""
+    disk = SlowDisk(*fails)
+    buffer = stored_buffer(disk)
+    first, of_first = started(buffer.put, make_group("a"))
+    assert disk.reached.wait(10)
+    second, of_second = started(buffer.put, make_group("a", attempt=1))
+    header, of_header = started(buffer.put_duplicate, RUN_ID, "a")
+    second.join(0.05)
+    assert of_second == of_header == [], "answered before anybody could know"
+    disk.go.set()
+    for thread in (first, second, header):
+        thread.join(10)
+    assert of_second == [expected]
+    if fails:
+        assert isinstance(of_first[0], NotStored)
+        assert buffer.counts().not_stored == 1
+    assert buffer.counts().accepted == 1 and buffer.counts().waiting == 1
+
+
+def test_room_is_held_for_what_is_being_stored(make_group):
+    disk = SlowDisk(0)
+    buffer = stored_buffer(disk, capacity_groups=1)
+    thread, _ = started(buffer.put, make_group("a"))
+    assert disk.reached.wait(10)
+    with pytest.raises(BufferFull, match="1 of 1 groups"):
+        buffer.put(make_group("b", attempt=1))
+    disk.go.set()
+    thread.join(10)
+    assert buffer.put(make_group("b", attempt=1)) is ACCEPTED, "the failed one left its room"
+
+
+def test_a_group_given_up_while_it_is_stored_does_not_wait(make_group):
+    disk = SlowDisk()
+    buffer = stored_buffer(disk)
+    thread, results = started(buffer.put, make_group("a"))
+    assert disk.reached.wait(10)
+    buffer.forget(["a"])
+    disk.go.set()
+    thread.join(10)
+    counts = buffer.counts()
+    assert results == [ACCEPTED]
+    assert (counts.accepted, counts.forgotten, counts.waiting, counts.waiting_bytes) == (1, 1, 0, 0)
+
+
+def test_staleness_counts_from_the_learner_not_from_what_workers_can_have(make_buffer, make_group):
+    buffer = make_buffer(max_staleness=1)
+    buffer.issue(0, DIGEST)
+    buffer.put(make_group("a"))
+    buffer.advance(2)  # versions 1 and 2 are on their way out
+    with pytest.raises(StaleGroup, match="the current one is 2 and max_staleness 1"):
+        buffer.put(make_group("b"))
+    taken = buffer.take(["a"], 0)
+    assert (taken.groups, len(taken.dropped_stale), taken.policy_version) == ((), 1, 2)
+    assert buffer.current_version == 0
+
+
+def restarted(make_buffer, make_group, **sizes):
+    """At version 1, with groups of 1, 2 and 3, all of which the process before had issued."""
+    buffer = make_buffer(max_staleness=1, **sizes)
+    groups = [
+        make_group(f"of-{version}", policy_version=version, weight_digest=f"d{version}")
+        for version in (3, 1, 2)
+    ]
+    buffer.take_over(groups, {1: "d1", 2: "d2", 3: "d3"}, policy_version=1)
+    return buffer
+
+
+def test_groups_of_versions_to_come_are_admissible_when_those_are_reached(make_buffer, make_group):
+    buffer = restarted(make_buffer, make_group)
+    assert buffer.issue(1, "d1") == ()
+    assert buffer.put(make_group("new", policy_version=3, weight_digest="d3")) is ACCEPTED
+    with pytest.raises(TimeoutError, match=r"\['of-2'\]"):
+        buffer.take(["of-1", "of-2"], 0.01)
+    assert [group.group_id for group in buffer.admissible(9).groups] == ["of-1"]
+    buffer.advance(2)
+    assert [group.group_id for group in buffer.admissible(9).groups] == ["of-2"]
+    assert buffer.issue(2, "d2") == ()
+    buffer.advance(3)
+    assert [group.group_id for group in buffer.admissible(9).groups] == ["of-3", "new"]
+
+
+def test_groups_of_a_version_that_came_out_different_are_disowned(make_buffer, make_group):
+    buffer = restarted(make_buffer, make_group)
+    buffer.issue(1, "d1")
+    assert buffer.issue(2, "other") == ("of-2",)
+    assert buffer.revoke(3) == ("of-3",)
+    with pytest.raises(UnknownReceipt):
+        buffer.put(make_group("new", policy_version=3, weight_digest="d3"))
+    assert buffer.put(make_group("of-2", policy_version=2, weight_digest="other")) is DUPLICATE
+    counts = buffer.counts()
+    assert (counts.restored, counts.disowned, counts.waiting) == (3, 2, 1)
+
+
+def test_reports_sum_up_what_waits_in_order_of_arrival(buffer, make_group, make_completion):
+    failed = make_completion(1, reward_error="x: raised", total_reward=math.nan)
+    buffer.put(make_group("b", attempt=2, completions=(make_completion(0), failed)))
+    buffer.put(make_group("a"))
+    first, second = buffer.reports()
+    assert (first.group_id, first.attempt, first.policy_version) == ("b", 2, 0)
+    assert (first.scored, first.reward_sum, first.reward_error) == (1, 1.0, "x: raised")
+    assert (second.scored, second.zero_variance, second.completion_tokens) == (2, True, 6)
+    assert [report.group_id for report in buffer.reports(["a", "absent"])] == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -314,5 +482,6 @@ def test_every_push_and_every_group_ends_in_exactly_one_state(make_group, events
     assert now.received == (
         now.accepted + now.duplicate + now.stale + now.malformed + now.unknown_receipt + now.full
     )
-    assert now.accepted == now.taken + now.dropped_stale + now.forgotten + now.waiting
+    ends = now.taken + now.dropped_stale + now.forgotten + now.disowned + now.waiting
+    assert now.accepted + now.restored == ends
     assert now.waiting <= 2 and (now.waiting_bytes > 0) == (now.waiting > 0)

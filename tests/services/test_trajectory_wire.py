@@ -137,6 +137,42 @@ def test_push_that_is_reset_is_used_once(server, buffer, credentials, make_group
     assert buffer.counts().accepted == 1 and len(buffer.take(["g1"], 0).groups) == 1
 
 
+def test_a_worker_waits_for_room_until_its_deadline(serve, make_buffer, credentials, make_group):
+    buffer = make_buffer(capacity_groups=1)
+    buffer.issue(0, DIGEST)
+    client = TrajectoryClient(serve(buffer=buffer).address, credentials)
+    client.push(make_group("a"), 10)
+    with pytest.raises(TimeoutError, match="waited 0.3 s for learner .* to take .*'b'.*no room"):
+        client.push(make_group("b"), 0.3)
+    room = threading.Timer(0.3, lambda: buffer.take(["a"], 1))
+    room.start()
+    assert client.push(make_group("b"), 20) is PushOutcome.ACCEPTED
+    room.join()
+    assert buffer.counts().full >= 3
+    client.close()
+
+
+def test_a_learner_whose_disk_is_full_is_waited_for(serve, credentials, make_group):
+    problems = [OSError(28, "No space left on device")] * 3
+
+    def store(group):
+        if problems:
+            raise problems.pop()
+
+    buffer = GroupBuffer(
+        "run-a", capacity_groups=8, capacity_bytes=2**20, max_staleness=0, store=store
+    )
+    buffer.issue(0, DIGEST)
+    client = TrajectoryClient(serve(buffer=buffer).address, credentials)
+    assert client.push(make_group(), 20) is PushOutcome.ACCEPTED
+    counts = buffer.counts()
+    assert (counts.not_stored, counts.accepted, counts.received) == (3, 1, 4)
+    problems += [OSError(28, "No space left on device")] * 99
+    with pytest.raises(TimeoutError, match="'g2'.*is not accepted: .*No space left on device"):
+        client.push(make_group("g2"), 0.3)
+    client.close()
+
+
 class CutAfterPut(GroupBuffer):
     """Loses the line after it took a group in, so that the answer never arrives."""
 
