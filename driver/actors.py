@@ -51,9 +51,14 @@ def platform_environment(platform: str, resources: Resources) -> dict[str, str]:
     return env
 
 
+def died(error: BaseException) -> bool:
+    """Whether a process ended by itself, and not by an error of its constructor."""
+    return isinstance(error, RayActorError) and "creation task" not in str(error)
+
+
 def message_of(error: BaseException) -> str:
     """What went wrong in an actor: the end of the traceback that Ray sends as text."""
-    if isinstance(error, RayActorError) and "creation task" not in str(error):
+    if died(error):
         return "its process ended unexpectedly: killed, out of memory, or crashed"
     lines = str(error).strip().splitlines()
     starts = [i for i, line in enumerate(lines) if _RAISED.match(line)]

@@ -112,6 +112,8 @@ class Fleet:
         self._events = events
         self.workers: dict[str, Worker] = {}
         self._next_index = 0
+        self._proved = False
+        """A worker of this run has started once."""
         self._gaps: set[str] = set()
         """Names whose process came or went since the last lap."""
         self._leaving: list[tuple[Any, float]] = []
@@ -284,9 +286,16 @@ class Fleet:
         try:
             answer = actors.result_of(call, worker.name, "start" if starting else "its loop")
         except (*GONE, ActorFailed) as error:
-            self._lost(worker, actors.start_failure(error, worker.name) if starting else error)
+            if starting:
+                failure = actors.start_failure(error, worker.name)
+                if not self._proved and not actors.died(error):
+                    raise failure from error  # as every other try would end
+                self._lost(worker, failure)
+            else:
+                self._lost(worker, error)
             return
         if starting:
+            self._proved = True
             worker.about = answer
             worker.state = FleetState.READY
             self._events.joined(worker)

@@ -19,7 +19,7 @@ import safetensors.numpy
 from tiny_model import write_tiny_model
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-STEPS = 5
+STEPS = 6
 RUN_YAML = """
 run: {{name: service, steps: {steps}, seed: 3, output_dir: {folder}/out}}
 model: {{path: {model}}}
@@ -100,7 +100,8 @@ class Service:
         )
 
     def pid_of(self, actor: str) -> int:
-        return int(re.search(rf"^{actor} is ready: .*process (\d+)", self.text, re.M)[1])
+        found = re.findall(rf"^{actor} is (?:ready|back): .*process (\d+)", self.text, re.M)
+        return int(found[-1])
 
     def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
@@ -144,14 +145,27 @@ def undisturbed(tmp_path_factory, model):
 
 
 def same_training(one: Service, other: Service) -> None:
-    """Holds two runs equal in everything that training made: groups, rewards and weights."""
+    """Holds two runs equal, bit for bit, in what training made: groups, rewards and weights."""
     assert sorted(one.trained()) == sorted(other.trained())
     for mine, theirs in zip(one.lines("metrics"), other.lines("metrics"), strict=True):
         for name in ("step", "reward/total/mean", "train/loss", "train/learning_rate"):
-            assert mine.get(name) == pytest.approx(theirs.get(name), rel=1e-5, abs=1e-7), name
+            assert mine.get(name) == theirs.get(name), name
     for name, tensor in one.policy().items():
-        left, right = tensor.astype(np.float32), other.policy()[name].astype(np.float32)
-        np.testing.assert_allclose(left, right, atol=1e-5, err_msg=name)
+        bits, expected = tensor.view(np.uint8), other.policy()[name].view(np.uint8)
+        np.testing.assert_array_equal(bits, expected, err_msg=name)
+
+
+def scale(service: Service, workers: int) -> None:
+    """`python -m driver.scale`, which waits until the fleet has that size."""
+    command = ["driver.scale", "--run", str(service.out), "--rollout-workers", str(workers)]
+    done = subprocess.run(
+        [sys.executable, "-m", *command, "--wait", "120"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr + service.text
 
 
 def test_a_run_trains_each_group_once_and_its_books_add_up(undisturbed):
@@ -171,7 +185,7 @@ def test_a_run_trains_each_group_once_and_its_books_add_up(undisturbed):
     assert len(undisturbed.lines("eval")) == 3 * 6, "steps 2, 4 and the last"
     last = undisturbed.text.strip().splitlines()[-1]
     assert re.fullmatch(
-        r"service: accuracy n/a -> 0\.\d\d, reward \d\.\d\d -> \d\.\d\d, steps 5, seconds \d+",
+        r"service: accuracy n/a -> 0\.\d\d, reward \d\.\d\d -> \d\.\d\d, steps 6, seconds \d+",
         last,
     )
 
@@ -244,13 +258,37 @@ def test_a_resume_of_another_run_is_refused_before_anything_starts(start, undist
         assert undisturbed.status["state"] == "finished", "the books stay as they were"
 
 
-def test_a_killed_learner_ends_the_run_with_its_name(start):
-    service = start()
-    service.wait_for_step(2)
+def test_a_killed_learner_is_replaced_as_often_as_allowed_and_a_resume_loses_nothing(
+    start, undisturbed
+):
+    service = start("--set", "placement.learner_restarts=1")
+    service.wait_for_step(3)
+    os.kill(service.pid_of("learner"), signal.SIGKILL)
+    service.wait_for(lambda: "resumed at step 2" in service.text, "the next learner")
+    service.wait_for(lambda: service.text.count("learner is ready") == 2, "it to serve")
     os.kill(service.pid_of("learner"), signal.SIGKILL)
     assert service.wait(120) == 1
     assert service.status["state"] == "failed"
-    assert "learner died" in service.status["reason"]
+    assert "the learner died" in service.status["reason"]
+    assert "placement.learner_restarts=1 is used up" in service.status["reason"]
+    assert list(service.out.glob("postmortem-*.tar.gz")), "what is known of the end is kept"
+    resumed = start("--resume")
+    assert resumed.wait() == 0, resumed.text
+    same_training(resumed, undisturbed)
+
+
+def test_workers_that_come_and_go_change_nothing(start, undisturbed):
+    slow = "reward.functions=[{name: 'tests.slow_reward:score', params: {seconds: 0.5}}]"
+    service = start("--set", "rollout.workers=1", "--set", slow)
+    service.wait_for_step(1)
+    scale(service, 4)
+    service.wait_for_step(2)
+    scale(service, 2)
+    assert service.wait() == 0, service.text
+    same_training(service, undisturbed)
+    crews = [set(line["processes"]) - {"learner"} for line in service.lines("ledger")]
+    assert {"rollout-0", "rollout-1", "rollout-2", "rollout-3"} in crews
+    assert max(map(len, crews[-1:])) == 2
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_and_named(start, undisturbed, tmp_path):

@@ -2,10 +2,11 @@
 
 import pytest
 
+from driver.actors import message_of, platform_environment
 from driver.cluster import bundle
 from driver.config import Resources
 from driver.ray_auth import set_token
-from driver.supervisor import message_of, platform_environment, shares
+from driver.supervisor import shares
 
 
 @pytest.mark.parametrize(
