@@ -254,8 +254,9 @@ def _failing_whole(step: int, writing: pathlib.Path):
         number = error.errno if isinstance(error, OSError) else errno.ENOSPC
         if not isinstance(error, OSError) and _NO_SPACE not in str(error):
             raise
-        with contextlib.suppress(OSError):
-            _remove(writing)
+        for remains in writing.parent.glob(f"{writing.name}*"):  # Orbax writes beside it first
+            with contextlib.suppress(OSError):
+                _remove(remains)
         reason = os.strerror(number) if number else str(error)
         raise CheckpointFailed(
             number, f"the checkpoint of step {step} could not be written to {writing}: {reason}"

@@ -1,5 +1,7 @@
 """Checkpoints: complete or not taken, on any device count, older ones only after newer ones."""
 
+import dataclasses
+import json
 import os
 import pathlib
 import signal
@@ -14,7 +16,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 from learner import checkpoint
-from learner.checkpoint import CheckpointFolder, DamagedCheckpoint, verify
+from learner.certificate import CertificateMismatch, check_certificate, make_certificate
+from learner.checkpoint import CheckpointFailed, CheckpointFolder, DamagedCheckpoint, verify
 from learner.config import OptimizerConfig
 from learner.mesh import make_mesh
 from learner.optimizer import learning_rate_schedule, make_optimizer
@@ -145,6 +148,78 @@ def test_only_damaged_checkpoints_never_mean_a_fresh_start(two):
         (path / f"step-0000000{step}" / "manifest.json").unlink()
     with pytest.raises(ValueError, match="no complete checkpoint .*step-00000002.*step-00000001"):
         folder.restore(place()[1])
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [
+        OSError(28, "No space left on device"),
+        ValueError("RESOURCE_EXHAUSTED: Failed to write 52 bytes: No space left on device [28]"),
+    ],
+)
+def test_a_full_disk_is_called_one_and_gets_its_space_back(two, monkeypatch, raised):
+    """The second is how Orbax's storage library tells of one."""
+    folder, path = two
+
+    def disk_full(self, directory, *args, **kwargs):
+        part = pathlib.Path(f"{directory}.orbax-checkpoint-tmp")
+        part.mkdir()
+        (part / "half").write_text("x")
+        raise raised
+
+    monkeypatch.setattr(ocp.Checkpointer, "save", disk_full)
+    with pytest.raises(CheckpointFailed, match="checkpoint of step 3 .*No space left") as failure:
+        folder.save(3, place()[0], RECORD)
+    assert failure.value.errno == 28
+    assert sorted(p.name for p in path.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+def test_another_error_of_a_library_keeps_its_name(two, monkeypatch):
+    monkeypatch.setattr(ocp.Checkpointer, "save", lambda *_, **__: int("seven"))
+    with pytest.raises(ValueError, match="invalid literal"):
+        two[0].save(3, place()[0], RECORD)
+
+
+def test_a_certificate_is_kept_covered_and_given_back(tmp_path):
+    state, abstract = place(data=2, fsdp=4)
+    books = {"book": {"cursor": 6, "unfinished": [[4, 1]]}, "rewards": [0.5, None]}
+    certificate = make_certificate(state, seed=7, driver_state=books)
+    folder = CheckpointFolder(tmp_path, keep=1)
+    saved = folder.save(5, state, RECORD, certificate)
+    restored = folder.restore(place()[1])  # on one device
+    again = make_certificate(restored.state, seed=7, driver_state=json.loads(json.dumps(books)))
+    check_certificate(restored.certificate, again, "the checkpoint of step 5")
+    (saved / "certificate.json").write_text(json.dumps({**certificate.plain(), "keys": "0" * 64}))
+    with pytest.raises(DamagedCheckpoint, match="certificate.json has"):
+        verify(saved)
+
+
+@pytest.mark.parametrize(
+    "part, change",
+    [
+        ("weights", dict(params=lambda leaf: leaf.at[0].add(1e-7))),
+        ("optimizer", dict(opt_state=lambda leaf: leaf + 1)),
+        ("optimizer", dict(update_count=lambda leaf: leaf + 1)),
+        ("data_order, ledger", dict(books={"book": {"cursor": 7, "unfinished": [[4, 1]]}})),
+        ("data_order, ledger", dict(books={"book": {"cursor": 6, "unfinished": [[4, 2]]}})),
+        ("ledger", dict(books={"book": {"cursor": 6, "unfinished": [[4, 1]]}, "rewards": [1]})),
+        ("data_order, keys", dict(seed=8)),
+    ],
+)
+def test_a_certificate_names_the_part_that_differs(part, change):
+    state, _ = place()
+    books = change.pop("books", None)
+    seed = change.pop("seed", 7)
+    given = {"book": {"cursor": 6, "unfinished": [[4, 1]]}}
+    stored = make_certificate(state, seed=7, driver_state=given).plain()
+    changed = {
+        name: jax.tree.map(function, getattr(state, name)) for name, function in change.items()
+    }
+    now = make_certificate(
+        dataclasses.replace(state, **changed), seed=seed, driver_state=books or given
+    )
+    with pytest.raises(CertificateMismatch, match=f"resume certificate: {part} differ"):
+        check_certificate(stored, now, "the checkpoint of step 1")
 
 
 def test_first_checkpoint_outlives_a_failed_second_save_C02(tmp_path, monkeypatch):
