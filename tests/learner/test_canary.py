@@ -35,7 +35,7 @@ from services import codec
 from services.phase_clock import PhaseClock
 from services.weight_store import WeightStore
 from tests.learner import builders
-from tests.learner.builders import TINY, make_core, random_groups
+from tests.learner.builders import TINY, make_core
 
 MODEL = ModelConfig(
     model_type="qwen2",
@@ -86,6 +86,7 @@ def published(compute=F32, wire=F32, *, data=1, fsdp=1, lm_head="fast"):
     return ScoredProbe(scores=scores, valid_vocab=VALID_VOCAB, precision=compute).record()
 
 
+@functools.cache
 def worker(compute=F32, wire=F32, *, data=1, tensor=1, model=MODEL, valid_vocab=VALID_VOCAB):
     """A canary and the layout of its inference copies."""
     copy_dtype = np.dtype(np.float32 if F32 in (compute, wire) else ml_dtypes.bfloat16)
@@ -111,7 +112,7 @@ def live_copy(layout, wire=F32):
 @pytest.fixture(scope="module")
 def exact():
     """A float32 worker of two devices, and its copy."""
-    canary, layout = worker(tensor=2)
+    canary, layout = worker(compute=F32, wire=F32, tensor=2)
     return canary, live_copy(layout)
 
 
@@ -130,7 +131,7 @@ def with_leaf(params, path, change):
 @pytest.mark.parametrize(
     "learner, working",
     [
-        (dict(data=2, fsdp=2), dict(tensor=2)),
+        (dict(data=2, fsdp=2), dict(compute=F32, wire=F32, tensor=2)),
         (dict(compute=BF16, wire=BF16, fsdp=2), dict(compute=BF16, wire=BF16, tensor=2)),
         (dict(compute=F32, wire=BF16, lm_head="logits"), dict(compute=BF16, wire=BF16)),
     ],
@@ -180,13 +181,13 @@ def test_flipped_embedding_row_is_found_where_the_probe_meets_it(exact):
     assert not result.passed and result.first_layer == "embedding"
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_swapped_layers_are_named(dtype):
-    canary, layout = worker(dtype, dtype)
-    params = live_copy(layout, dtype)
+@pytest.mark.parametrize("how", [dict(compute=F32, wire=F32), dict(compute=BF16, wire=BF16)])
+def test_swapped_layers_are_named(how):
+    canary, layout = worker(**how, tensor=2)
+    params = live_copy(layout, how["wire"])
     first, second, third, fourth = params["layers"]
     swapped = {**params, "layers": [first, third, second, fourth]}
-    record = published(dtype, dtype)
+    record = published(**how, fsdp=2)
     assert canary.check(params, record).passed
     result = canary.check(swapped, record)
     assert not result.passed and result.first_layer == "layers.1"
@@ -321,7 +322,9 @@ def test_canary_rides_with_every_published_version_to_the_worker():
         assert canary.check(live, manifest.canary).passed
         if version == 0:
             before = manifest.canary
-            core.update(random_groups(), PhaseClock())
+            moved = lambda leaf: jax.device_put(1.1 * np.asarray(leaf), leaf.sharding)
+            params = jax.tree.map(moved, core.state.params)
+            core.resume(dataclasses.replace(core.state, params=params), policy_version=1)
     late = canary.check(live, before)
     assert not late.passed, "the weights of another version do not pass"
     publisher.close()
