@@ -102,6 +102,11 @@ class DecodeConfig(Section):
     null derives half of the slots."""
     cache_tokens: int | None = Field(default=None, ge=1, le=2**24)
     """KV columns of a slot at most; null derives max_prompt_tokens + max_completion_tokens."""
+    invariant: bool = False
+    """Keeps the cache as wide as it may become, so that the behaviour logprobs of a completion
+    are the same to the last bit whatever else its worker decodes. Caches of up to 384 columns and
+    those of the Pallas kernel have one width anyway; a wider one costs attention over all its
+    columns in every token step."""
     on_swap: Literal["finish", "restart", "continue"] = "finish"
     """What becomes of completions in the making when a policy version arrives: they end under
     the old one, are drawn anew, or go on under the new one."""

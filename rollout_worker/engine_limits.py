@@ -34,6 +34,8 @@ class EngineLimits:
     """Prompts of a lane that lie prefilled; null derives half of the slots."""
     stop_ids: int = 8
     """Most stop ids of a request."""
+    invariant: bool = False
+    """The cache has one width: the bits of a row do not depend on what else is decoded."""
     on_swap: OnSwap = OnSwap.FINISH
     compile_budget: int | None = None
     """Programs that may be compiled; null derives what the sizes above can need."""
@@ -148,6 +150,9 @@ def geometry_of(
     if spec.attention_impl.startswith("pallas"):
         # The kernel reads no more than each row holds: it needs no narrower cache.
         widths = (-(-limits.cache_tokens // KERNEL_TILE) * KERNEL_TILE,)
+    elif limits.invariant:
+        # A compiler orders the sums of attention by their length, which is the width.
+        widths = (limits.cache_tokens,)
     else:
         widths = doubling(NARROWEST, limits.cache_tokens)
     return Geometry(

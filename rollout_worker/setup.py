@@ -177,6 +177,7 @@ class EngineSetup:
             prefill_tokens=decode.prefill_tokens,
             prefixes=None if decode.prefixes is None else decode.prefixes // lanes,
             stop_ids=max(MOST_STOP_IDS, stop_ids),
+            invariant=decode.invariant,
             on_swap=OnSwap(decode.on_swap),
             compile_budget=decode.compile_budget,
             over_budget=decode.over_budget,
