@@ -59,6 +59,8 @@ class Pusher:
         self._on_result = on_result
         self._queue: queue.Queue[Finished | None] = queue.Queue(QUEUED_GROUPS)
         self._lock = threading.Lock()
+        self._queued: set[tuple[str, int]] = set()
+        """Group id and attempt; a lease that was cancelled may come again under the same."""
         self._cancelled: set[tuple[str, int]] = set()
         self._seconds = 0.0
         self._closed = threading.Event()
@@ -70,6 +72,8 @@ class Pusher:
         Raises:
             BackgroundFailed: if the thread has failed.
         """
+        with self._lock:
+            self._queued.add((finished.group.group_id, finished.group.attempt))
         while True:
             self._thread.check()
             try:
@@ -89,7 +93,7 @@ class Pusher:
     def cancel(self, group_id: str, attempt: int) -> None:
         """Drops a group that is still queued, silently."""
         with self._lock:
-            self._cancelled.add((group_id, attempt))
+            self._cancelled |= self._queued & {(group_id, attempt)}
 
     def connect(self, address: str) -> None:
         """Pushes to another address from the next attempt on."""
@@ -119,9 +123,11 @@ class Pusher:
         while (finished := self._queue.get()) is not None and not self._closed.is_set():
             started = time.monotonic()
             group = finished.group
+            key = (group.group_id, group.attempt)
             with self._lock:
-                cancelled = (group.group_id, group.attempt) in self._cancelled
-                self._cancelled.discard((group.group_id, group.attempt))
+                self._queued.discard(key)
+                cancelled = key in self._cancelled
+                self._cancelled.discard(key)
             if not cancelled:
                 failpoints.reach("worker.push")
                 outcome = self._push(pack_group(group))
