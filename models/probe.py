@@ -73,6 +73,15 @@ class CanaryResult:
     """Where a failed comparison first differs: `embedding`, `layers.3`, or `head` where every
     layer agrees (the final norm or the output matrix). Empty where it passed."""
 
+    @property
+    def gaps(self) -> str:
+        """Both gaps and what of them passes, for a message."""
+        return (
+            f"the logprobs of the probe are up to {self.gap_max:.3g} nats apart and "
+            f"{self.gap_mean:.3g} in the mean, where {self.bound:g} and "
+            f"{MEAN_SHARE * self.bound:g} pass"
+        )
+
 
 def probe_tokens(valid_vocab: int) -> np.ndarray:
     """int32 [SEQUENCES, TOKENS]: the same ids for the same vocabulary, everywhere."""

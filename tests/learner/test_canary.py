@@ -291,7 +291,9 @@ def test_comparison_judges_by_logprobs_and_names_by_fingerprints(live, passed, l
 def test_a_single_gap_beyond_the_bound_fails_though_the_mean_is_small():
     live = scores_of()
     live.logprob_BT[1, 2] -= 0.55
-    assert not compare(scores_of(), live, bound=0.5, tolerance=0.1).passed
+    result = compare(scores_of(), live, bound=0.5, tolerance=0.1)
+    assert not result.passed
+    assert "up to 0.55 nats apart and 0.0917 in the mean, where 0.5 and 0.1 pass" in result.gaps
 
 
 def test_probe_of_another_model_or_tokenizer_is_refused(exact):
