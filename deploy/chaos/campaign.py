@@ -15,8 +15,8 @@ from services import failpoints
 
 RECOVERY_S = 60.0
 """From a fault to the next closed step."""
-STEPS_S = 1200.0
-"""For a run to come to its next fault, or to its end."""
+END_S = 120.0
+"""From the last step to the end of the driver."""
 STALENESS = {"sync": 0, "async": 2}
 """By the mode of a campaign, `rollout.max_staleness`."""
 CACHE = "jax-cache"
@@ -159,7 +159,7 @@ def _undisturbed(head: Head, campaign: Campaign, folder: pathlib.Path) -> pathli
     job = Job(head, folder, campaign.settings)
     try:
         job.submit()
-        _finish(job)
+        _finish(job, campaign.steps)
     finally:
         job.end()
     return folder
@@ -174,20 +174,19 @@ def _disturbed(
     try:
         job.submit()
         for fault in campaign.faults:
-            job.wait_for_step(fault.step, STEPS_S, f"before fault {fault.number}")
+            job.wait_for_step(fault.step, f"before fault {fault.number}")
             hit = injector.inject(fault)
             closed = job.closed_step()
-            why = f"after fault {fault.number}, {fault.kind.value}"
-            job.wait_for_step(closed + 1, 4 * RECOVERY_S, why)
+            job.wait_for_step(closed + 1, f"after fault {fault.number}, {fault.kind.value}")
             yield Recovery(fault=fault, seconds=time.monotonic() - hit)
-        _finish(job)
+        _finish(job, campaign.steps)
     finally:
         job.end()
 
 
-def _finish(job: Job) -> None:
-    code = job.wait(STEPS_S)
-    if code:
+def _finish(job: Job, steps: int) -> None:
+    job.wait_for_step(steps, "on the way to the end")
+    if job.wait(END_S):
         job.check("at its end")
 
 

@@ -12,10 +12,14 @@ import psutil
 
 from deploy.chaos.head import Head
 from deploy.chaos.judge import read_lines
+from services.stacks import request_stacks
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONFIG = pathlib.Path(__file__).with_name("run.yaml")
 POLL_S = 0.05
+QUIET_S = 240.0
+"""A run that closes no step for so long hangs."""
+STACKS_S = 10.0
 LEARNER, WORKER = "LearnerActor", "RolloutActor"
 
 
@@ -113,21 +117,25 @@ class Job:
         lines = read_lines(self.folder / "metrics.jsonl")
         return max((line["step"] for line in lines), default=0)
 
-    def wait_for_step(self, step: int, timeout_s: float, why: str) -> None:
+    def wait_for_step(self, step: int, why: str) -> None:
         """Waits until a step is closed.
 
         Raises:
-            JobEnded: if the driver ends before; not with exit code 0 after that step.
-            TooLong: naming what was waited for.
+            JobEnded: if the driver ends before.
+            TooLong: if no step at all is closed for QUIET_S; every process is asked for its stacks.
         """
-        deadline = time.monotonic() + timeout_s
-        while self.closed_step() < step:
+        closed, since = self.closed_step(), time.monotonic()
+        while closed < step:
             self.check(why)
-            if time.monotonic() > deadline:
-                raise TooLong(
-                    f"step {step} was not closed within {timeout_s:g} s {why}: {self.log}"
-                )
             time.sleep(POLL_S)
+            if (now := self.closed_step()) != closed:
+                closed, since = now, time.monotonic()
+            elif time.monotonic() > since + QUIET_S:
+                request_stacks(self.folder, STACKS_S)
+                raise TooLong(
+                    f"no step was closed for {QUIET_S:g} s {why}, the last was {closed}: "
+                    f"{self.log}, {self.folder / 'stacks'}"
+                )
 
     def check(self, why: str) -> None:
         """Raises JobEnded if no driver runs."""

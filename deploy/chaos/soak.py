@@ -104,7 +104,7 @@ def run_soak(seconds: float, folder: pathlib.Path, say: Callable[[str], None]) -
         job = Job(head, folder / "run", SETTINGS)
         try:
             job.submit()
-            job.wait_for_step(5, 300, "at the start")
+            job.wait_for_step(5, "at the start")
             say(f"soaking for {seconds:g} s")
             changes = _soak(job, seconds, samples, say)
             steps = job.closed_step()
