@@ -126,7 +126,8 @@ class Job:
         """
         closed, since = self.closed_step(), time.monotonic()
         while closed < step:
-            self.check(why)
+            if self.exit_code is not None and self.closed_step() < step:
+                self.check(why)
             time.sleep(POLL_S)
             if (now := self.closed_step()) != closed:
                 closed, since = now, time.monotonic()
