@@ -51,6 +51,11 @@ class Completing:
         """Ids of the requests that `advance` has not returned yet."""
         return frozenset([*self._rows, *(one.request_id for one in self._scoring)])
 
+    @property
+    def decoding(self) -> bool:
+        """Whether a request is not decoded; the others wait for their scores only."""
+        return bool(self._rows)
+
     def submit(self, requests: Sequence[Request], prompts: Mapping[str, Prompt]) -> None:
         """Takes requests in, beside those that are there.
 

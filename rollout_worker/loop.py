@@ -4,8 +4,8 @@ One thread owns device and ledger clock. Weights come and groups go in threads b
 (`fetcher.py`, `pusher.py`); calls from the driver only leave something in the inbox or take
 something from the outbox.
 
-A newer version is swapped in when no group is in the making: groups that are being decoded end
-under the version they began with, and none begins while a swap is due.
+A newer version is swapped in when no group is being decoded, its scores apart: groups end under the
+version they began with, and none begins while a swap is due.
 """
 
 import collections
@@ -169,7 +169,7 @@ class WorkLoop:
             self._worker.policy_version = -1
             self._fetcher.forget()
         if self._swap_is_due():
-            if not self._worker.held:
+            if not self._worker.decoding:
                 self._swap_in()
         elif self._jobs:
             if not self._worker.held:

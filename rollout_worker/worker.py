@@ -50,6 +50,17 @@ class WeightDigestMismatch(RuntimeError):
     """The arrays on the device are not the published ones."""
 
 
+@dataclasses.dataclass(frozen=True)
+class _Begun:
+    """A group in the making."""
+
+    lease: Lease
+    policy_version: int
+    weight_digest: str
+    clock_s: dict[str, float]
+    """Seconds by phase of the clock when it was taken."""
+
+
 class CanaryFailed(RuntimeError):
     """A probe has other logprobs here than at the learner, under the same weights."""
 
@@ -91,17 +102,17 @@ class RolloutWorker:
         self._completing = Completing(
             engine, rewards, clock, lambda row: self.text(row.token_ids, row.finish_reason)
         )
-        self._leases: dict[str, Lease] = {}
-        """Of the groups in the making, by request id."""
-        self._before: dict[str, dict[str, float]] = {}
-        """Seconds of the clock when each of them was taken."""
+        self._begun: dict[str, _Begun] = {}
+        """The groups in the making, by request id."""
         self.policy_version = -1
         """-1 until the first weights arrive."""
         self.weight_digest = ""
         self.canary_gap = math.nan
         """Largest gap of a logprob between learner and worker on the probe, in nats."""
 
-    def swap(self, manifest: WeightManifest, named: Mapping[str, np.ndarray]) -> None:
+    def swap(
+        self, manifest: WeightManifest, named: Mapping[str, np.ndarray | jax.Array]
+    ) -> None:
         """Puts a fetched policy version on the device and makes it the current one, or does
         nothing at all.
 
@@ -113,8 +124,8 @@ class RolloutWorker:
             CanaryFailed: if the same weights give other logprobs here than at the learner.
         """
         layout = self._engine.spec.layout
-        host = from_named(named, layout.published, stacked=False)
-        params = jax.block_until_ready(layout.to_inference(host))
+        tree = from_named(named, layout.published, stacked=False)
+        params = jax.block_until_ready(layout.to_inference(tree))
         dtypes = {name: array.dtype for name, array in named.items()}
         _, digest = tree_digest(layout.from_inference(params, dtypes))
         if digest != manifest.digest:
@@ -138,7 +149,13 @@ class RolloutWorker:
     @property
     def held(self) -> frozenset[tuple[str, int]]:
         """Group id and attempt of the leases that were taken and are not complete."""
-        return frozenset((lease.group_id, lease.attempt) for lease in self._leases.values())
+        leases = [begun.lease for begun in self._begun.values()]
+        return frozenset((lease.group_id, lease.attempt) for lease in leases)
+
+    @property
+    def decoding(self) -> bool:
+        """Whether a group is not decoded, so that a swap would change the policy under it."""
+        return self._completing.decoding
 
     def take(self, leases: Sequence[Lease]) -> None:
         """Starts groups under the current policy version, beside those that are in the making.
@@ -163,8 +180,10 @@ class RolloutWorker:
             ],
             prompts,
         )
-        self._leases |= leased
-        self._before |= dict.fromkeys(leased, self._clock.total())
+        for request_id, lease in leased.items():
+            self._begun[request_id] = _Begun(
+                lease, self.policy_version, self.weight_digest, self._clock.total()
+            )
 
     def advance(self, wait_s: float | None = None) -> list[Group]:
         """One turn of the engine; returns the groups that are complete now, in any order.
@@ -176,10 +195,10 @@ class RolloutWorker:
 
     def give_up(self, held: Iterable[tuple[str, int]]) -> None:
         """Ends groups that nobody waits for, named as `held` names them."""
-        gone = {f"{group_id}/{attempt}" for group_id, attempt in held} & self._leases.keys()
+        gone = {f"{group_id}/{attempt}" for group_id, attempt in held} & self._begun.keys()
         self._completing.give_up(gone)
         for request_id in gone:
-            del self._leases[request_id], self._before[request_id]
+            del self._begun[request_id]
 
     def rollout(self, leases: Sequence[Lease]) -> Iterator[Group]:
         """Samples and scores groups; each is yielded as soon as it is complete, in any order.
@@ -265,21 +284,21 @@ class RolloutWorker:
         )
 
     def _group(self, done: Completed) -> Group:
-        lease = self._leases.pop(done.request_id)
-        before = self._before.pop(done.request_id)
+        begun = self._begun.pop(done.request_id)
+        lease = begun.lease
         prompt = self._train.prompts[lease.position]
         versions = {int(version) for row in done.rows for version in row.versions}
-        assert versions == {self.policy_version}, (lease.group_id, versions, self.policy_version)
+        assert versions == {begun.policy_version}, (lease.group_id, versions, begun.policy_version)
         after = self._clock.total()
-        phase_s = {phase: after[phase] - before[phase] for phase in after}
+        phase_s = {phase: after[phase] - begun.clock_s[phase] for phase in after}
         return Group(
             run_id=self._run_id,
             group_id=lease.group_id,
             attempt=lease.attempt,
             prompt_id=prompt.prompt_id,
             epoch=lease.epoch,
-            policy_version=self.policy_version,
-            weight_digest=self.weight_digest,
+            policy_version=begun.policy_version,
+            weight_digest=begun.weight_digest,
             worker=self._name,
             prompt_token_ids=prompt.token_ids,
             completions=tuple(map(_completion, done.rows, done.pending.wait())),

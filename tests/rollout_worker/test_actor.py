@@ -107,8 +107,14 @@ def make_worker(model, authority, address, **changes):
         learner_address=address,
         credentials=authority.issue("rollout-0"),
         weights_dtype="float32",
+        bind_host="127.0.0.1",
         streams=2,
+        chunk_bytes=4096,
+        deltas=True,
+        canary=True,
+        canary_bound=None,
         timeout_s=20.0,
+        run_folder="/nowhere",
         with_samples=True,
     )
     return RolloutActor(RolloutSpec(**{**settings, **changes}))
@@ -297,7 +303,7 @@ class LateScores:
 
 def test_an_engine_that_fails_is_heard_of_by_its_own_error(pair, monkeypatch):
     """Not by what follows from it, and its worker decodes again once it was given a policy."""
-    _, worker = pair
+    learner, worker = pair
     core = worker._worker
     (before,) = rolled_out(worker, 6)
 
@@ -306,8 +312,8 @@ def test_an_engine_that_fails_is_heard_of_by_its_own_error(pair, monkeypatch):
             patch.setattr(core._engine.device, "segment", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 list(core.rollout(leases(6)))
-        manifest = worker._weights.manifest(core.policy_version, timeout_s=5.0)
-        core.swap(manifest, worker._weights.fetch(manifest, timeout_s=5.0))
+        current = worker._pull(core.policy_version, [learner.describe()["address"]], 5.0)
+        core.swap(current.manifest, current.named)
         return list(core.rollout(leases(6)))
 
     (after,) = on_loop(worker, run)
@@ -369,8 +375,8 @@ def test_a_swap_that_fails_leaves_the_old_version_whole(pair, kind):
     core = worker._worker
     version, digest = core.policy_version, core.weight_digest
     before = rolled_out(worker, 5)
-    manifest = worker._weights.manifest(version, timeout_s=5.0)
-    named = worker._weights.fetch(manifest, timeout_s=5.0)
+    current = worker._pull(version, [learner.describe()["address"]], 5.0)
+    manifest, named = current.manifest, current.named
     newer = dataclasses.replace(manifest, policy_version=version + 1)
 
     def run():
