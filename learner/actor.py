@@ -13,7 +13,7 @@ import os
 import pathlib
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from learner.certificate import check_certificate, make_certificate
@@ -24,6 +24,7 @@ from learner.journal import Begun, Journal
 from learner.publisher import Publisher, PublishFailed
 from learner.reports import LearnerHealth, Restored, UpdateReport, books_of, plain_group
 from learner.rollout_file import RolloutHeader, RolloutRecorder, plain_header
+from learner.snapshot import Snapshot
 from learner.spool_format import NOTHING_OPEN
 from models.checkpoint import LoadedModel, load_model, save_model
 from models.platform import require_platform
@@ -31,7 +32,8 @@ from models.tokenizer import load_tokenizer
 from services import failpoints
 from services.group_buffer import BufferCounts
 from services.group_report import GroupReport
-from services.messages import Group
+from services.id_set import PlainIds
+from services.messages import Group, WeightManifest
 from services.phase_clock import PhaseClock
 from services.server import Server
 from services.tls import Credentials
@@ -42,7 +44,7 @@ SPOOL = "spool"
 """Folder of the journal, beside that of the checkpoints."""
 PUBLISH_S = 600.0
 """How long one publication may take."""
-NOTHING_USED: dict[str, list[str]] = {"consumed_group_ids": []}
+NOTHING_USED: dict[str, PlainIds] = {"consumed_group_ids": []}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,7 +89,15 @@ class LearnerSpec:
 class LearnerActor:
     """Owns the learner core, the group buffer, the weight store and the server in front."""
 
-    def __init__(self, spec: LearnerSpec):
+    def __init__(
+        self,
+        spec: LearnerSpec,
+        hand_over: Callable[[Snapshot, WeightManifest], None] | None = None,
+    ):
+        """
+        Args:
+            hand_over: gets every published version for a worker in this process, the only one.
+        """
         failpoints.install(spec.failpoints)
         self._spec = spec
         self._work = threading.Lock()
@@ -117,7 +127,9 @@ class LearnerActor:
         self._header = self._make_header(loaded)
         self._recorder = self._make_recorder()
         self._checkpoints = CheckpointFolder(spec.checkpoint_folder, keep=spec.keep_checkpoints)
-        self._weights = WeightStore(spec.run_id, keep_versions=spec.keep_versions)
+        self._weights = WeightStore(
+            spec.run_id, keep_versions=spec.keep_versions, deltas=hand_over is None
+        )
         self._journal = Journal(
             pathlib.Path(spec.checkpoint_folder).parent / SPOOL,
             spec.run_id,
@@ -130,6 +142,7 @@ class LearnerActor:
             self._weights,
             self._journal.issue,
             timeout_s=PUBLISH_S,
+            hand_over=hand_over,
         )
         self._server = Server(
             spec.credentials,

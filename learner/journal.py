@@ -19,6 +19,7 @@ from learner.spool import Spool, SpoolFailed
 from learner.spool_format import NOTHING_OPEN, OpenWork, UpdateRecord
 from services import failpoints
 from services.group_buffer import GroupBuffer, Taken
+from services.id_set import IdSet, PlainIds
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class Journal:
         self._started = True
 
     def resume(
-        self, step: int, policy_version: int, buffer_state: Mapping[str, Sequence[str]]
+        self, step: int, policy_version: int, buffer_state: Mapping[str, PlainIds]
     ) -> OpenWork | None:
         """Takes up what was written since a checkpoint.
 
@@ -124,7 +125,7 @@ class Journal:
         self._started = True
         if written is None:
             return None
-        work = written.beyond(policy_version, buffer_state["consumed_group_ids"])
+        work = written.beyond(policy_version, IdSet(buffer_state["consumed_group_ids"]))
         _check_sequence(work.updates, policy_version, self._folder)
         self.buffer.take_over(work.groups.values(), work.issued, policy_version)
         self._pending.extend(work.updates)

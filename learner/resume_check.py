@@ -16,6 +16,7 @@ from learner.spool_format import OpenWork, find_segments, read_segments, segment
 from models.checkpoint import load_model
 from models.platform import require_platform
 from services.digest import tree_digest
+from services.id_set import IdSet
 from services.messages import Group
 from services.phase_clock import PhaseClock
 
@@ -131,7 +132,7 @@ def _question(run_folder: pathlib.Path, step: int) -> Question:
     work = read_segments(segments)
     if work is None:
         raise NothingToCheck(f"{folder.name} has no segment in {SPOOL}/")
-    work = work.beyond(version, record["buffer"]["consumed_group_ids"])
+    work = work.beyond(version, IdSet(record["buffer"]["consumed_group_ids"]))
     groups = _trained_next(work, version, record["max_staleness"])
     if not groups or version + 1 not in work.issued:
         raise NothingToCheck(f"{folder.name} has no finished step after it in {SPOOL}/")

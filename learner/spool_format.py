@@ -27,11 +27,12 @@ import itertools
 import json
 import pathlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from learner.frames import DamagedFile, frame, read_frame
 from services import codec
+from services.id_set import IdSet
 from services.messages import Group
 
 MAGIC = b"tandem spool 1 \n"
@@ -61,16 +62,15 @@ class OpenWork:
     groups: dict[str, Group]
     """Accepted groups by group_id, in order of arrival; each only once."""
 
-    def beyond(self, policy_version: int, consumed: Iterable[str]) -> "OpenWork":
+    def beyond(self, policy_version: int, used: IdSet) -> "OpenWork":
         """What is not in a checkpoint of that version, which has used these groups up."""
-        used = set(consumed)
         return OpenWork(
             issued=self.issued,
             updates=tuple(
                 update
                 for update in self.updates
                 if update.policy_version > policy_version
-                and used.isdisjoint(update.group_ids or update.dropped_ids)
+                and not any(g in used for g in update.group_ids or update.dropped_ids)
             ),
             groups={name: group for name, group in self.groups.items() if name not in used},
         )

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from services.group_check import check_group, group_nbytes
 from services.group_report import GroupReport, report_of
+from services.id_set import IdSet, PlainIds
 from services.messages import Group, PushOutcome
 
 NO_VERSION = -1
@@ -132,7 +133,7 @@ class GroupBuffer:
         self._storing: dict[str, _Waiting] = {}
         """Good, and being written down: they take up room, and nobody may have them yet."""
         self._held_bytes = 0
-        self._consumed: set[str] = set()
+        self._consumed = IdSet()
         self._counts = BufferCounts()
 
     @property
@@ -243,7 +244,9 @@ class GroupBuffer:
             raise ValueError(f"group_ids must differ, got {list(group_ids)}")
         with self._changed:
             self._changed.wait_for(
-                lambda: all(map(self._is_ready, wanted)) or not self._consumed.isdisjoint(wanted),
+                lambda: (
+                    all(map(self._is_ready, wanted)) or any(g in self._consumed for g in wanted)
+                ),
                 timeout_s,
             )
             gone = [group_id for group_id in group_ids if group_id in self._consumed]
@@ -325,18 +328,18 @@ class GroupBuffer:
                 waiting_bytes=sum(waiting.nbytes for waiting in self._waiting.values()),
             )
 
-    def state(self) -> dict[str, list[str]]:
+    def state(self) -> dict[str, PlainIds]:
         """What a checkpoint must remember, as plain JSON data: the groups that are used up.
 
         Groups that still wait are not part of it: they are in what `store` wrote down.
         """
         with self._changed:
-            return {"consumed_group_ids": sorted(self._consumed)}
+            return {"consumed_group_ids": self._consumed.plain()}
 
-    def restore(self, state: Mapping[str, Sequence[str]]) -> None:
+    def restore(self, state: Mapping[str, PlainIds]) -> None:
         """Continues from a `state`; what the buffer held before is dropped."""
         with self._changed:
-            self._consumed = set(state["consumed_group_ids"])
+            self._consumed = IdSet(state["consumed_group_ids"])
             self._waiting.clear()
             self._held_bytes = sum(arriving.nbytes for arriving in self._storing.values())
 

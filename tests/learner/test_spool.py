@@ -13,6 +13,7 @@ from learner.frames import PREFIX_BYTES, DamagedFile
 from learner.spool import Spool, SpoolFailed
 from learner.spool_format import NOTHING_OPEN, OpenWork, UpdateRecord
 from services import codec
+from services.id_set import IdSet
 from tests.learner.builders import random_groups
 
 GROUPS = random_groups(5)
@@ -69,7 +70,7 @@ def test_what_a_checkpoint_has_is_not_open(folder):
     spool.update(update(1, "g0"))
     spool.update(update(2, "g1"))  # left nothing to train on, and made no version
     spool.update(update(2, "g2"))
-    work = spool.read(0).beyond(1, ["g0", "g1"])
+    work = spool.read(0).beyond(1, IdSet(["g0", "g1"]))
     assert work.updates == (update(2, "g2"),) and list(work.groups) == ["g2", "g3", "g4"]
 
 
