@@ -6,8 +6,8 @@ only: no step waits for one of them.
 
 Beside the policy there are at most two snapshots on the devices, the one that is being copied and
 one that waits; each is one copy of the model in the wire dtype, freed tensor by tensor as it is
-copied. On the host a version is written straight to its place in the weight store; beyond that,
-COPY_THREADS tensors are in flight.
+copied, or handed over whole to a rollout worker in the same process. On the host a version is
+written straight to its place in the weight store; beyond that, COPY_THREADS tensors are in flight.
 """
 
 import concurrent.futures
@@ -73,6 +73,7 @@ class Publisher:
         on_issued: Callable[[int, str], None],
         *,
         timeout_s: float = 600.0,
+        hand_over: Callable[[Snapshot, WeightManifest], None] | None = None,
     ):
         """
         Args:
@@ -81,11 +82,14 @@ class Publisher:
             on_issued: called with version and digest before the version becomes visible; what it
                 raises fails the publication.
             timeout_s: bound of `submit`'s wait for the snapshots before.
+            hand_over: gets every snapshot, which is its own from then on, once the version is
+                visible; without it a snapshot is freed as it is copied.
         """
         self._take = take
         self._store = store
         self._on_issued = on_issued
         self._timeout_s = timeout_s
+        self._hand_over = hand_over
         self._changed = threading.Condition()
         self._waiting: deque[_Job] = deque()
         self._copying: int | None = None
@@ -207,10 +211,13 @@ class Publisher:
             self._doing = "about to commit it"
             failpoints.reach("learner.publish")
             canary = None if snapshot.probe is None else snapshot.probe.record()
-            publication.commit(before_visible=self._issue, canary=canary)
+            manifest = publication.commit(before_visible=self._issue, canary=canary)
         except Exception:
             publication.abort()
             raise
+        if self._hand_over is not None:
+            self._doing = "handing it over"
+            self._hand_over(snapshot, manifest)
         return PublishStats(
             policy_version=snapshot.policy_version,
             nbytes=nbytes,
@@ -225,9 +232,10 @@ class Publisher:
 
     def _copy(self, snapshot: Snapshot, publication: Publication) -> None:
         """Brings every tensor to its place; the first error is the one that is raised."""
+        keep = self._hand_over is not None
         with concurrent.futures.ThreadPoolExecutor(COPY_THREADS, "publish-copy") as pool:
             copies = {
-                pool.submit(copy_tensor, name, array, publication): name
+                pool.submit(copy_tensor, name, array, publication, keep=keep): name
                 for name, array in snapshot.tensors.items()
             }
             try:
@@ -239,11 +247,18 @@ class Publisher:
                 pool.shutdown(wait=False, cancel_futures=True)
 
 
-def copy_tensor(name: str, array: jax.Array, publication: Publication) -> None:
-    """Copies a tensor's shards to their places, each distinct one once, then frees the array."""
+def copy_tensor(
+    name: str, array: jax.Array, publication: Publication, *, keep: bool = False
+) -> None:
+    """Copies a tensor's shards to their places, each distinct one once, then frees the array.
+
+    Args:
+        keep: leaves it to somebody else instead.
+    """
     shards = {str(shard.index): shard for shard in array.addressable_shards}
     for shard in shards.values():
         shard.data.copy_to_host_async()
     for shard in shards.values():
         publication.write(name, shard.index, np.asarray(shard.data))
-    array.delete()
+    if not keep:
+        array.delete()
