@@ -1,0 +1,42 @@
+"""A learner in a process of its own, to be killed: goes on from what it left, up to step 5.
+
+Arguments: model folder, run folder, folder of failpoints. Prints the digest of version 5.
+"""
+
+import pathlib
+import sys
+
+from learner.actor import LearnerActor
+from services.tls import RunAuthority
+from tests.learner.tiny_learner import BOOKS, WAIT_S, groups_of, learner_spec, names, push
+
+STEPS = 5
+
+
+def main(model: str, folder: str, failpoints: str) -> None:
+    spec = learner_spec(
+        pathlib.Path(model),
+        RunAuthority.create("run"),
+        pathlib.Path(folder),
+        failpoints=failpoints,
+    )
+    learner = LearnerActor(spec)
+    restored = learner.restore()
+    learner.publish()
+    for update in restored.replay if restored else []:
+        report = learner.update(update.group_ids, update.dropped_ids, WAIT_S)
+        assert report.replayed in ("equal", None), report
+        assert update.digest in (None, report.digest), report
+    step = learner.health().policy_version
+    while step < STEPS:
+        step += 1
+        held = {report.group_id for report in learner.reports()}
+        push(learner, [group for group in groups_of(learner, step) if group.group_id not in held])
+        learner.update(names(step), [], WAIT_S)
+        learner.save(step, BOOKS)
+    print(learner.digest(STEPS, WAIT_S), flush=True)
+    learner.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
