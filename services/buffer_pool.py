@@ -10,6 +10,9 @@ import weakref
 
 import numpy as np
 
+PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+"""Memory of this process alone: Python's default is shared with children."""
+
 
 class BufferPool:
     """Hands out buffers, and takes their memory back when nobody can see it any more."""
@@ -28,7 +31,7 @@ class BufferPool:
         Its memory is not used again before the array and everything made of it without a copy
         (views, memoryviews, device arrays that alias it) is gone.
         """
-        memory = self._unused(nbytes) or mmap.mmap(-1, max(nbytes, 1))
+        memory = self._unused(nbytes) or mmap.mmap(-1, max(nbytes, 1), flags=PRIVATE)
         array = np.frombuffer(memory, np.uint8, nbytes)
         weakref.finalize(array, self._free.append, memory).atexit = False
         return array

@@ -16,8 +16,8 @@ from services.codec import Piece
 from services.digest import checksum, wire_dtype
 from services.messages import TensorSpec, WeightManifest
 
-SEGMENT_BYTES = 32 * 2**20
-"""What one connection asks for at a time."""
+SEGMENT_BYTES = 128 * 2**20
+"""What one connection asks for at a time; each question starts with a small window."""
 
 
 class WeightTransferError(RuntimeError):

@@ -19,10 +19,15 @@ def _parser() -> argparse.ArgumentParser:
     benches = parser.add_subparsers(required=True)
 
     one = benches.add_parser("pull", help="a full version to one worker, beside a bare stream")
-    one.set_defaults(bench=lambda given: pull.measure(given.mib, given.rounds, given.streams))
+    one.set_defaults(
+        bench=lambda given: pull.measure(
+            given.mib, given.rounds, given.streams, given.chunk_kib * 1024
+        )
+    )
     one.add_argument("--mib", type=_positive, default=1024, help="size of a version")
     one.add_argument("--rounds", type=_positive, default=5, help="of bare stream and pull in turn")
     one.add_argument("--streams", type=_positive, default=2, help="connections of the pull")
+    one.add_argument("--chunk-kib", type=_positive, default=1024, help="message of both")
 
     many = benches.add_parser("relay", help="what the learner sends when many workers pull at once")
     many.set_defaults(bench=lambda given: relay.measure(given.workers, given.mib, given.fanout))

@@ -7,6 +7,7 @@ import numpy as np
 
 from services.bench.peers import MIB, RUN_ID, Peer, bf16_tensors, change, learner
 from services.bench.table import table
+from services.channel import PIECE_BYTES
 from services.digest import layout
 from services.tls import RunAuthority
 from services.weight_delta import encode_delta
@@ -18,7 +19,7 @@ def measure(mib: int, shares: Sequence[float]) -> str:
     credentials = RunAuthority.create(RUN_ID).issue("bench")
     rows = []
     tensors = bf16_tensors(mib)
-    with Peer(learner, credentials, mib, True) as peer:
+    with Peer(learner, credentials, mib, PIECE_BYTES, True) as peer:
         address = peer.hello[0]
         peer.ask("publish", 0, 0.0)
         with (

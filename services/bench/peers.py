@@ -14,7 +14,6 @@ import grpc
 import ml_dtypes
 import numpy as np
 
-from services.channel import PIECE_BYTES
 from services.server import SERVER_OPTIONS, Server
 from services.tls import Credentials
 from services.weight_replica import PullStats, Replica
@@ -84,7 +83,11 @@ class Peer:
 
 
 def learner(
-    pipe: multiprocessing.connection.Connection, credentials: Credentials, mib: int, deltas: bool
+    pipe: multiprocessing.connection.Connection,
+    credentials: Credentials,
+    mib: int,
+    chunk_bytes: int,
+    deltas: bool,
 ) -> None:
     """Serves versions, and the newest one's bytes also as a bare stream.
 
@@ -93,8 +96,8 @@ def learner(
     """
     store = WeightStore(RUN_ID, keep_versions=2 if deltas else 1, deltas=deltas)
     tensors = bf16_tensors(mib)
-    bare, bare_port = _bare_server(store, credentials)
-    with Server(credentials, weight_store=store) as server:
+    bare, bare_port = _bare_server(store, credentials, chunk_bytes)
+    with Server(credentials, weight_store=store, chunk_bytes=chunk_bytes) as server:
         pipe.send((server.address, f"127.0.0.1:{bare_port}"))
         for command in _commands(pipe):
             if command[0] == "publish":
@@ -125,14 +128,16 @@ def _commands(pipe: multiprocessing.connection.Connection):
             return
 
 
-def _bare_server(store: WeightStore, credentials: Credentials) -> tuple[grpc.Server, int]:
+def _bare_server(
+    store: WeightStore, credentials: Credentials, chunk_bytes: int
+) -> tuple[grpc.Server, int]:
     """Streams the newest version as raw messages: no offsets, no store, no checks."""
 
     def stream(request: bytes, context: grpc.ServicerContext):
         manifest = store.manifest()
         data = store.read(manifest.policy_version, 0, manifest.nbytes)
-        for start in range(0, len(data), PIECE_BYTES):
-            yield data[start : start + PIECE_BYTES]
+        for start in range(0, len(data), chunk_bytes):
+            yield data[start : start + chunk_bytes]
 
     server = grpc.server(concurrent.futures.ThreadPoolExecutor(4), options=SERVER_OPTIONS)
     service, method = BARE_METHOD.strip("/").split("/")

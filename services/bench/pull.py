@@ -35,7 +35,7 @@ class Spent:
     """Resident memory of this process, its largest minus that before."""
 
 
-def measure(mib: int, rounds: int, streams: int) -> str:
+def measure(mib: int, rounds: int, streams: int, chunk_bytes: int) -> str:
     """Returns the table.
 
     The first pull gets fresh memory from the system; the rounds use what the version before last
@@ -45,7 +45,7 @@ def measure(mib: int, rounds: int, streams: int) -> str:
     bare: list[Spent] = []
     pulls: list[Spent] = []
     with (
-        Peer(learner, credentials, mib, False) as peer,
+        Peer(learner, credentials, mib, chunk_bytes, False) as peer,
         Replica(credentials, run_id=RUN_ID, streams=streams, deltas=False) as replica,
     ):
         address, bare_address = peer.hello
@@ -68,8 +68,11 @@ def measure(mib: int, rounds: int, streams: int) -> str:
             f"{(pulls[0].peak_bytes / MIB - mib) / streams:.1f}",
         ),
     ]
-    heads = ("", "median s", "GB/s", "best GB/s", "CPU s", "of bare", "extra MiB a stream")
-    title = f"{mib} MiB of bfloat16, mutual TLS, loopback, {streams} streams, {rounds} rounds"
+    heads = ("", "seconds", "GB/s", "best GB/s", "CPU s", "of bare", "extra MiB a stream")
+    title = (
+        f"{mib} MiB of bfloat16, mutual TLS, loopback, {streams} streams, messages of "
+        f"{chunk_bytes // 1024} KiB, median of {rounds} rounds"
+    )
     return table(title, heads, rows)
 
 

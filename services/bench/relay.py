@@ -4,6 +4,7 @@ import contextlib
 
 from services.bench.peers import MIB, RUN_ID, Peer, learner, worker
 from services.bench.table import table
+from services.channel import PIECE_BYTES
 from services.relay_tree import ancestors, relay_tree, tree_depth
 from services.tls import RunAuthority
 
@@ -14,7 +15,9 @@ def measure(workers: int, mib: int, fanout: int) -> str:
     names = [f"rollout-{index}" for index in range(workers)]
     tree = relay_tree(names, fanout)
     with contextlib.ExitStack() as peers:
-        source = peers.enter_context(Peer(learner, authority.issue("learner"), mib, False))
+        source = peers.enter_context(
+            Peer(learner, authority.issue("learner"), mib, PIECE_BYTES, False)
+        )
         fleet = {name: peers.enter_context(Peer(worker, authority.issue(name))) for name in names}
         source.ask("publish", 0, 0.0)
         for name, peer in fleet.items():

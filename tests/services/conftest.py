@@ -5,11 +5,13 @@ import dataclasses
 
 import numpy as np
 import pytest
+from weight_tools import CHUNK_BYTES, version
 
 from services.group_buffer import GroupBuffer
 from services.messages import Completion, FinishReason, Group
 from services.server import Server
 from services.tls import RunAuthority
+from services.weight_replica import Replica
 from services.weight_store import WeightStore
 
 RUN_ID = "run-a"
@@ -90,3 +92,24 @@ def serve(authority):
             return servers.enter_context(server)
 
         yield start
+
+
+@pytest.fixture
+def learner(serve):
+    """A server and its store, which holds policy version 4 of `weight_tools`."""
+    store = WeightStore(RUN_ID, 2)
+    store.publish(4, version(4))
+    server = serve(store=store, chunk_bytes=CHUNK_BYTES)
+    return server, store
+
+
+@pytest.fixture
+def make_replica(credentials):
+    """Builds workers' copies, and closes them at the end of the test."""
+    with contextlib.ExitStack() as replicas:
+
+        def make(**options) -> Replica:
+            options = {"patience_s": 5.0, "chunk_bytes": CHUNK_BYTES} | options
+            return replicas.enter_context(Replica(credentials, run_id=RUN_ID, **options))
+
+        yield make

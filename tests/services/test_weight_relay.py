@@ -1,84 +1,32 @@
 """Versions from several sources: whoever fails, what arrives is whole, right and of one version."""
 
 import concurrent.futures
-import contextlib
 import itertools
 import multiprocessing
 import time
 
-import grpc
-import ml_dtypes
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from weight_tools import (
+    CHUNK_BYTES,
+    RUN_ID,
+    TENSOR_BYTES,
+    VERSION_BYTES,
+    LyingStore,
+    is_whole,
+    lying_relay,
+    version,
+)
 from wire_tools import TcpProxy, finish, hold, relay_for_ever, reset
 
-from services.channel import open_channel
 from services.digest import tree_digest
-from services.pb import weights_pb2, weights_pb2_grpc
 from services.relay_tree import ancestors, relay_tree, tree_depth
-from services.server import Server
 from services.weight_replica import Replica
-from services.weight_store import HeldVersion, WeightStore
+from services.weight_store import WeightStore
 from services.weight_transfer import WeightTransferError
 
-RUN_ID = "run-a"
-TENSORS = 6
-TENSOR_BYTES = 128 * 1024
-VERSION_BYTES = TENSORS * TENSOR_BYTES
-CHUNK_BYTES = 32 * 1024
 CUTS = pytest.mark.parametrize("after_tensor", [0, 3, 5])
-
-
-def version(seed: int) -> dict[str, np.ndarray]:
-    """Six bf16 tensors of 128 KiB; another seed has all bytes another."""
-    rng = np.random.default_rng(seed)
-    shape = (TENSOR_BYTES // 2 // 64, 64)
-    return {
-        f"layers.{index}.weight": rng.normal(size=shape).astype(ml_dtypes.bfloat16)
-        for index in range(TENSORS)
-    }
-
-
-def nudged(seed: int, step: int) -> dict[str, np.ndarray]:
-    """`version(seed)` after some steps, each of which changes every hundredth element."""
-    tensors = version(seed)
-    for index, tensor in enumerate(tensors.values()):
-        bits = tensor.view(np.uint16).reshape(-1)
-        for past in range(1, step + 1):
-            bits[(past + index) % 100 :: 100] ^= 1
-        if step:
-            bits[:3] = [0x8000, 0x7FC0 + step, 0xFF80]  # -0, nan with a payload, -inf
-    return tensors
-
-
-def is_whole(replica: Replica, tensors: dict[str, np.ndarray]) -> bool:
-    """Whether the newest version that the replica serves has these bits."""
-    newest = replica.store.wait_for()
-    digest = tree_digest(tensors)[1]
-    raw = b"".join(tensors[name].tobytes() for name in sorted(tensors))
-    return newest.manifest.digest == digest and newest.stream.tobytes() == raw
-
-
-@pytest.fixture
-def learner(serve):
-    """A store with version 4, its address, and what it publishes next."""
-    store = WeightStore(RUN_ID, 2)
-    store.publish(4, version(4))
-    server = serve(store=store, chunk_bytes=CHUNK_BYTES)
-    return server, store
-
-
-@pytest.fixture
-def make_replica(credentials):
-    with contextlib.ExitStack() as replicas:
-
-        def make(**options) -> Replica:
-            options = {"patience_s": 5.0, "chunk_bytes": CHUNK_BYTES} | options
-            return replicas.enter_context(Replica(credentials, run_id=RUN_ID, **options))
-
-        yield make
 
 
 @given(count=st.integers(0, 40), fanout=st.integers(1, 5))
@@ -176,33 +124,6 @@ def test_g06_parent_that_is_killed_in_mid_transfer_is_replaced(learner, make_rep
         assert proxy.reached.is_set() and pulled.stats.sources[-1] == server.address
     parent.join(10)
     assert is_whole(child, version(4))
-
-
-class LyingStore(WeightStore):
-    """A relay that sends other bytes than it received."""
-
-    def __init__(self, flip_at: int | None = None, flip_delta_at: int | None = None):
-        super().__init__(RUN_ID, 2, deltas=False)
-        self.flip_at, self.flip_delta_at = flip_at, flip_delta_at
-
-    def read(self, policy_version, offset, length):
-        return flipped(super().read(policy_version, offset, length), offset, self.flip_at)
-
-    def read_delta(self, policy_version, base_version, offset, length):
-        data = super().read_delta(policy_version, base_version, offset, length)
-        return flipped(data, offset, self.flip_delta_at)
-
-
-def flipped(data: memoryview, offset: int, at: int | None) -> memoryview:
-    wrong = bytearray(data)
-    if at is not None and offset <= at < offset + len(data):
-        wrong[at - offset] ^= 0x10
-    return memoryview(wrong)
-
-
-def lying_relay(serve, store: LyingStore, honest: HeldVersion) -> Server:
-    store.adopt(honest)
-    return serve(store=store, chunk_bytes=CHUNK_BYTES)
 
 
 @CUTS
@@ -358,158 +279,3 @@ def test_memory_goes_round_between_two_versions(learner, make_replica):
         places.append(min(tensor.ctypes.data for tensor in pulled.tensors.values()))
         del pulled
     assert len(set(places)) == 2
-
-
-@pytest.fixture
-def family(learner, make_replica):
-    """Learner, a worker and its child, all on version 4 but for an element in a hundred of 5."""
-    server, store = learner
-    store.publish(5, nudged(5, 0))
-    parent, child = make_replica(), make_replica()
-    parent.pull(5, [server.address], 10)
-    child.pull(5, [parent.address, server.address], 10)
-    return server, store, parent, child
-
-
-def test_delta_travels_down_the_tree_and_makes_the_same_bits(family):
-    server, store, parent, child = family
-    for step in (1, 2, 3):
-        store.publish(5 + step, nudged(5, step))
-        full = store.egress_bytes
-        for replica, sources in (
-            (parent, [server.address]),
-            (child, [parent.address, server.address]),
-        ):
-            pulled = replica.pull(5 + step, sources, 10)
-            assert pulled.stats.delta and pulled.stats.failures == ()
-            assert pulled.stats.sources == (sources[0],)
-            assert is_whole(replica, nudged(5, step))
-            assert 0 < pulled.stats.wire_bytes < VERSION_BYTES / 30
-        assert store.egress_bytes - full == pulled.stats.wire_bytes
-        assert pulled.stats.depth == 2
-
-
-def test_version_without_a_change_costs_no_byte(family):
-    server, store, parent, _ = family
-    store.publish(6, nudged(5, 0))
-    stats = parent.pull(6, [server.address], 10).stats
-    assert stats.delta and stats.wire_bytes == 0 and is_whole(parent, nudged(5, 0))
-
-
-def full_pull(replica: Replica, policy_version: int, sources: list[str]):
-    stats = replica.pull(policy_version, sources, 20).stats
-    assert not stats.delta
-    return stats
-
-
-def test_all_is_fetched_where_the_base_is_not_held_or_too_much_changed(family, make_replica):
-    server, store, parent, child = family
-    store.publish(6, nudged(5, 1))
-    full_pull(make_replica(), 6, [server.address])  # holds nothing
-    store.publish(7, nudged(5, 2))
-    full_pull(child, 7, [server.address])  # holds 5, of which the learner has no delta
-    store.publish(8, version(8))
-    full_pull(child, 8, [server.address])  # more than half
-    store.publish(9, version(8) | {"extra": np.zeros(3, np.float32)})
-    full_pull(child, 9, [server.address])  # another layout
-    assert is_whole(child, version(8) | {"extra": np.zeros(3, np.float32)})
-
-
-def test_base_of_another_history_is_not_taken_for_the_same(family):
-    server, store, parent, _ = family
-    store.reset(5)
-    store.publish(5, nudged(6, 0))
-    store.publish(6, nudged(6, 1))
-    full_pull(parent, 6, [server.address])
-    assert is_whole(parent, nudged(6, 1))
-
-
-def test_worker_follows_a_learner_that_was_restored(family):
-    server, store, parent, child = family
-    store.reset(4)
-    store.publish(4, nudged(4, 1))
-    for replica, sources in ((parent, [server.address]), (child, [parent.address, server.address])):
-        stats = full_pull(replica, 4, sources)
-        assert stats.policy_version == replica.store.current_version == 4
-        assert is_whole(replica, nudged(4, 1))
-
-
-@pytest.mark.parametrize("at", [0, 2000, 11_000])
-def test_delta_that_lies_is_found_and_all_is_fetched(serve, family, at):
-    server, store, parent, child = family
-    liar_store = LyingStore(flip_delta_at=at)
-    store.publish(6, nudged(5, 1))
-    parent.pull(6, [server.address], 10)
-    liar = lying_relay(serve, liar_store, parent.store.held(6))
-    stats = full_pull(child, 6, [liar.address, server.address])
-    assert is_whole(child, nudged(5, 1))
-    assert stats.failures[0].startswith(f"{liar.address}: ")
-    assert "checksum of ['delta']" in stats.failures[0]
-
-
-def test_delta_with_a_checksum_of_its_own_that_makes_other_bits_is_found(serve, family):
-    server, store, parent, child = family
-    store.publish(6, nudged(5, 1))
-    manifest = store.manifest(6)
-    forger = WeightStore(RUN_ID, 3)
-    forger.publish(5, nudged(5, 0))
-    forger.publish(6, nudged(5, 2))
-    forged = forger.held(6).delta
-    assert forged is not None
-    forged.made.result(10)
-    honest = store.held(6)
-    forger.adopt(HeldVersion(manifest=manifest, stream=honest.stream, depth=1, delta=forged))
-    relay = serve(store=forger)
-    stats = full_pull(child, 6, [relay.address, server.address])
-    assert is_whole(child, nudged(5, 1))
-    assert "what the delta from policy version 5 makes does not match" in stats.failures[0]
-    assert stats.sources == (relay.address,)  # its version was right
-
-
-@CUTS
-def test_delta_goes_on_after_a_cut(family, after_tensor):
-    server, store, parent, _ = family
-    store.publish(6, nudged(5, 1))
-    delta_bytes = store.delta(6, 5, store.digest_of(5), 10.0).nbytes
-    limit = 4200 + after_tensor * delta_bytes // TENSORS
-    with TcpProxy(server.port, [None, limit, *[None] * 9], reset) as proxy:
-        stats = parent.pull(6, [proxy.address], 20).stats
-        assert proxy.reached.is_set()
-    assert stats.delta and stats.failures == () and is_whole(parent, nudged(5, 1))
-
-
-def test_parent_that_dies_during_a_delta_is_replaced(family, make_replica):
-    server, store, parent, _ = family
-    base = parent.store.held(5)
-    store.publish(6, nudged(5, 1))
-    parent.pull(6, [server.address], 10)
-    child = make_replica(patience_s=0.3)
-    child.store.adopt(base)
-    with TcpProxy(parent.port, [None, 9000, *[0] * 99], reset) as proxy:
-        stats = child.pull(6, [proxy.address, server.address], 20).stats
-    assert stats.delta and is_whole(child, nudged(5, 1))
-    assert stats.sources[-1] == server.address
-
-
-def delta_request(**changes) -> weights_pb2.GetDeltaRequest:
-    fields = dict(run_id=RUN_ID, policy_version=4, base_policy_version=3, base_digest="", wait_s=0)
-    return weights_pb2.GetDeltaRequest(**(fields | changes))
-
-
-@pytest.mark.parametrize(
-    "changes, status",
-    [
-        (dict(), grpc.StatusCode.NOT_FOUND),
-        (dict(policy_version=99), grpc.StatusCode.NOT_FOUND),
-        (dict(run_id="run-b"), grpc.StatusCode.FAILED_PRECONDITION),
-        (dict(wait_s=-1.0), grpc.StatusCode.INVALID_ARGUMENT),
-        (dict(wait_s=float("nan")), grpc.StatusCode.INVALID_ARGUMENT),
-    ],
-)
-def test_questions_for_a_delta_are_refused_as_the_proto_says(learner, credentials, changes, status):
-    server, _ = learner
-    with open_channel(server.address, credentials) as channel:
-        stub = weights_pb2_grpc.WeightServiceStub(channel)
-        with pytest.raises(grpc.RpcError) as refusal:
-            stub.GetDelta(delta_request(**changes), timeout=10)
-        assert refusal.value.code() is status
