@@ -2,7 +2,7 @@
 
 import pytest
 
-from services import push_fuzz
+from services import push_kinds
 from services.group_buffer import GroupBuffer
 from services.push_fuzz import run_fuzz, table
 
@@ -29,7 +29,7 @@ def test_every_bad_push_is_refused_with_its_status_and_none_is_taken():
 
 def test_a_message_above_the_cap_is_refused(monkeypatch):
     monkeypatch.setattr(
-        push_fuzz, "_KINDS", {"oversized message": push_fuzz._KINDS["oversized message"]}
+        push_kinds, "KINDS", {"oversized message": push_kinds.KINDS["oversized message"]}
     )
     report = run_fuzz(4, seed=0)
     assert report.passed and report.answers == {("oversized message", "RESOURCE_EXHAUSTED"): 4}
@@ -45,7 +45,7 @@ def test_a_server_that_breaks_a_rule_is_noticed(rule):
         200,
         seed=0,
         make_buffer=lambda: Careless(
-            push_fuzz.RUN_ID, capacity_groups=999, capacity_bytes=2**26, max_staleness=1
+            push_kinds.RUN_ID, capacity_groups=999, capacity_bytes=2**26, max_staleness=1
         ),
     )
     assert not report.passed and report.wrong
