@@ -30,7 +30,7 @@ from models.checkpoint import LoadedModel, load_model, save_model
 from models.platform import require_platform
 from models.tokenizer import load_tokenizer
 from services import failpoints
-from services.group_buffer import BufferCounts
+from services.buffer_records import BufferCounts
 from services.group_report import GroupReport
 from services.id_set import PlainIds
 from services.messages import Group, WeightManifest

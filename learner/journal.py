@@ -18,7 +18,8 @@ from learner.frames import DamagedFile
 from learner.spool import Spool, SpoolFailed
 from learner.spool_format import NOTHING_OPEN, OpenWork, UpdateRecord
 from services import failpoints
-from services.group_buffer import GroupBuffer, Taken
+from services.buffer_records import Taken
+from services.group_buffer import GroupBuffer
 from services.id_set import IdSet, PlainIds
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import numpy as np
 
 from learner.journal import Replayed
 from learner.spool_format import OpenWork
-from services.group_buffer import BufferCounts
+from services.buffer_records import BufferCounts
 from services.group_report import GroupReport, report_of
 from services.messages import FinishReason, Group
 

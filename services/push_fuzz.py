@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterator, Mapping
 import grpc
 
 from services import codec
+from services.buffer_records import BufferCounts
 from services.channel import CLIENT_OPTIONS
-from services.group_buffer import BufferCounts, GroupBuffer
+from services.group_buffer import GroupBuffer
 from services.pb import trajectories_pb2
 from services.push_kinds import (
     ISSUED,

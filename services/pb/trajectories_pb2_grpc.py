@@ -61,6 +61,8 @@ class TrajectoryServiceServicer:
         NOT_FOUND            the receipt is unknown: no version of this number was published, or it
         has another digest, so the worker sampled from other weights;
         FAILED_PRECONDITION  the policy version is older than the run's staleness bound allows;
+        A message that is no PushGroupRequest gets gRPC's own INTERNAL, one above 4 MiB its own
+        RESOURCE_EXHAUSTED.
         Errors after which the same group may be offered again:
         RESOURCE_EXHAUSTED   the learner's buffer is full; there is room once it has trained;
         UNAVAILABLE          the group could not be written to the learner's disk, as when that is
