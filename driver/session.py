@@ -307,13 +307,17 @@ class Session:
         """Waits until a step can be taken."""
         books = self._books
         if books.replay:
-            record = books.replay.popleft()
+            record = books.replay[0]  # while it stands there, nothing is leased
             reports = self._reports_of([*record.group_ids, *record.dropped_ids])
-            return books.intake.repeat(record.group_ids, record.dropped_ids, reports)
+            batch = books.intake.repeat(record.group_ids, record.dropped_ids, reports)
+            books.replay.popleft()
+            return batch
         while not books.intake.ready(books.policy_version, self._steps_left):
             self._supervisor.turn()
-            if books.intake.unconfirmed:
-                books.intake.adopt(self._reports_of(sorted(books.intake.unconfirmed)))
+            if unconfirmed := sorted(books.intake.unconfirmed):
+                books.intake.adopt(self._reports_of(unconfirmed))
+                # What the learner does not have any more has ended meanwhile.
+                books.intake.unconfirmed.difference_update(unconfirmed)
         return books.intake.take(books.policy_version)
 
     def _reports_of(self, group_ids: list[str]) -> list[GroupReport]:
