@@ -9,8 +9,10 @@ import logging
 import os
 import pathlib
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import jax
 
 from models.checkpoint import read_model_config
 from models.platform import require_platform
@@ -28,17 +30,21 @@ from rollout_worker.setup import EngineSetup
 from rollout_worker.worker import CanaryFailed, RolloutWorker
 from services import failpoints, stacks
 from services.health import check_serving
-from services.messages import Group, Lease
+from services.messages import Group, Lease, WeightManifest
 from services.phase_clock import PhaseClock
 from services.reachable import LOOPBACK, host_of, own_address
 from services.tls import Credentials
 from services.trajectory_client import TrajectoryClient
-from services.weight_replica import Replica
+from services.weight_replica import PullStats, Replica
 
 log = logging.getLogger(__name__)
 
 DIAL_S = 30.0
 """How long the learner may take to answer a worker that starts."""
+
+HandOver = Callable[[int, float], tuple[WeightManifest, Mapping[str, jax.Array]]]
+"""Version wanted at least and seconds to wait for it -> its manifest and arrays of this process;
+raises TimeoutError."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +89,12 @@ class RolloutSpec:
 class RolloutActor:
     """Owns one worker, its loop and its connections; its methods may be called side by side."""
 
-    def __init__(self, spec: RolloutSpec):
+    def __init__(self, spec: RolloutSpec, hand_over: HandOver | None = None):
+        """
+        Args:
+            hand_over: where policy versions come from when the learner is in this process; None
+                has them fetched over the network, and served to others.
+        """
         failpoints.install(spec.failpoints)
         stacks.register(pathlib.Path(spec.run_folder), spec.name)
         devices = require_platform(spec.platform)
@@ -134,14 +145,17 @@ class RolloutActor:
             canary=canary,
         )
         loopback = spec.bind_host in LOOPBACK
-        self._replica = Replica(
-            spec.credentials,
-            run_id=spec.run_id,
-            host=spec.bind_host if loopback else own_address(host_of(spec.learner_address)),
-            deltas=spec.deltas,
-            streams=spec.streams,
-            chunk_bytes=spec.chunk_bytes,
-        )
+        self._hand_over = hand_over
+        self._replica = None
+        if hand_over is None:
+            self._replica = Replica(
+                spec.credentials,
+                run_id=spec.run_id,
+                host=spec.bind_host if loopback else own_address(host_of(spec.learner_address)),
+                deltas=spec.deltas,
+                streams=spec.streams,
+                chunk_bytes=spec.chunk_bytes,
+            )
         self._devices = devices
         self._loop = WorkLoop(
             self._worker,
@@ -166,7 +180,7 @@ class RolloutActor:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "devices": f"{len(self._devices)} x {self._devices[0].device_kind}",
-            "address": self._replica.address,
+            "address": "" if self._replica is None else self._replica.address,
             "prompts_digest": self._prompts[0].digest,
         }
 
@@ -206,12 +220,17 @@ class RolloutActor:
     def close(self) -> None:
         """Ends the threads, the reward processes and the connections."""
         self._loop.stop()
-        self._replica.close()
+        if self._replica is not None:
+            self._replica.close()
         self._loop.close()
         self._rewards.close()
 
     def _pull(self, min_version: int, sources: Sequence[str], wait_s: float) -> Fetched:
         failpoints.reach("worker.receive")
+        if self._hand_over is not None:
+            manifest, tensors = self._hand_over(min_version, wait_s)
+            return Fetched(manifest, tensors, dataclasses.asdict(_nothing_travelled(manifest)))
+        assert self._replica is not None
         pulled = self._replica.pull(
             min_version, sources, wait_s, transfer_timeout_s=self._spec.timeout_s
         )
@@ -245,3 +264,18 @@ class RolloutActor:
             "total_reward": first.total_reward,
             "reward_error": first.reward_error,
         }
+
+
+def _nothing_travelled(manifest: WeightManifest) -> PullStats:
+    """How a version came that was handed over on the devices."""
+    return PullStats(
+        policy_version=manifest.policy_version,
+        version_bytes=manifest.nbytes,
+        wire_bytes=0,
+        delta=False,
+        wait_s=0.0,
+        seconds=0.0,
+        sources=(),
+        depth=0,
+        failures=(),
+    )

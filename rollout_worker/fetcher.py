@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from services.background import Background
@@ -25,10 +26,10 @@ PAUSE_S = 0.25
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Fetched:
-    """A version in host memory, verified."""
+    """A version in host memory, verified; or, beside the learner, on its devices."""
 
     manifest: WeightManifest
-    named: Mapping[str, np.ndarray]
+    named: Mapping[str, np.ndarray | jax.Array]
     record: dict[str, Any]
     """How it came, for metrics and dashboard."""
 

@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 from models.checkpoint import expected_shapes, from_named, to_named
 from models.config import ModelConfig
 from models.transformer import Params
+from rollout_worker.take_over import take_over
 
 AXES = ("data", "tensor")
 BY_ROWS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
@@ -206,7 +207,8 @@ class Layout:
         """Makes the copy on the devices, leaf by leaf.
 
         Args:
-            params: host arrays as published, layers stacked or listed.
+            params: host arrays as published, layers stacked or listed. Device arrays pass the
+                host only where `tensor` exceeds 1: else a device keeps the buffer that it has.
 
         Returns:
             jax arrays of `dtype` under the same names, layers listed.
@@ -218,7 +220,9 @@ class Layout:
         placed = {name: self._place(name, array) for name, array in named.items()}
         return from_named(placed, self.config, stacked=False)
 
-    def _place(self, name: str, array: np.ndarray) -> jax.Array:
+    def _place(self, name: str, array: np.ndarray | jax.Array) -> jax.Array:
+        if isinstance(array, jax.Array) and self.tensor == 1:
+            return take_over(array, self._sharding(name), self.dtype)
         transform = transform_of(name, self.published, self.tensor)
         host = transform.apply(np.asarray(array)).astype(self.dtype, copy=False)
         placed = jax.device_put(host, self._sharding(name))

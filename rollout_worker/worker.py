@@ -110,9 +110,7 @@ class RolloutWorker:
         self.canary_gap = math.nan
         """Largest gap of a logprob between learner and worker on the probe, in nats."""
 
-    def swap(
-        self, manifest: WeightManifest, named: Mapping[str, np.ndarray | jax.Array]
-    ) -> None:
+    def swap(self, manifest: WeightManifest, named: Mapping[str, np.ndarray | jax.Array]) -> None:
         """Puts a fetched policy version on the device and makes it the current one, or does
         nothing at all.
 
