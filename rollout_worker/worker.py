@@ -136,9 +136,8 @@ class RolloutWorker:
             self.canary_gap = result.gap_max
             if not result.passed:
                 raise CanaryFailed(
-                    f"{self._name}: under policy version {manifest.policy_version} a probe token "
-                    f"is {result.gap_max:.3g} nats from the learner's, weights.canary_bound allows "
-                    f"{result.bound:g}; the first part that differs is {result.first_layer}"
+                    f"{self._name}: the canary of policy version {manifest.policy_version} fails "
+                    f"at {result.first_layer}: {result.gaps} (weights.canary_bound)"
                 )
         self._engine.swap(params, manifest.policy_version)
         self.policy_version = manifest.policy_version
