@@ -11,6 +11,7 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import ml_dtypes  # noqa: F401 - numpy learns of bfloat16 by it
 import numpy as np
 import safetensors.numpy
 
