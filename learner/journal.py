@@ -90,9 +90,11 @@ class Journal:
 
         Raises:
             ValueError: if there is one already: its groups would be lost.
+            SpoolFailed: if it cannot be written, or another learner has it.
         """
         if self._started:
             return
+        self._spool.claim()
         if not self._spool.is_new:
             raise ValueError(
                 f"{self._folder} holds accepted groups of this run: go on with --resume, or choose "
@@ -116,7 +118,9 @@ class Journal:
 
         Raises:
             DamagedFile: naming file and byte, or the update that is missing.
+            SpoolFailed: if it cannot be written, or another learner has it.
         """
+        self._spool.claim()
         written = self._spool.read(step)
         self.buffer.restore(buffer_state)
         if written is None:

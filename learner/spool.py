@@ -7,9 +7,13 @@ form is in `spool_format.py`.
 
 import contextlib
 import dataclasses
+import errno
+import fcntl
+import logging
 import os
 import pathlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from learner.frames import frame
@@ -33,7 +37,12 @@ from learner.spool_format import (
 from services import codec
 from services.messages import Group
 
+log = logging.getLogger(__name__)
+
+CLAIM_S = 30.0
+"""How long the process before may take to end."""
 _WRITING = ".writing"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
 class SpoolFailed(OSError):
@@ -57,11 +66,47 @@ class Spool:
         self._run_id = run_id
         self._lock = threading.Lock()
         self._segments = find_segments(self._folder, run_id)
+        self._claimed: int | None = None
         self._descriptor: int | None = None
         self._end = 0
         self._torn = False
         """Bytes of a record that failed may lie behind the end."""
         self._problem = ""
+
+    def claim(self, timeout_s: float = CLAIM_S) -> None:
+        """Keeps other processes from claiming this spool until this one closes it or ends.
+
+        A learner that was given up may still be there for a moment, and write.
+
+        Raises:
+            SpoolFailed: if another process keeps it.
+        """
+        path = self._folder.with_name(f"{self._folder.name}.lock")
+        deadline = time.monotonic() + timeout_s
+        with self._lock, self._durably(f"claim {path}"):
+            if self._claimed is not None:
+                return
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._claimed = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+            while True:
+                try:
+                    fcntl.flock(self._claimed, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() < deadline:
+                        time.sleep(0.05)
+                        continue
+                    os.close(self._claimed)
+                    self._claimed = None
+                    raise OSError(
+                        errno.EBUSY, f"another learner of this run has held it for {timeout_s:g} s"
+                    ) from None
+                except OSError as error:
+                    if error.errno not in _NO_LOCKS:
+                        raise
+                    log.warning("%s: this file system knows no locks", path)
+                    break
+            self._segments = find_segments(self._folder, self._run_id)
 
     @property
     def problem(self) -> str:
@@ -151,9 +196,10 @@ class Spool:
 
     def close(self) -> None:
         with self._lock:
-            if self._descriptor is not None:
-                os.close(self._descriptor)
-                self._descriptor = None
+            for descriptor in (self._descriptor, self._claimed):
+                if descriptor is not None:
+                    os.close(descriptor)
+            self._descriptor = self._claimed = None
 
     def _append(self, body: bytes) -> None:
         """One record, on the disk when this returns; none of it where it fails.

@@ -43,14 +43,17 @@ def start(model, authority, compiled, monkeypatch):
     started = []
 
     def make(folder: pathlib.Path, **changes) -> LearnerActor:
+        for other, its_folder in started:
+            if its_folder == folder:
+                other._journal.close()  # it is dead
         learner = LearnerActor(learner_spec(model, authority, folder, **changes))
         learner._core._compiled = compiled
-        started.append(learner)
+        started.append((learner, folder))
         return learner
 
     yield make
     failpoints.install(None)
-    for learner in started:
+    for learner, _ in started:
         learner.close()
 
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 
@@ -228,6 +229,39 @@ def test_a_rotation_that_fails_leaves_the_segment_before_to_go_on(folder, monkey
 
 def half_full():
     raise OSError(28, "No space left on device")
+
+
+def test_only_one_process_writes_and_the_next_waits_for_its_end(folder):
+    script = textwrap.dedent(
+        """
+        import sys
+        from learner.spool import Spool
+        from learner.spool_format import NOTHING_OPEN
+
+        spool = Spool(sys.argv[1], "run")
+        spool.claim()
+        spool.rotate(0, lambda: NOTHING_OPEN)
+        print("claimed", flush=True)
+        sys.stdin.read()
+        """
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", script, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()},
+    )
+    spool = Spool(folder, "run")
+    assert child.stdout.readline() == b"claimed\n"
+    with pytest.raises(SpoolFailed, match="spool.lock: another learner of this run has held it"):
+        spool.claim(0.1)
+    assert spool.is_new, "looked at before the other began"
+    ends = threading.Timer(0.3, child.kill)
+    ends.start()
+    spool.claim(20)
+    assert not spool.is_new and spool.problem == ""
+    child.wait(30)
+    spool.close()
 
 
 def test_the_spool_of_another_run_is_refused(folder):
