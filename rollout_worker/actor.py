@@ -226,7 +226,6 @@ class RolloutActor:
         self._rewards.close()
 
     def _pull(self, min_version: int, sources: Sequence[str], wait_s: float) -> Fetched:
-        failpoints.reach("worker.receive")
         if self._hand_over is not None:
             manifest, tensors = self._hand_over(min_version, wait_s)
             return Fetched(manifest, tensors, dataclasses.asdict(_nothing_travelled(manifest)))

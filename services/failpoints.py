@@ -36,7 +36,7 @@ POINTS = {
     "learner.checkpoint": "the learner, with a checkpoint half written",
     "weights.serve": "a learner or worker that serves weights, with a part of a version in hand",
     "worker.decode": "a rollout worker, between two segments",
-    "worker.receive": "a rollout worker, between manifest and last byte of a version",
+    "worker.receive": "a rollout worker, after each piece of a version that it receives",
     "worker.push": "a rollout worker, before a group is pushed",
 }
 """Every point, and where it stands."""

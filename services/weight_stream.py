@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import grpc
 
-from services import codec
+from services import codec, failpoints
 from services.channel import Backoff, Deadline
 from services.pb import weights_pb2
 from services.weight_transfer import Transfer, Unreachable
@@ -95,6 +95,7 @@ class Stream:
                     for piece in self._open(position, segment.stop - position):
                         self._heard_s = self._got_s = time.monotonic()
                         position = self._transfer.write(segment, position, piece)
+                        failpoints.reach("worker.receive")
                     if position < segment.stop:
                         raise self._transfer.error(
                             f"the stream ended well at byte {position} of [{segment.start}, "
