@@ -4,6 +4,7 @@ import errno
 import multiprocessing
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -156,3 +157,14 @@ def test_an_action_that_is_none_is_refused_when_armed_and_when_met(folder, actio
 def test_a_point_that_does_not_exist_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no failpoint 'learner.updat'; there are driver.step"):
         failpoints.arm(tmp_path, "learner.updat", "kill")
+
+
+def test_every_point_stands_somewhere_and_no_other_does():
+    pattern = re.compile(r"failpoints\.(?:reach|spoiled)\(\s*\"([\w.]+)\"")
+    found = {
+        name
+        for package in ("driver", "learner", "rollout_worker", "services")
+        for path in (ROOT / package).rglob("*.py")
+        for name in pattern.findall(path.read_text(encoding="utf-8"))
+    }
+    assert found == set(failpoints.POINTS)
