@@ -11,6 +11,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from driver.cluster import ResourcesNotMet, bundle
+from driver.colocated import Part
 from driver.config import PlacementConfig, Resources
 from driver.errors import RunError
 
@@ -26,6 +27,10 @@ _RAISED = re.compile(r"[A-Za-z_][\w.]*: ")
 
 class ActorFailed(RunError):
     """An actor could not start, or raised an error of its own."""
+
+
+class LearnerLost(RunError):
+    """The learner process died, or must be replaced."""
 
 
 class NoAnswer(RunError):
@@ -87,6 +92,14 @@ def start(cls: type, spec: Any, placement: PlacementConfig, role: str, room: "Ro
         )
         .remote(spec)
     )
+
+
+def kill(handle: Any) -> None:
+    """Ends the process of an actor at once; a worker in the learner's process has none to end."""
+    if isinstance(handle, Part):
+        handle.kill()
+    else:
+        ray.kill(handle)
 
 
 class Room:

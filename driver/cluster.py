@@ -132,21 +132,23 @@ def bundle(resources: Resources) -> dict[str, float]:
 
 
 def reserve(config: PlacementConfig, workers: int, stop: StopSignal) -> PlacementGroup:
-    """Reserves room for the learner (bundle 0) and the workers of the start (bundles 1..).
+    """Reserves room for the learner (bundle 0) and the workers of the start (bundles 1..), which
+    need none where they share the learner's process.
 
     Raises:
         ResourcesNotMet: after `resources_timeout_s`, with what was asked and what is there; or if
             the room lies on several hosts, which cannot reach a learner on loopback.
     """
-    bundles = [bundle(config.learner)] + [bundle(config.rollout)] * workers
+    apart = config.mode == "separate"
+    bundles = [bundle(config.learner)] + [bundle(config.rollout)] * (workers if apart else 0)
+    others = f" and {workers} rollout worker(s) ({_say(bundle(config.rollout))} each)"
     group = placement_group(bundles, strategy="PACK")
     deadline = time.monotonic() + config.resources_timeout_s
     while not group.wait(timeout_seconds=1):
         stop.check()
         if time.monotonic() > deadline or _is_hopeless(bundles):
             text = shortage(
-                f"the learner ({_say(bundles[0])}) and {workers} rollout worker(s) "
-                f"({_say(bundle(config.rollout))} each)",
+                f"the learner ({_say(bundles[0])})" + (others if apart else ""),
                 bundles,
                 config.resources_timeout_s,
             )

@@ -149,11 +149,15 @@ class Resources(Section):
 class PlacementConfig(Section):
     """Where the processes run, and how long anyone waits for them."""
 
-    mode: Literal["separate"] = "separate"
+    mode: Literal["separate", "colocated"] = "separate"
+    """`separate`: every role has processes of its own. `colocated`: the learner and one rollout
+    worker share a process and all of its devices, which `learner` asks for; they take turns there,
+    and a policy version is handed over without leaving them."""
     platform: Literal["cpu", "gpu", "tpu"] = "cpu"
     """What both roles must find; nothing ever falls back to another platform."""
     learner: Resources = Resources()
     rollout: Resources = Resources()
+    """Of each worker; not to be set where mode is colocated."""
     bind_host: str = "127.0.0.1"
     """Address the learner's gRPC server listens on: 0.0.0.0 on a cluster of several hosts."""
     learner_port: int = Field(default=0, ge=0, le=65535)
@@ -188,6 +192,29 @@ class RunConfig(Section):
     def sequence_tokens(self) -> int:
         """Longest prompt plus completion, in tokens."""
         return self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens
+
+    @model_validator(mode="after")
+    def _check_colocated(self):
+        if self.placement.mode != "colocated":
+            return self
+        workers, tensor = self.rollout.workers, self.rollout.decode.tensor
+        if (workers.min, workers.at_start, workers.policy) != (1, 1, "fixed"):
+            raise ValueError(
+                "placement.mode=colocated has one rollout worker, in the learner's process: set "
+                f"rollout.workers=1 (it starts with {workers.at_start}, policy {workers.policy}), "
+                "or placement.mode=separate"
+            )
+        if self.placement.rollout != Resources():
+            raise ValueError(
+                "placement.rollout must not be set where placement.mode=colocated: the process of "
+                "both roles has what placement.learner asks for, so add it there"
+            )
+        if tensor != 1:
+            raise ValueError(
+                f"rollout.decode.tensor={tensor} must be 1 where placement.mode=colocated: a "
+                "policy version is handed over as it lies on each device"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check(self):

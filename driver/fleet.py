@@ -9,8 +9,7 @@ Nothing here blocks: `pump` looks at every call that is under way, books what en
 """
 
 import contextlib
-import dataclasses
-import enum
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -19,11 +18,13 @@ import ray
 from ray.exceptions import RayTaskError
 
 from driver import actors
-from driver.actors import GONE, ActorFailed, NoAnswer, Room
+from driver.actors import GONE, ActorFailed, LearnerLost, NoAnswer, Room
 from driver.config import RunConfig
 from driver.errors import RunError
-from rollout_worker.actor import RolloutActor, RolloutSpec
-from rollout_worker.orders import LeaseOutcome, LeaseResult, News, Orders, WorkerState
+from driver.fleet_records import FleetEvents, FleetState, Worker
+from driver.launch import Launcher
+from rollout_worker.actor import RolloutSpec
+from rollout_worker.orders import LeaseOutcome, News, Orders, WorkerState
 from services.messages import Lease
 
 NEWS_S = 5.0
@@ -42,72 +43,18 @@ class WorkersLost(RunError):
     """Rollout workers failed more often than the run allows."""
 
 
-class FleetState(enum.Enum):
-    """Where a worker stands, as the driver sees it."""
-
-    STARTING = "starting"
-    READY = "ready"
-    WORKING = "working"
-    DRAINING = "draining"
-    WAITING = "waiting"
-    """To be started again, after its back-off."""
-
-
-@dataclasses.dataclass(kw_only=True)
-class Worker:
-    """One name in the fleet, over all processes that bear it."""
-
-    name: str
-    room: Room
-    actor: Any
-    state: FleetState = FleetState.STARTING
-    call: Any = None
-    """The question under way: `describe` while it starts, then `news`."""
-    asked_at: float = 0.0
-    leases: dict[str, tuple[Lease, float]] = dataclasses.field(default_factory=dict)
-    """By group id, with the time each was given."""
-    about: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """What its process says of itself."""
-    policy_version: int = -1
-    weight_digest: str = ""
-    restarts: int = 0
-    failures: int = 0
-    """Since it last finished a lease."""
-    retry_at: float = 0.0
-    last_error: str = ""
-    done: int = 0
-    tokens: int = 0
-
-    @property
-    def takes_leases(self) -> bool:
-        return self.state in (FleetState.READY, FleetState.WORKING)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FleetEvents:
-    """Who hears what happens in a fleet."""
-
-    ended: Callable[[LeaseResult], None]
-    lost: Callable[[Sequence[str], bool], None]
-    """Group ids whose leases are void, and whether they expired (else they were returned)."""
-    news: Callable[[Worker, News], None]
-    joined: Callable[[Worker], None]
-    """A process is ready; raises if it must not work."""
-    left: Callable[[Worker], None]
-    """A drained worker is gone."""
-    warn: Callable[[str], None]
-
-
 class Fleet:
     """Owns the rollout actors."""
 
     def __init__(
         self,
         config: RunConfig,
+        launcher: Launcher,
         make_spec: Callable[[str], RolloutSpec],
         events: FleetEvents,
     ):
         self._config = config
+        self._launcher = launcher
         self._make_spec = make_spec
         self._events = events
         self.workers: dict[str, Worker] = {}
@@ -200,7 +147,7 @@ class Fleet:
             if self.workers.get(worker.name) is worker and worker.call is call:
                 self._answered(worker, call)
         while self._leaving and self._leaving[0][1] <= time.monotonic():
-            ray.kill(self._leaving.pop(0)[0])
+            actors.kill(self._leaving.pop(0)[0])
         for worker in [*self.workers.values()]:
             if late := self._late(worker):
                 self._lost(worker, NoAnswer(late))
@@ -226,6 +173,18 @@ class Fleet:
         """Books a worker as lost that failed in a call of the caller's."""
         if self.workers.get(worker.name) is worker and worker.state is not FleetState.WAITING:
             self._lost(worker, error)
+
+    def await_process(self, error: LearnerLost) -> None:
+        """Books the worker as gone that shared the learner's process; nothing starts it for now."""
+        for worker in self.workers.values():
+            if worker.state is not FleetState.WAITING:
+                self._gone(worker, error)
+                self._hold_back(worker)
+
+    def enter_process(self) -> None:
+        """Has it start in the process that the learner has now."""
+        for worker in self.workers.values():
+            worker.retry_at = 0.0
 
     def ready(self) -> list[Worker]:
         """Workers that can be called."""
@@ -260,7 +219,7 @@ class Fleet:
         if closing:
             ray.wait(closing, num_returns=len(closing), timeout=grace_s)
         for actor in handles:
-            ray.kill(actor)
+            actors.kill(actor)
         self.workers = {}
 
     def _running(self) -> list[Worker]:
@@ -270,10 +229,7 @@ class Fleet:
     def _start(self, worker: Worker) -> None:
         worker.state = FleetState.STARTING
         spec = self._make_spec(worker.name)
-        worker.actor = actors.start(
-            RolloutActor, spec, self._config.placement, "rollout", worker.room
-        )
-        worker.call = worker.actor.describe.remote()
+        worker.actor, worker.call = self._launcher.worker(spec, worker.room)
         worker.asked_at = time.monotonic()
         self._gaps.add(worker.name)
 
@@ -339,22 +295,40 @@ class Fleet:
         return ""
 
     def _lost(self, worker: Worker, error: BaseException) -> None:
-        """Takes the leases of a lost worker away and starts it anew after a pause."""
-        leases, worker.leases = list(worker.leases), {}
-        ray.kill(worker.actor)
-        worker.actor, worker.call, worker.policy_version = None, None, -1
-        worker.last_error = str(error) if isinstance(error, RunError) else actors.message_of(error)
-        self._gaps.add(worker.name)
-        if leases:
-            self._events.lost(leases, True)
+        """Takes the leases of a lost worker away and starts it anew after a pause.
+
+        Raises:
+            LearnerLost: where it shares the learner's process, which must be replaced then.
+        """
+        self._gone(worker, error)
         if worker.state is FleetState.DRAINING:
             self._remove(worker)
             return
+        if self._launcher.colocated:
+            self._hold_back(worker)
+            raise LearnerLost(
+                f"{worker.name} failed in the learner's process: {worker.last_error}",
+                details=getattr(error, "details", "") or str(error),
+            ) from error
         self._count_restart(worker, error)
         worker.state = FleetState.WAITING
         pause_s = min(FIRST_BACKOFF_S * 2 ** min(worker.failures, 10), LONGEST_BACKOFF_S)
         worker.failures += 1
         worker.retry_at = time.monotonic() + pause_s
+
+    def _gone(self, worker: Worker, error: BaseException) -> None:
+        leases, worker.leases = list(worker.leases), {}
+        actors.kill(worker.actor)
+        worker.actor, worker.call, worker.policy_version = None, None, -1
+        worker.last_error = str(error) if isinstance(error, RunError) else actors.message_of(error)
+        self._gaps.add(worker.name)
+        if leases:
+            self._events.lost(leases, True)
+
+    def _hold_back(self, worker: Worker) -> None:
+        self.restarts += 1
+        worker.restarts += 1
+        worker.state, worker.retry_at = FleetState.WAITING, math.inf
 
     def _count_restart(self, worker: Worker, error: BaseException) -> None:
         self.restarts += 1

@@ -34,6 +34,8 @@ class Devices:
 
     learner: int
     worker: int
+    shared: bool = False
+    """Whether these are the same ones, in one process."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,6 +87,8 @@ class Plan:
     learner_bytes_per_device: int
     """Master weights, optimiser moments, gradients and reference policy, cut over fsdp."""
     wire_bytes_per_version: int
+    shared_bytes_per_device: int | None
+    """Of learner and worker together, with two copies of the policy, where they share devices."""
     notes: tuple[str, ...]
     """What works, but is probably not meant."""
 
@@ -136,9 +140,10 @@ def asked_devices(config: RunConfig) -> Devices:
             )
         return math.ceil(amount)
 
-    return Devices(
-        learner=count("learner", placement.learner), worker=count("rollout", placement.rollout)
-    )
+    learner = count("learner", placement.learner)
+    if placement.mode == "colocated":
+        return Devices(learner=learner, worker=learner, shared=True)
+    return Devices(learner=learner, worker=count("rollout", placement.rollout))
 
 
 def derive(config: RunConfig, model: ModelConfig, devices: Devices) -> Plan:
@@ -205,6 +210,12 @@ def derive(config: RunConfig, model: ModelConfig, devices: Devices) -> Plan:
         parameters=parameters,
         learner_bytes_per_device=math.ceil(learner_bytes / mesh[1]),
         wire_bytes_per_version=wire_bytes,
+        shared_bytes_per_device=math.ceil(learner_bytes / mesh[1])
+        + 2 * worker.policy_bytes
+        + worker.cache_bytes
+        + worker.pool_bytes
+        if devices.shared
+        else None,
         notes=notes(
             config,
             decode_impl=worker.attention.impl,
@@ -254,8 +265,16 @@ def format_plan(plan: Plan) -> str:
         "twice that while versions change; KV cache at most "
         f"{_bytes(worker.cache_bytes)} for {worker.cache_tokens:,} columns a slot, and "
         f"{_bytes(worker.pool_bytes)} of prefilled prompts",
-        f"wire: {_bytes(plan.wire_bytes_per_version)} to each worker for every policy version",
     ]
+    version = _bytes(plan.wire_bytes_per_version)
+    if plan.shared_bytes_per_device is None:
+        lines.append(f"wire: {version} to each worker for every policy version")
+    else:
+        lines.append(
+            f"colocated: learner and worker share {plan.devices.learner} device(s) of one process, "
+            f"together {_bytes(plan.shared_bytes_per_device)} a device, activations apart; the "
+            f"{version} of a policy version are handed over there"
+        )
     return "\n".join(lines + [f"note: {note}" for note in plan.notes])
 
 

@@ -57,6 +57,12 @@ def _shares(config: RunConfig) -> list[str]:
     """Where slots or workers stand idle."""
     found, rollout = [], config.rollout
     workers, prompts = rollout.workers.at_start, rollout.prompts_per_step
+    if config.placement.mode == "colocated" and rollout.max_staleness:
+        found.append(
+            f"rollout.max_staleness={rollout.max_staleness} with placement.mode=colocated: "
+            "learner and worker take turns on the same devices, so that little more than the work "
+            "of their hosts overlaps"
+        )
     most = -(-prompts // workers) * rollout.completions_per_prompt
     if most < rollout.decode.slots:
         found.append(

@@ -108,6 +108,11 @@ class Scaler:
     def _answer(self, request: Request, step: int, policy_version: int) -> None:
         fleet = self._picture(step, policy_version)
         try:
+            if self._config.placement.mode == "colocated":
+                raise OutOfBounds(
+                    "placement.mode=colocated has one rollout worker, in the learner's process: "
+                    "to have more, end the run and --resume it with placement.mode=separate"
+                )
             self.target = new_target(request.wish, fleet)
         except (OutOfBounds, NoSuchWorker, NotNow) as error:
             request.refuse(error)

@@ -17,12 +17,13 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from driver import actors
-from driver.actors import GONE, POLL_S, ActorFailed, NoAnswer, Room
+from driver.actors import GONE, POLL_S, ActorFailed, LearnerLost, NoAnswer, Room
 from driver.config import RunConfig
 from driver.errors import RunError
 from driver.fleet import Fleet, FleetEvents
+from driver.launch import Launcher
 from driver.signals import StopSignal
-from learner.actor import LearnerActor, LearnerSpec
+from learner.actor import LearnerSpec
 from rollout_worker.actor import RolloutSpec
 
 WATCH_S = 1.0
@@ -30,10 +31,6 @@ WATCH_S = 1.0
 
 ASK_S = 2.0
 """For a learner that may not answer any more."""
-
-
-class LearnerLost(RunError):
-    """The learner process died."""
 
 
 class RestartsUsedUp(RunError):
@@ -60,6 +57,7 @@ class Supervisor:
         self._group = group
         self._stop = stop
         self._warn = warn
+        self._launcher = Launcher(config.placement)
         self._learner: Any = None
         self._watch: Any = None
         self._watch_at = 0.0
@@ -100,12 +98,17 @@ class Supervisor:
             ) from error
         self._warn(f"{error}: restart {self.learner_restarts} of {allowed}")
         with contextlib.suppress(ValueError):
-            ray.kill(self._learner)
-        return self._begin_learner(spec)
+            actors.kill(self._learner)
+        if not self._launcher.colocated or self._fleet is None:
+            return self._begin_learner(spec)
+        self._fleet.await_process(error)
+        about = self._begin_learner(spec)
+        self._fleet.enter_process()
+        return about
 
     def _begin_learner(self, spec: LearnerSpec) -> dict[str, Any]:
         room = Room(self._group, 0, shared=True)
-        self._learner = actors.start(LearnerActor, spec, self._config.placement, "learner", room)
+        self._learner = self._launcher.learner(spec, room)
         self._watch, self._watch_at = None, math.inf  # it is asked nothing else before it serves
         about = self.learner("describe", timeout_s=self._config.placement.startup_timeout_s)
         self._watch_at = 0.0
@@ -113,7 +116,7 @@ class Supervisor:
 
     def make_fleet(self, make_spec: Callable[[str], RolloutSpec], events: FleetEvents) -> Fleet:
         """A fleet without workers."""
-        self._fleet = Fleet(self._config, make_spec, events)
+        self._fleet = Fleet(self._config, self._launcher, make_spec, events)
         return self._fleet
 
     def start_workers(self, count: int) -> None:
@@ -238,7 +241,7 @@ class Supervisor:
             self._fleet.shutdown(grace_s)
         if self._learner is not None:
             ray.wait([closing], timeout=grace_s)
-            ray.kill(self._learner)
+            actors.kill(self._learner)
         self._learner = None
 
     def _wait(self, call: Any, who: str, what: str, timeout_s: float) -> Any:
