@@ -28,7 +28,8 @@ WALL_CLOCK = {
 ALLOWED = {
     "driver/metrics.py": "the moment a line of metrics was written, for people",
     "driver/status.py": "the start and the end of the run, for people",
-    "driver/run.py": "the seconds of the summary, counted from status.json",
+    "driver/reporting.py": "the seconds of the summary, counted from status.json",
+    "driver/postmortem.py": "the name of a bundle and the moments in it",
     "driver/machine.py": "moments in a post-mortem bundle, for people",
     "services/stacks.py": "the line above a dump of stacks, for people",
     "driver/paths.py": "{time} in the name of a new folder",
