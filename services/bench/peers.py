@@ -96,7 +96,7 @@ def learner(
     """
     store = WeightStore(RUN_ID, keep_versions=2 if deltas else 1, deltas=deltas)
     tensors = bf16_tensors(mib)
-    bare, bare_port = _bare_server(store, credentials, chunk_bytes)
+    bare, bare_port = _bare_server(store, credentials)
     with Server(credentials, weight_store=store, chunk_bytes=chunk_bytes) as server:
         pipe.send((server.address, f"127.0.0.1:{bare_port}"))
         for command in _commands(pipe):
@@ -128,14 +128,13 @@ def _commands(pipe: multiprocessing.connection.Connection):
             return
 
 
-def _bare_server(
-    store: WeightStore, credentials: Credentials, chunk_bytes: int
-) -> tuple[grpc.Server, int]:
-    """Streams the newest version as raw messages: no offsets, no store, no checks."""
+def _bare_server(store: WeightStore, credentials: Credentials) -> tuple[grpc.Server, int]:
+    """Streams the newest version as raw messages of the size asked for: no offsets, no checks."""
 
     def stream(request: bytes, context: grpc.ServicerContext):
         manifest = store.manifest()
         data = store.read(manifest.policy_version, 0, manifest.nbytes)
+        chunk_bytes = int(request)
         for start in range(0, len(data), chunk_bytes):
             yield data[start : start + chunk_bytes]
 

@@ -6,6 +6,7 @@ machine changes them little.
 """
 
 import dataclasses
+import functools
 import pathlib
 import statistics
 import time
@@ -20,6 +21,8 @@ from services.weight_replica import Replica
 STATUS = pathlib.Path("/proc/self/status")
 CLEAR = pathlib.Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
+LARGE_CHUNK_BYTES = 2 * MIB
+"""A bare stream of such messages is shown too, as the usual advice has it."""
 COLD = 2
 """Pulls until memory goes round: the held version has one buffer, the coming one another."""
 
@@ -42,38 +45,47 @@ def measure(mib: int, rounds: int, streams: int, chunk_bytes: int) -> str:
     has left, as a worker does for its whole run.
     """
     credentials = RunAuthority.create(RUN_ID).issue("bench")
-    bare: list[Spent] = []
+    bare: dict[int, list[Spent]] = {size: [] for size in sorted({chunk_bytes, LARGE_CHUNK_BYTES})}
     pulls: list[Spent] = []
     with (
         Peer(learner, credentials, mib, chunk_bytes, False) as peer,
         Replica(credentials, run_id=RUN_ID, streams=streams, deltas=False) as replica,
     ):
         address, bare_address = peer.hello
+        take = functools.partial(_take_bare, bare_address, credentials, mib * MIB)
         for version in range(rounds + COLD):
             peer.ask("publish", version, 0.0)
-            bare.append(_spent(peer, lambda: _take_bare(bare_address, credentials, mib * MIB)))
-            pulls.append(_spent(peer, lambda: replica.pull(version, [address], 600)))  # noqa: B023
+            for size, spent in bare.items():
+                spent.append(_spent(peer, functools.partial(take, size)))
+            pull = functools.partial(replica.pull, version, [address], 600)
+            pulls.append(_spent(peer, pull))
+    warm, extra = slice(COLD, None), lambda spent: spent.peak_bytes / MIB / streams
+    ratios = lambda which: [f"{_ratio(spent[which], pulls[which]):.2f}" for spent in bare.values()]
     rows = [
-        ("bare stream", *_columns(bare[COLD:], mib), "", ""),
+        *((f"bare stream, {_kib(size)}", *_columns(bare[size][warm], mib)) for size in bare),
         (
-            "pull, digests included",
-            *_columns(pulls[COLD:], mib),
-            f"{_ratio(bare[COLD:], pulls[COLD:]):.2f}",
-            f"{max(one.peak_bytes for one in pulls[COLD:]) / MIB / streams:.1f}",
+            f"pull, digests included, {_kib(chunk_bytes)}",
+            *_columns(pulls[warm], mib),
+            f"{max(map(extra, pulls[warm])):.1f}",
+            *ratios(warm),
         ),
         (
             "first pull, fresh memory",
             *_columns(pulls[:1], mib),
-            f"{_ratio(bare[:1], pulls[:1]):.2f}",
-            f"{(pulls[0].peak_bytes / MIB - mib) / streams:.1f}",
+            f"{extra(pulls[0]) - mib / streams:.1f}",
+            *ratios(slice(1)),
         ),
     ]
-    heads = ("", "seconds", "GB/s", "best GB/s", "CPU s", "of bare", "extra MiB a stream")
+    heads = ["", "seconds", "GB/s", "best GB/s", "CPU s", "extra MiB a stream"]
+    heads += [f"of bare {_kib(size)}" for size in bare]
     title = (
-        f"{mib} MiB of bfloat16, mutual TLS, loopback, {streams} streams, messages of "
-        f"{chunk_bytes // 1024} KiB, median of {rounds} rounds"
+        f"{mib} MiB of bfloat16, mutual TLS, loopback, {streams} streams, median of {rounds} rounds"
     )
-    return table(title, heads, rows)
+    return table(title, heads, [[*row, *[""] * (len(heads) - len(row))] for row in rows])
+
+
+def _kib(size: int) -> str:
+    return f"{size // 1024} KiB"
 
 
 def _columns(spent: Sequence[Spent], mib: int) -> tuple[str, ...]:
@@ -104,10 +116,10 @@ def _spent(peer: Peer, transfer: Callable[[], object]) -> Spent:
     )
 
 
-def _take_bare(address: str, credentials: Credentials, nbytes: int) -> None:
-    """Takes in the bare stream and drops it."""
+def _take_bare(address: str, credentials: Credentials, nbytes: int, chunk_bytes: int) -> None:
+    """Takes in the bare stream, in messages of that size, and drops it."""
     with open_channel(address, credentials) as channel:
-        got = sum(map(len, channel.unary_stream(BARE_METHOD)(b"", timeout=600)))
+        got = sum(map(len, channel.unary_stream(BARE_METHOD)(b"%d" % chunk_bytes, timeout=600)))
     if got != nbytes:
         raise ValueError(f"the bare stream had {got} bytes, the version has {nbytes}")
 
