@@ -1,8 +1,8 @@
 """Child processes that score completions under a wall-clock bound.
 
-Each lane is a thread with one child. A child that takes too long is killed, and one that dies is
-noticed; either way that completion gets an error that names the scorer, the child is replaced, and
-no other completion is touched. Nothing here depends on signals, so any thread may ask for scores.
+Each lane is a thread with one child. A child that takes too long is killed, and its completion gets
+an error that names the scorer; so does one at which the child dies twice. The child is replaced,
+and no other completion is touched. Nothing here depends on signals, so any thread may ask.
 """
 
 import concurrent.futures
@@ -86,11 +86,21 @@ class _Lane(threading.Thread):
         return child
 
     def _score(self, request: ScoreRequest) -> Score:
+        """Scores once more where the child died: something else may have killed it, such as a want
+        of memory, and a reward must not depend on that."""
+        score, died = self._attempt(request)
+        if died:
+            log.warning("a reward child died: %s; the completion is scored once more", score.error)
+            score, _ = self._attempt(request)
+        return score
+
+    def _attempt(self, request: ScoreRequest) -> tuple[Score, bool]:
+        """One score by the child, and whether the child died."""
         if self._pool.closed:
             raise RuntimeError("the reward pool was closed before this completion was scored")
         child = self.child if self.child is not None and self.child.alive else self._restart()
         weights, timeout_s = self._pool.weights, self._pool.timeout_s
-        rewards, errors = {}, []
+        rewards, errors, died = {}, [], False
         deadline_s = time.monotonic() + timeout_s
         names = iter(weights)
         name = next(names)
@@ -107,10 +117,11 @@ class _Lane(threading.Thread):
             self.stop()
         except ChildFailed as failure:
             errors.append(f"{name}: {failure}")
+            died = True
             self.stop()
         if errors:
-            return Score(rewards, math.nan, "; ".join(errors))
-        return Score(rewards, weighted_total(rewards, weights), "")
+            return Score(rewards, math.nan, "; ".join(errors)), died
+        return Score(rewards, weighted_total(rewards, weights), ""), False
 
 
 class PendingScores:

@@ -54,6 +54,9 @@ def play(completion, *, answer, prompt, item):
         os.write(1, b"noise on the real descriptor\\n")
         subprocess.run(["echo", "noise of a process"])
         return float(sys.stdin.read() == "")
+    if completion == "nap":
+        time.sleep(0.5)
+        return os.getpid()
     if completion == "pid":
         return os.getpid()
     if completion == "jax":
@@ -212,6 +215,16 @@ def test_a_child_killed_between_completions_is_replaced_unnoticed(user_modules):
         wait_until(lambda: process_is_gone(pid), f"end of child {pid}")
         (score,) = pool.score([request("pid")])
         assert score.error == "" and int(score.rewards["mine:play"]) != pid
+
+
+def test_a_child_killed_from_outside_while_it_scores_costs_no_reward(user_modules):
+    with RewardPool([function("mine:play")], processes=1, timeout_s=TIMEOUT_S) as pool:
+        pid = int(pool.score([request("pid")])[0].rewards["mine:play"])
+        pending = pool.submit([request("nap")])
+        time.sleep(0.1)
+        os.kill(pid, signal.SIGKILL)
+        (score,) = pending.wait()
+    assert score.error == "" and score.total not in (0, pid)
 
 
 def test_what_a_killed_scorer_started_is_killed_too(pool, tmp_path):
