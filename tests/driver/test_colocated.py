@@ -60,7 +60,7 @@ def test_one_process_trains_what_two_train_and_no_weight_travels(start, separate
     for line in service.lines("ledger"):
         assert set(line["processes"]) == {"learner", "rollout-0"}
     pulled = [line for line in service.lines("metrics") if "weights/pulls" in line]
-    assert sum(line["weights/pulls"] for line in pulled) == STEPS + 1
+    assert sum(line["weights/pulls"] for line in pulled) >= STEPS, "one for each step at least"
     assert all(line["weights/wire_bytes"] == 0 for line in pulled)
     assert any(line["weights/wire_bytes"] > 0 for line in separate.lines("metrics")[1:])
     gaps = [line["canary/gap_max"] for line in service.lines("metrics") if "canary/gap_max" in line]
