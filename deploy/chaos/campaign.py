@@ -6,6 +6,8 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+import psutil
+
 from deploy.chaos import judge
 from deploy.chaos.head import Head, running_head
 from deploy.chaos.inject import Injector, NotAsPromised
@@ -21,7 +23,7 @@ STALENESS = {"sync": 0, "async": 2}
 """By the mode of a campaign, `rollout.max_staleness`."""
 CACHE = "jax-cache"
 
-FAILURES = (JobEnded, TooLong, NotAsPromised, LookupError)
+FAILURES = (JobEnded, TooLong, NotAsPromised, LookupError, psutil.Error)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -176,9 +178,9 @@ def _disturbed(
         for fault in campaign.faults:
             job.wait_for_step(fault.step, f"before fault {fault.number}")
             hit = injector.inject(fault)
-            closed = job.closed_step()
-            job.wait_for_step(closed + 1, f"after fault {fault.number}, {fault.kind.value}")
-            yield Recovery(fault=fault, seconds=time.monotonic() - hit)
+            job.wait_for_step(hit.step + 1, f"after fault {fault.number}, {fault.kind.value}")
+            yield Recovery(fault=fault, seconds=time.monotonic() - hit.at_s)
+        injector.settle()
         _finish(job, campaign.steps)
     finally:
         job.end()

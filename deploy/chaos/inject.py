@@ -1,6 +1,7 @@
 """Makes one fault happen to real processes."""
 
 import contextlib
+import dataclasses
 import signal
 import subprocess
 import sys
@@ -18,6 +19,8 @@ GRACE_S = 30.0
 """What a cloud gives a spot machine between SIGTERM and SIGKILL."""
 FIRE_S = 90.0
 """How long a failpoint may wait for its place in the run to be reached."""
+LASTING_STEPS = 2
+"""A fault that lasts ends early when so many steps were closed in spite of it: others are due."""
 BEAT_S = 0.1
 SLOWNESS = 10
 """A slow worker runs in every so many'th beat."""
@@ -28,6 +31,16 @@ SCALE_S = 60
 
 class NotAsPromised(RuntimeError):
     """The run did something else than it should in this fault."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hit:
+    """When a fault hit."""
+
+    at_s: float
+    """Monotonic."""
+    step: int
+    """The last that was closed by then."""
 
 
 class Injector:
@@ -41,36 +54,61 @@ class Injector:
         """
         self._job = job
         self._folder = folder
+        self._scaling: _Scaling | None = None
 
-    def inject(self, fault: Fault) -> float:
-        """Returns the moment (monotonic) at which the fault hit; a stall has passed by then.
+    def inject(self, fault: Fault) -> Hit:
+        """Makes a fault happen; one that lasts is over when this returns.
 
         Raises:
             TooLong: if the fault could not hit, or what must follow at once did not.
             NotAsPromised: if a command or an exit code says that the run failed.
         """
         if fault.kind in POINTS:
-            return self._arm(fault)
-        hit = time.monotonic()
-        self._others()[fault.kind](fault)
+            self._arm(fault)
+            return Hit(at_s=time.monotonic(), step=self._job.closed_step())
+        hit = Hit(at_s=time.monotonic(), step=self._job.closed_step())
+        self._others(hit)[fault.kind](fault)
         return hit
 
-    def _others(self) -> dict[Kind, Callable[[Fault], None]]:
+    def settle(self) -> None:
+        """Waits for a change of the number of workers that is under way.
+
+        Raises:
+            NotAsPromised: if it failed while no driver came or went.
+        """
+        scaling, self._scaling = self._scaling, None
+        if scaling is None:
+            return
+        try:
+            output, _ = scaling.process.communicate(timeout=SCALE_S + 60)
+        finally:
+            scaling.process.kill()
+        undisturbed = self._job.starts == scaling.starts and self._job.exit_code is None
+        if scaling.process.returncode and undisturbed:
+            raise NotAsPromised(
+                f"driver.scale ended with code {scaling.process.returncode}: {output.strip()}"
+            )
+
+    def _others(self, hit: Hit) -> dict[Kind, Callable[[Fault], None]]:
+        job = self._job
+
+        def lasting(fault: Fault) -> Callable[[], bool]:
+            end = hit.at_s + fault.seconds
+            return lambda: time.monotonic() < end and job.closed_step() < hit.step + LASTING_STEPS
+
         return {
-            Kind.DRIVER_KILLED: self._kill_driver,
-            Kind.DRIVER_TERMINATED: self._terminate_driver,
-            Kind.WORKER_SLOW: lambda f: slow_down(self._one(self._job.workers(), f), f.seconds),
-            Kind.WORKER_STALLED: lambda f: stall(self._one(self._job.workers(), f), f.seconds),
-            Kind.LEARNER_STALLED: lambda f: stall(self._job.learner(), f.seconds),
-            Kind.REWARD_KILLED: lambda f: self._one(self._job.reward_processes(), f).kill(),
-            Kind.REWARD_STALLED: lambda f: stall(
-                self._one(self._job.reward_processes(), f), f.seconds
-            ),
-            Kind.SCALED_UP: lambda f: self._scale(+1),
-            Kind.SCALED_DOWN: lambda f: self._scale(-1),
+            Kind.DRIVER_KILLED: lambda fault: self._kill_driver(),
+            Kind.DRIVER_TERMINATED: lambda fault: self._terminate_driver(),
+            Kind.WORKER_SLOW: lambda f: slow_down(_one(job.workers(), f), lasting(f)),
+            Kind.WORKER_STALLED: lambda f: stall(_one(job.workers(), f), lasting(f)),
+            Kind.LEARNER_STALLED: lambda f: stall(job.learner(), lasting(f)),
+            Kind.REWARD_KILLED: lambda f: _one(job.reward_processes(), f).kill(),
+            Kind.REWARD_STALLED: lambda f: stall(_one(job.reward_processes(), f), lasting(f)),
+            Kind.SCALED_UP: lambda fault: self._scale(+1, hit),
+            Kind.SCALED_DOWN: lambda fault: self._scale(-1, hit),
         }
 
-    def _arm(self, fault: Fault) -> float:
+    def _arm(self, fault: Fault) -> None:
         point, _ = POINTS[fault.kind]
         armed = failpoints.arm(self._folder, point, fault.action)
         deadline = time.monotonic() + FIRE_S
@@ -81,13 +119,12 @@ class Injector:
             time.sleep(POLL_S)
         for mark in armed.parent.glob(f"{point}.*.fired"):
             mark.unlink()
-        return time.monotonic()
 
-    def _kill_driver(self, fault: Fault) -> None:
+    def _kill_driver(self) -> None:
         self._job.kill()
         self._job.submit()
 
-    def _terminate_driver(self, fault: Fault) -> None:
+    def _terminate_driver(self) -> None:
         code = self._job.terminate(GRACE_S)
         if code != ExitCode.TERMINATED:
             raise NotAsPromised(
@@ -96,45 +133,64 @@ class Injector:
             )
         self._job.submit()
 
-    def _scale(self, change: int) -> None:
+    def _scale(self, change: int, hit: Hit) -> None:
+        """Asks for another number of workers, and goes on when it is reached, or steps are closed
+        meanwhile: a process takes longer to start than a step."""
+        self.settle()
         there = len(self._job.workers())
         target = min(MOST, max(FEWEST, there + change))
         if target == there:
             target = there - change
-        command = [sys.executable, "-m", "driver.scale", "--run", str(self._job.folder)]
-        done = subprocess.run(
+        self._scaling = _Scaling.to(target, self._job)
+        while self._job.closed_step() < hit.step + LASTING_STEPS:
+            self._job.check("while its workers were scaled")
+            if self._scaling.process.poll() is not None:
+                return self.settle()
+            time.sleep(POLL_S)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scaling:
+    """A command that changes the number of workers, under way."""
+
+    process: subprocess.Popen
+    starts: int
+    """Of drivers, when it was given."""
+
+    @classmethod
+    def to(cls, target: int, job: Job) -> "_Scaling":
+        command = [sys.executable, "-m", "driver.scale", "--run", str(job.folder)]
+        process = subprocess.Popen(
             [*command, "--rollout-workers", str(target), "--wait", str(SCALE_S)],
             cwd=ROOT,
-            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
-            timeout=SCALE_S + 60,
         )
-        if done.returncode:
-            raise NotAsPromised(
-                f"driver.scale to {target} workers ended with code {done.returncode}: "
-                f"{done.stderr.strip() or done.stdout.strip()}"
-            )
-
-    def _one(self, processes: Sequence[psutil.Process], fault: Fault) -> psutil.Process:
-        """The process that is hit."""
-        if not processes:
-            raise NotAsPromised(f"there is no process for: {fault.kind.value}")
-        return processes[int(fault.choice * len(processes))]
+        return cls(process, job.starts)
 
 
-def stall(process: psutil.Process, seconds: float) -> None:
+def stall(process: psutil.Process, lasts: Callable[[], bool]) -> None:
     """Stops a process for so long: its connections stay open and say nothing."""
     with _stopped(process):
-        time.sleep(seconds)
+        while lasts():
+            time.sleep(POLL_S)
 
 
-def slow_down(process: psutil.Process, seconds: float) -> None:
-    """Lets a process run in one of SLOWNESS beats, for so long in all."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
+def slow_down(process: psutil.Process, lasts: Callable[[], bool]) -> None:
+    """Lets a process run in one of SLOWNESS beats."""
+    while lasts():
         with _stopped(process):
             time.sleep(BEAT_S * (SLOWNESS - 1) / SLOWNESS)
         time.sleep(BEAT_S / SLOWNESS)
+
+
+def _one(processes: Sequence[psutil.Process], fault: Fault) -> psutil.Process:
+    """The process that is hit."""
+    if not processes:
+        raise NotAsPromised(f"there is no process for: {fault.kind.value}")
+    return processes[int(fault.choice * len(processes))]
 
 
 @contextlib.contextmanager

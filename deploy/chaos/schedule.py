@@ -62,6 +62,16 @@ SKIPPING = (
 )
 """Kinds whose point is reached several times a step, so that some arrivals may be let pass."""
 
+LASTING = (
+    Kind.WORKER_SLOW,
+    Kind.WORKER_STALLED,
+    Kind.LEARNER_STALLED,
+    Kind.REWARD_STALLED,
+    Kind.SCALED_UP,
+    Kind.SCALED_DOWN,
+)
+"""Kinds that last for a while, in which steps may be closed."""
+
 SHORT = (
     Kind.WORKER_KILLED_PUSHING,
     Kind.LEARNER_KILLED_UPDATING,
@@ -152,6 +162,8 @@ def recovered_by(at: Sequence[int], kinds: Sequence[Kind], every_steps: int) -> 
         if kind in AT_CHECKPOINTS:
             # One that is being written as it is armed may be over before it looks.
             hit = (armed // every_steps + 1) * every_steps
+        elif kind in LASTING:
+            hit = armed + 2
         else:
             hit = armed + 1
         free = hit + 1
