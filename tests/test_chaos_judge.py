@@ -48,6 +48,9 @@ def folder(tmp_path):
     )
     (tmp_path / "checkpoints" / "step-00000003").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-00000003" / "manifest.json").write_text("{}")
+    (tmp_path / "checkpoints" / "step-00000003" / "certificate.json").write_text(
+        json.dumps(dict.fromkeys(judge.CERTIFIED, "00ff") | {"ledger": "of its own"})
+    )
     (tmp_path / "checkpoints" / "step-00000002.writing").mkdir()
     (tmp_path / "export").mkdir()
     safetensors.numpy.save_file(
@@ -174,6 +177,19 @@ def test_a_synchronous_campaign_wants_equal_bits_and_says_where_they_part(folder
     assert not outcome.passed and outcome.parameters_equal is False
     assert "1 tensors differ, first w" in outcome.problems[0]
     assert "part at step 2: train/loss" in outcome.problems[1]
+    assert compare(campaign("async"), calm, other, 0, []).passed
+
+
+@pytest.mark.parametrize("part", judge.CERTIFIED)
+def test_a_checkpoint_that_differs_where_an_export_cannot_show_it_is_found(folder, part):
+    """Exports are rounded to 16 bits; the master weights and the optimiser are not."""
+    calm, other = judge.read_run(folder), judge.read_run(folder)
+    other.certificate[part] = "ff00"
+    outcome = compare(campaign("sync"), calm, other, 0, [])
+    assert outcome.parameters_equal is False
+    assert outcome.problems == (f"the last checkpoints differ in {part}",)
+    other.certificate.pop(part)
+    assert not compare(campaign("sync"), other, calm, 0, []).passed
     assert compare(campaign("async"), calm, other, 0, []).passed
 
 

@@ -143,9 +143,12 @@ def compare(
     equal = None
     if synchronous:
         different = judge.different_tensors(undisturbed.parameters, disturbed.parameters)
-        equal = not different
+        parts = judge.different_parts(undisturbed, disturbed)
+        equal = not different and not parts
         if different:
             found.append(f"{len(different)} tensors differ, first {different[0]}")
+        if parts:
+            found.append(f"the last checkpoints differ in {', '.join(parts)}")
         if parted := judge.first_difference(undisturbed.metrics, disturbed.metrics):
             found.append(parted)
     return Outcome(

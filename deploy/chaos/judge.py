@@ -15,6 +15,8 @@ import ml_dtypes  # noqa: F401 - numpy learns of bfloat16 by it
 import numpy as np
 import safetensors.numpy
 
+CERTIFIED = ("weights", "optimizer", "data_order", "keys")
+"""Parts of a checkpoint's certificate that equal training makes equal; its ledger holds seconds."""
 COMPARED = ("reward/total/mean", "train/loss", "train/grad_norm")
 """Metrics that equal training makes equal to the bit, to say where two runs part."""
 
@@ -29,6 +31,8 @@ class RunFiles:
     """Steps with a checkpoint that was finished."""
     parameters: dict[str, np.ndarray]
     """Of the exported policy; empty where there is none."""
+    certificate: dict[str, str]
+    """Of the last of those checkpoints; empty where there is none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,12 +50,14 @@ class Books:
 def read_run(folder: pathlib.Path) -> RunFiles:
     """Reads the output folder of a run that has ended."""
     export = folder / "export" / "model.safetensors"
-    checkpoints = (folder / "checkpoints").glob("step-*/manifest.json")
+    complete = sorted(path.parent for path in folder.glob("checkpoints/step-*/manifest.json"))
+    certificate = complete[-1] / "certificate.json" if complete else None
     return RunFiles(
         ledger=read_lines(folder / "ledger.jsonl"),
         metrics=read_lines(folder / "metrics.jsonl"),
-        checkpoints=tuple(sorted(int(path.parent.name.split("-")[1]) for path in checkpoints)),
+        checkpoints=tuple(int(path.name.split("-")[1]) for path in complete),
         parameters=safetensors.numpy.load_file(export) if export.exists() else {},
+        certificate=json.loads(certificate.read_text()) if certificate else {},
     )
 
 
@@ -120,6 +126,15 @@ def different_tensors(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndar
         for name in one.keys() | other.keys()
         if name not in one or name not in other or _bits(one[name]) != _bits(other[name])
     )
+
+
+def different_parts(one: RunFiles, other: RunFiles) -> list[str]:
+    """Parts of the last checkpoints whose hashes differ, or that one side lacks."""
+    return [
+        part
+        for part in CERTIFIED
+        if part not in one.certificate or one.certificate[part] != other.certificate.get(part)
+    ]
 
 
 def first_difference(
