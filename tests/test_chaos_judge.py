@@ -52,6 +52,7 @@ def folder(tmp_path):
         json.dumps(dict.fromkeys(judge.CERTIFIED, "00ff") | {"ledger": "of its own"})
     )
     (tmp_path / "checkpoints" / "step-00000002.writing").mkdir()
+    (tmp_path / "checkpoints" / "step-00000002.writing" / "manifest.json").write_text("{}")
     (tmp_path / "export").mkdir()
     safetensors.numpy.save_file(
         {"w": np.array([1.0, -0.0, np.nan], np.float32)}, tmp_path / "export" / "model.safetensors"
