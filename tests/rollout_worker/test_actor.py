@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from tiny_model import write_tiny_model
 
-from learner.actor import LearnerActor, LearnerSpec
+from learner.actor import LearnerActor
 from learner.config import AlgorithmConfig, LearnerConfig, MeshConfig, OptimizerConfig
 from learner.rollout_file import read_groups, scan
+from learner.spec import LearnerSpec
 from rollout_worker.actor import RolloutActor, RolloutSpec
 from rollout_worker.config import (
     DataConfig,
@@ -45,7 +46,7 @@ def authority():
     return RunAuthority.create("run")
 
 
-def make_learner(model, authority, folder, **changes):
+def learner_spec(model, authority, folder, **changes):
     settings = dict(
         run_id="run",
         seed=0,
@@ -77,10 +78,14 @@ def make_learner(model, authority, folder, **changes):
         checkpoint_folder=str(folder / "checkpoints"),
         keep_checkpoints=1,
     )
-    return LearnerActor(LearnerSpec(**{**settings, **changes}))
+    return LearnerSpec(**{**settings, **changes})
 
 
-def make_worker(model, authority, address, **changes):
+def make_learner(model, authority, folder, **changes):
+    return LearnerActor(learner_spec(model, authority, folder, **changes))
+
+
+def worker_spec(model, authority, address, **changes):
     settings = dict(
         name="rollout-0",
         run_id="run",
@@ -117,7 +122,11 @@ def make_worker(model, authority, address, **changes):
         run_folder="/nowhere",
         with_samples=True,
     )
-    return RolloutActor(RolloutSpec(**{**settings, **changes}))
+    return RolloutSpec(**{**settings, **changes})
+
+
+def make_worker(model, authority, address, **changes):
+    return RolloutActor(worker_spec(model, authority, address, **changes))
 
 
 @pytest.fixture(scope="module")
