@@ -10,8 +10,9 @@ from typing import Any
 
 import ray
 
-from learner.actor import LearnerActor, LearnerSpec
+from learner.actor import LearnerActor
 from learner.hand_over import HandOver
+from learner.spec import LearnerSpec
 from rollout_worker.actor import RolloutActor, RolloutSpec
 
 

@@ -48,7 +48,7 @@ class WeightsConfig(Section):
     """How a policy version travels to the workers."""
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    chunk_bytes: int = Field(default=2 * 2**20, ge=1024, le=3 * 2**20)
+    chunk_bytes: int = Field(default=2**20, ge=1024, le=3 * 2**20)
     streams: int = Field(default=2, ge=1, le=16)
     timeout_s: float = Field(default=600.0, ge=0.01, le=WEEK_S)
     keep_versions: int = Field(default=2, ge=1, le=64)

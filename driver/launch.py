@@ -7,7 +7,8 @@ from driver import actors
 from driver.actors import Room
 from driver.colocated import ColocatedActor, Part, Role
 from driver.config import PlacementConfig
-from learner.actor import LearnerActor, LearnerSpec
+from learner.actor import LearnerActor
+from learner.spec import LearnerSpec
 from rollout_worker.actor import RolloutActor, RolloutSpec
 
 

@@ -30,8 +30,8 @@ from driver.scaling import Scaler
 from driver.specs import learner_spec, rollout_spec
 from driver.supervisor import LearnerLost, Supervisor, with_port
 from driver.view import Accuracy
-from learner.actor import LearnerSpec
 from learner.reports import Restored
+from learner.spec import LearnerSpec
 from rollout_worker.orders import News, Orders
 from services import failpoints
 from services.group_report import GroupReport
@@ -333,7 +333,7 @@ class Session:
         books, batch = self._books, self._gather()
         rollout_s = time.monotonic() - started
         metrics: dict[str, float] = {"train/update_skipped": 1.0}
-        if batch.kept:
+        if batch.kept or batch.dropped:
             report = self._supervisor.learner(
                 "update",
                 batch.kept,

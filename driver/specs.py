@@ -4,7 +4,7 @@ import os
 import pathlib
 
 from driver.config import RunConfig
-from learner.actor import LearnerSpec
+from learner.spec import LearnerSpec
 from rollout_worker.actor import RolloutSpec
 from services import failpoints
 from services.tls import RunAuthority

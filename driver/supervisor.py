@@ -23,7 +23,7 @@ from driver.errors import RunError
 from driver.fleet import Fleet, FleetEvents
 from driver.launch import Launcher
 from driver.signals import StopSignal
-from learner.actor import LearnerSpec
+from learner.spec import LearnerSpec
 from rollout_worker.actor import RolloutSpec
 
 WATCH_S = 1.0

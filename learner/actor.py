@@ -7,8 +7,6 @@ one of them runs.
 """
 
 import contextlib
-import dataclasses
-import json
 import os
 import pathlib
 import socket
@@ -18,15 +16,16 @@ from typing import Any
 
 from learner.certificate import check_certificate, make_certificate
 from learner.checkpoint import CheckpointFolder, NoCompleteCheckpoint, RestoredCheckpoint
-from learner.config import AlgorithmConfig, LearnerConfig
 from learner.core import LearnerCore
 from learner.journal import Begun, Journal
+from learner.kept_groups import KeptGroups
 from learner.publisher import Publisher, PublishFailed
-from learner.reports import LearnerHealth, Restored, UpdateReport, books_of, plain_group
-from learner.rollout_file import RolloutHeader, RolloutRecorder, plain_header
+from learner.reports import LearnerHealth, Restored, UpdateReport, books_of
+from learner.rollout_file import plain_header
 from learner.snapshot import Snapshot
+from learner.spec import LearnerSpec, reachable_host, rollout_header
 from learner.spool_format import NOTHING_OPEN
-from models.checkpoint import LoadedModel, load_model, save_model
+from models.checkpoint import load_model, save_model
 from models.platform import require_platform
 from models.tokenizer import load_tokenizer
 from services import failpoints
@@ -36,54 +35,13 @@ from services.id_set import PlainIds
 from services.messages import Group, WeightManifest
 from services.phase_clock import PhaseClock
 from services.server import Server
-from services.tls import Credentials
 from services.weight_store import WeightStore
 
-ANY_HOST = ("0.0.0.0", "::")
 SPOOL = "spool"
 """Folder of the journal, beside that of the checkpoints."""
 PUBLISH_S = 600.0
 """How long one publication may take."""
 NOTHING_USED: dict[str, PlainIds] = {"consumed_group_ids": []}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LearnerSpec:
-    """Everything the learner needs to start; plain values, so that it can travel."""
-
-    run_id: str
-    seed: int
-    platform: str
-    model_path: str
-    tokenizer: str | None
-    chat_template: str | None
-    stop_tokens: tuple[str, ...]
-    algorithm: AlgorithmConfig
-    learner: LearnerConfig
-    total_steps: int
-    temperature: float
-    max_completion_tokens: int
-    max_staleness: int
-    weights_dtype: str
-    chunk_bytes: int
-    keep_versions: int
-    buffer_groups: int
-    """Groups that may wait; more are refused until some are taken."""
-    buffer_bytes: int
-    bind_host: str
-    port: int
-    """0 takes a free one."""
-    driver_host: str
-    """Address of the driver: on a host with several, the way there tells which one is ours."""
-    credentials: Credentials
-    checkpoint_folder: str
-    keep_checkpoints: int
-    rollouts_file: str | None = None
-    """Where the groups of every update are recorded, if anywhere."""
-    canary: bool = True
-    """Whether every version comes with scores of a probe, for the workers to compare."""
-    failpoints: str | None = None
-    """Folder of a test's failpoints, if any (services/failpoints.py)."""
 
 
 class LearnerActor:
@@ -124,14 +82,17 @@ class LearnerActor:
             max_completion_tokens=spec.max_completion_tokens,
             devices=self._devices,
         )
-        self._header = self._make_header(loaded)
-        self._recorder = self._make_recorder()
+        folder = pathlib.Path(spec.checkpoint_folder).parent
+        self._header = rollout_header(spec, loaded, self._valid_vocab)
+        self._kept = KeptGroups(
+            self._header, rejected=folder / "rejected", recorded=spec.rollouts_file
+        )
         self._checkpoints = CheckpointFolder(spec.checkpoint_folder, keep=spec.keep_checkpoints)
         self._weights = WeightStore(
             spec.run_id, keep_versions=spec.keep_versions, deltas=hand_over is None
         )
         self._journal = Journal(
-            pathlib.Path(spec.checkpoint_folder).parent / SPOOL,
+            folder / SPOOL,
             spec.run_id,
             capacity_groups=spec.buffer_groups,
             capacity_bytes=spec.buffer_bytes,
@@ -162,19 +123,9 @@ class LearnerActor:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "devices": f"{len(self._devices)} x {self._devices[0].device_kind}",
-            "address": f"{self._reachable_host()}:{self._server.port}",
+            "address": f"{reachable_host(self._spec)}:{self._server.port}",
             "sees_output_folder": pathlib.Path(self._spec.checkpoint_folder).parent.is_dir(),
         }
-
-    def _reachable_host(self) -> str:
-        """What workers dial: the address listened on, or ours on the way to the driver."""
-        if self._spec.bind_host not in ANY_HOST:
-            return self._spec.bind_host
-        family = socket.AF_INET6 if ":" in self._spec.driver_host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_DGRAM) as unsent:
-            unsent.connect((self._spec.driver_host, 9))
-            host = unsent.getsockname()[0]
-        return f"[{host}]" if ":" in host else host
 
     def restore(self) -> Restored | None:
         """Goes on from the newest complete checkpoint and what was accepted since.
@@ -351,10 +302,11 @@ class LearnerActor:
 
     def _train(self, groups: Sequence[Group]) -> dict[str, float]:
         """Makes the next policy version of the groups; keeps them where it was not finite."""
-        self._record(groups)
+        version = self._core.policy_version
+        with self._clock.phase("serialise"):
+            self._kept.record(version, groups)
         metrics = self._core.update(groups, self._clock)
-        if metrics["train/update_skipped"]:
-            self._keep_rejected()
+        self._kept.reject(version + 1, self._core.rejected)
         return metrics
 
     def _report(
@@ -391,43 +343,6 @@ class LearnerActor:
             replayed=replayed,
             disowned=disowned,
         )
-
-    def _keep_rejected(self) -> None:
-        """Writes the groups of an update that was not finite to a file, for a look."""
-        if not self._core.rejected:
-            return
-        folder = pathlib.Path(self._spec.checkpoint_folder).parent / "rejected"
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"version-{self._core.policy_version:08d}.jsonl"
-        with path.open("w") as file:
-            for group in self._core.rejected:
-                file.write(json.dumps(plain_group(group)) + "\n")
-
-    def _make_header(self, loaded: LoadedModel) -> RolloutHeader:
-        spec = self._spec
-        return RolloutHeader(
-            run_id=spec.run_id,
-            seed=spec.seed,
-            model_path=spec.model_path,
-            model_folder=str(loaded.folder.resolve()) if loaded.folder else None,
-            algorithm=spec.algorithm,
-            learner=spec.learner,
-            temperature=spec.temperature,
-            valid_vocab=self._valid_vocab,
-            max_completion_tokens=spec.max_completion_tokens,
-            total_steps=spec.total_steps,
-        )
-
-    def _make_recorder(self) -> RolloutRecorder | None:
-        if self._spec.rollouts_file is None:
-            return None
-        return RolloutRecorder(pathlib.Path(self._spec.rollouts_file), self._header)
-
-    def _record(self, groups: Sequence[Group]) -> None:
-        """Writes the groups down before they train, so that a failed update can be repeated."""
-        if self._recorder is not None:
-            with self._clock.phase("serialise"):
-                self._recorder.append(self._core.policy_version, groups)
 
     @contextlib.contextmanager
     def _working(self, doing: str):

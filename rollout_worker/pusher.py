@@ -14,9 +14,9 @@ from typing import Any
 from rollout_worker.orders import LeaseOutcome, LeaseResult
 from services import failpoints
 from services.background import Background
-from services.group_buffer import StaleGroup
 from services.group_report import report_of
 from services.messages import Group
+from services.receipts import StaleGroup
 from services.trajectory_client import PackedGroup, PushFailed, TrajectoryClient, pack_group
 
 QUEUED_GROUPS = 64

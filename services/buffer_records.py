@@ -1,8 +1,18 @@
 """What a group buffer says of its groups: what it gave away, and how many there are."""
 
 import dataclasses
+from typing import NamedTuple
 
+from services.group_report import GroupReport
 from services.messages import Group
+
+
+class WaitingGroup(NamedTuple):
+    """A group with what is asked of it again and again."""
+
+    group: Group
+    report: GroupReport
+    nbytes: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,8 +32,8 @@ class BufferCounts:
     """Pushes by what became of them, and groups by where they are."""
 
     received: int = 0
-    """All pushes: the sum of accepted, duplicate, stale, malformed, unknown_receipt, full and
-    not_stored."""
+    """All pushes: the sum of accepted, duplicate, stale, malformed, unknown_receipt, full,
+    not_stored and not_open."""
     accepted: int = 0
     duplicate: int = 0
     stale: int = 0
@@ -33,6 +43,8 @@ class BufferCounts:
     full: int = 0
     not_stored: int = 0
     """Good, but could not be written down."""
+    not_open: int = 0
+    """Came before the learner had a policy: they are pushed again."""
     restored: int = 0
     """Accepted by the process before, and taken over from what it had written down."""
     taken: int = 0

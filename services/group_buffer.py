@@ -12,40 +12,24 @@ again; they wait until it has.
 import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
-from services.buffer_records import BufferCounts, Taken
+from services.buffer_records import BufferCounts, Taken, WaitingGroup
 from services.group_check import check_group, group_nbytes
 from services.group_report import GroupReport, report_of
 from services.id_set import IdSet, PlainIds
 from services.messages import Group, PushOutcome
+from services.receipts import NotOpen, Receipts, StaleGroup, UnknownReceipt
 
-NO_VERSION = -1
-"""Stands for the current version before the first is issued."""
 STORE_TIMEOUT_S = 60.0
 """How long a repeat waits for the group before it to be stored."""
-
-
-class StaleGroup(Exception):
-    """The policy version is older than the staleness bound allows."""
 
 
 class BufferFull(Exception):
     """The buffer is at its bound; groups must be taken before more can come."""
 
 
-class UnknownReceipt(Exception):
-    """The weight digest is not the one issued for the policy version."""
-
-
 class NotStored(Exception):
     """The group could not be written down and was not accepted; it may come again."""
-
-
-class _Waiting(NamedTuple):
-    group: Group
-    report: GroupReport
-    nbytes: int
 
 
 def _discard(group: Group) -> None:
@@ -82,15 +66,11 @@ class GroupBuffer:
         self.run_id = run_id
         self._capacity_groups = capacity_groups
         self._capacity_bytes = capacity_bytes
-        self._max_staleness = max_staleness
         self._store = store
         self._changed = threading.Condition()
-        self._current_version = NO_VERSION
-        self._learner_version = NO_VERSION
-        """May be ahead of the current one while that is still on its way out."""
-        self._issued: dict[int, str] = {}
-        self._waiting: dict[str, _Waiting] = {}
-        self._storing: dict[str, _Waiting] = {}
+        self._receipts = Receipts(max_staleness)
+        self._waiting: dict[str, WaitingGroup] = {}
+        self._storing: dict[str, WaitingGroup] = {}
         """Good, and being written down: they take up room, and nobody may have them yet."""
         self._held_bytes = 0
         self._consumed = IdSet()
@@ -100,7 +80,7 @@ class GroupBuffer:
     def current_version(self) -> int:
         """Newest issued version; NO_VERSION before the first."""
         with self._changed:
-            return self._current_version
+            return self._receipts.issued_version
 
     def issue(self, policy_version: int, weight_digest: str) -> tuple[str, ...]:
         """Makes a published version the current one: its receipt is good from now on.
@@ -113,14 +93,8 @@ class GroupBuffer:
             ValueError: if the version does not rise.
         """
         with self._changed:
-            if policy_version <= self._current_version:
-                raise ValueError(
-                    f"issued versions must rise from 0: got {policy_version} after "
-                    f"{self._current_version}"
-                )
-            self._current_version = policy_version
-            self._issued[policy_version] = weight_digest
-            self._advance(policy_version)
+            self._receipts.issue(policy_version, weight_digest)
+            self._changed.notify_all()
             return self._disown(
                 lambda group: (
                     group.policy_version == policy_version and group.weight_digest != weight_digest
@@ -133,7 +107,8 @@ class GroupBuffer:
         From now on staleness counts from this version.
         """
         with self._changed:
-            self._advance(policy_version)
+            self._receipts.advance(policy_version)
+            self._changed.notify_all()
 
     def revoke(self, policy_version: int) -> tuple[str, ...]:
         """Takes back this version and later ones, which a restart brought along.
@@ -142,7 +117,7 @@ class GroupBuffer:
             Groups that waited for them: they are given up.
         """
         with self._changed:
-            self._issued = {v: d for v, d in self._issued.items() if v < policy_version}
+            self._receipts.revoke(policy_version)
             return self._disown(lambda group: group.policy_version >= policy_version)
 
     def put(self, group: Group) -> PushOutcome:
@@ -154,6 +129,7 @@ class GroupBuffer:
             StaleGroup: if its version is older than the bound.
             BufferFull: if there is no room now.
             NotStored: if it could not be made durable.
+            NotOpen: if the learner has no policy yet.
         """
         with self._changed:
             try:
@@ -247,7 +223,7 @@ class GroupBuffer:
                     break
                 if self._is_ready(group_id):
                     chosen.append(group_id)
-                    fresh += not self._is_stale(waiting.group.policy_version)
+                    fresh += not self._receipts.is_stale(waiting.group.policy_version)
             return self._give_away(chosen)
 
     def reports(self, group_ids: Iterable[str] | None = None) -> list[GroupReport]:
@@ -316,20 +292,19 @@ class GroupBuffer:
             policy_version: the learner's now.
         """
         with self._changed:
-            self._issued |= issued
-            self._advance(policy_version)
+            self._receipts.take_over(issued, policy_version)
             for group in groups:
                 if not self._knows(group.group_id):
-                    waiting = _Waiting(group, report_of(group), group_nbytes(group))
+                    waiting = WaitingGroup(group, report_of(group), group_nbytes(group))
                     self._waiting[group.group_id] = waiting
                     self._held_bytes += waiting.nbytes
                     self._count(restored=1)
             self._changed.notify_all()
 
-    def _admit(self, group: Group) -> _Waiting | None:
+    def _admit(self, group: Group) -> WaitingGroup | None:
         """Checks a group and reserves its room; None for one that was here before."""
         check_group(group, self.run_id)
-        arriving = _Waiting(group, report_of(group), group_nbytes(group))
+        arriving = WaitingGroup(group, report_of(group), group_nbytes(group))
         if arriving.nbytes > self._capacity_bytes:
             raise ValueError(
                 f"group {group.group_id!r} has {arriving.nbytes} bytes, and the whole buffer "
@@ -337,7 +312,7 @@ class GroupBuffer:
             )
         if self._knows(group.group_id):
             return None
-        self._check_origin(group)
+        self._receipts.check(group)
         held = len(self._waiting) + len(self._storing)
         if (
             held >= self._capacity_groups
@@ -352,7 +327,7 @@ class GroupBuffer:
         self._held_bytes += arriving.nbytes
         return arriving
 
-    def _settle(self, arriving: _Waiting, stored: bool) -> None:
+    def _settle(self, arriving: WaitingGroup, stored: bool) -> None:
         """Ends the time of a group between the door and the queue."""
         group_id = arriving.group.group_id
         del self._storing[group_id]
@@ -365,31 +340,9 @@ class GroupBuffer:
             self._count(received=1, **(given_up if stored else {"not_stored": 1}))
         self._changed.notify_all()
 
-    def _check_origin(self, group: Group) -> None:
-        version = group.policy_version
-        if self._is_stale(version):
-            raise StaleGroup(
-                f"group {group.group_id!r} was sampled under policy version {version}; the "
-                f"current one is {self._learner_version} and max_staleness {self._max_staleness}"
-            )
-        if self._issued.get(version) != group.weight_digest:
-            raise UnknownReceipt(
-                f"group {group.group_id!r} from {group.worker!r} names weight digest "
-                f"{group.weight_digest!r} for policy version {version}, for which "
-                f"{self._issued.get(version)!r} was issued"
-            )
-
-    def _is_stale(self, policy_version: int) -> bool:
-        return self._learner_version - policy_version > self._max_staleness
-
     def _is_ready(self, group_id: str) -> bool:
         waiting = self._waiting.get(group_id)
-        return waiting is not None and waiting.group.policy_version <= self._learner_version
-
-    def _advance(self, policy_version: int) -> None:
-        self._learner_version = max(self._learner_version, policy_version)
-        self._issued = {v: d for v, d in self._issued.items() if not self._is_stale(v)}
-        self._changed.notify_all()
+        return waiting is not None and self._receipts.is_reached(waiting.group.policy_version)
 
     def _knows(self, group_id: str) -> bool:
         """Whether a group was here before; one that is being stored has yet to be."""
@@ -415,10 +368,14 @@ class GroupBuffer:
         for group in groups:
             self._remove(group.group_id)
         self._consumed.update(group.group_id for group in groups)
-        fresh = tuple(group for group in groups if not self._is_stale(group.policy_version))
-        stale = tuple(group for group in groups if self._is_stale(group.policy_version))
+        fresh = tuple(
+            group for group in groups if not self._receipts.is_stale(group.policy_version)
+        )
+        stale = tuple(group for group in groups if self._receipts.is_stale(group.policy_version))
         self._count(taken=len(fresh), dropped_stale=len(stale))
-        return Taken(groups=fresh, dropped_stale=stale, policy_version=self._learner_version)
+        return Taken(
+            groups=fresh, dropped_stale=stale, policy_version=self._receipts.learner_version
+        )
 
     def _remove(self, group_id: str) -> bool:
         waiting = self._waiting.pop(group_id, None)
@@ -439,4 +396,5 @@ _COUNTED_AS: Mapping[type[Exception], str] = {
     StaleGroup: "stale",
     BufferFull: "full",
     NotStored: "not_stored",
+    NotOpen: "not_open",
 }

@@ -114,5 +114,6 @@ class PhaseClock:
         if self._owner not in (None, threading.get_ident()):
             raise RuntimeError(
                 f"cannot enter phase {phase!r} from thread {threading.current_thread().name!r}: "
-                f"another thread is in phase {self._open[-1]!r}; give every thread a clock of its own"
+                f"another thread is in phase {self._open[-1]!r}; give every thread a clock of its "
+                "own"
             )

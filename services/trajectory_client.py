@@ -8,9 +8,10 @@ import grpc
 
 from services import codec
 from services.channel import PIECE_BYTES, Backoff, Deadline, open_channel
-from services.group_buffer import BufferFull, StaleGroup, UnknownReceipt
+from services.group_buffer import BufferFull
 from services.messages import Group, PushOutcome
 from services.pb import trajectories_pb2, trajectories_pb2_grpc
+from services.receipts import StaleGroup, UnknownReceipt
 from services.tls import Credentials
 
 _REFUSALS: dict[grpc.StatusCode, type[Exception]] = {

@@ -7,9 +7,10 @@ import grpc
 import numpy as np
 
 from services import codec
-from services.group_buffer import BufferFull, GroupBuffer, NotStored, StaleGroup, UnknownReceipt
+from services.group_buffer import BufferFull, GroupBuffer, NotStored
 from services.messages import Group, PushOutcome
 from services.pb import trajectories_pb2, trajectories_pb2_grpc
+from services.receipts import NotOpen, StaleGroup, UnknownReceipt
 
 MAX_GROUP_BYTES = 512 * 2**20
 DETAILS_CHARS = 1000
@@ -50,7 +51,7 @@ class TrajectoryServicer(trajectories_pb2_grpc.TrajectoryServiceServicer):
             _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, error)
         except BufferFull as error:
             _refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, error)
-        except NotStored as error:
+        except (NotStored, NotOpen) as error:
             _refuse(context, grpc.StatusCode.UNAVAILABLE, error)
         return self._response(outcome)
 

@@ -66,7 +66,8 @@ class TrajectoryServiceServicer:
         Errors after which the same group may be offered again:
         RESOURCE_EXHAUSTED   the learner's buffer is full; there is room once it has trained;
         UNAVAILABLE          the group could not be written to the learner's disk, as when that is
-        full, or the learner is not there.
+        full, or the learner is not there, or has not taken up its books yet:
+        the caller pushes again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

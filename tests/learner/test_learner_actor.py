@@ -13,8 +13,9 @@ from learner.certificate import CertificateMismatch
 from learner.checkpoint import CheckpointFailed
 from learner.spool import SpoolFailed
 from services import failpoints
-from services.group_buffer import NotStored, UnknownReceipt
+from services.group_buffer import NotStored
 from services.messages import PushOutcome
+from services.receipts import UnknownReceipt
 from services.tls import RunAuthority
 from services.trajectory_client import TrajectoryClient
 from tests.learner.tiny_learner import BOOKS, WAIT_S, groups_of, learner_spec, names, push, train

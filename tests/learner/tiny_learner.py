@@ -3,8 +3,9 @@
 import dataclasses
 import pathlib
 
-from learner.actor import LearnerActor, LearnerSpec
+from learner.actor import LearnerActor
 from learner.config import AlgorithmConfig, LearnerConfig, MeshConfig, OptimizerConfig
+from learner.spec import LearnerSpec
 from services.messages import Group, PushOutcome
 from services.tls import RunAuthority
 from tests.learner.builders import random_groups

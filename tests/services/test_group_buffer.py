@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.group_buffer import BufferFull, GroupBuffer, NotStored, StaleGroup, UnknownReceipt
+from services.group_buffer import BufferFull, GroupBuffer, NotStored
 from services.messages import PushOutcome
+from services.receipts import NotOpen, StaleGroup, UnknownReceipt
 
 RUN_ID = "run-a"
 DIGEST = "d" * 64
@@ -89,8 +90,10 @@ def test_receipt_that_was_not_issued_is_refused(buffer, make_group, changes):
 
 
 def test_nothing_is_accepted_before_a_version_is_issued(make_buffer, make_group):
-    with pytest.raises(UnknownReceipt, match="None was issued"):
-        make_buffer().put(make_group())
+    buffer = make_buffer()
+    with pytest.raises(NotOpen, match="before the learner has a policy"):
+        buffer.put(make_group())
+    assert buffer.counts().not_open == 1
 
 
 def test_issued_versions_must_rise(buffer):
@@ -475,7 +478,7 @@ def test_every_push_and_every_group_ends_in_exactly_one_state(make_group, events
             group = make_group(group_id, policy_version=number, weight_digest=f"d{number}")
             try:
                 buffer.put(group)
-            except (StaleGroup, UnknownReceipt, BufferFull):
+            except (StaleGroup, UnknownReceipt, BufferFull, NotOpen):
                 pass
     assert len(set(given_away)) == len(given_away)
     now = buffer.counts()

@@ -5,6 +5,7 @@ import pytest
 from services import push_kinds
 from services.group_buffer import GroupBuffer
 from services.push_fuzz import run_fuzz, table
+from services.receipts import Receipts
 
 
 def test_every_bad_push_is_refused_with_its_status_and_none_is_taken():
@@ -35,16 +36,13 @@ def test_a_message_above_the_cap_is_refused(monkeypatch):
     assert report.passed and report.answers == {("oversized message", "RESOURCE_EXHAUSTED"): 4}
 
 
-@pytest.mark.parametrize("rule", ["_check_origin", "_knows"])
-def test_a_server_that_breaks_a_rule_is_noticed(rule):
-    class Careless(GroupBuffer):
-        pass
-
-    setattr(Careless, rule, lambda self, group: False)
+@pytest.mark.parametrize("owner, rule", [(Receipts, "check"), (GroupBuffer, "_knows")])
+def test_a_server_that_breaks_a_rule_is_noticed(monkeypatch, owner, rule):
+    monkeypatch.setattr(owner, rule, lambda self, group: False)
     report = run_fuzz(
         200,
         seed=0,
-        make_buffer=lambda: Careless(
+        make_buffer=lambda: GroupBuffer(
             push_kinds.RUN_ID, capacity_groups=999, capacity_bytes=2**26, max_staleness=1
         ),
     )

@@ -13,9 +13,10 @@ from wire_tools import TcpProxy, hold, reset, same_group
 
 from services import codec
 from services.channel import open_channel
-from services.group_buffer import BufferFull, GroupBuffer, StaleGroup, UnknownReceipt
+from services.group_buffer import BufferFull, GroupBuffer
 from services.messages import PushOutcome
 from services.pb import trajectories_pb2, trajectories_pb2_grpc
+from services.receipts import StaleGroup, UnknownReceipt
 from services.server import Server
 from services.trajectory_client import TrajectoryClient
 from services.weight_store import WeightStore
