@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import psutil
 
 from deploy.chaos.job import POLL_S, ROOT, Job, TooLong
-from deploy.chaos.schedule import POINTS, Fault, Kind
+from deploy.chaos.schedule import BESIDE, POINTS, Fault, Kind
 from driver.status import ExitCode
 from services import failpoints
 
@@ -40,7 +40,7 @@ class Hit:
     at_s: float
     """Monotonic."""
     step: int
-    """The last that was closed by then."""
+    """The last that may be closed without it."""
 
 
 class Injector:
@@ -65,7 +65,8 @@ class Injector:
         """
         if fault.kind in POINTS:
             self._arm(fault)
-            return Hit(at_s=time.monotonic(), step=self._job.closed_step())
+            step = self._job.closed_step() + (fault.kind in BESIDE)
+            return Hit(at_s=time.monotonic(), step=step)
         hit = Hit(at_s=time.monotonic(), step=self._job.closed_step())
         self._others(hit)[fault.kind](fault)
         return hit

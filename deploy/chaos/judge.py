@@ -50,7 +50,8 @@ class Books:
 def read_run(folder: pathlib.Path) -> RunFiles:
     """Reads the output folder of a run that has ended."""
     export = folder / "export" / "model.safetensors"
-    complete = sorted(path.parent for path in folder.glob("checkpoints/step-????????/manifest.json"))
+    manifests = folder.glob("checkpoints/step-????????/manifest.json")
+    complete = sorted(manifest.parent for manifest in manifests)
     certificate = complete[-1] / "certificate.json" if complete else None
     return RunFiles(
         ledger=read_lines(folder / "ledger.jsonl"),

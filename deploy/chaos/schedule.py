@@ -72,6 +72,10 @@ LASTING = (
 )
 """Kinds that last for a while, in which steps may be closed."""
 
+BESIDE = (Kind.LEARNER_KILLED_PUBLISHING,)
+"""Kinds that hit beside the step under way, which may be closed as if nothing had happened: the run
+has recovered with the step after it."""
+
 SHORT = (
     Kind.WORKER_KILLED_PUSHING,
     Kind.LEARNER_KILLED_UPDATING,
@@ -162,7 +166,7 @@ def recovered_by(at: Sequence[int], kinds: Sequence[Kind], every_steps: int) -> 
         if kind in AT_CHECKPOINTS:
             # One that is being written as it is armed may be over before it looks.
             hit = (armed // every_steps + 1) * every_steps
-        elif kind in LASTING:
+        elif kind in LASTING or kind in BESIDE:
             hit = armed + 2
         else:
             hit = armed + 1
