@@ -28,7 +28,7 @@ from learner.spool_format import NOTHING_OPEN
 from models.checkpoint import load_model, save_model
 from models.platform import require_platform
 from models.tokenizer import load_tokenizer
-from services import failpoints
+from services import failpoints, stacks
 from services.buffer_records import BufferCounts
 from services.group_report import GroupReport
 from services.id_set import PlainIds
@@ -57,6 +57,8 @@ class LearnerActor:
             hand_over: gets every published version for a worker in this process, the only one.
         """
         failpoints.install(spec.failpoints)
+        folder = pathlib.Path(spec.checkpoint_folder).parent
+        stacks.register(folder, "learner")
         self._spec = spec
         self._work = threading.Lock()
         self._doing = "idle"
@@ -82,7 +84,6 @@ class LearnerActor:
             max_completion_tokens=spec.max_completion_tokens,
             devices=self._devices,
         )
-        folder = pathlib.Path(spec.checkpoint_folder).parent
         self._header = rollout_header(spec, loaded, self._valid_vocab)
         self._kept = KeptGroups(
             self._header, rejected=folder / "rejected", recorded=spec.rollouts_file
