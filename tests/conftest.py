@@ -3,10 +3,18 @@
 import json
 import os
 import pathlib
+import tempfile
 
 import pytest
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# The same small programs are compiled again and again, by files and by the processes of a service:
+# what one of them has compiled, the others read. Every process inherits the folder.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _compiled = tempfile.TemporaryDirectory(prefix="tandem-compiled-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "0"
 
 import hypothesis
 import jax
@@ -36,3 +44,13 @@ def cases(shared):
         return {case["id"]: case for case in document["cases"]}
 
     return load
+
+
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """Compiles with less effort, for files whose time that is: no arithmetic changes, but the
+    order of a sum may."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
