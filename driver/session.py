@@ -396,4 +396,4 @@ class Session:
         laps, gaps = self._supervisor.laps()
         record = self._reports.close(self._books, metrics, laps, gaps)
         self._books.open = None
-        self._scaler.judge(record, gaps & laps.keys())
+        self._scaler.judge(record, (gaps & laps.keys()) - {"learner"})

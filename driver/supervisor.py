@@ -61,6 +61,8 @@ class Supervisor:
         self._learner: Any = None
         self._watch: Any = None
         self._watch_at = 0.0
+        self._learner_came = False
+        """Its process began since the last lap."""
         self._fleet: Fleet | None = None
         self.before_turn: Callable[[], None] = lambda: None
         """The step loop's: gives out leases."""
@@ -109,6 +111,7 @@ class Supervisor:
     def _begin_learner(self, spec: LearnerSpec) -> dict[str, Any]:
         room = Room(self._group, 0, shared=True)
         self._learner = self._launcher.learner(spec, room)
+        self._learner_came = True
         self._watch, self._watch_at = None, math.inf  # it is asked nothing else before it serves
         about = self.learner("describe", timeout_s=self._config.placement.startup_timeout_s)
         self._watch_at = 0.0
@@ -221,6 +224,9 @@ class Supervisor:
             learner = self._wait(call, "learner", "lap", self._config.placement.step_timeout_s)
         except GONE as error:
             raise self._lost(error, "lap") from error
+        if self._learner_came:
+            gaps = gaps | {"learner"}
+        self._learner_came = False
         return {"learner": learner, **workers}, gaps
 
     def tables(self) -> dict[str, Any]:

@@ -115,6 +115,7 @@ class LearnerActor:
             chunk_bytes=spec.chunk_bytes,
         )
         self._idle = contextlib.ExitStack()
+        self._clock.lap()  # until here it was not there, as far as a step's books are concerned
         self._idle.enter_context(self._clock.phase("idle"))
 
     def describe(self) -> dict[str, Any]:

@@ -157,6 +157,7 @@ class RolloutActor:
                 chunk_bytes=spec.chunk_bytes,
             )
         self._devices = devices
+        self._clock.lap()  # until here it was not there, as far as a step's books are concerned
         self._loop = WorkLoop(
             self._worker,
             self._clock,

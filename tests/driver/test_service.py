@@ -279,7 +279,8 @@ def test_a_killed_learner_is_replaced_as_often_as_allowed_and_a_resume_loses_not
 
 def test_workers_that_come_and_go_change_nothing(start, undisturbed):
     slow = "reward.functions=[{name: 'tests.slow_reward:score', params: {seconds: 0.5}}]"
-    service = start("--set", "rollout.workers=1", "--set", slow)
+    small = ("--set", "placement.rollout.cpus=0.25")
+    service = start("--set", "rollout.workers=1", "--set", slow, *small)
     service.wait_for_step(1)
     scale(service, 4)
     service.wait_for_step(2)
