@@ -96,7 +96,8 @@ class RolloutActor:
                 has them fetched over the network, and served to others.
         """
         failpoints.install(spec.failpoints)
-        stacks.register(pathlib.Path(spec.run_folder), spec.name)
+        if hand_over is None:  # else the learner has registered the process that they share
+            stacks.register(pathlib.Path(spec.run_folder), spec.name)
         devices = require_platform(spec.platform)
         check_serving(spec.learner_address, spec.credentials, timeout_s=DIAL_S)
         self._spec = spec
