@@ -24,7 +24,10 @@ class StepBatch:
     dropped: list[str] = dataclasses.field(default_factory=list)
     """Group ids in the learner's buffer that nobody will ask for."""
     reports: list[GroupReport] = dataclasses.field(default_factory=list)
-    """Of all groups that arrived since the last step, dropped ones included."""
+    """Of the groups above, kept and dropped."""
+    arrived_tokens: int = 0
+    """Sampled tokens of the groups that arrived since the last step: those above or, where steps
+    and rollout overlap, others."""
     samples: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def reward_problem(self) -> str:
@@ -38,7 +41,7 @@ class StepBatch:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Of all groups that were sampled, also those that were replaced."""
+        """Of the step's groups, also those that were replaced."""
         scored = sum(report.scored for report in self.reports)
         total = sum(report.reward_sum for report in self.reports)
         equal = sum(report.zero_variance for report in self.reports)
@@ -46,7 +49,7 @@ class StepBatch:
             "reward/total/mean": total / scored if scored else math.nan,
             "rollout/zero_variance_fraction": equal / max(1, len(self.reports)),
             "rollout/resampled_groups": float(len(self.dropped)),
-            "rollout/tokens": float(sum(report.completion_tokens for report in self.reports)),
+            "rollout/tokens": float(self.arrived_tokens),
         }
 
 
@@ -72,9 +75,9 @@ class Intake:
         self._max_staleness = max_staleness
         self._rounds = resample_rounds
         self._waiting: dict[str, GroupReport] = {}
-        self._arrived: list[GroupReport] = []
+        self._arrived_tokens = 0
         self._samples: list[dict[str, Any]] = []
-        self._dropped: list[str] = []
+        self._dropped: dict[str, GroupReport] = {}
         self._granted = 0
         """Leases since the last step was taken."""
         self.unconfirmed: set[str] = set()
@@ -137,15 +140,15 @@ class Intake:
         """Gives away the oldest groups that may train."""
         self._expire(policy_version)
         kept = sorted(self._admissible(policy_version)[: self._wanted])
-        for group_id in kept:
-            del self._waiting[group_id]
+        taken = {group_id: self._waiting.pop(group_id) for group_id in kept} | self._dropped
         batch = StepBatch(
             kept=kept,
             dropped=sorted(self._dropped),
-            reports=sorted(self._arrived, key=lambda report: report.group_id),
+            reports=[taken[group_id] for group_id in sorted(taken)],
+            arrived_tokens=self._arrived_tokens,
             samples=self._samples,
         )
-        self._dropped, self._arrived, self._samples, self._granted = [], [], [], 0
+        self._dropped, self._arrived_tokens, self._samples, self._granted = {}, 0, [], 0
         return batch
 
     def repeat(
@@ -159,7 +162,12 @@ class Intake:
         self._book.adopt([*kept, *dropped])
         for group_id in dropped:
             self._book.end(group_id, TrajectoryState.DROPPED_ZERO_VARIANCE)
-        return StepBatch(kept=list(kept), dropped=list(dropped), reports=list(reports))
+        return StepBatch(
+            kept=list(kept),
+            dropped=list(dropped),
+            reports=list(reports),
+            arrived_tokens=sum(report.completion_tokens for report in reports),
+        )
 
     def discard(self, group_ids: Iterable[str]) -> None:
         """Leaves out groups that the learner has given up; the caller books them."""
@@ -171,14 +179,13 @@ class Intake:
         fresh = set(self._admissible(policy_version))
         for group_id in [group_id for group_id in self._waiting if group_id not in fresh]:
             self._book.end(group_id, TrajectoryState.DROPPED_STALE)
-            self._dropped.append(group_id)
-            del self._waiting[group_id]
+            self._dropped[group_id] = self._waiting.pop(group_id)
 
     def _admit(self, report: GroupReport) -> None:
-        self._arrived.append(report)
+        self._arrived_tokens += report.completion_tokens
         if self._rounds and report.zero_variance:
             self._book.end(report.group_id, TrajectoryState.DROPPED_ZERO_VARIANCE)
-            self._dropped.append(report.group_id)
+            self._dropped[report.group_id] = report
         else:
             self._waiting[report.group_id] = report
 

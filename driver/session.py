@@ -329,6 +329,7 @@ class Session:
         A signal ends it before the learner was asked for the update, or not at all.
         """
         failpoints.reach("driver.step")
+        self._supervisor.check_stop()  # a step whose groups are there already waits for nothing
         started = time.monotonic()
         books, batch = self._books, self._gather()
         rollout_s = time.monotonic() - started

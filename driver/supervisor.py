@@ -137,6 +137,10 @@ class Supervisor:
                     f"{self._config.placement.startup_timeout_s:g} s"
                 )
 
+    def check_stop(self) -> None:
+        """Raises Interrupted after a signal, as every wait does that may be interrupted."""
+        self._stop.check()
+
     def turn(self, calls: Collection[Any] = (), *, interruptible: bool = True) -> set[Any]:
         """Looks once at everything under way; returns those of `calls` that have ended.
 

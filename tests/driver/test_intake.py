@@ -90,6 +90,15 @@ def test_with_staleness_later_steps_are_made_ahead_under_versions_that_will_stil
     assert intake.lease(MANY, 5, MANY) == [], "groups in training count until they have ended"
 
 
+def test_a_step_tells_of_its_own_groups_and_counts_the_tokens_that_came_since_the_last():
+    _, intake = intake_of(staleness=1)
+    for index, lease in enumerate(intake.lease(MANY, 0, MANY)):
+        intake.add(ended(lease, 0, reward=float(index // 3)))
+    first, second = intake.take(0), intake.take(1)
+    assert [batch.metrics()["reward/total/mean"] for batch in (first, second)] == [0.0, 1.0]
+    assert [batch.metrics()["rollout/tokens"] for batch in (first, second)] == [60, 0]
+
+
 def test_nothing_is_leased_beyond_the_last_step():
     _, intake = intake_of(staleness=2)
     assert len(intake.lease(MANY, 5, 1)) == 3
