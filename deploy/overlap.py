@@ -16,7 +16,7 @@ import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-UPDATES = 8
+UPDATES = 20
 """Optimiser updates on each batch, which make the learner's half long."""
 WARM_UP = 3
 """Steps that are not counted: programs compile, and the pipeline fills."""
