@@ -32,6 +32,8 @@ from rollout_worker.requests import SamplingSettings
 from rollout_worker.sampling import row_keys
 from services.messages import FinishReason
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 @pytest.fixture(scope="module")
 def decoded():

@@ -22,6 +22,8 @@ from rollout_worker.requests import OnSwap, SamplingSettings
 from rollout_worker.stop_strings import build_stop_automaton
 from services.messages import FinishReason
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 OLD, NEW = 4.0, 4.4
 
 
