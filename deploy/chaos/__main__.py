@@ -109,6 +109,12 @@ def _chaos(given: argparse.Namespace) -> int:
 
 
 def _soak(given: argparse.Namespace) -> int:
+    if given.minutes < soak.LEAST_MINUTES:
+        print(
+            f"error: --minutes {given.minutes:g} gives no slope: give {soak.LEAST_MINUTES:g} or more",
+            file=sys.stderr,
+        )
+        return 2
     folder = _folder(given)
     report = soak.run_soak(given.minutes * 60, folder, _say)
     _end(report.problems, folder, kept=given.folder is not None)

@@ -22,6 +22,9 @@ WARM_UP = 0.25
 """Part of the soak after which memory must have settled."""
 WINDOW = 0.2
 """Part of what follows the warm-up in which descriptors are counted, at its start and its end."""
+CYCLE_S = 4 * EVERY_S
+"""In which the fleet goes through all its sizes; no window is shorter."""
+LEAST_MINUTES = 2.0
 SLOPE_MB_PER_MIN = 1.0
 MOST_WORKERS = 3
 SETTINGS = (
@@ -77,12 +80,16 @@ def growth(samples: Sequence[Sample]) -> Growth:
     given back.
 
     Raises:
-        ValueError: if there are fewer than 10 samples after the warm-up.
+        ValueError: if there are fewer samples after the warm-up than two cycles have.
     """
     start = samples[0].at_s + WARM_UP * (samples[-1].at_s - samples[0].at_s) if samples else 0.0
     settled = [sample for sample in samples if sample.at_s >= start]
-    if len(settled) < 10:
-        raise ValueError(f"a slope needs 10 samples after the warm-up, got {len(settled)}")
+    window = max(int(CYCLE_S / SAMPLE_S), int(WINDOW * len(settled)))
+    if len(settled) < 2 * window:
+        raise ValueError(
+            f"{len(settled)} samples after the warm-up are fewer than the {2 * window} of two "
+            "cycles: soak for 2 minutes or more"
+        )
     minutes = [sample.at_s / 60 for sample in settled]
     mean = sum(minutes) / len(minutes)
     spread = sum((minute - mean) ** 2 for minute in minutes)
@@ -90,7 +97,6 @@ def growth(samples: Sequence[Sample]) -> Growth:
         (minute - mean) * sample.rss_bytes / 1e6
         for minute, sample in zip(minutes, settled, strict=True)
     )
-    window = max(5, int(WINDOW * len(settled)))
     fewest = [min(s.descriptors for s in part) for part in (settled[:window], settled[-window:])]
     return Growth(mb_per_min=slope / spread, descriptors=fewest[1] - fewest[0])
 
