@@ -110,10 +110,8 @@ def _chaos(given: argparse.Namespace) -> int:
 
 def _soak(given: argparse.Namespace) -> int:
     if given.minutes < soak.LEAST_MINUTES:
-        print(
-            f"error: --minutes {given.minutes:g} gives no slope: give {soak.LEAST_MINUTES:g} or more",
-            file=sys.stderr,
-        )
+        least = f"{soak.LEAST_MINUTES:g}"
+        print(f"error: --minutes {given.minutes:g} gives no slope: give {least}", file=sys.stderr)
         return 2
     folder = _folder(given)
     report = soak.run_soak(given.minutes * 60, folder, _say)
