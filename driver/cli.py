@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from driver import identity, settings
 from driver.errors import RunError
-from driver.paths import check_folder, claim, locate, output_folder
+from driver.paths import check_folder, claim, hold, locate, output_folder
 from driver.plan import prepare
 from driver.ray_auth import set_token
 
@@ -87,14 +87,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.dry_run:
             print("this run can start; devices and the room in the cluster were not looked at")
             return 0
+        lock = hold(folder)  # for as long as this process lives
+        check_folder(folder, resume=bool(config.run.resume))
         claim(folder, resume=bool(config.run.resume))
-        identity.note(folder, marks)
+        if not config.run.resume:
+            identity.note(folder, marks)
         (folder / "config.yaml").write_text(settings.dump(config), encoding="utf-8")
         # Imported late: nothing above needs Ray, and it reads its token when it is imported.
         set_token(os.environ)
         from driver.run import run
 
         run(config, folder, prepared)
+        lock.close()
         return 0
     except RunError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)

@@ -4,7 +4,17 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from driver.config import EvalConfig
 from rollout_worker.accuracy import pass_at_k, wilson_interval
+
+
+def is_due(step: int, steps: int, config: EvalConfig) -> bool:
+    """Whether the held-out prompts are completed after a step; step 0 is before the first."""
+    if step == 0:
+        return config.at_start
+    if step == steps:
+        return config.at_end
+    return bool(config.every_steps) and step % config.every_steps == 0
 
 
 def is_correct(rewards: Mapping[str, float], scorer: str, variant: str) -> bool:

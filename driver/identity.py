@@ -48,8 +48,10 @@ def identity_of(config: RunConfig, model: ModelConfig, prompts_digest: str) -> d
 
 
 def note(folder: pathlib.Path, identity: dict[str, str]) -> None:
-    """Writes the identity of a run that starts."""
-    (folder / FILE).write_text(json.dumps(identity, indent=1))
+    """Writes the identity of a run that starts, whole or not at all."""
+    part = folder / f".{FILE}.part"
+    part.write_text(json.dumps(identity, indent=1))
+    part.replace(folder / FILE)
 
 
 def check(folder: pathlib.Path, identity: dict[str, str], *, steps: int) -> None:
@@ -64,7 +66,7 @@ def check(folder: pathlib.Path, identity: dict[str, str], *, steps: int) -> None
             f"--resume: {folder} holds no run of this program: correct run.name or "
             "run.output_dir, or start without --resume"
         )
-    before = json.loads(path.read_text())
+    before = _read(path)
     changed = [name for name in KEYS if before.get(name) != identity[name]]
     if changed:
         name = changed[0]
@@ -75,9 +77,24 @@ def check(folder: pathlib.Path, identity: dict[str, str], *, steps: int) -> None
         )
     status = folder / "status.json"
     if status.is_file():
-        last = json.loads(status.read_text())
-        if last["state"] == "finished" and last["step"] >= steps:
+        last = _read(status)
+        if last.get("state") == "finished" and last.get("step", 0) >= steps:
             raise NotResumable(
                 f"--resume: the run in {folder} finished its {last['step']} steps; give run.steps "
                 "a higher number to train on"
             )
+
+
+def _read(path: pathlib.Path) -> dict:
+    """A JSON object of the run.
+
+    Raises:
+        NotResumable: if the file is damaged.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise NotResumable(f"--resume: {path} cannot be read ({error}): restore it") from None
+    if not isinstance(found, dict):
+        raise NotResumable(f"--resume: {path} holds no JSON object: restore it")
+    return found

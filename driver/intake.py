@@ -160,7 +160,7 @@ class Intake:
             reports: of these groups, as the learner gives them.
         """
         self._book.adopt([*kept, *dropped])
-        for group_id in dropped:
+        for group_id in filter(self._book.holds, dropped):  # others ended before the checkpoint
             self._book.end(group_id, TrajectoryState.DROPPED_ZERO_VARIANCE)
         return StepBatch(
             kept=list(kept),

@@ -134,6 +134,10 @@ class LeaseBook:
             return True
         return False
 
+    def holds(self, group_id: str) -> bool:
+        """Whether the learner has the group, and it has not ended."""
+        return _index_of(group_id) in self._held
+
     def adopt(self, group_ids: Iterable[str]) -> None:
         """Takes over groups that a learner holds which outlived these books.
 

@@ -5,11 +5,14 @@ lacks what git ignores and disappears with the cluster. TANDEM_HOME names the fo
 paths mean there; deploy/run_local.py sets it.
 """
 
+import fcntl
 import os
 import pathlib
 import shutil
+import socket
 import time
 from collections.abc import Mapping
+from typing import TextIO
 
 from driver.config import RunConfig
 from driver.errors import RunError
@@ -76,9 +79,10 @@ def locate(config: RunConfig) -> RunConfig:
     )
 
 
+LOCK = "driver.lock"
 OF_A_START = (
     *("status.json", "run_id", "identity.json", "error.txt", "config.yaml"),
-    *("stacks", "control", "spool"),
+    *("stacks", "control", "spool", "spool.lock", LOCK),
 )
 """What a run leaves before its first step."""
 
@@ -121,17 +125,36 @@ def _left_by_a_start(path: pathlib.Path) -> bool:
     return path.name in OF_A_START or empty_log or archive
 
 
-def claim(folder: pathlib.Path, *, resume: bool) -> None:
-    """Makes the output folder; a run that starts anew finds no groups of a try before it.
+def hold(folder: pathlib.Path) -> TextIO:
+    """Makes the folder, and keeps every other driver away for as long as the file is open.
 
     Raises:
-        FolderTaken: if it cannot be made.
+        FolderTaken: if another driver is at work there, or the folder cannot be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not resume and (folder / "spool").is_dir():
-            shutil.rmtree(folder / "spool")
+        file = (folder / LOCK).open("a+", encoding="utf-8")
     except OSError as error:
         raise FolderTaken(
             f"run.output_dir={folder} cannot be made ({error.strerror}): choose another"
         ) from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.seek(0)
+        holder = file.read().strip() or "unknown"
+        file.close()
+        raise FolderTaken(
+            f"run.output_dir={folder} is in use by another driver ({holder}): wait for its end, or "
+            "choose another run.output_dir"
+        ) from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    return file
+
+
+def claim(folder: pathlib.Path, *, resume: bool) -> None:
+    """Clears what a run that starts anew must not find: groups of a try before it."""
+    if not resume and (folder / "spool").is_dir():
+        shutil.rmtree(folder / "spool")

@@ -48,6 +48,13 @@ class StepReports:
         """The seconds of the first step count from now."""
         self._lap_started = time.monotonic()
 
+    def joined(self, about: Mapping[str, Any], *, again: bool) -> None:
+        """Shows that a process serves, and where and on what it runs."""
+        self.say(
+            f"{about['name']} {'is back' if again else 'is ready'}: {about['devices']}, process "
+            f"{about['pid']} on {about['host']}"
+        )
+
     def hear(self, worker: str, news: News) -> None:
         """Keeps what a worker tells beside the ends of its leases for the step that is open."""
         self._transfers += news.transfers

@@ -8,7 +8,6 @@ steps since its last checkpoint are taken again with the groups that were record
 import pathlib
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup
@@ -19,7 +18,7 @@ from driver.books import RunBooks
 from driver.config import RunConfig
 from driver.control import ControlBox
 from driver.errors import RunError
-from driver.evaluation import eval_metrics
+from driver.evaluation import eval_metrics, is_due
 from driver.fleet import FleetEvents, Worker
 from driver.intake import StepBatch
 from driver.lease_book import LeaseState, TrajectoryState
@@ -68,10 +67,14 @@ class Session:
         self._held_out = min(config.eval.prompts or prepared.held_out, prepared.held_out)
         self._books = RunBooks.new(config, prepared.prompts)
         self._leasing = False
+        self._crewed = False
+        """Whether the workers of the start were there once."""
+        self._agreed = False
+        """Whether the learner is where the books are, so that a checkpoint may be written."""
         self._worker_errors: list[str] = []
 
     def start(self, group: PlacementGroup, box: ControlBox) -> None:
-        """Starts the learner, which workers dial; resumes and publishes; starts the workers.
+        """Starts the learner, and resumes where that is asked for.
 
         Args:
             group: room for all of them.
@@ -84,10 +87,6 @@ class Session:
                 f"run.output_dir={self._folder} is not there on {self._learner['host']}, where "
                 "the learner runs and writes checkpoints: use a folder that all hosts share"
             )
-        if config.run.resume:
-            self._resume()
-        self._say_ready(self._learner)
-        self._publish()
         fleet = self._supervisor.make_fleet(
             lambda name: rollout_spec(
                 config,
@@ -107,10 +106,6 @@ class Session:
             ),
         )
         self._scaler = Scaler(config, fleet, group, box, self._say)
-        self._supervisor.start_workers(config.rollout.workers.at_start)
-        self._supervisor.before_turn = self._before_turn
-        self._supervisor.laps()
-        self._reports.start_lap()
 
     def work(self) -> None:
         """Takes every step that is left, whatever learners it takes, and leaves the results."""
@@ -118,19 +113,29 @@ class Session:
         while True:
             try:
                 if lost is not None:
-                    self._recover(lost)
+                    self._replace_learner(lost)
+                if not self._agreed:
+                    self._begin(again=lost is not None)
                 self._train()
                 self._finish()
                 return
             except LearnerLost as error:
-                lost = error
+                lost, self._agreed = error, False
 
     def close_and_save(self) -> None:
-        """Leaves a checkpoint when the run ends early: a step that was trained counts."""
+        """Leaves a checkpoint when the run ends early: a step that was trained counts.
+
+        Where there can be none, the one before and what was recorded since say as much.
+        """
         self._leasing = False
-        if self._books.open is not None:
-            self._close_step(self._books.open)
-        self._save()
+        try:
+            if not self._agreed:
+                raise LearnerLost("the learner was not ready")
+            if self._books.open is not None:
+                self._close_step(self._books.open)
+            self._save()
+        except LearnerLost as error:
+            self._say(f"no checkpoint was written, {error}: --resume goes on from the record")
 
     def summarise(self) -> None:
         """Prints what the run came to; the last line is for machines."""
@@ -147,12 +152,15 @@ class Session:
         """Takes every step that is left, after an evaluation that is due or was cut short."""
         books, every = self._books, self._config.checkpoint.every_steps
         self._leasing = True
-        if self._eval_is_due() and books.step not in books.accuracy:
+        if (
+            is_due(books.step, self._config.run.steps, self._config.eval)
+            and books.step not in books.accuracy
+        ):
             self._close_step(self._evaluate())
         while books.step < self._config.run.steps:
             books.open = self._train_step(books.step + 1)
             books.step += 1
-            if self._eval_is_due():
+            if is_due(books.step, self._config.run.steps, self._config.eval):
                 books.open |= self._evaluate()
             self._close_step(books.open)
             if every and books.step % every == 0 and books.step < self._config.run.steps:
@@ -198,22 +206,35 @@ class Session:
             ray.util.get_node_ip_address(),
         )
 
-    def _recover(self, error: LearnerLost) -> None:
-        """Replaces a learner that died, and goes back to its last checkpoint."""
+    def _replace_learner(self, error: LearnerLost) -> None:
+        """Starts a learner in place of one that died."""
         self._leasing = False
         self._worker_errors.append(str(error))
-        fleet = self._supervisor.fleet
-        fleet.cancel_all()
+        self._supervisor.fleet.cancel_all()
         spec = with_port(self._learner_spec(), self._learner["address"])
         self._learner = self._supervisor.restart_learner(spec, error)
-        issued = self._resume()
-        self._say_ready(self._learner)
+
+    def _begin(self, *, again: bool) -> None:
+        """Takes up what there is of the run, offers the policy, and has workers ready for it.
+
+        Args:
+            again: whether a learner of this run was there before.
+        """
+        fleet = self._supervisor.fleet
+        issued = self._resume() if again or self._config.run.resume else {}
+        self._reports.joined(self._learner, again=False)
         self._publish()
         fleet.order_all(Orders(learner_address=self._learner["address"]))
         self._tell_sources()
         for worker in fleet.ready():
             if worker.policy_version >= 0 and worker.policy_version not in issued:
                 fleet.order(worker, Orders(refetch=True))
+        if not self._crewed:
+            self._supervisor.start_workers(self._config.rollout.workers.at_start)
+            self._supervisor.before_turn = self._before_turn
+            self._supervisor.laps()
+            self._reports.start_lap()
+        self._agreed = self._crewed = True
 
     def _publish(self) -> None:
         self._books.policy_version = self._supervisor.learner(
@@ -274,7 +295,7 @@ class Session:
                 f"driver from data.train.source={self._config.data.train.source}: every host "
                 "needs the same data and tokenizer"
             )
-        self._say_ready(worker.about, again=worker.restarts > 0)
+        self._reports.joined(worker.about, again=worker.restarts > 0)
         self._tell_sources()
 
     def _left(self, worker: Worker) -> None:
@@ -296,12 +317,6 @@ class Session:
         for name, worker in ready.items():
             relays = [ready[relay].about["address"] for relay in ancestors(tree, name)]
             fleet.order(worker, Orders(sources=(*relays, self._learner["address"])))
-
-    def _say_ready(self, about: dict[str, Any], *, again: bool = False) -> None:
-        what = "is back" if again else "is ready"
-        self._say(
-            f"{about['name']} {what}: {about['devices']}, process {about['pid']} on {about['host']}"
-        )
 
     def _gather(self) -> StepBatch:
         """Waits until a step can be taken."""
@@ -371,14 +386,6 @@ class Session:
             "workers/restarts": float(self._supervisor.fleet.restarts),
             "learner/restarts": float(self._supervisor.learner_restarts),
         }
-
-    def _eval_is_due(self) -> bool:
-        settings = self._config.eval
-        if self._books.step == 0:
-            return settings.at_start
-        if self._books.step == self._config.run.steps:
-            return settings.at_end
-        return bool(settings.every_steps) and self._books.step % settings.every_steps == 0
 
     def _evaluate(self) -> dict[str, float]:
         """Scores the held-out prompts under the current policy and notes every item."""

@@ -29,6 +29,8 @@ from rollout_worker.actor import RolloutSpec
 WATCH_S = 1.0
 """Between two questions for the learner's health: how late its death may be noticed."""
 
+SILENT_S = 60.0
+"""How long it may take to answer: a process that is stopped counts as lost then."""
 ASK_S = 2.0
 """For a learner that may not answer any more."""
 
@@ -61,6 +63,7 @@ class Supervisor:
         self._learner: Any = None
         self._watch: Any = None
         self._watch_at = 0.0
+        self._watch_asked = 0.0
         self._learner_came = False
         """Its process began since the last lap."""
         self._fleet: Fleet | None = None
@@ -123,8 +126,11 @@ class Supervisor:
         return self._fleet
 
     def start_workers(self, count: int) -> None:
-        """Starts the rollout workers that the run begins with, and waits until each is ready."""
-        for index in range(count):
+        """Starts the rollout workers that the run begins with, and waits until each is ready.
+
+        Those that an interrupted try has started are kept.
+        """
+        for index in range(len(self.fleet.workers), count):
             self.fleet.add(Room(self._group, index + 1, shared=True))
         deadline = time.monotonic() + self._config.placement.startup_timeout_s
         while len(self.fleet.ready()) < count:
@@ -155,11 +161,15 @@ class Supervisor:
         self.before_turn()
         if self._watch is None and self._learner is not None and time.monotonic() > self._watch_at:
             self._watch = self._learner.health.remote()
+            self._watch_asked = time.monotonic()
         waited = [*calls] if self._watch is None else [*calls, self._watch]
         if self._fleet is None:
             ended = set(ray.wait(waited, timeout=POLL_S)[0]) if waited else set()
         else:
             ended = self._fleet.pump(POLL_S, waited)
+        silent_s = min(SILENT_S, self._config.placement.step_timeout_s)
+        if self._watch not in (None, *ended) and time.monotonic() - self._watch_asked > silent_s:
+            raise LearnerLost(f"the learner did not answer 'health' within {silent_s:g} s")
         if self._watch in ended:
             watch, self._watch, self._watch_at = self._watch, None, time.monotonic() + WATCH_S
             health = self._learner_result(watch, "health")

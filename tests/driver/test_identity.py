@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from driver.identity import NotResumable, check, identity_of, note
+from driver.identity import NotResumable, check, identity_of, note, resolved
 from driver.settings import load
 from models.config import ModelConfig
 
@@ -74,3 +74,20 @@ def test_a_finished_run_says_how_to_train_on(make, tmp_path):
     with pytest.raises(NotResumable, match="run.steps a higher number"):
         check(tmp_path, make(), steps=100)
     check(tmp_path, make(), steps=101)
+
+
+@pytest.mark.parametrize("name", ["identity.json", "status.json"])
+@pytest.mark.parametrize("text", ["", "[]", '{"state": '])
+def test_a_damaged_file_is_named(make, tmp_path, name, text):
+    note(tmp_path, make())
+    (tmp_path / name).write_text(text)
+    with pytest.raises(NotResumable, match=f"{name} (cannot be read|holds no JSON object)"):
+        check(tmp_path, make(), steps=5)
+
+
+def test_auto_resumes_where_there_is_a_run_and_starts_one_where_there_is_none(make, tmp_path):
+    file = tmp_path / "run.yaml"
+    config = load(str(file), ["run.resume=auto"])
+    assert resolved(config, tmp_path).run.resume is False
+    note(tmp_path, make())
+    assert resolved(config, tmp_path).run.resume is True

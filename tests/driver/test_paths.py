@@ -1,5 +1,6 @@
 """Where runs read and write, in a checkout and in an unpacked Ray job."""
 
+import os
 import pathlib
 
 import pytest
@@ -68,6 +69,7 @@ def test_a_folder_with_another_run_is_not_written_into(tmp_path):
     folder = tmp_path / "new"
     paths.check_folder(folder, resume=False)
     assert not folder.exists(), "looking must not make it"
+    paths.hold(folder).close()
     paths.claim(folder, resume=False)
     (folder / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(paths.FolderTaken, match=r"it holds metrics.jsonl\): .* --resume"):
@@ -87,7 +89,7 @@ def test_a_folder_below_a_file_or_without_permission_is_refused(tmp_path):
     for folder in (tmp_path / "file" / "below", pathlib.Path("/proc/nothing")):
         with pytest.raises(paths.FolderTaken, match="choose another"):
             paths.check_folder(folder, resume=False)
-            paths.claim(folder, resume=False)
+            paths.hold(folder)
 
 
 def test_a_tilde_is_the_home_folder(config):
@@ -106,3 +108,12 @@ def test_a_try_that_never_took_a_step_leaves_no_groups_to_the_next(tmp_path):
     assert (tmp_path / "spool").is_dir(), "a resume goes on from what was accepted"
     paths.claim(tmp_path, resume=False)
     assert not (tmp_path / "spool").exists()
+
+
+def test_two_drivers_never_work_in_one_folder(tmp_path):
+    folder = tmp_path / "run"
+    with paths.hold(folder):
+        with pytest.raises(paths.FolderTaken, match=f"another driver .process {os.getpid()} on "):
+            paths.hold(folder)
+        paths.check_folder(folder, resume=False)
+    paths.hold(folder).close()
