@@ -1,6 +1,7 @@
 """A long asynchronous run whose workers come and go, watched for memory and descriptors lost."""
 
 import dataclasses
+import json
 import pathlib
 import random
 import signal
@@ -120,6 +121,7 @@ def run_soak(seconds: float, folder: pathlib.Path, say: Callable[[str], None]) -
             problems.append(str(error))
         finally:
             job.end()
+    _write(folder / "soak.jsonl", samples)
     grown = {}
     if not problems:
         grown = {name: growth(taken) for name, taken in samples.items()}
@@ -179,6 +181,14 @@ def _change(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
+
+
+def _write(path: pathlib.Path, samples: dict[str, list[Sample]]) -> None:
+    """Every look, for a plot where something grows."""
+    with path.open("w") as file:
+        for name, taken in samples.items():
+            for one in taken:
+                file.write(json.dumps({"process": name, **dataclasses.asdict(one)}) + "\n")
 
 
 def _look(process: psutil.Process, at_s: float) -> Sample:
