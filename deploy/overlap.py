@@ -58,6 +58,7 @@ def run(folder: pathlib.Path, *, steps: int, staleness: int, seconds: float) -> 
             steps=steps, folder=out, staleness=staleness, seconds=seconds, updates=UPDATES
         )
     )
+    print(f"a run of {steps} steps with max_staleness {staleness} ...", flush=True)
     done = subprocess.run(
         [sys.executable, "-m", "driver", "--config", str(config)],
         cwd=ROOT,

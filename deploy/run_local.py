@@ -25,6 +25,9 @@ import urllib.request
 SUMMARY = re.compile(r"[\w.-]+: accuracy .+ -> .+, reward .+ -> .+, steps \d+, seconds \d+$")
 CHATTER = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+\s+(INFO|SUCC) |.*WARNING.* is now ignored")
 """What the job client says of uploads and of its own commands."""
+NO_AGENT = "No available agent to submit job"
+SUBMISSIONS = 5
+"""How often a job is submitted to a head that is not ready for it yet, as on a busy machine."""
 HEAD_START_S = 90
 JOB_STOP_S = 45
 """How long a stopped job may take for its last checkpoint."""
@@ -99,13 +102,38 @@ class Relay(threading.Thread):
         super().__init__(name="relay", daemon=True)
         self._lines = job.stdout
         self.summary = ""
+        self.too_early = False
+        """The head had no agent yet that could take the job."""
 
     def run(self) -> None:
         for line in self._lines:
             if SUMMARY.match(line):
                 self.summary = line.rstrip()
+            elif NO_AGENT in line:
+                self.too_early = True
             elif not CHATTER.match(line):
                 print(line, end="", flush=True)
+
+
+def submit(
+    address: str,
+    job_id: str,
+    root: pathlib.Path,
+    arguments: list[str],
+    environment: dict[str, str],
+) -> subprocess.Popen:
+    """Submits the run as a job of the head; the process returned ends with the job."""
+    return subprocess.Popen(
+        ["ray", "job", "submit", "--address", address, "--submission-id", job_id]
+        + ["--log-style", "record", "--working-dir", str(root)]
+        + ["--", "python", "-m", "driver", *arguments],
+        env={**environment, "RAY_ADDRESS": address},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def stop_job(address: str, job_id: str, environment: dict[str, str]) -> None:
@@ -166,20 +194,17 @@ def main(arguments: list[str]) -> int:
     head, address = start_head(environment, str(folder), log)
     try:
         wait_for_head(head, address, log_path)
-        job = subprocess.Popen(
-            ["ray", "job", "submit", "--address", address, "--submission-id", job_id]
-            + ["--log-style", "record", "--working-dir", str(root)]
-            + ["--", "python", "-m", "driver", *arguments],
-            env={**environment, "RAY_ADDRESS": address},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        output = Relay(job)
-        output.start()
-        succeeded = job.wait() == 0
+        for _ in range(SUBMISSIONS):
+            job = submit(address, job_id, root, arguments, environment)
+            output = Relay(job)
+            output.start()
+            job.wait()
+            output.join(JOB_STOP_S)
+            if not output.too_early:
+                break
+            print("the Ray head is not ready for a job yet: submitting again", flush=True)
+            time.sleep(3)
+        succeeded = job is not None and job.wait() == 0
         return 0 if succeeded else 1
     except Stopped as stopped:
         if output is not None:

@@ -76,14 +76,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.write(settings.dump(config))
             return 0
         folder = output_folder(config)
-        if config.run.resume == "auto":
+        automatic = config.run.resume == "auto"
+        if automatic:
             config = identity.resolved(config, folder)
         check_folder(folder, resume=bool(config.run.resume))
         prepared = prepare(config)
         print(prepared.text, flush=True)
         marks = identity.identity_of(config, prepared.model, prepared.digest)
         if config.run.resume:
-            identity.check(folder, marks, steps=config.run.steps)
+            try:
+                identity.check(folder, marks, steps=config.run.steps)
+            except identity.AlreadyFinished as finished:
+                if not automatic:
+                    raise
+                print(f"nothing to do: {finished}")
+                return 0
         if given.dry_run:
             print("this run can start; devices and the room in the cluster were not looked at")
             return 0

@@ -63,6 +63,8 @@ class Fleet:
         """A worker of this run has started once."""
         self._gaps: set[str] = set()
         """Names whose process came or went since the last lap."""
+        self._left: dict[Any, str] = {}
+        """Calls for the last seconds of workers that have left."""
         self._leaving: list[tuple[Any, float]] = []
         """Drained processes, and when those that still are there are killed."""
         self.restarts = 0
@@ -160,13 +162,14 @@ class Fleet:
             the seconds, and the names whose process was not there all the time or does not answer.
         """
         running = {worker.actor.lap.remote(): worker.name for worker in self._running()}
-        ended = ray.wait([*running], num_returns=len(running), timeout=LAP_S)[0] if running else []
+        calls = running | self._left
+        ended = ray.wait([*calls], num_returns=len(calls), timeout=LAP_S)[0] if calls else []
         laps: dict[str, dict[str, float]] = {name: {} for name in self.workers}
         for call in ended:
             with contextlib.suppress(*GONE, RayTaskError):  # its news say so too
-                laps[running[call]] = ray.get(call)
-        gaps = self._gaps | {name for name, lap in laps.items() if not lap}
-        self._gaps = set(self.workers) - set(running.values())
+                laps[calls[call]] = ray.get(call)
+        gaps = self._gaps | set(self._left.values()) | {name for name in laps if not laps[name]}
+        self._gaps, self._left = set(self.workers) - set(running.values()), {}
         return laps, gaps
 
     def lost_while(self, worker: Worker, error: BaseException) -> None:
@@ -346,6 +349,8 @@ class Fleet:
 
     def _remove(self, worker: Worker) -> None:
         if worker.actor is not None:
+            if worker.state is FleetState.DRAINING:
+                self._left[worker.actor.lap.remote()] = worker.name
             worker.actor.close.remote()
             self._leaving.append((worker.actor, time.monotonic() + LEAVE_S))
         del self.workers[worker.name]

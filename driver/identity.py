@@ -24,6 +24,12 @@ KEYS = {
 """Entry of the file -> the configuration key that decides it."""
 
 
+class AlreadyFinished(RunError):
+    """There is nothing left to do, which a scheduler that submits again may take for success."""
+
+    exit_code = 2
+
+
 class NotResumable(RunError):
     """--resume cannot go on from what the output folder holds."""
 
@@ -58,7 +64,8 @@ def check(folder: pathlib.Path, identity: dict[str, str], *, steps: int) -> None
     """Holds a resume to the run that the folder holds.
 
     Raises:
-        NotResumable: if there is no run, it is finished, or it was another one; names the key.
+        NotResumable: if there is no run, or it was another one; names the key.
+        AlreadyFinished: if it has taken all its steps.
     """
     path = folder / FILE
     if not path.is_file():
@@ -79,7 +86,7 @@ def check(folder: pathlib.Path, identity: dict[str, str], *, steps: int) -> None
     if status.is_file():
         last = _read(status)
         if last.get("state") == "finished" and last.get("step", 0) >= steps:
-            raise NotResumable(
+            raise AlreadyFinished(
                 f"--resume: the run in {folder} finished its {last['step']} steps; give run.steps "
                 "a higher number to train on"
             )

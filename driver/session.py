@@ -152,18 +152,16 @@ class Session:
         """Takes every step that is left, after an evaluation that is due or was cut short."""
         books, every = self._books, self._config.checkpoint.every_steps
         self._leasing = True
-        if (
-            is_due(books.step, self._config.run.steps, self._config.eval)
-            and books.step not in books.accuracy
-        ):
+        steps, evaluation = self._config.run.steps, self._config.eval
+        if is_due(books.step, steps, evaluation) and books.step not in books.accuracy:
             self._close_step(self._evaluate())
-        while books.step < self._config.run.steps:
+        while books.step < steps:
             books.open = self._train_step(books.step + 1)
             books.step += 1
-            if is_due(books.step, self._config.run.steps, self._config.eval):
+            if is_due(books.step, steps, evaluation):
                 books.open |= self._evaluate()
             self._close_step(books.open)
-            if every and books.step % every == 0 and books.step < self._config.run.steps:
+            if every and books.step % every == 0 and books.step < steps:
                 self._save_in_passing()
 
     def _finish(self) -> None:
@@ -223,7 +221,9 @@ class Session:
         fleet = self._supervisor.fleet
         issued = self._resume() if again or self._config.run.resume else {}
         self._reports.joined(self._learner, again=False)
-        self._publish()
+        self._books.policy_version = self._supervisor.learner(
+            "publish", timeout_s=self._config.placement.startup_timeout_s
+        )
         fleet.order_all(Orders(learner_address=self._learner["address"]))
         self._tell_sources()
         for worker in fleet.ready():
@@ -235,11 +235,6 @@ class Session:
             self._supervisor.laps()
             self._reports.start_lap()
         self._agreed = self._crewed = True
-
-    def _publish(self) -> None:
-        self._books.policy_version = self._supervisor.learner(
-            "publish", timeout_s=self._config.placement.startup_timeout_s
-        )
 
     def _resume(self) -> dict[int, str]:
         """Puts every book back to the newest complete checkpoint, if there is one, and takes over

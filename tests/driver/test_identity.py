@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from driver.identity import NotResumable, check, identity_of, note, resolved
+from driver.identity import AlreadyFinished, NotResumable, check, identity_of, note, resolved
 from driver.settings import load
 from models.config import ModelConfig
 
@@ -71,7 +71,7 @@ def test_a_folder_without_a_run_is_refused(make, tmp_path):
 def test_a_finished_run_says_how_to_train_on(make, tmp_path):
     note(tmp_path, make())
     (tmp_path / "status.json").write_text(json.dumps({"state": "finished", "step": 100}))
-    with pytest.raises(NotResumable, match="run.steps a higher number"):
+    with pytest.raises(AlreadyFinished, match="run.steps a higher number"):
         check(tmp_path, make(), steps=100)
     check(tmp_path, make(), steps=101)
 
