@@ -77,26 +77,32 @@ class SoakReport:
 def growth(samples: Sequence[Sample]) -> Growth:
     """Slope of memory by least squares, and the growth of the fewest descriptors, after warm-up.
 
-    Workers hold connections while they are there: the fewest of a window are those that are never
-    given back.
+    An update takes and gives back a hundred megabytes within a second, and workers hold connections
+    while they are there. So the least memory of each cycle enters the slope, and the fewest
+    descriptors of a window are those that are never given back.
 
     Raises:
         ValueError: if there are fewer samples after the warm-up than two cycles have.
     """
     start = samples[0].at_s + WARM_UP * (samples[-1].at_s - samples[0].at_s) if samples else 0.0
     settled = [sample for sample in samples if sample.at_s >= start]
-    window = max(int(CYCLE_S / SAMPLE_S), int(WINDOW * len(settled)))
+    cycle = int(CYCLE_S / SAMPLE_S)
+    window = max(cycle, int(WINDOW * len(settled)))
     if len(settled) < 2 * window:
         raise ValueError(
             f"{len(settled)} samples after the warm-up are fewer than the {2 * window} of two "
             "cycles: soak for 2 minutes or more"
         )
-    minutes = [sample.at_s / 60 for sample in settled]
+    lowest = [
+        min(settled[first : first + cycle], key=lambda sample: sample.rss_bytes)
+        for first in range(0, len(settled) - cycle + 1, cycle)
+    ]
+    minutes = [sample.at_s / 60 for sample in lowest]
     mean = sum(minutes) / len(minutes)
     spread = sum((minute - mean) ** 2 for minute in minutes)
     slope = sum(
         (minute - mean) * sample.rss_bytes / 1e6
-        for minute, sample in zip(minutes, settled, strict=True)
+        for minute, sample in zip(minutes, lowest, strict=True)
     )
     fewest = [min(s.descriptors for s in part) for part in (settled[:window], settled[-window:])]
     return Growth(mb_per_min=slope / spread, descriptors=fewest[1] - fewest[0])
