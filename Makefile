@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+# Test processes side by side; a test uses about one core.
+JOBS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check tpu-check format proto smollm2 demo-model chaos soak clean
@@ -27,7 +29,8 @@ demo: .venv/.run ## train the embedded model on two CPU cores and watch its accu
 	$(BIN)/python deploy/run_local.py --config deploy/runs/demo_cpu.yaml
 
 test: .venv/.test ## run the whole test suite (but what needs a GPU or a TPU)
-	$(BIN)/python -m pytest -m "not gpu and not tpu"
+	$(BIN)/python -m pytest -m "not gpu and not tpu and not service" -n $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -m "not gpu and not tpu and service"
 
 check: .venv/.test ## lint, format, types and the quick tests
 	$(BIN)/ruff check .

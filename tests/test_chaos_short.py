@@ -9,7 +9,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.service, pytest.mark.timeout(900)]
 
 
 def test_a_run_that_loses_processes_comes_to_the_same_parameters(tmp_path):

@@ -82,6 +82,7 @@ def run_room(cluster):
 
 
 @pytest.mark.slow
+@pytest.mark.service
 def test_room_for_one_more_worker_is_asked_for_and_given_back(run_room):
     first = WorkerRoom(placement(resources_timeout_s=20), "rollout-1", run_room)
     wait_for(first)
@@ -103,6 +104,7 @@ def test_room_for_one_more_worker_is_asked_for_and_given_back(run_room):
 
 
 @pytest.mark.slow
+@pytest.mark.service
 def test_a_worker_on_another_host_cannot_reach_a_learner_on_loopback(run_room):
     elsewhere = {"rollout": Resources(cpus=0, gpus=1), "resources_timeout_s": 20.0}
     room = WorkerRoom(placement(**elsewhere), "rollout-1", run_room)

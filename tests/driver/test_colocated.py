@@ -20,7 +20,7 @@ COLOCATED = (
     *("--set", "placement.rollout.cpus=1"),
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.service, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,7 @@ placement:
   resources_timeout_s: 20
 """
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.service, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

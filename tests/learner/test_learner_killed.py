@@ -10,7 +10,7 @@ from tiny_model import write_tiny_model
 
 from services import failpoints
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.service]
 
 
 @pytest.fixture(scope="module")
