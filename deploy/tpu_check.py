@@ -278,7 +278,8 @@ def _require_tpu_run(config: RunConfig) -> None:
         raise ConfigError(
             f"placement.platform={config.placement.platform}: only runs on tpu can be checked"
         )
-    for role, count in dataclasses.asdict(asked_devices(config)).items():
+    asked = asked_devices(config)
+    for role, count in (("learner", asked.learner), ("worker", asked.worker)):
         if count not in CHIP_BOUNDS:
             raise ConfigError(
                 f"{count} TPU chips for the {role}: a process can hold {sorted(CHIP_BOUNDS)} of a "
