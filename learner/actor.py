@@ -7,6 +7,7 @@ one of them runs.
 """
 
 import contextlib
+import gc
 import os
 import pathlib
 import socket
@@ -115,6 +116,9 @@ class LearnerActor:
             chunk_bytes=spec.chunk_bytes,
         )
         self._idle = contextlib.ExitStack()
+        # What is here now stays; without it a look for garbage after an update takes a millisecond.
+        gc.collect()
+        gc.freeze()
         self._clock.lap()  # until here it was not there, as far as a step's books are concerned
         self._idle.enter_context(self._clock.phase("idle"))
 
@@ -191,6 +195,7 @@ class LearnerActor:
             metrics: dict[str, float] = {"train/update_skipped": 1.0}
             if begun.taken.groups:
                 metrics = self._train(begun.taken.groups)
+                gc.collect()  # left alone, cycles hold arrays of an update for hundreds of steps
                 outcomes |= self._core.outcomes
                 self._journal.buffer.advance(self._core.policy_version)
                 self._publisher.submit(self._core.policy_version)
