@@ -14,11 +14,13 @@ import psutil
 
 from deploy.chaos.head import running_head
 from deploy.chaos.inject import FEWEST, GRACE_S
-from deploy.chaos.job import POLL_S, ROOT, Job, JobEnded, TooLong
+from deploy.chaos.job import ROOT, Job, JobEnded, TooLong
 
 EVERY_S = 10.0
 """Between two changes of the fleet."""
-SAMPLE_S = 1.0
+SAMPLE_S = 0.1
+"""Between two looks: an update is over within some tenths of a second, and between two of them lies
+the memory that is kept."""
 WARM_UP = 0.25
 """Part of the soak after which memory must have settled."""
 WINDOW = 0.2
@@ -82,20 +84,23 @@ def growth(samples: Sequence[Sample]) -> Growth:
     descriptors of a window are those that are never given back.
 
     Raises:
-        ValueError: if there are fewer samples after the warm-up than two cycles have.
+        ValueError: if less than two cycles lie after the warm-up.
     """
-    start = samples[0].at_s + WARM_UP * (samples[-1].at_s - samples[0].at_s) if samples else 0.0
-    settled = [sample for sample in samples if sample.at_s >= start]
-    cycle = int(CYCLE_S / SAMPLE_S)
-    window = max(cycle, int(WINDOW * len(settled)))
-    if len(settled) < 2 * window:
+    begun, ended = (samples[0].at_s, samples[-1].at_s) if samples else (0.0, 0.0)
+    start = begun + WARM_UP * (ended - begun)
+    window_s = max(CYCLE_S, WINDOW * (ended - start))
+    if ended - start < 2 * window_s:
         raise ValueError(
-            f"{len(settled)} samples after the warm-up are fewer than the {2 * window} of two "
+            f"{ended - start:.0f} s after the warm-up are fewer than the {2 * window_s:g} of two "
             "cycles: soak for 2 minutes or more"
         )
+
+    def within(first_s: float, length_s: float) -> list[Sample]:
+        return [sample for sample in samples if first_s <= sample.at_s <= first_s + length_s]
+
+    cycles = [start + CYCLE_S * index for index in range(int((ended - start) / CYCLE_S))]
     lowest = [
-        min(settled[first : first + cycle], key=lambda sample: sample.rss_bytes)
-        for first in range(0, len(settled) - cycle + 1, cycle)
+        min(within(first_s, CYCLE_S), key=lambda sample: sample.rss_bytes) for first_s in cycles
     ]
     minutes = [sample.at_s / 60 for sample in lowest]
     mean = sum(minutes) / len(minutes)
@@ -104,7 +109,8 @@ def growth(samples: Sequence[Sample]) -> Growth:
         (minute - mean) * sample.rss_bytes / 1e6
         for minute, sample in zip(minutes, lowest, strict=True)
     )
-    fewest = [min(s.descriptors for s in part) for part in (settled[:window], settled[-window:])]
+    ends = within(start, window_s), within(ended - window_s, window_s)
+    fewest = [min(sample.descriptors for sample in part) for part in ends]
     return Growth(mb_per_min=slope / spread, descriptors=fewest[1] - fewest[0])
 
 
@@ -161,7 +167,7 @@ def _soak(
             changes += 1
             if changes % 6 == 0:
                 say(_progress(now - begun, job.closed_step(), samples))
-        time.sleep(POLL_S)
+        time.sleep(SAMPLE_S / 2)
     if scaling is not None:
         scaling.wait(120)
     return changes
