@@ -2,14 +2,17 @@
 
 import argparse
 import os
+import pathlib
 import sys
 from collections.abc import Sequence
 
 from driver import identity, settings
+from driver.config import RunConfig
 from driver.errors import RunError
 from driver.paths import check_folder, claim, hold, locate, output_folder
 from driver.plan import prepare
 from driver.ray_auth import set_token
+from driver.yaml_text import parse_yaml
 
 DEFAULT_CONFIG = "deploy/runs/demo_cpu.yaml"
 
@@ -99,7 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         claim(folder, resume=bool(config.run.resume))
         if not config.run.resume:
             identity.note(folder, marks)
-        (folder / "config.yaml").write_text(settings.dump(config), encoding="utf-8")
+        for change in _note_settings(folder, config):
+            print(f"resumed with another {change}", flush=True)
         # Imported late: nothing above needs Ray, and it reads its token when it is imported.
         set_token(os.environ)
         from driver.run import run
@@ -110,3 +114,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RunError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+
+
+def _note_settings(folder: pathlib.Path, config: RunConfig) -> list[str]:
+    """Writes the configuration down; returns what is another than in the run so far."""
+    path = folder / "config.yaml"
+    changed = []
+    if config.run.resume and path.is_file():
+        before = parse_yaml(path.read_text(encoding="utf-8"))
+        changed = identity.changed_settings(before or {}, config.model_dump(mode="json"))
+    part = path.with_name(".config.yaml.part")
+    part.write_text(settings.dump(config), encoding="utf-8")
+    part.replace(path)
+    return changed

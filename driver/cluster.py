@@ -26,8 +26,8 @@ from driver.config import PlacementConfig, Resources
 from driver.errors import RunError
 from driver.ray_auth import joins_cluster
 from driver.signals import Interrupted, StopSignal
+from services.reachable import is_loopback
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 DIAL_S = 5.0
 
 
@@ -242,7 +242,7 @@ def _check_hosts(config: PlacementConfig, groups: list[PlacementGroup]) -> None:
     """Holds that whoever must reach the learner can, once all groups have their room."""
     tables = [placement_group_table(group)["bundles_to_node_id"] for group in groups]
     nodes = {node for table in tables for node in table.values()}
-    if len(nodes) > 1 and config.bind_host in LOOPBACK:
+    if len(nodes) > 1 and is_loopback(config.bind_host):
         raise ResourcesNotMet(
             f"learner and workers were placed on {len(nodes)} hosts, but placement.bind_host="
             f"{config.bind_host} is reached from one only: set placement.bind_host=0.0.0.0"

@@ -28,11 +28,11 @@ from services.control_messages import (
     WorkerState,
 )
 from services.control_service import ControlServer
+from services.reachable import ANY_HOST, is_loopback
 from services.server import join_address
 from services.tls import Credentials, RunAuthority
 
 FOLDER = "control"
-WILDCARDS = ("0.0.0.0", "::")
 STOP_GRACE_S = 1.0
 """For an answer that is on its way when the run ends."""
 
@@ -199,8 +199,8 @@ def offer_control(
     Raises:
         PortUnavailable: if nothing can be listened on.
     """
-    everywhere = bind_host in WILDCARDS
-    host = bind_host if everywhere or _is_loopback(bind_host) else driver_host
+    everywhere = bind_host in ANY_HOST
+    host = bind_host if everywhere or is_loopback(bind_host) else driver_host
     server = ControlServer(authority.issue("driver"), box, host=host)
     try:
         address = join_address(driver_host, server.port) if everywhere else server.address
@@ -210,10 +210,6 @@ def offer_control(
         box.close("the run is ending")
         shutil.rmtree(folder / FOLDER, ignore_errors=True)
         server.stop(STOP_GRACE_S)
-
-
-def _is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _write_access(folder: pathlib.Path, address: str, credentials: Credentials) -> None:

@@ -8,6 +8,8 @@ import dataclasses
 import hashlib
 import json
 import pathlib
+from collections.abc import Mapping
+from typing import Any
 
 from driver.config import RunConfig
 from driver.errors import RunError
@@ -90,6 +92,25 @@ def check(folder: pathlib.Path, identity: dict[str, str], *, steps: int) -> None
                 f"--resume: the run in {folder} finished its {last['step']} steps; give run.steps "
                 "a higher number to train on"
             )
+
+
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Settings of a run that goes on with others, such as `rollout.max_staleness: 2 -> 0`.
+
+    Args:
+        before, now: configurations as plain values.
+    """
+    old, new = _flat(before), _flat(now)
+    names = sorted((old.keys() | new.keys()) - {"run.resume"})
+    return [f"{n}: {old.get(n)} -> {new.get(n)}" for n in names if old.get(n) != new.get(n)]
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        inside = _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else None
+        flat |= {f"{prefix}{name}": value} if inside is None else inside
+    return flat
 
 
 def _read(path: pathlib.Path) -> dict:

@@ -114,10 +114,6 @@ class LeaseBook:
         self._leases[how] += len(indices)
         return len(indices)
 
-    def give_all_back(self, how: LeaseState) -> int:
-        """`give_back` of every lease that is out."""
-        return self.give_back([_group_id(index) for index in self._out], how)
-
     def hold(self, group_id: str) -> bool:
         """Notes that the learner has a group; False if it was known, or has ended.
 

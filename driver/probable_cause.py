@@ -33,6 +33,22 @@ def probable_causes(facts: Facts) -> list[Cause]:
 
 
 def _unknown(facts: Facts) -> Cause:
+    if not facts.error and facts.status.get("state") == "finished":
+        return Cause(
+            name="finished",
+            weight=100,
+            title="nothing went wrong: the run finished",
+            evidence=(),
+            next_step="nothing, unless its results surprise you",
+        )
+    if not facts.error and facts.status.get("state") == "running" and not facts.driver_gone:
+        return Cause(
+            name="running",
+            weight=100,
+            title="the run still goes: this shows where it is",
+            evidence=(),
+            next_step="if it does not move, read stacks/ for where each process is",
+        )
     error = facts.error or str(facts.status.get("reason", "")) or "no error is known"
     return Cause(
         name="unknown",

@@ -8,10 +8,12 @@ from typing import Any
 
 from driver.books import RunBooks
 from driver.config import RunConfig
+from driver.intake import StepBatch
 from driver.ledger import StepLedger, StepRecord
 from driver.metrics import MetricsLog
 from driver.status import StatusFile
 from driver.view import RunSummary, StepView, step_row, summary_lines
+from learner.reports import UpdateReport
 from rollout_worker.orders import News
 
 RECENT_STEPS = 10
@@ -63,6 +65,23 @@ class StepReports:
         for thread, seconds in news.background_s.items():
             name = f"time/{worker}/background_{thread}_s"
             self._background_s[name] = self._background_s.get(name, 0.0) + seconds
+
+    def different(self, step: int, report: UpdateReport) -> None:
+        """Shows that a recorded update did not make the version that it had made."""
+        self.say(
+            f"step {step}: made again from the record, policy version {report.policy_version} came "
+            f"out different; {len(report.disowned)} groups that rest on what it was are dropped"
+        )
+
+    def notable(self, step: int, batch: StepBatch, metrics: Mapping[str, float]) -> None:
+        """Shows what of a step a person should hear at once."""
+        if problem := batch.reward_problem():
+            self.say(f"step {step}: {problem}")
+        if metrics["train/update_skipped"]:
+            self.say(
+                f"step {step}: the update was skipped; nothing was left to train on, or a number "
+                "was not finite (then its groups are in rejected/)"
+            )
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Writes the first few completions of a step down."""

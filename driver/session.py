@@ -357,24 +357,14 @@ class Session:
             for group_id, outcome in report.outcomes.items():
                 books.leases.end(group_id, TrajectoryState(outcome))
             if report.replayed == "different":
-                self._say(
-                    f"step {step}: made again from the record, policy version "
-                    f"{report.policy_version} came out different; {len(report.disowned)} groups "
-                    "that rest on what it was are dropped"
-                )
+                self._reports.different(step, report)
             books.policy_version = report.policy_version
             metrics = report.metrics
         metrics |= batch.metrics()
         update_s = time.monotonic() - started - rollout_s
         self._reports.samples(step, batch.samples)
         books.rewards.append(metrics["reward/total/mean"])
-        if problem := batch.reward_problem():
-            self._say(f"step {step}: {problem}")
-        if metrics["train/update_skipped"]:
-            self._say(
-                f"step {step}: the update was skipped; nothing was left to train on, or a number "
-                "was not finite (then its groups are in rejected/)"
-            )
+        self._reports.notable(step, batch, metrics)
         return metrics | {
             "time/train/rollout_generate_s": rollout_s,
             "time/train/update_s": update_s,

@@ -30,7 +30,6 @@ from models.checkpoint import load_model, save_model
 from models.platform import require_platform
 from models.tokenizer import load_tokenizer
 from services import failpoints, stacks
-from services.buffer_records import BufferCounts
 from services.group_report import GroupReport
 from services.id_set import PlainIds
 from services.messages import Group, WeightManifest
@@ -245,14 +244,6 @@ class LearnerActor:
     def reports(self, group_ids: Sequence[str] | None = None) -> list[GroupReport]:
         """The accepted groups that wait, in order of arrival: those asked for, or all."""
         return self._journal.buffer.reports(group_ids)
-
-    def drop(self, group_ids: Sequence[str]) -> None:
-        """Gives groups up that nobody will ask for; late arrivals of them are duplicates."""
-        self._journal.buffer.forget(group_ids)
-
-    def counts(self) -> BufferCounts:
-        """Pushes by what became of them, and groups by where they are."""
-        return self._journal.buffer.counts()
 
     def digest(self, policy_version: int, timeout_s: float) -> str:
         """The digest under which a version was issued, once it is there for the workers.

@@ -28,6 +28,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from learner.certificate import Certificate
+from learner.durable import sync_folder
 from learner.state import TrainState
 from services import failpoints
 
@@ -149,7 +150,7 @@ class CheckpointFolder:
         if final.exists():
             final.rename(replaced)
         writing.rename(final)
-        _sync(self._folder)
+        sync_folder(self._folder)
         if replaced.exists():
             shutil.rmtree(replaced)
 
@@ -346,7 +347,7 @@ def _write_manifest(folder: pathlib.Path, step: int, state: TrainState) -> None:
         file.flush()
         os.fsync(file.fileno())
     part.rename(folder / MANIFEST)
-    _sync(folder)
+    sync_folder(folder)
 
 
 def _digests(folder: pathlib.Path, names: list[str], *, sync: bool = False) -> dict[str, str]:
@@ -360,15 +361,6 @@ def _digests(folder: pathlib.Path, names: list[str], *, sync: bool = False) -> d
 
     with concurrent.futures.ThreadPoolExecutor(_HASHING_THREADS) as pool:
         return dict(zip(names, pool.map(digest, names), strict=True))
-
-
-def _sync(folder: pathlib.Path) -> None:
-    """Makes the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove(path: pathlib.Path) -> None:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from learner.durable import sync_folder
 from learner.frames import frame
 from learner.spool_format import (
     ABANDONED,
@@ -244,7 +245,7 @@ class Spool:
             raise
         os.lseek(descriptor, end, os.SEEK_SET)
         writing.replace(segment.path)
-        _sync_folder(self._folder)
+        sync_folder(self._folder)
         if self._descriptor is not None:
             with contextlib.suppress(OSError):
                 self._trim()  # the segment before must not end inside a frame
@@ -269,12 +270,3 @@ def _write_all(descriptor: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
-
-
-def _sync_folder(folder: pathlib.Path) -> None:
-    """Makes the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -32,7 +32,7 @@ from services import failpoints, stacks
 from services.health import check_serving
 from services.messages import Group, Lease, WeightManifest
 from services.phase_clock import PhaseClock
-from services.reachable import LOOPBACK, host_of, own_address
+from services.reachable import host_of, is_loopback, own_address
 from services.tls import Credentials
 from services.trajectory_client import TrajectoryClient
 from services.weight_replica import PullStats, Replica
@@ -145,7 +145,7 @@ class RolloutActor:
             clock=self._clock,
             canary=canary,
         )
-        loopback = spec.bind_host in LOOPBACK
+        loopback = is_loopback(spec.bind_host)
         self._hand_over = hand_over
         self._replica = None
         if hand_over is None:

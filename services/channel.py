@@ -5,7 +5,7 @@ tried again, until the deadline; gRPC's own retries are off.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import grpc
@@ -49,8 +49,16 @@ LONGEST_PAUSE_S = 2.0
 T = TypeVar("T")
 
 
-def open_channel(address: str, credentials: Credentials) -> grpc.Channel:
-    """Returns a mutual TLS channel to `host:port`; it connects with its first call."""
+def open_channel(
+    address: str,
+    credentials: Credentials,
+    options: Sequence[tuple[str, int | str]] = CLIENT_OPTIONS,
+) -> grpc.Channel:
+    """Returns a mutual TLS channel to `host:port`; it connects with its first call.
+
+    Args:
+        options: others than those of a client only to test what a server refuses.
+    """
     return grpc.secure_channel(
         address,
         grpc.ssl_channel_credentials(
@@ -58,7 +66,7 @@ def open_channel(address: str, credentials: Credentials) -> grpc.Channel:
             private_key=credentials.key_pem,
             certificate_chain=credentials.cert_pem,
         ),
-        options=CLIENT_OPTIONS,
+        options=options,
     )
 
 

@@ -209,23 +209,6 @@ class GroupBuffer:
             self.wait(group_ids, timeout_s)
             return self._give_away(group_ids)
 
-    def admissible(self, max_groups: int) -> Taken:
-        """Gives away up to so many groups in order of arrival, without waiting.
-
-        Groups found too old on the way are dropped and do not count towards max_groups; those of
-        a version that is yet to be made again are passed over.
-        """
-        with self._changed:
-            chosen: list[str] = []
-            fresh = 0
-            for group_id, waiting in self._waiting.items():
-                if fresh == max_groups:
-                    break
-                if self._is_ready(group_id):
-                    chosen.append(group_id)
-                    fresh += not self._receipts.is_stale(waiting.group.policy_version)
-            return self._give_away(chosen)
-
     def reports(self, group_ids: Iterable[str] | None = None) -> list[GroupReport]:
         """Sums up the groups that wait, in order of arrival.
 

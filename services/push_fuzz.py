@@ -19,7 +19,7 @@ import grpc
 
 from services import codec
 from services.buffer_records import BufferCounts
-from services.channel import CLIENT_OPTIONS
+from services.channel import CLIENT_OPTIONS, open_channel
 from services.group_buffer import GroupBuffer
 from services.pb import trajectories_pb2
 from services.push_kinds import (
@@ -149,17 +149,9 @@ def _prepared(buffer: GroupBuffer) -> GroupBuffer:
 
 def _open(address: str, credentials: Credentials) -> grpc.Channel:
     """A channel that sends what our own clients would not."""
-    caps = {"grpc.max_send_message_length"}
-    return grpc.secure_channel(
-        address,
-        grpc.ssl_channel_credentials(
-            root_certificates=credentials.ca_pem,
-            private_key=credentials.key_pem,
-            certificate_chain=credentials.cert_pem,
-        ),
-        options=[*((name, value) for name, value in CLIENT_OPTIONS if name not in caps)]
-        + [(name, -1) for name in caps],
-    )
+    cap = "grpc.max_send_message_length"
+    options = [option for option in CLIENT_OPTIONS if option[0] != cap]
+    return open_channel(address, credentials, [*options, (cap, -1)])
 
 
 def _answer(call, push: Push) -> tuple[grpc.StatusCode, str]:

@@ -2,8 +2,12 @@
 
 import socket
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 ANY_HOST = ("0.0.0.0", "::")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is reached from its own host only."""
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def own_address(towards: str) -> str:

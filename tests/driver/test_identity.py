@@ -4,7 +4,15 @@ import json
 
 import pytest
 
-from driver.identity import AlreadyFinished, NotResumable, check, identity_of, note, resolved
+from driver.identity import (
+    AlreadyFinished,
+    NotResumable,
+    changed_settings,
+    check,
+    identity_of,
+    note,
+    resolved,
+)
 from driver.settings import load
 from models.config import ModelConfig
 
@@ -91,3 +99,14 @@ def test_auto_resumes_where_there_is_a_run_and_starts_one_where_there_is_none(ma
     assert resolved(config, tmp_path).run.resume is False
     note(tmp_path, make())
     assert resolved(config, tmp_path).run.resume is True
+
+
+def test_what_a_resume_changes_is_named():
+    before = {"run": {"steps": 5, "resume": False}, "rollout": {"max_staleness": 2}, "eval": {}}
+    now = {"run": {"steps": 9, "resume": True}, "rollout": {"max_staleness": 0, "x": [1]}}
+    assert changed_settings(before, now) == [
+        "rollout.max_staleness: 2 -> 0",
+        "rollout.x: None -> [1]",
+        "run.steps: 5 -> 9",
+    ]
+    assert changed_settings(now, now) == []

@@ -25,6 +25,10 @@ def train(book, leases):
         assert book.end(lease.group_id, TRAINED) is TRAINED
 
 
+def give_all_back(book):
+    return book.give_back([f"g{index:08d}" for index in range(book.cursor)], RETURNED)
+
+
 def order_index(lease):
     return int(lease.group_id[1:])
 
@@ -69,7 +73,7 @@ def test_what_comes_back_is_leased_first_and_counts_its_attempt():
     book = book_of()
     leases = book.lease(4)
     train(book, leases[1:2])
-    assert book.give_all_back(RETURNED) == 3 and book.outstanding == 0
+    assert give_all_back(book) == 3 and book.outstanding == 0
     again = book.lease(4)
     assert [(order_index(x), x.attempt) for x in again] == [(0, 1), (2, 1), (3, 1), (4, 0)]
     book.check()
@@ -96,7 +100,7 @@ def test_each_group_ends_once_and_later_deliveries_are_duplicates():
 def test_a_group_that_was_given_back_may_still_arrive():
     book = book_of()
     (lease,) = book.lease(1)
-    book.give_all_back(RETURNED)
+    give_all_back(book)
     assert book.end(lease.group_id, TRAINED) is TRAINED
     assert [order_index(x) for x in book.lease(1)] == [1]
     book.check()
@@ -161,7 +165,7 @@ def test_any_history_with_crashes_trains_every_index_once(seed):
     for _ in range(200):
         event = random_.random()
         if event < 0.1:
-            book.give_all_back(RETURNED)
+            give_all_back(book)
         elif event < 0.2:
             saved, trained_when_saved = through_json(book.state()), list(trained)
         elif event < 0.3 and saved:
@@ -173,7 +177,7 @@ def test_any_history_with_crashes_trains_every_index_once(seed):
             train(book, done)
             trained += [order_index(lease) for lease in done]
         book.check()
-    book.give_all_back(RETURNED)
+    give_all_back(book)
     while True:
         (lease,) = book.lease(1)
         train(book, [lease])

@@ -279,7 +279,7 @@ def test_a_full_disk_refuses_groups_and_updates_and_shows_in_health(
         client.close()
         with pytest.raises(SpoolFailed, match="No space left"):
             learner.update(names(1)[:1], [], WAIT_S)
-    assert learner.counts().accepted == 1
+    assert learner.health().counts.accepted == 1
     assert push(learner, groups[1:]) == [PushOutcome.ACCEPTED]
     assert learner.health().problem == ""
     assert list(spool.read(0).groups) == names(1)
@@ -329,7 +329,7 @@ def test_what_only_tells_answers_while_an_update_waits(start, tmp_path):
     thread.start()
     while learner.health().doing != "update":
         assert thread.is_alive()
-    assert learner.lap() and learner.reports() == [] and learner.counts().waiting == 0
+    assert learner.lap() and learner.reports() == [] and learner.health().counts.waiting == 0
     push(learner, groups_of(learner, 1))
     thread.join(WAIT_S)
     assert learner.health().policy_version == 1

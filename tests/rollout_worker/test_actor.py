@@ -12,9 +12,7 @@ import pytest
 from tiny_model import write_tiny_model
 
 from learner.actor import LearnerActor
-from learner.config import AlgorithmConfig, LearnerConfig, MeshConfig, OptimizerConfig
 from learner.rollout_file import read_groups, scan
-from learner.spec import LearnerSpec
 from rollout_worker.actor import RolloutActor, RolloutSpec
 from rollout_worker.config import (
     DataConfig,
@@ -31,6 +29,7 @@ from rollout_worker.worker import WeightDigestMismatch
 from services.background import BackgroundFailed
 from services.messages import FinishReason, Lease
 from services.tls import RunAuthority
+from tests.learner import tiny_learner
 
 G = 4
 GREEDY = SamplingSettings(temperature=0.0)
@@ -48,37 +47,9 @@ def authority():
 
 def learner_spec(model, authority, folder, **changes):
     settings = dict(
-        run_id="run",
-        seed=0,
-        platform="cpu",
-        model_path=str(model),
-        tokenizer=None,
-        chat_template=None,
-        stop_tokens=(),
-        algorithm=AlgorithmConfig(),
-        learner=LearnerConfig(
-            microbatch_tokens=256,
-            compute_dtype="float32",
-            mesh=MeshConfig(data=1, fsdp=-1),
-            optimizer=OptimizerConfig(learning_rate=1e-2),
-        ),
-        total_steps=10,
-        temperature=1.0,
-        max_completion_tokens=8,
-        max_staleness=0,
-        weights_dtype="float32",
-        chunk_bytes=4096,
-        keep_versions=2,
-        buffer_groups=16,
-        buffer_bytes=2**20,
-        bind_host="127.0.0.1",
-        port=0,
-        driver_host="127.0.0.1",
-        credentials=authority.issue("learner"),
-        checkpoint_folder=str(folder / "checkpoints"),
-        keep_checkpoints=1,
+        max_completion_tokens=8, max_staleness=0, weights_dtype="float32", keep_checkpoints=1
     )
-    return LearnerSpec(**{**settings, **changes})
+    return tiny_learner.learner_spec(model, authority, folder, **{**settings, **changes})
 
 
 def make_learner(model, authority, folder, **changes):

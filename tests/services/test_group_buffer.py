@@ -237,17 +237,17 @@ def test_take_ends_when_its_group_is_given_up(buffer):
     later.join()
 
 
-def test_admissible_gives_the_oldest_arrivals_and_drops_the_stale(make_buffer, make_group):
+def test_what_grew_too_old_while_it_waited_is_given_away_apart(make_buffer, make_group):
     buffer = make_buffer(max_staleness=1)
     buffer.issue(0, "d0")
     buffer.issue(1, "d1")
     for group_id, version in (("a", 1), ("b", 0), ("c", 1), ("d", 1)):
         buffer.put(make_group(group_id, policy_version=version, weight_digest=f"d{version}"))
     buffer.issue(2, "d2")
-    taken = buffer.admissible(2)
+    taken = buffer.take(["a", "b", "c"], 0.0)
     assert [group.group_id for group in taken.groups] == ["a", "c"]
     assert [group.group_id for group in taken.dropped_stale] == ["b"]
-    assert [group.group_id for group in buffer.admissible(5).groups] == ["d"]
+    assert [report.group_id for report in buffer.reports()] == ["d"]
 
 
 def test_forgotten_group_is_dropped_and_its_late_arrival_a_duplicate(buffer, make_group):
@@ -401,18 +401,20 @@ def restarted(make_buffer, make_group, **sizes):
     return buffer
 
 
-def test_groups_of_versions_to_come_are_admissible_when_those_are_reached(make_buffer, make_group):
+def test_groups_of_versions_to_come_can_be_taken_when_those_are_reached(make_buffer, make_group):
     buffer = restarted(make_buffer, make_group)
     assert buffer.issue(1, "d1") == ()
     assert buffer.put(make_group("new", policy_version=3, weight_digest="d3")) is ACCEPTED
     with pytest.raises(TimeoutError, match=r"\['of-2'\]"):
         buffer.take(["of-1", "of-2"], 0.01)
-    assert [group.group_id for group in buffer.admissible(9).groups] == ["of-1"]
+    assert buffer.take(["of-1"], 0.0).groups
     buffer.advance(2)
-    assert [group.group_id for group in buffer.admissible(9).groups] == ["of-2"]
+    assert buffer.take(["of-2"], 0.0).groups
     assert buffer.issue(2, "d2") == ()
+    with pytest.raises(TimeoutError, match=r"\['of-3', 'new'\]"):
+        buffer.take(["of-3", "new"], 0.0)
     buffer.advance(3)
-    assert [group.group_id for group in buffer.admissible(9).groups] == ["of-3", "new"]
+    assert len(buffer.take(["of-3", "new"], 0.0).groups) == 2
 
 
 def test_groups_of_a_version_that_came_out_different_are_disowned(make_buffer, make_group):
@@ -452,7 +454,7 @@ EVENTS = st.lists(
         PUSH,
         PUSH,
         st.tuples(st.just("issue"), st.just(""), st.just(0)),
-        st.tuples(st.just("admissible"), st.just(""), st.integers(0, 3)),
+        st.tuples(st.just("take"), st.just(""), st.integers(0, 3)),
         st.tuples(st.just("forget"), st.sampled_from("abcde"), st.just(0)),
     ),
     max_size=40,
@@ -470,8 +472,9 @@ def test_every_push_and_every_group_ends_in_exactly_one_state(make_group, events
             buffer.issue(current + 1, f"d{current + 1}")
         elif action == "forget":
             buffer.forget([group_id])
-        elif action == "admissible":
-            taken = buffer.admissible(number)
+        elif action == "take":
+            waiting = [report.group_id for report in buffer.reports()]
+            taken = buffer.take(waiting[:number], 0.0)
             assert all(current - group.policy_version <= 1 for group in taken.groups)
             given_away += [group.group_id for group in taken.groups + taken.dropped_stale]
         else:
