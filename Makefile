@@ -6,7 +6,7 @@ BIN := .venv/bin
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check tpu-check format proto smollm2 demo-model chaos soak clean
+.PHONY: help demo test check tpu-check format proto smollm2 chromium demo-model chaos soak clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 14
@@ -48,6 +48,10 @@ proto: .venv/.test ## regenerate services/pb from proto/
 
 smollm2: .venv/.run ## fetch SmolLM2-135M-Instruct (GGUF, 98 MB) into downloads/
 	$(BIN)/python deploy/get_smollm2.py
+
+chromium: ## install Debian's Chromium, which tests of the dashboard drive (as root)
+	@which chromium > /dev/null || \
+		{ apt-get update -q && apt-get install -qy --no-install-recommends chromium; }
 
 demo-model: .venv/.run ## make deploy/demo/model anew (a few minutes, deterministic)
 	$(BIN)/python -m deploy.demo.make_model

@@ -47,6 +47,8 @@ THIRD_PARTY = {
         "grpc_health": "*",
         "google": "*",
         "cryptography": "tls.py",
+        "prometheus_client": "dashboard/*",
+        "ruamel": "dashboard/*",
         "starlette": "dashboard/*",
         "uvicorn": "dashboard/*",
     },
@@ -80,12 +82,13 @@ THIRD_PARTY = {
         "numpy": "*",
         "pydantic": "*",
         "ruamel": "*",
+        "tensorboardX": "tensorboard.py",
         "wandb": "metrics.py",
     },
 }
 """Package -> module from outside -> which files of the package may import it."""
 
-LAZY = {"datasets", "torch", "wandb"}
+LAZY = {"datasets", "tensorboardX", "torch", "wandb"}
 """Modules from outside that an installation may lack: imported in functions only."""
 
 

@@ -1,0 +1,115 @@
+"""What is known of one closed step and of a run's settings, as the page's judgements take it."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from services.phase_clock import UNEXPLAINED
+
+LEARNER = "learner"
+WAITS = ("idle", "queue_wait", "weights_wait")
+"""Phases in which a process waits for another one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepFacts:
+    """One line of ledger.jsonl with the line of metrics.jsonl that belongs to it."""
+
+    step: int
+    time: float
+    """Unix seconds at which the step was closed."""
+    wall_s: float
+    processes: Mapping[str, Mapping[str, float]]
+    """Seconds by phase of every process; phases of zero seconds may be absent."""
+    metrics: Mapping[str, float]
+    """By the names of the metrics log, with NaN and infinity as floats."""
+    overlap_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    groups: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """How many groups ended in this step, by TrajectoryState value."""
+    outstanding: int = 0
+    """Groups leased and not ended."""
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def workers(self) -> list[str]:
+        """Names of the rollout workers, in the order of the ledger."""
+        return [name for name in self.processes if name != LEARNER]
+
+    @property
+    def trained(self) -> bool:
+        """False for a step that only evaluated, such as the one at the start."""
+        return "time/train/update_s" in self.metrics
+
+    def phase_s(self, process: str, *phases: str) -> float:
+        """Seconds that a process spent in these phases."""
+        row = self.processes.get(process, {})
+        return sum(row.get(phase, 0.0) for phase in phases)
+
+    def busy_s(self, process: str) -> float:
+        """Seconds in which a process did something else than wait."""
+        row = self.processes.get(process, {})
+        return sum(s for phase, s in row.items() if phase not in (*WAITS, UNEXPLAINED))
+
+    def metric(self, name: str) -> float:
+        """The value, or NaN where the step did not measure it."""
+        return self.metrics.get(name, math.nan)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What of the configuration the judgements need."""
+
+    steps: int
+    max_staleness: int
+    prompts_per_step: int
+    completions_per_prompt: int
+    max_completion_tokens: int
+    slots: int
+    """Completions that a worker decodes at once."""
+    platform: str
+    colocated: bool
+    workers_min: int
+    workers_max: int
+    policy: str
+    """`fixed` or `balance`."""
+    canary_bound: float | None
+    unexplained_fraction: float
+    zero_variance: str
+    """`keep`, `mask` or `resample`."""
+    token_truncate: float | None
+    has_reference: bool
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "RunSettings":
+        """Of config.yaml as plain values; a key that is absent takes the run's default."""
+
+        def get(dotted: str, default: Any) -> Any:
+            here: Any = config
+            for part in dotted.split("."):
+                if not isinstance(here, Mapping) or here.get(part) is None:
+                    return default
+                here = here[part]
+            return here
+
+        workers = get("rollout.workers", {})
+        if not isinstance(workers, Mapping):
+            workers = {"min": 1, "max": 10**6}
+        return cls(
+            steps=get("run.steps", 0),
+            max_staleness=get("rollout.max_staleness", 0),
+            prompts_per_step=get("rollout.prompts_per_step", 16),
+            completions_per_prompt=get("rollout.completions_per_prompt", 8),
+            max_completion_tokens=get("rollout.max_completion_tokens", 1024),
+            slots=get("rollout.decode.slots", 64),
+            platform=get("placement.platform", "cpu"),
+            colocated=get("placement.mode", "separate") == "colocated",
+            workers_min=workers.get("min", 1),
+            workers_max=workers.get("max", 10**6),
+            policy=workers.get("policy", "fixed"),
+            canary_bound=get("weights.canary_bound", None),
+            unexplained_fraction=get("log.unexplained_fraction", 0.05),
+            zero_variance=get("algorithm.zero_variance", "keep"),
+            token_truncate=get("algorithm.off_policy.token_truncate", None),
+            has_reference=get("algorithm.kl_coef", 0.0) > 0,
+        )
