@@ -127,14 +127,18 @@ class WandbConfig(Section):
 
 
 class LogConfig(Section):
-    samples_per_step: int = Field(default=2, ge=0)
+    samples_per_step: int = Field(default=4, ge=0, le=10_000)
     """Completions written to samples.jsonl at every step."""
     record_rollouts: bool = False
     """Append the groups of every update to rollouts.bin, to train on them again with
     `python -m learner.ab`. A step that cannot be written, as on a full disk, ends the run."""
     wandb: WandbConfig = WandbConfig()
+    tensorboard: bool = False
+    """Write the metrics of every step to event files in `tensorboard` of the run's folder."""
     unexplained_fraction: float = Field(default=0.05, gt=0, le=1)
     """A step warns when a larger share of its seconds belongs to no phase."""
+    timeline: bool = True
+    """Write what each process did when, step by step, to timeline.jsonl: a few kB a step."""
 
 
 class Resources(Section):
