@@ -1,0 +1,212 @@
+"""Rows of the metric catalog: is the policy learning, and can its numbers be trusted.
+
+A section `[view group]` holds metrics that share a chart; one whose group ends in `-` is shown
+where it is asked for, and not loaded with the page. A row is `name | unit | title`; the lines that
+are indented under it describe it.
+"""
+
+LEARNING_ROWS = """
+[learning reward]
+reward/total/mean | | reward, mean
+    weighted sum of the reward functions, mean over the scored completions of the step
+[learning reward-]
+reward/total/std | | reward, standard deviation
+    of the total reward over the completions of the step
+reward/total/min | | reward, least
+    least total reward
+reward/total/max | | reward, greatest
+    greatest total reward
+[trust disagreement]
+reward/{scorer}/disagreement | | strict and lenient disagree
+    share of completions for which the strict and the lenient parser give different rewards
+[learning reward]
+reward/{scorer}/mean | | reward of one function
+    mean over the completions that this function scored, before its weight
+[trust reward_errors-]
+reward_error/count | | reward errors
+    completions whose scoring failed or ran out of time; they are left out of the update
+[trust reward_errors]
+reward_error/fraction | | reward errors, share
+    share of completions whose scoring failed or ran out of time
+[learning accuracy]
+eval/accuracy/strict | | accuracy, strict
+    share of held-out completions that the strict parser finds right
+eval/accuracy/strict_low | | accuracy, strict, lower bound
+    lower end of the 95 % interval (Wilson) over held-out prompts
+eval/accuracy/strict_high | | accuracy, strict, upper bound
+    upper end of the 95 % interval (Wilson) over held-out prompts
+eval/accuracy/lenient | | accuracy, lenient
+    share of held-out completions that the lenient parser finds right
+eval/accuracy/lenient_low | | accuracy, lenient, lower bound
+    lower end of the 95 % interval (Wilson) over held-out prompts
+eval/accuracy/lenient_high | | accuracy, lenient, upper bound
+    upper end of the 95 % interval (Wilson) over held-out prompts
+eval/pass_at_{n} | | pass@k
+    chance that at least one of k completions of a held-out prompt is right
+[learning reward]
+eval/reward/total/mean | | held-out reward, mean
+    total reward over the held-out completions that could be scored
+[trust reward_errors-]
+eval/reward_errors | | held-out reward errors
+    held-out completions whose scoring failed; they count as wrong
+[learning length-]
+eval/completions | | held-out completions
+    how many held-out completions an evaluation scored
+[learning length]
+eval/completion_len_mean | tokens | held-out completion length, mean
+    mean length of held-out completions
+[learning length-]
+eval/truncated_fraction | | held-out completions cut off, share
+    share of held-out completions that reached the maximum length
+[learning length]
+rollout/completion_len_mean | tokens | completion length, mean
+    mean length of the completions of the step
+rollout/completion_len_max | tokens | completion length, longest
+    longest completion of the step
+rollout/completion_len_p50 | tokens | completion length, median
+    half of the completions are shorter
+rollout/completion_len_p90 | tokens | completion length, 90 %
+    nine of ten completions are shorter
+[learning truncated-]
+rollout/tokens_beyond_half | | tokens beyond half the maximum
+    share of completion tokens that lie beyond half of rollout.max_completion_tokens
+[learning truncated]
+rollout/truncated_fraction | | completions cut off, share
+    share of completions that reached rollout.max_completion_tokens
+rollout/aborted_fraction | | completions aborted, share
+    share of completions that were broken off, as by a change of weights
+[learning tokens-]
+rollout/prompt_len_mean | tokens | prompt length, mean
+    mean length of the prompts of the step
+rollout/groups | | groups
+    groups of completions that the update was given
+rollout/completions | | completions
+    completions that the update was given
+[learning tokens]
+rollout/tokens | tokens | completion tokens
+    completion tokens that arrived in the step
+[trust zero_variance]
+rollout/zero_variance_fraction | | zero-variance groups, share
+    share of groups whose rewards are all equal: they carry no learning signal
+[trust zero_variance-]
+rollout/resampled_groups | | groups resampled
+    zero-variance groups for which other prompts were drawn (algorithm.zero_variance=resample)
+[learning loss]
+train/loss | nats | loss
+    sum of token terms over one denominator; its level says little, its jumps say something
+[learning entropy]
+train/entropy | nats | entropy
+    mean entropy of the next-token distribution over the tokens in the loss
+[learning kl]
+train/kl | nats | KL to the reference
+    mean KL divergence from the reference policy over the tokens in the loss
+[learning clipping]
+train/clip_fraction_low | | clipped below, share
+    share of tokens whose ratio is clipped at 1 - clip_low
+train/clip_fraction_high | | clipped above, share
+    share of tokens whose ratio is clipped at 1 + clip_high
+[learning gradient]
+train/grad_norm | | gradient norm
+    global norm of the gradient before clipping
+[learning learning_rate]
+train/learning_rate | | learning rate
+    of the update, as its schedule says
+[trust updates]
+train/update_skipped | | update skipped
+    1 where the step made no update: a number was not finite, or nothing was left to train on
+[learning tokens-]
+train/sequences | | sequences trained
+    sequences that entered the loss
+[learning tokens]
+train/valid_tokens | tokens | tokens in the loss
+    completion tokens that entered the loss
+[learning tokens-]
+train/input_tokens | tokens | tokens read
+    prompt and completion tokens of the sequences that were trained on
+[breakdown packing-]
+train/microbatches | | micro-batches
+    micro-batches of the update
+train/padding_fraction | | padding, share
+    share of the micro-batches' places that hold no token
+[learning funnel]
+funnel/generated | tokens | generated
+    completion tokens that workers generated for the step
+funnel/scored | tokens | scored
+    of those, tokens of completions that were scored
+funnel/nonzero_advantage | tokens | non-zero advantage
+    of those, tokens of completions whose advantage is not zero
+funnel/unclipped | tokens | unclipped
+    of those, tokens whose ratio is not clipped
+funnel/contributed | tokens | contributed
+    tokens that moved the policy
+[trust staleness]
+offpolicy/staleness_mean | versions | staleness, mean
+    policy versions between the one that sampled a group and the one that trains on it
+offpolicy/staleness_max | versions | staleness, greatest
+    never above rollout.max_staleness
+[trust staleness_histogram]
+offpolicy/staleness_{n} | groups | groups of this staleness
+    groups of the batch that are this many versions old
+[trust correction]
+offpolicy/token_share_truncated | | weights truncated, tokens
+    share of tokens whose importance weight was cut to algorithm.off_policy.token_truncate
+[trust correction-]
+offpolicy/sequence_share_truncated | | weights truncated, sequences
+    share of sequences with at least one truncated weight
+[trust correction]
+offpolicy/token_share_masked | | masked, tokens
+    share of tokens in sequences that the sequence mask left out
+[trust correction-]
+offpolicy/sequence_share_masked | | masked, sequences
+    share of sequences that the sequence mask left out
+[trust weights_raw]
+offpolicy/is_weight_raw_mean | | raw token weight, mean
+    importance weight of a token: its probability for the learner over that for the sampler; 1
+    where both agree
+offpolicy/is_weight_raw_min | | raw token weight, least
+    importance weight of a token: its probability for the learner over that for the sampler; 1
+    where both agree
+offpolicy/is_weight_raw_max | | raw token weight, greatest
+    importance weight of a token: its probability for the learner over that for the sampler; 1
+    where both agree
+[trust weights_kept]
+offpolicy/is_weight_kept_mean | | kept token weight, mean
+    importance weight of a token after truncation, of sequences not masked
+offpolicy/is_weight_kept_min | | kept token weight, least
+    importance weight of a token after truncation, of sequences not masked
+offpolicy/is_weight_kept_max | | kept token weight, greatest
+    importance weight of a token after truncation, of sequences not masked
+[trust sequence_weights]
+offpolicy/sequence_weight_raw_mean | | raw sequence weight, mean
+    geometric mean of the token weights of a sequence
+offpolicy/sequence_weight_raw_min | | raw sequence weight, least
+    geometric mean of the token weights of a sequence
+offpolicy/sequence_weight_raw_max | | raw sequence weight, greatest
+    geometric mean of the token weights of a sequence
+[trust sequence_weights-]
+offpolicy/sequence_weight_kept_mean | | kept sequence weight, mean
+    geometric mean of a sequence's truncated weights
+offpolicy/sequence_weight_kept_min | | kept sequence weight, least
+    geometric mean of a sequence's truncated weights
+offpolicy/sequence_weight_kept_max | | kept sequence weight, greatest
+    geometric mean of a sequence's truncated weights
+[trust logprob_gap]
+offpolicy/logprob_gap_mean | nats | logprob gap, mean
+    distance between the learner's and the sampler's logprob of the same token
+offpolicy/logprob_gap_max | nats | logprob gap, greatest
+    distance between the learner's and the sampler's logprob of the same token
+[trust logprob_gap-]
+offpolicy/logprob_gap_sequence_mean | nats | logprob gap, sequence mean, mean
+    distance between the learner's and the sampler's logprob of the same token
+offpolicy/logprob_gap_sequence_max | nats | logprob gap, sequence mean, greatest
+    distance between the learner's and the sampler's logprob of the same token
+[trust logprob_gap_kept-]
+offpolicy/logprob_gap_kept_mean | nats | kept logprob gap, mean
+    the same after truncation, of sequences that are not masked
+offpolicy/logprob_gap_kept_max | nats | kept logprob gap, greatest
+    the same after truncation, of sequences that are not masked
+offpolicy/logprob_gap_kept_sequence_mean | nats | kept logprob gap, sequence mean, mean
+    the same after truncation, of sequences that are not masked
+offpolicy/logprob_gap_kept_sequence_max | nats | kept logprob gap, sequence mean, greatest
+    the same after truncation, of sequences that are not masked
+"""
