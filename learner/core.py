@@ -15,7 +15,13 @@ import numpy as np
 from learner.batching import MicroBatch, Packing, Selection, SelectionRules, pack, select, unpack
 from learner.canary import ScoredProbe
 from learner.config import AlgorithmConfig, LearnerConfig
-from learner.metrics import combine_updates, group_metrics, selection_metrics, update_metrics
+from learner.metrics import (
+    combine_updates,
+    group_metrics,
+    selection_metrics,
+    token_funnel,
+    update_metrics,
+)
 from learner.off_policy import (
     Correction,
     SequenceWeights,
@@ -126,18 +132,19 @@ class LearnerCore:
         with self._lock:
             started, compile_s = time.monotonic(), clock.peek()["compile"]
             with clock.phase("forward_backward"):
-                selection = select(groups, self._rules, vocab_size=self._config.vocab_size)
-                batches = pack(selection.sequences, self._packing)
-            metrics = group_metrics(groups, policy_version=self.policy_version)
-            if batches and self._correction.is_on:
-                logprobs = [self._score(batch, clock) for batch in batches]
-                with clock.phase("forward_backward"):
-                    weights = self._weigh(selection, logprobs)
-                    metrics |= off_policy_metrics(weights, self._correction)
-                    selection = correct(selection, weights, self._correction, self._rules)
-                    batches = pack(selection.sequences, self._packing)
+                selected = select(groups, self._rules, vocab_size=self._config.vocab_size)
+            selection, batches, metrics = self._corrected(selected, clock)
+            metrics |= group_metrics(
+                groups,
+                policy_version=self.policy_version,
+                max_completion_tokens=self._rules.max_completion_tokens,
+            )
             metrics |= selection_metrics(selection, batches, groups=len(groups))
-            metrics |= self._train(groups, selection, batches, clock)
+            trained, clipped_tokens = self._train(groups, selection, batches, clock)
+            skipped = bool(trained["train/update_skipped"])
+            metrics |= trained | token_funnel(
+                groups, selected, selection, clipped_tokens=clipped_tokens, skipped=skipped
+            )
             update_s = time.monotonic() - started - (clock.peek()["compile"] - compile_s)
             metrics["throughput/train/valid_tokens_per_s_update"] = (
                 selection.active_tokens * self._learner.updates_per_batch / update_s
@@ -150,20 +157,41 @@ class LearnerCore:
             self.policy_version += 1
             return metrics
 
-    def _train(self, groups, selection: Selection, batches, clock) -> dict[str, float]:
+    def _corrected(
+        self, selection: Selection, clock: PhaseClock
+    ) -> tuple[Selection, Sequence[MicroBatch], dict[str, float]]:
+        """What the off-policy correction leaves of a selection, packed, and its metrics."""
+        with clock.phase("forward_backward"):
+            batches = pack(selection.sequences, self._packing)
+        if not batches or not self._correction.is_on:
+            return selection, batches, {}
+        logprobs = [self._score(batch, clock) for batch in batches]
+        with clock.phase("forward_backward"):
+            weights = self._weigh(selection, logprobs)
+            selection = correct(selection, weights, self._correction, self._rules)
+            batches = pack(selection.sequences, self._packing)
+        return selection, batches, off_policy_metrics(weights, self._correction)
+
+    def _train(
+        self, groups, selection: Selection, batches, clock
+    ) -> tuple[dict[str, float], float]:
+        """Metrics, and how many tokens the clip held in the first update."""
         self.rejected = ()
         if not batches:
-            return {"train/update_skipped": 1.0}
-        metrics, reports = {}, []
+            return {"train/update_skipped": 1.0}, 0.0
+        metrics, reports, clipped_tokens = {}, [], 0.0
         for _ in range(self._learner.updates_per_batch):
-            report, logprobs = self._one_update(batches, selection.denominator, clock)
-            # Only the first update sees the policy that the correction would have asked.
-            if not reports and not self._correction.is_on:
-                metrics = off_policy_metrics(self._weigh(selection, logprobs), self._correction)
-            reports.append(report)
+            sums, report, logprobs = self._one_update(batches, selection.denominator, clock)
+            if not reports:
+                clipped_tokens = float(sums["clipped_low"]) + float(sums["clipped_high"])
+                # Only this update sees the policy that the correction would have asked.
+                if not self._correction.is_on:
+                    metrics = off_policy_metrics(self._weigh(selection, logprobs), self._correction)
+            has_reference = self._reference is not None
+            reports.append(update_metrics(sums, report, has_reference=has_reference))
         if any(report["train/update_skipped"] for report in reports):
             self.rejected = tuple(groups)
-        return metrics | combine_updates(reports)
+        return metrics | combine_updates(reports), clipped_tokens
 
     def _score(self, batch: MicroBatch, clock: PhaseClock) -> np.ndarray:
         batch = jax.device_put(batch, self._programs.batch_sharding)
@@ -183,8 +211,8 @@ class LearnerCore:
 
     def _one_update(
         self, batches: Sequence[MicroBatch], denominator: float, clock: PhaseClock
-    ) -> tuple[dict[str, float], list[np.ndarray]]:
-        """Metrics, and what the policy before the update says of the tokens of each batch."""
+    ) -> tuple[Mapping[str, float], Mapping[str, float], list[np.ndarray]]:
+        """Sums, report, and what the policy before the update says of the tokens of each batch."""
         accumulator = self._run(
             clock, "forward_backward", "empty", self._programs.empty, self._state.params
         )
@@ -213,8 +241,7 @@ class LearnerCore:
             accumulator,
             jnp.float32(denominator),
         )
-        has_reference = self._reference is not None
-        return update_metrics(sums, jax.device_get(report), has_reference=has_reference), logprobs
+        return sums, jax.device_get(report), logprobs
 
     def _run(self, clock: PhaseClock, phase: str, key: str, function, *args):
         """Calls a jitted function and waits for what it returns."""

@@ -8,7 +8,9 @@ from learner.batching import MicroBatch, Selection
 from services.messages import FinishReason, Group
 
 
-def group_metrics(groups: Sequence[Group], *, policy_version: int) -> dict[str, float]:
+def group_metrics(
+    groups: Sequence[Group], *, policy_version: int, max_completion_tokens: int
+) -> dict[str, float]:
     """Means over the completions of a batch, and how many of its groups have each staleness.
 
     A completion whose scoring failed counts in `reward_error/*` and in no reward; each scorer's
@@ -17,6 +19,8 @@ def group_metrics(groups: Sequence[Group], *, policy_version: int) -> dict[str, 
     Args:
         groups: at least one.
         policy_version: the current one; its difference to a group's is that group's staleness.
+        max_completion_tokens: that of the rollout; `rollout/tokens_beyond_half` is the share of
+            all completion tokens that lies after the first half of it.
     """
     completions = [c for group in groups for c in group.completions]
     lengths = np.array([len(c.token_ids) for c in completions])
@@ -27,6 +31,11 @@ def group_metrics(groups: Sequence[Group], *, policy_version: int) -> dict[str, 
         "rollout/completions": float(len(completions)),
         "rollout/completion_len_mean": float(lengths.mean()),
         "rollout/completion_len_max": float(lengths.max()),
+        "rollout/completion_len_p50": float(np.percentile(lengths, 50)),
+        "rollout/completion_len_p90": float(np.percentile(lengths, 90)),
+        "rollout/tokens_beyond_half": float(
+            np.maximum(lengths - max_completion_tokens / 2, 0).sum() / lengths.sum()
+        ),
         "rollout/prompt_len_mean": float(np.mean([len(g.prompt_token_ids) for g in groups])),
         "rollout/truncated_fraction": float(
             np.mean([c.finish_reason is FinishReason.LENGTH for c in completions])
@@ -47,12 +56,25 @@ def group_metrics(groups: Sequence[Group], *, policy_version: int) -> dict[str, 
     for name in sorted({name for c in scored for name in c.rewards}):
         values = [c.rewards[name] for c in scored if name in c.rewards]
         metrics[f"reward/{name}/mean"] = float(np.mean(values))
+    metrics |= _disagreements([c.rewards for c in scored])
     if scored:
         totals = np.array([c.total_reward for c in scored])
         metrics["reward/total/mean"] = float(totals.mean())
         metrics["reward/total/std"] = float(totals.std())
         metrics["reward/total/min"] = float(totals.min())
         metrics["reward/total/max"] = float(totals.max())
+    return metrics
+
+
+def _disagreements(rewards: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """For each scorer with the variants strict and lenient: how often they differ."""
+    metrics = {}
+    for strict in sorted({name for one in rewards for name in one if name.endswith("/strict")}):
+        scorer = strict.removesuffix("/strict")
+        both = [one for one in rewards if strict in one and f"{scorer}/lenient" in one]
+        if both:
+            differ = [one[strict] != one[f"{scorer}/lenient"] for one in both]
+            metrics[f"reward/{scorer}/disagreement"] = float(np.mean(differ))
     return metrics
 
 
@@ -74,6 +96,45 @@ def selection_metrics(
         "train/microbatches": float(len(batches)),
         "train/padding_fraction": 1.0 - inputs / slots if slots else 0.0,
     }
+
+
+def token_funnel(
+    groups: Sequence[Group],
+    selected: Selection,
+    trained: Selection,
+    *,
+    clipped_tokens: float,
+    skipped: bool,
+) -> dict[str, float]:
+    """How many completion tokens are left at each stage on their way into the update.
+
+    Each stage takes tokens from the one before: those of completions that could not be scored;
+    those that are not in the loss, or whose advantage is 0; those whose policy term the clip holds
+    constant; those of sequences that the off-policy correction leaves out. Nothing contributes to
+    an update that was skipped.
+
+    Args:
+        groups: that the selection was made from.
+        selected: before the off-policy correction.
+        trained: after it; the same where there is none.
+        clipped_tokens: of the trained selection, in the first update of the batch.
+        skipped: whether an update of the batch left the policy as it was.
+    """
+    completions = [c for group in groups for c in group.completions]
+    with_advantage = _tokens_with_advantage(selected)
+    unclipped = with_advantage - clipped_tokens
+    masked = with_advantage - _tokens_with_advantage(trained)
+    return {
+        "funnel/generated": float(sum(len(c.token_ids) for c in completions)),
+        "funnel/scored": float(sum(len(c.token_ids) for c in completions if not c.reward_error)),
+        "funnel/nonzero_advantage": float(with_advantage),
+        "funnel/unclipped": float(unclipped),
+        "funnel/contributed": 0.0 if skipped else float(unclipped - masked),
+    }
+
+
+def _tokens_with_advantage(selection: Selection) -> int:
+    return sum(int(s.active.sum()) for s in selection.sequences if s.advantage != 0)
 
 
 def update_metrics(

@@ -292,7 +292,7 @@ def test_a_recorded_run_that_knew_no_correction_has_none():
 def test_groups_are_counted_by_staleness():
     completions = [make_completion([1], 1.0)]
     groups = [make_group(i, [9], completions, policy_version=v) for i, v in enumerate((5, 3, 5))]
-    metrics = group_metrics(groups, policy_version=5)
+    metrics = group_metrics(groups, policy_version=5, max_completion_tokens=16)
     counts = {n: v for n, v in metrics.items() if n.startswith("offpolicy/staleness_")}
     assert counts == {
         "offpolicy/staleness_mean": pytest.approx(2 / 3),
