@@ -9,15 +9,13 @@ service and leaves address and credentials in `<run>/control/` for as long as th
 import concurrent.futures
 import contextlib
 import dataclasses
-import os
 import pathlib
-import shutil
-import tempfile
 import threading
 from collections.abc import Iterator
 
 from driver.errors import RunError
 from rollout_worker.config import WorkersConfig
+from services import control_access
 from services.control_messages import (
     Accepted,
     Fleet,
@@ -32,7 +30,6 @@ from services.reachable import ANY_HOST, is_loopback
 from services.server import join_address
 from services.tls import Credentials, RunAuthority
 
-FOLDER = "control"
 STOP_GRACE_S = 1.0
 """For an answer that is on its way when the run ends."""
 
@@ -204,31 +201,12 @@ def offer_control(
     server = ControlServer(authority.issue("driver"), box, host=host)
     try:
         address = join_address(driver_host, server.port) if everywhere else server.address
-        _write_access(folder, address, authority.issue("control"))
+        control_access.write_access(folder, address, authority.issue("control"))
         yield address
     finally:
         box.close("the run is ending")
-        shutil.rmtree(folder / FOLDER, ignore_errors=True)
+        control_access.remove_access(folder)
         server.stop(STOP_GRACE_S)
-
-
-def _write_access(folder: pathlib.Path, address: str, credentials: Credentials) -> None:
-    """Puts the whole folder in place at once; only its owner may look into it."""
-    made = pathlib.Path(tempfile.mkdtemp(prefix=f".{FOLDER}-", dir=folder))  # with mode 0700
-    texts = {
-        "address": address.encode(),
-        "ca.pem": credentials.ca_pem,
-        "cert.pem": credentials.cert_pem,
-        "key.pem": credentials.key_pem,
-    }
-    for name, text in texts.items():
-        with open(os.open(made / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(text)
-    for left in folder.glob(f".{FOLDER}-*"):  # by drivers that were killed meanwhile
-        if left != made:
-            shutil.rmtree(left, ignore_errors=True)
-    shutil.rmtree(folder / FOLDER, ignore_errors=True)  # by one that was killed later
-    made.rename(folder / FOLDER)
 
 
 def read_access(folder: pathlib.Path) -> tuple[str, Credentials]:
@@ -237,19 +215,7 @@ def read_access(folder: pathlib.Path) -> tuple[str, Credentials]:
     Raises:
         NotControllable: if they are not there or not for this user.
     """
-    where = folder / FOLDER
     try:
-        return (where / "address").read_text(), Credentials(
-            ca_pem=(where / "ca.pem").read_bytes(),
-            cert_pem=(where / "cert.pem").read_bytes(),
-            key_pem=(where / "key.pem").read_bytes(),
-        )
-    except FileNotFoundError as error:
-        raise NotControllable(
-            f"{where} is not there: the run in {folder} has not got so far yet, or is ending; try "
-            "again in a moment"
-        ) from error
-    except PermissionError as error:
-        raise NotControllable(
-            f"{where} belongs to another user: only who started a run may control it"
-        ) from error
+        return control_access.read_access(folder)
+    except control_access.NoAccess as error:
+        raise NotControllable(str(error)) from error
