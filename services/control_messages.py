@@ -43,11 +43,34 @@ class WorkerStatus:
     groups_leased: int = 0
     groups_done: int = 0
     tokens_per_s: float = 0.0
+    slots: int = 0
+    address: str = ""
+    devices: str = ""
+    host_bytes: int = 0
+    device_bytes: int = -1
+    device_peak_bytes: int = -1
+    pull_gb_per_s: float = 0.0
 
     @property
     def is_serving(self) -> bool:
         """Whether it takes leases."""
         return self.state in (WorkerState.READY, WorkerState.WORKING)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LearnerStatus:
+    """The learner, as the driver last saw it; fields as in control.proto."""
+
+    doing: str
+    policy_version: int = -1
+    issued_version: int = -1
+    host: str = ""
+    pid: int = 0
+    devices: str = ""
+    restarts: int = 0
+    host_bytes: int = 0
+    device_bytes: int = -1
+    device_peak_bytes: int = -1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +85,9 @@ class Fleet:
     policy_version: int = -1
     workers: tuple[WorkerStatus, ...] = ()
     notice: str = ""
+    groups_waiting: int = 0
+    groups_out: int = 0
+    learner: LearnerStatus | None = None
 
     @property
     def current(self) -> int:
@@ -128,6 +154,11 @@ def encode_fleet(fleet: Fleet) -> control_pb2.GetFleetResponse:
         policy_version=fleet.policy_version,
         workers=[_encode_worker(worker) for worker in fleet.workers],
         notice=fleet.notice,
+        groups_waiting=fleet.groups_waiting,
+        groups_out=fleet.groups_out,
+        learner=None
+        if fleet.learner is None
+        else control_pb2.LearnerStatus(**dataclasses.asdict(fleet.learner)),
     )
 
 
@@ -146,6 +177,9 @@ def decode_fleet(message: control_pb2.GetFleetResponse) -> Fleet:
         policy_version=message.policy_version,
         workers=tuple(_decode_worker(worker) for worker in message.workers),
         notice=message.notice,
+        groups_waiting=message.groups_waiting,
+        groups_out=message.groups_out,
+        learner=_decode_learner(message.learner) if message.HasField("learner") else None,
     )
 
 
@@ -162,6 +196,11 @@ def _encode_worker(worker: WorkerStatus) -> control_pb2.WorkerStatus:
 def _decode_worker(message: control_pb2.WorkerStatus) -> WorkerStatus:
     state = _named(WorkerState, control_pb2.WorkerStatus.State, message.state)
     return WorkerStatus(state=state, **{name: getattr(message, name) for name in _PLAIN_FIELDS})
+
+
+def _decode_learner(message: control_pb2.LearnerStatus) -> LearnerStatus:
+    names = [field.name for field in dataclasses.fields(LearnerStatus)]
+    return LearnerStatus(**{name: getattr(message, name) for name in names})
 
 
 def _named(kind: type[_Enum], numbers, number: int) -> _Enum:

@@ -40,7 +40,7 @@ class GetFleetRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetFleetResponse(_message.Message):
-    __slots__ = ("target", "min", "max", "policy", "step", "policy_version", "workers", "notice")
+    __slots__ = ("target", "min", "max", "policy", "step", "policy_version", "workers", "notice", "groups_waiting", "groups_out", "learner")
     class Policy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         POLICY_UNSPECIFIED: _ClassVar[GetFleetResponse.Policy]
@@ -57,6 +57,9 @@ class GetFleetResponse(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     NOTICE_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_WAITING_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_OUT_FIELD_NUMBER: _ClassVar[int]
+    LEARNER_FIELD_NUMBER: _ClassVar[int]
     target: int
     min: int
     max: int
@@ -65,10 +68,37 @@ class GetFleetResponse(_message.Message):
     policy_version: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     notice: str
-    def __init__(self, target: _Optional[int] = ..., min: _Optional[int] = ..., max: _Optional[int] = ..., policy: _Optional[_Union[GetFleetResponse.Policy, str]] = ..., step: _Optional[int] = ..., policy_version: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., notice: _Optional[str] = ...) -> None: ...
+    groups_waiting: int
+    groups_out: int
+    learner: LearnerStatus
+    def __init__(self, target: _Optional[int] = ..., min: _Optional[int] = ..., max: _Optional[int] = ..., policy: _Optional[_Union[GetFleetResponse.Policy, str]] = ..., step: _Optional[int] = ..., policy_version: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., notice: _Optional[str] = ..., groups_waiting: _Optional[int] = ..., groups_out: _Optional[int] = ..., learner: _Optional[_Union[LearnerStatus, _Mapping]] = ...) -> None: ...
+
+class LearnerStatus(_message.Message):
+    __slots__ = ("doing", "policy_version", "issued_version", "host", "pid", "devices", "restarts", "host_bytes", "device_bytes", "device_peak_bytes")
+    DOING_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ISSUED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_PEAK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    doing: str
+    policy_version: int
+    issued_version: int
+    host: str
+    pid: int
+    devices: str
+    restarts: int
+    host_bytes: int
+    device_bytes: int
+    device_peak_bytes: int
+    def __init__(self, doing: _Optional[str] = ..., policy_version: _Optional[int] = ..., issued_version: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., devices: _Optional[str] = ..., restarts: _Optional[int] = ..., host_bytes: _Optional[int] = ..., device_bytes: _Optional[int] = ..., device_peak_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("name", "state", "policy_version", "host", "pid", "restarts", "last_error", "groups_leased", "groups_done", "tokens_per_s")
+    __slots__ = ("name", "state", "policy_version", "host", "pid", "restarts", "last_error", "groups_leased", "groups_done", "tokens_per_s", "slots", "address", "devices", "host_bytes", "device_bytes", "device_peak_bytes", "pull_gb_per_s")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[WorkerStatus.State]
@@ -93,6 +123,13 @@ class WorkerStatus(_message.Message):
     GROUPS_LEASED_FIELD_NUMBER: _ClassVar[int]
     GROUPS_DONE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_PEAK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PULL_GB_PER_S_FIELD_NUMBER: _ClassVar[int]
     name: str
     state: WorkerStatus.State
     policy_version: int
@@ -103,4 +140,11 @@ class WorkerStatus(_message.Message):
     groups_leased: int
     groups_done: int
     tokens_per_s: float
-    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[WorkerStatus.State, str]] = ..., policy_version: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ..., last_error: _Optional[str] = ..., groups_leased: _Optional[int] = ..., groups_done: _Optional[int] = ..., tokens_per_s: _Optional[float] = ...) -> None: ...
+    slots: int
+    address: str
+    devices: str
+    host_bytes: int
+    device_bytes: int
+    device_peak_bytes: int
+    pull_gb_per_s: float
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[WorkerStatus.State, str]] = ..., policy_version: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ..., last_error: _Optional[str] = ..., groups_leased: _Optional[int] = ..., groups_done: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., slots: _Optional[int] = ..., address: _Optional[str] = ..., devices: _Optional[str] = ..., host_bytes: _Optional[int] = ..., device_bytes: _Optional[int] = ..., device_peak_bytes: _Optional[int] = ..., pull_gb_per_s: _Optional[float] = ...) -> None: ...

@@ -11,6 +11,7 @@ from services.control_messages import (
     ERROR_CHARS,
     Accepted,
     Fleet,
+    LearnerStatus,
     NoSuchWorker,
     NotNow,
     OutOfBounds,
@@ -41,6 +42,13 @@ FLEET = Fleet(
             groups_leased=3,
             groups_done=250,
             tokens_per_s=1234.5,
+            slots=64,
+            address="10.0.0.7:4711",
+            devices="1 x NVIDIA H200",
+            host_bytes=5 * 2**30,
+            device_bytes=30 * 2**30,
+            device_peak_bytes=70 * 2**30,
+            pull_gb_per_s=1.25,
         ),
         WorkerStatus(name="rollout-1", state=WorkerState.READY),
         WorkerStatus(name="rollout-2", state=WorkerState.STARTING),
@@ -48,6 +56,20 @@ FLEET = Fleet(
         WorkerStatus(name="rollout-4", state=WorkerState.GONE),
     ),
     notice="no room for rollout-5",
+    groups_waiting=12,
+    groups_out=20,
+    learner=LearnerStatus(
+        doing="update",
+        policy_version=17,
+        issued_version=16,
+        host="10.0.0.6",
+        pid=77,
+        devices="8 x TPU v5 lite",
+        restarts=1,
+        host_bytes=2**33,
+        device_bytes=2**34,
+        device_peak_bytes=2**35,
+    ),
 )
 
 
@@ -100,6 +122,15 @@ def test_requests_and_answers_travel(client, handler):
     assert client.fleet(10) == FLEET
     assert handler.asked == [4, "rollout-1", "fleet"]
     assert FLEET.current == 2
+
+
+def test_what_is_not_known_travels_as_that(client, handler):
+    handler.shown = dataclasses.replace(FLEET, learner=None, workers=FLEET.workers[1:2])
+    seen = client.fleet(10)
+    assert seen.learner is None
+    assert seen.workers[0].device_bytes == seen.workers[0].device_peak_bytes == -1
+    handler.shown = dataclasses.replace(FLEET, learner=LearnerStatus(doing="starting"))
+    assert client.fleet(10).learner == LearnerStatus(doing="starting", device_bytes=-1)
 
 
 @pytest.mark.parametrize(
