@@ -1,0 +1,103 @@
+/**
+ * What the page says when it is not simply live: the run is over, its driver is gone, the connection
+ * is lost, or the link is no longer valid.
+ *
+ * makeBanner() -> {node, update(store)}
+ * linkPanel(folder) -> a panel that says how to get a new link, with a field for a token.
+ */
+import { el, setChildren } from "./dom.js";
+import * as format from "./format.js";
+import { lightMark } from "./palette.js";
+
+export function makeBanner() {
+  const node = el("div", { class: "banner", id: "banner", role: "status", hidden: true });
+  let shown = "";
+  let timer = 0;
+
+  function update(store) {
+    clearTimeout(timer);
+    const said = lostConnection(store) ?? endOfRun(store);
+    node.hidden = !said;
+    if (!said) {
+      shown = "";
+      return;
+    }
+    if (said.again) timer = setTimeout(() => update(store), 1000);
+    if (shown === said.text) return;
+    shown = said.text;
+    node.className = `banner ${said.level}`;
+    node.dataset.banner = said.kind;
+    setChildren(node, lightMark(said.level, ""), el("span", { class: "banner-text" }, said.text),
+      said.retry && el("button", { type: "button", class: "button small",
+        on: { click: () => store.stream?.retry() } }, "Try now"));
+  }
+  return { node, update };
+}
+
+function lostConnection(store) {
+  const { state, since, retryInMs } = store.connection;
+  if (state === "live") return null;
+  const away = (Date.now() - (store.connection.lostAt ?? since)) / 1000;
+  if (state === "refused") {
+    return { kind: "refused", level: "bad", text: "This link is no longer valid: the page stands " +
+      `still. ${newLink(store.run?.folder)}` };
+  }
+  if (away < 2 && state === "connecting") return null;
+  const wait = Math.max(0, Math.ceil((since + retryInMs - Date.now()) / 1000));
+  const soon = state === "waiting" && wait > 0 ? `; trying again in ${wait} s` : "; trying again";
+  const over = store.ended ? " The run had ended." : "";
+  return { kind: "disconnected", level: "warn", again: true, retry: true, text:
+    `No connection to the dashboard${soon}. What you see is of step ${store.columns.last}.${over}` };
+}
+
+function endOfRun(store) {
+  const { run } = store;
+  const took = format.isFiniteNumber(run.ended) && format.isFiniteNumber(run.started)
+    ? ` after ${format.seconds(run.ended - run.started)}` : "";
+  const at = `at step ${run.step ?? 0}${run.steps_total ? ` of ${run.steps_total}` : ""}`;
+  const why = run.reason ? `: ${run.reason}` : "";
+  const resume = run.last_checkpoint !== null && run.last_checkpoint !== undefined
+    ? ` The last checkpoint is of step ${run.last_checkpoint}.` : " There is no checkpoint.";
+  const code = run.exit_code === null || run.exit_code === undefined ? "" : ` (exit code ${run.exit_code})`;
+  if (store.state === "finished") {
+    return { kind: "finished", level: "ok", text: `The run finished ${at}${took}, ` +
+      `${format.clock(run.ended)}. Nothing on this page changes any more.` };
+  }
+  if (store.state === "failed") {
+    return { kind: "failed", level: "bad", text: `The run failed ${at}${took}${code}${why}.${resume}` };
+  }
+  if (store.state === "interrupted") {
+    return { kind: "interrupted", level: "warn",
+      text: `The run was interrupted ${at}${took}${code}${why}.${resume}` };
+  }
+  if (store.state === "lost") {
+    return { kind: "lost", level: "bad", text: `The driver (process ${run.pid ?? "?"} on ` +
+      `${run.host ?? "?"}) is gone without having said why, ${at}.${resume}` };
+  }
+  if (!run.live && store.state === "running") {
+    return { kind: "replay", level: "info",
+      text: "Read from the run's folder: the fleet cannot be asked or changed from here." };
+  }
+  return null;
+}
+
+function newLink(folder) {
+  return `For a new one: python -m services.dashboard --run ${folder ?? "RUN_FOLDER"} --link`;
+}
+
+export function linkPanel(folder) {
+  const field = el("input", { type: "password", id: "token-field", autocomplete: "off",
+    "aria-label": "token", placeholder: "token" });
+  const open = (event) => {
+    event.preventDefault();
+    if (field.value.trim()) location.assign(`/?token=${encodeURIComponent(field.value.trim())}`);
+  };
+  return el("main", { class: "gate", "data-testid": "link-panel" },
+    el("h1", null, "This page needs a new link"),
+    el("p", null, "The token in this link is not, or no longer, valid for the run that is served here. " +
+      "On the machine of the run:"),
+    el("pre", { class: "command" }, `python -m services.dashboard --run ${folder ?? "RUN_FOLDER"} --link`),
+    el("p", null, "Open the link that it prints, or paste its token:"),
+    el("form", { class: "inline-form", on: { submit: open } }, field,
+      el("button", { class: "button", type: "submit" }, "Open")));
+}

@@ -1,0 +1,26 @@
+/**
+ * The part after #: which view is shown and with what.
+ *
+ * route()               {id: "samples", params: URLSearchParams}; id is "" when there is none.
+ * go(id, params)        shows a view: go("samples", {first: 7, last: 7}).
+ * noteParams(id, params) keeps the address in step with what a view shows, without showing it anew.
+ */
+
+export function route() {
+  const [id, query] = location.hash.slice(1).split("?");
+  return { id: decodeURIComponent(id), params: new URLSearchParams(query ?? "") };
+}
+
+function hashOf(id, params) {
+  const kept = Object.entries(params ?? {}).filter(([, item]) => item !== null && item !== undefined);
+  const query = new URLSearchParams(kept).toString();
+  return query ? `#${id}?${query}` : `#${id}`;
+}
+
+export function go(id, params) {
+  location.hash = hashOf(id, params);
+}
+
+export function noteParams(id, params) {
+  history.replaceState(null, "", hashOf(id, params));
+}
