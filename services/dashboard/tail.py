@@ -1,0 +1,126 @@
+"""Reads the whole lines that were appended to a log since it was last looked at."""
+
+import enum
+import itertools
+import json
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+BLOCK_BYTES = 4 << 20
+MARK_BYTES = 64
+BATCH_LINES = 256
+
+
+class Seen(enum.Enum):
+    """What became of a file since it was last looked at."""
+
+    SAME = "same"
+    GROWN = "grown"
+    REPLACED = "replaced"
+    """Another file, a shorter one, other bytes before the place that was read to, or none."""
+
+
+class Tail:
+    """Remembers how far one log was read; a torn last line waits for its rest.
+
+    `look` costs one stat while nothing happens. After REPLACED the owner starts anew with another
+    Tail: what was read before no longer stands in the file.
+    """
+
+    def __init__(self, path: pathlib.Path):
+        self.path = path
+        self._file_id: tuple[int, int] | None = None
+        self._size = 0
+        self._offset = 0
+        self._mark = b""
+
+    def look(self) -> Seen:
+        """Whether there is more to read, without reading it."""
+        try:
+            stat = os.stat(self.path)
+        except FileNotFoundError:
+            return Seen.SAME if self._file_id is None else Seen.REPLACED
+        file_id = (stat.st_dev, stat.st_ino)
+        if self._file_id is None:
+            self._file_id = file_id
+        if file_id != self._file_id or stat.st_size < self._size:
+            return Seen.REPLACED
+        if stat.st_size == self._size:
+            return Seen.SAME
+        return Seen.GROWN if self._mark_stands() else Seen.REPLACED
+
+    def lines(self) -> Iterator[tuple[int, bytes]]:
+        """The whole lines not read yet, without their ends, and the offset at which each begins."""
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            return
+        with file:
+            stat = os.fstat(file.fileno())
+            if self._file_id not in (None, (stat.st_dev, stat.st_ino)):
+                return  # replaced since the last look; the next one says so
+            self._file_id = (stat.st_dev, stat.st_ino)
+            self._size = stat.st_size
+            file.seek(self._offset)
+            rest = b""
+            while block := file.read(min(BLOCK_BYTES, self._size - self._offset - len(rest))):
+                whole, newline, rest = (rest + block).rpartition(b"\n")
+                if not newline:
+                    continue
+                begin = self._offset
+                self._offset += len(whole) + 1
+                self._mark = (self._mark + whole[-MARK_BYTES:] + b"\n")[-MARK_BYTES:]
+                for line in whole.split(b"\n"):
+                    if line:
+                        yield begin, line
+                    begin += len(line) + 1
+
+    def batches(self) -> Iterator[list[tuple[int, bytes]]]:
+        """The same, some hundred lines at a time."""
+        lines = self.lines()
+        while batch := list(itertools.islice(lines, BATCH_LINES)):
+            yield batch
+
+    def skip(self) -> None:
+        """Goes to the end of the last whole line without reading what is before."""
+        if self.look() is not Seen.GROWN:
+            return
+        with self.path.open("rb") as file:
+            self._size = os.fstat(file.fileno()).st_size
+            back = MARK_BYTES
+            while True:
+                begin = max(0, self._size - back)
+                file.seek(begin)
+                whole, newline, _ = file.read(self._size - begin).rpartition(b"\n")
+                if newline or begin == 0:
+                    break
+                back *= 16
+        self._offset = begin + len(whole) + len(newline)
+        self._mark = (whole + newline)[-MARK_BYTES:]
+
+    def _mark_stands(self) -> bool:
+        """Whether the bytes before the place that was read to are those that were read."""
+        with self.path.open("rb") as file:
+            file.seek(self._offset - len(self._mark))
+            return file.read(len(self._mark)) == self._mark
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """The record of a line; None for what is not a JSON object."""
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):  # bad UTF-8 is a ValueError, as is bad JSON
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def read_line(path: pathlib.Path, offset: int, size: int) -> dict[str, Any] | None:
+    """The record that stands at an offset; None where the file has changed meanwhile."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return parse_line(file.read(size))
+    except FileNotFoundError:
+        return None
