@@ -155,7 +155,7 @@ class RunLog:
         place = self._place(n)
         return None if place is None else self._facts(place)
 
-    def group_ids(self, n: int) -> dict[str, list[str]]:
+    def groups(self, n: int) -> dict[str, list[str]]:
         """Ids of the groups that ended in a step, by state, read from the ledger on disk."""
         place = self._place(n)
         if place is None:
