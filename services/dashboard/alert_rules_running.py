@@ -1,0 +1,241 @@
+"""Rules behind the alerts on processes, memory and progress; see `alert_rules.py`."""
+
+import statistics
+
+from services.dashboard.alert_rules import BAD, INFO, WARN, Finding, Rule, Scene
+from services.dashboard.catalog import find
+from services.dashboard.facts import LEARNER, StepFacts
+from services.dashboard.recent import percent
+from services.dashboard.trust import worst_imbalance
+
+GROWTH_BYTES = 200e6
+"""Growth of a process that is worth a word."""
+
+
+def logprob_gap(scene: Scene) -> Finding | None:
+    recent = scene.recent
+    gap = recent.median("offpolicy/logprob_gap_mean")
+    bound = 0.1 if recent.median("offpolicy/staleness_mean") > 0 else 0.02
+    if not scene.beyond(gap, bound, 0.8 * bound):
+        return None
+    return Finding(
+        BAD if gap > 5 * bound else WARN,
+        f"learner and sampler differ by {gap:.2g} nats a token; usual are below {bound:g}",
+        "the same compute_dtype on both sides, or algorithm.off_policy.token_truncate; a gap that "
+        "comes at once is a wrong template, temperature or tensor",
+        "trust",
+    )
+
+
+def canary(scene: Scene) -> Finding | None:
+    bound = scene.recent.settings.canary_bound or 0.1
+    gap = scene.recent.greatest("canary/gap_max")
+    if not gap > bound:
+        return None
+    return Finding(
+        BAD,
+        f"a fixed text has other logprobs at a worker than at the learner: {gap:.2g} nats apart, "
+        f"{bound:g} are allowed",
+        "do not trust this run before you know why: weights.canary_bound makes workers refuse",
+        "trust",
+    )
+
+
+def stale(scene: Scene) -> Finding | None:
+    recent = scene.recent
+    lost = recent.rise("groups/stale") + recent.rise("groups/dropped_stale")
+    trained = sum(facts.groups.get("trained", 0) for facts in recent.steps)
+    share = lost / max(1.0, lost + trained)
+    if not scene.beyond(share, 0.05, 0.03):
+        return None
+    return Finding(
+        WARN,
+        f"{lost:.0f} groups of the last {len(recent.steps)} steps were too old to train on, "
+        f"{percent(share)} of the work",
+        f"raise rollout.max_staleness ({recent.settings.max_staleness} now), or fewer workers",
+        "trust",
+    )
+
+
+def receipts(scene: Scene) -> Finding | None:
+    risen = scene.recent.rise("groups/unknown_receipt") + scene.recent.rise("groups/malformed")
+    if not risen:
+        return None
+    return Finding(
+        WARN,
+        f"the learner refused {risen:.0f} groups of the last {len(scene.recent.steps)} steps: "
+        "weights that it never issued, or contents that do not fit together",
+        "after a restart of the learner a few are usual; else find the worker that pushes them",
+        "trust",
+    )
+
+
+def ledger(scene: Scene) -> Finding | None:
+    off, step, process = worst_imbalance(scene.recent)
+    if not scene.beyond(off, 0.05, 0.03):
+        return None
+    return Finding(
+        WARN,
+        f"step {step}: the phases of {process} are {percent(off)} off its wall time",
+        "seconds are counted twice: read shares of that step with care",
+        "breakdown",
+    )
+
+
+def restarts(scene: Scene) -> Finding | None:
+    recent = scene.recent
+    workers, learner = recent.rise("workers/restarts"), recent.rise("learner/restarts")
+    if not workers + learner:
+        return None
+    who = [f"workers restarted {workers:.0f} times"] if workers else []
+    who += [f"the learner restarted {learner:.0f} times"] if learner else []
+    return Finding(
+        BAD if learner else WARN,
+        f"{' and '.join(who)} in the last {len(recent.steps)} steps",
+        "their last errors stand in Fleet; placement.worker_restarts and learner_restarts bound "
+        "how often",
+        "fleet",
+    )
+
+
+def slow_worker(scene: Scene) -> Finding | None:
+    """One worker at work for 1.6 times as long as the others, and for a tenth of the step more."""
+    names = scene.recent.last.workers
+    steps = [f for f in scene.recent.steps if all(f.busy_s(name) > 0 for name in names)]
+    if len(names) < 2 or len(steps) < 8:  # one that is new or starts anew has not worked in all
+        return None
+    busy = {n: statistics.median(f.busy_s(n) / f.wall_s for f in steps) for n in names}
+    slow = max(busy, key=lambda name: busy[name])
+    others = statistics.median(share for name, share in busy.items() if name != slow)
+    factor = busy[slow] / others if others > 0 else 0.0
+    if not scene.beyond(factor, 1.6, 1.4) or busy[slow] - others < 0.1:
+        return None
+    return Finding(
+        WARN,
+        f"{slow} is at work {percent(busy[slow])} of the step, the other workers "
+        f"{percent(others)}: everybody waits for it",
+        f"compare its host and devices in Fleet; drain {slow} if its machine is slower",
+        "fleet",
+    )
+
+
+def step_time(scene: Scene) -> Finding | None:
+    if not scene.recent.is_full or not scene.baseline.is_full:
+        return None
+    before, now = _step_s(scene.baseline.steps), _step_s(scene.recent.steps)
+    if not scene.beyond(now / before, 1.5, 1.3):
+        return None
+    name = "rollout/completion_len_mean"
+    lengths = scene.baseline.median(name), scene.recent.median(name)
+    return Finding(
+        WARN,
+        f"a step takes {now:.2f} s, {now / before:.1f} times the {before:.2f} s of step "
+        f"{scene.baseline.steps[0].step} on (completions: {lengths[0]:.0f} tokens then, "
+        f"{lengths[1]:.0f} now)",
+        "longer completions explain longer steps; else see which phase grew in the Breakdown",
+        "breakdown",
+    )
+
+
+def _step_s(steps) -> float:
+    return statistics.median(
+        f.wall_s - f.metrics.get("time/eval_s", 0.0) - f.phase_s(LEARNER, "checkpoint")
+        for f in steps
+    )
+
+
+def throughput(scene: Scene) -> Finding | None:
+    name = "throughput/train/decode_tokens_per_s"
+    before, now = scene.baseline.median(name), scene.recent.median(name)
+    if not scene.recent.is_full or not scene.baseline.is_full or not before > 0:
+        return None
+    if not scene.below(now / before, 0.60, 0.75):
+        return None
+    return Finding(
+        WARN,
+        f"workers decode {now:.0f} tokens/s; from step {scene.baseline.steps[0].step} on it was "
+        f"{before:.0f}",
+        "longer sequences read more cache; else a shared machine, a hot device or a slow worker",
+        "fleet",
+    )
+
+
+def saving(scene: Scene) -> Finding | None:
+    return _habit(
+        scene,
+        "checkpoints",
+        lambda facts: facts.phase_s(LEARNER, "checkpoint"),
+        (0.10, 0.07),
+        "a larger checkpoint.every_steps, or a faster disk",
+    )
+
+
+def evaluating(scene: Scene) -> Finding | None:
+    return _habit(
+        scene,
+        "evaluations",
+        lambda facts: facts.metrics.get("time/eval_s", 0.0),
+        (0.25, 0.20),
+        "a larger eval.every_steps, or fewer eval.prompts",
+    )
+
+
+def _habit(scene: Scene, what: str, seconds, limits: tuple[float, float], advice: str):
+    """What comes every few steps, over up to the last hundred."""
+    if len(scene.long) < 20:
+        return None
+    share = sum(map(seconds, scene.long)) / sum(facts.wall_s for facts in scene.long)
+    if not scene.beyond(share, *limits):
+        return None
+    text = f"{what} take {percent(share)} of the last {len(scene.long)} steps"
+    return Finding(INFO, text, advice, "breakdown")
+
+
+def memory(scene: Scene) -> Finding | None:
+    """Growth of a process in each of four quarters of up to a hundred steps, by 20 % and 200 MB.
+
+    Host memory jumps when something new is compiled or held; a leak goes on.
+    """
+    if len(scene.long) < 40:
+        return None
+    for name in scene.recent.names("mem/", "_bytes"):
+        metric = find(name)
+        if metric is None or name.endswith("peak_bytes"):
+            continue
+        parts = _quarters(scene.long, name)
+        if len(parts) < 4 or any(b <= a for a, b in zip(parts, parts[1:], strict=False)):
+            continue
+        grown = parts[3] - parts[0]
+        if grown > GROWTH_BYTES and grown > 0.2 * parts[0]:
+            process = name.split("/")[1]
+            return Finding(
+                WARN,
+                f"{metric.title} of {process} grew from {parts[0] / 1e9:.2f} to "
+                f"{parts[3] / 1e9:.2f} GB within {len(scene.long)} steps, and goes on growing",
+                "a leak ends a run when memory does: checkpoint, then drain the worker or resume",
+                "fleet",
+            )
+    return None
+
+
+def _quarters(steps, name: str) -> list[float]:
+    size = len(steps) // 4
+    parts: list[list[StepFacts]] = [list(steps[i * size : (i + 1) * size]) for i in range(4)]
+    known = [[f.metrics[name] for f in part if name in f.metrics] for part in parts]
+    return [statistics.median(values) for values in known if values]
+
+
+RUNNING_RULES: dict[str, Rule] = {
+    "logprob_gap": logprob_gap,
+    "canary": canary,
+    "stale": stale,
+    "receipts": receipts,
+    "ledger": ledger,
+    "restarts": restarts,
+    "slow_worker": slow_worker,
+    "step_time": step_time,
+    "throughput": throughput,
+    "saving": saving,
+    "evaluating": evaluating,
+    "memory": memory,
+}
