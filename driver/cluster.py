@@ -11,10 +11,12 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Mapping
 
 import psutil
 import ray
 from ray.exceptions import AuthenticationError
+from ray.job_config import JobConfig
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -22,6 +24,7 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
+from driver import ray_job
 from driver.config import PlacementConfig, Resources
 from driver.errors import RunError
 from driver.ray_auth import joins_cluster
@@ -64,8 +67,13 @@ def check_bind_host(host: str) -> None:
         ) from error
 
 
-def connect(namespace: str, stop: StopSignal) -> None:
+def connect(namespace: str, stop: StopSignal, metadata: Mapping[str, str] | None = None) -> None:
     """Joins the cluster of the environment, or starts a local one that ends with this process.
+
+    Args:
+        namespace: of the actors.
+        stop: is installed again after Ray has set handlers of its own.
+        metadata: of the Ray job, for whoever lists the jobs of the cluster.
 
     Raises:
         NoCluster: naming the address, within seconds when nobody listens there.
@@ -80,6 +88,7 @@ def connect(namespace: str, stop: StopSignal) -> None:
             log_to_driver=True,
             include_dashboard=False,
             logging_level=logging.ERROR,
+            job_config=JobConfig(metadata=dict(metadata or {})),
         )
     except (ConnectionError, AuthenticationError) as error:
         raise NoCluster(f"cannot join the Ray cluster at RAY_ADDRESS={address}: {error}") from error
@@ -90,6 +99,8 @@ def connect(namespace: str, stop: StopSignal) -> None:
         raise Interrupted(signal.SIGTERM) from error
     finally:
         stop.install()
+    if metadata:
+        ray_job.add_metadata(metadata)
     stop.check()
 
 

@@ -126,6 +126,16 @@ class WandbConfig(Section):
     entity: str | None = None
 
 
+class DashboardConfig(Section):
+    """The web page that the run serves of itself (docs/dashboard.md)."""
+
+    enabled: bool = True
+    host: str = "127.0.0.1"
+    """Address to listen on; its tokens cross the network unencrypted where it is not loopback."""
+    port: int | None = Field(default=None, ge=0, le=65535)
+    """null takes 8470, or a free one where that is taken; 0 a free one."""
+
+
 class LogConfig(Section):
     samples_per_step: int = Field(default=4, ge=0, le=10_000)
     """Completions written to samples.jsonl at every step."""
@@ -137,6 +147,7 @@ class LogConfig(Section):
     """Write the metrics of every step to event files in `tensorboard` of the run's folder."""
     unexplained_fraction: float = Field(default=0.05, gt=0, le=1)
     """A step warns when a larger share of its seconds belongs to no phase."""
+    dashboard: DashboardConfig = DashboardConfig()
     timeline: bool = True
     """Write what each process did when, step by step, to timeline.jsonl: a few kB a step."""
 

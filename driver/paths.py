@@ -83,6 +83,7 @@ LOCK = "driver.lock"
 OF_A_START = (
     *("status.json", "run_id", "identity.json", "error.txt", "config.yaml"),
     *("stacks", "control", "spool", "spool.lock", LOCK),
+    *("dashboard", "dashboard.log", "environment.json", "code.zip", "tensorboard"),
 )
 """What a run leaves before its first step."""
 
@@ -121,7 +122,7 @@ def check_folder(folder: pathlib.Path, *, resume: bool) -> None:
 
 def _left_by_a_start(path: pathlib.Path) -> bool:
     empty_log = path.suffix == ".jsonl" and path.stat().st_size == 0
-    archive = path.name.startswith(("postmortem-", ".control-"))
+    archive = path.name.startswith(("postmortem-", ".control-", ".dashboard-"))
     return path.name in OF_A_START or empty_log or archive
 
 

@@ -13,6 +13,9 @@ GUARD_BYTES = 8192
 """Read beyond a cut and thrown away after redaction, so that no half of a secret stays. A PEM block
 and a token are shorter."""
 
+SECRET_FOLDERS = ("control", "dashboard")
+"""In a run's folder, where its driver leaves what opens it to its owner."""
+
 _SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|CREDENTIAL|PRIVATE|_KEY$", re.I)
 _SECRET_CHARS = 8
 """A shorter value is a word such as `on`, not a secret."""
@@ -91,4 +94,4 @@ class Redactor:
 
 def is_secret(path: pathlib.Path) -> bool:
     """Whether a file holds keys or tokens by its place or name."""
-    return path.parent.name == "control" or bool(_SECRET_FILE.search(path.name))
+    return path.parent.name in SECRET_FOLDERS or bool(_SECRET_FILE.search(path.name))

@@ -77,17 +77,17 @@ def link(url: str, tokens: Tokens) -> str:
     return f"{url}/?token={tokens.view}"
 
 
-def cookie_name(run_id: str) -> str:
-    """Of this run alone: cookies do not know ports, and a host may have several dashboards."""
-    return f"tandem_{_NOT_OF_A_COOKIE.sub('_', run_id)[:100]}"
+def cookie_name(served: str) -> str:
+    """Of what is served: cookies do not know ports, and a host may have several dashboards."""
+    return f"tandem_{_NOT_OF_A_COOKIE.sub('_', served)[:100]}"
 
 
 class Gate:
     """Compares what a request shows with the tokens, in constant time."""
 
-    def __init__(self, tokens: Tokens, run_id: str):
+    def __init__(self, tokens: Tokens, served: str):
         self._tokens = tokens
-        self.cookie = cookie_name(run_id)
+        self.cookie = cookie_name(served)
 
     def may_look(self, headers: Mapping[str, str]) -> bool:
         """Whether a bearer token or the cookie opens the pages."""

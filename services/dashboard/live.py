@@ -1,0 +1,254 @@
+"""What the dashboard knows of a run, kept up to date, and told to whoever watches.
+
+One asyncio task looks at the run's files about twice a second, by `stat` alone while nothing has
+changed. The driver is asked for its fleet only while somebody watches. Work on files and calls
+happen in threads, one at a time, so that no viewer waits for another's search.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import pathlib
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, TypeVar
+
+from services.dashboard.breakdown import critical_path
+from services.dashboard.facts import StepFacts
+from services.dashboard.fleet import FleetLink, absent
+from services.dashboard.judge import Judge
+from services.dashboard.prometheus import Exporter
+from services.dashboard.run_log import Changes, RunLog
+from services.dashboard.run_state import run_json, state_of_run
+from services.dashboard.samples_index import SampleIndex
+from services.dashboard.spans import Spans
+from services.dashboard.stream import Hub, Viewer
+
+TURN_S = 0.5
+FLEET_S = 1.0
+CATCH_UP_STEPS = 20
+"""More new steps than that at once are told as one `reload`."""
+JUDGED_STEPS = 2000
+"""Most steps that are judged where a log is read anew; those before say little of the present."""
+CLOSE_S = 1.5
+"""For viewers to read how the run ended."""
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Event = tuple[str, Any]
+
+
+class Live:
+    """Owns everything that is read of one run."""
+
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        *,
+        hub: Hub | None = None,
+        driver_is_gone: Callable[[], bool] = lambda: False,
+        now: Callable[[], float] = time.time,
+    ):
+        """Reads nothing yet.
+
+        Args:
+            folder: of the run.
+            hub: of the viewers.
+            driver_is_gone: says for certain that the driver of the run is there no more.
+            now: Unix seconds.
+        """
+        self.folder = folder
+        self.hub = hub or Hub()
+        self.log = RunLog(folder)
+        self.samples = SampleIndex(folder)
+        self.spans = Spans(folder)
+        self.exporter = Exporter()
+        self.failure: Exception | None = None
+        """What ended the task that keeps this up to date."""
+        self._judge: Judge | None = None
+        self._settings = self.log.settings
+        self._driver_is_gone = driver_is_gone
+        self._now = now
+        self._link = FleetLink(folder)
+        self._lock = asyncio.Lock()
+        self._fleet = absent("the driver was not asked yet")
+        self._fleet_at = 0.0
+        self._judgement: dict[str, Any] | None = None
+        self._state = ""
+        self._environment: Mapping[str, Any] | None = None
+        self._samples_total = -1
+
+    async def read(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        """Calls a function that reads the run, in a thread, while nothing else does."""
+        async with self._lock:
+            return await asyncio.to_thread(function, *arguments, **named)
+
+    @contextlib.asynccontextmanager
+    async def kept_up(self) -> AsyncIterator[None]:
+        """Looks, and tells, for as long as the block runs."""
+        task = asyncio.create_task(self._keep_up())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    async def _keep_up(self) -> None:
+        while True:
+            try:
+                await self.turn()
+            except OSError as error:  # as on a network disk: the next look may succeed
+                _log.warning("cannot read the run: %s", error)
+            except Exception as error:  # for the server, which ends with it
+                self.failure = error
+                raise
+            await asyncio.sleep(TURN_S)
+
+    async def turn(self) -> None:
+        """Looks once, and tells every viewer what is new."""
+        for kind, data in await self.read(self._look):
+            self.hub.publish(kind, data)
+        if self.hub.viewers and time.monotonic() - self._fleet_at >= FLEET_S:
+            await self._ask_fleet()
+        if self.hub.viewers and self._judgement is None:
+            self.hub.publish("judgement", await self.read(self.judgement))
+
+    async def join(self) -> Viewer:
+        """Adds a viewer, which first gets the run, its fleet and its judgement.
+
+        Raises:
+            TooManyViewers: see `Hub.join`.
+        """
+        run, judgement = await self.read(lambda: (self.run(), self.judgement()))
+        fleet = await self.fleet()
+        first = (("run", run), ("fleet", fleet), ("judgement", judgement))
+        return self.hub.join([self.hub.event(kind, data) for kind, data in first])
+
+    async def close(self) -> None:
+        """Tells how the run stands now and ends every stream, within CLOSE_S."""
+        await self.turn()
+        self.hub.close()
+        deadline = time.monotonic() + CLOSE_S
+        while self.hub.viewers and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        await asyncio.to_thread(self._link.close)
+
+    async def fleet(self) -> dict[str, Any]:
+        """What the driver said within the last second."""
+        if time.monotonic() - self._fleet_at >= FLEET_S:
+            await self._ask_fleet()
+        return self._fleet
+
+    async def change(self, call: Callable[[FleetLink], T]) -> T:
+        """Asks the driver for a change; raises what the call raises."""
+        try:
+            return await asyncio.to_thread(call, self._link)
+        finally:
+            self._fleet_at = 0.0  # whoever looks next is to see it
+
+    def run(self) -> dict[str, Any]:
+        """The document of /api/run; call it through `read`."""
+        return run_json(
+            self.log,
+            self.folder,
+            state=self._state or self._find_state(),
+            can_control=(self.folder / "control" / "key.pem").exists(),
+            environment=self._find_environment(),
+            now=self._now(),
+        )
+
+    def judgement(self) -> dict[str, Any]:
+        """The document of /api/judgement; call it through `read`."""
+        if self._judgement is None:
+            self._judgement = self._judged().verdict(
+                self._now(), {**self.log.status, "state": self._state}
+            )
+        return self._judgement
+
+    def _judged(self) -> Judge:
+        if self._judge is None:
+            self._judge = Judge(self._settings)
+        return self._judge
+
+    def _judge_steps(self, changes: Changes) -> None:
+        """Gives new steps to the judge; all of them to a new one where the old one's are void."""
+        steps = changes.new_steps
+        if changes.reloaded or self.log.settings != self._settings:
+            self._judge, self._settings = None, self.log.settings
+            steps = self.log.recent(JUDGED_STEPS)
+        for facts in steps[-JUDGED_STEPS:]:
+            self._judged().add(facts)
+
+    def _look(self) -> list[Event]:
+        """Takes up what the run has written since; returns what is to be told."""
+        changes = self.log.refresh()
+        state = self._find_state()
+        events: list[Event] = []
+        if changes.reloaded:
+            self.exporter = Exporter()
+        for facts in changes.new_steps:
+            self.exporter.add(facts)
+        self._judge_steps(changes)
+        if changes.reloaded or len(changes.new_steps) > CATCH_UP_STEPS:
+            events.append(("reload", {}))
+        else:
+            events += [("step", step_json(facts, facts.groups)) for facts in changes.new_steps]
+            events += [("timeline", {"step": step}) for step in changes.new_timeline]
+        if changes.status_changed or state != self._state or changes.reloaded:
+            self._state = state
+            events.append(("run", self.run()))
+        if changes.new_steps or len(events) > 0:
+            self._judgement = None
+        if changes.new_samples or self._samples_total < 0:
+            self.samples.refresh()
+            self._samples_total = self.samples.total
+            events.append(("samples", {"total": self._samples_total}))
+        return events
+
+    async def _ask_fleet(self) -> None:
+        self._fleet_at = time.monotonic()
+        if self._state in ("running", ""):
+            fleet = await asyncio.to_thread(self._link.look)
+        else:
+            fleet = absent(f"the run is {self._state}: its workers are gone")
+        if fleet == self._fleet:
+            return
+        self._fleet = fleet
+        self.hub.publish("fleet", fleet)
+        async with self._lock:
+            self._judged().set_fleet(fleet if fleet["available"] else None)
+            self._judgement = None
+
+    def _find_state(self) -> str:
+        status = self.log.status
+        if status.get("state", "running") == "running" and self._driver_is_gone():
+            return "lost"
+        return state_of_run(self.folder, status)
+
+    def _find_environment(self) -> Mapping[str, Any] | None:
+        if self._environment is None:
+            try:
+                text = (self.folder / "environment.json").read_text(encoding="utf-8")
+                self._environment = json.loads(text)
+            except (OSError, ValueError):  # not written yet, or by an older version of Tandem
+                return None
+        return self._environment
+
+
+def step_json(facts: StepFacts, groups: Any) -> dict[str, Any]:
+    """The document of /api/step/N; `groups` by state, as ids or as counts."""
+    return {
+        "step": facts.step,
+        "time": facts.time,
+        "wall_s": facts.wall_s,
+        "metrics": dict(facts.metrics),
+        "processes": {name: dict(row) for name, row in facts.processes.items()},
+        "overlap_s": dict(facts.overlap_s),
+        "path": critical_path(facts),
+        "groups": groups,
+        "outstanding": facts.outstanding,
+        "warnings": list(facts.warnings),
+    }

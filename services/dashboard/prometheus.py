@@ -1,0 +1,200 @@
+"""A run's numbers in the text format of Prometheus.
+
+    tandem_run_info{run,run_id}                1
+    tandem_run_state{state}                    1 for the state that the run is in, else 0
+    tandem_run_step, tandem_run_steps          last closed step, and how many there are to be
+    tandem_run_start_time_seconds              Unix seconds
+    tandem_step_close_time_seconds             Unix seconds at which the last step was closed
+    tandem_wall_seconds_total                  of all closed steps
+    tandem_phase_seconds_total{process,phase}  the same, by process and phase of the ledger
+    tandem_workers{state}, tandem_workers_target, tandem_groups_waiting, tandem_groups_out,
+    tandem_worker_*{worker}                    what the driver says, while the run goes on
+    tandem_viewers, tandem_viewers_dropped_total   of this dashboard
+
+and every metric of metrics.jsonl, with the value that was measured last: `train/kl` is
+`tandem_train_kl`, and what the catalog has in braces is a label: `mem/rollout-0/host_bytes` is
+`tandem_mem_host_bytes{process="rollout-0"}`. NaN and infinity stand there as they are.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from services.control_messages import WorkerState
+from services.dashboard import catalog
+from services.dashboard.facts import StepFacts
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+STATES = ("running", "finished", "failed", "interrupted", "lost")
+_WORKER_NUMBERS = (
+    *("policy_version", "restarts", "groups_leased", "groups_done", "tokens_per_s", "slots"),
+    *("host_bytes", "device_bytes", "device_peak_bytes", "pull_gb_per_s"),
+)
+_NOT_IN_A_NAME = re.compile(r"[^a-zA-Z0-9_]+")
+_BRACES = re.compile(r"\{(\w+)\}")
+
+
+def exposed(name: str) -> tuple[str, dict[str, str]]:
+    """Name and labels under which a metric of the log appears."""
+    row = catalog.find(name)
+    if row is None or not row.is_pattern:
+        return _prefixed(name), {}
+    parts = _BRACES.split(row.name)
+    pattern = "".join(
+        f"(?P<{part}>{'.+' if part == 'scorer' else '[^/]+'})" if i % 2 else re.escape(part)
+        for i, part in enumerate(parts)
+    )
+    found = re.fullmatch(pattern, name)
+    assert found is not None, f"{name} was found by {row.name}"
+    return _prefixed("/".join(parts[::2])), found.groupdict()
+
+
+class Exporter:
+    """Adds up what a run's steps bring; one is made anew where its log was rewound."""
+
+    def __init__(self):
+        self._latest: dict[str, float] = {}
+        self._seconds: dict[tuple[str, str], float] = {}
+        self._wall_s = 0.0
+        self._last: StepFacts | None = None
+
+    def add(self, facts: StepFacts) -> None:
+        """Takes one step up; they come in order."""
+        self._last = facts
+        self._latest.update(facts.metrics)
+        self._wall_s += facts.wall_s
+        for process, phases in facts.processes.items():
+            for phase, seconds in phases.items():
+                key = (process, phase)
+                self._seconds[key] = self._seconds.get(key, 0.0) + seconds
+
+    def text(
+        self,
+        run: Mapping[str, Any],
+        fleet: Mapping[str, Any],
+        *,
+        viewers: int = 0,
+        dropped: int = 0,
+    ) -> bytes:
+        """The whole page.
+
+        Args:
+            run: as /api/run says.
+            fleet: as /api/fleet says.
+            viewers, dropped: of the event stream.
+        """
+        registry = CollectorRegistry(auto_describe=False)
+        families = [
+            *self._of_run(run),
+            *_of_fleet(fleet),
+            _gauge("tandem_viewers", "Pages that follow this dashboard.", viewers),
+            _counter("tandem_viewers_dropped", "Pages that read too slowly.", dropped),
+        ]
+        families += self._of_log({family.name for family in families})
+        registry.register(_Collected(families))
+        return generate_latest(registry)
+
+    def _of_run(self, run: Mapping[str, Any]) -> Iterator[Metric]:
+        info = GaugeMetricFamily("tandem_run_info", "Which run this is.", labels=("run", "run_id"))
+        info.add_metric([_clean(run["run"]), _clean(run["run_id"])], 1)
+        yield info
+        state = GaugeMetricFamily("tandem_run_state", "How the run stands.", labels=("state",))
+        for one in STATES:
+            state.add_metric([one], float(one == run["state"]))
+        yield state
+        yield _gauge("tandem_run_step", "The last closed step.", run["step"])
+        yield _gauge("tandem_run_steps", "Steps that the run is to have.", run["steps_total"])
+        if run["started"] is not None:
+            yield _gauge("tandem_run_start_time_seconds", "Start, Unix seconds.", run["started"])
+        if self._last is not None:
+            closed = "When the last step was closed, Unix seconds."
+            yield _gauge("tandem_step_close_time_seconds", closed, self._last.time)
+        yield _counter("tandem_wall_seconds", "Wall time of all closed steps.", self._wall_s)
+        phases = CounterMetricFamily(
+            "tandem_phase_seconds",
+            "Seconds of all closed steps by process and phase of the ledger.",
+            labels=("process", "phase"),
+        )
+        for (process, phase), seconds in sorted(self._seconds.items()):
+            phases.add_metric([_clean(process), _clean(phase)], seconds)
+        yield phases
+
+    def _of_log(self, taken: Collection[str]) -> Iterator[Metric]:
+        families: dict[str, dict[str, tuple[dict[str, str], float]]] = {}
+        for name, value in sorted(self._latest.items()):
+            shown, labels = exposed(name)
+            if shown.removesuffix("_total") in taken:
+                shown = _prefixed(f"log/{name}")
+            families.setdefault(shown, {})[name] = (labels, value)
+        for shown, members in families.items():
+            # Two names of the log that differ only in what a Prometheus name cannot hold, or that
+            # share their literal parts, keep apart by one more label.
+            labelled = [tuple(sorted(labels.items())) for labels, _ in members.values()]
+            alike = {tuple(key for key, _ in one) for one in labelled}
+            apart = len(set(labelled)) == len(labelled) and len(alike) == 1
+            first = next(iter(members))
+            row = catalog.find(first)
+            about = f"{row.title}: {row.description}" if row else f"{_clean(first)} of the log"
+            family = GaugeMetricFamily(
+                shown, about + (f" [{row.unit}]" if row and row.unit else "")
+            )
+            for name, (labels, value) in members.items():
+                extra = {} if apart else {"metric": _clean(name)}
+                shown_labels = {key: _clean(one) for key, one in labels.items()} | extra
+                family.add_sample(shown, shown_labels, value)
+            yield family
+
+
+class _Collected:
+    """Families that are ready, as a registry asks for them."""
+
+    def __init__(self, families: Iterable[Metric]):
+        self._families = list(families)
+
+    def collect(self) -> list[Metric]:
+        return self._families
+
+
+def _of_fleet(fleet: Mapping[str, Any]) -> Iterator[Metric]:
+    if not fleet["available"]:
+        return
+    workers = GaugeMetricFamily("tandem_workers", "Rollout workers by state.", labels=("state",))
+    for state in WorkerState:
+        count = sum(worker["state"] == state.value for worker in fleet["workers"])
+        workers.add_metric([state.value], count)
+    yield workers
+    yield _gauge("tandem_workers_target", "Rollout workers that are wanted.", fleet["target"])
+    for key, about in (
+        ("groups_waiting", "Groups that the learner holds and has not trained."),
+        ("groups_out", "Groups that are leased to workers."),
+    ):
+        if isinstance(fleet.get(key), int | float):
+            yield _gauge(f"tandem_{key}", about, fleet[key])
+    for key in _WORKER_NUMBERS:
+        about = f"{key.replace('_', ' ')} of a rollout worker, as the driver last saw it."
+        family = GaugeMetricFamily(f"tandem_worker_{key}", about, labels=("worker",))
+        for worker in fleet["workers"]:
+            if isinstance(worker.get(key), int | float):
+                family.add_metric([_clean(worker["name"])], worker[key])
+        if family.samples:
+            yield family
+
+
+def _gauge(name: str, about: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, about, value=value)
+
+
+def _counter(name: str, about: str, value: float) -> CounterMetricFamily:
+    return CounterMetricFamily(name, about, value=value)
+
+
+def _prefixed(name: str) -> str:
+    return "tandem_" + re.sub("_+", "_", _NOT_IN_A_NAME.sub("_", name)).strip("_")
+
+
+def _clean(text: Any) -> str:
+    """What UTF-8 can hold of a text."""
+    return str(text).encode("utf-8", "backslashreplace").decode()

@@ -1,0 +1,111 @@
+"""Serves the dashboard's application with uvicorn, on a socket that is bound already."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Callable
+
+import uvicorn
+from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from services.dashboard.live import Live
+
+LOOK_S = 0.5
+ORPHAN_S = 60.0
+"""For which a dashboard goes on after its driver is gone, so that viewers hear of it."""
+
+
+class _Protocol(H11Protocol):
+    """Lets the application end a connection whose reader has stopped, with what is buffered."""
+
+    def connection_made(self, transport) -> None:
+        super().connection_made(transport)
+        self.app_state = {**self.app_state, "abort": transport.abort}
+
+
+class DashboardServer(uvicorn.Server):
+    """Tells its viewers how the run stands before it ends; run it from one thread."""
+
+    def __init__(self, app: Starlette, live: Live):
+        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+        super().__init__(
+            uvicorn.Config(
+                app,
+                loop="asyncio",
+                http=_Protocol,
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                access_log=False,  # a request's line may hold a token
+                server_header=False,
+                timeout_graceful_shutdown=2,
+            )
+        )
+        self._live = live
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for listener in sockets or []:  # who comes now is too late
+            listener.close()
+        await self._live.close()
+        await super().shutdown(sockets)
+
+    def serve_on(self, listener: socket.socket, orphaned: "Orphaned | None" = None) -> None:
+        """Serves until SIGINT, SIGTERM or `should_exit`, or until the orphan's time is over.
+
+        Raises:
+            Exception: what ended the task that keeps up with the run.
+        """
+        asyncio.run(self._serve_on(listener, orphaned))
+        if self._live.failure is not None:
+            raise self._live.failure
+
+    async def _serve_on(self, listener: socket.socket, orphaned: "Orphaned | None") -> None:
+        watch = asyncio.create_task(self._end_with(orphaned))
+        await self.serve([listener])
+        watch.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watch
+
+    async def _end_with(self, orphaned: "Orphaned | None") -> None:
+        loop, since = asyncio.get_running_loop(), None
+        while True:
+            if orphaned is not None and orphaned():
+                since = loop.time() if since is None else since
+                if orphaned.is_replaced() or loop.time() - since > ORPHAN_S:
+                    self.should_exit = True
+            if self._live.failure is not None:
+                self.should_exit = True
+            await asyncio.sleep(LOOK_S)
+
+
+class Orphaned:
+    """Whether the driver that started this process is there no more.
+
+    Args:
+        driver_pid: of the parent.
+        token_file: that a new driver of the same run would replace.
+        parent: tells who the parent is now.
+    """
+
+    def __init__(self, driver_pid: int, token_file: os.PathLike[str], parent=os.getppid):
+        self._driver_pid = driver_pid
+        self._token_file = token_file
+        self._parent: Callable[[], int] = parent
+        self._mine = self._stamp()
+
+    def __call__(self) -> bool:
+        return self._parent() != self._driver_pid
+
+    def is_replaced(self) -> bool:
+        """Whether another driver has taken over, which may want this port."""
+        return self._stamp() != self._mine
+
+    def _stamp(self) -> tuple[int, int] | None:
+        try:
+            found = os.stat(self._token_file)
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns
