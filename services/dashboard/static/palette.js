@@ -32,7 +32,7 @@ const PHASE_COLORS = {
   compile: ["#3d4450", "#dfe4ea"],
   checkpoint: ["#a58fd0", "#a58fd0"],
   eval: ["#5a3d94", "#6f51ad"],
-  idle: ["#e3e6ea", "#2a313b"],
+  idle: ["#dde1e7", "#2b333e"],
 };
 const UNEXPLAINED = ["#d1007f", "#ff4db2"];
 const LINES = [
@@ -57,7 +57,8 @@ export function phaseColor(phase) {
 }
 
 export function phaseTitle(phase) {
-  return phase === "forward_backward" ? "forward + backward" : phase.replaceAll("_", " ");
+  if (phase === "forward_backward") return "forward + backward";
+  return isUnexplained(phase) ? "unexplained" : phase.replaceAll("_", " ");
 }
 
 export function phaseFill(ctx, phase) {

@@ -1,0 +1,175 @@
+/**
+ * Whether the numbers can be believed: every check with its value, its bound and a light; for the
+ * one that is chosen its history; and how old the groups were that were trained on.
+ */
+import { el, setChildren, setText } from "../dom.js";
+import { count, isFiniteNumber, number, percent, value, withUnit } from "../format.js";
+import { lightMark } from "../palette.js";
+import { go } from "../router.js";
+import { lineChart, sparkline } from "./spark.js";
+import { stalenessCard } from "./staleness.js";
+
+export const id = "trust";
+export const title = "Trust";
+
+const WORDS = { ok: "fine", warn: "look", bad: "bad", none: "no data" };
+/** Checks whose completions can be read: the parameters of the samples view. */
+const SAMPLES = {
+  disagreement: { disagree: 1 },
+  reward_errors: { error: 1 },
+};
+const FRACTIONS = new Set(["weights_truncated", "zero_variance", "reward_errors", "disagreement", "ledger"]);
+const UPRIGHT = { ArrowDown: 1, ArrowUp: -1 };
+
+export function mount(root, store) {
+  const summary = el("div", { class: "row trust-summary", role: "status", "data-testid": "trust-summary" });
+  const rows = el("tbody");
+  const table = el("div", { class: "table-wrap grow", role: "region", "aria-label": "checks", tabindex: "-1" },
+    el("table", { class: "trust-table" },
+      el("caption", { class: "visually-hidden" }, "Checks of the run with value, bound and light"),
+      el("thead", null, el("tr", null,
+        ["light", "check"].map((name) => el("th", { scope: "col" }, name)),
+        ["value", "bound"].map((name) => el("th", { scope: "col", class: "num" }, name)),
+        el("th", { scope: "col" }, "history"))),
+      rows));
+  const detail = detailCard(store);
+  const staleness = stalenessCard(store);
+  setChildren(root, el("div", { class: "split" },
+    el("section", { class: "panel column grow" },
+      el("div", { class: "panel-head row" }, el("h2", null, "Can the numbers be believed?"), summary), table),
+    el("div", { class: "trust-side" }, detail.node, staleness.node)));
+  let chosen = null;
+  let asked = "";
+
+  function draw() {
+    const checks = store.judgement?.trust ?? [];
+    if (!checks.length) {
+      setChildren(summary);
+      setChildren(rows, el("tr", null, el("td", { colspan: 5, class: "muted" },
+        "The first checks come with the first trained step.")));
+      detail.show(null);
+      return;
+    }
+    load(checks);
+    if (!checks.some((check) => check.id === chosen)) chosen = worst(checks).id;
+    setChildren(summary, lights(checks));
+    const focused = rows.contains(document.activeElement) && document.activeElement.dataset.id;
+    setChildren(rows, checks.map((check) => row(check, store, check.id === chosen)));
+    if (focused) rows.querySelector(`[data-id="${CSS.escape(focused)}"]`)?.focus();
+    detail.show(checks.find((check) => check.id === chosen));
+  }
+
+  /** Asks once for the history of series that the page does not load by itself. */
+  function load(checks) {
+    const names = [...new Set(checks.flatMap((check) => check.series))];
+    if (names.join() === asked) return;
+    asked = names.join();
+    store.ensure(names).catch((error) => setText(detail.note, `their history: ${error.message}`));
+  }
+
+  function choose(name, focus) {
+    chosen = name;
+    for (const tr of rows.children) {
+      tr.setAttribute("aria-selected", String(tr.dataset.id === name));
+      tr.tabIndex = tr.dataset.id === name ? 0 : -1;
+      if (focus && tr.dataset.id === name) tr.focus();
+    }
+    detail.show(store.judgement.trust.find((check) => check.id === name));
+  }
+
+  rows.addEventListener("click", (event) => {
+    const tr = event.target.closest("tr[data-id]");
+    if (tr && !event.target.closest("button")) choose(tr.dataset.id, true);
+  });
+  rows.addEventListener("keydown", (event) => {
+    const next = UPRIGHT[event.key] === 1 ? event.target.closest("tr")?.nextSibling
+      : UPRIGHT[event.key] === -1 ? event.target.closest("tr")?.previousSibling : null;
+    if (!next?.dataset?.id) return;
+    event.preventDefault();
+    choose(next.dataset.id, true);
+  });
+
+  return {
+    update(event) {
+      if (["judgement", "history", "theme"].includes(event.type)) draw();
+      if (["step", "reload"].includes(event.type)) staleness.update(event.type);
+    },
+    show() {
+      draw();
+      return staleness.show();
+    },
+    hide: () => detail.hide(),
+  };
+}
+
+function lights(checks) {
+  return ["bad", "warn", "ok", "none"].map((light) => {
+    const n = checks.filter((check) => check.light === light).length;
+    return n ? lightMark(light, `${n} ${WORDS[light]}`) : null;
+  });
+}
+
+function worst(checks) {
+  return ["bad", "warn"].map((light) => checks.find((check) => check.light === light)).find(Boolean) ?? checks[0];
+}
+
+function row(check, store, isChosen) {
+  const link = SAMPLES[check.id];
+  return el("tr", { class: "opens", "data-testid": "trust-row", tabindex: isChosen ? 0 : -1,
+    "aria-selected": String(isChosen), data: { id: check.id, light: check.light } },
+  el("td", null, lightMark(check.light, WORDS[check.light])),
+  el("td", null, el("div", { class: "check-title" }, check.title),
+    el("div", { class: "check-text muted" }, check.text,
+      link && [" ", el("button", { type: "button", class: "link", "data-testid": `samples-of-${check.id}`,
+        on: { click: () => go("samples", link) } }, "Read them")])),
+  el("td", { class: "num" }, el("span", { class: "check-value" }, shown(check, check.value))),
+  el("td", { class: "num muted" }, shown(check, check.bound)),
+  el("td", { class: "check-spark" }, sparkline(...history(check, store))));
+}
+
+/** A value or a bound of a check; both may be words. */
+function shown(check, x) {
+  if (x === null || x === undefined) return "–";
+  if (typeof x === "string" && !/^(NaN|-?Infinity)$/.test(x)) return x;
+  if (FRACTIONS.has(check.id)) return percent(x);
+  if (["groups", "steps", "metrics", "versions"].includes(check.unit)) return count(x);
+  return withUnit(x, check.unit);
+}
+
+function history(check, store) {
+  const { metrics, steps, nonfinite } = store.columns;
+  const name = check.series.find((one) => one in metrics);
+  if (!name) return [[]];
+  const bound = isFiniteNumber(value(check.bound)) ? check.bound : null;
+  return [steps.map((step, i) => [step, metrics[name][i] ?? null]),
+    { bound, odd: [...(nonfinite.get(name)?.keys() ?? [])] }];
+}
+
+function detailCard(store) {
+  const head = el("h2", { id: "trust-detail-title" });
+  const note = el("p", { class: "muted" });
+  const host = el("div", { class: "chart-host-small" });
+  const chart = lineChart(host, { label: "history of the check that is chosen", format: (x) => number(x) });
+  const node = el("section", { class: "panel column trust-detail", "aria-labelledby": "trust-detail-title" },
+    head, note, host);
+  return {
+    node,
+    note,
+    show(check) {
+      node.hidden = !check;
+      if (!check) return;
+      const { metrics, steps, nonfinite } = store.columns;
+      const names = check.series.filter((name) => name in metrics).slice(0, 5);
+      setText(head, check.title);
+      setText(note, names.map((name) => store.metric(name)?.description).find(Boolean) ?? check.text);
+      const odd = names.flatMap((name) => [...(nonfinite.get(name)?.keys() ?? [])]);
+      chart.draw({
+        x: names.length ? steps : [],
+        lines: names.map((name) => ({ name: store.metric(name)?.name ? store.metricTitle(name) : name, y: metrics[name] })),
+        bound: isFiniteNumber(value(check.bound)) ? value(check.bound) : null,
+        odd: odd.filter((step) => step >= steps[0]),
+      });
+    },
+    hide: () => chart.hide(),
+  };
+}
