@@ -14,7 +14,7 @@ from typing import Any
 
 from services.dashboard.facts import RunSettings, StepFacts
 from services.dashboard.step_model import ENOUGH, WINDOW, Forecast, StepModel
-from services.dashboard.step_sides import Settling, Sides, median_sides, sides_of
+from services.dashboard.step_sides import Settling, Sides, sides_of
 
 PAST = 50
 """Predictions that the page shows."""
@@ -119,7 +119,7 @@ class WhatIf:
                     "actual": change.actual,
                     "error": change.error,
                 }
-                for change in self.changes
+                for change in self.changes[-PAST:]
             ],
         }
 
@@ -163,7 +163,7 @@ class WhatIf:
     def _said(self, workers: int) -> float | None:
         """The time of a step with so many workers, by what is known before it."""
         if len(self._seen.get(workers, ())) >= ENOUGH:
-            return median_sides(self._seen[workers]).step_s
+            return statistics.median(sides.step_s for sides in self._seen[workers])
         if not self._workers:
             return None
         return self._model().with_workers(self._workers, workers).step_s
