@@ -24,7 +24,6 @@ from services.dashboard.app import build
 from services.dashboard.auth import NoLink, Tokens
 from services.dashboard.listener import PortTaken, answers, bind, url_of
 from services.dashboard.live import Live
-from services.dashboard.pair import Pair
 from services.dashboard.server import DashboardServer, Orphaned
 from services.reachable import is_loopback
 
@@ -177,7 +176,6 @@ def _server(
         tokens,
         loopback=is_loopback(host),
         cookie=f"{name}_{port}",  # a run may be served twice
-        compare=Pair(*lives).document if len(lives) == 2 else None,
     )
     return DashboardServer(app, live)
 

@@ -24,7 +24,7 @@ from services.control_messages import Accepted
 from services.dashboard import catalog, openapi
 from services.dashboard.auth import Gate, Tokens
 from services.dashboard.fleet import FleetLink, Refusal
-from services.dashboard.guard import Guard
+from services.dashboard.guard import SECURITY_HEADERS, Guard
 from services.dashboard.history import history
 from services.dashboard.live import Live, step_json
 from services.dashboard.prometheus import CONTENT_TYPE
@@ -148,7 +148,7 @@ class Api:
     async def history(self, request: Request) -> Response:
         query = Query(request.query_params, "first", "last", "points", "names")
         return Json(
-            await self._live.read(
+            await self._asked(
                 history,
                 self._live.log,
                 first=query.whole("first"),
@@ -173,12 +173,12 @@ class Api:
         first, last = query.whole("first"), query.whole("last")
         last_s = query.number("last_s", above=0, most=86_400)
         spans = self._live.spans
-        return Json(await self._live.read(spans.timeline, first=first, last=last, last_s=last_s))
+        return Json(await self._asked(spans.timeline, first=first, last=last, last_s=last_s))
 
     async def trace(self, request: Request) -> Response:
         query = Query(request.query_params, "first", "last")
         first, last = query.whole("first"), query.whole("last")
-        found = await self._live.read(self._live.spans.trace, first=first, last=last)
+        found = await self._asked(self._live.spans.trace, first=first, last=last)
         name = "-".join(["trace", *(str(step) for step in (first, last) if step is not None)])
         return Json(found, headers={"content-disposition": f'attachment; filename="{name}.json"'})
 
@@ -216,7 +216,7 @@ class Api:
         query = Query(request.query_params, "first", "last", "points")
         points = query.whole("points", least=10, most=5000) or 600
         first, last = query.whole("first"), query.whole("last")
-        return Json(await self._live.read(self._compare, first, last, points))
+        return Json(await self._asked(self._compare, first, last, points))
 
     async def stream(self, request: Request) -> Any:
         try:
@@ -224,9 +224,16 @@ class Api:
         except TooManyViewers as error:
             return _error(503, str(error))
 
+    async def _asked(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """As `Live.read`, of a function that refuses what cannot be asked by ValueError."""
+        try:
+            return await self._live.read(function, *arguments, **named)
+        except ValueError as error:
+            raise BadQuery(str(error)) from error
+
     def _find_step(self, step: int) -> dict[str, Any] | None:
         facts = self._live.log.step(step)
-        return facts and step_json(facts, self._live.log.group_ids(step))
+        return facts and step_json(facts, self._live.log.groups(step))
 
     async def _of_sample(self, request: Request, find: Callable[[str], Any]) -> Response:
         name = request.path_params["id"]
@@ -294,4 +301,5 @@ async def _bad_query(request: Request, error: Exception) -> Response:
 
 
 async def _failure(request: Request, error: Exception) -> Response:
-    return _error(500, f"the dashboard failed here ({type(error).__name__}): see dashboard.log")
+    text = f"the dashboard failed here ({type(error).__name__}): see dashboard.log"
+    return Json({"error": text}, 500, SECURITY_HEADERS)  # the guard does not see it

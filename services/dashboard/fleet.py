@@ -84,9 +84,10 @@ class FleetLink:
 
 def fleet_json(fleet: Fleet) -> dict[str, Any]:
     """Every field of the message, enums by their value."""
-    plain = _plain(fleet)
-    named: dict[str, Any] = {_OTHER_NAMES.get(key, key): one for key, one in plain.items()}
-    return {"available": True, "why": "", **named}
+    fields = [
+        (field.name, _plain(getattr(fleet, field.name))) for field in dataclasses.fields(fleet)
+    ]
+    return {"available": True, "why": "", **{_OTHER_NAMES.get(k, k): one for k, one in fields}}
 
 
 def absent(why: str) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class Live:
         self.hub = hub or Hub()
         self.log = RunLog(folder)
         self.samples = SampleIndex(folder)
-        self.spans = Spans(folder)
+        self.spans = Spans(folder, self.log)
         self.exporter = Exporter()
         self.failure: Exception | None = None
         """What ended the task that keeps this up to date."""
@@ -187,6 +187,7 @@ class Live:
         changes = self.log.refresh()
         state = self._find_state()
         events: list[Event] = []
+        self.spans.refresh()
         if changes.reloaded:
             self.exporter = Exporter()
         for facts in changes.new_steps:

@@ -1,7 +1,10 @@
 """Query parameters, checked where they enter."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
+
+from services.dashboard.samples_index import MOST_LISTED, SampleQuery
 
 MOST = 10**12
 TEXT_CHARS = 1000
@@ -21,9 +24,7 @@ class Query:
         """
         for name in given:
             if name not in known:
-                raise BadQuery(
-                    f"{name[:40]!r} is no parameter here: there are {', '.join(known)}"
-                )
+                raise BadQuery(f"{name[:40]!r} is no parameter here: there are {', '.join(known)}")
         self._given = given
 
     def whole(self, name: str, *, least: int = 0, most: int = MOST) -> int | None:
@@ -79,3 +80,31 @@ class Query:
         if text and text not in choices:
             raise BadQuery(f"{name}={text[:40]!r} must be {' or '.join(choices)}")
         return text or None
+
+
+def sample_query(given: Mapping[str, str]) -> SampleQuery:
+    """What /api/samples is asked for.
+
+    Raises:
+        BadQuery: naming the parameter.
+    """
+    names = (field.name for field in dataclasses.fields(SampleQuery))
+    query = Query(given, *names)
+    try:
+        return SampleQuery(
+            q=query.text("q") or "",
+            kind=query.choice("kind", "train", "eval"),
+            first=query.whole("first"),
+            last=query.whole("last"),
+            prompt=query.whole("prompt"),
+            reward_min=query.number("reward_min"),
+            reward_max=query.number("reward_max"),
+            finish=query.text("finish"),
+            why=query.text("why"),
+            disagree=query.flag("disagree"),
+            error=query.flag("error"),
+            offset=query.whole("offset") or 0,
+            limit=query.whole("limit", least=1, most=MOST_LISTED) or 50,
+        )
+    except ValueError as error:
+        raise BadQuery(str(error)) from error

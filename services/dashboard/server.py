@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 
 import uvicorn
 from starlette.applications import Starlette
@@ -16,6 +18,8 @@ from services.dashboard.live import Live
 LOOK_S = 0.5
 ORPHAN_S = 60.0
 """For which a dashboard goes on after its driver is gone, so that viewers hear of it."""
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class _Protocol(H11Protocol):
@@ -41,14 +45,27 @@ class DashboardServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,  # a request's line may hold a token
                 server_header=False,
+                proxy_headers=False,
                 timeout_graceful_shutdown=2,
             )
         )
         self._live = live
 
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's own, but a signal is done with once it has ended the server: what stands
+        around it is to be cleared away."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {one: signal.signal(one, self.handle_exit) for one in _SIGNALS}
+        try:
+            yield
+        finally:
+            for one, handler in before.items():
+                signal.signal(one, handler)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for listener in sockets or []:  # who comes now is too late
-            listener.close()
         await self._live.close()
         await super().shutdown(sockets)
 

@@ -59,6 +59,7 @@ class Hub:
         self._max_viewers = max_viewers
         self._viewers: set[Viewer] = set()
         self._last_id = 0
+        self._closed = False
         self.dropped = 0
         """Viewers that were too slow, since the start."""
         self.encoded = 0
@@ -80,7 +81,8 @@ class Hub:
             self._give(self.event(kind, data))
 
     def close(self) -> None:
-        """Lets every viewer read what it has got, then ends its stream."""
+        """Lets every viewer read what it has got, then ends its stream; also those to come."""
+        self._closed = True
         self._give(None)
 
     def join(self, first: Iterable[bytes] = ()) -> Viewer:
@@ -95,7 +97,7 @@ class Hub:
                 "served: close some"
             )
         viewer = Viewer(self._queue_events)
-        for event in first:
+        for event in (*first, *([None] if self._closed else [])):
             viewer.queue.put_nowait(event)
         self._viewers.add(viewer)
         return viewer
