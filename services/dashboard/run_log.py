@@ -101,7 +101,7 @@ class RunLog:
     @property
     def processes(self) -> list[str]:
         """Every process of the run so far: the learner, then the workers by number."""
-        return sorted(self._ledger.seconds, key=lambda name: (name != LEARNER, _natural(name)))
+        return sorted(self._ledger.seconds, key=lambda name: (name != LEARNER, natural(name)))
 
     @property
     def last_step(self) -> int:
@@ -335,7 +335,7 @@ def plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
-def _natural(name: str) -> tuple[tuple[int, str], ...]:
+def natural(name: str) -> tuple[tuple[int, str], ...]:
     """A key by which rollout-10 comes after rollout-9."""
     return tuple(
         (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)
