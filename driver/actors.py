@@ -1,8 +1,6 @@
 """Ray actors of a run: how one is started on its platform, and what its errors say."""
 
 import re
-import time
-from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -139,20 +137,3 @@ def start_failure(error: BaseException, who: str) -> RunError:
     message = message_of(error)
     kind = ResourcesNotMet if "WrongPlatform: " in message else ActorFailed
     return kind(f"{who} could not start: {message}", details=str(error))
-
-
-def wait_for(call: Any, who: str, what: str, timeout_s: float, check: Callable[[], None]) -> Any:
-    """`result_of` a call, once it has ended.
-
-    Args:
-        check: called while it waits; raises to end the wait.
-
-    Raises:
-        NoAnswer: naming who and what.
-    """
-    deadline = time.monotonic() + timeout_s
-    while not ray.wait([call], timeout=POLL_S)[0]:
-        check()
-        if time.monotonic() > deadline:
-            raise NoAnswer(f"{who} did not answer {what!r} within {timeout_s:g} s")
-    return result_of(call, who, what)

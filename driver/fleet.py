@@ -8,31 +8,29 @@ Nothing here blocks: `pump` looks at every call that is under way, books what en
        +------------------- waiting     a process that died, hung or raised
 """
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayTaskError
 
 from driver import actors
 from driver.actors import GONE, ActorFailed, LearnerLost, NoAnswer, Room
 from driver.config import RunConfig
 from driver.errors import RunError
 from driver.fleet_records import FleetEvents, FleetState, Worker
+from driver.laps import LapTaker
 from driver.launch import Launcher
 from rollout_worker.actor import RolloutSpec
 from rollout_worker.orders import LeaseOutcome, News, Orders, WorkerState
 from services.messages import Lease
+from services.relay_tree import ancestors, relay_tree
 
 NEWS_S = 5.0
 """How long a worker may keep a question for news open."""
 SILENT_S = 60.0
 """Beyond that, how long it may take to answer: a process that is stopped counts as lost then."""
-LAP_S = 5.0
-"""How long a step may wait for a worker's seconds."""
 LEAVE_S = 10.0
 """How long a drained process may take to close."""
 FIRST_BACKOFF_S = 0.5
@@ -52,19 +50,17 @@ class Fleet:
         launcher: Launcher,
         make_spec: Callable[[str], RolloutSpec],
         events: FleetEvents,
+        laps: LapTaker,
     ):
         self._config = config
         self._launcher = launcher
         self._make_spec = make_spec
         self._events = events
+        self._laps = laps
         self.workers: dict[str, Worker] = {}
         self._next_index = 0
         self._proved = False
         """A worker of this run has started once."""
-        self._gaps: set[str] = set()
-        """Names whose process came or went since the last lap."""
-        self._left: dict[Any, str] = {}
-        """Calls for the last seconds of workers that have left."""
         self._leaving: list[tuple[Any, float]] = []
         """Drained processes, and when those that still are there are killed."""
         self.restarts = 0
@@ -95,8 +91,16 @@ class Fleet:
 
     def order_all(self, orders: Orders) -> None:
         """Sends orders to every process that is ready."""
-        for worker in self._running():
+        for worker in self.running():
             self.order(worker, orders)
+
+    def tell_sources(self, learner_address: str) -> None:
+        """Says to every worker whom to ask for weights: its relays, then the learner."""
+        ready = {worker.name: worker for worker in self.ready()}
+        tree = relay_tree(list(ready), self._config.weights.relay_fanout)
+        for name, worker in ready.items():
+            relays = [ready[relay].about["address"] for relay in ancestors(tree, name)]
+            self.order(worker, Orders(sources=(*relays, learner_address)))
 
     def room(self) -> int:
         """Groups that could be given out now."""
@@ -116,7 +120,7 @@ class Fleet:
 
     def cancel_all(self) -> None:
         """Voids every lease that is out; the caller has given them back."""
-        for worker in self._running():
+        for worker in self.running():
             if worker.leases:
                 self.order(worker, Orders(cancel=tuple(worker.leases)))
                 worker.leases.clear()
@@ -155,23 +159,6 @@ class Fleet:
                 self._lost(worker, NoAnswer(late))
         return ended & set(calls)
 
-    def laps(self) -> tuple[dict[str, dict[str, float]], set[str]]:
-        """Seconds by phase of every process since the last call.
-
-        Returns:
-            the seconds, and the names whose process was not there all the time or does not answer.
-        """
-        running = {worker.actor.lap.remote(): worker.name for worker in self._running()}
-        calls = running | self._left
-        ended = ray.wait([*calls], num_returns=len(calls), timeout=LAP_S)[0] if calls else []
-        laps: dict[str, dict[str, float]] = {name: {} for name in self.workers}
-        for call in ended:
-            with contextlib.suppress(*GONE, RayTaskError):  # its news say so too
-                laps[calls[call]] = ray.get(call)
-        gaps = self._gaps | set(self._left.values()) | {name for name in laps if not laps[name]}
-        self._gaps, self._left = set(self.workers) - set(running.values()), {}
-        return laps, gaps
-
     def lost_while(self, worker: Worker, error: BaseException) -> None:
         """Books a worker as lost that failed in a call of the caller's."""
         if self.workers.get(worker.name) is worker and worker.state is not FleetState.WAITING:
@@ -192,6 +179,11 @@ class Fleet:
     def ready(self) -> list[Worker]:
         """Workers that can be called."""
         return [worker for worker in self.workers.values() if worker.takes_leases]
+
+    def running(self) -> list[Worker]:
+        """Workers whose process is ready, those that leave included."""
+        states = (FleetState.READY, FleetState.WORKING, FleetState.DRAINING)
+        return [worker for worker in self.workers.values() if worker.state in states]
 
     def table(self) -> list[dict[str, Any]]:
         """One record of plain values for every worker."""
@@ -225,16 +217,12 @@ class Fleet:
             actors.kill(actor)
         self.workers = {}
 
-    def _running(self) -> list[Worker]:
-        states = (FleetState.READY, FleetState.WORKING, FleetState.DRAINING)
-        return [worker for worker in self.workers.values() if worker.state in states]
-
     def _start(self, worker: Worker) -> None:
         worker.state = FleetState.STARTING
         spec = self._make_spec(worker.name)
         worker.actor, worker.call = self._launcher.worker(spec, worker.room)
         worker.asked_at = time.monotonic()
-        self._gaps.add(worker.name)
+        self._laps.book.gone(worker.name)
 
     def _ask(self, worker: Worker) -> None:
         worker.call = worker.actor.news.remote(NEWS_S)
@@ -256,6 +244,7 @@ class Fleet:
         if starting:
             self._proved = True
             worker.about = answer
+            self._laps.book.came(worker.name, worker.asked_at, answer)
             worker.state = FleetState.READY
             self._events.joined(worker)
         else:
@@ -265,6 +254,9 @@ class Fleet:
 
     def _hear(self, worker: Worker, news: News) -> None:
         worker.policy_version, worker.weight_digest = news.policy_version, news.weight_digest
+        worker.memory = news.memory
+        for travelled in [one for one in news.transfers if one["wire_bytes"] and one["seconds"]]:
+            worker.pull_gb_per_s = travelled["wire_bytes"] / 1e9 / travelled["seconds"]
         for result in news.results:
             given = worker.leases.get(result.group_id)
             if given is None or given[0].attempt != result.attempt:
@@ -322,9 +314,9 @@ class Fleet:
     def _gone(self, worker: Worker, error: BaseException) -> None:
         leases, worker.leases = list(worker.leases), {}
         actors.kill(worker.actor)
-        worker.actor, worker.call, worker.policy_version = None, None, -1
+        worker.actor, worker.call, worker.memory, worker.policy_version = None, None, None, -1
         worker.last_error = str(error) if isinstance(error, RunError) else actors.message_of(error)
-        self._gaps.add(worker.name)
+        self._laps.book.gone(worker.name)
         if leases:
             self._events.lost(leases, True)
 
@@ -350,9 +342,10 @@ class Fleet:
     def _remove(self, worker: Worker) -> None:
         if worker.actor is not None:
             if worker.state is FleetState.DRAINING:
-                self._left[worker.actor.lap.remote()] = worker.name
+                self._laps.ask(worker.name, worker.actor, time.monotonic())
             worker.actor.close.remote()
             self._leaving.append((worker.actor, time.monotonic() + LEAVE_S))
+        self._laps.book.gone(worker.name)
         del self.workers[worker.name]
         self._events.left(worker)
 

@@ -8,6 +8,7 @@ from typing import Any
 from driver.actors import Room
 from rollout_worker.orders import LeaseResult, News
 from services.messages import Lease
+from services.process_memory import ProcessMemory
 
 
 class FleetState(enum.Enum):
@@ -45,6 +46,10 @@ class Worker:
     last_error: str = ""
     done: int = 0
     tokens: int = 0
+    memory: ProcessMemory | None = None
+    """As last heard."""
+    pull_gb_per_s: float = 0.0
+    """10^9 bytes a second of the last version that travelled to it."""
 
     @property
     def takes_leases(self) -> bool:

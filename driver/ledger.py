@@ -14,6 +14,8 @@ from driver.jsonl import JsonlLog
 from driver.lease_book import LeaseBook, LedgerError
 from services.phase_clock import PHASES, UNEXPLAINED
 
+ROUNDING_S = 1e-6
+"""Seconds that sums of floats may be off; no overlap."""
 UNEXPLAINED_FLOOR_S = 0.25
 """Below this nobody is warned: a short step on a busy machine has so much jitter."""
 
@@ -85,7 +87,7 @@ class StepLedger:
             row, over = _balance(step, process, phase_s, wall_s)
             rows[process] = row
             slack_s = max(self._unexplained_fraction * wall_s, UNEXPLAINED_FLOOR_S)
-            if over > 0:
+            if over > ROUNDING_S:
                 overlap_s[process] = over
             if over > slack_s:
                 warnings.append(

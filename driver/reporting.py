@@ -9,18 +9,21 @@ from typing import Any
 from driver.books import RunBooks
 from driver.config import RunConfig
 from driver.intake import StepBatch
+from driver.laps import StepLaps
 from driver.ledger import StepLedger, StepRecord
 from driver.metrics import MetricsLog
 from driver.status import StatusFile
+from driver.timeline import QueueGauges, Timeline, queue_metrics
 from driver.view import RunSummary, StepView, step_row, summary_lines
 from learner.reports import UpdateReport
 from rollout_worker.orders import News
+from services.process_memory import ProcessMemory
 
 RECENT_STEPS = 10
 
 
 class StepReports:
-    """Owns ledger, metrics log, status and view of one run."""
+    """Owns ledger, timeline, metrics log, status and view of one run."""
 
     def __init__(
         self,
@@ -29,6 +32,7 @@ class StepReports:
         *,
         metrics: MetricsLog,
         ledger: StepLedger,
+        timeline: Timeline,
         status: StatusFile,
         view: StepView,
     ):
@@ -36,6 +40,7 @@ class StepReports:
         self._folder = folder
         self._metrics = metrics
         self._ledger = ledger
+        self._timeline = timeline
         self._status = status
         self._view = view
         self._step_s: list[float] = []
@@ -43,12 +48,14 @@ class StepReports:
         self._transfers: list[Mapping[str, Any]] = []
         self._canary_gaps: list[float] = []
         self._background_s: dict[str, float] = {}
+        self.queues = QueueGauges()
+        """To be told how they are, now and then."""
         self.say = view.say
         """Shows one line."""
 
-    def start_lap(self) -> None:
-        """The seconds of the first step count from now."""
-        self._lap_started = time.monotonic()
+    def start_lap(self, at_s: float) -> None:
+        """The seconds of the first step count from this moment of the monotonic clock."""
+        self._lap_started = at_s
 
     def joined(self, about: Mapping[str, Any], *, again: bool) -> None:
         """Shows that a process serves, and where and on what it runs."""
@@ -102,28 +109,35 @@ class StepReports:
     def rewind(self, step: int, ledger_state: Mapping[str, Any]) -> int:
         """Moves the lines after a checkpoint's step aside; returns how many."""
         self._step_s = []
-        return self._metrics.resume_at(step) + self._ledger.restore(ledger_state, step=step)
+        moved = self._metrics.resume_at(step) + self._timeline.rewind(step)
+        return moved + self._ledger.restore(ledger_state, step=step)
 
     def close(
         self,
         books: RunBooks,
         metrics: dict[str, float],
-        laps: dict[str, dict[str, float]],
-        gaps: set[str],
+        laps: StepLaps,
+        memory: Mapping[str, ProcessMemory],
     ) -> StepRecord:
         """Adds up the seconds since the last step was closed, and writes everything down.
 
         Args:
-            laps: seconds by phase of every process.
-            gaps: processes that were not there for all of the step.
+            laps: of every process; the step ends where they do.
+            memory: of every process that has told.
         """
-        now = time.monotonic()
-        wall_s, self._lap_started = now - self._lap_started, now
-        for name in gaps & laps.keys():
-            gap_s = max(0.0, wall_s - sum(laps[name].values()))
-            laps[name]["idle"] = laps[name].get("idle", 0.0) + gap_s
-        record = self._ledger.close(books.step, laps, wall_s=wall_s, book=books.leases)
+        started_s, self._lap_started = self._lap_started, laps.at_s
+        wall_s = laps.at_s - started_s
+        seconds = laps.seconds()
+        for name in laps.gaps & seconds.keys():
+            gap_s = max(0.0, wall_s - sum(seconds[name].values()))
+            seconds[name]["idle"] = seconds[name].get("idle", 0.0) + gap_s
+        record = self._ledger.close(books.step, seconds, wall_s=wall_s, book=books.leases)
+        gauges = self.queues.take()
+        self._timeline.close(books.step, laps, gauges, start_s=started_s)
         metrics = metrics | {"time/train/step_s": wall_s} | self._take_background()
+        metrics |= queue_metrics(gauges, laps.at_s)
+        for process, held in memory.items():
+            metrics |= held.metrics(process)
         metrics |= {f"leases/{name}": float(n) for name, n in books.leases.lease_totals.items()}
         if "rollout/tokens" in metrics:
             self._step_s.append(wall_s)

@@ -16,6 +16,7 @@ import ray
 from driver.cluster import check_bind_host, connect, reserve
 from driver.config import RunConfig
 from driver.control import ControlBox, offer_control
+from driver.dashboard import METADATA_KEY, Dashboard, open_dashboard
 from driver.errors import RunError
 from driver.fleet import WorkersLost
 from driver.ledger import StepLedger
@@ -28,6 +29,7 @@ from driver.session import Session
 from driver.signals import Interrupted, StopSignal
 from driver.status import ExitCode, StatusFile
 from driver.supervisor import Supervisor
+from driver.timeline import Timeline
 from driver.view import StepView
 from services import failpoints, stacks
 from services.tls import RunAuthority
@@ -50,6 +52,18 @@ def run(config: RunConfig, folder: pathlib.Path, prepared: Prepared) -> None:
     stop.install()
     failpoints.install(os.environ.get(failpoints.VARIABLE))
     stacks.register(folder, "driver")
+    with open_dashboard(config.log.dashboard, folder) as dashboard:
+        _run_tracked(config, folder, prepared, stop, dashboard)
+
+
+def _run_tracked(
+    config: RunConfig,
+    folder: pathlib.Path,
+    prepared: Prepared,
+    stop: StopSignal,
+    dashboard: Dashboard | None,
+) -> None:
+    """The run while status.json says that it goes on; the dashboard outlives that to tell it."""
     run_id = stored_run_id(folder, f"{config.run.name}-{secrets.token_hex(4)}")
     status = StatusFile(folder, run=config.run.name, run_id=run_id)
     stop.before_abort = lambda code: status.end(
@@ -58,7 +72,9 @@ def run(config: RunConfig, folder: pathlib.Path, prepared: Prepared) -> None:
     with status.tracked(), _readable(folder), contextlib.ExitStack() as stack:
         view = stack.enter_context(StepView(config.run.name))
         view.say(f"run {run_id}: outputs in {folder}")
-        connect(config.run.name, stop)
+        if dashboard is not None:
+            dashboard.start(view.say)
+        connect(config.run.name, stop, {METADATA_KEY: dashboard.url} if dashboard else {})
         stack.callback(ray.shutdown)
         group = reserve(config.placement, config.rollout.workers.at_start, stop)
         supervisor = Supervisor(config, group, stop, warn=view.say)
@@ -75,6 +91,8 @@ def run(config: RunConfig, folder: pathlib.Path, prepared: Prepared) -> None:
             folder, unexplained_fraction=config.log.unexplained_fraction, warn=view.say
         )
         stack.callback(ledger.close_log)
+        timeline = Timeline(folder, enabled=config.log.timeline)
+        stack.callback(timeline.close_log)
         authority = RunAuthority.create(run_id)
         box = ControlBox(config.rollout.workers)
         stack.enter_context(
@@ -94,7 +112,13 @@ def run(config: RunConfig, folder: pathlib.Path, prepared: Prepared) -> None:
             prepared=prepared,
             supervisor=supervisor,
             reports=StepReports(
-                config, folder, metrics=metrics, ledger=ledger, status=status, view=view
+                config,
+                folder,
+                metrics=metrics,
+                ledger=ledger,
+                timeline=timeline,
+                status=status,
+                view=view,
             ),
         )
         stack.enter_context(_post_mortem(folder, session, view))

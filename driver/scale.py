@@ -23,7 +23,14 @@ from driver.control import NotControllable, read_access
 from driver.errors import RunError
 from driver.status import ExitCode, State
 from services.control_client import ControlClient, ControlFailed
-from services.control_messages import Fleet, NoSuchWorker, NotNow, OutOfBounds, WorkerState
+from services.control_messages import (
+    Fleet,
+    NoSuchWorker,
+    NotNow,
+    OutOfBounds,
+    WorkerState,
+    WorkerStatus,
+)
 
 T = TypeVar("T")
 
@@ -163,7 +170,7 @@ def fleet_table(fleet: Fleet) -> Table:
     table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
     for column in ("worker", "state"):
         table.add_column(column, no_wrap=True)
-    for column in ("version", "in hand", "done", "tok/s", "restarts"):
+    for column in ("version", "in hand", "done", "tok/s", "memory", "restarts"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("process", overflow="fold")
     for worker in fleet.workers:
@@ -174,10 +181,19 @@ def fleet_table(fleet: Fleet) -> Table:
             str(worker.groups_leased),
             str(worker.groups_done),
             f"{worker.tokens_per_s:.0f}" if worker.tokens_per_s else "-",
+            _memory(worker),
             str(worker.restarts),
             f"{worker.pid} on {worker.host}" if worker.pid else "-",
         )
     return table
+
+
+def _memory(worker: WorkerStatus) -> str:
+    """Of the host and, where it is known, of the devices."""
+    if not worker.host_bytes:
+        return "-"
+    devices = f" + {worker.device_bytes / 1e9:.1f}" if worker.device_bytes >= 0 else ""
+    return f"{worker.host_bytes / 1e9:.1f}{devices} GB"
 
 
 def _show(fleet: Fleet, console: Console) -> None:

@@ -16,7 +16,9 @@ from driver.cluster import ResourcesNotMet, WorkerRoom, release
 from driver.config import RunConfig
 from driver.control import ControlBox, Drain, Request, new_target
 from driver.fleet import Fleet, FleetState, Worker
+from driver.fleet_picture import worker_status
 from driver.ledger import StepRecord
+from driver.timeline import Gauge
 from services import control_messages as control
 from services.control_messages import NoSuchWorker, NotNow, OutOfBounds
 
@@ -24,13 +26,6 @@ SHOW_S = 0.5
 """Between two pictures of the fleet, and between two looks for room."""
 RATE_S = 10.0
 """Window of a worker's tokens a second."""
-_STATES = {
-    FleetState.STARTING: control.WorkerState.STARTING,
-    FleetState.WAITING: control.WorkerState.STARTING,
-    FleetState.READY: control.WorkerState.READY,
-    FleetState.WORKING: control.WorkerState.WORKING,
-    FleetState.DRAINING: control.WorkerState.DRAINING,
-}
 
 
 class Scaler:
@@ -43,17 +38,21 @@ class Scaler:
         group: PlacementGroup,
         box: ControlBox,
         say: Callable[[str], None],
+        *,
+        learner: Callable[[], control.LearnerStatus | None],
     ):
         """
         Args:
             group: of the learner and the workers of the start.
             box: where requests arrive and the picture of the fleet hangs.
+            learner: how the learner is, as last heard.
         """
         self._config = config
         self._fleet = fleet
         self._group = group
         self._box = box
         self._say = say
+        self._learner = learner
         self._workers = config.rollout.workers
         self._free: list[Room] = []
         """Bundles of the first group whose worker was drained."""
@@ -64,15 +63,15 @@ class Scaler:
         self._tokens: dict[str, deque[tuple[float, int]]] = {}
         self.target = self._workers.at_start
 
-    def turn(self, step: int, policy_version: int) -> None:
+    def turn(self, step: int, queues: Gauge) -> None:
         """Answers requests, and takes the next step towards the target; never waits."""
         for request in self._box.take():
-            self._answer(request, step, policy_version)
+            self._answer(request, step, queues)
         if time.monotonic() - self._shown_at < SHOW_S:
             return
         self._shown_at = time.monotonic()
         self._follow()
-        self._box.show(self._picture(step, policy_version))
+        self._box.show(self._picture(step, queues))
 
     def left(self, worker: Worker) -> None:
         """Keeps or gives back the room of a worker that is gone."""
@@ -105,8 +104,8 @@ class Scaler:
             who = "the learner waits for groups" if change > 0 else "workers wait for the learner"
             self._say(f"step {record.step}: {who}: {self.target} rollout workers from now on")
 
-    def _answer(self, request: Request, step: int, policy_version: int) -> None:
-        fleet = self._picture(step, policy_version)
+    def _answer(self, request: Request, step: int, queues: Gauge) -> None:
+        fleet = self._picture(step, queues)
         try:
             if self._config.placement.mode == "colocated":
                 raise OutOfBounds(
@@ -122,7 +121,7 @@ class Scaler:
         if isinstance(request.wish, Drain):
             self._fleet.drain(request.wish.name)
         self._say(f"asked for: {self.target} rollout workers")
-        self._box.show(self._picture(step, policy_version))
+        self._box.show(self._picture(step, queues))
         request.accept(self.target, fleet.current)
 
     def _follow(self) -> None:
@@ -156,30 +155,21 @@ class Scaler:
     def _staying(self) -> list[Worker]:
         return [w for w in self._fleet.workers.values() if w.state is not FleetState.DRAINING]
 
-    def _picture(self, step: int, policy_version: int) -> control.Fleet:
+    def _picture(self, step: int, queues: Gauge) -> control.Fleet:
         return control.Fleet(
             target=self.target,
             least=self._workers.min,
             most=self._workers.max,
             policy=control.ScalingPolicy(self._workers.policy),
             step=step,
-            policy_version=policy_version,
-            workers=tuple(self._status(worker) for worker in self._fleet.workers.values()),
+            policy_version=queues.policy_version,
+            workers=tuple(
+                worker_status(worker, self._rate(worker)) for worker in self._fleet.workers.values()
+            ),
             notice=self._notice,
-        )
-
-    def _status(self, worker: Worker) -> control.WorkerStatus:
-        return control.WorkerStatus(
-            name=worker.name,
-            state=_STATES[worker.state],
-            policy_version=worker.policy_version,
-            host=worker.about.get("host", ""),
-            pid=worker.about.get("pid", 0),
-            restarts=worker.restarts,
-            last_error=worker.last_error,
-            groups_leased=len(worker.leases),
-            groups_done=worker.done,
-            tokens_per_s=self._rate(worker),
+            groups_waiting=queues.waiting,
+            groups_out=queues.out,
+            learner=self._learner(),
         )
 
     def _rate(self, worker: Worker) -> float:

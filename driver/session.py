@@ -21,6 +21,7 @@ from driver.errors import RunError
 from driver.evaluation import eval_metrics, is_due
 from driver.fleet import FleetEvents, Worker
 from driver.intake import StepBatch
+from driver.laps import LEARNER
 from driver.lease_book import LeaseState, TrajectoryState
 from driver.plan import Prepared
 from driver.postmortem_parts import Sources
@@ -34,10 +35,8 @@ from learner.spec import LearnerSpec
 from rollout_worker.orders import News, Orders
 from services import failpoints
 from services.group_report import GroupReport
-from services.relay_tree import ancestors, relay_tree
 from services.tls import RunAuthority
 
-RECENT_STEPS = 10
 BEFORE_ALL = -1
 """A step before the evaluation at the start, which is step 0."""
 
@@ -105,7 +104,9 @@ class Session:
                 warn=self._warn,
             ),
         )
-        self._scaler = Scaler(config, fleet, group, box, self._say)
+        self._scaler = Scaler(
+            config, fleet, group, box, self._say, learner=self._supervisor.learner_status
+        )
 
     def work(self) -> None:
         """Takes every step that is left, whatever learners it takes, and leaves the results."""
@@ -225,15 +226,14 @@ class Session:
             "publish", timeout_s=self._config.placement.startup_timeout_s
         )
         fleet.order_all(Orders(learner_address=self._learner["address"]))
-        self._tell_sources()
+        fleet.tell_sources(self._learner["address"])
         for worker in fleet.ready():
             if worker.policy_version >= 0 and worker.policy_version not in issued:
                 fleet.order(worker, Orders(refetch=True))
         if not self._crewed:
             self._supervisor.start_workers(self._config.rollout.workers.at_start)
             self._supervisor.before_turn = self._before_turn
-            self._supervisor.laps()
-            self._reports.start_lap()
+            self._reports.start_lap(self._supervisor.laps().at_s)
         self._agreed = self._crewed = True
 
     def _resume(self) -> dict[int, str]:
@@ -273,10 +273,15 @@ class Session:
     def _before_turn(self) -> None:
         """Gives out as much work as there may be, and keeps the fleet at its size."""
         books, fleet = self._books, self._supervisor.fleet
-        self._scaler.turn(books.step, books.policy_version)
+        self._scaler.turn(books.step, self._reports.queues.newest)
         if self._leasing and not books.replay:
             room = fleet.room()
             fleet.grant(books.intake.lease(room, books.policy_version, self._steps_left))
+        self._look_at_queues()
+
+    def _look_at_queues(self) -> None:
+        books = self._books
+        self._reports.queues.look(books.intake.waiting, books.leases.out, books.policy_version)
 
     def _take_back(self, group_ids: Sequence[str], expired: bool) -> None:
         how = LeaseState.EXPIRED if expired else LeaseState.RETURNED
@@ -291,11 +296,11 @@ class Session:
                 "needs the same data and tokenizer"
             )
         self._reports.joined(worker.about, again=worker.restarts > 0)
-        self._tell_sources()
+        self._supervisor.fleet.tell_sources(self._learner["address"])
 
     def _left(self, worker: Worker) -> None:
         self._scaler.left(worker)
-        self._tell_sources()
+        self._supervisor.fleet.tell_sources(self._learner["address"])
 
     def _hear(self, worker: Worker, news: News) -> None:
         self._reports.hear(worker.name, news)
@@ -303,15 +308,6 @@ class Session:
     def _warn(self, text: str) -> None:
         self._worker_errors.append(text)
         self._say(text)
-
-    def _tell_sources(self) -> None:
-        """Says to every worker whom to ask for weights: its relays, then the learner."""
-        fleet = self._supervisor.fleet
-        ready = {worker.name: worker for worker in fleet.ready()}
-        tree = relay_tree(list(ready), self._config.weights.relay_fanout)
-        for name, worker in ready.items():
-            relays = [ready[relay].about["address"] for relay in ancestors(tree, name)]
-            fleet.order(worker, Orders(sources=(*relays, self._learner["address"])))
 
     def _gather(self) -> StepBatch:
         """Waits until a step can be taken."""
@@ -386,7 +382,8 @@ class Session:
 
     def _close_step(self, metrics: dict[str, float]) -> None:
         """Asks everybody for their seconds, and closes the books of the step."""
-        laps, gaps = self._supervisor.laps()
-        record = self._reports.close(self._books, metrics, laps, gaps)
+        self._look_at_queues()
+        laps = self._supervisor.laps()
+        record = self._reports.close(self._books, metrics, laps, self._supervisor.memory())
         self._books.open = None
-        self._scaler.judge(record, (gaps & laps.keys()) - {"learner"})
+        self._scaler.judge(record, set(laps.gaps & record.processes.keys()) - {LEARNER})

@@ -21,10 +21,15 @@ from driver.actors import GONE, POLL_S, ActorFailed, LearnerLost, NoAnswer, Room
 from driver.config import RunConfig
 from driver.errors import RunError
 from driver.fleet import Fleet, FleetEvents
+from driver.fleet_picture import learner_status
+from driver.laps import LEARNER, LapTaker, StepLaps
 from driver.launch import Launcher
 from driver.signals import StopSignal
+from learner.reports import LearnerHealth
 from learner.spec import LearnerSpec
 from rollout_worker.actor import RolloutSpec
+from services.control_messages import LearnerStatus
+from services.process_memory import ProcessMemory
 
 WATCH_S = 1.0
 """Between two questions for the learner's health: how late its death may be noticed."""
@@ -64,8 +69,11 @@ class Supervisor:
         self._watch: Any = None
         self._watch_at = 0.0
         self._watch_asked = 0.0
-        self._learner_came = False
-        """Its process began since the last lap."""
+        self._laps = LapTaker()
+        self.about: dict[str, Any] = {}
+        """What the learner says of itself."""
+        self.health: LearnerHealth | None = None
+        """Of the learner, as last heard; None until it was asked."""
         self._fleet: Fleet | None = None
         self.before_turn: Callable[[], None] = lambda: None
         """The step loop's: gives out leases."""
@@ -114,15 +122,18 @@ class Supervisor:
     def _begin_learner(self, spec: LearnerSpec) -> dict[str, Any]:
         room = Room(self._group, 0, shared=True)
         self._learner = self._launcher.learner(spec, room)
-        self._learner_came = True
+        self._laps.book.gone(LEARNER)
+        self.health = None
         self._watch, self._watch_at = None, math.inf  # it is asked nothing else before it serves
-        about = self.learner("describe", timeout_s=self._config.placement.startup_timeout_s)
+        asked_s = time.monotonic()
+        self.about = self.learner("describe", timeout_s=self._config.placement.startup_timeout_s)
+        self._laps.book.came(LEARNER, asked_s, self.about)
         self._watch_at = 0.0
-        return about
+        return self.about
 
     def make_fleet(self, make_spec: Callable[[str], RolloutSpec], events: FleetEvents) -> Fleet:
         """A fleet without workers."""
-        self._fleet = Fleet(self._config, self._launcher, make_spec, events)
+        self._fleet = Fleet(self._config, self._launcher, make_spec, events, self._laps)
         return self._fleet
 
     def start_workers(self, count: int) -> None:
@@ -172,7 +183,7 @@ class Supervisor:
             raise LearnerLost(f"the learner did not answer 'health' within {silent_s:g} s")
         if self._watch in ended:
             watch, self._watch, self._watch_at = self._watch, None, time.monotonic() + WATCH_S
-            health = self._learner_result(watch, "health")
+            self.health = health = self._learner_result(watch, "health")
             if health.problem:
                 raise ActorFailed(f"the learner: {health.problem}")
         return ended & set(calls)
@@ -229,19 +240,28 @@ class Supervisor:
                     self.fleet.lost_while(worker, error)
         return results
 
-    def laps(self) -> tuple[dict[str, dict[str, float]], set[str]]:
-        """Seconds by phase of every process since the last call, and who was not there for all of
-        it."""
-        call = self._learner.lap.remote()
-        workers, gaps = self.fleet.laps()
+    def laps(self) -> StepLaps:
+        """What every process did since the last call, up to the moment of this one."""
+        there = {worker.name: worker.actor for worker in self.fleet.running()}
         try:
-            learner = self._wait(call, "learner", "lap", self._config.placement.step_timeout_s)
+            return self._laps.take(
+                {LEARNER: self._learner, **there},
+                [LEARNER, *self.fleet.workers],
+                timeout_s=self._config.placement.step_timeout_s,
+                check=self._stop.check,
+            )
         except GONE as error:
             raise self._lost(error, "lap") from error
-        if self._learner_came:
-            gaps = gaps | {"learner"}
-        self._learner_came = False
-        return {"learner": learner, **workers}, gaps
+
+    def learner_status(self) -> LearnerStatus | None:
+        """The learner as it was last heard; None before the first served."""
+        return learner_status(self.about, self.health, self.learner_restarts)
+
+    def memory(self) -> dict[str, ProcessMemory]:
+        """What the processes hold that have told, as last heard; by name."""
+        held = {worker.name: worker.memory for worker in self.fleet.workers.values()}
+        held[LEARNER] = None if self.health is None else self.health.memory
+        return {name: memory for name, memory in held.items() if memory is not None}
 
     def tables(self) -> dict[str, Any]:
         """What is known of actors and queues, as plain values; nobody is asked for long."""
@@ -263,9 +283,6 @@ class Supervisor:
             ray.wait([closing], timeout=grace_s)
             actors.kill(self._learner)
         self._learner = None
-
-    def _wait(self, call: Any, who: str, what: str, timeout_s: float) -> Any:
-        return actors.wait_for(call, who, what, timeout_s, self._stop.check)
 
     def _learner_result(self, call: Any, method: str) -> Any:
         try:

@@ -12,6 +12,7 @@ import os
 import pathlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from learner.snapshot import Snapshot
 from learner.spec import LearnerSpec, reachable_host, rollout_header
 from learner.spool_format import NOTHING_OPEN
 from models.checkpoint import load_model, save_model
+from models.device_memory import device_memory
 from models.platform import require_platform
 from models.tokenizer import load_tokenizer
 from services import failpoints, stacks
@@ -34,7 +36,9 @@ from services.group_report import GroupReport
 from services.id_set import PlainIds
 from services.messages import Group, WeightManifest
 from services.phase_clock import PhaseClock
+from services.process_memory import process_memory
 from services.server import Server
+from services.span_log import Lap
 from services.weight_store import WeightStore
 
 SPOOL = "spool"
@@ -102,7 +106,7 @@ class LearnerActor:
         self._publisher = Publisher(
             lambda: self._core.snapshot(spec.weights_dtype, self._clock, probe=spec.canary),
             self._weights,
-            self._journal.issue,
+            self._issue,
             timeout_s=PUBLISH_S,
             hand_over=hand_over,
         )
@@ -130,6 +134,7 @@ class LearnerActor:
             "devices": f"{len(self._devices)} x {self._devices[0].device_kind}",
             "address": f"{reachable_host(self._spec)}:{self._server.port}",
             "sees_output_folder": pathlib.Path(self._spec.checkpoint_folder).parent.is_dir(),
+            "clock_s": time.monotonic(),
         }
 
     def restore(self) -> Restored | None:
@@ -194,6 +199,7 @@ class LearnerActor:
             metrics: dict[str, float] = {"train/update_skipped": 1.0}
             if begun.taken.groups:
                 metrics = self._train(begun.taken.groups)
+                self._clock.mark(f"version {self._core.policy_version}")
                 gc.collect()  # left alone, cycles hold arrays of an update for hundreds of steps
                 outcomes |= self._core.outcomes
                 self._journal.buffer.advance(self._core.policy_version)
@@ -226,6 +232,7 @@ class LearnerActor:
                 self._core.state, seed=self._spec.seed, driver_state=driver_state
             )
             folder = self._checkpoints.save(step, self._core.state, record, certificate)
+            self._clock.mark(f"checkpoint {step}")
             self._journal.rotate(
                 step, self._core.policy_version, min(self._checkpoints.complete_steps())
             )
@@ -237,9 +244,9 @@ class LearnerActor:
             named = self._core.named_weights("bfloat16")
             save_model(pathlib.Path(folder), self._model, named, self._tokenizer)
 
-    def lap(self) -> dict[str, float]:
-        """Seconds by phase since the last call; they add up to the time between."""
-        return self._clock.lap()
+    def lap(self, until_s: float | None = None) -> Lap:
+        """What the learner did since the lap before; as `PhaseClock.lap`."""
+        return self._clock.lap(until_s)
 
     def reports(self, group_ids: Sequence[str] | None = None) -> list[GroupReport]:
         """The accepted groups that wait, in order of arrival: those asked for, or all."""
@@ -268,6 +275,7 @@ class LearnerActor:
             policy_version=self._core.policy_version,
             issued_version=self._journal.buffer.current_version,
             counts=self._journal.buffer.counts(),
+            memory=process_memory(device_memory(self._devices)),
         )
 
     def close(self) -> None:
@@ -277,6 +285,10 @@ class LearnerActor:
         finally:
             self._server.stop(grace_s=2.0)
             self._journal.close()
+
+    def _issue(self, policy_version: int, digest: str) -> None:
+        self._journal.issue(policy_version, digest)
+        self._clock.mark(f"published {policy_version}")
 
     def _find_checkpoint(self) -> tuple[RestoredCheckpoint | None, list[str]]:
         """The newest complete checkpoint, and what was passed over.

@@ -11,6 +11,7 @@ from learner.spool_format import OpenWork
 from services.buffer_records import BufferCounts
 from services.group_report import GroupReport, report_of
 from services.messages import FinishReason, Group
+from services.process_memory import ProcessMemory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,7 @@ class LearnerHealth:
     issued_version: int
     """Newest that workers can have; -1 before the first."""
     counts: BufferCounts
+    memory: ProcessMemory
 
 
 def books_of(work: OpenWork) -> dict[str, Any]:

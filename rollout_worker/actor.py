@@ -9,12 +9,14 @@ import logging
 import os
 import pathlib
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from models.checkpoint import read_model_config
+from models.device_memory import device_memory
 from models.platform import require_platform
 from models.tokenizer import load_tokenizer
 from rollout_worker.canary import Canary
@@ -32,7 +34,9 @@ from services import failpoints, stacks
 from services.health import check_serving
 from services.messages import Group, Lease, WeightManifest
 from services.phase_clock import PhaseClock
+from services.process_memory import process_memory
 from services.reachable import host_of, is_loopback, own_address
+from services.span_log import Lap
 from services.tls import Credentials
 from services.trajectory_client import TrajectoryClient
 from services.weight_replica import PullStats, Replica
@@ -172,6 +176,7 @@ class RolloutActor:
             ),
             swap=self._swap,
             sample=self._sample,
+            memory=lambda: process_memory(device_memory(devices)),
             weights_timeout_s=spec.timeout_s,
         )
 
@@ -183,7 +188,9 @@ class RolloutActor:
             "pid": os.getpid(),
             "devices": f"{len(self._devices)} x {self._devices[0].device_kind}",
             "address": "" if self._replica is None else self._replica.address,
+            "slots": self._spec.rollout.decode.slots,
             "prompts_digest": self._prompts[0].digest,
+            "clock_s": time.monotonic(),
         }
 
     def order(self, orders: Orders) -> None:
@@ -215,9 +222,9 @@ class RolloutActor:
 
         return self._loop.call(policy_version, run, timeout_s)
 
-    def lap(self) -> dict[str, float]:
-        """Seconds by phase since the last call; they add up to the time between."""
-        return self._clock.lap()
+    def lap(self, until_s: float | None = None) -> Lap:
+        """What the worker did since the lap before; as `PhaseClock.lap`."""
+        return self._clock.lap(until_s)
 
     def close(self) -> None:
         """Ends the threads, the reward processes and the connections."""

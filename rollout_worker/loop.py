@@ -22,6 +22,7 @@ from services import failpoints
 from services.background import Background
 from services.messages import Group, Lease
 from services.phase_clock import PhaseClock
+from services.process_memory import ProcessMemory
 
 LOOK_S = 0.2
 """How long a wait inside the loop may keep it from its inbox."""
@@ -39,6 +40,7 @@ class WorkLoop:
         make_pusher: Callable[[Callable[[LeaseResult], None], Callable[[], None]], Pusher],
         swap: Callable[[Fetched], None],
         sample: Callable[[Group, Lease], dict[str, Any] | None],
+        memory: Callable[[], ProcessMemory],
         weights_timeout_s: float,
     ):
         """Starts at once.
@@ -46,12 +48,14 @@ class WorkLoop:
         Args:
             swap: puts a fetched version on the device and proves it, or raises.
             sample: what is logged of a group.
+            memory: what this process holds now.
             weights_timeout_s: how long a lease may wait for the version that it asks for.
         """
         self._worker = worker
         self._clock = clock
         self._swap = swap
         self._sample = sample
+        self._memory = memory
         self._patience = Patience(weights_timeout_s)
         self._weights_timeout_s = weights_timeout_s
         self._changed = threading.Condition()
@@ -120,6 +124,7 @@ class WorkLoop:
                 results=tuple(results),
                 background_s={"fetch": fetch_s, "push": self._pusher.take_seconds()},
                 transfers=tuple(transfers),
+                memory=self._memory(),
             )
 
     def call(self, min_version: int, run: Callable[[], Any], timeout_s: float) -> Any:
@@ -193,6 +198,7 @@ class WorkLoop:
             self._patience.over()
             with self._clock.phase("weights_swap"):
                 self._swap(fetched)
+            self._clock.mark(f"version {self._worker.policy_version}")
             return
         if self._patience.waited():
             raise TimeoutError(

@@ -9,6 +9,7 @@ from typing import Any
 
 from services.group_report import GroupReport
 from services.messages import Lease
+from services.process_memory import ProcessMemory
 
 
 class WorkerState(enum.Enum):
@@ -82,3 +83,4 @@ class News:
     """Seconds that threads beside the one of the ledger spent: `fetch`, `push`."""
     transfers: tuple[dict[str, Any], ...]
     """One record for every version that was fetched, as metrics and dashboard show it."""
+    memory: ProcessMemory

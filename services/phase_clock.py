@@ -1,13 +1,16 @@
 """Which phase of a step every second of this process belongs to.
 
 A clock gives each moment to exactly one phase, so the phases of a lap add up to its wall time;
-moments outside every phase are `unexplained`.
+moments outside every phase are `unexplained`. What was when goes with each lap (`span_log.py`).
 """
 
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+
+from services.span_log import MOST_MARKS, MOST_SPANS, Lap, Mark, SpanLog, seconds_of, thinned
 
 PHASES: tuple[str, ...] = (
     "prefill",
@@ -53,6 +56,8 @@ class PhaseClock:
         self._earlier = dict.fromkeys(PHASES, 0.0)
         """Of all laps that have ended."""
         self._charged_until = now()
+        self._log = SpanLog(self._charged_until)
+        self._marks: deque[Mark] = deque(maxlen=MOST_MARKS)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -78,18 +83,39 @@ class PhaseClock:
                 if not self._open:
                     self._owner = None
 
-    def lap(self) -> dict[str, float]:
+    def mark(self, text: str) -> None:
+        """Notes that something happens now, such as `version 7`; from any thread."""
+        with self._lock:
+            self._marks.append(Mark(self._now(), text))
+
+    def lap(self, until_s: float | None = None) -> Lap:
         """Ends the lap, with the phases that are open going on in the next; from any thread.
 
-        Returns:
-            Seconds since the last lap (or the start) for every phase of PHASES; their sum is the
-            wall time of the lap.
+        Args:
+            until_s: the moment at which it is to end, on this clock; later seconds belong to the
+                next lap. None is now, and so is a moment to come; one before this lap gives an
+                empty one.
         """
         with self._lock:
             self._charge()
-            seconds, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
+            taken_s, start_s = self._charged_until, self._log.start_s
+            spans, later = self._log.cut(taken_s if until_s is None else until_s)
+            end_s = self._log.start_s
+            rest = dict.fromkeys(PHASES, 0.0) | seconds_of(later)
+            seconds = {phase: max(0.0, s - rest[phase]) for phase, s in self._seconds.items()}
             self._earlier = {phase: self._earlier[phase] + seconds[phase] for phase in PHASES}
-            return seconds
+            self._seconds = rest
+            marks = tuple(mark for mark in self._marks if mark.at_s <= end_s)
+            for _ in marks:
+                self._marks.popleft()
+        return Lap(
+            start_s=start_s,
+            end_s=end_s,
+            taken_s=taken_s,
+            seconds=seconds,
+            spans=tuple(thinned(spans, most=MOST_SPANS)),
+            marks=marks,
+        )
 
     def peek(self) -> dict[str, float]:
         """Seconds of the lap so far for every phase, without ending it."""
@@ -106,9 +132,11 @@ class PhaseClock:
     def _charge(self) -> None:
         """Gives the time since the last charge to the innermost open phase."""
         now = self._now()
-        current = self._open[-1] if self._open else UNEXPLAINED
-        self._seconds[current] += now - self._charged_until
-        self._charged_until = now
+        if now > self._charged_until:
+            current = self._open[-1] if self._open else UNEXPLAINED
+            self._seconds[current] += now - self._charged_until
+            self._charged_until = now
+            self._log.add(current, now)
 
     def _check_owner(self, phase: str) -> None:
         if self._owner not in (None, threading.get_ident()):

@@ -151,7 +151,7 @@ class Bench:
             while self.engine.pending:
                 turns.append(self._turn(rows))
         seconds = time.perf_counter() - started
-        phases = self._clock.lap()
+        phases = self._clock.lap().seconds
         return Pass(
             seconds=seconds,
             prefill_s=phases["prefill"],

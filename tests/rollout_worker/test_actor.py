@@ -223,9 +223,9 @@ def test_laps_add_up_and_know_their_phases(pair):
         actor.lap()
     version = worker._worker.policy_version
     worker.evaluate(range(2), version, 1, GREEDY, 60.0)
-    lap = worker.lap()
+    lap = worker.lap().seconds
     assert lap["eval"] > 0 and lap["decode"] == 0, "an evaluation is booked as one"
-    assert learner.lap()["idle"] > 0
+    assert learner.lap().seconds["idle"] > 0
 
 
 def test_groups_come_one_by_one_while_others_are_decoded_and_who_leaves_ends_them(pair):

@@ -1,0 +1,19 @@
+"""What devices of this process hold, as their platform counts it."""
+
+from collections.abc import Sequence
+
+import jax
+
+
+def device_memory(devices: Sequence[jax.Device]) -> tuple[int, int] | None:
+    """Bytes in use on these devices together, and the most on each at once, summed.
+
+    None where the platform does not tell, as a CPU. Cheap enough for every second.
+    """
+    stats = [device.memory_stats() for device in devices]
+    if not all(stats):
+        return None
+    return (
+        sum(one["bytes_in_use"] for one in stats),
+        sum(one["peak_bytes_in_use"] for one in stats),
+    )
