@@ -74,7 +74,9 @@ def workers_wait(scene: Scene) -> Finding | None:
     if not recent.last.workers or recent.settings.colocated:
         return None
     share = recent.median_of(lambda facts: waiting_share(facts, busiest_worker(facts) or LEARNER))
-    if not scene.beyond(share, 0.60, 0.50):
+    # In turns, what one side works the other waits: three quarters are lopsided, a half is not.
+    limits = (0.75, 0.65) if recent.settings.max_staleness == 0 else (0.60, 0.50)
+    if not scene.beyond(share, *limits):
         return None
     advice = "give the learner more devices or larger micro-batches"
     if len(recent.last.workers) > 1:

@@ -87,11 +87,11 @@ def restarts(scene: Scene) -> Finding | None:
     workers, learner = recent.rise("workers/restarts"), recent.rise("learner/restarts")
     if not workers + learner:
         return None
-    who = [f"workers restarted {workers:.0f} times"] if workers else []
-    who += [f"the learner restarted {learner:.0f} times"] if learner else []
+    who = [f"{workers:.0f} of the workers"] if workers else []
+    who += [f"{learner:.0f} of the learner"] if learner else []
     return Finding(
         BAD if learner else WARN,
-        f"{' and '.join(who)} in the last {len(recent.steps)} steps",
+        f"restarts in the last {len(recent.steps)} steps: {' and '.join(who)}",
         "their last errors stand in Fleet; placement.worker_restarts and learner_restarts bound "
         "how often",
         "fleet",

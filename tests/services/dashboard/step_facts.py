@@ -5,9 +5,14 @@ from collections.abc import Iterable, Mapping
 from services.dashboard.facts import RunSettings, StepFacts
 
 METRICS = {
-    "time/train/update_s": 1.0,
-    "time/train/rollout_generate_s": 1.0,
+    "time/train/update_s": 1.3,
+    "time/train/rollout_generate_s": 0.65,
     "rollout/tokens": 1000.0,
+    "rollout/truncated_fraction": 0.0,
+    "train/clip_fraction_low": 0.0,
+    "train/clip_fraction_high": 0.0,
+    "offpolicy/logprob_gap_mean": 1e-6,
+    "reward/gsm8k_answer/disagreement": 0.0,
     "train/entropy": 0.3,
     "train/grad_norm": 1.0,
     "reward/total/mean": 0.5,
@@ -57,13 +62,13 @@ def step(
     """One trained step; phases that do not fill the wall time are idle.
 
     Args:
-        learner: seconds by phase; one second of update unless given.
-        workers: of rollout-0, rollout-1 ...; two that decode for 0.9 s unless given.
+        learner: seconds by phase; 1.3 seconds of update unless given.
+        workers: of rollout-0, rollout-1 ...; two that decode for 0.6 s unless given.
         metrics: beside METRICS, or instead of theirs.
         without: metrics that the step did not measure.
     """
-    rows = {"learner": learner if learner is not None else {"forward_backward": 1.0}}
-    given = workers if workers is not None else [{"decode": 0.9}, {"decode": 0.9}]
+    rows = {"learner": learner if learner is not None else {"forward_backward": 1.3}}
+    given = workers if workers is not None else [{"decode": 0.6}, {"decode": 0.6}]
     rows |= {f"rollout-{i}": row for i, row in enumerate(given)}
     processes = {
         name: {**row, "idle": row.get("idle", max(0.0, wall_s - sum(row.values())))}
