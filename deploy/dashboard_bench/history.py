@@ -16,13 +16,14 @@ import time
 from collections.abc import Iterator
 
 from deploy.dashboard_bench.running import ROOT
+from services.dashboard import auth
 
 MADE_RUN = ROOT / "tests" / "services" / "dashboard" / "made_run.py"
 CHROMIUM = "/usr/bin/chromium"
 OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
 MOST_PAINT_S, MOST_BYTES, MOST_UPDATE_MS = 1.5, 3e6, 50.0
 UPDATES = 20
-DRAWN = "document.body.dataset.drawn === 'true'"
+DRAWN = "body[data-drawn=true]"
 """The page says so when the view that is shown has drawn what it has."""
 
 
@@ -96,10 +97,10 @@ def _serving(run: pathlib.Path) -> Iterator[str]:
     try:
         assert process.stdout is not None
         for line in process.stdout:
-            if found := re.search(r"http://\S+", line):
-                yield found[0]
+            if found := re.search(r"its tokens: (.+)\)", line):
+                yield auth.link(*auth.read_access(pathlib.Path(found[1])))
                 return
-        raise RuntimeError("the server printed no link")
+        raise RuntimeError("the server did not say where its tokens are")
     finally:
         process.terminate()
         process.wait(10)
@@ -114,7 +115,7 @@ def _load(browser, link: str) -> tuple[float, float, float]:
     nbytes: list[float] = []
     network.on("Network.loadingFinished", lambda event: nbytes.append(event["encodedDataLength"]))
     page.goto(link, wait_until="commit")
-    page.wait_for_function(DRAWN, timeout=30_000)
+    page.locator(DRAWN).wait_for(timeout=30_000)
     drawn_ms = page.evaluate("performance.now()")
     paint_ms = page.evaluate(
         "performance.getEntriesByName('first-contentful-paint')[0]?.startTime ?? Infinity"
@@ -128,7 +129,7 @@ def _updates(browser, link: str, writer: subprocess.Popen) -> list[float]:
     """Milliseconds of main thread of each live update."""
     page = browser.new_page(viewport={"width": 1366, "height": 768})
     page.goto(link, wait_until="commit")
-    page.wait_for_function(DRAWN, timeout=30_000)
+    page.locator(DRAWN).wait_for(timeout=30_000)
     page.evaluate("performance.clearMeasures('tandem-update')")
     assert writer.stdin is not None
     for _ in range(UPDATES):
