@@ -71,7 +71,8 @@ export function seconds(raw) {
   if (special) return special;
   const size = Math.abs(x);
   if (size === 0) return "0 s";
-  if (size < 0.001) return `${minus((1e3 * x).toPrecision(2))} ms`;
+  if (size < 1e-4) return `${minus(String(Math.round(1e6 * x)))} µs`;
+  if (size < 0.001) return `${minus((1e3 * x).toFixed(1))} ms`;
   if (size < 0.9995) return `${minus(String(Math.round(1e3 * x)))} ms`;
   if (size < 9.995) return `${minus(x.toFixed(2))} s`;
   if (size < 99.95) return `${minus(x.toFixed(1))} s`;

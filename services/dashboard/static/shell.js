@@ -4,7 +4,8 @@
  *
  * makeShell(root, store, views): views: [{id, title, load() -> Promise<module>}] in tab order. The
  * module exports {id, title, mount(root, store) -> {update(event), show(params), hide()}}; `params`
- * are the URLSearchParams after "?" of the route, and show() is called again when they change.
+ * are the URLSearchParams after "?" of the route, and show() is called again when they change. A view
+ * whose show() has to wait for data returns a promise: body[data-drawn] is "true" after it.
  */
 import { makeBanner } from "./banner.js";
 import { el, empty, setChildren } from "./dom.js";
@@ -77,6 +78,7 @@ export function makeShell(root, store, views) {
   }
 
   async function showRoute() {
+    document.body.dataset.drawn = "false";
     const { id, params } = route();
     const view = views.find((v) => v.id === id) ?? views[0];
     if (current !== view.id) leave();
@@ -95,7 +97,9 @@ export function makeShell(root, store, views) {
       reportError(error);
       return;
     }
-    if (current === view.id) shown.show?.(params);
+    if (current !== view.id) return;
+    await shown.show?.(params);
+    if (current === view.id) document.body.dataset.drawn = "true";
   }
 
   function leave() {

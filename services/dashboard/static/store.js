@@ -12,6 +12,7 @@
  * store.latest(name) {step, value} of the newest value of a metric, or null.
  * store.judgement, store.fleet, store.samplesTotal, store.timelineStep
  * store.connection  {state: "connecting"|"live"|"waiting"|"refused", since, retryInMs}
+ * store.timed(f)    runs an update that did not come by the stream inside the same measure.
  * store.now()       seconds since 1970 by the server's clock.
  * store.on(f)       f(event) for each event; event.type: run, step, fleet, judgement, timeline,
  *                   samples, reload, history (columns were fetched anew), range, connection, theme.
@@ -127,10 +128,16 @@ export class Store {
 
   _flush() {
     this._planned = false;
+    this.timed(() => {
+      const events = this._queue.splice(0);
+      for (const event of events) this._apply(event);
+      for (const { type, data } of newestOfEach(events)) this.emit(type, data);
+    });
+  }
+
+  timed(f) {
     const start = performance.now();
-    const events = this._queue.splice(0);
-    for (const event of events) this._apply(event);
-    for (const { type, data } of newestOfEach(events)) this.emit(type, data);
+    f();
     // Charts draw in microtasks that the listeners have queued; this one comes after them.
     queueMicrotask(() => {
       if (++this._measures % MOST_MEASURES === 0) performance.clearMeasures("tandem-update");

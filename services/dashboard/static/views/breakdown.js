@@ -8,6 +8,7 @@ import * as format from "../format.js";
 import { isUnexplained, lightMark, swatch } from "../palette.js";
 import { makeTooltip } from "../plot.js";
 import { go } from "../router.js";
+import { makeRangeBar, zoomTo } from "../range_bar.js";
 import { makeStepPanel } from "../step_panel.js";
 
 export const id = "breakdown";
@@ -19,11 +20,7 @@ const UNEXPLAINED_FRACTION = 0.05;
 export function mount(root, store) {
   const state = { chosen: PATH, share: false, asTable: false, shown: false };
   const tooltip = makeTooltip();
-  const note = el("span", { class: "muted", "data-testid": "breakdown-note" });
-  const chip = el("button", { type: "button", class: "button small", hidden: true,
-    title: "Back to all steps (0)", on: { click: () => setRange({ mode: "all" }) } });
-  const ranges = toggle([["all", "All steps"], ["200", "Last 200"], ["50", "Last 50"]], "all",
-    (key) => setRange(key === "all" ? { mode: "all" } : { mode: "last", n: Number(key) }), "range");
+  const range = makeRangeBar(store);
   const scale = toggle([["seconds", "Seconds"], ["share", "Shares"]], "seconds", (key) => {
     state.share = key === "share";
     draw();
@@ -42,14 +39,13 @@ export function mount(root, store) {
   const step = makeStepPanel(store, { close: closeStep, walk: openStep });
   const chart = new BreakdownChart(host, {
     hover, open: (i) => openStep(store.shown.steps[i]), choose,
-    zoom: (first, last) => setRange(first === null ? { mode: "all" }
-      : { mode: "fixed", first: Math.floor(first), last: Math.max(Math.floor(first), Math.ceil(last) - 1) }),
+    zoom: (first, last) => zoomTo(store, first, last),
     whole: () => ({ first: store.columns.steps[0] ?? 0, last: store.columns.last + 1 }),
   });
   const facts = sideCards(side, store, () => threshold());
   setChildren(root, el("div", { class: "split" },
     el("div", { class: "panel breakdown-main" },
-      el("div", { class: "row panel-head" }, ranges, chip, scale, tableButton, note),
+      el("div", { class: "row panel-head" }, range.node, el("span", { class: "grow" }), scale, tableButton),
       el("p", { class: "visually-hidden", id: "breakdown-keys" }, "Left and right move from step to " +
         "step, up and down between processes, plus and minus zoom, Enter opens the step."),
       scroller, tableHost, blank, spoken),
@@ -67,6 +63,7 @@ export function mount(root, store) {
   const threshold = () => store.run.settings?.unexplained_fraction ?? UNEXPLAINED_FRACTION;
 
   function draw() {
+    range.update();
     const columns = store.shown;
     const none = !columns.steps.length;
     blank.hidden = !none;
@@ -84,8 +81,6 @@ export function mount(root, store) {
       placeLabels(all);
     }
     const chosen = all.find((row) => row.id === state.chosen);
-    setText(note, columns.bin > 1
-      ? `each bar is the mean of ${columns.bin} steps: zoom in for single ones` : "");
     facts.update(summary(columns, chosen, threshold()), chosen);
     host.setAttribute("aria-label", `Seconds by phase, ${format.span(columns.steps[0], columns.last)}, ` +
       `${chosen.label}`);
@@ -169,22 +164,10 @@ export function mount(root, store) {
     host.focus({ preventScroll: true });
   }
 
-  async function setRange(range) {
-    await store.setRange(range);
-  }
-
-  function showRange() {
-    const { mode, n, first, last } = store.range;
-    ranges.pick(mode === "all" ? "all" : mode === "last" ? String(n) : "");
-    chip.hidden = mode !== "fixed";
-    if (mode === "fixed") setText(chip, `${format.span(first, last)} ✕`);
-  }
-
   return {
     show(params) {
       state.shown = true;
       if (params?.has("step")) openStep(Number(params.get("step")));
-      showRange();
       draw();
     },
     hide() {
@@ -193,7 +176,6 @@ export function mount(root, store) {
     },
     update({ type }) {
       if (type === "judgement") facts.judge();
-      if (type === "range") showRange();
       const frozen = type === "step" && store.range.mode === "fixed";
       if (["step", "history", "range", "theme"].includes(type) && !frozen) draw();
     },
