@@ -1,0 +1,142 @@
+"""The judgement as the page takes it."""
+
+import math
+
+from made_run import make_run
+from queue_run import Plant
+from step_facts import settings, step
+
+from services.dashboard.judge import FUNNEL, JUDGED, Judge, duration
+from services.dashboard.ledger_report import main as ledger_report
+from services.dashboard.run_log import RunLog
+from services.dashboard.what_if_report import main as what_if_report
+
+RUNNING = {"state": "running"}
+
+
+def judged(steps, with_settings=None) -> Judge:
+    judge = Judge(with_settings or settings())
+    for facts in steps:
+        judge.add(facts)
+    return judge
+
+
+def test_a_judgement_has_every_part_of_the_contract():
+    funnel = {f"funnel/{name}": 100.0 - i for i, name in enumerate(FUNNEL)}
+    judge = judged(step(n, metrics=funnel) for n in range(1, 21))
+    found = judge.verdict(1041.0, RUNNING)
+    assert found["step"] == 20 and found["time"] == 1041.0
+    assert found["progress"] == {
+        "step": 20,
+        "total": 100,
+        "fraction": 0.2,
+        "step_s": 2.0,
+        "remaining_s": 160.0,
+        "text": "step 20 of 100, about 2 min 40 s left",
+    }
+    assert found["bottleneck"]["process"] == "learner"
+    assert found["bottleneck"]["phase"] == "forward_backward"
+    assert found["funnel"] == {
+        "generated": 100.0,
+        "scored": 99.0,
+        "nonzero_advantage": 98.0,
+        "unclipped": 97.0,
+        "contributed": 96.0,
+        "step": 20,
+    }
+    assert found["alerts"] == []
+    assert {check["light"] for check in found["trust"]} <= {"ok", "none"}
+    assert found["what_if"]["now"]["workers"] == 2
+
+
+def test_before_the_first_step_nothing_is_known_and_nothing_fails():
+    found = Judge(settings()).verdict(0.0, RUNNING)
+    assert found["bottleneck"] is None and found["what_if"] is None and found["funnel"] is None
+    assert found["trust"] == [] and found["alerts"] == []
+    assert found["progress"]["step_s"] is None and found["progress"]["remaining_s"] is None
+
+
+def test_a_step_that_only_evaluated_is_no_trained_step():
+    evaluated = step(0, without=["time/train/update_s"], metrics={"time/eval_s": 1.0})
+    found = judged([evaluated]).verdict(0.0, RUNNING)
+    assert found["bottleneck"] is None and found["progress"]["text"] == "step 0 of 100"
+
+
+def test_a_run_without_a_length_has_no_end_to_wait_for():
+    found = judged([step(1)], settings(steps=0)).verdict(0.0, RUNNING)
+    assert found["progress"]["text"] == "step 1"
+    assert found["progress"]["remaining_s"] is None and found["progress"]["fraction"] == 0.0
+
+
+def test_numbers_that_are_not_finite_reach_the_judgement_as_themselves():
+    funnel = {f"funnel/{name}": math.nan for name in FUNNEL}
+    nan = {"offpolicy/is_weight_raw_max": math.inf, "train/loss": math.nan}
+    judge = judged([step(n, metrics=nan | funnel) for n in range(1, 12)])
+    found = judge.verdict(0.0, RUNNING)
+    assert math.isnan(found["funnel"]["generated"])
+    assert found["alerts"][0]["id"] == "nonfinite"
+
+
+def test_many_steps_at_once_are_judged_at_their_end():
+    stale = {"rollout/zero_variance_fraction": 0.6}
+    judge = judged(step(n, metrics=stale) for n in range(1, 2001))
+    (alert,) = judge.verdict(0.0, {"state": "finished"})["alerts"]
+    assert alert["id"] == "zero_variance" and alert["since_step"] == 2001 - JUDGED
+
+
+def test_steps_while_a_worker_starts_count_in_no_prediction():
+    judge = judged(Plant().steps({1: 1}, 10))
+    before = judge.verdict(0.0, RUNNING)["what_if"]["error"]["count"]
+    judge.set_fleet({"workers": [{"state": "working", "host": "a"}, {"state": "starting"}]})
+    judge.add(step(11, workers=[{"decode": 0.5}]))
+    judge.set_fleet({"workers": [{"state": "working", "host": "a"}]})
+    judge.add(step(12, workers=[{"decode": 0.5}]))
+    assert judge.verdict(0.0, RUNNING)["what_if"]["error"]["count"] == before + 1
+    judge.set_fleet(None)
+
+
+def test_workers_on_several_hosts_are_taken_to_share_better():
+    cpu = settings(platform="cpu")
+    steps = list(Plant().steps({1: 2}, 10))
+    here, apart = judged(steps, cpu), judged(steps, cpu)
+    apart.set_fleet({"workers": [{"host": "a"}, {"host": "b"}]})
+
+    def more_s(judge):
+        return judge.verdict(0.0, RUNNING)["what_if"]["options"][0]["step_s"]
+
+    assert more_s(apart) < more_s(here)
+
+
+def test_durations_are_short():
+    assert [duration(s) for s in (25, 250, 12_000)] == ["25 s", "4 min 10 s", "3 h 20 min"]
+
+
+def test_a_made_run_is_judged_from_its_files(tmp_path, capsys):
+    make_run(tmp_path / "run", steps=30, workers=2)
+    log = RunLog(tmp_path / "run")
+    judge = judged(log.refresh().new_steps, log.settings)
+    found = judge.verdict(0.0, log.status)
+    assert found["step"] == 30 and found["what_if"]["error"]["median"] < 0.15
+    assert not [alert for alert in found["alerts"] if alert["severity"] == "bad"]
+    assert ledger_report(["--run", str(tmp_path / "run")]) == 0
+    assert "beyond 1 %" in capsys.readouterr().out.splitlines()[-1]
+    assert what_if_report(["--run", str(tmp_path / "run")]) == 0
+    assert "median error" in capsys.readouterr().out
+
+
+def test_reports_say_what_is_wrong_with_a_folder(tmp_path, capsys):
+    assert ledger_report(["--run", str(tmp_path / "none")]) == 2
+    assert "is no folder" in capsys.readouterr().err
+    assert ledger_report(["--run", str(tmp_path)]) == 2
+    assert what_if_report(["--run", str(tmp_path)]) == 2
+    assert "no step that trained" in capsys.readouterr().err
+
+
+def test_a_ledger_that_does_not_add_up_fails_its_report(tmp_path, capsys):
+    make_run(tmp_path, steps=5, workers=1)
+    path = tmp_path / "ledger.jsonl"
+    lines = path.read_text().splitlines()
+    lines[3] = lines[3].replace('"idle": ', '"idle": 9')
+    path.write_text("\n".join(lines) + "\n")
+    assert ledger_report(["--run", str(tmp_path)]) == 1
+    assert "step 3" in capsys.readouterr().out.splitlines()[0]
