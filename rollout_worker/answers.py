@@ -54,8 +54,10 @@ _CURRENCY = (
 _DIGITS = rf"""(?:[0-9]{{1,3}}(?:,[0-9]{{2,3}})*,[0-9]{{3}}(?![0-9])
     |[0-9]{{1,3}}(?:(?P<space>[ {_SPACES}])[0-9]{{3}}(?![0-9])(?:(?P=space)[0-9]{{3}}(?![0-9]))*)
     |[0-9]+)"""
+# In no pattern do two loops over white space stand side by side: every way to share it would be
+# tried, which takes minutes where a completion ends in blanks.
 _NUMBER = re.compile(
-    rf"""(?P<sign>[+-]?)\s*{_CURRENCY}?\s*(?P<inner>[+-]?)\s*
+    rf"""(?P<sign>[+-]?)\s*(?:{_CURRENCY}\s*)?(?:(?P<inner>[+-])\s*)?
     (?P<whole>{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)
     (?P<exponent>[eE][+-]?[0-9]+)?
     (?:\s?/\s?(?P<denominator>[0-9]+)|\s(?P<over>[0-9]+)/(?P<under>[0-9]+))?
@@ -72,16 +74,17 @@ _CLOSING = r"[\s*_'\")\]}\u00b0%]*"
 # What follows a number and makes of the two something other than a number with a unit.
 _GLUED = re.compile(r"[.,:]?\d|[\u00b2\u00b3\u00b9\u2070-\u2079]|[eE][+-]?\d")
 _CALCULATION = re.compile(
-    rf"{_CLOSING}(?:[-+*/^\u00d7\u00f7\u00b7=]|x(?=\s*\d))\s*[(\[{{$]*\s*[-+]?\.?\d"
+    rf"{_CLOSING}(?:[-+*/^\u00d7\u00f7\u00b7=]|x(?=\s*\d))\s*(?:[(\[{{$]+\s*)?[-+]?\.?\d"
 )
 _ANOTHER = re.compile(
-    rf"{_CLOSING}(?:[,;|&~\u2192]|->|(?:or|and|to)\b)?\s*{_CURRENCY}?\s*[-+]?\.?\d", re.IGNORECASE
+    rf"{_CLOSING}(?:(?:[,;|&~\u2192]|->|(?:or|and|to)\b)\s*)?(?:{_CURRENCY}\s*)?[-+]?\.?\d",
+    re.IGNORECASE,
 )
 _EQUALS = re.compile(rf"{_CLOSING}(?:=|[-+*/^\u00d7\u00f7\u00b7x]\s*[\d(.]).*=(?P<right>[^=]*)$")
 
 _DECORATION = re.compile(r"[\s*_'\"(\[{<>:=~\u2248|]*")
 # A dollar sign is currency before a digit and a LaTeX delimiter before anything else.
-_DELIMITER = re.compile(r"\$(?!\s*[-+]?\s*[0-9.])")
+_DELIMITER = re.compile(r"\$(?!\s*(?:[-+]\s*)?[0-9.])")
 _LABEL = re.compile(
     r"(?:[A-Za-z ]{0,30}\b(?:answer|result|total)\b\s*(?:is\b|[:=])|[A-Za-z]\s*=)", re.IGNORECASE
 )

@@ -277,3 +277,13 @@ def test_every_gsm8k_solution_agrees_with_its_own_gold(shared):
         assert gold is not None, solution
         assert value(strict_answer(solution)) == gold
         assert value(lenient_answer(solution.replace("####", "So"))) == gold
+
+
+@pytest.mark.parametrize(
+    "before", ["#### 1", "#### 1=", "#### -", "#### $", "#### 1 or", "\\boxed{Rs"]
+)
+@pytest.mark.parametrize("between", ["", ",", "+"])
+def test_a_long_run_of_blanks_is_read_in_time(before, between):
+    text = before + " " * 10_000 + between + " " * 10_000 + "x"
+    assert strict_answer(text) == strict_answer(before + " " + between + " x")
+    assert lenient_answer(text) == lenient_answer(before + " " + between + " x")
