@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -103,15 +104,26 @@ def open_view(page: "Page", view: str) -> None:
 
 def wait_until_drawn(page: "Page") -> None:
     """Returns when the view that is shown says that it has drawn what it has."""
-    page.wait_for_function("document.body.dataset.drawn === 'true'")
+    page.locator("body[data-drawn=true]").wait_for()
+
+
+def wait_until(page: "Page", condition: str) -> None:
+    """Returns when a JavaScript expression holds; the page's policy forbids what
+    `Page.wait_for_function` does.
+
+    Raises:
+        AssertionError: naming the condition, after WAIT_MS.
+    """
+    deadline = time.monotonic() + WAIT_MS / 1e3
+    while not page.evaluate(condition):
+        assert time.monotonic() < deadline, f"waited {WAIT_MS / 1e3:g} s for {condition}"
+        page.wait_for_timeout(30)
 
 
 def table_rows(page: "Page", selector: str) -> list[list[str]]:
-    """The text of every cell of the body of a table."""
-    return (
-        page.locator(selector)
-        .locator("tbody tr")
-        .evaluate_all(
-            "rows => rows.map(row => [...row.cells].map(cell => cell.textContent.trim()))"
-        )
+    """The text of every cell of a table but its head; the selector may be of what holds it."""
+    return page.locator(selector).first.evaluate(
+        """node => [...(node.matches("table") ? node : node.querySelector("table")).rows]
+            .filter(row => row.querySelector("td"))
+            .map(row => [...row.cells].map(cell => cell.textContent.trim()))"""
     )

@@ -51,4 +51,3 @@ def _read(text: str) -> tuple[float, float]:
     scale = UNITS.get(unit, 1.0) * 10.0 ** int((found["power"] or "0").replace("−", "-"))
     digits = float(found["digits"].replace(",", "").replace("−", "-"))
     return digits * scale, 0.5 * 10.0 ** -len(found["decimals"] or "") * scale
-

@@ -18,6 +18,7 @@ from services.dashboard import auth
 from services.dashboard.listener import bind, url_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[4]
+PROGRAM = ("-m", "services.dashboard")
 START_S = 40.0
 END_S = 10.0
 
@@ -32,7 +33,7 @@ class Served:
     def __init__(self, *arguments: str):
         self._folder = tempfile.TemporaryDirectory(prefix="tandem-served-")
         self.log = pathlib.Path(self._folder.name) / "log"
-        command = [sys.executable, "-m", "services.dashboard", *arguments, "--port", "0"]
+        command = [sys.executable, *PROGRAM, *arguments, "--port", "0"]
         self.process = _start(command, self.log)
         said = self._wait_for_line()
         self.url, self.tokens = auth.read_access(pathlib.Path(said[1]))
@@ -75,7 +76,7 @@ class Handed:
 
     def start(self) -> None:
         fd = self._listener.fileno()
-        command = [sys.executable, "-m", "services.dashboard", "--run", str(self._folder)]
+        command = [sys.executable, *PROGRAM, "--run", str(self._folder)]
         command += ["--fd", str(fd), "--driver-pid", str(os.getpid())]
         self.process = _start(command, self.log, pass_fds=(fd,))
 
