@@ -9,6 +9,8 @@ import { el, setChildren } from "./dom.js";
 import * as format from "./format.js";
 import { lightMark } from "./palette.js";
 
+const PATIENCE_MS = 1500; // a connection that is back so soon is not worth a word
+
 export function makeBanner() {
   const node = el("div", { class: "banner", id: "banner", role: "status", hidden: true });
   let shown = "";
@@ -17,12 +19,13 @@ export function makeBanner() {
   function update(store) {
     clearTimeout(timer);
     const said = lostConnection(store) ?? endOfRun(store);
+    const { state } = store.connection;
+    if (state !== "live" && state !== "refused") timer = setTimeout(() => update(store), 1000);
     node.hidden = !said;
     if (!said) {
       shown = "";
       return;
     }
-    if (said.again) timer = setTimeout(() => update(store), 1000);
     if (shown === said.text) return;
     shown = said.text;
     node.className = `banner ${said.level}`;
@@ -35,18 +38,17 @@ export function makeBanner() {
 }
 
 function lostConnection(store) {
-  const { state, since, retryInMs } = store.connection;
+  const { state, since, lostAt, retryInMs } = store.connection;
   if (state === "live") return null;
-  const away = (Date.now() - (store.connection.lostAt ?? since)) / 1000;
   if (state === "refused") {
     return { kind: "refused", level: "bad", text: "This link is no longer valid: the page stands " +
       `still. ${newLink(store.run?.folder)}` };
   }
-  if (away < 2 && state === "connecting") return null;
+  if (Date.now() - (lostAt ?? since) < PATIENCE_MS) return null;
   const wait = Math.max(0, Math.ceil((since + retryInMs - Date.now()) / 1000));
   const soon = state === "waiting" && wait > 0 ? `; trying again in ${wait} s` : "; trying again";
   const over = store.ended ? " The run had ended." : "";
-  return { kind: "disconnected", level: "warn", again: true, retry: true, text:
+  return { kind: "disconnected", level: "warn", retry: true, text:
     `No connection to the dashboard${soon}. What you see is of step ${store.columns.last}.${over}` };
 }
 

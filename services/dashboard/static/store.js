@@ -11,7 +11,8 @@
  * store.lastStep    the newest step event ({step, wall_s, metrics, processes, path, ...}) or null.
  * store.latest(name) {step, value} of the newest value of a metric, or null.
  * store.judgement, store.fleet, store.samplesTotal, store.timelineStep
- * store.connection  {state: "connecting"|"live"|"waiting"|"refused", since, retryInMs}
+ * store.connection  {state: "connecting"|"live"|"waiting"|"refused", since, lostAt, retryInMs}; since
+ *                   and lostAt in ms, lostAt null while live
  * store.timed(f)    runs an update that did not come by the stream inside the same measure.
  * store.now()       seconds since 1970 by the server's clock.
  * store.on(f)       f(event) for each event; event.type: run, step, fleet, judgement, timeline,
@@ -39,7 +40,7 @@ export class Store {
     this.fleet = null;
     this.samplesTotal = null;
     this.timelineStep = null;
-    this.connection = { state: "connecting", since: Date.now(), retryInMs: 0 };
+    this.connection = { state: "connecting", since: Date.now(), lostAt: null, retryInMs: 0 };
     this._listeners = new Set();
     this._queue = [];
     this._planned = false;
@@ -109,8 +110,8 @@ export class Store {
       event: (type, data) => this._enqueue(type, data),
       state: (next) => {
         const back = next.state === "live" && this.connection.state !== "live";
-        if (next.state !== this.connection.state) this.connection = { ...next, since: Date.now() };
-        else this.connection.retryInMs = next.retryInMs;
+        const lostAt = next.state === "live" ? null : this.connection.lostAt ?? Date.now();
+        this.connection = { ...next, since: Date.now(), lostAt };
         this.emit("connection", this.connection);
         if (back && this._wasLive) this.refetch();
         if (next.state === "live") this._wasLive = true;

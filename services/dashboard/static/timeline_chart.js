@@ -18,10 +18,9 @@ import { addZoom } from "./zoom.js";
 const LEFT = 112;
 const RULER = 18;
 const AXIS = 20;
-const QUEUE = 74;
-const STALE = 40;
-const LEAST_LANE = 22;
-const MOST_LANE = 46;
+const QUEUE = [74, 120]; // least and most
+const STALE = [40, 60];
+const LANE = [22, 60];
 const GAP = 5;
 const MARKS = 11; // above a lane, where its versions and checkpoints stand
 const NEAR_PX = 5;
@@ -62,13 +61,17 @@ export class TimelineChart {
   _place() {
     this.width = this.host.clientWidth;
     const n = Math.max(1, this.timeline.lanes.length);
-    const room = this.host.parentElement.clientHeight - RULER - QUEUE - STALE - AXIS - 2 * GAP - 2;
-    const each = Math.max(LEAST_LANE, Math.min(MOST_LANE, room / n - MARKS - GAP));
+    let spare = this.host.parentElement.clientHeight - RULER - AXIS - 2 * GAP - 8 - QUEUE[0] - STALE[0];
+    const each = Math.max(LANE[0], Math.min(LANE[1], spare / n - MARKS - GAP));
+    spare -= n * (each + MARKS + GAP);
+    const grown = ([least, most], share) => Math.max(least, Math.min(most, least + share * spare));
     this.laneHeight = each;
+    this.queueHeight = grown(QUEUE, 0.7);
+    this.staleHeight = grown(STALE, 0.3);
     this.tops = this.timeline.lanes.map((_, i) => RULER + GAP + i * (each + MARKS + GAP) + MARKS);
     this.queueTop = RULER + GAP + n * (each + MARKS + GAP) + 6;
-    this.staleTop = this.queueTop + QUEUE + GAP;
-    this.height = this.staleTop + STALE + AXIS;
+    this.staleTop = this.queueTop + this.queueHeight + GAP;
+    this.height = this.staleTop + this.staleHeight + AXIS;
   }
 
   x(t) {
@@ -95,21 +98,23 @@ export class TimelineChart {
     ctx.textAlign = "left";
     ctx.fillStyle = token("muted");
     ctx.fillText("step", 2, RULER / 2);
+    const { steps } = this.timeline;
+    const seen = steps.filter((s) => this.x(s.end) > LEFT && this.x(s.start) < this.width);
+    if (!seen.length) return;
+    const each = (this.x(seen.at(-1).end) - this.x(seen[0].start)) / seen.length;
+    const wide = ctx.measureText(String(seen.at(-1).step)).width + 14;
+    const every = Math.max(1, niceStep(Math.ceil(wide / each), 1));
     this._clipped(ctx, 0, this.height - AXIS, () => {
-      let free = -Infinity;
-      for (const { step, start, end } of this.timeline.steps) {
-        const [x, x2] = [this.x(start), this.x(end)];
-        if (x2 < LEFT || x > this.width) continue;
-        if (x2 - x > 3) {
+      for (const { step, start, end } of seen) {
+        const x = this.x(start);
+        if (each > 3) {
           ctx.fillStyle = token("line");
           ctx.fillRect(x, 0, 1, this.height - AXIS);
         }
-        const text = String(step);
-        const label = Math.max(x, LEFT) + 4;
-        if (label < free || x2 - label < Math.min(10, x2 - x)) continue;
+        if (step % every) continue;
         ctx.fillStyle = token("muted");
-        ctx.fillText(text, label, RULER / 2);
-        free = label + ctx.measureText(text).width + 8;
+        const label = Math.max(x, LEFT) + 4;
+        if (label + wide - 14 < this.x(end) || every > 1) ctx.fillText(String(step), label, RULER / 2);
       }
     });
   }
@@ -157,27 +162,21 @@ export class TimelineChart {
   }
 
   _drawMarks(ctx, lane, top, height) {
-    let free = -Infinity;
     ctx.textBaseline = "alphabetic";
-    for (const [t, text] of lane.marks) {
-      const x = this.x(t);
-      if (x < LEFT - 1 || x > this.width) continue;
+    const marks = lane.marks.map(([t, text]) => [this.x(t), text])
+      .filter(([x]) => x >= LEFT - 1 && x <= this.width);
+    const dense = marks.length * 9 > this.width - LEFT;
+    marks.forEach(([x, text], i) => {
       const checkpoint = text.startsWith("checkpoint");
       ctx.fillStyle = checkpoint ? token("warn") : token("ink");
+      ctx.globalAlpha = dense ? 0.5 : 1;
       ctx.fillRect(x - 0.5, top - 3, 1, height + 3);
-      ctx.beginPath();
-      if (checkpoint) ctx.rect(x - 3, top - 7, 6, 6);
-      else {
-        ctx.moveTo(x - 3.5, top - 6);
-        ctx.lineTo(x + 3.5, top - 6);
-        ctx.lineTo(x, top);
-      }
-      ctx.fill();
+      ctx.globalAlpha = 1;
+      if (!dense || checkpoint) drawMark(ctx, x, top, checkpoint);
       const short = text.replace("version ", "v").replace("checkpoint ", "ckpt ");
-      if (x < free) continue;
-      ctx.fillText(short, x + 6, top - 2);
-      free = x + 14 + ctx.measureText(short).width;
-    }
+      const free = (marks[i + 1]?.[0] ?? this.width) - x;
+      if (free > ctx.measureText(short).width + 12) ctx.fillText(short, x + 6, top - 2);
+    });
   }
 
   _frame(ctx, title, top, height, most, lines) {
@@ -219,11 +218,11 @@ export class TimelineChart {
   _drawGauges(ctx) {
     const { t, waiting, out } = this.timeline.gauges;
     const most = Math.max(1, ...waiting, ...out);
-    this._frame(ctx, "groups", this.queueTop, QUEUE - 6, most,
+    this._frame(ctx, "groups", this.queueTop, this.queueHeight - 6, most,
       [["waiting", lineColor(0)], ["out", lineColor(1)]]);
-    this._clipped(ctx, this.queueTop, QUEUE, () => {
-      this._stairs(ctx, t, waiting, this.queueTop, QUEUE - 6, most, lineColor(0), 2);
-      this._stairs(ctx, t, out, this.queueTop, QUEUE - 6, most, lineColor(1), 1);
+    this._clipped(ctx, this.queueTop, this.queueHeight, () => {
+      this._stairs(ctx, t, waiting, this.queueTop, this.queueHeight - 6, most, lineColor(0), 2);
+      this._stairs(ctx, t, out, this.queueTop, this.queueHeight - 6, most, lineColor(1), 1);
     });
   }
 
@@ -231,15 +230,15 @@ export class TimelineChart {
   _drawStaleness(ctx) {
     const { staleness, steps } = this.timeline;
     const most = Math.max(1, ...staleness.map(([, x]) => x ?? 0));
-    this._frame(ctx, "staleness", this.staleTop, STALE - 6, most, []);
-    this._clipped(ctx, this.staleTop, STALE, () => {
+    this._frame(ctx, "staleness", this.staleTop, this.staleHeight - 6, most, []);
+    this._clipped(ctx, this.staleTop, this.staleHeight, () => {
       ctx.fillStyle = lineColor(4);
       for (const [t, x] of staleness) {
         const step = steps.find((s) => t >= s.start - 1e-6 && t <= s.end + 1e-6);
         if (!step || !(x >= 0)) continue;
-        const high = Math.max(1.5, (x / most) * (STALE - 10));
+        const high = Math.max(1.5, (x / most) * (this.staleHeight - 10));
         const [left, right] = [this.x(step.start), this.x(step.end)];
-        ctx.fillRect(left, this.staleTop + STALE - 6 - high, Math.max(0.7, right - left - 0.75), high);
+        ctx.fillRect(left, this.staleTop + this.staleHeight - 6 - high, Math.max(0.7, right - left - 0.75), high);
       }
     });
   }
@@ -339,6 +338,18 @@ export class TimelineChart {
     this._move(this._hit(this.x(t), this.lane), box.left + x, box.top + this.tops[this.lane] + this.laneHeight);
     event.preventDefault();
   }
+}
+
+/** A square for a checkpoint, a triangle for a policy version. */
+function drawMark(ctx, x, top, checkpoint) {
+  ctx.beginPath();
+  if (checkpoint) ctx.rect(x - 3, top - 7, 6, 6);
+  else {
+    ctx.moveTo(x - 3.5, top - 6);
+    ctx.lineTo(x + 3.5, top - 6);
+    ctx.lineTo(x, top);
+  }
+  ctx.fill();
 }
 
 /** Dark or light text on a colour of the form #rrggbb. */
