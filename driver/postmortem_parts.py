@@ -30,7 +30,7 @@ PROCESSES = 48
 LISTED_FILES = 5000
 
 WHOLE = ("status.json", "config.yaml", "identity.json", "run_id", "error.txt")
-LOGS = ("metrics.jsonl", "ledger.jsonl", "samples.jsonl", "eval.jsonl")
+LOGS = ("metrics.jsonl", "ledger.jsonl", "timeline.jsonl", "samples.jsonl", "eval.jsonl")
 RAY_LOGS = ("raylet.out", "raylet.err", "gcs_server.out", "gcs_server.err")
 RAY_LATEST = pathlib.Path("/tmp/ray/session_latest/logs")
 RAY_LOG_BYTES = 2**18
