@@ -1,20 +1,24 @@
 """What a person sees of a run: a table of steps with the time of each phase, and a summary.
 
-On a terminal the table grows in place; elsewhere, as in the log of `ray job submit`, each step is
-one line of fixed columns and the header comes again every twenty lines. The phases shown are those
-of the critical path: what the slowest rollout worker did, then what the learner did.
+On a terminal the table grows in place, and under it are the last step's bars and the time left;
+elsewhere, as in the log of `ray job submit`, each step is one line of fixed columns and the header
+comes again every twenty lines. The phases shown are those of the critical path
+(`services/dashboard/breakdown.py`).
 """
 
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
+from driver import bars
 from driver.ledger import StepRecord
 from rollout_worker.accuracy import wilson_interval
+from services.dashboard.breakdown import critical_path
+from services.dashboard.facts import StepFacts
 
 PHASE_COLUMNS = {
     "weights": ("weights_wait", "wire", "weights_swap"),
@@ -33,7 +37,12 @@ COLUMNS = ("step", "reward", "acc", "len", "tok/s", "step s", *PHASE_COLUMNS, "o
 WIDTHS = (9, 8, 6, 7, 7, 8, *(8 for _ in PHASE_COLUMNS), 7)
 HEADER_EVERY = 20
 LIVE_ROWS = 20
-"""Steps that stay in sight on a terminal."""
+"""Steps that stay in sight on a terminal that is high enough."""
+FEWEST_ROWS = 3
+OTHER_LINES = 14
+"""Of a terminal: title and head of the table, progress, legend, and bars of a few processes."""
+RECENT_STEPS = 10
+"""Whose mean time tells how long the rest will take."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +59,7 @@ class StepRow:
     tokens_per_s: float | None
     phase_s: dict[str, float]
     """Seconds of the critical path by PHASE_COLUMNS, and `other`: the rest of step_s."""
+    facts: StepFacts
 
     def cells(self) -> tuple[str, ...]:
         """The text of every column, in the order of COLUMNS."""
@@ -69,14 +79,18 @@ def step_row(metrics: Mapping[str, float], record: StepRecord, total_steps: int)
 
     Args:
         metrics: by the names of the metrics log; those that are absent show as `-`.
-        record: seconds by phase; the process `learner` and the busiest of the others count.
+        record: seconds by phase of every process.
     """
-    workers = [name for name in record.processes if name != "learner"]
-    path = [record.processes["learner"]] if "learner" in record.processes else []
-    if workers:
-        path.append(record.processes[max(workers, key=record.busy_s)])
+    facts = StepFacts(
+        step=record.step,
+        time=0.0,
+        wall_s=record.wall_s,
+        processes=record.processes,
+        metrics=metrics,
+    )
+    path = critical_path(facts)
     phase_s = {
-        column: sum(process[phase] for process in path for phase in phases)
+        column: sum(path.get(phase, 0.0) for phase in phases)
         for column, phases in PHASE_COLUMNS.items()
     }
     phase_s["other"] = max(0.0, record.wall_s - sum(phase_s.values()))
@@ -89,6 +103,7 @@ def step_row(metrics: Mapping[str, float], record: StepRecord, total_steps: int)
         completion_len_mean=metrics.get("rollout/completion_len_mean"),
         tokens_per_s=metrics.get("throughput/train/decode_tokens_per_s"),
         phase_s=phase_s,
+        facts=facts,
     )
 
 
@@ -103,7 +118,7 @@ class StepView:
 
     def __enter__(self) -> "StepView":
         if self._console.is_terminal:
-            self._live = Live(self._table(), console=self._console, auto_refresh=False)
+            self._live = Live(self._picture(), console=self._console, auto_refresh=False)
             self._live.start()
         return self
 
@@ -117,7 +132,7 @@ class StepView:
         shown = len(self._rows)
         self._rows.append(row)
         if self._live is not None:
-            self._live.update(self._table(), refresh=True)
+            self._live.update(self._picture(), refresh=True)
             return
         if shown % HEADER_EVERY == 0:
             self.say(plain_line(COLUMNS))
@@ -127,8 +142,21 @@ class StepView:
         """Prints a line as it stands, above the table on a terminal."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
+    def _picture(self) -> Group:
+        """The table, and under it where the last step's time went and how long the rest takes."""
+        if not self._rows:
+            return Group(self._table())
+        last, width = self._rows[-1], self._console.width
+        step_s = [row.step_s for row in self._rows[-RECENT_STEPS:]]
+        return Group(
+            self._table(),
+            bars.progress(last.step, last.total_steps, step_s, width),
+            bars.step_bars(last.facts, width, coloured=self._console.color_system is not None),
+        )
+
     def _table(self) -> Table:
-        hidden = max(0, len(self._rows) - LIVE_ROWS)
+        room = max(FEWEST_ROWS, min(LIVE_ROWS, self._console.height - OTHER_LINES))
+        hidden = max(0, len(self._rows) - room)
         title = self._name + (f" (the first {hidden} steps are in metrics.jsonl)" if hidden else "")
         table = Table(title=title, title_justify="left", header_style="bold")
         for column in COLUMNS:
