@@ -44,6 +44,7 @@ async function start() {
     store.on((event) => event.type === "refused" && setChildren(root, linkPanel(store.run.folder)));
     await makeShell(root, store, VIEWS.map(view));
     store.follow();
+    store.loadRest();
   }
   document.documentElement.dataset.ready = "true";
 }

@@ -56,7 +56,8 @@ function endOfRun(store) {
   const { run } = store;
   const took = format.isFiniteNumber(run.ended) && format.isFiniteNumber(run.started)
     ? ` after ${format.seconds(run.ended - run.started)}` : "";
-  const at = `at step ${run.step ?? 0}${run.steps_total ? ` of ${run.steps_total}` : ""}`;
+  const at = `at step ${format.count(run.step ?? 0)}` +
+    (run.steps_total ? ` of ${format.count(run.steps_total)}` : "");
   const why = run.reason ? `: ${run.reason}` : "";
   const resume = run.last_checkpoint !== null && run.last_checkpoint !== undefined
     ? ` The last checkpoint is of step ${run.last_checkpoint}.` : " There is no checkpoint.";

@@ -12,6 +12,7 @@
  * clock(unix_s)       14:03:20 of the viewer's day; with the date when it is another day.
  * span(first, last)   "step 7" or "steps 7–23".
  * withUnit(x, unit)   by a unit of the catalog: "s", "fraction", "bytes", "tokens", "1", ...
+ * sentence(text)      its first letter large, unless it begins with a name such as rollout.slots.
  * plural(n, one, many) "1 step", "3 steps".
  */
 
@@ -128,4 +129,8 @@ export function withUnit(raw, unit) {
 
 export function plural(n, one, many) {
   return `${count(n)} ${n === 1 ? one : many}`;
+}
+
+export function sentence(text) {
+  return /^[a-z]+[\s,'’-]/.test(text) ? text[0].toUpperCase() + text.slice(1) : text;
 }

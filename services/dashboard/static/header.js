@@ -64,7 +64,7 @@ export function makeHeader({ onAlerts, onHelp }) {
     setText(reward.node, format.number(store.latest("reward/total/mean")?.value ?? null));
     setText(accuracy.node, accuracyText(store));
     showAlerts(judgement?.alerts ?? []);
-    setText(sentence, judgement?.bottleneck?.text ?? "");
+    setText(sentence, format.sentence(judgement?.bottleneck?.text ?? ""));
     sentence.title = sentence.textContent;
     showTheme();
     const of = run.steps_total ? `/${run.steps_total}` : "";

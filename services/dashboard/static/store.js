@@ -81,16 +81,24 @@ export class Store {
   async load() {
     this._setRun(await getJSON("/api/run"));
     if (this.run.compare) return;
-    const optional = (path) => getJSON(path).catch((error) => this._optional(error));
-    const [catalog, history, judgement, fleet] = await Promise.all([
-      optional("/api/catalog"), getJSON("/api/history", { points: POINTS }),
-      optional("/api/judgement"), optional("/api/fleet"),
+    const [catalog, history] = await Promise.all([
+      getJSON("/api/catalog").catch((error) => this._optional(error)),
+      getJSON("/api/history", { points: POINTS }),
     ]);
     this._setCatalog(catalog);
     this.columns = this.shown = new Columns(history);
-    this.judgement = judgement;
-    this.fleet = fleet;
-    await this._loadLastStep();
+  }
+
+  /** Loads what the first paint can do without, and says so; the stream brings the fleet. */
+  async loadRest() {
+    try {
+      this.judgement = await getJSON("/api/judgement");
+      this.emit("judgement", this.judgement);
+      await this._loadLastStep();
+      if (this.lastStep) this.emit("history");
+    } catch (error) {
+      if (!(error instanceof ApiError)) throw error; // the stream says what is wrong
+    }
   }
 
   async _loadLastStep() {
@@ -99,7 +107,7 @@ export class Store {
       .catch((error) => this._optional(error));
   }
 
-  /** A part that the server cannot give is absent; a refused token or lost connection is an error. */
+  /** A part that this server does not have is absent; a refused token or lost connection is an error. */
   _optional(error) {
     if (error instanceof ApiError && error.status >= 402) return null;
     throw error;

@@ -188,7 +188,7 @@ function stepsOf(columns, i) {
   return first === last ? String(first) : `${first}–${last}`;
 }
 
-/** Mean seconds by phase over the steps shown, largest first but `unexplained` last. */
+/** Mean seconds by phase over the steps shown, in the order of the stack from its top. */
 function summary(columns, row, threshold) {
   const bars = row.table.map((bar, i) => [bar, columns.wall[i]]).filter(([bar]) => bar);
   const wall = bars.reduce((sum, [, w]) => sum + w, 0);
@@ -197,8 +197,7 @@ function summary(columns, row, threshold) {
     const loud = isUnexplained(phase) ? bars.filter(([bar, w]) => bar[k] > threshold * w).length : 0;
     return { phase, mean: sum / Math.max(1, bars.length), share: wall ? sum / wall : 0, loud, of: bars.length };
   });
-  return parts.filter((part) => part.mean > 0)
-    .sort((a, b) => isUnexplained(a.phase) - isUnexplained(b.phase) || b.mean - a.mean);
+  return parts.filter((part) => part.mean > 0).reverse();
 }
 
 /** The right-hand column: what holds the run up, what to look at, and the legend. */
@@ -212,16 +211,18 @@ function sideCards(side, store, threshold) {
     el("section", { class: "panel" }, el("h2", null, "Bottleneck"), sentence),
     el("section", { class: "panel" }, el("h2", null, "Alerts"), alerts, more),
     el("section", { class: "panel legend-card" }, heading, legend));
-  let said = "";
+  let listed = "";
 
   function judge() {
     const list = store.judgement?.alerts ?? [];
-    setText(sentence, store.judgement?.bottleneck?.text || "Nothing to judge by yet.");
+    const said = store.judgement?.bottleneck?.text;
+    setText(sentence, said ? format.sentence(said) : "Nothing to judge by yet.");
     const key = JSON.stringify(list.slice(0, 3)) + list.length;
-    if (key === said) return;
-    said = key;
+    if (key === listed) return;
+    listed = key;
     setChildren(alerts, list.slice(0, 3).map((alert) => el("li", null, lightMark(alert.severity, ""),
-      el("div", null, el("p", null, alert.text), el("p", { class: "muted" }, alert.advice)))));
+      el("div", null, el("p", null, format.sentence(alert.text)),
+        el("p", { class: "muted advice", title: alert.advice }, format.sentence(alert.advice))))));
     if (!list.length) setChildren(alerts, el("li", null, lightMark("ok", ""), "Nothing needs a look."));
     more.hidden = list.length <= 3;
     setText(more, `all ${list.length} alerts`);
