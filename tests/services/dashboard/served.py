@@ -46,13 +46,11 @@ class Served:
     def client(self, token: str | None = None) -> httpx.Client:
         """Sends the view token, or another one, with every request."""
         headers = {"authorization": f"Bearer {token or self.tokens.view}"}
-        return httpx.Client(
-            base_url=self.url, headers=headers, timeout=DEADLINE_S, trust_env=False
-        )
+        return httpx.Client(base_url=self.url, headers=headers, timeout=DEADLINE_S, trust_env=False)
 
     def get(self, path: str, **parameters: Any) -> httpx.Response:
         with self.client() as client:
-            return client.get(path, params=parameters)
+            return client.get(path, params=parameters or None)
 
 
 @contextlib.contextmanager
