@@ -1,7 +1,7 @@
 /**
  * What needs somebody's attention, in plain words and worst first, with what to do about it.
  */
-import { el, setChildren } from "../dom.js";
+import { el, setChildren, setText } from "../dom.js";
 import { plural } from "../format.js";
 import { lightMark } from "../palette.js";
 import { go } from "../router.js";
@@ -19,29 +19,37 @@ const VIEW_TITLES = {
   samples: "Samples", fleet: "Fleet", what_if: "What if",
 };
 const WATCHED = [
-  ["Time", "who waits for whom, seconds that no phase claims, steps slower than usual, compilation in mid-run"],
-  ["Learning", "reward and accuracy that stand still or fall, entropy, KL, clipped tokens, skipped updates, truncated completions"],
-  ["Trust", "every check of the Trust view: logprobs, importance weights, staleness, parsers, canary, receipts, ledger"],
-  ["Processes", "restarts, workers that are missing or lag, a run that fell silent, memory"],
+  ["Time", "who waits for whom, seconds that no phase claims, compilation in mid-run, steps and tokens a second that got slower, weight transfer, saving and evaluating"],
+  ["Learning", "reward that falls, entropy, gradient norm, clipped tokens, updates that were skipped, numbers that are not finite, groups that teach nothing, completions cut or aborted"],
+  ["Trust", "logprob gap, canary, staleness, receipts, reward errors, parsers that disagree, the sums of the ledger"],
+  ["Processes", "no step for long, restarts, one worker slower than the others, memory that grows"],
 ];
 
 export function mount(root, store) {
   const summary = el("div", { class: "row alert-summary", role: "status", "data-testid": "alert-summary" });
+  const about = watched();
   const list = el("ul", { class: "alert-rows", "aria-label": "alerts, worst first" });
-  const body = el("div", { class: "scroll grow alert-body", tabindex: "0", role: "region", "aria-label": "alerts" }, list);
+  const body = el("div", { class: "scroll grow alert-body", tabindex: "0", role: "region", "aria-label": "alerts" }, list, about);
   setChildren(root, el("section", { class: "panel column grow" },
     el("div", { class: "panel-head row" }, el("h2", null, "Alerts"), summary), body));
-  let drawn = null;
+  /** Rows by alert, changed in place: a button that is being clicked stays where it is. */
+  let made = new Map();
 
   function draw() {
     const judgement = store.judgement;
-    const key = JSON.stringify([judgement?.alerts, store.ended, judgement ? 1 : 0]);
-    if (key === drawn) return;
-    drawn = key;
     const alerts = judgement?.alerts ?? [];
     setChildren(summary, alerts.length ? counts(alerts) : null);
-    if (alerts.length) setChildren(list, alerts.map(row));
-    else setChildren(list, quiet(judgement, store));
+    if (!alerts.length) {
+      made.clear();
+      setChildren(list, quiet(judgement, store));
+      return;
+    }
+    const keys = alerts.map((alert) => `${alert.severity} ${alert.id} ${alert.view}`);
+    if (keys.join() !== [...made.keys()].join()) {
+      made = new Map(keys.map((key, i) => [key, made.get(key) ?? makeRow(alerts[i])]));
+      setChildren(list, [...made.values()].map((row) => row.node));
+    }
+    alerts.forEach((alert, i) => made.get(keys[i]).fill(alert));
   }
 
   return {
@@ -58,19 +66,25 @@ function counts(alerts) {
   });
 }
 
-function row(alert) {
-  const word = SEVERITIES.find(([severity]) => severity === alert.severity)?.[1];
-  const view = VIEW_TITLES[alert.view];
-  return el("li", { class: `alert-row ${alert.severity}`, "data-testid": "alert-row",
-    data: { id: alert.id, severity: alert.severity } },
-  lightMark(alert.severity, word),
-  el("div", { class: "grow" },
-    el("p", { class: "alert-text" }, alert.text),
-    alert.advice && el("p", { class: "muted" }, alert.advice)),
-  el("span", { class: "muted nowrap num" },
-    Number.isFinite(alert.since_step) ? `since step ${alert.since_step}` : ""),
-  el("span", { class: "alert-link" }, view && el("button", { type: "button", class: "button small",
-    on: { click: () => go(alert.view) } }, `Open ${view}`)));
+function makeRow({ id: name, severity, view }) {
+  const word = SEVERITIES.find(([one]) => one === severity)?.[1];
+  const text = el("p", { class: "alert-text" });
+  const advice = el("p", { class: "muted" });
+  const since = el("span", { class: "muted nowrap num" });
+  const open = VIEW_TITLES[view] && el("button", { type: "button", class: "button small",
+    on: { click: () => go(view) } }, `Open ${VIEW_TITLES[view]}`);
+  const node = el("li", { class: `alert-row ${severity}`, "data-testid": "alert-row",
+    data: { id: name, severity } },
+  lightMark(severity, word), el("div", { class: "grow" }, text, advice), since,
+  el("span", { class: "alert-link" }, open));
+  return {
+    node,
+    fill(alert) {
+      setText(text, alert.text);
+      setText(advice, alert.advice ?? "");
+      setText(since, Number.isFinite(alert.since_step) ? `since step ${alert.since_step}` : "");
+    },
+  };
 }
 
 function quiet(judgement, store) {
@@ -79,8 +93,12 @@ function quiet(judgement, store) {
   const more = !judgement ? "The first judgement comes with the first closed step."
     : store.ended ? `The run has ended after ${plural(store.run.step ?? 0, "step", "steps")}.` : "";
   return el("li", { class: "alert-empty", "data-testid": "alerts-empty" },
-    el("p", { class: "empty-title" }, said), more && el("p", { class: "muted" }, more),
-    el("p", { class: "muted" }, "Watched at every step:"),
+    el("p", { class: "empty-title" }, said), more && el("p", { class: "muted" }, more));
+}
+
+function watched() {
+  return el("section", { class: "alert-watched", "data-testid": "alerts-watched" },
+    el("h3", null, "Watched at every step"),
     el("dl", { class: "watched" }, WATCHED.map(([what, which]) =>
       [el("dt", null, what), el("dd", null, which)])));
 }

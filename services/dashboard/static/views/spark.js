@@ -1,13 +1,15 @@
 /**
  * Small line charts as SVG, which takes its colours from the theme by itself.
  *
+ * plain(x, step)             a number of an axis whose ticks are `step` apart, or of a tooltip.
  * sparkline(points, opts)    one line without axes: points [[x, y|null], ...]; opts: {bound, odd,
  *                            width, height}; odd: the x at which a value was not finite.
  * lineChart(host, opts)      axes, several lines, a bound and the numbers under the pointer or the
  *                            cursor keys; returns {draw(data)}; data: {x, lines: [{name, y, marks}],
- *                            bound, boundName, odd}; opts: {label, format}. It fills its host.
+ *                            bound, boundName, odd}; opts: {label, format(x, step)}. It fills its host.
  */
 import { el, setChildren } from "../dom.js";
+import { number } from "../format.js";
 import { lineColor, LINE_DASH } from "../palette.js";
 import { makeTooltip, niceStep, niceTicks, observeSize, stepTicks } from "../plot.js";
 
@@ -21,6 +23,12 @@ export function svg(tag, attrs, ...children) {
   }
   node.append(...children);
   return node;
+}
+
+export function plain(x, step) {
+  const decimals = step ? Math.max(0, -Math.floor(Math.log10(step) + 1e-9)) : 0;
+  if (!step || decimals > 5 || Math.abs(x) >= 1e6) return number(x);
+  return x.toLocaleString("en-US", { minimumFractionDigits: decimals, maximumFractionDigits: decimals }).replace("-", "\u2212");
 }
 
 export function sparkline(points, { bound = null, odd = [], width = 150, height = 26 } = {}) {
@@ -45,8 +53,8 @@ export function sparkline(points, { bound = null, odd = [], width = 150, height 
 
 export function lineChart(host, { label, format }) {
   const tooltip = makeTooltip();
-  const legend = el("div", { class: "chart-legend" });
-  const area = el("div", { class: "chart-area", tabindex: "0", role: "img", "aria-label": label });
+  const legend = el("div", { class: "mini-legend" });
+  const area = el("div", { class: "mini-area", tabindex: "0", role: "img", "aria-label": label });
   setChildren(host, legend, area);
   let data = null;
   let frame = null;
@@ -62,10 +70,10 @@ export function lineChart(host, { label, format }) {
 
   function point(i) {
     cursor = i;
-    area.querySelector(".chart-cursor")?.remove();
+    area.querySelector(".mini-cursor")?.remove();
     if (i < 0 || !frame) return tooltip.hide();
     const x = frame.at(data.x[i]);
-    area.firstChild.append(svg("line", { class: "chart-cursor", x1: x, x2: x, y1: frame.top,
+    area.firstChild.append(svg("line", { class: "mini-cursor", x1: x, x2: x, y1: frame.top,
       y2: frame.bottom }));
     const box = area.getBoundingClientRect();
     tooltip.show(box.left + x, box.top + 20, tipOf(data, i, format));
@@ -90,9 +98,9 @@ export function lineChart(host, { label, format }) {
     draw(next) {
       data = next.x.length ? next : null;
       frame = null;
-      tooltip.hide();
       if (data) paint();
-      else setChildren(area, el("p", { class: "muted chart-none" }, "no numbers yet"));
+      else setChildren(area, el("p", { class: "muted mini-none" }, "no numbers yet"));
+      point(data ? Math.min(cursor, data.x.length - 1) : -1);
     },
     hide: () => tooltip.hide(),
   };
@@ -114,23 +122,23 @@ function frameOf({ x, lines, bound }, width, height) {
 
 function plotted(data, frame, format) {
   const { left, right, top, bottom, at, up } = frame;
-  const box = svg("svg", { class: "chart", width: "100%", height: "100%", "aria-hidden": "true" });
+  const box = svg("svg", { class: "mini-chart", width: "100%", height: "100%", "aria-hidden": "true" });
   const most = Math.max(2, Math.floor((bottom - top) / 34));
   const step = niceStep(frame.high - frame.low, most);
   for (const tick of niceTicks(frame.low, frame.high, most)) {
-    box.append(svg("line", { class: "chart-grid", x1: left, x2: right, y1: up(tick), y2: up(tick) }),
-      svg("text", { class: "chart-tick", x: left - 6, y: up(tick) + 4, "text-anchor": "end" },
-        format(Math.abs(tick) < step / 1e6 ? 0 : Number(tick.toPrecision(8)))));
+    box.append(svg("line", { class: "mini-grid", x1: left, x2: right, y1: up(tick), y2: up(tick) }),
+      svg("text", { class: "mini-tick", x: left - 6, y: up(tick) + 4, "text-anchor": "end" },
+        format(Math.abs(tick) < step / 1e6 ? 0 : Number(tick.toPrecision(8)), step)));
   }
   for (const tick of stepTicks(data.x[0], data.x.at(-1), Math.max(2, Math.floor((right - left) / 60)))) {
-    box.append(svg("text", { class: "chart-tick", x: at(tick), y: bottom + 15, "text-anchor": "middle" }, tick));
+    box.append(svg("text", { class: "mini-tick", x: at(tick), y: bottom + 15, "text-anchor": "middle" }, tick));
   }
   if (data.bound != null && data.bound >= frame.low && data.bound <= frame.high) {
     box.append(svg("line", { class: "spark-bound", x1: left, x2: right, y1: up(data.bound), y2: up(data.bound) }));
   }
   data.lines.forEach(({ y, marks }, i) => {
     const points = data.x.map((v, k) => [v, y[k]]);
-    box.append(svg("path", { class: "chart-line", stroke: lineColor(i), d: pathOf(points, at, up),
+    box.append(svg("path", { class: "mini-line", stroke: lineColor(i), d: pathOf(points, at, up),
       "stroke-dasharray": LINE_DASH[i].join(" ") }));
     if (!marks) return;
     for (const [v, value] of points) {
@@ -143,7 +151,7 @@ function plotted(data, frame, format) {
 
 function legendOf({ lines, bound, boundName }) {
   const keys = lines.map(({ name }, i) => [name, svg("line", { x1: 1, x2: 21, y1: 5, y2: 5,
-    class: "chart-line", stroke: lineColor(i), "stroke-dasharray": LINE_DASH[i].join(" ") })]);
+    class: "mini-line", stroke: lineColor(i), "stroke-dasharray": LINE_DASH[i].join(" ") })]);
   if (bound != null) {
     keys.push([boundName ?? "bound", svg("line", { x1: 1, x2: 21, y1: 5, y2: 5, class: "spark-bound" })]);
   }
@@ -155,7 +163,7 @@ function tipOf(data, i, format) {
   const rows = data.lines.map(({ name, y }) =>
     el("tr", null, el("td", null, name), el("td", { class: "num" }, format(y[i]))));
   return [el("div", { class: "tip-head" }, el("strong", null, `step ${data.x[i]}`)),
-    el("table", { class: "tip-table" }, el("tbody", null, rows))];
+    el("table", { class: "mini-tip" }, el("tbody", null, rows))];
 }
 
 /** Least and most to draw: with a margin, and with the bound where it is near enough to matter. */
@@ -167,8 +175,8 @@ function extent(values, bound) {
   if (bound !== null && bound > high && bound - high <= near) high = bound;
   if (bound !== null && bound < low && low - bound <= near) low = bound;
   if (low > 0 && low < 0.4 * high) low = 0;
-  const margin = (high - low) * 0.06 || Math.abs(high) * 0.1 || 0.5;
-  return [low === 0 ? 0 : low - margin, high + margin];
+  const margin = Math.max((high - low) * 0.06, Math.abs(high) * 1e-3) || 0.5;
+  return [low === 0 && high > 0 ? 0 : low - margin, high + margin];
 }
 
 function pathOf(points, at, up) {

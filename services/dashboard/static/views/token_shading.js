@@ -4,6 +4,7 @@
 // One hue that darkens: readable without colour vision, and unlikely tokens are underlined too.
 
 import { el } from "../dom.js";
+import { number } from "../format.js";
 import { visible } from "./sample_text.js";
 
 /** Least probability of each shade; the last takes what is below. */
@@ -107,7 +108,7 @@ function summaryOf(tokens) {
   const least = known.reduce((a, b) => Math.min(a, b));
   const unlikely = tokens.filter(([, logprob]) => isUnlikely(logprob)).length;
   return (
-    `${tokens.length} tokens \u00b7 mean logprob ${mean.toFixed(3)} \u00b7 lowest ${least.toFixed(2)} \u00b7 ` +
+    `${tokens.length} tokens \u00b7 mean logprob ${number(mean)} \u00b7 lowest ${number(least)} \u00b7 ` +
     `${unlikely} under 10 %`
   );
 }
@@ -116,8 +117,7 @@ function describe(tokens, i) {
   const [text, logprob] = tokens[i];
   const shown = JSON.stringify(String(text).slice(0, 60));
   const chance = Number.isFinite(logprob) ? ` \u00b7 probability ${percent(Math.exp(logprob))}` : "";
-  const value = Number.isFinite(logprob) ? logprob.toFixed(4).replace("-", "\u2212") : String(logprob ?? "not recorded");
-  return `token ${i + 1} of ${tokens.length} \u00b7 ${shown} \u00b7 logprob ${value}${chance}`;
+  return `token ${i + 1} of ${tokens.length} \u00b7 ${shown} \u00b7 logprob ${number(logprob, 4)}${chance}`;
 }
 
 function percent(p) {

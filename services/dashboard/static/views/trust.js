@@ -3,10 +3,10 @@
  * one that is chosen its history; and how old the groups were that were trained on.
  */
 import { el, setChildren, setText } from "../dom.js";
-import { count, isFiniteNumber, number, percent, value, withUnit } from "../format.js";
+import { count, isFiniteNumber, percent, value, withUnit } from "../format.js";
 import { lightMark } from "../palette.js";
 import { go } from "../router.js";
-import { lineChart, sparkline } from "./spark.js";
+import { lineChart, plain, sparkline } from "./spark.js";
 import { stalenessCard } from "./staleness.js";
 
 export const id = "trust";
@@ -38,12 +38,15 @@ export function mount(root, store) {
     el("section", { class: "panel column grow" },
       el("div", { class: "panel-head row" }, el("h2", null, "Can the numbers be believed?"), summary), table),
     el("div", { class: "trust-side" }, detail.node, staleness.node)));
+  /** Rows by check, changed in place: one that is being clicked stays where it is. */
+  let made = new Map();
   let chosen = null;
   let asked = "";
 
   function draw() {
     const checks = store.judgement?.trust ?? [];
     if (!checks.length) {
+      made.clear();
       setChildren(summary);
       setChildren(rows, el("tr", null, el("td", { colspan: 5, class: "muted" },
         "The first checks come with the first trained step.")));
@@ -53,9 +56,13 @@ export function mount(root, store) {
     load(checks);
     if (!checks.some((check) => check.id === chosen)) chosen = worst(checks).id;
     setChildren(summary, lights(checks));
-    const focused = rows.contains(document.activeElement) && document.activeElement.dataset.id;
-    setChildren(rows, checks.map((check) => row(check, store, check.id === chosen)));
-    if (focused) rows.querySelector(`[data-id="${CSS.escape(focused)}"]`)?.focus();
+    const ids = checks.map((check) => check.id);
+    if (ids.join() !== [...made.keys()].join()) {
+      made = new Map(ids.map((name) => [name, makeRow(name)]));
+      setChildren(rows, [...made.values()].map((row) => row.node));
+      choose(chosen, false);
+    }
+    for (const check of checks) made.get(check.id).fill(check, store);
     detail.show(checks.find((check) => check.id === chosen));
   }
 
@@ -113,21 +120,33 @@ function worst(checks) {
   return ["bad", "warn"].map((light) => checks.find((check) => check.light === light)).find(Boolean) ?? checks[0];
 }
 
-function row(check, store, isChosen) {
-  const link = SAMPLES[check.id];
-  return el("tr", { class: "opens", "data-testid": "trust-row", tabindex: isChosen ? 0 : -1,
-    "aria-selected": String(isChosen), data: { id: check.id, light: check.light } },
-  el("td", null, lightMark(check.light, WORDS[check.light])),
-  el("td", null, el("div", { class: "check-title" }, check.title),
-    el("div", { class: "check-text muted" }, check.text,
-      link && [" ", el("button", { type: "button", class: "link", "data-testid": `samples-of-${check.id}`,
-        on: { click: () => go("samples", link) } }, "Read them")])),
-  el("td", { class: "num" }, el("span", { class: "check-value" }, shown(check, check.value))),
-  el("td", { class: "num muted" }, shown(check, check.bound)),
-  el("td", { class: "check-spark" }, sparkline(...history(check, store))));
+function makeRow(name) {
+  const light = el("td");
+  const heading = el("div", { class: "check-title" });
+  const text = el("span");
+  const link = SAMPLES[name] && el("button", { type: "button", class: "link",
+    "data-testid": `samples-of-${name}`, on: { click: () => go("samples", SAMPLES[name]) } }, "Read them");
+  const now = el("span", { class: "check-value" });
+  const bound = el("td", { class: "num muted" });
+  const spark = el("td", { class: "check-spark" });
+  const node = el("tr", { class: "opens", "data-testid": "trust-row", data: { id: name } }, light,
+    el("td", null, heading, el("div", { class: "check-text muted" }, text, link && [" ", link])),
+    el("td", { class: "num" }, now), bound, spark);
+  return {
+    node,
+    fill(check, store) {
+      if (node.dataset.light !== check.light) setChildren(light, lightMark(check.light, WORDS[check.light]));
+      node.dataset.light = check.light;
+      setText(heading, check.title);
+      setText(text, check.text);
+      setText(now, shown(check, check.value));
+      setText(bound, boundText(check));
+      setChildren(spark, sparkline(...history(check, store)));
+    },
+  };
 }
 
-/** A value or a bound of a check; both may be words. */
+/** The value of a check, which may be words. */
 function shown(check, x) {
   if (x === null || x === undefined) return "–";
   if (typeof x === "string" && !/^(NaN|-?Infinity)$/.test(x)) return x;
@@ -136,11 +155,26 @@ function shown(check, x) {
   return withUnit(x, check.unit);
 }
 
+/** A bound is exact, unlike a measured value: 0.02 and not 0.0200. */
+function boundText(check) {
+  const x = check.bound;
+  if (typeof x !== "number" || FRACTIONS.has(check.id)) return shown(check, x);
+  const unit = ["groups", "steps", "metrics", "versions"].includes(check.unit) ? "" : check.unit;
+  return `${Number(x.toPrecision(6))} ${unit ?? ""}`.trim();
+}
+
+/** The bound as a number that can be drawn beside a metric, or null: it must be of the same kind. */
+function drawnBound(check, name, store) {
+  const others = ["s", "bytes"].filter((unit) => unit !== check.unit);
+  const bound = value(check.bound);
+  return isFiniteNumber(bound) && !others.includes(store.metricUnit(name)) ? bound : null;
+}
+
 function history(check, store) {
   const { metrics, steps, nonfinite } = store.columns;
   const name = check.series.find((one) => one in metrics);
   if (!name) return [[]];
-  const bound = isFiniteNumber(value(check.bound)) ? check.bound : null;
+  const bound = drawnBound(check, name, store);
   return [steps.map((step, i) => [step, metrics[name][i] ?? null]),
     { bound, odd: [...(nonfinite.get(name)?.keys() ?? [])] }];
 }
@@ -148,14 +182,17 @@ function history(check, store) {
 function detailCard(store) {
   const head = el("h2", { id: "trust-detail-title" });
   const note = el("p", { class: "muted" });
-  const host = el("div", { class: "chart-host-small" });
-  const chart = lineChart(host, { label: "history of the check that is chosen", format: (x) => number(x) });
+  const host = el("div", { class: "mini-host" });
+  let chosen = null;
+  const format = (x, step) => (FRACTIONS.has(chosen.id) && store.metricUnit(chosen.series[0]) !== "s" ? percent(x) : plain(x, step));
+  const chart = lineChart(host, { label: "history of the check that is chosen", format });
   const node = el("section", { class: "panel column trust-detail", "aria-labelledby": "trust-detail-title" },
     head, note, host);
   return {
     node,
     note,
     show(check) {
+      chosen = check;
       node.hidden = !check;
       if (!check) return;
       const { metrics, steps, nonfinite } = store.columns;
@@ -166,7 +203,7 @@ function detailCard(store) {
       chart.draw({
         x: names.length ? steps : [],
         lines: names.map((name) => ({ name: store.metric(name)?.name ? store.metricTitle(name) : name, y: metrics[name] })),
-        bound: isFiniteNumber(value(check.bound)) ? value(check.bound) : null,
+        bound: names.length ? drawnBound(check, names[0], store) : null,
         odd: odd.filter((step) => step >= steps[0]),
       });
     },
