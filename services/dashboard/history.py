@@ -42,15 +42,16 @@ class Bins:
     begin_B: np.ndarray
     """Index of the first step of each bin."""
     steps_B: np.ndarray
-    """Number of the first step of each bin."""
+    """Number of the first step that each bin covers."""
 
     @classmethod
     def of(cls, steps_N: np.ndarray, points: int, first: int, last: int) -> "Bins":
         """At most `points` bins of equal width between two steps; those without a step are left
         out."""
         size = max(1, math.ceil((last - first + 1) / points))
-        begin_B = np.flatnonzero(np.diff((steps_N - first) // size, prepend=-1))
-        return cls(size, begin_B, steps_N[begin_B])
+        bin_N = (steps_N - first) // size
+        begin_B = np.flatnonzero(np.diff(bin_N, prepend=-1))
+        return cls(size, begin_B, first + bin_N[begin_B] * size)
 
     def sum(self, values: np.ndarray) -> np.ndarray:
         """Adds up along the first axis."""
@@ -70,6 +71,7 @@ def history(
     last: int | None = None,
     points: int = POINTS,
     names: Sequence[str] | None = None,
+    shrink: bool = True,
 ) -> dict[str, Any]:
     """The document of /api/history.
 
@@ -78,16 +80,17 @@ def history(
     `nonfinite`; a point of such values alone is one of the texts "NaN", "Infinity", "-Infinity".
 
     Args:
-        first: step number; the first known one by default. Where the range begins before the
-            first known step or ends after the last one, it shrinks to those.
+        first: step number; the first known one by default.
         last: step number, included.
         points: at most so many.
         names: metrics, all charted ones by default; one that is asked for comes in any case.
+        shrink: whether a range that begins before the first known step, or ends after the last
+            one, ends there. If not, runs of any length have the same bins.
 
     Raises:
         ValueError: for a range or number of points that cannot be.
     """
-    places, first, last = _range(log, first, last, points)
+    places, first, last = _range(log, first, last, points, shrink)
     steps_N = log.steps[places]
     if not len(steps_N):
         return _empty(first, last, names or ())
@@ -247,7 +250,9 @@ def _rounded_s(seconds: np.ndarray) -> np.ndarray:
     return np.round(seconds, SECONDS_DECIMALS)
 
 
-def _range(log: RunLog, first: int | None, last: int | None, points: int) -> tuple[slice, int, int]:
+def _range(
+    log: RunLog, first: int | None, last: int | None, points: int, shrink: bool
+) -> tuple[slice, int, int]:
     """Places of the known steps of a range, and its first and last step number."""
     if not 1 <= points <= MOST_POINTS:
         raise ValueError(f"points={points} must be between 1 and {MOST_POINTS}")
@@ -256,8 +261,10 @@ def _range(log: RunLog, first: int | None, last: int | None, points: int) -> tup
     steps = log.steps
     if not len(steps):
         return slice(0, 0), first or 0, last or 0
-    first = int(steps[0]) if first is None else max(first, int(steps[0]))
-    last = int(steps[-1]) if last is None else min(last, int(steps[-1]))
+    if first is None or (shrink and first < steps[0]):
+        first = int(steps[0])
+    if last is None or (shrink and last > steps[-1]):
+        last = int(steps[-1])
     begin, end = (int(i) for i in np.searchsorted(steps, (first, last + 1)))
     return slice(begin, max(begin, end)), first, last
 

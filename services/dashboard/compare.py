@@ -1,0 +1,145 @@
+"""Two runs side by side: their courses, where they part, and what was different from the start."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from services.dashboard import catalog, diffs
+from services.dashboard.history import POINTS, history
+from services.dashboard.parting import equal_until, parting
+from services.dashboard.run_log import RunLog
+from services.dashboard.strict import number_text
+
+POLICY_VIEWS = ("learning", "trust")
+"""Metrics of these views tell what the policy does. Others tell how fast it went, which differs
+between machines: they are listed, but are not where two runs part."""
+
+
+def compare(
+    a: RunLog,
+    b: RunLog,
+    *,
+    first: int | None = None,
+    last: int | None = None,
+    points: int = POINTS,
+) -> dict[str, Any]:
+    """The document of /api/compare without `runs`.
+
+    Args:
+        first: of the histories, as `history` takes it; the parting looks at all steps.
+        last: the same.
+        points: of each history.
+
+    Raises:
+        ValueError: as `history`.
+    """
+    both = [log.steps for log in (a, b) if len(log.steps)]
+    if first is None and both:
+        first = min(int(steps[0]) for steps in both)
+    if last is None and both:
+        last = max(int(steps[-1]) for steps in both)
+    parts = find_parts(a, b)
+    return {
+        "histories": [
+            history(log, first=first, last=last, points=points, shrink=False) for log in (a, b)
+        ],
+        "part": headline(a, b, parts),
+        "parts": parts,
+        "config_diff": diffs.value_diff(a.config, b.config),
+        "code_diff": diffs.code_diff(a.folder, b.folder),
+        "environment_diff": diffs.value_diff(
+            diffs.read_environment(a.folder), diffs.read_environment(b.folder)
+        ),
+    }
+
+
+def find_parts(a: RunLog, b: RunLog) -> list[dict[str, Any]]:
+    """Every charted metric that parts, the earliest first: its name, the step, and a sentence."""
+    steps, at_a, at_b = _common(a, b)
+    found = []
+    for name in catalog.charted(_shared_names(a, b)):
+        values = a.column(name)[at_a], b.column(name)[at_b]
+        part = _odd_part(a, b, name, steps) or _noise_part(name, steps, *values)
+        if part is not None:
+            found.append(part)
+    return sorted(found, key=lambda part: part["step"])
+
+
+def headline(a: RunLog, b: RunLog, parts: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Where the policies of two runs part: by the bit where they were equal before, else beyond
+    noise; None where they do not."""
+    of_policy = [part for part in parts if _is_of_policy(part["metric"])]
+    exact = _exact_part(a, b)
+    if exact is None:
+        return of_policy[0] if of_policy else None
+    beyond = (
+        f"; beyond noise from step {of_policy[0]['step']} on: {of_policy[0]['metric']}"
+        if of_policy
+        else "; no metric leaves its noise"
+    )
+    return {**exact, "text": exact["text"] + beyond}
+
+
+def _exact_part(a: RunLog, b: RunLog) -> dict[str, Any] | None:
+    """The first step at which runs that did the very same before differ in a bit."""
+    steps, at_a, at_b = _common(a, b)
+    found = []
+    for name in filter(_is_of_policy, _shared_names(a, b)):
+        of_a, of_b = a.column(name)[at_a], b.column(name)[at_b]
+        both = np.isfinite(of_a) & np.isfinite(of_b)
+        index = equal_until(of_a[both], of_b[both])
+        if index is not None:
+            found.append((int(steps[both][index]), int(steps[both][index - 1]), name))
+    if not found:
+        return None
+    step, before, name = min(found)
+    text = f"every bit is equal up to step {before}; {name} differs from step {step} on"
+    return {"step": step, "metric": name, "text": text}
+
+
+def _noise_part(
+    name: str, steps_N: np.ndarray, a_N: np.ndarray, b_N: np.ndarray
+) -> dict[str, Any] | None:
+    both = np.isfinite(a_N) & np.isfinite(b_N)
+    part = parting(a_N[both], b_N[both])
+    if part is None:
+        return None
+    step = int(steps_N[both][part.index])
+    text = (
+        f"{name} is about {part.a:.4g} in A and {part.b:.4g} in B from step {step} on; noise would "
+        f"explain a difference of {part.noise:.2g}"
+    )
+    return {"metric": name, "step": step, "text": text}
+
+
+def _odd_part(a: RunLog, b: RunLog, name: str, steps_N: np.ndarray) -> dict[str, Any] | None:
+    """The first step at which a metric is not finite in one run, and finite in the other."""
+    for log, other, here, there in ((a, b, "A", "B"), (b, a, "B", "A")):
+        odd = log.steps[log.nonfinite(name)]
+        for step in odd[np.isin(odd, steps_N)].tolist():
+            value = _at(other, name, step)
+            if math.isfinite(value):
+                bad = number_text(_at(log, name, step))
+                text = f"{name} is {bad} in {here} at step {step}, and {value:.4g} in {there}"
+                return {"metric": name, "step": step, "text": text}
+    return None
+
+
+def _at(log: RunLog, name: str, step: int) -> float:
+    return float(log.column(name)[np.searchsorted(log.steps, step)])
+
+
+def _common(a: RunLog, b: RunLog) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Steps that both runs know, and where they stand in each."""
+    return np.intersect1d(a.steps, b.steps, assume_unique=True, return_indices=True)
+
+
+def _shared_names(a: RunLog, b: RunLog) -> list[str]:
+    of_b = set(b.metric_names)
+    return [name for name in a.metric_names if name in of_b]
+
+
+def _is_of_policy(name: str) -> bool:
+    metric = catalog.find(name)
+    return metric is None or metric.view in POLICY_VIEWS

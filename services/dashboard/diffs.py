@@ -1,0 +1,124 @@
+"""What differs between two runs beside their numbers: configuration, code, environment."""
+
+import difflib
+import json
+import pathlib
+import zipfile
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+CODE = "code.zip"
+FILE_BYTES = 400_000
+"""A longer file is not compared line by line."""
+DIFF_CHARS = 20_000
+"""Shown of one file."""
+ALL_CHARS = 400_000
+"""Shown of all files together."""
+MOST_FILES = 2_000
+"""Looked at in an archive."""
+
+
+def value_diff(a: Any, b: Any) -> list[dict[str, Any]]:
+    """Keys, dotted, whose values differ between two nested mappings; None where one lacks it."""
+    of_a, of_b = dict(leaves(a)), dict(leaves(b))
+    keys = dict.fromkeys([*of_a, *of_b])
+    return [
+        {"key": key, "a": of_a.get(key), "b": of_b.get(key)}
+        for key in keys
+        if (key in of_a) != (key in of_b) or of_a[key] != of_b[key]
+    ]
+
+
+def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of everything that holds nothing itself."""
+    if isinstance(value, Mapping) and value:
+        items = [(str(key), one) for key, one in value.items()]
+    elif isinstance(value, list) and value:
+        items = [(str(index), one) for index, one in enumerate(value)]
+    else:
+        yield prefix, value
+        return
+    for key, one in items:
+        yield from leaves(one, f"{prefix}.{key}" if prefix else key)
+
+
+def read_environment(folder: pathlib.Path) -> dict[str, Any]:
+    """Of environment.json; empty where the run has none that can be read."""
+    try:
+        found = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # of an older version of Tandem, or not written yet
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def code_diff(a: pathlib.Path, b: pathlib.Path) -> list[dict[str, str]]:
+    """What differs in the code that two runs ran with, file by file, as unified diffs.
+
+    Args:
+        a: folder of a run; its code.zip may be missing.
+        b: of the other one.
+    """
+    of_a, of_b = _files(a / CODE), _files(b / CODE)
+    if isinstance(of_a, str) or isinstance(of_b, str):
+        if of_a == of_b == _MISSING:
+            return []
+        problems = [
+            f"{name}: {one}" for name, one in (("A", of_a), ("B", of_b)) if type(one) is str
+        ]
+        return [{"file": CODE, "status": "changed", "diff": "\n".join(problems)}]
+    found = []
+    left = ALL_CHARS
+    for name in sorted(of_a.keys() | of_b.keys()):
+        before, after = of_a.get(name), of_b.get(name)
+        if before == after:
+            continue
+        status = "added" if before is None else "removed" if after is None else "changed"
+        diff = _shortened(_lines_diff(name, before or b"", after or b""), min(DIFF_CHARS, left))
+        left -= len(diff)
+        found.append({"file": name, "status": status, "diff": diff})
+    return found
+
+
+_MISSING = "the run has no code.zip"
+
+
+def _files(path: pathlib.Path) -> dict[str, bytes] | str:
+    """Content of each file of an archive, the first FILE_BYTES of it and one more; or why not."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+            if len(names) > MOST_FILES:
+                return f"code.zip holds {len(names)} files: at most {MOST_FILES} are compared"
+            found = {}
+            for name in names:
+                with archive.open(name) as file:
+                    found[name] = file.read(FILE_BYTES + 1)
+            return found
+    except FileNotFoundError:
+        return _MISSING
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, OSError) as error:
+        # RuntimeError is what zipfile raises for an encrypted file
+        return f"code.zip cannot be read: {error}"
+
+
+def _lines_diff(name: str, before: bytes, after: bytes) -> Iterator[str]:
+    if max(len(before), len(after)) > FILE_BYTES:
+        yield f"longer than {FILE_BYTES} bytes: not compared line by line"
+        return
+    of_a, of_b = (one.decode("utf-8", "replace").splitlines() for one in (before, after))
+    yield from difflib.unified_diff(of_a, of_b, f"a/{name}", f"b/{name}", lineterm="")
+
+
+def _shortened(lines: Iterator[str], most: int) -> str:
+    """As many whole lines as fit, and how many more there are."""
+    kept: list[str] = []
+    size = more = 0
+    for line in lines:
+        size += len(line) + 1
+        if more or size > most:
+            more += 1
+        else:
+            kept.append(line)
+    if more:
+        kept.append(f"... and {more} lines more")
+    return "\n".join(kept)
