@@ -168,7 +168,7 @@ export class BreakdownChart {
   _drawCut(ctx, heights, size, top) {
     ctx.fillStyle = token("panel");
     for (let i = 0; i < heights.length; i++) {
-      if (heights[i] <= size * 1.001) continue;
+      if (heights[i] <= size + 3) continue;
       const [x, wide] = this._slot(i);
       ctx.beginPath();
       ctx.moveTo(x - 1, top + 8);

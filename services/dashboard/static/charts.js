@@ -5,7 +5,7 @@
  * makeChart(store, spec) -> {node, draw(columns, info), redraw()}
  *   spec: {id, title, unit, series: [{name, label, band?: [low, high]}] or (columns) -> series,
  *          why?: (columns) -> text|null to show instead of a chart, zoom?(first, last), sync?: key,
- *          zero?: true for an axis that begins at 0, columnsOf?: (columns, i) -> Columns of series i,
+ *          zero?: true for an axis that begins at 0, columnsOf?: (series) -> Columns of that series,
  *          marks?: [{step, text}] vertical lines}
  *   node: a <figure> that fills its place; draw() creates, fills or resizes the chart.
  *   Series are told apart by colour, dash and label. Values of the steps under the cursor stand in
@@ -34,12 +34,13 @@ export function makeChart(store, spec) {
   let layout = "";
   const labels = [];
 
-  const columnsOf = (i) => spec.columnsOf?.(chart.columns, i) ?? chart.columns;
+  const of = (series) => spec.columnsOf?.(series) ?? chart.columns;
+  const columnsOf = (i) => of(chart.shown[i]);
 
   function draw(columns) {
     chart.columns = columns;
     const wanted = typeof spec.series === "function" ? spec.series(columns) : spec.series;
-    chart.shown = wanted.filter((s, i) => has(columnsOf(i), s.name));
+    chart.shown = wanted.filter((s) => has(of(s), s.name));
     const reason = chart.shown.length ? null : spec.why?.(columns) ?? missing(columns);
     why.hidden = !reason;
     plot.hidden = Boolean(reason);
@@ -71,8 +72,7 @@ export function makeChart(store, spec) {
 
   function showValues(i) {
     chart.shown.forEach((s, k) => {
-      const column = columnsOf(k).metrics[s.name];
-      const x = i === null ? columnsOf(k).latest(s.name)?.value : column[i];
+      const x = i === null ? columnsOf(k).latest(s.name)?.value : valueAt(u, k + 1, i);
       setText(labels[k], format.withUnit(x ?? null, spec.unit));
     });
   }
@@ -119,9 +119,18 @@ function paintSample(line, i) {
   line.style.borderTop = `2px ${solid ? "solid" : i % 2 ? "dashed" : "dotted"} ${lineColor(i)}`;
 }
 
-/** The steps of the first series, and each series aligned to them (runs compared share their bins). */
+/** The steps that any series has, and the values of each at them. */
 function dataOf(chart, columnsOf) {
-  return [columnsOf(0).steps, ...chart.shown.map((s, i) => columnsOf(i).metrics[s.name])];
+  const steps = chart.shown.map((_, i) => columnsOf(i).steps);
+  const own = chart.shown.map((s, i) => columnsOf(i).metrics[s.name]);
+  if (steps.every((list) => list === steps[0])) return [steps[0], ...own];
+  const all = [...new Set(steps.flat())].sort((a, b) => a - b);
+  const place = new Map(all.map((step, i) => [step, i]));
+  return [all, ...own.map((column, k) => {
+    const spread = new Array(all.length).fill(null);
+    column.forEach((x, i) => (spread[place.get(steps[k][i])] = x));
+    return spread;
+  })];
 }
 
 function oddMarks(chart, columnsOf) {
@@ -172,9 +181,19 @@ function hasFew(u, i) {
   return known <= DOTS_UP_TO || known < RARE * u.data[i].length;
 }
 
+/** The value at a step; of a series that is rarely measured the last one before it. */
+function valueAt(u, k, i) {
+  if (!hasFew(u, k)) return u.data[k][i];
+  return u.data[k].slice(0, i + 1).findLast((x) => x !== null);
+}
+
+function decimals(distance) {
+  const enough = [0, 1, 2, 3, 4].find((n) => Math.abs(distance * 10 ** n - Math.round(distance * 10 ** n)) < 1e-6);
+  return enough ?? 5;
+}
+
 /** A tick with the decimals that the distance between two ticks needs. */
 function tickText(x, unit, step) {
-  const decimals = (distance) => Math.max(0, -Math.floor(Math.log10(distance) + 1e-9));
   if (unit === "fraction" || unit === "share") return format.percent(x, decimals(100 * step));
   if (Math.abs(x) >= 10_000) return `${format.number(x / 1000)}k`;
   return step < 1e-3 || step >= 1000 ? format.number(x, 2) : x.toFixed(decimals(step)).replace("-", "−");

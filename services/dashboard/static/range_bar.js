@@ -19,7 +19,8 @@ export function makeRangeBar(store) {
     (key) => store.setRange(key === "all" ? { mode: "all" } : { mode: "last", n: Number(key) }), "steps shown");
   const chip = el("button", { type: "button", class: "button small", hidden: true,
     title: "Back to all steps (0)", on: { click: () => store.setRange({ mode: "all" }) } });
-  const note = el("span", { class: "muted", "data-testid": "bin-note" });
+  const note = el("span", { class: "muted", "data-testid": "bin-note",
+    title: "So many steps that each bar or point stands for several: zoom in for single ones" });
 
   function update() {
     const { mode, n, first, last } = store.range;
@@ -27,7 +28,7 @@ export function makeRangeBar(store) {
     chip.hidden = mode !== "fixed";
     if (mode === "fixed") setText(chip, `${span(first, last)} ✕`);
     const { bin } = store.shown;
-    setText(note, bin > 1 ? `each mark is the mean of ${plural(bin, "step", "steps")}: zoom in for single ones` : "");
+    setText(note, bin > 1 ? `mean of ${plural(bin, "step", "steps")} each` : "");
   }
   return { node: el("div", { class: "row range-bar" }, picks, chip, note), update };
 }
