@@ -35,6 +35,11 @@ _COLORS = {
 """Background and text; those of the page, from Okabe and Ito's palette."""
 _PALE = Style(color="#8b95a3")
 _STARK = Style(color="#d1007f", bold=True)
+_LETTERS = {
+    **{"prefill": "p", "decode": "d", "scoring": "s", "weights": "w"},
+    **{"update": "U", "publish": "P", "compile": "C", "checkpoint": "K", "eval": "E"},
+}
+"""Of a bar without colours."""
 _FILLS = {WAITING: "·", UNEXPLAINED: "▒", OTHER: "▒"}
 WORKERS_SHOWN = 6
 NAME_WIDTH = 13
@@ -47,7 +52,7 @@ def bar(phase_s: Mapping[str, float], total_s: float, width: int, *, coloured: b
 
     Args:
         phase_s: seconds by phase, or `other`.
-        coloured: without colours every cell is the first letter of its phases.
+        coloured: without colours cells are letters.
     """
     groups = by_group(phase_s)
     named = [(name, groups.get(name, 0.0)) for name in ORDER]
@@ -153,9 +158,13 @@ def _cells(seconds: Sequence[float], total_s: float, width: int) -> list[int]:
 
 
 def _segment(name: str, cells: int, coloured: bool) -> tuple[str, Style]:
-    fill = _FILLS.get(name, " " if coloured else name[0])
+    fill = _fill(name, coloured)
     label = f" {name} " if cells >= len(name) + 2 else ""
     return label.center(cells, fill) if label else fill * cells, _style(name, coloured)
+
+
+def _fill(name: str, coloured: bool) -> str:
+    return _FILLS.get(name) or (" " if coloured else _LETTERS[name])
 
 
 def _style(name: str, coloured: bool) -> Style:
@@ -176,8 +185,7 @@ def _legend(facts: StepFacts, path: Mapping[str, float], coloured: bool) -> Text
     text = Text(no_wrap=False)
     for name in ORDER:
         if seconds.get(name, 0.0) >= 0.005 * facts.wall_s:
-            fill = _FILLS.get(name, " " if coloured else name[0])
-            text.append(fill * 2, style=_style(name, coloured))
+            text.append(_fill(name, coloured) * 2, style=_style(name, coloured))
             text.append(f" {name}  ")
     text.rstrip()
     return text

@@ -84,6 +84,41 @@ def test_a_terminal_gets_one_table_that_keeps_the_last_steps(record):
     assert "the first 5 steps are in metrics.jsonl" in out.getvalue()
 
 
+def test_a_terminal_shows_bars_of_the_last_step_and_the_time_left(record):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=150, height=60, color_system=None)
+    with StepView("demo", console) as view:
+        view.show(step_row(METRICS, record, 60))
+    text = out.getvalue()
+    assert "step 3 of 60" in text and "about 8 min 4 s left" in text  # 57 steps of 8.5 s
+    for name in ("learner", "rollout-0", "rollout-1", "critical path"):
+        assert name in text
+    assert (
+        " update " in text and "62 % at work" in text
+    )  # rollout-1: 5.25 of 8.5 s, its wait left out
+
+
+def test_a_low_terminal_gives_up_rows_of_the_table_for_the_bars(record):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=150, height=24, color_system=None)
+    with StepView("demo", console) as view:
+        for _ in range(15):
+            view.show(step_row(METRICS, record, 60))
+    last = out.getvalue()[out.getvalue().rindex("demo") :]
+    assert "the first 5 steps are in metrics.jsonl" in last and "critical path" in last
+
+
+def test_where_the_sides_overlap_the_row_shows_the_longer_one(tmp_path):
+    ledger = StepLedger(tmp_path, unexplained_fraction=1.0, warn=pytest.fail)
+    processes = {
+        "learner": {"forward_backward": 3.0, "queue_wait": 1.0},
+        "rollout-0": {"decode": 3.5, "idle": 0.5},
+    }
+    record = ledger.close(3, processes, wall_s=4.0, book=LeaseBook(seed=0, prompt_count=4))
+    row = step_row(METRICS, record, 60)
+    assert (row.phase_s["decode"], row.phase_s["update"], row.phase_s["other"]) == (3.5, 0.0, 0.5)
+
+
 def test_text_of_a_run_is_never_read_as_markup():
     out = io.StringIO()
     StepView("demo", Console(file=out)).say("a [bold] prompt [/nonsense] " + "x" * 200)
