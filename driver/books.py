@@ -78,5 +78,6 @@ class RunBooks:
             wanted=config.rollout.prompts_per_step,
             max_staleness=config.rollout.max_staleness,
             resample_rounds=algorithm.resample_rounds if resample else 0,
+            samples=config.log.samples_per_step,
         )
         return cls(leases=leases, intake=intake)

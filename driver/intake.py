@@ -63,17 +63,22 @@ class Intake:
         wanted: int,
         max_staleness: int,
         resample_rounds: int,
+        samples: int = 0,
     ):
         """
         Args:
             wanted: groups of a step.
             resample_rounds: how many further steps' worth of prompts a step may lease to replace
                 groups of equal rewards; 0 keeps them.
+            samples: completions of a step that the log keeps; so many of the leases of a step, or
+                a few more, ask for one.
         """
         self._book = book
         self._wanted = wanted
         self._max_staleness = max_staleness
         self._rounds = resample_rounds
+        self._logged_every = max(1, wanted // samples) if samples else 0
+        self._leased = 0
         self._waiting: dict[str, GroupReport] = {}
         self._arrived_tokens = 0
         self._samples: list[dict[str, Any]] = []
@@ -102,8 +107,11 @@ class Intake:
         leases = []
         for _ in range(min(count, self._allowance(steps_left))):
             turn = policy_version + self._book.outstanding // self._wanted
-            leases += self._book.lease(1, max(0, turn - self._max_staleness))
+            (lease,) = self._book.lease(1, max(0, turn - self._max_staleness))
+            logged = bool(self._logged_every) and self._leased % self._logged_every == 0
+            leases.append(dataclasses.replace(lease, logged=logged))
             self._granted += 1
+            self._leased += 1
         return leases
 
     def add(self, result: LeaseResult) -> None:
@@ -118,8 +126,7 @@ class Intake:
             assert result.outcome is LeaseOutcome.ACCEPTED and result.report is not None
             if self._book.hold(result.group_id):
                 self._admit(result.report)
-                if result.sample is not None:
-                    self._samples.append(result.sample)
+                self._samples += result.samples
 
     def adopt(self, reports: Iterable[GroupReport]) -> None:
         """Takes groups over that the learner reports to hold."""

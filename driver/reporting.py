@@ -17,6 +17,7 @@ from driver.timeline import QueueGauges, Timeline, queue_metrics
 from driver.view import RunSummary, StepView, step_row, summary_lines
 from learner.reports import UpdateReport
 from rollout_worker.orders import News
+from rollout_worker.sample_record import FIRST
 from services.process_memory import ProcessMemory
 
 RECENT_STEPS = 10
@@ -91,8 +92,9 @@ class StepReports:
             )
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Writes the first few completions of a step down."""
-        self._metrics.log_samples(step, samples[: self._config.log.samples_per_step])
+        """Writes a few completions of a step down."""
+        chosen = choose_samples(samples, self._config.log.samples_per_step)
+        self._metrics.log_samples(step, chosen)
 
     def evaluation(self, step: int, items: Sequence[Mapping[str, Any]]) -> None:
         """Writes every held-out completion down."""
@@ -206,3 +208,14 @@ def transfer_metrics(transfers: Sequence[Mapping[str, Any]]) -> dict[str, float]
         "weights/relay_depth_max": float(max(one["depth"] for one in transfers)),
         "weights/failures": float(sum(len(one["failures"]) for one in transfers)),
     }
+
+
+def choose_samples(samples: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
+    """Those that tell something before first completions of groups, which get half of the room.
+
+    Where there are too few of one kind, the other takes its room.
+    """
+    plain = [sample for sample in samples if sample["why"] == FIRST]
+    telling = [sample for sample in samples if sample["why"] != FIRST]
+    room = max(count - len(plain), count - count // 2)
+    return [*telling[:room], *plain][:count]

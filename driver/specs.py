@@ -85,6 +85,6 @@ def rollout_spec(
         run_folder=str(folder),
         streams=config.weights.streams,
         timeout_s=config.weights.timeout_s,
-        with_samples=config.log.samples_per_step > 0,
+        samples_per_step=config.log.samples_per_step,
         failpoints=os.environ.get(failpoints.VARIABLE),
     )

@@ -56,7 +56,7 @@ def group_metrics(
     for name in sorted({name for c in scored for name in c.rewards}):
         values = [c.rewards[name] for c in scored if name in c.rewards]
         metrics[f"reward/{name}/mean"] = float(np.mean(values))
-    metrics |= _disagreements([c.rewards for c in scored])
+    metrics |= _disagreements([c.disagreements for c in scored])
     if scored:
         totals = np.array([c.total_reward for c in scored])
         metrics["reward/total/mean"] = float(totals.mean())
@@ -66,16 +66,14 @@ def group_metrics(
     return metrics
 
 
-def _disagreements(rewards: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """For each scorer with the variants strict and lenient: how often they differ."""
-    metrics = {}
-    for strict in sorted({name for one in rewards for name in one if name.endswith("/strict")}):
-        scorer = strict.removesuffix("/strict")
-        both = [one for one in rewards if strict in one and f"{scorer}/lenient" in one]
-        if both:
-            differ = [one[strict] != one[f"{scorer}/lenient"] for one in both]
-            metrics[f"reward/{scorer}/disagreement"] = float(np.mean(differ))
-    return metrics
+def _disagreements(completions: Sequence[Mapping[str, bool]]) -> dict[str, float]:
+    """How often strict and lenient differ, by scorer that has both."""
+    return {
+        f"reward/{scorer}/disagreement": float(
+            np.mean([c[scorer] for c in completions if scorer in c])
+        )
+        for scorer in sorted({scorer for c in completions for scorer in c})
+    }
 
 
 def selection_metrics(

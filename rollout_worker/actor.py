@@ -5,6 +5,7 @@ moves data and decides nothing.
 """
 
 import dataclasses
+import functools
 import logging
 import os
 import pathlib
@@ -28,6 +29,7 @@ from rollout_worker.prompts import PromptSet, load_prompts
 from rollout_worker.pusher import Pusher
 from rollout_worker.requests import SamplingSettings
 from rollout_worker.reward_pool import RewardPool
+from rollout_worker.sample_record import SampleRecords
 from rollout_worker.setup import EngineSetup
 from rollout_worker.worker import CanaryFailed, RolloutWorker
 from services import failpoints, stacks
@@ -82,8 +84,8 @@ class RolloutSpec:
     """Largest gap of a logprob that passes, in nats; None takes that of the dtypes."""
     timeout_s: float
     """Bound of one weight transfer and of one push."""
-    with_samples: bool
-    """Whether a completion of every group is returned as text, for the log."""
+    samples_per_step: int
+    """Completions of a step that the log keeps; where it is 0, none is returned as text."""
     run_folder: str
     """Where the process says how it can be asked for its stacks."""
     failpoints: str | None = None
@@ -149,6 +151,12 @@ class RolloutActor:
             clock=self._clock,
             canary=canary,
         )
+        self._records = SampleRecords(
+            functools.partial(tokenizer.decode, skip_special=False),
+            self._worker.text,
+            per_step=spec.samples_per_step,
+            reads_numbers=any(one.name == "gsm8k_answer" for one in spec.reward.functions),
+        )
         loopback = is_loopback(spec.bind_host)
         self._hand_over = hand_over
         self._replica = None
@@ -175,7 +183,7 @@ class RolloutActor:
                 on_failure=wake,
             ),
             swap=self._swap,
-            sample=self._sample,
+            samples=self._samples,
             memory=lambda: process_memory(device_memory(devices)),
             weights_timeout_s=spec.timeout_s,
         )
@@ -252,26 +260,9 @@ class RolloutActor:
             log.warning("%s; placing it once more", error)
             self._worker.swap(fetched.manifest, fetched.named)
 
-    def _sample(self, group: Group, lease: Lease) -> dict[str, Any] | None:
-        """The first completion of a group, as it stands in samples.jsonl."""
-        if not self._spec.with_samples:
-            return None
-        first = group.completions[0]
+    def _samples(self, group: Group, lease: Lease) -> tuple[dict[str, Any], ...]:
         prompt = self._prompts[0].prompts[lease.position]
-        return {
-            "group_id": group.group_id,
-            "policy_version": group.policy_version,
-            "worker": group.worker,
-            "prompt_id": group.prompt_id,
-            "question": prompt.question,
-            "answer": prompt.answer,
-            "completion": self._worker.text(first.token_ids, first.finish_reason),
-            "finish_reason": first.finish_reason.value,
-            "completion_tokens": len(first.token_ids),
-            "rewards": first.rewards,
-            "total_reward": first.total_reward,
-            "reward_error": first.reward_error,
-        }
+        return self._records.of_group(group, prompt, marked=lease.logged)
 
 
 def _nothing_travelled(manifest: WeightManifest) -> PullStats:

@@ -10,6 +10,7 @@ version they began with, and none begins while a swap is due.
 
 import collections
 import concurrent.futures
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -39,7 +40,7 @@ class WorkLoop:
         make_fetcher: Callable[[Callable[[], None]], Fetcher],
         make_pusher: Callable[[Callable[[LeaseResult], None], Callable[[], None]], Pusher],
         swap: Callable[[Fetched], None],
-        sample: Callable[[Group, Lease], dict[str, Any] | None],
+        samples: Callable[[Group, Lease], tuple[dict[str, Any], ...]],
         memory: Callable[[], ProcessMemory],
         weights_timeout_s: float,
     ):
@@ -47,14 +48,14 @@ class WorkLoop:
 
         Args:
             swap: puts a fetched version on the device and proves it, or raises.
-            sample: what is logged of a group.
+            samples: makes what is logged of a group, in the thread that pushes.
             memory: what this process holds now.
             weights_timeout_s: how long a lease may wait for the version that it asks for.
         """
         self._worker = worker
         self._clock = clock
         self._swap = swap
-        self._sample = sample
+        self._samples = samples
         self._memory = memory
         self._patience = Patience(weights_timeout_s)
         self._weights_timeout_s = weights_timeout_s
@@ -230,7 +231,7 @@ class WorkLoop:
         with self._changed:
             lease = self._leases.get(group.group_id)
         if lease is not None and lease.attempt == group.attempt:
-            self._pusher.put(Finished(group, self._sample(group, lease)))
+            self._pusher.put(Finished(group, functools.partial(self._samples, group, lease)))
 
     def _give_up_cancelled(self) -> None:
         with self._changed:

@@ -62,8 +62,8 @@ class LeaseResult:
     outcome: LeaseOutcome
     report: GroupReport | None
     """None for a lease that was returned."""
-    sample: dict[str, Any] | None = None
-    """The first completion as text, where samples are logged."""
+    samples: tuple[dict[str, Any], ...] = ()
+    """Completions for the log, of a group that was accepted (`sample_record.py`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -27,10 +27,11 @@ ATTEMPT_S = 20.0
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Finished:
-    """A group to be pushed, and what is logged of it."""
+    """A group to be pushed."""
 
     group: Group
-    sample: dict[str, Any] | None
+    samples: Callable[[], tuple[dict[str, Any], ...]]
+    """Makes what is logged of it; called in the thread, once the learner has taken it."""
 
 
 class Pusher:
@@ -131,13 +132,14 @@ class Pusher:
             if not cancelled:
                 failpoints.reach("worker.push")
                 outcome = self._push(pack_group(group))
+                accepted = outcome is LeaseOutcome.ACCEPTED
                 self._on_result(
                     LeaseResult(
                         group_id=group.group_id,
                         attempt=group.attempt,
                         outcome=outcome,
                         report=report_of(group),
-                        sample=finished.sample,
+                        samples=finished.samples() if accepted else (),
                     )
                 )
             with self._lock:

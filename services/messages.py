@@ -44,6 +44,16 @@ class Completion:
     reward_error: str = ""
     """Name and message of the scorer that failed; such a completion has no say in its group."""
 
+    @property
+    def disagreements(self) -> dict[str, bool]:
+        """Whether the variants `strict` and `lenient` differ, by scorer that has both."""
+        scorers = [n.removesuffix("/strict") for n in self.rewards if n.endswith("/strict")]
+        return {
+            scorer: self.rewards[f"{scorer}/strict"] != self.rewards[f"{scorer}/lenient"]
+            for scorer in scorers
+            if f"{scorer}/lenient" in self.rewards
+        }
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Group:
@@ -132,3 +142,5 @@ class Lease:
     """Of the prompt in the training set that every process loads alike."""
     min_policy_version: int = 0
     """Oldest policy version that the group may be sampled under."""
+    logged: bool = False
+    """Whether the first completion is wanted for samples.jsonl."""

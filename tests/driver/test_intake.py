@@ -34,7 +34,7 @@ def ended(lease, version, outcome=ACCEPTED, **told):
         attempt=lease.attempt,
         outcome=outcome,
         report=report_of(lease.group_id, version, **told),
-        sample={"group_id": lease.group_id},
+        samples=({"group_id": lease.group_id},),
     )
 
 

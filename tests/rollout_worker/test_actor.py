@@ -91,7 +91,7 @@ def worker_spec(model, authority, address, **changes):
         canary_bound=None,
         timeout_s=20.0,
         run_folder="/nowhere",
-        with_samples=True,
+        samples_per_step=2,
     )
     return RolloutSpec(**{**settings, **changes})
 
@@ -150,10 +150,13 @@ def rolled_out(worker, *indices):
 
 def test_a_step_goes_round(pair):
     learner, worker = pair
-    first = rollout(worker, leases(0, 1))
+    first = rollout(worker, [*leases(0), dataclasses.replace(leases(1)[0], logged=True)])
     assert outcomes(first) == {LeaseOutcome.ACCEPTED}
     assert {result.report.policy_version for result in first.values()} == {0}
-    assert all(result.sample["policy_version"] == 0 for result in first.values())
+    assert first["g00000000"].samples == ()
+    (sample,) = first["g00000001"].samples
+    assert sample["policy_version"] == 0 and sample["why"] == "first"
+    assert sample["completion_tokens"] == len(sample["tokens"])
     assert outcomes(rollout(worker, leases(0, 1, attempt=1))) == {LeaseOutcome.DUPLICATE}
     update = learner.update(sorted(first), [], 5.0)
     assert update.policy_version == 1

@@ -85,7 +85,7 @@ def finished(group_id: str, attempt: int = 0) -> Finished:
         completions=(completion,),
         phase_s={},
     )
-    return Finished(group, None)
+    return Finished(group, tuple)
 
 
 def test_a_cancelled_group_that_is_queued_is_dropped_and_the_others_are_not(pusher, line, results):
