@@ -24,6 +24,7 @@ from services.dashboard.app import build
 from services.dashboard.auth import NoLink, Tokens
 from services.dashboard.listener import PortTaken, answers, bind, url_of
 from services.dashboard.live import Live
+from services.dashboard.pair import Pair
 from services.dashboard.server import DashboardServer, Orphaned
 from services.reachable import is_loopback
 
@@ -175,6 +176,7 @@ def _server(
         live,
         tokens,
         loopback=is_loopback(host),
+        compare=Pair(*lives).document if len(lives) == 2 else None,
         cookie=f"{name}_{port}",  # a run may be served twice
     )
     return DashboardServer(app, live)

@@ -139,8 +139,7 @@ class Api:
         return Response(text, media_type=CONTENT_TYPE)
 
     async def run(self, request: Request) -> Response:
-        run = await self._live.read(self._live.run)
-        return Json(run | {"compare": self._compare is not None})
+        return Json(await self._live.read(self._live.run))
 
     async def catalog(self, request: Request) -> Response:
         return Json(catalog.catalog_json())

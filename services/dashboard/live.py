@@ -65,6 +65,8 @@ class Live:
         self.samples = SampleIndex(folder)
         self.spans = Spans(folder, self.log)
         self.exporter = Exporter()
+        self.compares = False
+        """Whether the page shows this run beside another one."""
         self.failure: Exception | None = None
         """What ended the task that keeps this up to date."""
         self._judge: Judge | None = None
@@ -109,7 +111,7 @@ class Live:
 
     async def turn(self) -> None:
         """Looks once, and tells every viewer what is new."""
-        for kind, data in await self.read(self._look):
+        for kind, data in await self.read(self.look):
             self.hub.publish(kind, data)
         if self.hub.viewers and time.monotonic() - self._fleet_at >= FLEET_S:
             await self._ask_fleet()
@@ -157,6 +159,7 @@ class Live:
             state=self._state or self._find_state(),
             can_control=(self.folder / "control" / "key.pem").exists(),
             environment=self._find_environment(),
+            compare=self.compares,
             now=self._now(),
         )
 
@@ -182,8 +185,8 @@ class Live:
         for facts in steps[-JUDGED_STEPS:]:
             self._judged().add(facts)
 
-    def _look(self) -> list[Event]:
-        """Takes up what the run has written since; returns what is to be told."""
+    def look(self) -> list[Event]:
+        """Takes up what the run has written since; returns what is to be told. `turn` does it."""
         changes = self.log.refresh()
         state = self._find_state()
         events: list[Event] = []

@@ -39,6 +39,7 @@ def run_json(
     state: str,
     can_control: bool,
     environment: Mapping[str, Any] | None,
+    compare: bool,
     now: float,
 ) -> dict[str, Any]:
     """The document of /api/run.
@@ -48,6 +49,7 @@ def run_json(
         state: as `state_of_run` says.
         can_control: whether this process can reach the driver's control service.
         environment: of environment.json, where the run has one.
+        compare: whether the run is shown beside another one.
         now: Unix seconds.
     """
     status = {key: log.status.get(key) for key in _STATUS}
@@ -67,7 +69,7 @@ def run_json(
         "settings": vars(log.settings),
         "config": log.config,
         "environment": environment,
-        "compare": False,
+        "compare": compare,
         "version": VERSION,
     }
 

@@ -35,6 +35,7 @@ class DashboardServer(uvicorn.Server):
 
     def __init__(self, app: Starlette, live: Live):
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+        logging.getLogger("uvicorn.access").disabled = True  # a request's line may hold a token
         super().__init__(
             uvicorn.Config(
                 app,
@@ -43,7 +44,7 @@ class DashboardServer(uvicorn.Server):
                 ws="none",
                 lifespan="on",
                 log_config=None,
-                access_log=False,  # a request's line may hold a token
+                access_log=False,
                 server_header=False,
                 proxy_headers=False,
                 timeout_graceful_shutdown=2,
