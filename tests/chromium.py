@@ -96,9 +96,9 @@ class Watched:
 
 
 def open_view(page: "Page", view: str) -> None:
-    """Shows a view of a page that is loaded, and waits until it has drawn."""
+    """Shows a view, which may have parameters as `samples?step=7`, and waits until it has drawn."""
     page.evaluate("view => { location.hash = view }", view)
-    page.locator(f"#view-{view}").wait_for(state="visible")
+    page.locator(f"#view-{view.partition('?')[0]}").wait_for(state="visible")
     wait_until_drawn(page)
 
 

@@ -64,7 +64,21 @@ def served(made) -> Iterator[Callable[[str], Served]]:
 
 
 @pytest.fixture
-def watch(browser) -> Iterator[Callable[..., Watched]]:
+def serve() -> Iterator[Callable[..., Served]]:
+    """Starts servers that end with the test, after its pages."""
+    servers: list[Served] = []
+
+    def started(*arguments: object) -> Served:
+        servers.append(Served(*map(str, arguments)))
+        return servers[-1]
+
+    yield started
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture
+def watch(browser, serve) -> Iterator[Callable[..., Watched]]:
     """Opens pages; the test fails if the browser found a fault in one of them."""
     pages: list[Watched] = []
 

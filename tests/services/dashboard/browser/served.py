@@ -1,6 +1,5 @@
 """A dashboard's server as a process of its own, over a real socket."""
 
-import contextlib
 import os
 import pathlib
 import re
@@ -108,13 +107,3 @@ def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 20.0
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
         time.sleep(0.05)
-
-
-@contextlib.contextmanager
-def serving(*arguments: str):
-    """A server for one test."""
-    server = Served(*arguments)
-    try:
-        yield server
-    finally:
-        server.stop()
