@@ -130,15 +130,16 @@ train/padding_fraction | | padding, share
     share of the micro-batches' places that hold no token
 [learning funnel]
 funnel/generated | tokens | generated
-    completion tokens that workers generated for the step
+    completion tokens of the groups that the update was given
 funnel/scored | tokens | scored
     of those, tokens of completions that were scored
 funnel/nonzero_advantage | tokens | non-zero advantage
-    of those, tokens of completions whose advantage is not zero
+    of those, tokens in the loss whose completion has an advantage that is not zero
 funnel/unclipped | tokens | unclipped
-    of those, tokens whose ratio is not clipped
+    of those, tokens whose policy term the clip does not hold constant
 funnel/contributed | tokens | contributed
-    tokens that moved the policy
+    of those, tokens that moved the policy: not those of sequences that the off-policy mask leaves
+    out, and none where the update was skipped
 [trust staleness]
 offpolicy/staleness_mean | versions | staleness, mean
     policy versions between the one that sampled a group and the one that trains on it

@@ -115,7 +115,7 @@ mem/{process}/host_bytes | bytes | host memory
     resident memory of the process at the step's end
 [fleet device_memory]
 mem/{process}/device_bytes | bytes | device memory
-    device memory in use at the step's end; the fullest device of the process
+    device memory in use at the step's end, of all devices of the process together
 mem/{process}/device_peak_bytes | bytes | device memory, peak
-    greatest device memory in use since the process started
+    the most that was in use on each device of the process since it started, added up
 """

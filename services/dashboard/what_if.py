@@ -8,6 +8,7 @@ Nothing is fitted to the answers. Times leave out evaluations and checkpoints.
 
 import collections
 import dataclasses
+import math
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -87,6 +88,8 @@ class WhatIf:
         if not settled or not facts.workers:
             return
         sides = sides_of(facts, self._settings)
+        if not math.isfinite(sides.step_s + sides.update_s + sides.rollout_s):
+            return
         if self._workers and sides.workers != self._workers:
             self._begin_change(facts.step, sides.workers)
         self._answer(facts.step, sides)

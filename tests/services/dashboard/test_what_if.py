@@ -222,3 +222,13 @@ def test_nothing_is_said_before_the_first_settled_step():
     assert what_if.json() is None and what_if.options() == []
     what_if.add(step(1))
     assert what_if.json() is None
+
+
+def test_a_step_whose_times_are_not_finite_is_left_out():
+    what_if = WhatIf(settings())
+    for number in range(1, 9):
+        bad = {"time/train/update_s": float("nan" if number == 5 else "1")}
+        what_if.add(step(number, metrics=bad))
+    answer = what_if.json()
+    assert answer is not None and answer["now"]["step_s"] == 2.0
+    assert 5 not in [one["step"] for one in answer["past"]]
