@@ -25,6 +25,7 @@ import urllib.request
 SUMMARY = re.compile(r"[\w.-]+: accuracy .+ -> .+, reward .+ -> .+, steps \d+, seconds \d+$")
 CHATTER = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+\s+(INFO|SUCC) |.*WARNING.* is now ignored")
 """What the job client says of uploads and of its own commands."""
+DASHBOARD = re.compile(r"dashboard: (\S+) \(link with its token: .+ --run (.+) --link\)$")
 NO_AGENT = "No available agent to submit job"
 SUBMISSIONS = 5
 """How often a job is submitted to a head that is not ready for it yet, as on a busy machine."""
@@ -112,7 +113,20 @@ class Relay(threading.Thread):
             elif NO_AGENT in line:
                 self.too_early = True
             elif not CHATTER.match(line):
-                print(line, end="", flush=True)
+                print(whole_link(line), end="", flush=True)
+
+
+def whole_link(line: str) -> str:
+    """The line that names the dashboard, with its token for a terminal: the job's own output is
+    kept in a log of the cluster, and has none."""
+    found = DASHBOARD.match(line)
+    if found is None or not sys.stdout.isatty():
+        return line
+    try:
+        token = (pathlib.Path(found[2]) / "dashboard" / "view_token").read_text()
+    except OSError:  # the run is over already
+        return line
+    return f"dashboard: {found[1]}/?token={token}\n"
 
 
 def submit(

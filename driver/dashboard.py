@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from driver.config import DashboardConfig
 from driver.errors import RunError
 from services.dashboard import auth
+from services.dashboard.auth import NoLink
 from services.dashboard.listener import PortTaken, bind, url_of
 from services.reachable import is_loopback
 
@@ -75,7 +76,14 @@ class Dashboard:
             )
         self._watch = threading.Thread(target=self._keep, name="dashboard", daemon=True)
         self._watch.start()
-        say(
+        say(self._announcement())
+
+    def _announcement(self) -> str:
+        """The whole link for a terminal; what goes elsewhere may be kept, and has no token."""
+        if sys.stdout.isatty():
+            with contextlib.suppress(NoLink):
+                return f"dashboard: {auth.link(*auth.read_access(self._folder / auth.FOLDER))}"
+        return (
             f"dashboard: {self.url} (link with its token: python -m services.dashboard --run "
             f"{self._folder} --link)"
         )

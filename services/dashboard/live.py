@@ -131,7 +131,9 @@ class Live:
 
     async def close(self) -> None:
         """Tells how the run stands now and ends every stream, within CLOSE_S."""
-        await self.turn()
+        if self.failure is None:
+            with contextlib.suppress(OSError):  # then they read what was known before
+                await self.turn()
         self.hub.close()
         deadline = time.monotonic() + CLOSE_S
         while self.hub.viewers and time.monotonic() < deadline:
