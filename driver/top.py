@@ -159,9 +159,8 @@ class Top:
 
     def _head(self) -> Text:
         status = self._log.status
-        text = Text(f"{status.get('run', self._folder.name)} ", style="bold")
-        text.append(f"{self.state}  {self._folder}", style="")
-        return text
+        text = Text().append(f"{status.get('run', self._folder.name)} ", style="bold")
+        return text.append(f"{self.state}  {self._folder}")
 
     def _sparklines(self, width: int) -> Table:
         grid = Table.grid(padding=(0, 2))
@@ -190,8 +189,8 @@ def _alerts(alerts: Sequence[dict]) -> Iterator[Text]:
         yield Text("no alerts", style="#009e73")
     for alert in alerts[:ALERTS_SHOWN]:
         mark, style = _MARKS[alert["severity"]]
-        text = Text(f"{mark} {alert['severity']}: ", style=style)
-        text.append(f"{alert['text']} (since step {alert['since_step']})", style="")
+        text = Text().append(f"{mark} {alert['severity']}: ", style=style)
+        text.append(f"{alert['text']} (since step {alert['since_step']})")
         text.append(f"\n  {alert['advice']}", style="#8b95a3")
         yield text
     if len(alerts) > ALERTS_SHOWN:
