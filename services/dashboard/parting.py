@@ -3,9 +3,9 @@
 The rule for one metric: smooth the paired differences by a running median over `window` steps, and
 compare it with the noise of such medians. The noise comes from each run alone: how far its running
 medians of neighbouring windows lie apart beside their trend, by the median of those distances, so
-that a few spikes do not count as noise. The runs part where the smoothed
-difference stays beyond Z times the noise, on one side, for a whole window of windows; the step
-that is named is where it left the noise before that.
+that a few spikes do not count as noise. The runs part where the smoothed difference stays beyond Z
+times the noise, on one side, for a whole window of windows; the step that is named is where it left
+the noise before that, which is within half a window of a jump.
 
 Two runs that differ by their random numbers alone part by this rule in under 1 of 1000 metrics of
 independent noise. Noise that drifts for longer than two windows is not told from a difference.
@@ -25,8 +25,8 @@ MOST_WINDOW = 11
 Z = 4.0
 SHORT_Z = 20.0
 """Added to Z for each window as a share of the run: few windows tell less of the noise."""
-NORMAL_MAD = 1.4826
-"""Standard deviation of normal numbers over their median distance from the mean."""
+NORMAL_MEDIAN, NORMAL_MEAN = 1.4826, 1.2533
+"""Standard deviation of normal numbers over the median and the mean of their distance from 0."""
 EQUAL_STEPS = 3
 """So many equal values of a metric that is never twice the same are no coincidence."""
 
@@ -72,13 +72,13 @@ def running_median(values_N: np.ndarray, window: int) -> np.ndarray:
 def window_noise(values_N: np.ndarray, window: int) -> float:
     """Standard deviation of running medians about the trend that they follow.
 
-    Values that are mostly the same, but not all, count with their own deviation: then no distance
-    of medians is typical.
+    Where most medians stay the same, so that no distance is typical, the mean distance counts.
     """
     smooth_W = running_median(values_N, window)
     distance_W = smooth_W[window:] - smooth_W[:-window]
-    spread = float(np.median(np.abs(distance_W - np.median(distance_W))))
-    return NORMAL_MAD * spread / 2**0.5 if spread else float(values_N.std())
+    off_trend_W = np.abs(distance_W - np.median(distance_W))
+    spread = NORMAL_MEDIAN * float(np.median(off_trend_W))
+    return (spread or NORMAL_MEAN * float(np.mean(off_trend_W))) / 2**0.5
 
 
 def equal_until(a_N: np.ndarray, b_N: np.ndarray) -> int | None:

@@ -290,7 +290,7 @@ def search_text(record: Mapping[str, Any]) -> str:
     question, prompt, completion, answer = (_text(record.get(name)) for name in names)
     if question in prompt:
         question = ""  # a prompt holds its question: once is enough
-    return "\n".join((question, prompt, completion, answer)).lower()
+    return "\0".join((question, prompt, completion, answer)).lower()
 
 
 def excerpt(text: str, words: str) -> tuple[str, bool]:
