@@ -200,7 +200,8 @@ class LearnerActor:
             if begun.taken.groups:
                 metrics = self._train(begun.taken.groups)
                 self._clock.mark(f"version {self._core.policy_version}")
-                gc.collect()  # left alone, cycles hold arrays of an update for hundreds of steps
+                with self._clock.phase("optimizer"):
+                    gc.collect()  # left alone, cycles hold arrays of an update for long
                 outcomes |= self._core.outcomes
                 self._journal.buffer.advance(self._core.policy_version)
                 self._publisher.submit(self._core.policy_version)

@@ -118,7 +118,8 @@ class LearnerCore:
 
         Args:
             groups: at least one; all of them are used or accounted for in `outcomes`.
-            clock: gets the seconds of `compile`, `forward_backward` and `optimizer`.
+            clock: gets the seconds of `compile`, `optimizer` and, for all the rest,
+                `forward_backward`.
 
         Returns:
             Metrics by the names of the metrics log; `train/update_skipped` is 1.0 where the
@@ -129,10 +130,9 @@ class LearnerCore:
         """
         if not groups:
             raise ValueError("update needs at least 1 group, got none")
-        with self._lock:
+        with self._lock, clock.phase("forward_backward"):
             started, compile_s = time.monotonic(), clock.peek()["compile"]
-            with clock.phase("forward_backward"):
-                selected = select(groups, self._rules, vocab_size=self._config.vocab_size)
+            selected = select(groups, self._rules, vocab_size=self._config.vocab_size)
             selection, batches, metrics = self._corrected(selected, clock)
             metrics |= group_metrics(
                 groups,
@@ -161,15 +161,13 @@ class LearnerCore:
         self, selection: Selection, clock: PhaseClock
     ) -> tuple[Selection, Sequence[MicroBatch], dict[str, float]]:
         """What the off-policy correction leaves of a selection, packed, and its metrics."""
-        with clock.phase("forward_backward"):
-            batches = pack(selection.sequences, self._packing)
+        batches = pack(selection.sequences, self._packing)
         if not batches or not self._correction.is_on:
             return selection, batches, {}
         logprobs = [self._score(batch, clock) for batch in batches]
-        with clock.phase("forward_backward"):
-            weights = self._weigh(selection, logprobs)
-            selection = correct(selection, weights, self._correction, self._rules)
-            batches = pack(selection.sequences, self._packing)
+        weights = self._weigh(selection, logprobs)
+        selection = correct(selection, weights, self._correction, self._rules)
+        batches = pack(selection.sequences, self._packing)
         return selection, batches, off_policy_metrics(weights, self._correction)
 
     def _train(
