@@ -2,14 +2,17 @@
  * Stacked bars per step on a canvas: one row for the critical path and one per process, the row
  * chosen tall and the others low, all on one axis of steps and one scale of seconds.
  *
- * new BreakdownChart(host, {hover, open, zoom, whole, choose})
+ * new BreakdownChart(host, {hover, open, zoom, whole, choose, placed})
  *   hover(i, row, x, y)   bin i (or null) of row under the pointer or the keys, in viewport pixels
  *   open(i)               bin i was clicked
  *   zoom(first, last)     steps that the viewer wants to see; null, null: all
  *   whole()               {first, last} of all steps there are
  *   choose(row)           another row by key
- * .set({columns, rows, chosen, share, threshold})  rows: [{id, phases, table, label}]; redraws
- * .redraw()             after new values or another theme
+ *   placed()              the rows may stand elsewhere now: see .tops
+ * .set({columns, rows, chosen, share, threshold, open})  rows: [{id, phases, table, label}]; draws.
+ *                       open: steps will follow, so some room is kept for them: a step that closes
+ *                       then costs one bar, not all of them
+ * .redraw()             everything anew, as for another theme
  * .tops                 CSS top and height of each row, for the labels beside
  * .cursor               bin under the keys, or null
  */
@@ -26,6 +29,7 @@ const LEAST_ROW = 26;
 const GAP = 6;
 const LEAST_TALL = 150;
 const WIDEST_BAR = 56;
+const SCALE_STEP = 1.08; // the scale moves in such steps, so that it rarely moves
 
 export class BreakdownChart {
   constructor(host, calls) {
@@ -38,33 +42,62 @@ export class BreakdownChart {
     this.cursor = null;
     this.domain = null;
     host.append(this.bars, this.over);
-    observeSize(host.parentElement, () => this.redraw());
+    this.size = null;
+    observeSize(host.parentElement, () => {
+      this.size = null;
+      this.redraw();
+    });
     this._listen();
   }
 
   set(view) {
     this.view = view;
-    const { columns } = view;
-    const end = columns.steps.length ? columns.last + 1 : 1;
-    this.domain = { first: columns.steps[0] ?? 0, last: end };
-    this.redraw();
+    const { columns, open } = view;
+    const first = columns.steps[0] ?? 0;
+    const bins = columns.steps.length;
+    const room = 2 ** Math.max(2, Math.floor(Math.log2(bins / 12)));
+    const most = open ? Math.ceil((bins + 1) / room) * room : bins;
+    this.domain = { first, last: open || columns.bin > 1 ? first + most * columns.bin : columns.last + 1 };
+    this._draw(false);
   }
 
-  /** Takes in what was appended to the columns; keeps the cursor where it is. */
   redraw() {
-    if (!this.view.columns || !this.host.clientWidth) return;
+    if (this.view.columns) this._draw(true);
+  }
+
+  /** Draws the bars that are new; all of them if `anew` or if anything but their number changed. */
+  _draw(anew) {
+    this.size ??= { width: this.host.clientWidth, height: this.host.parentElement.clientHeight };
+    if (!this.size.width) return;
     this._place();
-    const ctx = fitCanvas(this.bars, this.width, this.height);
+    const { rows, chosen, share, columns } = this.view;
+    const layout = JSON.stringify([this.domain, this.width, this.height, this.top, chosen, share, columns.bin,
+      rows.map((row) => [row.id, row.phases])]);
+    const from = anew || layout !== this.layout || columns !== this.drawnOf ? 0 : Math.max(0, this.drawn - 1);
+    [this.layout, this.drawnOf, this.drawn] = [layout, columns, columns.steps.length];
+    const ctx = fitCanvas(this.bars, this.width, this.height, from === 0);
     ctx.font = fontOf(11);
-    this.view.rows.forEach((row, r) => this._drawRow(ctx, row, this.tops[r]));
-    this._drawSteps(ctx);
+    ctx.save();
+    if (from > 0) {
+      const x = this.x(columns.steps[from]);
+      ctx.beginPath();
+      ctx.rect(x, 0, this.width - x, this.height - AXIS);
+      ctx.clip();
+      ctx.clearRect(x, 0, this.width - x, this.height - AXIS);
+    }
+    rows.forEach((row, r) => this._drawRow(ctx, row, this.tops[r], from));
+    ctx.restore();
+    if (from === 0) {
+      this._drawSteps(ctx);
+      this.calls.placed();
+    }
     this._drawCursor();
   }
 
   _place() {
     const { rows, chosen, columns, share } = this.view;
-    this.width = this.host.clientWidth;
-    const room = this.host.parentElement.clientHeight - AXIS - 2;
+    this.width = this.size.width;
+    const room = this.size.height - AXIS - 2;
     const others = Math.max(0, rows.length - 1);
     const low = Math.max(LEAST_ROW, Math.min(LOW_ROW, (room - LEAST_TALL) / Math.max(1, others) - GAP));
     const tall = Math.max(LEAST_TALL, room - others * (low + GAP));
@@ -78,7 +111,8 @@ export class BreakdownChart {
     this.height = y - GAP + AXIS;
     const walls = columns.wall.filter((x) => x !== null);
     const [p95, most] = [quantile(walls, 0.95) ?? 1, Math.max(...walls, 1e-6)];
-    this.top = share ? 1 : most > 1.8 * p95 ? 1.4 * p95 : 1.04 * most;
+    const high = most > 1.8 * p95 ? 1.4 * p95 : 1.02 * most;
+    this.top = share ? 1 : SCALE_STEP ** Math.ceil(Math.log(high) / Math.log(SCALE_STEP));
   }
 
   x(step) {
@@ -100,7 +134,7 @@ export class BreakdownChart {
     return [start + (slot - wide) / 2, wide];
   }
 
-  _drawRow(ctx, row, { top, height, tall }) {
+  _drawRow(ctx, row, { top, height, tall }, from) {
     const { columns, share, threshold } = this.view;
     const head = tall ? WARN : 3;
     const [base, size] = [top + height, height - head];
@@ -114,7 +148,7 @@ export class BreakdownChart {
     const n = columns.steps.length;
     const heights = new Float64Array(n);
     const scale = new Float64Array(n);
-    for (let i = 0; i < n; i++) {
+    for (let i = from; i < n; i++) {
       const bar = row.table[i];
       const total = bar ? bar.reduce((a, b) => a + b, 0) : 0;
       scale[i] = total > 0 ? size / (share ? total : this.top) : 0;
@@ -124,7 +158,7 @@ export class BreakdownChart {
       const odd = isUnexplained(phase);
       ctx.fillStyle = phaseFill(ctx, phase);
       ctx.beginPath();
-      for (let i = 0; i < n; i++) {
+      for (let i = from; i < n; i++) {
         const s = row.table[i]?.[k];
         if (!(s > 0)) continue;
         const part = s / (columns.wall[i] || 1);

@@ -18,6 +18,7 @@
  * .latest(name)          {step, value} of the newest value, or null; a NaN stays one.
  */
 import { value } from "./format.js";
+import { STACK } from "./palette.js";
 
 export class Columns {
   constructor(json) {
@@ -137,12 +138,12 @@ export class Columns {
     }
   }
 
-  /** Phases that come up for the first time go where the rest of them end, `unexplained` last. */
+  /** A phase that comes up for the first time takes its place in the stack. */
   _learn(row, phases, tables) {
     for (const [phase, s] of Object.entries(row)) {
       if (phases.includes(phase) || !(s > 0)) continue;
-      const tail = ["unexplained", "other"].includes(phases.at(-1)) ? phases.length - 1 : phases.length;
-      const at = ["unexplained", "other"].includes(phase) ? phases.length : tail;
+      const later = phases.findIndex((other) => STACK.indexOf(other) > STACK.indexOf(phase));
+      const at = later < 0 ? phases.length : later;
       phases.splice(at, 0, phase);
       for (const rows of tables) for (const old of rows) old?.splice(at, 0, 0);
     }
@@ -172,11 +173,16 @@ export class Columns {
   latest(name) {
     if (this._newest.has(name)) return this._newest.get(name);
     const column = this.metrics[name] ?? [];
-    for (let i = column.length - 1; i >= 0; i--) {
-      if (column[i] !== null) return { step: this.steps[i], value: column[i] };
-    }
-    return null;
+    const i = column.findLastIndex((x) => x !== null);
+    const marks = this.nonfinite.get(name) ?? new Map();
+    const step = Math.max(-1, ...marks.keys());
+    if (step >= (i < 0 ? 0 : this.steps[i + 1] ?? Infinity)) return odd(step, marks.get(step));
+    return i < 0 ? null : { step: this.steps[i], value: column[i] };
   }
+}
+
+function odd(step, text) {
+  return { step, value: text === "not finite" ? NaN : value(text) };
 }
 
 function blend(old, row, phases, n) {

@@ -6,6 +6,7 @@
  *                         apart where hue does not. Waits are greys; what no phase claims is
  *                         `unexplained` (or `other` on the critical path): hatched magenta.
  * phaseFill(ctx, phase)   the same as a fillStyle; a hatch for `unexplained`.
+ * STACK                   phases in the order of the stack.
  * isUnexplained(phase)
  * phaseTitle(phase)       "forward backward"; store.phaseTitle knows the catalog's titles.
  * swatch(phase)           a small square for legends.
@@ -21,20 +22,23 @@ const PHASE_COLORS = {
   prefill: ["#7cc4ee", "#8accf0"],
   decode: ["#0072b2", "#1f86c9"],
   reward: ["#4fc29f", "#5ed3ae"],
-  serialise: ["#8a6d00", "#a38413"],
+  serialise: ["#b5a21c", "#b8a62a"],
   wire: ["#f0d43a", "#f0e442"],
-  queue_wait: ["#9aa3af", "#5d6673"],
-  weights_wait: ["#c5cbd3", "#8b95a3"],
-  weights_swap: ["#b06c00", "#c07a0c"],
+  queue_wait: ["#7d8794", "#5d6673"],
+  weights_wait: ["#aeb6c1", "#929ba8"],
+  weights_swap: ["#6b4413", "#7d5424"],
   forward_backward: ["#e2711d", "#ee7f2d"],
   optimizer: ["#ffc99a", "#ffd3a8"],
   publish: ["#006b50", "#0f8a69"],
   compile: ["#3d4450", "#dfe4ea"],
   checkpoint: ["#a58fd0", "#a58fd0"],
-  eval: ["#5a3d94", "#6f51ad"],
-  idle: ["#dde1e7", "#2b333e"],
+  eval: ["#4b2e83", "#6f51ad"],
+  idle: ["#dfe3e8", "#2b333e"],
 };
 const UNEXPLAINED = ["#d1007f", "#ff4db2"];
+/** Phases in the order of the stack: the ledger's, and what is unexplained last. */
+export const STACK = [...Object.keys(PHASE_COLORS), "unexplained", "other"];
+
 const LINES = [
   ["#0072b2", "#56b4e9"], ["#d55e00", "#f28a3c"], ["#009e73", "#3cc79c"], ["#8a6d00", "#e0c53a"],
   ["#5a3d94", "#b39ae3"], ["#4d5663", "#c3cad3"],

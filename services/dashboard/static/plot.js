@@ -1,7 +1,7 @@
 /**
  * What the hand-drawn charts (breakdown, timeline) share: sharp canvases, ticks, a tooltip.
  *
- * fitCanvas(canvas, width, height)  sizes it in CSS pixels for this screen; returns its context.
+ * fitCanvas(canvas, width, height, clear)  sizes it in CSS pixels for this screen; returns its context.
  * niceTicks(low, high, most)        round numbers in between, at most about `most`.
  * stepTicks(first, last, most)      the same, whole numbers only.
  * secondsTick(x, step)              a tick of a seconds axis, with the decimals that `step` needs.
@@ -12,7 +12,7 @@
  */
 import { el, setChildren } from "./dom.js";
 
-export function fitCanvas(canvas, width, height) {
+export function fitCanvas(canvas, width, height, clear = true) {
   const ratio = window.devicePixelRatio || 1;
   const [w, h] = [Math.max(1, Math.round(width * ratio)), Math.max(1, Math.round(height * ratio))];
   if (canvas.width !== w || canvas.height !== h) {
@@ -23,7 +23,7 @@ export function fitCanvas(canvas, width, height) {
   }
   const ctx = canvas.getContext("2d");
   ctx.setTransform(ratio, 0, 0, ratio, 0, 0);
-  ctx.clearRect(0, 0, width, height);
+  if (clear) ctx.clearRect(0, 0, width, height);
   return ctx;
 }
 

@@ -40,6 +40,7 @@ export function mount(root, store) {
   const chart = new BreakdownChart(host, {
     hover, open: (i) => openStep(store.shown.steps[i]), choose,
     zoom: (first, last) => zoomTo(store, first, last),
+    placed: () => placeLabels(),
     whole: () => ({ first: store.columns.steps[0] ?? 0, last: store.columns.last + 1 }),
   });
   const facts = sideCards(side, store, () => threshold());
@@ -77,8 +78,8 @@ export function mount(root, store) {
     if (!all.some((row) => row.id === state.chosen)) state.chosen = all[0].id;
     if (state.asTable) drawTable(all);
     else {
-      chart.set({ columns, rows: all, chosen: state.chosen, share: state.share, threshold: threshold() });
-      placeLabels(all);
+      chart.set({ columns, rows: all, chosen: state.chosen, share: state.share, threshold: threshold(),
+        open: !store.ended && store.range.mode === "all" });
     }
     const chosen = all.find((row) => row.id === state.chosen);
     facts.update(summary(columns, chosen, threshold()), chosen);
@@ -86,7 +87,8 @@ export function mount(root, store) {
       `${chosen.label}`);
   }
 
-  function placeLabels(all) {
+  function placeLabels() {
+    const all = chart.view.rows;
     const known = [...labels.children].map((node) => node.dataset.process).join();
     if (known !== all.map((row) => row.id).join()) {
       setChildren(labels, all.map((row) => el("button", { type: "button", class: "row-label", role: "radio",
@@ -176,6 +178,7 @@ export function mount(root, store) {
     },
     update({ type }) {
       if (type === "judgement") facts.judge();
+      if (type === "theme") chart.redraw();
       const frozen = type === "step" && store.range.mode === "fixed";
       if (["step", "history", "range", "theme"].includes(type) && !frozen) draw();
     },
@@ -230,7 +233,8 @@ function sideCards(side, store, threshold) {
 
   function update(parts, row) {
     judge();
-    setText(heading, row ? `Mean seconds a step: ${row.label}` : "Seconds");
+    heading.parentElement.hidden = !row;
+    setText(heading, row ? `Mean seconds a step: ${row.label}` : "");
     setChildren(legend, el("table", { class: "legend" }, el("tbody", null, parts.flatMap(legendRows))));
   }
 
