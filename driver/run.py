@@ -85,6 +85,7 @@ def _run_tracked(
             run_id=run_id,
             config=config.model_dump(mode="json"),
             warn=view.say,
+            tensorboard=config.log.tensorboard,
         )
         stack.callback(metrics.close)
         ledger = StepLedger(

@@ -33,6 +33,7 @@ ALLOWED = {
     "driver/machine.py": "moments in a post-mortem bundle, for people",
     "services/stacks.py": "the line above a dump of stacks, for people",
     "driver/paths.py": "{time} in the name of a new folder",
+    "driver/tensorboard.py": "the wall time of an event, for people",
     "services/tls.py": "the validity of certificates, which starts a day in the past",
 }
 """Files that may ask what time it is, and what they do with the answer."""
