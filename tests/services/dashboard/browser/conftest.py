@@ -12,7 +12,7 @@ from chromium import Watched, chromium, why_missing
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from made_run import make_run  # noqa: E402  the folder of made runs is on the path only now
-from served import Served  # noqa: E402
+from page_server import Served  # noqa: E402
 
 KINDS: dict[str, dict[str, Any]] = {
     "finished": {"steps": 40, "workers": 2},
