@@ -21,6 +21,10 @@ COLUMNS = (
 )
 BATCH_ROWS = 20
 """Of the table that are sent together: each batch is a file of its own."""
+MOST_ROWS = 5000
+"""Of one table, which the library keeps in memory; then the next one begins under the same name."""
+MOST_CHARACTERS = 2000
+"""Of one cell; samples.jsonl has the whole text."""
 
 
 def clean_api_key(environ: MutableMapping[str, str]) -> str:
@@ -126,7 +130,7 @@ class WandbTracker(Tracker):
         """Adds to the run's table; one that is resumed has the rows before it still."""
         import wandb
 
-        if self._table is None:
+        if self._table is None or len(self._table.data) >= MOST_ROWS:
             self._table = wandb.Table(list(COLUMNS), log_mode="INCREMENTAL")
         rows, self._rows = self._rows, []
         for row in rows:
@@ -162,11 +166,13 @@ class WandbTracker(Tracker):
 def sample_row(step: int, sample: Mapping[str, Any]) -> list[Any]:
     """One row of the table; a column that the sample lacks is None."""
     values = {**sample, "step": step, "rewards": json.dumps(sample.get("rewards", {}))}
-    return [_encodable(values.get(column)) for column in COLUMNS]
+    return [_cell(values.get(column)) for column in COLUMNS]
 
 
-def _encodable(value: Any) -> Any:
-    """A lone surrogate, which UTF-8 cannot hold, as its escape."""
+def _cell(value: Any) -> Any:
+    """A text is cut; a lone surrogate, which UTF-8 cannot hold, becomes its escape."""
     if not isinstance(value, str):
         return value
+    if len(value) > MOST_CHARACTERS:
+        value = f"{value[:MOST_CHARACTERS]}... ({len(value)} characters)"
     return value.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -1,6 +1,7 @@
 import contextlib
 import http.server
 import json
+import sys
 import threading
 import time
 
@@ -9,7 +10,8 @@ import pytest
 
 from driver.config import WandbConfig
 from driver.jsonl import JsonlLog, read_lines, strict_line
-from driver.metrics import KEY_VARIABLE, MetricsLog, WandbTracker, clean_api_key
+from driver.metrics import MetricsLog
+from driver.wandb_tracker import KEY_VARIABLE, WandbTracker, clean_api_key
 
 DISABLED = WandbConfig(mode="disabled")
 KEY = "k" * 86
@@ -297,3 +299,174 @@ def test_a_line_cut_inside_a_character_spoils_no_other(tmp_path):
     assert log.rewind(1) == 1
     log.close()
     assert path.read_text() == '{"step": 1}\n'
+
+
+def wandb_records(path):
+    """The records of a .wandb file, which is a log of LevelDB: 32 KiB blocks of fragments."""
+    data, at, whole = path.read_bytes(), 7, b""
+    while at < len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        whole += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # a whole record, or its last fragment
+            yield whole
+            whole = b""
+
+
+def wandb_history(folder):
+    """What an offline run recorded, line by line, read from W&B's own file."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found = []
+    for path in sorted((folder / "wandb").glob("offline-run-*/run-*.wandb")):
+        for record in map(Record.FromString, wandb_records(path)):
+            if record.WhichOneof("record_type") == "history":
+                items = record.history.item
+                found.append(
+                    {"/".join([i.key, *i.nested_key]).strip("/"): i.value_json for i in items}
+                )
+    return found
+
+
+def a_sample(number, **changes):
+    return {
+        "prompt_id": number,
+        "why": "first",
+        "question": "1 + 1?",
+        "completion": "#### 2 \ud800",
+        "rewards": {"gsm8k_answer": 1.0},
+        "total_reward": 1.0,
+        "reward_error": "",
+        "tokens": [["#### 2", -0.1]],
+        **changes,
+    }
+
+
+def test_o01_wandb_gets_the_same_names_and_values_that_are_not_finite_as_themselves(
+    tmp_path, wandb_environ
+):
+    log = open_log(tmp_path, WandbConfig(mode="offline"))
+    log.log(1, {"train/kl": float("nan"), "train/loss": float("-inf"), "reward/total/mean": 0.5})
+    log.close(60)
+    (line,) = [line for line in wandb_history(tmp_path) if line.get("step") == "1"]
+    assert (line["train/kl"], line["train/loss"]) == ("NaN", "-Infinity")
+    assert line["reward/total/mean"] == "0.5"
+
+
+def test_wandb_gets_a_table_of_samples_in_batches_and_the_rest_at_the_end(tmp_path, wandb_environ):
+    log = open_log(tmp_path, WandbConfig(mode="offline"))
+    for step in range(1, 7):
+        nan = float("nan")
+        log.log_samples(step, [a_sample(4 * step + i, total_reward=nan) for i in range(4)])
+    log.close(60)
+    lines = [line for line in wandb_history(tmp_path) if "samples/_type" in line]
+    assert [(line["step"], line["samples/nrows"]) for line in lines] == [("5", "20"), ("6", "24")]
+    assert {line["samples/_type"] for line in lines} == {'"incremental-table-file"'}
+    rows = []
+    for path in sorted((tmp_path / "wandb").rglob("*.table.json")):
+        content = json.loads(path.read_text())
+        rows += [dict(zip(content["columns"], row, strict=True)) for row in content["data"]]
+    assert sorted(row["prompt_id"] for row in rows) == list(range(4, 28))
+    assert {row["completion"] for row in rows} == {"#### 2 \\ud800"}
+    assert {row["step"] for row in rows} == {1, 2, 3, 4, 5, 6}
+    assert len(read_lines(tmp_path / "samples.jsonl")) == 24
+
+
+def test_a_resumed_run_adds_to_its_table_and_a_long_text_is_cut(
+    tmp_path, wandb_environ, monkeypatch
+):
+    monkeypatch.setattr("driver.wandb_tracker.MOST_ROWS", 20)
+    for run_id in ("first", "second"):
+        log = open_log(tmp_path, WandbConfig(mode="offline"), run_id=run_id)
+        for step in range(1, 11):
+            log.log_samples(step, [a_sample(i, completion="x" * 5000) for i in range(4)])
+        log.close(60)
+        time.sleep(1.1)  # W&B names its folders by the second
+    names = run_folders(tmp_path)
+    assert len(names) == 2 and all(name.endswith("-first") for name in names)
+    lines = [line for line in wandb_history(tmp_path) if "samples/_type" in line]
+    assert [line["samples/nrows"] for line in lines] == ["20"] * 4, "a full table is followed"
+    content = json.loads(next((tmp_path / "wandb").rglob("*.table.json")).read_text())
+    cell = content["data"][0][content["columns"].index("completion")]
+    assert cell == "x" * 2000 + "... (5000 characters)"
+
+
+def tensorboard_events(folder):
+    """Steps and scalars of every event file, oldest file first, and the purge steps."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    scalars, purged = [], []
+    for path in sorted((folder / "tensorboard").iterdir(), key=lambda p: p.suffix):
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            size = int.from_bytes(data[at : at + 8], "little")
+            event = Event.FromString(data[at + 12 : at + 12 + size])
+            at += 12 + size + 4
+            if event.HasField("session_log"):
+                purged.append(event.step)
+            scalars += [(event.step, v.tag, v.simple_value) for v in event.summary.value]
+    return scalars, purged
+
+
+def test_tensorboard_gets_the_same_names_and_values_that_are_not_finite_as_themselves(tmp_path):
+    log = open_log(tmp_path, tensorboard=True)
+    log.log(1, {"train/kl": float("nan"), "train/loss": float("inf"), "reward/total/mean": 0.5})
+    log.log_samples(1, [a_sample(0)])
+    log.close(10)
+    scalars, purged = tensorboard_events(tmp_path)
+    assert [(step, tag) for step, tag, _ in scalars] == [
+        (1, "train/kl"),
+        (1, "train/loss"),
+        (1, "reward/total/mean"),
+    ]
+    values = [value for _, _, value in scalars]
+    assert np.isnan(values[0]) and values[1:] == [float("inf"), 0.5]
+    assert purged == []
+
+
+def test_tensorboard_forgets_the_steps_after_the_checkpoint_of_a_resume(tmp_path):
+    log = open_log(tmp_path, tensorboard=True)
+    for step in (1, 2, 3):
+        log.log(step, {"loss": float(step)})
+    log.close(10)
+    log = open_log(tmp_path, tensorboard=True)
+    log.resume_at(2)
+    log.log(3, {"loss": 30.0})
+    log.close(10)
+    scalars, purged = tensorboard_events(tmp_path)
+    assert purged == [3]
+    assert scalars == [(1, "loss", 1.0), (2, "loss", 2.0), (3, "loss", 3.0), (3, "loss", 30.0)]
+
+
+def test_tensorboard_that_cannot_write_warns_once_and_the_log_goes_on(tmp_path):
+    (tmp_path / "tensorboard").write_text("in the way")
+    warnings = []
+    log = open_log(tmp_path, tensorboard=True, warn=warnings.append)
+    for step in (1, 2):
+        log.log(step, {"loss": 1.0})
+    log.close(10)
+    assert len(read_lines(tmp_path / "metrics.jsonl")) == 2
+    assert "TensorBoard start failed and is left out: FileExistsError" in warnings[0]
+
+
+@pytest.mark.parametrize(
+    "library, arguments, message",
+    [
+        ("tensorboardX", {"tensorboard": True}, "TensorBoard is not installed: pip install"),
+        ("wandb", {"wandb": WandbConfig(mode="offline")}, "W&B is not installed: pip install"),
+    ],
+)
+def test_a_library_that_is_missing_is_said_once(tmp_path, monkeypatch, library, arguments, message):
+    for name in [n for n in sys.modules if n.split(".")[0] == library]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, library, None)
+    warnings = []
+    log = open_log(tmp_path, warn=warnings.append, **arguments)
+    log.log(1, {"loss": 1.0})
+    log.close(10)
+    assert len([w for w in warnings if w.startswith(message)]) == 1
+    assert len(read_lines(tmp_path / "metrics.jsonl")) == 1
