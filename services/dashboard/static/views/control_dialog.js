@@ -69,7 +69,18 @@ export function makeControlDialog() {
     token.focus();
   }
 
+  /** Tab goes around within the dialog: beyond its last control lies the browser's own bar. */
+  function around(event) {
+    if (event.key !== "Tab") return;
+    const controls = [token, cancel, confirm].filter((control) => !control.disabled);
+    const [from, to] = event.shiftKey ? [controls[0], controls.at(-1)] : [controls.at(-1), controls[0]];
+    if (document.activeElement !== from) return;
+    event.preventDefault();
+    to.focus();
+  }
+
   form.addEventListener("submit", send);
+  node.addEventListener("keydown", around);
   cancel.addEventListener("click", () => node.close());
   node.addEventListener("close", () => {
     asked = null;
@@ -84,7 +95,7 @@ export function makeControlDialog() {
       refuse("");
       busy(false);
       node.showModal();
-      (token.value ? confirm : token).focus();
+      (token.value ? cancel : token).focus();
     },
     close: () => node.open && node.close(),
   };

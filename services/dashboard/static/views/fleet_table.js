@@ -7,7 +7,7 @@
  */
 import { el, setChildren, setText } from "../dom.js";
 import { bytes, count, number, percent, value } from "../format.js";
-import { lightMark } from "../palette.js";
+import { lightMark, phaseTitle } from "../palette.js";
 
 const STATES = {
   starting: ["info", "starting"], ready: ["ok", "ready"], working: ["ok", "working"],
@@ -42,7 +42,7 @@ export function fleetTable(onDrain) {
       for (const worker of fleet.workers) {
         const row = made.get(worker.name);
         row.fill(workerCells(worker, fleet), worker.last_error);
-        row.bar(worker.tokens_per_s, fleet.workers);
+        row.bar(worker.state === "gone" ? 0 : worker.tokens_per_s, fleet.workers);
         row.drain(worker, noDrain);
       }
       if (!fleet.workers.length) body.append(...nobody());
@@ -56,7 +56,7 @@ function makeRow(name, onDrain) {
     ? el("th", { scope: "row" }, el("bdi", null, name)) : el("td", { class: kind ?? null })));
   const bar = el("span", { class: "cell-bar", "aria-hidden": "true" });
   const speed = el("span");
-  setChildren(cells[5], speed, bar);
+  setChildren(cells[5], speed, onDrain && bar);
   const button = onDrain && el("button", { type: "button", class: "button small", "data-testid": "drain",
     data: { worker: name }, on: { click: () => onDrain(name) } }, "Drain");
   if (button) cells.at(-1).append(button);
@@ -92,9 +92,10 @@ function makeRow(name, onDrain) {
 /** The texts of the columns after the first, up to `where`. */
 function workerCells(worker, fleet) {
   const [level, word] = STATES[worker.state] ?? ["none", worker.state];
+  const speed = worker.state === "gone" ? 0 : worker.tokens_per_s;
   return [
     lightMark(level, word), versionText(worker.policy_version, fleet.policy_version), count(worker.groups_leased),
-    some(worker.slots, count), some(worker.tokens_per_s, (x) => count(x)), some(worker.pull_gb_per_s, (x) => number(x)),
+    some(worker.slots, count), some(speed, count), some(worker.pull_gb_per_s, number),
     some(worker.host_bytes, bytes), deviceText(worker), count(worker.groups_done),
     restartText(worker.restarts), placeText(worker),
   ];
@@ -104,7 +105,7 @@ function learnerCells({ learner, policy_version: newest }) {
   if (!learner) return [lightMark("none", "not known"), count(newest), ...Array(9).fill("–")];
   const stuck = ["failed", "gone", "restarting"].includes(learner.doing);
   return [
-    lightMark(stuck ? "warn" : "ok", learner.doing || "running"), count(learner.policy_version), "–", "–", "–", "–",
+    lightMark(stuck ? "warn" : "ok", phaseTitle(learner.doing || "running")), count(learner.policy_version), "–", "–", "–", "–",
     some(learner.host_bytes, bytes), deviceText(learner), "–", restartText(learner.restarts), placeText(learner),
   ];
 }

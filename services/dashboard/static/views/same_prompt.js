@@ -5,7 +5,7 @@
 import { getJSON } from "../api.js";
 import { el, setChildren, setText } from "../dom.js";
 import { number, percent, plural, value } from "../format.js";
-import { visible } from "./sample_text.js";
+import { textBox, visible } from "./sample_text.js";
 import { diff } from "./text_diff.js";
 
 /** Of either text, that are compared and shown. */
@@ -49,8 +49,9 @@ export async function samePrompt(place, record, other, onPick) {
     choose(id);
   });
   setChildren(place,
-    el("p", { class: "muted" }, `${plural(items.length, "completion", "completions")} of this prompt by step, ` +
-      "\u25cf with and \u25cb without reward; choose one to set beside that of ", `step ${record.step}.`),
+    textBox(record.prompt ?? record.question ?? "", "prompt"),
+    el("p", { class: "muted" }, `${plural(items.length, "completion", "completions")} by step, \u25cf with and \u25cb without reward. ` +
+      `Choose one to set beside that of step ${record.step}.`),
     strip, common, sides);
   await choose(start.id);
 }

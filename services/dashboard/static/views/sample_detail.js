@@ -39,7 +39,7 @@ export function makeDetail({ onMode, onBack }) {
 
   return {
     node,
-    focus: () => (node.querySelector(".tokens, .model-text") ?? node).focus(),
+    focus: () => (node.querySelector(".tokens") ?? node.querySelector(".model-text") ?? node).focus(),
     clear() {
       asked += 1;
       shown = null;
@@ -70,7 +70,7 @@ function reading(record) {
   const tokens = record.tokens ?? [];
   return [
     facts(record),
-    record.reward_error && el("p", { class: "refusal" }, lightMark("bad", "reward error "), record.reward_error),
+    record.reward_error && el("p", { class: "refusal" }, lightMark("bad", "reward error"), " ", visible(record.reward_error)),
     el("div", { class: "answers-rewards" }, answers(record), rewards(record)),
     el("h3", null, "Prompt", !record.prompt && el("span", { class: "faint plain" }, " (the question; the text of the prompt was not recorded)")),
     textBox(record.prompt ?? record.question ?? "", "prompt"),
@@ -101,13 +101,19 @@ function answers({ answer, parsed, ...rest }) {
   const found = (name) => {
     const text = parsed[name] ?? null;
     if (text === null) return cell(`${name} parser`, el("span", { class: "faint" }, "nothing"), lightMark("none", "not found"));
-    const same = String(text).trim() === String(answer ?? "").trim();
+    const same = plainAnswer(text) === plainAnswer(answer);
     return cell(`${name} parser`, el("bdi", null, visible(String(text))), same ? lightMark("ok", "as gold") : lightMark("bad", "differs"));
   };
   return el("div", { class: "answers" },
     cell("gold answer", el("bdi", null, visible(String(answer ?? "–"))), null),
     parsed ? [found("strict"), found("lenient")] : null,
     parsed && disagrees({ parsed, ...rest }) && el("p", { class: "answers-note" }, lightMark("warn", "the parsers disagree")));
+}
+
+/** Without what does not count in a number: 1,000 and $1000.0 are one answer. */
+function plainAnswer(text) {
+  const bare = String(text ?? "").replace(/[$,\s]/g, "");
+  return bare !== "" && Number.isFinite(Number(bare)) ? String(Number(bare)) : bare;
 }
 
 function rewards({ rewards: each, total_reward: total }) {

@@ -2,7 +2,8 @@
  * Which completions are listed.
  *
  * FIELDS                     names of the parameters of /api/samples that a person chooses.
- * makeFilters(onChange)      {node, set(query)}: onChange(query) a moment after the last key.
+ * makeFilters(onChange)      {node, set(query)}: onChange(query) a moment after the last key; a field
+ *                            that makes no sense is marked and left out.
  */
 import { el } from "../dom.js";
 
@@ -23,6 +24,7 @@ const NUMBERS = {
   first: ["step from", "any", 0], last: ["step to", "any", 0], prompt: ["prompt id", "any", 0],
   reward_min: ["reward from", "any", null], reward_max: ["reward to", "any", null],
 };
+const RANGES = [["first", "last"], ["reward_min", "reward_max"]];
 
 export function makeFilters(onChange) {
   const inputs = {
@@ -51,10 +53,15 @@ export function makeFilters(onChange) {
 
   function read() {
     const query = {};
+    for (const [from, to] of RANGES) {
+      const turned = inputs[from].value && inputs[to].value && Number(inputs[from].value) > Number(inputs[to].value);
+      inputs[to].setCustomValidity(turned ? "must not be below the first number" : "");
+    }
     for (const name of FIELDS) {
       const input = inputs[name];
       const bad = !input.validity.valid;
       input.setAttribute("aria-invalid", String(bad));
+      input.title = bad ? input.validationMessage : "";
       const text = input.type === "checkbox" ? (input.checked ? "1" : "") : input.value.trim();
       if (text && !bad) query[name] = text;
     }

@@ -16,7 +16,7 @@ const COLUMNS = [["step", "num"], ["", ""], ["prompt", "num"], ["reward", "num"]
 export function makeList({ onPick, onOpen, onPage }) {
   const body = el("tbody");
   const wrap = el("div", { class: "table-wrap grow", "data-testid": "sample-list" },
-    el("table", { class: "sample-table" },
+    el("table", { class: "sample-table", role: "grid" },
       el("caption", { class: "visually-hidden" }, "Completions, newest first"),
       el("thead", null, el("tr", null, COLUMNS.map(([name, kind]) =>
         el("th", { scope: "col", class: kind || null }, name || el("span", { class: "visually-hidden" }, "kind"))))),
@@ -31,10 +31,12 @@ export function makeList({ onPick, onOpen, onPage }) {
   let picked = null;
   /** "first" or "last" while a page is fetched that the cursor keys asked for. */
   let land = null;
+  /** Whether the next page is to show what is picked; one that comes by itself scrolls nowhere. */
+  let fresh = false;
 
   const rowOf = (name) => body.querySelector(`tr[data-id="${CSS.escape(name ?? "")}"]`);
 
-  function pick(name, focus) {
+  function pick(name, focus, scroll = true) {
     picked = name;
     for (const tr of body.children) {
       const is = tr.dataset.id === name;
@@ -43,7 +45,7 @@ export function makeList({ onPick, onOpen, onPage }) {
     }
     if (!rowOf(name) && body.firstChild?.dataset.id) body.firstChild.tabIndex = 0;
     if (focus) rowOf(name)?.focus();
-    rowOf(name)?.scrollIntoView({ block: "nearest" });
+    if (scroll) rowOf(name)?.scrollIntoView({ block: "nearest" });
   }
 
   function choose(name, focus) {
@@ -84,7 +86,10 @@ export function makeList({ onPick, onOpen, onPage }) {
 
   return {
     node,
-    pick: (name) => pick(name, false),
+    pick(name) {
+      fresh = true;
+      pick(name, false);
+    },
     focus: () => (rowOf(picked) ?? body.firstChild)?.focus(),
     /** Whether nobody reads the list: it may change by itself. */
     isResting: () => wrap.scrollTop < 4 && !body.contains(document.activeElement),
@@ -103,7 +108,8 @@ export function makeList({ onPick, onOpen, onPage }) {
       if (landing) {
         wrap.scrollTop = 0;
         choose(answer.items.at(landing === "first" ? 0 : -1)?.id, true);
-      } else pick(picked, false);
+      } else pick(picked, false, fresh);
+      fresh = false;
     },
     fail(message) {
       page = { ...page, total: 0, items: [] };
@@ -121,7 +127,7 @@ export function makeList({ onPick, onOpen, onPage }) {
 }
 
 function row(item) {
-  const mark = item.reward_error ? lightMark("bad", "error ") : disagrees(item) ? lightMark("warn", "parsers differ ") : null;
+  const mark = item.reward_error ? lightMark("bad", "error") : disagrees(item) ? lightMark("warn", "parsers differ") : null;
   const text = oneLine(item.completion ?? "");
   return el("tr", { class: "opens", tabindex: "-1", "data-testid": "sample-row", data: { id: item.id } },
     el("td", { class: "num" }, item.step),

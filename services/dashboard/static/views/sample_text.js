@@ -9,7 +9,7 @@ const SHOWN_AT_FIRST = 12_000;
 /** Tokens such as <|im_end|> or </s>; control and format characters but tab and line feed
  *  (among them those that turn the direction of text), and halves of surrogate pairs. */
 const NOTABLE =
-  /(?<special><\|[^|<>\s]{1,60}\|>|<\/?s>|<\/?think>|<(?:bos|eos|pad|unk|start_of_turn|end_of_turn)>)|(?<hidden>(?:(?![\t\n\u200d])[\p{Cc}\p{Cf}\p{Cs}])+)/gu;
+  /(?<special><\|[^|<>\s]{1,60}\|>|<\/?s>|<\/?think>|<(?:bos|eos|pad|unk|start_of_turn|end_of_turn)>)|(?<hidden>(?:(?![\t\n\u200d])[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}])+)/gu;
 
 /**
  * Shows a text in a box that keeps its white space.

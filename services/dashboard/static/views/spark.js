@@ -140,7 +140,7 @@ function plotted(data, frame, format) {
     const points = data.x.map((v, k) => [v, y[k]]);
     box.append(svg("path", { class: "mini-line", stroke: lineColor(i), d: pathOf(points, at, up),
       "stroke-dasharray": LINE_DASH[i].join(" ") }));
-    if (!marks) return;
+    if (!marks && y.filter((v) => v !== null).length > 2) return; // so few are no line
     for (const [v, value] of points) {
       if (value !== null) box.append(svg("circle", { fill: lineColor(i), cx: at(v), cy: up(value), r: 2.4 }));
     }
@@ -184,7 +184,6 @@ function pathOf(points, at, up) {
   let drawing = false;
   for (const [x, y] of points) {
     if (y !== null) text += `${drawing ? "L" : "M"}${at(x).toFixed(1)} ${up(y).toFixed(1)}`;
-    if (y !== null && !drawing) text += "h.01"; // a lone point is seen as a dot
     drawing = y !== null;
   }
   return text;

@@ -48,7 +48,7 @@ export function shadedTokens(tokens, cut) {
   );
   if (cut > 0) box.append(el("span", { class: "faint" }, ` \u2026 and ${cut} tokens more that were not recorded`));
   follow(box, spans, tokens, readout);
-  return el("div", { class: "token-shading" }, legend(), readout, box);
+  return el("div", { class: "token-shading" }, el("div", { class: "token-head" }, legend(), readout), box);
 }
 
 /** Wires pointer and keys to the readout; one listener each, however many tokens. */

@@ -25,7 +25,7 @@ export function mount(root, store) {
   const summary = el("div", { class: "row trust-summary", role: "status", "data-testid": "trust-summary" });
   const rows = el("tbody");
   const table = el("div", { class: "table-wrap grow", role: "region", "aria-label": "checks", tabindex: "-1" },
-    el("table", { class: "trust-table" },
+    el("table", { class: "trust-table", role: "grid" },
       el("caption", { class: "visually-hidden" }, "Checks of the run with value, bound and light"),
       el("thead", null, el("tr", null,
         ["light", "check"].map((name) => el("th", { scope: "col" }, name)),
@@ -150,7 +150,7 @@ function makeRow(name) {
 function shown(check, x) {
   if (x === null || x === undefined) return "–";
   if (typeof x === "string" && !/^(NaN|-?Infinity)$/.test(x)) return x;
-  if (FRACTIONS.has(check.id)) return percent(x);
+  if (FRACTIONS.has(check.id)) return percent(x, x === 0 ? 0 : 1);
   if (["groups", "steps", "metrics", "versions"].includes(check.unit)) return count(x);
   return withUnit(x, check.unit);
 }
@@ -158,7 +158,8 @@ function shown(check, x) {
 /** A bound is exact, unlike a measured value: 0.02 and not 0.0200. */
 function boundText(check) {
   const x = check.bound;
-  if (typeof x !== "number" || FRACTIONS.has(check.id)) return shown(check, x);
+  if (FRACTIONS.has(check.id) && x !== null) return percent(x, Number.isInteger(100 * x) ? 0 : 1);
+  if (typeof x !== "number") return shown(check, x);
   const unit = ["groups", "steps", "metrics", "versions"].includes(check.unit) ? "" : check.unit;
   return `${Number(x.toPrecision(6))} ${unit ?? ""}`.trim();
 }
