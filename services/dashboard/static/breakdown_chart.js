@@ -18,7 +18,7 @@
  */
 import { el } from "./dom.js";
 import { isUnexplained, phaseFill, token } from "./palette.js";
-import { fitCanvas, fontOf, niceStep, niceTicks, observeSize, quantile, secondsTick, stepTicks } from "./plot.js";
+import { fitCanvas, fontOf, niceStep, niceTicks, observeSize, secondsTick, stepTicks } from "./plot.js";
 import { addZoom } from "./zoom.js";
 
 const LEFT = 46; // room for the labels of the seconds
@@ -30,6 +30,14 @@ const GAP = 6;
 const LEAST_TALL = 150;
 const WIDEST_BAR = 56;
 const SCALE_STEP = 1.08; // the scale moves in such steps, so that it rarely moves
+
+/** A top for the scale: of the longest bar, unless a few that compile are far above all others. */
+function highOf(walls) {
+  const sorted = walls.filter((x) => x > 0).sort((a, b) => a - b);
+  const most = sorted.at(-1) ?? 1;
+  const usual = sorted[Math.max(0, sorted.length - 1 - Math.max(2, Math.floor(sorted.length / 20)))] ?? most;
+  return most > 1.8 * usual && sorted.length > 4 ? 1.4 * usual : 1.02 * most;
+}
 
 export class BreakdownChart {
   constructor(host, calls) {
@@ -109,9 +117,7 @@ export class BreakdownChart {
       return at;
     });
     this.height = y - GAP + AXIS;
-    const walls = columns.wall.filter((x) => x !== null);
-    const [p95, most] = [quantile(walls, 0.95) ?? 1, Math.max(...walls, 1e-6)];
-    const high = most > 1.8 * p95 ? 1.4 * p95 : 1.02 * most;
+    const high = highOf(columns.wall);
     this.top = share ? 1 : SCALE_STEP ** Math.ceil(Math.log(high) / Math.log(SCALE_STEP));
   }
 

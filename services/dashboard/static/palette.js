@@ -30,7 +30,7 @@ const PHASE_COLORS = {
   forward_backward: ["#e2711d", "#ee7f2d"],
   optimizer: ["#ffc99a", "#ffd3a8"],
   publish: ["#006b50", "#0f8a69"],
-  compile: ["#3d4450", "#dfe4ea"],
+  compile: ["#3d4450", "#c5ccd6"],
   checkpoint: ["#a58fd0", "#a58fd0"],
   eval: ["#4b2e83", "#6f51ad"],
   idle: ["#dfe3e8", "#2b333e"],

@@ -6,7 +6,6 @@
  * stepTicks(first, last, most)      the same, whole numbers only.
  * secondsTick(x, step)              a tick of a seconds axis, with the decimals that `step` needs.
  * fontOf(px)                        the page's font for a canvas.
- * quantile(values, q)               of numbers, nulls left out; null of none.
  * makeTooltip()                     {show(x, y, ...children), hide()}; x, y in viewport pixels.
  * observeSize(node, f)              f() in a frame after the size of node has changed.
  */
@@ -55,11 +54,6 @@ export function secondsTick(x, step) {
 
 export function fontOf(px) {
   return `${px}px ${getComputedStyle(document.body).fontFamily}`;
-}
-
-export function quantile(values, q) {
-  const sorted = values.filter((x) => x !== null && x !== undefined).sort((a, b) => a - b);
-  return sorted.length ? sorted[Math.min(sorted.length - 1, Math.floor(q * sorted.length))] : null;
 }
 
 export function makeTooltip() {

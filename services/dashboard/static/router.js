@@ -8,7 +8,7 @@
 
 export function route() {
   const [id, query] = location.hash.slice(1).split("?");
-  return { id: decodeURIComponent(id), params: new URLSearchParams(query ?? "") };
+  return { id, params: new URLSearchParams(query ?? "") };
 }
 
 function hashOf(id, params) {

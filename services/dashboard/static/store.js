@@ -49,6 +49,9 @@ export class Store {
     this._phases = new Map();
     this._clockOffset = 0;
     this._measures = 0;
+    this._caughtUp = null;
+    this._refetching = false;
+    this._wasLive = false;
     this._rangeAsked = 0;
   }
 
@@ -155,7 +158,10 @@ export class Store {
   }
 
   _apply({ type, data }) {
-    if (type === "run") this._setRun(data);
+    if (type === "run") {
+      this._setRun(data);
+      this._catchUp(data.step);
+    }
     else if (type === "step") this._addStep(data);
     else if (type === "fleet") this.fleet = data;
     else if (type === "judgement") this.judgement = data;
@@ -170,6 +176,7 @@ export class Store {
   }
 
   _addStep(step) {
+    this._catchUp(step.step - 1);
     this.lastStep = step;
     this.run.step = Math.max(this.run.step ?? 0, step.step);
     this.columns.append(step);
@@ -178,6 +185,13 @@ export class Store {
       this.shown.trim(this.range.n);
     }
     if (this.columns.steps.length > 1.5 * POINTS) this.refetch();
+  }
+
+  /** Steps that closed between the first fetch and the stream are fetched, once. */
+  _catchUp(step) {
+    if (!(step > this.columns.last) || this._caughtUp === step) return;
+    this._caughtUp = step;
+    this.refetch();
   }
 
   /** Fetches the history anew: after a lost connection, a rewound run, or too many bins. */

@@ -225,7 +225,7 @@ export function mount(root, store) {
     },
     update({ type }) {
       if (type === "timeline") follow();
-      else if (type === "history") load();
+      else if (type === "reload" || (type === "history" && store.columns.last < timeline.lastStep)) load();
       else if (type === "theme" && timeline.steps.length) draw();
     },
   };
