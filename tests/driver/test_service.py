@@ -18,6 +18,8 @@ import pytest
 import safetensors.numpy
 from tiny_model import write_tiny_model
 
+from services.phase_clock import PHASES
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STEPS = 6
 RUN_YAML = """
@@ -188,6 +190,41 @@ def test_a_run_trains_each_group_once_and_its_books_add_up(undisturbed):
         r"service: accuracy n/a -> 0\.\d\d, reward \d\.\d\d -> \d\.\d\d, steps 6, seconds \d+",
         last,
     )
+
+
+def marks_of(line: dict) -> list[tuple[str, str]]:
+    """Process and text of every mark of a step."""
+    return [
+        (process, text) for process, lane in line["processes"].items() for _, text in lane["marks"]
+    ]
+
+
+def test_the_timeline_shows_when_what_the_ledger_adds_up(undisturbed):
+    lines = undisturbed.lines("timeline")
+    for line, books in zip(lines, undisturbed.lines("ledger"), strict=True):
+        assert line["step"] == books["step"] and books["overlap_s"] == {}
+        assert line["end"] - line["start"] == pytest.approx(books["wall_s"], abs=1e-5)
+        assert set(line["processes"]) == set(books["processes"])
+        for process, lane in line["processes"].items():
+            assert 1 <= len(lane["spans"]) <= 200
+            shown = dict.fromkeys(PHASES, 0.0)
+            for phase, _, seconds in lane["spans"]:
+                shown[PHASES[phase]] += seconds
+            for phase, seconds in books["processes"][process].items():
+                assert shown[phase] == pytest.approx(seconds, abs=0.02 * books["wall_s"]), process
+        assert 1 <= len(line["gauges"]) <= 60
+    seen = {(line["step"], process, text) for line in lines for process, text in marks_of(line)}
+    assert {(step, "learner", f"version {step}") for step in range(1, STEPS + 1)} <= seen
+    assert (3, "learner", "checkpoint 2") in seen
+    for worker in ("rollout-0", "rollout-1"):
+        mine = [text for line in lines for process, text in marks_of(line) if process == worker]
+        assert mine[0] == "version 0" and mine == sorted(set(mine)) and len(mine) > STEPS // 2
+    starts = [line["start"] for line in lines[1:]]
+    assert starts == pytest.approx([line["end"] for line in lines[:-1]], abs=0.01)
+    for line in undisturbed.lines("metrics"):
+        assert line["queue/out_max"] > 0
+        for process in ("learner", "rollout-0", "rollout-1"):
+            assert line[f"mem/{process}/host_bytes"] > 2**27
 
 
 def test_a_killed_worker_is_replaced_and_nothing_changes(start, undisturbed):
