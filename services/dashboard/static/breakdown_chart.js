@@ -4,7 +4,7 @@
  *
  * new BreakdownChart(host, {hover, open, zoom, whole, choose, placed})
  *   hover(i, row, x, y)   bin i (or null) of row under the pointer or the keys, in viewport pixels
- *   open(i)               bin i was clicked
+ *   open(i, byKey)        bin i was clicked, or chosen by Enter
  *   zoom(first, last)     steps that the viewer wants to see; null, null: all
  *   whole()               {first, last} of all steps there are
  *   choose(row)           another row by key
@@ -329,7 +329,7 @@ export class BreakdownChart {
       const next = rows[place + (event.key === "ArrowUp" ? -1 : 1)];
       if (next) this.calls.choose(next.id);
     } else if (event.key === "Enter" && this.cursor !== null) {
-      this.calls.open(this.cursor);
+      this.calls.open(this.cursor, true);
     } else return;
     event.preventDefault();
   }

@@ -23,7 +23,8 @@ const SHADE = 0.16;
 export function makeChart(store, spec) {
   const values = el("span", { class: "chart-values" });
   const odd = el("span", { class: "chart-odd", hidden: true, role: "note" });
-  const plot = el("div", { class: "chart-plot" });
+  const plot = el("div", { class: "chart-plot", tabindex: 0, role: "application", "aria-roledescription": "chart",
+    "aria-label": `${spec.title} by step`, on: { keydown: (event) => key(event, u, spec) } });
   const why = el("p", { class: "chart-why muted", hidden: true });
   const heading = el("h3", null, spec.title);
   const node = el("figure", { class: "chart", "data-testid": `chart-${spec.id}`, role: "group",
@@ -98,6 +99,26 @@ export function makeChart(store, spec) {
     if (u && layout && width && height) u.setSize({ width, height });
   });
   return chart;
+}
+
+/** Left and right move the cursor of all charts of the group; plus, minus and 0 zoom. */
+function key(event, u, spec) {
+  if (!u || event.ctrlKey || event.metaKey || event.altKey) return;
+  const steps = u.data[0];
+  const now = u.cursor.idx;
+  const to = { ArrowLeft: (now ?? steps.length) - 1, ArrowRight: (now ?? -1) + 1, Home: 0,
+    End: steps.length - 1 }[event.key];
+  const factor = { "+": 0.6, "=": 0.6, "-": 1 / 0.6 }[event.key];
+  if (to !== undefined) {
+    const i = Math.max(0, Math.min(steps.length - 1, to));
+    u.setCursor({ left: u.valToPos(steps[i], "x"), top: 10 });
+  } else if (factor && spec.zoom) {
+    const [first, last] = [steps[0], steps.at(-1) + 1];
+    const middle = now === null || now === undefined ? (first + last) / 2 : steps[now];
+    spec.zoom(Math.max(0, middle - (middle - first) * factor), middle + (last - middle) * factor);
+  } else if ((event.key === "0" || event.key === "Escape") && spec.zoom) spec.zoom(null, null);
+  else return;
+  event.preventDefault();
 }
 
 function has(columns, name) {

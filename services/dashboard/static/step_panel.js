@@ -1,7 +1,7 @@
 /**
  * One step in full: seconds of every phase and process, metrics, groups by fate, warnings.
  *
- * makeStepPanel(store, {close, walk}) -> {node, show(step), step}; walk(step) is called when the
+ * makeStepPanel(store, {close, walk}) -> {node, show(step, takeFocus), step}; walk(step) is called when the
  * viewer asks for the step before or after. Text of the run comes in as text nodes only.
  */
 import { getJSON } from "./api.js";
@@ -16,7 +16,7 @@ export function makeStepPanel(store, { close, walk }) {
   const back = step("‹", "the step before", -1);
   const on = step("›", "the step after", 1);
   const node = el("aside", { class: "panel step-panel", "aria-labelledby": "step-title", hidden: true,
-    "data-testid": "step-panel", on: { keydown: keys } },
+    "data-testid": "step-panel" },
     el("div", { class: "row panel-head" }, title, el("span", { class: "grow" }),
       back, on, el("button", { type: "button", class: "button quiet", "aria-label": "close the step",
         title: "Close (Esc)", on: { click: close } }, "✕")),
@@ -29,16 +29,11 @@ export function makeStepPanel(store, { close, walk }) {
       on: { click: () => walk(panel.step + by) } }, text);
   }
 
-  function keys(event) {
-    if (event.key !== "Escape") return;
-    event.stopPropagation();
-    close();
-  }
-
-  async function show(number) {
+  async function show(number, takeFocus = false) {
     panel.step = number;
     node.hidden = false;
     title.textContent = `Step ${number}`;
+    if (takeFocus) title.focus({ preventScroll: true });
     back.disabled = number <= 0;
     on.disabled = number >= store.columns.last;
     const mine = ++asked;

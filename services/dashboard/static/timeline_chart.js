@@ -1,16 +1,17 @@
 /**
  * Lanes of spans on a canvas: steps above, a lane per process, queue depth and staleness beneath.
  *
- * new TimelineChart(host, {hover, open, settle}); host gets a canvas and an overlay
+ * new TimelineChart(host, {hover, open, settle, titleOf}); host gets a canvas and an overlay
  *   hover(hit, x, y)      hit: {t, lane, span, marks, gauge, step} or null
  *   open(step)            the step under a click or Enter
  *   settle(domain|null)   a moment after zoom or pan; null: all is shown
+ *   titleOf(phase)        what to call a phase
  * .set(timeline, domain)  draws; domain {first, last} in seconds after its start, null for all
  * .redraw()
  */
 import { el } from "./dom.js";
 import { clock } from "./format.js";
-import { isUnexplained, lineColor, phaseColor, phaseFill, phaseTitle, token } from "./palette.js";
+import { isUnexplained, lineColor, phaseColor, phaseFill, token } from "./palette.js";
 import { fitCanvas, fontOf, niceStep, niceTicks, observeSize, secondsTick } from "./plot.js";
 import { before } from "./timeline_data.js";
 import { addZoom } from "./zoom.js";
@@ -150,7 +151,7 @@ export class TimelineChart {
   }
 
   _nameSpan(ctx, phase, x, x2, y) {
-    const text = phaseTitle(phase);
+    const text = this.calls.titleOf(phase);
     const wide = ctx.measureText(text).width;
     if (wide + 8 > x2 - x) return;
     if (isUnexplained(phase)) {

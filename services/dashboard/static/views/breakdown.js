@@ -38,7 +38,7 @@ export function mount(root, store) {
   const side = el("aside", { class: "side scroll", "aria-label": "bottleneck, alerts, legend" });
   const step = makeStepPanel(store, { close: closeStep, walk: openStep });
   const chart = new BreakdownChart(host, {
-    hover, open: (i) => openStep(store.shown.steps[i]), choose,
+    hover, choose, open: (i, byKey) => openStep(store.shown.steps[i], byKey),
     zoom: (first, last) => zoomTo(store, first, last),
     placed: () => placeLabels(),
     whole: () => ({ first: store.columns.steps[0] ?? 0, last: store.columns.last + 1 }),
@@ -51,6 +51,12 @@ export function mount(root, store) {
         "step, up and down between processes, plus and minus zoom, Enter opens the step."),
       scroller, tableHost, blank, spoken),
     el("div", { class: "side-slot" }, side, step.node)));
+
+  root.addEventListener("keydown", (event) => {
+    if (event.key !== "Escape" || step.step === null) return;
+    event.stopPropagation(); // the chart would take it for: show all steps
+    closeStep();
+  }, true);
 
   function rows() {
     const columns = store.shown;
@@ -150,12 +156,12 @@ export function mount(root, store) {
       parts.slice(0, 4).map(([p, s]) => `${store.phaseTitle(p)} ${format.seconds(s)}`).join(", "));
   }
 
-  function openStep(number) {
+  function openStep(number, takeFocus = false) {
     const inside = Math.max(0, Math.min(number, store.columns.last));
     side.hidden = true;
     root.classList.add("with-step");
     tooltip.hide();
-    step.show(inside);
+    step.show(inside, takeFocus);
   }
 
   function closeStep() {

@@ -4,7 +4,7 @@
 import { getJSON } from "../api.js";
 import { el, empty, setChildren, setText, table, toggle } from "../dom.js";
 import * as format from "../format.js";
-import { phaseTitle, swatch } from "../palette.js";
+import { swatch } from "../palette.js";
 import { makeTooltip } from "../plot.js";
 import { go, noteParams } from "../router.js";
 import { TimelineChart } from "../timeline_chart.js";
@@ -41,6 +41,7 @@ export function mount(root, store) {
   const spoken = el("div", { class: "visually-hidden", "aria-live": "polite" });
   const chart = new TimelineChart(host, {
     hover, open: (step) => go("breakdown", { step }), settle,
+    titleOf: (phase) => store.phaseTitle(phase),
   });
   setChildren(root, el("div", { class: "panel timeline-main" },
     el("div", { class: "row panel-head" }, windows, form, note, el("span", { class: "grow" }), tableButton, trace),
@@ -158,14 +159,15 @@ export function mount(root, store) {
   function drawTable() {
     const { first: from, last: to } = state.domain ?? { first: 0, last: Infinity };
     const rows = timeline.lanes.flatMap(({ process, spans, marks }) => [
-      ...spans.map(([phase, t, d]) => ({ process, t, d, what: phaseTitle(timeline.phases[phase]) })),
+      ...spans.map(([phase, t, d]) => ({ process, t, d, what: store.phaseTitle(timeline.phases[phase]) })),
       ...marks.map(([t, text]) => ({ process, t, d: null, what: text })),
     ]).filter(({ t, d }) => t + (d ?? 0) >= from && t <= to).sort((a, b) => b.t - a.t);
     setChildren(tableHost,
       el("p", { class: "muted" }, rows.length > MOST_ROWS ? `The newest ${MOST_ROWS} of ${rows.length} spans.` : ""),
       table([
         { title: "step", align: "right", cell: (r) => timeline.stepAt(r.t)?.step ?? "" },
-        { title: "at", cell: (r) => `+${format.seconds(r.t)}` },
+        { title: "after its start", align: "right",
+          cell: (r) => format.seconds(r.t - (timeline.stepAt(r.t)?.start ?? 0)) },
         { title: "process", cell: (r) => r.process },
         { title: "what", cell: (r) => r.what },
         { title: "for", align: "right", cell: (r) => (r.d === null ? "" : format.seconds(r.d)) },
