@@ -138,11 +138,16 @@ def versions() -> dict[str, str]:
         "libc": " ".join(platform.libc_ver()),
         "tandem commit": _commit(),
     }
+    return found | package_versions()
+
+
+def package_versions() -> dict[str, str]:
+    """Version by name of everything that is installed."""
     packages = {
         distribution.name: distribution.version
         for distribution in importlib.metadata.distributions()
     }
-    return found | dict(sorted(packages.items(), key=lambda pair: pair[0].lower()))
+    return dict(sorted(packages.items(), key=lambda pair: pair[0].lower()))
 
 
 def utc(moment: float | None = None) -> str:

@@ -83,7 +83,7 @@ LOCK = "driver.lock"
 OF_A_START = (
     *("status.json", "run_id", "identity.json", "error.txt", "config.yaml"),
     *("stacks", "control", "spool", "spool.lock", LOCK),
-    *("dashboard", "dashboard.log", "environment.json", "code.zip", "tensorboard"),
+    *("dashboard", "dashboard.log", "environment.json", "code.zip", "tensorboard", "wandb"),
 )
 """What a run leaves before its first step."""
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import ray
 
 from driver.cluster import check_bind_host, connect, reserve
+from driver.code_record import record_code
 from driver.config import RunConfig
 from driver.control import ControlBox, offer_control
 from driver.dashboard import METADATA_KEY, Dashboard, open_dashboard
@@ -72,6 +73,7 @@ def _run_tracked(
     with status.tracked(), _readable(folder), contextlib.ExitStack() as stack:
         view = stack.enter_context(StepView(config.run.name))
         view.say(f"run {run_id}: outputs in {folder}")
+        record_code(folder, resume=bool(config.run.resume))
         if dashboard is not None:
             dashboard.start(view.say)
         connect(config.run.name, stop, {METADATA_KEY: dashboard.url} if dashboard else {})
