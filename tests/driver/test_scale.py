@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -276,3 +277,20 @@ def test_a_fleet_is_not_there_while_a_worker_comes_or_goes():
         workers = tuple(worker(i, state) for i, state in enumerate(states))
         assert waited_for(dataclasses.replace(fleet, workers=workers), None) == expected
     assert waited_for(dataclasses.replace(fleet, workers=()), "rollout-0") == ""
+
+
+def test_the_table_shows_memory_as_far_as_it_is_known(tmp_path, start, capsys):
+    driver = start(min=1, max=8, start=3)
+    held = [
+        {},
+        {"host_bytes": 1_540_000_000},
+        {"host_bytes": 2 * 10**9, "device_bytes": 30 * 10**9},
+    ]
+    workers = tuple(worker(i, "ready", **memory) for i, memory in enumerate(held))
+    driver.move = lambda fleet: dataclasses.replace(fleet, workers=workers)
+    driver.box.show(driver.move(driver.box.fleet()))
+    assert scale(tmp_path) == 0
+    printed = capsys.readouterr().out
+    for index, expected in enumerate(("-", "1.5 GB", "2.0 + 30.0 GB")):
+        (row,) = [line for line in printed.splitlines() if line.split()[:1] == [f"rollout-{index}"]]
+        assert re.search(rf" {re.escape(expected)} +0 ", row), row
