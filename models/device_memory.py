@@ -10,9 +10,9 @@ def device_memory(devices: Sequence[jax.Device]) -> tuple[int, int] | None:
 
     None where the platform does not tell, as a CPU. Cheap enough for every second.
     """
-    stats = [device.memory_stats() for device in devices]
-    if not all(stats):
-        return None
+    stats = [device.memory_stats() or {} for device in devices]
+    if not all({"bytes_in_use", "peak_bytes_in_use"} <= one.keys() for one in stats):
+        return None  # some allocators do not count
     return (
         sum(one["bytes_in_use"] for one in stats),
         sum(one["peak_bytes_in_use"] for one in stats),
