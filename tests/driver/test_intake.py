@@ -38,9 +38,11 @@ def ended(lease, version, outcome=ACCEPTED, **told):
     )
 
 
-def intake_of(*, wanted=3, staleness=0, rounds=0):
+def intake_of(*, wanted=3, staleness=0, rounds=0, samples=0):
     book = LeaseBook(seed=0, prompt_count=100)
-    return book, Intake(book, wanted=wanted, max_staleness=staleness, resample_rounds=rounds)
+    return book, Intake(
+        book, wanted=wanted, max_staleness=staleness, resample_rounds=rounds, samples=samples
+    )
 
 
 def ids(*indices):
@@ -222,3 +224,38 @@ def test_completions_that_could_not_be_scored_are_said():
     assert batch.reward_problem().startswith("completions of 1 of 2 groups could not be scored")
     assert batch.metrics()["reward/total/mean"] == 0.5
     assert math.isnan(intake.take(0).metrics()["reward/total/mean"])
+
+
+@pytest.mark.parametrize(
+    "wanted, samples, logged",
+    [
+        (6, 0, ""),
+        (6, 1, "0"),
+        (6, 2, "0 3"),
+        (6, 4, "0 1 2 3 4 5"),
+        (7, 3, "0 2 4 6"),
+        (2, 9, "0 1"),
+    ],
+)
+def test_so_many_leases_of_every_step_ask_for_a_sample_or_a_few_more(wanted, samples, logged):
+    book, intake = intake_of(wanted=wanted, samples=samples)
+    for version in range(3):
+        leases = []
+        while new := intake.lease(2, version, 5):
+            leases += new
+        marked = [index for index, lease in enumerate(leases) if lease.logged]
+        assert len(leases) == wanted and len(marked) >= min(samples, wanted)
+        if version == 0:
+            assert " ".join(map(str, marked)) == logged
+        for lease in leases:
+            intake.add(ended(lease, version))
+        train(book, intake.take(version))
+
+
+def test_samples_of_a_group_that_was_taken_twice_are_those_of_the_first():
+    _, intake = intake_of(wanted=1)
+    (lease,) = intake.lease(1, 0, 5)
+    intake.add(ended(lease, 0))
+    intake.add(ended(lease, 0, DUPLICATE))
+    intake.adopt([report_of(lease.group_id, 0)])
+    assert len(intake.take(0).samples) == 1
