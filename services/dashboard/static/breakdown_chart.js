@@ -298,6 +298,7 @@ export class BreakdownChart {
       domain: () => this.domain,
       whole: () => this.calls.whole(),
       least: 4,
+      center: () => (this.cursor === null ? null : this.view.columns.steps[this.cursor] ?? null),
       show: (domain) => {
         this.domain = domain;
         this.redraw();

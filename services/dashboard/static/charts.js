@@ -16,7 +16,7 @@ import * as format from "./format.js";
 import { LINE_DASH, lineColor, token } from "./palette.js";
 import { fontOf, observeSize } from "./plot.js";
 
-const DOTS_UP_TO = 30; // so few values, or so rare ones, need dots to be seen
+const DOTS_UP_TO = 16; // so few values, or so rare ones, need dots to be seen
 const RARE = 0.25;
 const SHADE = 0.16;
 
@@ -140,15 +140,21 @@ function paintSample(line, i) {
   line.style.borderTop = `2px ${solid ? "solid" : i % 2 ? "dashed" : "dotted"} ${lineColor(i)}`;
 }
 
-/** The steps that any series has, and the values of each at them. */
+/**
+ * The steps that any series has, and the values of each at them. To uPlot null is a gap in the line,
+ * which a value that is not finite makes; undefined, a step without this metric, is passed over.
+ */
 function dataOf(chart, columnsOf) {
   const steps = chart.shown.map((_, i) => columnsOf(i).steps);
-  const own = chart.shown.map((s, i) => columnsOf(i).metrics[s.name]);
+  const own = chart.shown.map((s, i) => {
+    const marks = columnsOf(i).nonfinite.get(s.name);
+    return columnsOf(i).metrics[s.name].map((x, k) => x ?? (marks?.has(steps[i][k]) ? null : undefined));
+  });
   if (steps.every((list) => list === steps[0])) return [steps[0], ...own];
   const all = [...new Set(steps.flat())].sort((a, b) => a - b);
   const place = new Map(all.map((step, i) => [step, i]));
   return [all, ...own.map((column, k) => {
-    const spread = new Array(all.length).fill(null);
+    const spread = new Array(all.length).fill(undefined);
     column.forEach((x, i) => (spread[place.get(steps[k][i])] = x));
     return spread;
   })];
@@ -182,7 +188,7 @@ function optionsOf(chart, spec, columnsOf, showValues) {
     ],
     series: [{}, ...chart.shown.map((s, i) => ({
       label: s.label, stroke: () => lineColor(i), width: 1.5, dash: LINE_DASH[i % LINE_DASH.length],
-      spanGaps: true, points: { size: 5, fill: () => token("panel"), show: hasFew },
+      points: { size: 5, fill: () => token("panel"), show: hasFew },
     }))],
     hooks: {
       drawAxes: [(u) => drawBands(u, chart, columnsOf)],
@@ -198,26 +204,27 @@ function optionsOf(chart, spec, columnsOf, showValues) {
 }
 
 function hasFew(u, i) {
-  const known = u.data[i].reduce((n, x) => n + (x !== null), 0);
+  const known = u.data[i].reduce((n, x) => n + isNumber(x), 0);
   return known <= DOTS_UP_TO || known < RARE * u.data[i].length;
 }
 
 /** The value at a step; of a series that is rarely measured the last one before it. */
 function valueAt(u, k, i) {
   if (!hasFew(u, k)) return u.data[k][i];
-  return u.data[k].slice(0, i + 1).findLast((x) => x !== null);
+  return u.data[k].slice(0, i + 1).findLast(isNumber);
 }
 
 function decimals(distance) {
-  const enough = [0, 1, 2, 3, 4].find((n) => Math.abs(distance * 10 ** n - Math.round(distance * 10 ** n)) < 1e-6);
-  return enough ?? 5;
+  const enough = [0, 1, 2, 3, 4, 5].find((n) => Math.abs(distance * 10 ** n - Math.round(distance * 10 ** n)) < 1e-6);
+  return enough ?? 6;
 }
 
 /** A tick with the decimals that the distance between two ticks needs. */
 function tickText(x, unit, step) {
   if (unit === "fraction" || unit === "share") return format.percent(x, decimals(100 * step));
   if (Math.abs(x) >= 10_000) return `${format.number(x / 1000)}k`;
-  return step < 1e-3 || step >= 1000 ? format.number(x, 2) : x.toFixed(decimals(step)).replace("-", "−");
+  const short = step >= 1000 || (step < 1e-3 && Math.abs(x) < 100 * step);
+  return short ? format.number(x, 3) : x.toFixed(decimals(step)).replace("-", "−");
 }
 
 /** Low and high of everything drawn, bands included, with a little room. */
@@ -262,7 +269,7 @@ function drawBands(u, chart, columnsOf) {
     for (const i of known) ctx.lineTo(...at(high, i));
     for (const i of known.toReversed()) ctx.lineTo(...at(low, i));
     ctx.fill();
-    if (s.band && known.length <= 2 * DOTS_UP_TO) {
+    if (s.band && known.length <= 4 * DOTS_UP_TO) {
       ctx.globalAlpha = 0.7;
       ctx.lineWidth = devicePixelRatio;
       ctx.beginPath();

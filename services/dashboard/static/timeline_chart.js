@@ -300,6 +300,7 @@ export class TimelineChart {
     this.host.addEventListener("pointerleave", () => this._move(null));
     addZoom(this.host, {
       left: LEFT, dragPans: true, least: 0.005, width: () => this.width,
+      center: () => this.at,
       domain: () => this.timeline && this.domain,
       whole: () => ({ first: 0, last: Math.max(this.timeline.duration, 1e-3) }),
       show: (domain) => {

@@ -3,9 +3,10 @@
  * horizontal wheel or Shift and arrows to move along, + and − and 0 by key.
  *
  * addZoom(node, {left, width(), domain(), whole(), least, show(domain), settle(first, last),
- *   dragging(drag|null), click(x, y), dragPans})
+ *   dragging(drag|null), click(x, y), center(), dragPans})
  *   left, width()    CSS pixels in which the axis begins, and where it ends
  *   domain()         {first, last} shown now; whole(): {first, last} of all there is
+ *   center()         where keys zoom: null for the middle; left out likewise
  *   least            narrowest domain
  *   show(domain)     draws at once, with what is loaded
  *   settle(f, l)     a moment after the last change; (null, null) when all is shown again
@@ -38,7 +39,8 @@ export function addZoom(node, axis) {
 
   function by(factor, center) {
     const { first, last } = axis.domain();
-    const middle = center ?? (first + last) / 2;
+    const wanted = center ?? axis.center?.() ?? (first + last) / 2;
+    const middle = Math.max(first, Math.min(last, wanted));
     change(middle - (middle - first) * factor, middle + (last - middle) * factor);
   }
 
