@@ -62,6 +62,9 @@ def eval_metrics(
     if scored:
         totals = [item["total_reward"] for item in scored]
         metrics["eval/reward/total/mean"] = sum(totals) / len(totals)
+    for name in sorted({name for item in scored for name in item["rewards"]}):
+        values = [item["rewards"][name] for item in scored if name in item["rewards"]]
+        metrics[f"eval/reward/{name}/mean"] = sum(values) / len(values)
     metrics["eval/reward_errors"] = len(items) - len(scored)
     metrics["eval/completions"] = len(items)
     metrics["eval/completion_len_mean"] = sum(i["completion_tokens"] for i in items) / len(items)

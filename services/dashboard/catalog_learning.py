@@ -46,6 +46,8 @@ eval/pass_at_{n} | | pass@k
 [learning reward]
 eval/reward/total/mean | | held-out reward, mean
     total reward over the held-out completions that could be scored
+eval/reward/{scorer}/mean | | held-out reward of one function
+    mean over the held-out completions that this function scored, before its weight
 [trust reward_errors-]
 eval/reward_errors | | held-out reward errors
     held-out completions whose scoring failed; they count as wrong

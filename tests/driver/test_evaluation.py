@@ -65,6 +65,7 @@ def test_a_completion_that_could_not_be_scored_is_wrong_and_out_of_the_reward_me
     metrics = eval_metrics(items, scorer="gsm8k_answer", pass_k=(1,))
     assert metrics["eval/accuracy/strict"] == 0.5
     assert metrics["eval/reward/total/mean"] == 2.0
+    assert metrics["eval/reward/gsm8k_answer/lenient/mean"] == 1.0
     assert metrics["eval/reward_errors"] == 1
     assert not any(math.isnan(value) for value in metrics.values())
 
