@@ -91,6 +91,8 @@ class LedgerTable:
         """Where the line of a row begins in the file, and its length in bytes."""
         self.seconds: dict[str, np.ndarray] = {}
         """Seconds of every process as [row, phase of PHASES]; NaN where it was not there."""
+        self.used: dict[str, np.ndarray] = {}
+        """Which phases of PHASES each process has spent time in, bool."""
         self.groups: dict[str, np.ndarray] = {}
         """How many groups ended in each row, by state."""
         self.overlap_s: dict[int, dict[str, float]] = {}
@@ -125,10 +127,12 @@ class LedgerTable:
         for process, phases in record["processes"].items():
             if process not in self.seconds:
                 self.seconds[process] = np.full((len(self.steps), len(PHASES)), math.nan)
+                self.used[process] = np.zeros(len(PHASES), bool)
             seconds = [phases.get(phase, 0.0) for phase in PHASES]
             if UNEXPLAINED not in phases:
                 seconds[-1] = max(0.0, record["wall_s"] - sum(seconds))
             self.seconds[process][row] = seconds
+            self.used[process] |= self.seconds[process][row] > 0
         for state, ids in _mapping(record.get("groups")).items():
             if state not in self.groups:
                 self.groups[state] = np.zeros(len(self.steps), np.int32)

@@ -19,12 +19,12 @@ import dataclasses
 
 import numpy as np
 
-LEAST_STEPS = 12
+LEAST_STEPS = 30
 """Fewer steps in common say nothing."""
 MOST_WINDOW = 11
-Z = 4.0
-SHORT_Z = 20.0
-"""Added to Z for each window as a share of the run: few windows tell less of the noise."""
+Z = 4.5
+SHORT_Z = 35.0
+"""Added to Z, over the number of steps: few steps tell less of the noise."""
 NORMAL_MEDIAN, NORMAL_MEAN = 1.4826, 1.2533
 """Standard deviation of normal numbers over the median and the mean of their distance from 0."""
 EQUAL_STEPS = 3
@@ -49,10 +49,10 @@ def parting(a_N: np.ndarray, b_N: np.ndarray) -> Parting | None:
     n = len(a_N)
     if n < LEAST_STEPS:
         return None
-    window = min(MOST_WINDOW, max(3, n // 16 * 2 + 1))
+    window = min(MOST_WINDOW, max(5, n // 16 * 2 + 1))
     smooth_W = running_median(a_N - b_N, window)
     noise = float(np.hypot(window_noise(a_N, window), window_noise(b_N, window)))
-    z = Z + SHORT_Z * window / n
+    z = Z + SHORT_Z / n
     side_W = np.where(np.abs(smooth_W) > z * noise, np.sign(smooth_W), 0.0)
     begin = _first_streak(side_W, window)
     if begin is None:

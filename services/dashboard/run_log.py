@@ -113,8 +113,7 @@ class RunLog:
         """Names of the metrics log, in its order, those that repeat the ledger last."""
         names = [name for name in self._metrics.columns if name != "time"]
         for process in self.processes:
-            seconds = self.seconds(process)
-            used = np.flatnonzero((seconds > 0).any(axis=0)) if len(seconds) else ()
+            used = np.flatnonzero(self._ledger.used[process]).tolist()
             names += [f"time/{process}/{PHASES[i]}_s" for i in used]
         return names
 

@@ -19,7 +19,7 @@ import zipfile
 from collections.abc import Mapping
 from typing import Any
 
-from made_steps import COMPLETIONS, Plan, Step, first_step, make_step
+from made_steps import COMPLETIONS, Plan, Step, first_step, make_step, without_holes
 from made_texts import HOSTILE, evaluation, samples
 
 from driver.jsonl import strict_line
@@ -172,7 +172,10 @@ class MadeRun:
     def _write_timeline(self, step: Step, start: float) -> None:
         processes = {}
         for process, spans in step.spans.items():
-            rows = [[PHASES.index(name), round(t, 4), round(s, 4)] for name, t, s in spans]
+            rows = [
+                [PHASES.index(name), round(t, 4), round(s, 4)]
+                for name, t, s in without_holes(spans, step.wall_s)
+            ]
             marks = [
                 [round(t + s, 4), f"version {max(0, step.step - (process != 'learner'))}"]
                 for name, t, s in spans

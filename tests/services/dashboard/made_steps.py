@@ -168,6 +168,20 @@ def _chain(
     return spans
 
 
+def without_holes(
+    spans: list[tuple[str, float, float]], until: float
+) -> list[tuple[str, float, float]]:
+    """The spans, and unexplained ones between them and up to the end of the step."""
+    found, at = [], 0.0
+    for phase, start, seconds in [*spans, (UNEXPLAINED, until, 0.0)]:
+        if start - at > 1e-9:
+            found.append((UNEXPLAINED, at, start - at))
+        if seconds > 0:
+            found.append((phase, start, seconds))
+        at = start + seconds
+    return found
+
+
 def _accuracy(plan: Plan, step: int) -> float:
     """Expected reward: from 0.25 towards 0.9, most of it in the first fifth of the run."""
     scale = max(8.0, plan.steps / 5)
