@@ -13,6 +13,7 @@
  * .wall                  mean wall seconds a step, per bin.
  * .append(step)          adds one step of the stream; true if a bin was added, not only changed.
  * .merge(json)           takes more metrics of the same range; false if the bins do not match.
+ * .part(first, last)     new Columns of these steps.
  * .trim(n)               keeps the newest n bins.
  * .index(step)           the bin that holds a step, or the nearest one.
  * .latest(name)          {step, value} of the newest value, or null; a NaN stays one.
@@ -158,6 +159,24 @@ export class Columns {
     for (const marks of this.nonfinite.values()) {
       for (const step of marks.keys()) if (step < this.steps[0]) marks.delete(step);
     }
+  }
+
+  part(first, last) {
+    const [from, to] = [this.index(first), this.index(last) + 1];
+    const cut = (column) => column.slice(from, to);
+    const each = (table) => Object.fromEntries(Object.entries(table).map(([name, column]) => [name, cut(column)]));
+    const columns = new Columns({});
+    const ends = { bin: this.bin, last: Math.min(this.last, (this.steps[to] ?? Infinity) - 1) };
+    Object.assign(columns, ends, {
+      steps: cut(this.steps), wall: cut(this.wall), path: cut(this.path),
+      processes: [...this.processes], phases: [...this.phases], pathPhases: [...this.pathPhases],
+      seconds: each(this.seconds), metrics: each(this.metrics), low: each(this.low), high: each(this.high),
+    });
+    for (const [name, marks] of this.nonfinite) {
+      const inside = [...marks].filter(([step]) => step >= columns.steps[0] && step <= columns.last);
+      if (inside.length) columns.nonfinite.set(name, new Map(inside));
+    }
+    return columns;
   }
 
   index(step) {

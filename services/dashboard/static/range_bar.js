@@ -28,7 +28,7 @@ export function makeRangeBar(store) {
     chip.hidden = mode !== "fixed";
     if (mode === "fixed") setText(chip, `${span(first, last)} ✕`);
     const { bin } = store.shown;
-    setText(note, bin > 1 ? `mean of ${plural(bin, "step", "steps")} each` : "");
+    setText(note, store.problem || (bin > 1 ? `mean of ${plural(bin, "step", "steps")} each` : ""));
   }
   return { node: el("div", { class: "row range-bar" }, picks, chip, note), update };
 }

@@ -127,7 +127,12 @@ export function makeShell(root, store, views) {
   store.on(update);
   header.update(store);
   banner.update(store);
-  return showRoute();
+  return showRoute().then(loadAll);
+
+  /** The run may end, and its server with it: views that were not opened by then work all the same. */
+  function loadAll() {
+    for (const view of views) view.load().catch(() => {}); // it says so itself when it is shown
+  }
 }
 
 function helpDialog() {

@@ -41,6 +41,7 @@ export class Store {
     this.samplesTotal = null;
     this.timelineStep = null;
     this.connection = { state: "connecting", since: Date.now(), lostAt: null, retryInMs: 0 };
+    this.problem = ""; // why the range asked for is not shown
     this._listeners = new Set();
     this._queue = [];
     this._planned = false;
@@ -82,12 +83,12 @@ export class Store {
 
   /** Loads what the first paint needs. Raises ApiError. */
   async load() {
-    this._setRun(await getJSON("/api/run"));
+    const all = [getJSON("/api/run"), getJSON("/api/history", { points: POINTS }),
+      getJSON("/api/catalog").catch((error) => this._optional(error))];
+    for (const one of all) one.catch(() => {}); // a server that compares two runs has the first only
+    this._setRun(await all[0]);
     if (this.run.compare) return;
-    const [catalog, history] = await Promise.all([
-      getJSON("/api/catalog").catch((error) => this._optional(error)),
-      getJSON("/api/history", { points: POINTS }),
-    ]);
+    const [, history, catalog] = await Promise.all(all);
     this._setCatalog(catalog);
     this.columns = this.shown = new Columns(history);
   }
@@ -219,23 +220,34 @@ export class Store {
   }
 
   async setRange(range) {
+    const before = this.range;
     this.range = range;
-    await this._fetchRange();
-    this.emit("range", range);
+    this.problem = "";
+    try {
+      await this._fetchRange();
+    } catch (error) {
+      if (!(error instanceof ApiError)) throw error;
+      this.range = before;
+      this.problem = error.message;
+    }
+    this.emit("range", this.range);
   }
 
   async _fetchRange() {
     const asked = ++this._rangeAsked;
-    const { mode, n, first, last } = this.range;
+    const { mode, n } = this.range;
     if (mode === "all") {
       this.shown = this.columns;
       return;
     }
+    const { first, last } = mode === "fixed" ? this.range
+      : { first: Math.max(0, this.columns.last - n + 1), last: this.columns.last };
+    if (this.columns.bin === 1) {
+      this.shown = this.columns.part(first, last);
+      return;
+    }
     const names = await this._names();
-    const bounds = mode === "last"
-      ? { first: Math.max(0, this.columns.last - n + 1), last: this.columns.last }
-      : { first, last };
-    const json = await getJSON("/api/history", { ...bounds, points: POINTS, names });
+    const json = await getJSON("/api/history", { first, last, points: POINTS, names });
     if (asked === this._rangeAsked) this.shown = new Columns(json);
   }
 

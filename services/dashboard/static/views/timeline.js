@@ -76,7 +76,8 @@ export function mount(root, store) {
       timeline = new Timeline(await getJSON("/api/timeline", query));
       draw();
     } catch (error) {
-      say("The timeline cannot be shown", error.message);
+      if (timeline.steps.length) setText(note, error.message);
+      else say("The timeline cannot be shown", error.message);
     } finally {
       state.busy = false;
     }
