@@ -1,6 +1,7 @@
 import contextlib
 import http.server
 import json
+import subprocess
 import sys
 import threading
 import time
@@ -159,14 +160,45 @@ def run_folders(folder):
     return sorted(path.name for path in (folder / "wandb").glob("*run-*"))
 
 
-def test_o02_offline_run_keeps_its_id_after_a_resume(tmp_path, wandb_environ):
-    for run_id in ("first", "second"):
-        log = open_log(tmp_path, WandbConfig(mode="offline"), run_id=run_id)
-        log.log(1, {"loss": 0.5, "kl": float("nan")})
-        log.close(60)
-        time.sleep(1.1)  # W&B names its folders by the second
+KILLED = """
+import pathlib, sys, time
+from driver.config import WandbConfig
+from driver.metrics import MetricsLog
+log = MetricsLog(
+    pathlib.Path(sys.argv[1]), WandbConfig(mode="offline"), run_id="first", config={}, warn=print
+)
+for step in range(1, 13):
+    log.log(step, {"loss": float(step)})
+while log._trackers[0]._queue.qsize() or log._trackers[0].mode != "offline":
+    time.sleep(0.05)
+print("logged", flush=True)
+time.sleep(60)
+"""
+
+
+def test_o02_a_run_that_was_killed_goes_on_under_its_id_and_loses_no_step(tmp_path, wandb_environ):
+    """To step 12, checkpoint at 10, kill, resume."""
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None and child.stdout.readline() == "logged\n"
+        child.kill()
+    time.sleep(1.1)  # W&B names its folders by the second
+    log = open_log(tmp_path, WandbConfig(mode="offline"), run_id="second")
+    assert log.resume_at(10) == 2
+    for step in (11, 12, 13):
+        log.log(step, {"loss": 10.0 * step, "kl": float("nan")})
+    log.close(60)
+
+    metrics = read_lines(tmp_path / "metrics.jsonl")
+    assert [record["step"] for record in metrics] == list(range(1, 14))
+    aside = read_lines(tmp_path / "metrics.superseded.jsonl")
+    assert [(record["step"], record["loss"]) for record in aside] == [(11, 11.0), (12, 12.0)]
     names = run_folders(tmp_path)
     assert len(names) == 2 and all(name.endswith("-first") for name in names)
+    lines = [line for line in wandb_history(tmp_path) if "loss" in line]
+    assert [line["step"] for line in lines][-3:] == ["11", "12", "13"], "its own axis takes them"
+    assert [line["loss"] for line in lines][-3:] == ["110", "120", "130"]
 
 
 @contextlib.contextmanager
