@@ -1,0 +1,185 @@
+"""The dashboard of a whole run, and where a Ray cluster names it: real processes, real sockets."""
+
+import json
+import os
+import pathlib
+import re
+import secrets
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import psutil
+import pytest
+from test_service import ROOT, Service
+from tiny_model import write_tiny_model
+
+from services.dashboard import auth
+
+sys.path.insert(0, str(ROOT / "deploy"))
+import run_local  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.service, pytest.mark.timeout(600)]
+
+DEADLINE_S = 120.0
+URL = "http://127.0.0.1:8470"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def test_a_run_serves_its_dashboard_to_its_end_and_writes_its_tokens_nowhere(tmp_path, model):
+    service = Service(tmp_path, model, "--set", "log.dashboard.port=0")
+    service.wait_for(lambda: "dashboard: http://" in service.text, "its dashboard")
+    url, tokens = auth.read_access(service.out / "dashboard")
+    assert f"dashboard: {url} (link with its token: python -m services.dashboard" in service.text
+    headers = {"authorization": f"Bearer {tokens.view}"}
+    told: list[dict] = []
+
+    def watch() -> None:
+        with httpx.Client(base_url=url, headers=headers, timeout=60, trust_env=False) as viewer:
+            with viewer.stream("GET", "/api/stream") as response:
+                for line in response.iter_lines():
+                    if line.startswith("data: "):
+                        told.append(json.loads(line.removeprefix("data: ")))
+
+    service.wait_for(lambda: answers(url), "an answer")
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    service.wait_for(lambda: (service.out / "control" / "key.pem").exists(), "its control service")
+    with httpx.Client(base_url=url, headers=headers, timeout=60, trust_env=False) as viewer:
+        service.wait_for(lambda: len(viewer.get("/api/fleet").json()["workers"]) == 2, "workers")
+        service.wait_for(lambda: viewer.get("/api/run").json()["step"] >= 2, "two steps")
+        step = viewer.get("/api/step/2").json()
+    (line,) = [line for line in service.lines("ledger") if line["step"] == 2]
+    assert step["processes"] == line["processes"] and step["groups"] == line["groups"]
+    assert service.wait() == 0, service.text
+    thread.join(30)
+    assert not thread.is_alive(), "the stream ended with the run"
+    states = [one["state"] for one in told if "steps_total" in one]
+    assert states[0] == "running" and states[-1] == "finished"
+    assert [one["step"] for one in told if "wall_s" in one][-1] == service.status["step"]
+    assert not (service.out / "dashboard").exists()
+    assert (service.out / "dashboard.log").read_text() == ""
+    left = [p for p in psutil.process_iter() if str(service.out) in " ".join(command_of(p))]
+    assert left == []
+    for path in (service.log, *(one for one in service.out.rglob("*") if one.is_file())):
+        raw = path.read_bytes()
+        assert tokens.view.encode() not in raw and tokens.control.encode() not in raw, path
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/healthz", trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+SCRIPT = f"""
+import time
+from driver.cluster import connect
+from driver.signals import StopSignal
+connect("test", StopSignal(), {{"tandem_dashboard": "{URL}"}})
+print("connected", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def head(tmp_path, monkeypatch):
+    """A Ray head of our own: its job address, and the environment for whoever joins it."""
+    folder = pathlib.Path(f"/tmp/tandem-test-{secrets.token_hex(3)}")
+    folder.mkdir()
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    environment = {
+        **os.environ,
+        "PATH": f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "no_proxy": "127.0.0.1,localhost",
+    }
+    log_path = tmp_path / "head.log"
+    with log_path.open("w") as log:
+        process, address = run_local.start_head(environment, str(folder), log)
+        try:
+            run_local.wait_for_head(process, address, log_path)
+            yield address, environment, log_path
+        finally:
+            run_local.end_group(process, 20)
+            subprocess.run(["rm", "-rf", str(folder)], check=True)
+
+
+def gcs_of(log_path: pathlib.Path) -> str:
+    found = re.search(r"ray start --address='?([\d.]+:\d+)", log_path.read_text())
+    assert found, log_path.read_text()
+    return found[1]
+
+
+def test_the_list_of_a_clusters_jobs_names_the_dashboard(head, tmp_path):
+    from ray.job_submission import JobSubmissionClient
+
+    address, environment, log_path = head
+    script = tmp_path / "driver_script.py"
+    script.write_text(SCRIPT)
+    jobs = wait_for(lambda: JobSubmissionClient(address), "the job server")
+    environment_of_job = {"env_vars": {"PYTHONPATH": str(ROOT)}}
+    submitted = wait_for(
+        lambda: jobs.submit_job(
+            entrypoint=f"{sys.executable} {script}",
+            runtime_env=environment_of_job,
+            metadata={"owner": "me"},
+        ),
+        "an agent that takes jobs",
+    )
+    metadata = wait_for(
+        lambda: (
+            "tandem_dashboard" in (found := jobs.get_job_info(submitted).metadata or {}) and found
+        ),
+        "the metadata of the submitted job",
+    )
+    assert metadata["tandem_dashboard"] == URL and metadata["owner"] == "me"
+    (listed,) = [job for job in jobs.list_jobs() if job.submission_id == submitted]
+    assert listed.metadata == metadata
+    joined = subprocess.Popen(
+        [sys.executable, str(script)],
+        env={**environment, "RAY_ADDRESS": gcs_of(log_path)},
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        wait_for(
+            lambda: any(
+                job.submission_id is None and (job.metadata or {}).get("tandem_dashboard") == URL
+                for job in jobs.list_jobs()
+            ),
+            "the metadata of a driver that joined",
+        )
+    finally:
+        joined.kill()
+        joined.wait()
+    jobs.stop_job(submitted)
+
+
+def wait_for(ask, what: str):
+    """What `ask` returns once it is true."""
+    deadline, error = time.monotonic() + DEADLINE_S, None
+    while time.monotonic() < deadline:
+        try:
+            if found := ask():
+                return found
+        except (RuntimeError, ConnectionError) as not_yet:
+            error = not_yet
+        time.sleep(0.5)
+    raise AssertionError(f"waited {DEADLINE_S} s for {what}: {error}")
