@@ -18,6 +18,11 @@ const VIEW_TITLES = {
   breakdown: "Breakdown", timeline: "Timeline", learning: "Learning", trust: "Trust",
   samples: "Samples", fleet: "Fleet", what_if: "What if",
 };
+/** Where an alert is about completions: which ones. */
+const SAMPLES = {
+  disagreement: { disagree: 1 }, reward_errors: { error: 1 }, truncated: { finish: "length" },
+  aborted: { finish: "aborted" },
+};
 const WATCHED = [
   ["Time", "who waits for whom, seconds that no phase claims, compilation in mid-run, steps and tokens a second that got slower, weight transfer, saving and evaluating"],
   ["Learning", "reward that falls, entropy, gradient norm, clipped tokens, updates that were skipped, numbers that are not finite, groups that teach nothing, completions cut or aborted"],
@@ -72,7 +77,7 @@ function makeRow({ id: name, severity, view }) {
   const advice = el("p", { class: "muted" });
   const since = el("span", { class: "muted nowrap num" });
   const open = VIEW_TITLES[view] && el("button", { type: "button", class: "button small",
-    on: { click: () => go(view) } }, `Open ${VIEW_TITLES[view]}`);
+    on: { click: () => go(view, view === "samples" ? SAMPLES[name] : null) } }, `Open ${VIEW_TITLES[view]}`);
   const node = el("li", { class: `alert-row ${severity}`, "data-testid": "alert-row",
     data: { id: name, severity } },
   lightMark(severity, word), el("div", { class: "grow" }, text, advice), since,
