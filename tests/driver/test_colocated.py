@@ -56,7 +56,7 @@ def test_one_process_trains_what_two_train_and_no_weight_travels(start, separate
     assert service.pid_of("learner") == service.pid_of("rollout-0")
     assert separate.pid_of("learner") != separate.pid_of("rollout-0")
     named = {path.name.rpartition("-")[0] for path in (service.out / "stacks").glob("*.txt")}
-    assert named == {"driver", "learner"}, "one process answers under one name"
+    assert named == {"dashboard", "driver", "learner"}, "one process answers under one name"
     same_training(service, separate)
     assert len(service.lines("ledger")) == STEPS
     for line in service.lines("ledger"):
