@@ -45,7 +45,7 @@ class Tail:
         file_id = (stat.st_dev, stat.st_ino)
         if self._file_id is None:
             self._file_id = file_id
-        if file_id != self._file_id or stat.st_size < self._size:
+        if file_id != self._file_id:
             return Seen.REPLACED
         if stat.st_size == self._size:
             return Seen.SAME

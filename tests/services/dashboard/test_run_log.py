@@ -107,9 +107,31 @@ def test_a_log_rewound_between_two_looks_and_longer_since_is_read_anew(run, tmp_
     made, log = run
     path = tmp_path / "metrics.jsonl"
     other = [record | {"train/loss": 7.0} for record in lines(path)]
-    path.write_text("".join(json.dumps(record) + "\n" * 9 for record in other))
+    before = path.stat()
+    path.write_text("".join(json.dumps(record) + "\n" * 99 for record in other))
+    assert path.stat().st_size > before.st_size and path.stat().st_ino == before.st_ino
     changes = log.refresh()
     assert changes.reloaded and log.column("train/loss")[-1] == 7.0
+
+
+def test_a_log_replaced_by_one_of_the_same_size_is_read_anew(run, tmp_path):
+    made, log = run
+    path = tmp_path / "metrics.jsonl"
+    text = path.read_text()
+    (tmp_path / "new").write_text(
+        text.replace('"train/sequences": 128.0', '"train/sequences": 127.0')
+    )
+    (tmp_path / "new").replace(path)
+    assert path.stat().st_size == len(text)
+    assert log.refresh().reloaded and log.column("train/sequences")[-1] == 127.0
+
+
+def test_a_log_cut_short_in_place_is_read_anew(run, tmp_path):
+    made, log = run
+    path = tmp_path / "ledger.jsonl"
+    os.truncate(path, sum(map(len, path.read_text().splitlines(True)[:4])))
+    changes = log.refresh()
+    assert changes.reloaded and numbers(changes.new_steps) == [0, 1, 2, 3]
 
 
 def test_a_deleted_log_leaves_no_step(run, tmp_path):

@@ -83,9 +83,11 @@ def test_what_is_appended_is_shown_and_what_is_rewound_is_not(tmp_path):
     made.write_step()
     assert [one["step"] for one in known.timeline(first=0, last=9)["steps"]] == [0, 1]
     path = tmp_path / "timeline.jsonl"
-    (tmp_path / "new").write_text(path.read_text().splitlines()[0] + "\n")
+    first, second = lines(path)
+    again = second | {"end": second["end"] + 5.0, "step": 3}
+    (tmp_path / "new").write_text(json.dumps(first) + "\n" + json.dumps(again) + "\n")
     (tmp_path / "new").replace(path)
-    assert [one["step"] for one in known.timeline(first=0, last=9)["steps"]] == [0]
+    assert [one["step"] for one in known.timeline(first=0, last=9)["steps"]] == [0, 3]
 
 
 def test_a_run_without_a_timeline_is_empty(tmp_path):
