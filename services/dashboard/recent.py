@@ -71,6 +71,9 @@ class Recent:
 
 
 def percent(fraction: float) -> str:
-    """`41 %`; with a digit more below ten."""
+    """`41 %`; with a digit more below ten. Halves go up, as in the page's own numbers."""
     value = fraction * 100
-    return f"{value:.1f} %" if 0 < abs(value) < 9.95 else f"{value:.0f} %"
+    if not math.isfinite(value):
+        return f"{value} %"
+    digits = 1 if 0 < abs(value) < 9.95 else 0
+    return f"{math.floor(value * 10**digits + 0.5) / 10**digits:.{digits}f} %"
