@@ -59,8 +59,7 @@ export function makeHeader({ onAlerts, onHelp }) {
     if (seen !== word) state.replaceChildren(lightMark(level, word));
     seen = word;
     showProgress(run, judgement?.progress, store.ended);
-    const stepSeconds = judgement?.progress?.step_s ?? store.latest("time/train/step_s")?.value;
-    setText(stepTime.node, format.seconds(stepSeconds ?? null));
+    setText(stepTime.node, format.seconds(judgement?.progress?.step_s ?? recentSeconds(store.columns)));
     setText(reward.node, format.number(store.latest("reward/total/mean")?.value ?? null));
     setText(accuracy.node, accuracyText(store));
     showAlerts(judgement?.alerts ?? []);
@@ -104,6 +103,12 @@ export function makeHeader({ onAlerts, onHelp }) {
   }
 
   return { node, sentence, update, switchTheme };
+}
+
+/** What the judgement will say in a moment: the mean of the last ten steps, or of the last bin. */
+function recentSeconds({ wall, bin }) {
+  const last = wall.slice(bin === 1 ? -10 : -1).filter((x) => x !== null);
+  return last.length ? last.reduce((a, b) => a + b, 0) / last.length : null;
 }
 
 function accuracyText(store) {
