@@ -69,6 +69,7 @@ def build(
         cookie: what its cookie is named after.
         compare: makes the document of /api/compare.
     """
+    live.compares = compare is not None
     api = Api(live, compare)
     gate = Gate(tokens, cookie)
     routes = [Route(path, handler, methods=[method]) for path, method, handler in api.routes()]
@@ -218,6 +219,8 @@ class Api:
         return Json(await self._asked(self._compare, first, last, points))
 
     async def stream(self, request: Request) -> Any:
+        if request.method == "HEAD":  # which the route takes too, and which ends at once
+            return Response(media_type="text/event-stream")
         try:
             return EventStream(self._live.hub, await self._live.join())
         except TooManyViewers as error:

@@ -173,6 +173,7 @@ _SAMPLE_WHOLE = _object(
     {"tokens": _or_null(_list(_row(TEXT, MAYBE))), "tokens_cut": WHOLE, "prompt": _or_null(TEXT)},
 )
 
+_BYTES: Json = {**WHOLE, "description": "-1 where the platform does not say."}
 _WORKER = _object(
     {
         "name": TEXT,
@@ -185,6 +186,27 @@ _WORKER = _object(
         "groups_leased": WHOLE,
         "groups_done": WHOLE,
         "tokens_per_s": NUMBER,
+        "slots": WHOLE,
+        "address": TEXT,
+        "devices": TEXT,
+        "host_bytes": WHOLE,
+        "device_bytes": _BYTES,
+        "device_peak_bytes": _BYTES,
+        "pull_gb_per_s": NUMBER,
+    }
+)
+_LEARNER = _object(
+    {
+        "doing": TEXT,
+        "policy_version": WHOLE,
+        "issued_version": WHOLE,
+        "host": TEXT,
+        "pid": WHOLE,
+        "devices": TEXT,
+        "restarts": WHOLE,
+        "host_bytes": WHOLE,
+        "device_bytes": _BYTES,
+        "device_peak_bytes": _BYTES,
     }
 )
 _FLEET = _object(
@@ -199,7 +221,7 @@ _FLEET = _object(
         "notice": TEXT,
         "groups_waiting": MAYBE,
         "groups_out": MAYBE,
-        "learner": _or_null({"type": "object"}),
+        "learner": _or_null(_ref("Learner")),
     },
 )
 
@@ -300,6 +322,7 @@ SCHEMAS: Json = {
     "SampleWhole": _SAMPLE_WHOLE,
     "SamplesSame": _object({"items": _list(_ref("Sample"))}),
     "Worker": _WORKER,
+    "Learner": _LEARNER,
     "Fleet": _FLEET,
     "Alert": _ALERT,
     "Trust": _TRUST,

@@ -177,7 +177,10 @@ def _of_fleet(fleet: Mapping[str, Any]) -> Iterator[Metric]:
         about = f"{key.replace('_', ' ')} of a rollout worker, as the driver last saw it."
         family = GaugeMetricFamily(f"tandem_worker_{key}", about, labels=("worker",))
         for worker in fleet["workers"]:
-            if isinstance(worker.get(key), int | float):
+            # A negative number of bytes is one that the platform does not say.
+            if isinstance(worker.get(key), int | float) and not (
+                key.endswith("_bytes") and worker[key] < 0
+            ):
                 family.add_metric([_clean(worker["name"])], worker[key])
         if family.samples:
             yield family

@@ -8,13 +8,20 @@ from made_run import MadeRun, make_run
 from made_steps import Plan
 from served import events, served, strict, until
 
-from services.control_messages import Fleet, ScalingPolicy, WorkerState, WorkerStatus
+from services.control_messages import (
+    Fleet,
+    LearnerStatus,
+    ScalingPolicy,
+    WorkerState,
+    WorkerStatus,
+)
 from services.dashboard import catalog
 from services.dashboard.app import Api
 from services.dashboard.fleet import fleet_json
 from services.dashboard.live import Live
 from services.dashboard.openapi import DOCUMENT
 from services.dashboard.pair import Pair
+from services.dashboard.strict import encode
 
 FILLED = {"step": "5", "id": "t1"}
 
@@ -167,8 +174,20 @@ def test_events_have_the_forms_of_their_documents(tmp_path):
 
 def test_a_whole_fleet_has_the_form_that_is_promised():
     workers = (WorkerStatus(name="rollout-0", state=WorkerState.WORKING),)
-    fleet = Fleet(target=1, least=1, most=4, policy=ScalingPolicy.BALANCE, workers=workers)
-    check("Fleet", fleet_json(fleet))
+    fleet = Fleet(
+        target=1,
+        least=1,
+        most=4,
+        policy=ScalingPolicy.BALANCE,
+        workers=workers,
+        learner=LearnerStatus(doing="update"),
+    )
+    document = strict(encode(fleet_json(fleet)))
+    check("Fleet", document)
+    schemas = DOCUMENT["components"]["schemas"]
+    assert set(document) == set(schemas["Fleet"]["properties"])
+    assert set(document["workers"][0]) == set(schemas["Worker"]["properties"])
+    assert set(document["learner"]) == set(schemas["Learner"]["properties"])
 
 
 def test_the_catalog_is_the_one_of_the_program():

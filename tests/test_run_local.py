@@ -1,0 +1,38 @@
+"""What `deploy/run_local.py` makes of the output of its job."""
+
+import pathlib
+import sys
+
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "deploy"))
+import run_local  # noqa: E402
+
+LINE = (
+    "dashboard: http://127.0.0.1:8470 (link with its token: python -m services.dashboard --run "
+    "{} --link)\n"
+)
+
+
+@pytest.fixture
+def line(tmp_path):
+    folder = tmp_path / "a run"
+    (folder / "dashboard").mkdir(parents=True)
+    (folder / "dashboard" / "view_token").write_text("secret-token")
+    return LINE.format(folder)
+
+
+def test_a_terminal_gets_the_whole_link(line, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert run_local.whole_link(line) == "dashboard: http://127.0.0.1:8470/?token=secret-token\n"
+
+
+def test_a_file_or_a_pipe_gets_no_token(line, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
+    assert run_local.whole_link(line) == line
+
+
+def test_a_run_that_is_over_and_other_lines_stay_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for line in (LINE.format(tmp_path), "step 1\n", "dashboard: none\n"):
+        assert run_local.whole_link(line) == line
