@@ -94,6 +94,7 @@ export function mount(root, store) {
       await load();
       return;
     }
+    if (store.timelineStep <= timeline.lastStep) return;
     state.busy = true;
     try {
       const json = await getJSON("/api/timeline", { first: timeline.lastStep + 1, last: store.timelineStep });
