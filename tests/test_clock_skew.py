@@ -34,6 +34,9 @@ ALLOWED = {
     "services/stacks.py": "the line above a dump of stacks, for people",
     "driver/paths.py": "{time} in the name of a new folder",
     "driver/tensorboard.py": "the wall time of an event, for people",
+    "driver/timeline.py": "the moments in timeline.jsonl, for people",
+    "driver/top.py": "how long ago the last step was, for people",
+    "services/dashboard/live.py": "how long ago the last step was, for people",
     "services/tls.py": "the validity of certificates, which starts a day in the past",
 }
 """Files that may ask what time it is, and what they do with the answer."""

@@ -38,7 +38,8 @@ time/rollout-0/background_fetch_s time/learner/unexplained_s time/train/update_s
 offpolicy/staleness_0 offpolicy/staleness_17 offpolicy/is_weight_kept_min
 offpolicy/logprob_gap_kept_sequence_max funnel/contributed mem/learner/host_bytes
 mem/rollout-3/device_peak_bytes queue/waiting_max queue/out_mean rollout/completion_len_p90
-rollout/tokens_beyond_half leases/expired groups/unknown_receipt canary/gap_max weights/gb_per_s leases/done
+rollout/tokens_beyond_half leases/expired groups/unknown_receipt canary/gap_max weights/gb_per_s
+leases/done
 groups/malformed train/kl mem/peak_bytes_in_use_max publish/waited_s""".split()
 
 
