@@ -193,12 +193,14 @@ class Live:
         state = self._find_state()
         events: list[Event] = []
         self.spans.refresh()
-        if changes.reloaded:
-            self.exporter = Exporter()
-        for facts in changes.new_steps:
-            self.exporter.add(facts)
+        is_new = changes.reloaded or len(changes.new_steps) > CATCH_UP_STEPS
+        if is_new:
+            self.exporter.load(self.log)
+        else:
+            for facts in changes.new_steps:
+                self.exporter.add(facts)
         self._judge_steps(changes)
-        if changes.reloaded or len(changes.new_steps) > CATCH_UP_STEPS:
+        if is_new:
             events.append(("reload", {}))
         else:
             events += [("step", step_json(facts, facts.groups)) for facts in changes.new_steps]

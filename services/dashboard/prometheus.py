@@ -20,12 +20,15 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from services.control_messages import WorkerState
 from services.dashboard import catalog
 from services.dashboard.facts import StepFacts
+from services.dashboard.run_log import RunLog
+from services.phase_clock import PHASES
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STATES = ("running", "finished", "failed", "interrupted", "lost")
@@ -70,6 +73,24 @@ class Exporter:
             for phase, seconds in phases.items():
                 key = (process, phase)
                 self._seconds[key] = self._seconds.get(key, 0.0) + seconds
+
+    def load(self, log: RunLog) -> None:
+        """Takes up all known steps of a log in place of what was added, without making each."""
+        self._last = next(iter(log.recent(1)), None)
+        self._wall_s = float(np.nansum(log.column("wall_s")))
+        self._seconds = {
+            (process, phase): seconds
+            for process in log.processes
+            for phase, seconds in zip(
+                PHASES, np.nansum(log.seconds(process), axis=0).tolist(), strict=True
+            )
+        }
+        self._latest = {}
+        for name in log.metric_names:
+            column = log.column(name)
+            measured = np.union1d(np.flatnonzero(~np.isnan(column)), log.nonfinite(name))
+            if len(measured):
+                self._latest[name] = float(column[int(measured[-1])])
 
     def text(
         self,

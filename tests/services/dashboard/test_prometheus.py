@@ -14,6 +14,7 @@ from services.control_messages import Fleet, ScalingPolicy, WorkerState, WorkerS
 from services.dashboard.facts import StepFacts
 from services.dashboard.fleet import absent, fleet_json
 from services.dashboard.prometheus import Exporter, exposed
+from services.dashboard.run_log import RunLog
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 GRAFANA = ROOT / "deploy" / "grafana" / "tandem.json"
@@ -139,6 +140,19 @@ def test_every_metric_of_a_run_is_there_with_its_last_value(scraped):
             continue
         shown, labels = exposed(name)
         assert value(found, shown, **labels) == pytest.approx(float(expected), nan_ok=True), name
+
+
+def test_a_log_that_is_loaded_says_what_its_steps_say_one_by_one(tmp_path):
+    make_run(tmp_path, steps=30, workers=1, workers_to=3, nonfinite=True)
+    log, one_by_one, at_once = RunLog(tmp_path), Exporter(), Exporter()
+    for step in log.refresh().new_steps:
+        one_by_one.add(step)
+    at_once.load(log)
+    expected = samples(one_by_one.text(RUN, absent("")))
+    found = samples(at_once.text(RUN, absent("")))
+    assert {key: one for key, one in found.items() if one != 0} == pytest.approx(
+        {key: one for key, one in expected.items() if one != 0}, nan_ok=True
+    )
 
 
 def queried() -> set[str]:
