@@ -5,7 +5,7 @@ import importlib.util
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -109,14 +109,21 @@ def wait_until_drawn(page: "Page") -> None:
 
 def wait_until(page: "Page", condition: str) -> None:
     """Returns when a JavaScript expression holds; the page's policy forbids what
-    `Page.wait_for_function` does.
+    `Page.wait_for_function` does."""
+    wait_for(page, lambda: page.evaluate(condition), condition)
+
+
+def wait_for(
+    page: "Page", condition: Callable[[], object], what: str, timeout_s: float = WAIT_MS / 1e3
+) -> None:
+    """Returns when a condition on a page holds; the page goes on meanwhile.
 
     Raises:
-        AssertionError: naming the condition, after WAIT_MS.
+        AssertionError: naming what was waited for.
     """
-    deadline = time.monotonic() + WAIT_MS / 1e3
-    while not page.evaluate(condition):
-        assert time.monotonic() < deadline, f"waited {WAIT_MS / 1e3:g} s for {condition}"
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
         page.wait_for_timeout(30)
 
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 
 from chromium import wait_until_drawn
 from playwright.sync_api import Page
@@ -95,15 +94,3 @@ def _start(command: list[str], log: pathlib.Path, pass_fds=()) -> subprocess.Pop
         return subprocess.Popen(
             command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, pass_fds=pass_fds
         )
-
-
-def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 20.0) -> None:
-    """Returns when the condition holds.
-
-    Raises:
-        AssertionError: naming what was waited for.
-    """
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
-        time.sleep(0.05)

@@ -54,19 +54,17 @@ def test_a_wrong_token_opens_no_part_of_the_api(served):
             assert refusal.value.code == 401, path
 
 
-def test_a_token_that_ends_while_the_page_is_open_leads_to_a_new_link(served, watch):
+def test_a_token_that_ends_while_the_page_is_open_is_said_and_the_page_stays(served, watch):
     server = served("finished")
     watched = watch(server)
     watched.allow(REFUSED)
     page = watched.page
     page.context.clear_cookies()
     page.evaluate("tandem.store.refetch()")
-    panel = page.get_by_test_id("link-panel")
-    panel.wait_for()
-    assert "--link" in panel.inner_text()
-    panel.get_by_label("token").fill(server.tokens.view)
-    page.keyboard.press("Enter")
-    page.locator("#header-run").wait_for()
+    banner = page.locator("#banner[data-banner=refused]")
+    banner.wait_for(state="visible")
+    assert "--link" in banner.inner_text(), "it says how to get a new one"
+    assert page.locator("[data-testid=breakdown-chart] canvas").first.is_visible()
 
 
 def test_the_link_of_another_run_is_refused(served, watch):

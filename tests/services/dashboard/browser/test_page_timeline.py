@@ -22,34 +22,22 @@ def steps_of(lines, kind, first, last):
 
 def test_the_table_holds_every_span_and_mark_of_the_steps(served, watch, lines):
     page = watch(served("finished"), "timeline?first=19&last=21").page
+    titles = page.evaluate(TITLES)
     page.locator("#timeline-table-button").click()
-    rows = table_rows(page, "[data-testid=timeline-table]")
     shown = collections.defaultdict(list)
-    for _, at, process, what, seconds in rows:
-        shown[process].append((at, what, seconds))
-    begin = steps_of(lines, "finished", 19, 19)[0]["start"]
-    for process in ("learner", "rollout-0", "rollout-1"):
-        expected = [
-            (record["start"] - begin + t, PHASES[phase].replace("_", " "), duration)
-            for record in steps_of(lines, "finished", 19, 21)
-            for phase, t, duration in record["processes"][process]["spans"]
-        ]
-        expected += [
-            (record["start"] - begin + t, text, None)
-            for record in steps_of(lines, "finished", 19, 21)
-            for t, text in record["processes"][process]["marks"]
-        ]
-        spans = [row for row in shown[process] if row[2]]
-        assert len(spans) == sum(duration is not None for *_, duration in expected)
-        for _, what, duration in expected:
-            fitting = [
-                row
-                for row in shown[process]
-                if row[1].replace(" + ", " ") == what
-                and (not row[2] if duration is None else row[2] and says(row[2], duration))
-            ]
-            assert fitting, (process, what, duration)
-    assert any(what == "checkpoint 20" for _, what, _ in shown["learner"])
+    for step, after, process, what, seconds in table_rows(page, "[data-testid=timeline-table]"):
+        shown[int(step), process].append((after, titles.get(what, what), seconds))
+    for record in steps_of(lines, "finished", 19, 21):
+        for process, lane in record["processes"].items():
+            rows = shown[record["step"], process]
+            expected = [(t, PHASES[phase], s) for phase, t, s in lane["spans"]]
+            expected += [(t, text, None) for t, text in lane["marks"]]
+            for t, what, seconds in expected:
+                assert any(
+                    name == what and says(after, t) and says(text, seconds)
+                    for after, name, text in rows
+                ), (record["step"], process, t, what, seconds)
+    assert "checkpoint 20" in {what for _, what, _ in shown[20, "learner"]}
 
 
 def test_hovering_names_the_span_and_the_queue_at_that_time(served, watch, lines):
