@@ -41,10 +41,10 @@ async function start() {
     setChildren(root);
     compare.mount(root, store).show();
   } else {
-    store.on((event) => event.type === "refused" && setChildren(root, linkPanel(store.run.folder)));
-    await makeShell(root, store, VIEWS.map(view));
-    store.follow();
+    const shown = makeShell(root, store, VIEWS.map(view));
+    store.follow(); // a view may wait for what comes now
     store.loadRest();
+    await shown;
   }
   document.documentElement.dataset.ready = "true";
 }

@@ -19,6 +19,7 @@ export function makeBanner() {
   function update(store) {
     clearTimeout(timer);
     const said = lostConnection(store) ?? endOfRun(store);
+    if (said && store.ended && said.kind !== "refused") said.text += withoutServer(store);
     const { state } = store.connection;
     if (state !== "live" && state !== "refused") timer = setTimeout(() => update(store), 1000);
     node.hidden = !said;
@@ -32,24 +33,33 @@ export function makeBanner() {
     node.dataset.banner = said.kind;
     setChildren(node, lightMark(said.level, ""), el("span", { class: "banner-text" }, said.text),
       said.retry && el("button", { type: "button", class: "button small",
-        on: { click: () => store.stream?.retry() } }, "Try now"));
+        on: { click: () => store.stream?.retry() } }, "Try now"),
+      said.login && el("a", { class: "button small", href: "/" }, "Enter a token"));
   }
   return { node, update };
 }
 
+function isAway({ connection: { state, since, lostAt } }) {
+  return state !== "live" && Date.now() - (lostAt ?? since) >= PATIENCE_MS;
+}
+
 function lostConnection(store) {
-  const { state, since, lostAt, retryInMs } = store.connection;
-  if (state === "live") return null;
+  const { state, since, retryInMs } = store.connection;
   if (state === "refused") {
-    return { kind: "refused", level: "bad", text: "This link is no longer valid: the page stands " +
-      `still. ${newLink(store.run?.folder)}` };
+    return { kind: "refused", level: "bad", login: true, text: "This link is no longer valid: the " +
+      `page stands still at step ${store.columns.last}. ${newLink(store.run?.folder)}` };
   }
-  if (Date.now() - (lostAt ?? since) < PATIENCE_MS) return null;
+  if (!isAway(store) || store.ended) return null;
   const wait = Math.max(0, Math.ceil((since + retryInMs - Date.now()) / 1000));
   const soon = state === "waiting" && wait > 0 ? `; trying again in ${wait} s` : "; trying again";
-  const over = store.ended ? " The run had ended." : "";
   return { kind: "disconnected", level: "warn", retry: true, text:
-    `No connection to the dashboard${soon}. What you see is of step ${store.columns.last}.${over}` };
+    `No connection to the dashboard${soon}. What you see is of step ${store.columns.last}.` };
+}
+
+/** A run that is over takes its server with it; that is no fault, but limits what can be opened. */
+function withoutServer(store) {
+  return isAway(store) ? " Its server is gone too; for single steps and samples: " +
+    `python -m services.dashboard --run ${store.run.folder ?? "RUN_FOLDER"}` : "";
 }
 
 function endOfRun(store) {

@@ -188,6 +188,13 @@ export class Store {
     if (this.columns.steps.length > 1.5 * POINTS) this.refetch();
   }
 
+  /** The link is no longer valid: what is shown stays, and nothing is asked again. */
+  _refused() {
+    this.stream?.close();
+    this.connection = { state: "refused", since: Date.now(), lostAt: Date.now(), retryInMs: 0 };
+    this.emit("connection", this.connection);
+  }
+
   /** Steps that closed between the first fetch and the stream are fetched, once. */
   _catchUp(step) {
     if (!(step > this.columns.last) || this._caughtUp === step) return;
@@ -206,8 +213,8 @@ export class Store {
       await this._fetchRange();
       this.emit("history");
     } catch (error) {
-      if (error.status === 401) this.emit("refused");
-      else if (!(error instanceof ApiError)) throw error;
+      if (!(error instanceof ApiError)) throw error;
+      if (error.status === 401) this._refused();
       // With the connection gone, the stream's next success asks again.
     } finally {
       this._refetching = false;
