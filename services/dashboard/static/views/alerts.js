@@ -5,6 +5,7 @@ import { el, setChildren, setText } from "../dom.js";
 import { plural } from "../format.js";
 import { lightMark } from "../palette.js";
 import { go } from "../router.js";
+import { judged } from "./judged.js";
 
 export const id = "alerts";
 export const title = "Alerts";
@@ -15,18 +16,34 @@ const SEVERITIES = [
   ["info", "note", "note", "notes"],
 ];
 const VIEW_TITLES = {
-  breakdown: "Breakdown", timeline: "Timeline", learning: "Learning", trust: "Trust",
-  samples: "Samples", fleet: "Fleet", what_if: "What if",
+  breakdown: "Breakdown",
+  timeline: "Timeline",
+  learning: "Learning",
+  trust: "Trust",
+  samples: "Samples",
+  fleet: "Fleet",
+  what_if: "What if",
 };
 /** Where an alert is about completions: which ones. */
 const SAMPLES = {
-  disagreement: { disagree: 1 }, reward_errors: { error: 1 }, truncated: { finish: "length" },
+  disagreement: { disagree: 1 },
+  reward_errors: { error: 1 },
+  truncated: { finish: "length" },
   aborted: { finish: "aborted" },
 };
 const WATCHED = [
-  ["Time", "who waits for whom, seconds that no phase claims, compilation in mid-run, steps and tokens a second that got slower, weight transfer, saving and evaluating"],
-  ["Learning", "reward that falls, entropy, gradient norm, clipped tokens, updates that were skipped, numbers that are not finite, groups that teach nothing, completions cut or aborted"],
-  ["Trust", "logprob gap, canary, staleness, receipts, reward errors, parsers that disagree, the sums of the ledger"],
+  [
+    "Time",
+    "who waits for whom, seconds that no phase claims, compilation in mid-run, steps and tokens a second that got slower, weight transfer, saving and evaluating",
+  ],
+  [
+    "Learning",
+    "reward that falls, entropy, gradient norm, clipped tokens, updates that were skipped, numbers that are not finite, groups that teach nothing, completions cut or aborted",
+  ],
+  [
+    "Trust",
+    "logprob gap, canary, staleness, receipts, reward errors, parsers that disagree, the sums of the ledger",
+  ],
   ["Processes", "no step for long, restarts, one worker slower than the others, memory that grows"],
 ];
 
@@ -34,9 +51,21 @@ export function mount(root, store) {
   const summary = el("div", { class: "row alert-summary", role: "status", "data-testid": "alert-summary" });
   const about = watched();
   const list = el("ul", { class: "alert-rows", "aria-label": "alerts, worst first" });
-  const body = el("div", { class: "scroll grow alert-body", tabindex: "0", role: "region", "aria-label": "alerts" }, list, about);
-  setChildren(root, el("section", { class: "panel column grow" },
-    el("div", { class: "panel-head row" }, el("h2", null, "Alerts"), summary), body));
+  const body = el(
+    "div",
+    { class: "scroll grow alert-body", tabindex: "0", role: "region", "aria-label": "alerts" },
+    list,
+    about,
+  );
+  setChildren(
+    root,
+    el(
+      "section",
+      { class: "panel column grow" },
+      el("div", { class: "panel-head row" }, el("h2", null, "Alerts"), summary),
+      body,
+    ),
+  );
   /** Rows by alert, changed in place: a button that is being clicked stays where it is. */
   let made = new Map();
 
@@ -52,14 +81,21 @@ export function mount(root, store) {
     const keys = alerts.map((alert) => `${alert.severity} ${alert.id} ${alert.view}`);
     if (keys.join() !== [...made.keys()].join()) {
       made = new Map(keys.map((key, i) => [key, made.get(key) ?? makeRow(alerts[i])]));
-      setChildren(list, [...made.values()].map((row) => row.node));
+      setChildren(
+        list,
+        [...made.values()].map((row) => row.node),
+      );
     }
     alerts.forEach((alert, i) => made.get(keys[i]).fill(alert));
   }
 
   return {
     update: (event) => ["judgement", "run", "history"].includes(event.type) && draw(),
-    show: draw,
+    async show() {
+      draw();
+      await judged(store);
+      draw();
+    },
     hide() {},
   };
 }
@@ -76,12 +112,25 @@ function makeRow({ id: name, severity, view }) {
   const text = el("p", { class: "alert-text" });
   const advice = el("p", { class: "muted" });
   const since = el("span", { class: "muted nowrap num" });
-  const open = VIEW_TITLES[view] && el("button", { type: "button", class: "button small",
-    on: { click: () => go(view, view === "samples" ? SAMPLES[name] : null) } }, `Open ${VIEW_TITLES[view]}`);
-  const node = el("li", { class: `alert-row ${severity}`, "data-testid": "alert-row",
-    data: { id: name, severity } },
-  lightMark(severity, word), el("div", { class: "grow" }, text, advice), since,
-  el("span", { class: "alert-link" }, open));
+  const open =
+    VIEW_TITLES[view] &&
+    el(
+      "button",
+      {
+        type: "button",
+        class: "button small",
+        on: { click: () => go(view, view === "samples" ? SAMPLES[name] : null) },
+      },
+      `Open ${VIEW_TITLES[view]}`,
+    );
+  const node = el(
+    "li",
+    { class: `alert-row ${severity}`, "data-testid": "alert-row", data: { id: name, severity } },
+    lightMark(severity, word),
+    el("div", { class: "grow" }, text, advice),
+    since,
+    el("span", { class: "alert-link" }, open),
+  );
   return {
     node,
     fill(alert) {
@@ -93,17 +142,26 @@ function makeRow({ id: name, severity, view }) {
 }
 
 function quiet(judgement, store) {
-  const said = !judgement ? "No step has been judged yet"
-    : `Nothing to report at step ${judgement.step ?? store.run?.step ?? 0}`;
-  const more = !judgement ? "The first judgement comes with the first closed step."
-    : store.ended ? `The run has ended after ${plural(store.run.step ?? 0, "step", "steps")}.` : "";
-  return el("li", { class: "alert-empty", "data-testid": "alerts-empty" },
-    el("p", { class: "empty-title" }, said), more && el("p", { class: "muted" }, more));
+  if (!judgement)
+    return el("li", { class: "alert-empty muted" }, "Waiting for what the run is judged to be …");
+  const ended = store.ended && `The run has ended after ${plural(store.run.step ?? 0, "step", "steps")}.`;
+  return el(
+    "li",
+    { class: "alert-empty", "data-testid": "alerts-empty" },
+    el("p", { class: "empty-title" }, `Nothing to report at step ${judgement.step ?? store.run?.step ?? 0}`),
+    ended && el("p", { class: "muted" }, ended),
+  );
 }
 
 function watched() {
-  return el("section", { class: "alert-watched", "data-testid": "alerts-watched" },
+  return el(
+    "section",
+    { class: "alert-watched", "data-testid": "alerts-watched" },
     el("h3", null, "Watched at every step"),
-    el("dl", { class: "watched" }, WATCHED.map(([what, which]) =>
-      [el("dt", null, what), el("dd", null, which)])));
+    el(
+      "dl",
+      { class: "watched" },
+      WATCHED.map(([what, which]) => [el("dt", null, what), el("dd", null, which)]),
+    ),
+  );
 }

@@ -13,18 +13,44 @@ const WHERE = "python -m services.dashboard --run DIR --link";
 export function makeControlDialog() {
   const heading = el("h2", { id: "confirm-title" });
   const text = el("p", { id: "confirm-text" });
-  const token = el("input", { id: "control-token", type: "password", autocomplete: "off",
-    spellcheck: "false", "aria-describedby": "control-token-hint" });
-  const hint = el("p", { id: "control-token-hint", class: "muted small" }, "Printed by ",
-    el("code", null, WHERE), ", for this run's folder. It stays in this tab until it is closed or reloaded.");
+  const token = el("input", {
+    id: "control-token",
+    type: "password",
+    autocomplete: "off",
+    spellcheck: "false",
+    "aria-describedby": "control-token-hint",
+  });
+  const hint = el(
+    "p",
+    { id: "control-token-hint", class: "muted small" },
+    "Printed by ",
+    el("code", null, WHERE),
+    ", for this run's folder. It stays in this tab until it is closed or reloaded.",
+  );
   const refusal = el("p", { id: "confirm-error", class: "refusal", role: "alert", hidden: true });
   const cancel = el("button", { type: "button", class: "button", id: "confirm-cancel" }, "Cancel");
   const confirm = el("button", { type: "submit", class: "button primary", id: "confirm-ok" });
-  const form = el("form", { class: "control-form" }, heading, text,
-    el("label", { for: "control-token" }, "Control token"), token, hint, refusal,
-    el("div", { class: "row dialog-buttons" }, cancel, confirm));
-  const node = el("dialog", { id: "confirm-dialog", class: "dialog", "aria-labelledby": "confirm-title",
-    "aria-describedby": "confirm-text" }, form);
+  const form = el(
+    "form",
+    { class: "control-form" },
+    heading,
+    text,
+    el("label", { for: "control-token" }, "Control token"),
+    token,
+    hint,
+    refusal,
+    el("div", { class: "row dialog-buttons" }, cancel, confirm),
+  );
+  const node = el(
+    "dialog",
+    {
+      id: "confirm-dialog",
+      class: "dialog",
+      "aria-labelledby": "confirm-title",
+      "aria-describedby": "confirm-text",
+    },
+    form,
+  );
   let asked = null;
 
   function refuse(message) {

@@ -10,33 +10,72 @@ import { bytes, count, number, percent, value } from "../format.js";
 import { lightMark, phaseTitle } from "../palette.js";
 
 const STATES = {
-  starting: ["info", "starting"], ready: ["ok", "ready"], working: ["ok", "working"],
-  draining: ["warn", "draining"], gone: ["none", "gone"],
+  starting: ["info", "starting"],
+  ready: ["ok", "ready"],
+  working: ["ok", "working"],
+  draining: ["warn", "draining"],
+  gone: ["none", "gone"],
 };
 const WAITS = new Set(["idle", "queue_wait", "weights_wait", "unexplained"]);
 const COLUMNS = [
-  ["process"], ["state"], ["version", "num"], ["leased", "num"], ["slots", "num"], ["tokens/s", "num"],
-  ["pull GB/s", "num"], ["host memory", "num"], ["device memory", "num"], ["groups done", "num"],
-  ["restarts", "num"], ["where"], [""],
+  ["process"],
+  ["state"],
+  ["version", "num"],
+  ["leased", "num"],
+  ["slots", "num"],
+  ["tokens/s", "num"],
+  ["pull GB/s", "num"],
+  ["host memory", "num"],
+  ["device memory", "num"],
+  ["groups done", "num"],
+  ["restarts", "num"],
+  ["where"],
+  [""],
 ];
 
 export function fleetTable(onDrain) {
   const body = el("tbody");
-  const node = el("div", { class: "table-wrap grow", role: "region", "aria-label": "processes", tabindex: "0" },
-    el("table", { class: "fleet-table" },
+  const node = el(
+    "div",
+    { class: "table-wrap grow", role: "region", "aria-label": "processes", tabindex: "0" },
+    el(
+      "table",
+      { class: "fleet-table" },
       el("caption", { class: "visually-hidden" }, "The learner and the rollout workers"),
-      el("thead", null, el("tr", null, COLUMNS.map(([name, kind]) =>
-        el("th", { scope: "col", class: kind ?? null }, name || el("span", { class: "visually-hidden" }, "change"))))),
-      body));
+      el(
+        "thead",
+        null,
+        el(
+          "tr",
+          null,
+          COLUMNS.map(([name, kind]) =>
+            el(
+              "th",
+              { scope: "col", class: kind ?? null },
+              name || el("span", { class: "visually-hidden" }, "change"),
+            ),
+          ),
+        ),
+      ),
+      body,
+    ),
+  );
   let made = new Map();
   return {
     node,
     fill(fleet, noDrain) {
       const names = ["learner", ...fleet.workers.map((worker) => worker.name)];
       if (names.join() !== [...made.keys()].join()) {
-        made = new Map(names.map((name) => [name, made.get(name) ??
-          (name === "learner" ? makeRow(name, null) : makeRow(name, onDrain))]));
-        setChildren(body, [...made.values()].map((row) => row.nodes));
+        made = new Map(
+          names.map((name) => [
+            name,
+            made.get(name) ?? (name === "learner" ? makeRow(name, null) : makeRow(name, onDrain)),
+          ]),
+        );
+        setChildren(
+          body,
+          [...made.values()].map((row) => row.nodes),
+        );
       }
       made.get("learner").fill(learnerCells(fleet), fleet.learner?.last_error);
       for (const worker of fleet.workers) {
@@ -52,17 +91,33 @@ export function fleetTable(onDrain) {
 }
 
 function makeRow(name, onDrain) {
-  const cells = COLUMNS.map(([, kind], i) => (i === 0
-    ? el("th", { scope: "row" }, el("bdi", null, name)) : el("td", { class: kind ?? null })));
+  const cells = COLUMNS.map(([, kind], i) =>
+    i === 0 ? el("th", { scope: "row" }, el("bdi", null, name)) : el("td", { class: kind ?? null }),
+  );
   const bar = el("span", { class: "cell-bar", "aria-hidden": "true" });
   const speed = el("span");
   setChildren(cells[5], speed, onDrain && bar);
-  const button = onDrain && el("button", { type: "button", class: "button small", "data-testid": "drain",
-    data: { worker: name }, on: { click: () => onDrain(name) } }, "Drain");
+  const button =
+    onDrain &&
+    el(
+      "button",
+      {
+        type: "button",
+        class: "button small",
+        "data-testid": "drain",
+        data: { worker: name },
+        on: { click: () => onDrain(name) },
+      },
+      "Drain",
+    );
   if (button) cells.at(-1).append(button);
   const error = el("td", { colspan: COLUMNS.length - 1, class: "last-error" });
   const under = el("tr", { class: "error-row", hidden: true }, el("td"), error);
-  const row = el("tr", { "data-testid": onDrain ? "worker-row" : "learner-row", data: { worker: name } }, cells);
+  const row = el(
+    "tr",
+    { "data-testid": onDrain ? "worker-row" : "learner-row", data: { worker: name } },
+    cells,
+  );
   return {
     nodes: [row, under],
     fill(texts, problem) {
@@ -94,10 +149,17 @@ function workerCells(worker, fleet) {
   const [level, word] = STATES[worker.state] ?? ["none", worker.state];
   const speed = worker.state === "gone" ? 0 : worker.tokens_per_s;
   return [
-    lightMark(level, word), versionText(worker.policy_version, fleet.policy_version), count(worker.groups_leased),
-    some(worker.slots, count), some(speed, count), some(worker.pull_gb_per_s, number),
-    some(worker.host_bytes, bytes), deviceText(worker), count(worker.groups_done),
-    restartText(worker.restarts), placeText(worker),
+    lightMark(level, word),
+    versionText(worker.policy_version, fleet.policy_version),
+    count(worker.groups_leased),
+    some(worker.slots, count),
+    some(speed, count),
+    some(worker.pull_gb_per_s, number),
+    some(worker.host_bytes, bytes),
+    deviceText(worker),
+    count(worker.groups_done),
+    restartText(worker.restarts),
+    placeText(worker),
   ];
 }
 
@@ -105,8 +167,17 @@ function learnerCells({ learner, policy_version: newest }) {
   if (!learner) return [lightMark("none", "not known"), count(newest), ...Array(9).fill("–")];
   const stuck = ["failed", "gone", "restarting"].includes(learner.doing);
   return [
-    lightMark(stuck ? "warn" : "ok", phaseTitle(learner.doing || "running")), count(learner.policy_version), "–", "–", "–", "–",
-    some(learner.host_bytes, bytes), deviceText(learner), "–", restartText(learner.restarts), placeText(learner),
+    lightMark(stuck ? "warn" : "ok", phaseTitle(learner.doing || "running")),
+    count(learner.policy_version),
+    "–",
+    "–",
+    "–",
+    "–",
+    some(learner.host_bytes, bytes),
+    deviceText(learner),
+    "–",
+    restartText(learner.restarts),
+    placeText(learner),
   ];
 }
 
@@ -119,13 +190,22 @@ function some(raw, format) {
 function versionText(version, newest) {
   if (!(version >= 0)) return "none yet";
   const lag = newest - version;
-  return el("span", { data: { lag: String(lag) } }, count(version),
-    el("span", { class: "lag muted" }, lag > 0 ? `${count(lag)} behind` : "current"));
+  return el(
+    "span",
+    { data: { lag: String(lag) } },
+    count(version),
+    el("span", { class: "lag muted" }, lag > 0 ? `${count(lag)} behind` : "current"),
+  );
 }
 
 function deviceText({ device_bytes: now, device_peak_bytes: peak }) {
   if (!(value(now) >= 0)) return "–";
-  return el("span", null, bytes(now), value(peak) >= 0 && el("span", { class: "lag muted" }, `peak ${bytes(peak)}`));
+  return el(
+    "span",
+    null,
+    bytes(now),
+    value(peak) >= 0 && el("span", { class: "lag muted" }, `peak ${bytes(peak)}`),
+  );
 }
 
 function restartText(n) {
@@ -134,13 +214,26 @@ function restartText(n) {
 
 function placeText({ host, pid, devices, address }) {
   const place = [host, pid > 0 ? `pid ${pid}` : ""].filter(Boolean).join(" · ");
-  return el("span", { class: "place muted", title: [devices, address].filter(Boolean).join(", ") },
-    el("bdi", null, place || "waits for room"), devices ? el("bdi", { class: "lag" }, devices) : null);
+  return el(
+    "span",
+    { class: "place muted", title: [devices, address].filter(Boolean).join(", ") },
+    el("bdi", null, place || "waits for room"),
+    devices ? el("bdi", { class: "lag" }, devices) : null,
+  );
 }
 
 function nobody() {
-  return [el("tr", { class: "no-workers" }, el("td", { colspan: COLUMNS.length, class: "muted" },
-    "No rollout workers: they start, or the learner's own devices do their work (placement.mode colocated)."))];
+  return [
+    el(
+      "tr",
+      { class: "no-workers" },
+      el(
+        "td",
+        { colspan: COLUMNS.length, class: "muted" },
+        "No rollout workers: they start, or the learner's own devices do their work (placement.mode colocated).",
+      ),
+    ),
+  ];
 }
 
 export function lastKnownTable(store) {
@@ -150,18 +243,43 @@ export function lastKnownTable(store) {
     return el("p", { class: "muted" }, "No step has been closed yet, so nothing is known of the processes.");
   }
   const metric = (name) => step.metrics[name] ?? store.latest(name)?.value ?? null;
-  return el("table", { class: "fleet-table" },
+  return el(
+    "table",
+    { class: "fleet-table" },
     el("caption", { class: "table-note" }, `As step ${step.step} left them, by the run's logs.`),
-    el("thead", null, el("tr", null, ["process", "busy", "host memory", "device memory", "device peak"].map((name, i) =>
-      el("th", { scope: "col", class: i ? "num" : null }, name)))),
-    el("tbody", null, rows.map(([process, phases]) => el("tr", { "data-testid": "process-row", data: { worker: process } },
-      el("th", { scope: "row" }, el("bdi", null, process)),
-      el("td", { class: "num" }, percent(busy(phases, step.wall_s))),
-      ["host_bytes", "device_bytes", "device_peak_bytes"].map((name) =>
-        el("td", { class: "num" }, bytes(metric(`mem/${process}/${name}`))))))));
+    el(
+      "thead",
+      null,
+      el(
+        "tr",
+        null,
+        ["process", "busy", "host memory", "device memory", "device peak"].map((name, i) =>
+          el("th", { scope: "col", class: i ? "num" : null }, name),
+        ),
+      ),
+    ),
+    el(
+      "tbody",
+      null,
+      rows.map(([process, phases]) =>
+        el(
+          "tr",
+          { "data-testid": "process-row", data: { worker: process } },
+          el("th", { scope: "row" }, el("bdi", null, process)),
+          el("td", { class: "num" }, percent(busy(phases, step.wall_s))),
+          ["host_bytes", "device_bytes", "device_peak_bytes"].map((name) =>
+            el("td", { class: "num" }, bytes(metric(`mem/${process}/${name}`))),
+          ),
+        ),
+      ),
+    ),
+  );
 }
 
 function busy(phases, wall) {
-  const seconds = Object.entries(phases).reduce((sum, [phase, s]) => sum + (WAITS.has(phase) ? 0 : value(s)), 0);
+  const seconds = Object.entries(phases).reduce(
+    (sum, [phase, s]) => sum + (WAITS.has(phase) ? 0 : value(s)),
+    0,
+  );
   return wall > 0 ? Math.min(1, seconds / wall) : null;
 }

@@ -30,14 +30,25 @@ export async function samePrompt(place, record, other, onPick) {
   }
   const rest = items.filter((item) => item.id !== record.id);
   if (!rest.length) {
-    setChildren(place, el("p", { class: "muted" }, "This prompt was recorded once only, so there is nothing to set beside it."));
+    setChildren(
+      place,
+      el(
+        "p",
+        { class: "muted" },
+        "This prompt was recorded once only, so there is nothing to set beside it.",
+      ),
+    );
     return;
   }
   const start = rest.find((item) => item.id === other) ?? before(items, record.id) ?? rest[0];
   const sides = el("div", { class: "sides" });
   const common = el("p", { class: "muted", role: "status" });
   const buttons = items.map((item) => occurrence(item, record.id));
-  const strip = el("div", { class: "occurrences", role: "group", "aria-label": "completions of this prompt, oldest first" }, buttons);
+  const strip = el(
+    "div",
+    { class: "occurrences", role: "group", "aria-label": "completions of this prompt, oldest first" },
+    buttons,
+  );
   const choose = (id) => {
     for (const button of buttons) button.setAttribute("aria-pressed", String(button.dataset.id === id));
     return compare(sides, common, record, id);
@@ -48,11 +59,19 @@ export async function samePrompt(place, record, other, onPick) {
     onPick(id);
     choose(id);
   });
-  setChildren(place,
+  setChildren(
+    place,
     textBox(record.prompt ?? record.question ?? "", "prompt"),
-    el("p", { class: "muted" }, `${plural(items.length, "completion", "completions")} by step, \u25cf with and \u25cb without reward. ` +
-      `Choose one to set beside that of step ${record.step}.`),
-    strip, common, sides);
+    el(
+      "p",
+      { class: "muted" },
+      `${plural(items.length, "completion", "completions")} by step, \u25cf with and \u25cb without reward. ` +
+        `Choose one to set beside that of step ${record.step}.`,
+    ),
+    strip,
+    common,
+    sides,
+  );
   await choose(start.id);
 }
 
@@ -62,9 +81,21 @@ function occurrence(item, chosen) {
   const mark = item.reward_error ? "\u2716" : reward > 0 ? "\u25cf" : "\u25cb";
   const sample = item.sample_index == null ? "" : `, sample ${item.sample_index}`;
   const about = `step ${item.step}${sample}: reward ${number(item.total_reward)}`;
-  return el("button", { type: "button", class: `occurrence ${item.id === chosen ? "chosen" : ""}`, title: about,
-    "aria-label": about, "aria-pressed": "false", disabled: item.id === chosen, "data-testid": "occurrence", data: { id: item.id } },
-  el("span", { class: "occurrence-mark" }, mark), item.step);
+  return el(
+    "button",
+    {
+      type: "button",
+      class: `occurrence ${item.id === chosen ? "chosen" : ""}`,
+      title: about,
+      "aria-label": about,
+      "aria-pressed": "false",
+      disabled: item.id === chosen,
+      "data-testid": "occurrence",
+      data: { id: item.id },
+    },
+    el("span", { class: "occurrence-mark" }, mark),
+    item.step,
+  );
 }
 
 async function compare(sides, common, record, otherId) {
@@ -79,20 +110,49 @@ async function compare(sides, common, record, otherId) {
   const texts = [left, right].map((one) => (one.completion ?? "").slice(0, MOST_CHARS));
   const found = diff(...texts);
   const pieces = found ? [found.before, found.after] : texts.map((text) => [[text, false]]);
-  setText(common, found ? `${percent(found.same)} of the words are the same; those that only one has are marked` : "too long to mark what differs");
+  setText(
+    common,
+    found
+      ? `${percent(found.same)} of the words are the same; those that only one has are marked`
+      : "too long to mark what differs",
+  );
   setChildren(sides, side(left, pieces[0], record.id), side(right, pieces[1], record.id));
 }
 
 function side(one, pieces, chosen) {
-  const text = pieces.map(([piece, lone]) => (lone ? el("mark", { class: "lone" }, visible(piece)) : visible(piece)));
+  const text = pieces.map(([piece, lone]) =>
+    lone ? el("mark", { class: "lone" }, visible(piece)) : visible(piece),
+  );
   const cut = (one.completion ?? "").length > MOST_CHARS;
-  return el("article", { class: "side-text", "data-testid": "same-prompt-side", data: { id: one.id } },
-    el("h3", null, `Step ${one.step}`, one.id === chosen && el("span", { class: "muted" }, " (the one chosen)")),
-    el("p", { class: "muted" }, [`reward ${number(one.total_reward)}`, one.finish_reason,
-      one.completion_tokens != null && plural(one.completion_tokens, "token", "tokens"),
-      one.policy_version != null && `version ${one.policy_version}`].filter(Boolean).join(" · ")),
-    el("div", { class: "model-text", tabindex: "0", role: "group", "aria-label": `completion of step ${one.step}` },
-      text, cut && " …", !one.completion && el("span", { class: "faint" }, "(empty)")));
+  return el(
+    "article",
+    { class: "side-text", "data-testid": "same-prompt-side", data: { id: one.id } },
+    el(
+      "h3",
+      null,
+      `Step ${one.step}`,
+      one.id === chosen && el("span", { class: "muted" }, " (the one chosen)"),
+    ),
+    el(
+      "p",
+      { class: "muted" },
+      [
+        `reward ${number(one.total_reward)}`,
+        one.finish_reason,
+        one.completion_tokens != null && plural(one.completion_tokens, "token", "tokens"),
+        one.policy_version != null && `version ${one.policy_version}`,
+      ]
+        .filter(Boolean)
+        .join(" · "),
+    ),
+    el(
+      "div",
+      { class: "model-text", tabindex: "0", role: "group", "aria-label": `completion of step ${one.step}` },
+      text,
+      cut && " …",
+      !one.completion && el("span", { class: "faint" }, "(empty)"),
+    ),
+  );
 }
 
 /** The newest one that is older than the one chosen. */

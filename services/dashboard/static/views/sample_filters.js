@@ -7,54 +7,124 @@
  */
 import { el } from "../dom.js";
 
-export const FIELDS = ["q", "kind", "first", "last", "prompt", "reward_min", "reward_max", "finish", "why",
-  "disagree", "error"];
+export const FIELDS = [
+  "q",
+  "kind",
+  "first",
+  "last",
+  "prompt",
+  "reward_min",
+  "reward_max",
+  "finish",
+  "why",
+  "disagree",
+  "error",
+];
 const PAUSE_MS = 250;
 const SELECTS = {
-  kind: ["kind", [["", "train and eval"], ["train", "train"], ["eval", "eval"]]],
-  finish: ["finish reason", [["", "any finish"], ["stop", "stop"], ["length", "length"], ["aborted", "aborted"]]],
-  why: ["why it was kept", [["", "kept for any reason"], ["first", "first of the step"], ["disagreement", "parsers disagree"],
-    ["reward_error", "reward error"]]],
+  kind: [
+    "kind",
+    [
+      ["", "train and eval"],
+      ["train", "train"],
+      ["eval", "eval"],
+    ],
+  ],
+  finish: [
+    "finish reason",
+    [
+      ["", "any finish"],
+      ["stop", "stop"],
+      ["length", "length"],
+      ["aborted", "aborted"],
+    ],
+  ],
+  why: [
+    "why it was kept",
+    [
+      ["", "kept for any reason"],
+      ["first", "first of the step"],
+      ["disagreement", "parsers disagree"],
+      ["reward_error", "reward error"],
+    ],
+  ],
 };
 const CHECKS = {
   disagree: ["parsers disagree", "strict and lenient parser found different answers"],
   error: ["reward errors", "a reward function failed"],
 };
 const NUMBERS = {
-  first: ["step from", "any", 0], last: ["step to", "any", 0], prompt: ["prompt id", "any", 0],
-  reward_min: ["reward from", "any", null], reward_max: ["reward to", "any", null],
+  first: ["step from", "any", 0],
+  last: ["step to", "any", 0],
+  prompt: ["prompt id", "any", 0],
+  reward_min: ["reward from", "any", null],
+  reward_max: ["reward to", "any", null],
 };
-const RANGES = [["first", "last"], ["reward_min", "reward_max"]];
+const RANGES = [
+  ["first", "last"],
+  ["reward_min", "reward_max"],
+];
 
 export function makeFilters(onChange) {
   const inputs = {
-    q: el("input", { type: "search", id: "sample-search", placeholder: "Search prompt, completion, answer …",
-      "aria-label": "search prompts, completions and answers", autocomplete: "off", spellcheck: "false" }),
+    q: el("input", {
+      type: "search",
+      id: "sample-search",
+      placeholder: "Search prompt, completion, answer …",
+      "aria-label": "search prompts, completions and answers",
+      autocomplete: "off",
+      spellcheck: "false",
+    }),
   };
   for (const [name, [label, options]] of Object.entries(SELECTS)) {
-    inputs[name] = el("select", { id: `sample-${name}`, "aria-label": label },
-      options.map(([key, text]) => el("option", { value: key }, text)));
+    inputs[name] = el(
+      "select",
+      { id: `sample-${name}`, "aria-label": label },
+      options.map(([key, text]) => el("option", { value: key }, text)),
+    );
   }
   for (const [name, [label, any, least]] of Object.entries(NUMBERS)) {
-    inputs[name] = el("input", { type: "number", id: `sample-${name}`, "aria-label": label, placeholder: any,
-      min: least, step: least === null ? "any" : 1, class: "narrow" });
+    inputs[name] = el("input", {
+      type: "number",
+      id: `sample-${name}`,
+      "aria-label": label,
+      placeholder: any,
+      min: least,
+      step: least === null ? "any" : 1,
+      class: "narrow",
+    });
   }
-  for (const name of Object.keys(CHECKS)) inputs[name] = el("input", { type: "checkbox", id: `sample-${name}` });
+  for (const name of Object.keys(CHECKS))
+    inputs[name] = el("input", { type: "checkbox", id: `sample-${name}` });
   const clear = el("button", { type: "button", class: "button small", id: "sample-clear" }, "Clear");
-  const node = el("form", { class: "sample-filters", role: "search", "aria-label": "filter completions" },
+  const node = el(
+    "form",
+    { class: "sample-filters", role: "search", "aria-label": "filter completions" },
     el("div", { class: "filter-line" }, inputs.q, inputs.kind, inputs.finish),
-    el("div", { class: "filter-line" },
-      pair("step", inputs.first, inputs.last), el("label", { class: "filter-pair" }, "prompt ", inputs.prompt),
-      pair("reward", inputs.reward_min, inputs.reward_max)),
-    el("div", { class: "filter-line" }, inputs.why,
+    el(
+      "div",
+      { class: "filter-line" },
+      pair("step", inputs.first, inputs.last),
+      el("label", { class: "filter-pair" }, "prompt ", inputs.prompt),
+      pair("reward", inputs.reward_min, inputs.reward_max),
+    ),
+    el(
+      "div",
+      { class: "filter-line" },
+      inputs.why,
       Object.entries(CHECKS).map(([name, [text, about]]) =>
-        el("label", { class: "filter-check", title: about }, inputs[name], text)), clear));
+        el("label", { class: "filter-check", title: about }, inputs[name], text),
+      ),
+      clear,
+    ),
+  );
   let timer = 0;
 
   function read() {
     const query = {};
     for (const [from, to] of RANGES) {
-      const turned = inputs[from].value && inputs[to].value && Number(inputs[from].value) > Number(inputs[to].value);
+      const turned =
+        inputs[from].value && inputs[to].value && Number(inputs[from].value) > Number(inputs[to].value);
       inputs[to].setCustomValidity(turned ? "must not be below the first number" : "");
     }
     for (const name of FIELDS) {

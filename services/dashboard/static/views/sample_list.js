@@ -10,23 +10,53 @@ import { count, number, plural } from "../format.js";
 import { lightMark } from "../palette.js";
 import { oneLine } from "./sample_text.js";
 
-const COLUMNS = [["step", "num"], ["", ""], ["prompt", "num"], ["reward", "num"], ["finish", ""], ["tokens", "num"],
-  ["completion", ""]];
+const COLUMNS = [
+  ["step", "num"],
+  ["", ""],
+  ["prompt", "num"],
+  ["reward", "num"],
+  ["finish", ""],
+  ["tokens", "num"],
+  ["completion", ""],
+];
 
 export function makeList({ onPick, onOpen, onPage }) {
   const body = el("tbody");
-  const wrap = el("div", { class: "table-wrap grow", "data-testid": "sample-list" },
-    el("table", { class: "sample-table", role: "grid" },
+  const wrap = el(
+    "div",
+    { class: "table-wrap grow", "data-testid": "sample-list" },
+    el(
+      "table",
+      { class: "sample-table", role: "grid" },
       el("caption", { class: "visually-hidden" }, "Completions, newest first"),
-      el("thead", null, el("tr", null, COLUMNS.map(([name, kind]) =>
-        el("th", { scope: "col", class: kind || null }, name || el("span", { class: "visually-hidden" }, "kind"))))),
-      body));
+      el(
+        "thead",
+        null,
+        el(
+          "tr",
+          null,
+          COLUMNS.map(([name, kind]) =>
+            el(
+              "th",
+              { scope: "col", class: kind || null },
+              name || el("span", { class: "visually-hidden" }, "kind"),
+            ),
+          ),
+        ),
+      ),
+      body,
+    ),
+  );
   const where = el("span", { class: "muted", role: "status", id: "sample-total" });
   const more = el("button", { type: "button", class: "button small", id: "sample-fresh", hidden: true });
   const back = el("button", { type: "button", class: "button small", id: "sample-newer" }, "‹ newer");
   const next = el("button", { type: "button", class: "button small", id: "sample-older" }, "older ›");
-  const node = el("section", { class: "panel column grow sample-list", "aria-label": "completions" }, wrap,
-    el("div", { class: "row pager" }, where, more, el("span", { class: "grow" }), back, next));
+  const node = el(
+    "section",
+    { class: "panel column grow sample-list", "aria-label": "completions" },
+    wrap,
+    el("div", { class: "row pager" }, where, more, el("span", { class: "grow" }), back, next),
+  );
   let page = { total: 0, offset: 0, limit: 50, items: [] };
   let picked = null;
   /** "first" or "last" while a page is fetched that the cursor keys asked for. */
@@ -73,9 +103,13 @@ export function makeList({ onPick, onOpen, onPage }) {
     if (name) choose(name, true);
   });
   body.addEventListener("keydown", (event) => {
-    const act = { ArrowDown: () => move(1), ArrowUp: () => move(-1), Enter: () => onOpen(picked),
+    const act = {
+      ArrowDown: () => move(1),
+      ArrowUp: () => move(-1),
+      Enter: () => onOpen(picked),
       PageDown: () => turn(page.offset + page.limit, "first"),
-      PageUp: () => page.offset > 0 && turn(Math.max(0, page.offset - page.limit), "first") }[event.key];
+      PageUp: () => page.offset > 0 && turn(Math.max(0, page.offset - page.limit), "first"),
+    }[event.key];
     if (!act) return;
     event.preventDefault();
     if (event.key === "Enter") choose(event.target.closest("tr").dataset.id, true);
@@ -99,10 +133,25 @@ export function makeList({ onPick, onOpen, onPage }) {
       page = answer;
       more.hidden = true;
       wrap.classList.remove("stale");
-      setChildren(body, answer.items.length ? answer.items.map(row)
-        : el("tr", null, el("td", { colspan: COLUMNS.length, class: "muted" }, "No completion fits. Clear a filter or widen a range.")));
+      setChildren(
+        body,
+        answer.items.length
+          ? answer.items.map(row)
+          : el(
+              "tr",
+              null,
+              el(
+                "td",
+                { colspan: COLUMNS.length, class: "muted" },
+                "No completion fits. Clear a filter or widen a range.",
+              ),
+            ),
+      );
       const last = answer.offset + answer.items.length;
-      setText(where, answer.total ? `${count(answer.offset + 1)}–${count(last)} of ${count(answer.total)}` : "none");
+      setText(
+        where,
+        answer.total ? `${count(answer.offset + 1)}–${count(last)} of ${count(answer.total)}` : "none",
+      );
       back.disabled = answer.offset === 0;
       next.disabled = last >= answer.total;
       if (landing) {
@@ -113,7 +162,10 @@ export function makeList({ onPick, onOpen, onPage }) {
     },
     fail(message) {
       page = { ...page, total: 0, items: [] };
-      setChildren(body, el("tr", null, el("td", { colspan: COLUMNS.length, class: "refusal", role: "alert" }, message)));
+      setChildren(
+        body,
+        el("tr", null, el("td", { colspan: COLUMNS.length, class: "refusal", role: "alert" }, message)),
+      );
       setText(where, "");
       back.disabled = next.disabled = true;
     },
@@ -127,16 +179,23 @@ export function makeList({ onPick, onOpen, onPage }) {
 }
 
 function row(item) {
-  const mark = item.reward_error ? lightMark("bad", "error") : disagrees(item) ? lightMark("warn", "parsers differ") : null;
+  const mark = item.reward_error
+    ? lightMark("bad", "error")
+    : disagrees(item)
+      ? lightMark("warn", "parsers differ")
+      : null;
   const text = oneLine(item.completion ?? "");
-  return el("tr", { class: "opens", tabindex: "-1", "data-testid": "sample-row", data: { id: item.id } },
+  return el(
+    "tr",
+    { class: "opens", tabindex: "-1", "data-testid": "sample-row", data: { id: item.id } },
     el("td", { class: "num" }, item.step),
     el("td", null, el("span", { class: `kind ${item.kind}` }, item.kind)),
     el("td", { class: "num" }, item.prompt_id ?? "–"),
     el("td", { class: "num" }, item.reward_error ? "–" : number(item.total_reward)),
     el("td", { class: item.finish_reason === "stop" ? "muted" : "warn-text" }, item.finish_reason ?? "–"),
     el("td", { class: "num muted" }, count(item.completion_tokens)),
-    el("td", { class: "snippet" }, mark, el("bdi", null, text || "(empty)")));
+    el("td", { class: "snippet" }, mark, el("bdi", null, text || "(empty)")),
+  );
 }
 
 export function disagrees({ parsed }) {

@@ -6,10 +6,12 @@ import { el } from "../dom.js";
 /** Characters shown before a reader asks for all. */
 const SHOWN_AT_FIRST = 12_000;
 
-/** Tokens such as <|im_end|> or </s>; control and format characters but tab and line feed
- *  (among them those that turn the direction of text), and halves of surrogate pairs. */
-const NOTABLE =
-  /(?<special><\|[^|<>\s]{1,60}\|>|<\/?s>|<\/?think>|<(?:bos|eos|pad|unk|start_of_turn|end_of_turn)>)|(?<hidden>(?:(?![\t\n\u200d])[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}])+)/gu;
+/** Tokens such as <|im_end|> or </s>. */
+const SPECIAL = String.raw`<\|[^|<>\s]{1,60}\|>|</?s>|</?think>|<(?:bos|eos|pad|unk|start_of_turn|end_of_turn)>`;
+/** Control and format characters but tab and line feed (among them those that turn the direction of
+ *  text), separators of lines, and halves of surrogate pairs. */
+const HIDDEN = String.raw`(?:(?![\t\n\u200d])[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}])+`;
+const NOTABLE = new RegExp(`(?<special>${SPECIAL})|(?<hidden>${HIDDEN})`, "gu");
 
 /**
  * Shows a text in a box that keeps its white space.
@@ -26,7 +28,7 @@ export function textBox(text, label) {
   }
   const rest = el(
     "button",
-    { type: "button", class: "quiet-button" },
+    { type: "button", class: "button small" },
     `Show all ${text.length.toLocaleString("en")} characters`,
   );
   rest.addEventListener("click", () => box.replaceChildren(visible(text)));

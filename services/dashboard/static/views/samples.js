@@ -46,13 +46,26 @@ export function mount(root, store) {
     },
   });
   const detail = makeDetail({ onMode: (mode, other) => change({ mode, other }), onBack: () => list.focus() });
-  setChildren(root, el("div", { class: "split samples" },
-    el("div", { class: "samples-left" }, el("section", { class: "panel" }, filters.node), list.node), detail.node));
+  setChildren(
+    root,
+    el(
+      "div",
+      { class: "split samples" },
+      el("div", { class: "samples-left" }, el("section", { class: "panel" }, filters.node), list.node),
+      detail.node,
+    ),
+  );
 
   function change(part) {
     shown = { ...shown, ...part };
     const { query, offset, id: chosen, mode, other } = shown;
-    noteParams(id, { ...query, offset: offset || null, id: chosen, mode: mode === "read" ? null : mode, other });
+    noteParams(id, {
+      ...query,
+      offset: offset || null,
+      id: chosen,
+      mode: mode === "read" ? null : mode,
+      other,
+    });
   }
 
   function showDetail() {

@@ -28,15 +28,25 @@ export function svg(tag, attrs, ...children) {
 export function plain(x, step) {
   const decimals = step ? Math.max(0, -Math.floor(Math.log10(step) + 1e-9)) : 0;
   if (!step || decimals > 5 || Math.abs(x) >= 1e6) return number(x);
-  return x.toLocaleString("en-US", { minimumFractionDigits: decimals, maximumFractionDigits: decimals }).replace("-", "\u2212");
+  return x
+    .toLocaleString("en-US", { minimumFractionDigits: decimals, maximumFractionDigits: decimals })
+    .replace("-", "\u2212");
 }
 
 export function sparkline(points, { bound = null, odd = [], width = 150, height = 26 } = {}) {
   const known = points.filter(([, y]) => y !== null);
-  const box = svg("svg", { class: "spark", width, height, viewBox: `0 0 ${width} ${height}`,
-    "aria-hidden": "true" });
+  const box = svg("svg", {
+    class: "spark",
+    width,
+    height,
+    viewBox: `0 0 ${width} ${height}`,
+    "aria-hidden": "true",
+  });
   if (!known.length) return box;
-  const [low, high] = extent(known.map(([, y]) => y), bound);
+  const [low, high] = extent(
+    known.map(([, y]) => y),
+    bound,
+  );
   const first = points[0][0];
   const wide = Math.max(1, points.at(-1)[0] - first);
   const at = (x) => 2 + ((x - first) / wide) * (width - 8);
@@ -73,8 +83,9 @@ export function lineChart(host, { label, format }) {
     area.querySelector(".mini-cursor")?.remove();
     if (i < 0 || !frame) return tooltip.hide();
     const x = frame.at(data.x[i]);
-    area.firstChild.append(svg("line", { class: "mini-cursor", x1: x, x2: x, y1: frame.top,
-      y2: frame.bottom }));
+    area.firstChild.append(
+      svg("line", { class: "mini-cursor", x1: x, x2: x, y1: frame.top, y2: frame.bottom }),
+    );
     const box = area.getBoundingClientRect();
     tooltip.show(box.left + x, box.top + 20, tipOf(data, i, format));
   }
@@ -113,7 +124,12 @@ function frameOf({ x, lines, bound }, width, height) {
   const first = x[0];
   const wide = Math.max(1, x.at(-1) - first);
   return {
-    left, right, top, bottom, low, high,
+    left,
+    right,
+    top,
+    bottom,
+    low,
+    high,
     at: (v) => left + ((v - first) / wide) * (right - left),
     back: (px) => first + ((px - left) / (right - left)) * wide,
     up: (v) => bottom - ((v - low) / (high - low)) * (bottom - top),
@@ -126,44 +142,79 @@ function plotted(data, frame, format) {
   const most = Math.max(2, Math.floor((bottom - top) / 34));
   const step = niceStep(frame.high - frame.low, most);
   for (const tick of niceTicks(frame.low, frame.high, most)) {
-    box.append(svg("line", { class: "mini-grid", x1: left, x2: right, y1: up(tick), y2: up(tick) }),
-      svg("text", { class: "mini-tick", x: left - 6, y: up(tick) + 4, "text-anchor": "end" },
-        format(Math.abs(tick) < step / 1e6 ? 0 : Number(tick.toPrecision(8)), step)));
+    box.append(
+      svg("line", { class: "mini-grid", x1: left, x2: right, y1: up(tick), y2: up(tick) }),
+      svg(
+        "text",
+        { class: "mini-tick", x: left - 6, y: up(tick) + 4, "text-anchor": "end" },
+        format(Math.abs(tick) < step / 1e6 ? 0 : Number(tick.toPrecision(8)), step),
+      ),
+    );
   }
   for (const tick of stepTicks(data.x[0], data.x.at(-1), Math.max(2, Math.floor((right - left) / 60)))) {
-    box.append(svg("text", { class: "mini-tick", x: at(tick), y: bottom + 15, "text-anchor": "middle" }, tick));
+    box.append(
+      svg("text", { class: "mini-tick", x: at(tick), y: bottom + 15, "text-anchor": "middle" }, tick),
+    );
   }
   if (data.bound != null && data.bound >= frame.low && data.bound <= frame.high) {
-    box.append(svg("line", { class: "spark-bound", x1: left, x2: right, y1: up(data.bound), y2: up(data.bound) }));
+    box.append(
+      svg("line", { class: "spark-bound", x1: left, x2: right, y1: up(data.bound), y2: up(data.bound) }),
+    );
   }
   data.lines.forEach(({ y, marks }, i) => {
     const points = data.x.map((v, k) => [v, y[k]]);
-    box.append(svg("path", { class: "mini-line", stroke: lineColor(i), d: pathOf(points, at, up),
-      "stroke-dasharray": LINE_DASH[i].join(" ") }));
+    box.append(
+      svg("path", {
+        class: "mini-line",
+        stroke: lineColor(i),
+        d: pathOf(points, at, up),
+        "stroke-dasharray": LINE_DASH[i].join(" "),
+      }),
+    );
     if (!marks && y.filter((v) => v !== null).length > 2) return; // so few are no line
     for (const [v, value] of points) {
       if (value !== null) box.append(svg("circle", { fill: lineColor(i), cx: at(v), cy: up(value), r: 2.4 }));
     }
   });
-  for (const v of data.odd ?? []) box.append(svg("path", { class: "spark-odd", d: cross(at(v), top + 4, 3.5) }));
+  for (const v of data.odd ?? [])
+    box.append(svg("path", { class: "spark-odd", d: cross(at(v), top + 4, 3.5) }));
   return box;
 }
 
 function legendOf({ lines, bound, boundName }) {
-  const keys = lines.map(({ name }, i) => [name, svg("line", { x1: 1, x2: 21, y1: 5, y2: 5,
-    class: "mini-line", stroke: lineColor(i), "stroke-dasharray": LINE_DASH[i].join(" ") })]);
+  const keys = lines.map(({ name }, i) => [
+    name,
+    svg("line", {
+      x1: 1,
+      x2: 21,
+      y1: 5,
+      y2: 5,
+      class: "mini-line",
+      stroke: lineColor(i),
+      "stroke-dasharray": LINE_DASH[i].join(" "),
+    }),
+  ]);
   if (bound != null) {
     keys.push([boundName ?? "bound", svg("line", { x1: 1, x2: 21, y1: 5, y2: 5, class: "spark-bound" })]);
   }
-  return keys.map(([name, line]) => el("span", { class: "legend-key" },
-    svg("svg", { width: 22, height: 10, "aria-hidden": "true" }, line), name));
+  return keys.map(([name, line]) =>
+    el(
+      "span",
+      { class: "legend-key" },
+      svg("svg", { width: 22, height: 10, "aria-hidden": "true" }, line),
+      name,
+    ),
+  );
 }
 
 function tipOf(data, i, format) {
   const rows = data.lines.map(({ name, y }) =>
-    el("tr", null, el("td", null, name), el("td", { class: "num" }, format(y[i]))));
-  return [el("div", { class: "tip-head" }, el("strong", null, `step ${data.x[i]}`)),
-    el("table", { class: "mini-tip" }, el("tbody", null, rows))];
+    el("tr", null, el("td", null, name), el("td", { class: "num" }, format(y[i]))),
+  );
+  return [
+    el("div", { class: "tip-head" }, el("strong", null, `step ${data.x[i]}`)),
+    el("table", { class: "mini-tip" }, el("tbody", null, rows)),
+  ];
 }
 
 /** Least and most to draw: with a margin, and with the bound where it is near enough to matter. */

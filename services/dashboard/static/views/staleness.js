@@ -12,8 +12,13 @@ const NAME = /^offpolicy\/staleness_(\d+)$/;
 export function stalenessCard(store) {
   const note = el("p", { class: "muted" });
   const bars = el("div", { class: "bars", role: "list", "aria-label": "groups by staleness" });
-  const node = el("section", { class: "panel column", "data-testid": "staleness" },
-    el("h2", null, "Staleness of the groups trained on"), bars, note);
+  const node = el(
+    "section",
+    { class: "panel column", "data-testid": "staleness" },
+    el("h2", null, "Staleness of the groups trained on"),
+    bars,
+    note,
+  );
   /** Step -> Map(versions behind -> groups); the newest STEPS steps. */
   let steps = new Map();
   let problem = "";
@@ -23,9 +28,15 @@ export function stalenessCard(store) {
     const names = await known(store);
     if (!names.length) return;
     try {
-      const json = await getJSON("/api/history",
-        { first: Math.max(0, last - STEPS + 1), last, points: STEPS, names: names.join(",") });
-      steps = new Map(json.steps.map((step, i) => [step, ofMetrics((name) => json.metrics[name]?.[i], names)]));
+      const json = await getJSON("/api/history", {
+        first: Math.max(0, last - STEPS + 1),
+        last,
+        points: STEPS,
+        names: names.join(","),
+      });
+      steps = new Map(
+        json.steps.map((step, i) => [step, ofMetrics((name) => json.metrics[name]?.[i], names)]),
+      );
       problem = "";
     } catch (error) {
       problem = error.message;
@@ -35,7 +46,10 @@ export function stalenessCard(store) {
   function add(step) {
     if (!step || steps.has(step.step)) return;
     const names = Object.keys(step.metrics).filter((name) => NAME.test(name));
-    steps.set(step.step, ofMetrics((name) => step.metrics[name], names));
+    steps.set(
+      step.step,
+      ofMetrics((name) => step.metrics[name], names),
+    );
     while (steps.size > STEPS) steps.delete(steps.keys().next().value);
   }
 
@@ -53,9 +67,15 @@ export function stalenessCard(store) {
     const [lastStep, newest] = used.at(-1);
     const most = Math.max(store.run?.settings?.max_staleness ?? 0, ...total.keys());
     const rows = Array.from({ length: most + 1 }, (_, n) => [n, total.get(n) ?? 0, newest.get(n) ?? 0]);
-    setChildren(bars, rows.map((row) => bar(row, sum(total), sum(newest), store)));
-    setText(note, `${span(used[0][0], lastStep)}, ${plural(sum(total), "group", "groups")}; ` +
-      `the mark is step ${lastStep}. ${allowed(store)}`);
+    setChildren(
+      bars,
+      rows.map((row) => bar(row, sum(total), sum(newest), store)),
+    );
+    setText(
+      note,
+      `${span(used[0][0], lastStep)}, ${plural(sum(total), "group", "groups")}; ` +
+        `the mark is step ${lastStep}. ${allowed(store)}`,
+    );
   }
 
   return {
@@ -103,11 +123,27 @@ function bar([n, groups, newest], all, allNewest, store) {
   const share = all ? groups / all : 0;
   const beyond = n > (store.run?.settings?.max_staleness ?? Infinity);
   const says = n === 0 ? "current" : n === 1 ? "1 behind" : `${n} behind`;
-  return el("div", { class: `bar-row ${beyond ? "beyond" : ""}`, role: "listitem", "data-testid": "staleness-bar",
-    data: { n, groups: String(groups) }, title: `${count(groups)} groups; step: ${count(newest)}` },
-  el("span", { class: "bar-name" }, says, beyond && el("span", { class: "visually-hidden" }, " (more than allowed)")),
-  el("span", { class: "bar-track" },
-    el("span", { class: "bar-part", style: { width: `${100 * share}%` } }),
-    el("span", { class: "bar-mark", style: { left: `${allNewest ? (100 * newest) / allNewest : 0}%` } })),
-  el("span", { class: "bar-value" }, percent(share)));
+  return el(
+    "div",
+    {
+      class: `bar-row ${beyond ? "beyond" : ""}`,
+      role: "listitem",
+      "data-testid": "staleness-bar",
+      data: { n, groups: String(groups) },
+      title: `${count(groups)} groups; step: ${count(newest)}`,
+    },
+    el(
+      "span",
+      { class: "bar-name" },
+      says,
+      beyond && el("span", { class: "visually-hidden" }, " (more than allowed)"),
+    ),
+    el(
+      "span",
+      { class: "bar-track" },
+      el("span", { class: "bar-part", style: { width: `${100 * share}%` } }),
+      el("span", { class: "bar-mark", style: { left: `${allNewest ? (100 * newest) / allNewest : 0}%` } }),
+    ),
+    el("span", { class: "bar-value" }, percent(share)),
+  );
 }

@@ -43,14 +43,12 @@ function commonWords(a, b) {
     for (let j = b.length - 1; j >= 0; j -= 1) {
       const here = i * width + j;
       length[here] =
-        a[i] === b[j]
-          ? length[here + width + 1] + 1
-          : Math.max(length[here + width], length[here + 1]);
+        a[i] === b[j] ? length[here + width + 1] + 1 : Math.max(length[here + width], length[here + 1]);
     }
   }
   const keptA = new Uint8Array(a.length);
   const keptB = new Uint8Array(b.length);
-  for (let i = 0, j = 0; i < a.length && j < b.length; ) {
+  for (let i = 0, j = 0; i < a.length && j < b.length;) {
     if (a[i] === b[j]) {
       keptA[i] = keptB[j] = 1;
       i += 1;

@@ -41,12 +41,14 @@ export function shadedTokens(tokens, cut) {
       class: "model-text tokens",
       role: "group",
       tabindex: "0",
-      "aria-label": "Tokens of the completion, shaded by probability. Left and right move, u goes to the next unlikely one.",
+      "aria-label":
+        "Tokens of the completion, shaded by probability. Left and right move, u goes to the next unlikely one.",
       "data-testid": "tokens",
     },
     ...spans,
   );
-  if (cut > 0) box.append(el("span", { class: "faint" }, ` \u2026 and ${cut} tokens more that were not recorded`));
+  if (cut > 0)
+    box.append(el("span", { class: "faint" }, ` \u2026 and ${cut} tokens more that were not recorded`));
   follow(box, spans, tokens, readout);
   return el("div", { class: "token-shading" }, el("div", { class: "token-head" }, legend(), readout), box);
 }
@@ -96,9 +98,19 @@ function target(key, current, tokens) {
 
 function legend() {
   const keys = SHADES.map(([, text], shade) =>
-    el("span", { class: "legend-key" }, el("span", { class: `token shade-${shade} swatch`, "aria-hidden": "true" }, "ab"), text),
+    el(
+      "span",
+      { class: "legend-key" },
+      el("span", { class: `token shade-${shade} swatch`, "aria-hidden": "true" }, "ab"),
+      text,
+    ),
   );
-  return el("div", { class: "token-legend", "data-testid": "token-legend" }, el("span", { class: "faint" }, "probability when drawn"), ...keys);
+  return el(
+    "div",
+    { class: "token-legend", "data-testid": "token-legend" },
+    el("span", { class: "faint" }, "probability when drawn"),
+    ...keys,
+  );
 }
 
 function summaryOf(tokens) {

@@ -6,6 +6,7 @@ import { el, setChildren, setText } from "../dom.js";
 import { count, isFiniteNumber, percent, value, withUnit } from "../format.js";
 import { lightMark } from "../palette.js";
 import { go } from "../router.js";
+import { judged } from "./judged.js";
 import { lineChart, plain, sparkline } from "./spark.js";
 import { stalenessCard } from "./staleness.js";
 
@@ -24,20 +25,43 @@ const UPRIGHT = { ArrowDown: 1, ArrowUp: -1 };
 export function mount(root, store) {
   const summary = el("div", { class: "row trust-summary", role: "status", "data-testid": "trust-summary" });
   const rows = el("tbody");
-  const table = el("div", { class: "table-wrap grow", role: "region", "aria-label": "checks", tabindex: "-1" },
-    el("table", { class: "trust-table", role: "grid" },
+  const table = el(
+    "div",
+    { class: "table-wrap grow", role: "region", "aria-label": "checks", tabindex: "-1" },
+    el(
+      "table",
+      { class: "trust-table", role: "grid" },
       el("caption", { class: "visually-hidden" }, "Checks of the run with value, bound and light"),
-      el("thead", null, el("tr", null,
-        ["light", "check"].map((name) => el("th", { scope: "col" }, name)),
-        ["value", "bound"].map((name) => el("th", { scope: "col", class: "num" }, name)),
-        el("th", { scope: "col" }, "history"))),
-      rows));
+      el(
+        "thead",
+        null,
+        el(
+          "tr",
+          null,
+          ["light", "check"].map((name) => el("th", { scope: "col" }, name)),
+          ["value", "bound"].map((name) => el("th", { scope: "col", class: "num" }, name)),
+          el("th", { scope: "col" }, "history"),
+        ),
+      ),
+      rows,
+    ),
+  );
   const detail = detailCard(store);
   const staleness = stalenessCard(store);
-  setChildren(root, el("div", { class: "split" },
-    el("section", { class: "panel column grow" },
-      el("div", { class: "panel-head row" }, el("h2", null, "Can the numbers be believed?"), summary), table),
-    el("div", { class: "trust-side" }, detail.node, staleness.node)));
+  setChildren(
+    root,
+    el(
+      "div",
+      { class: "split" },
+      el(
+        "section",
+        { class: "panel column grow" },
+        el("div", { class: "panel-head row" }, el("h2", null, "Can the numbers be believed?"), summary),
+        table,
+      ),
+      el("div", { class: "trust-side" }, detail.node, staleness.node),
+    ),
+  );
   /** Rows by check, changed in place: one that is being clicked stays where it is. */
   let made = new Map();
   let chosen = null;
@@ -48,8 +72,20 @@ export function mount(root, store) {
     if (!checks.length) {
       made.clear();
       setChildren(summary);
-      setChildren(rows, el("tr", null, el("td", { colspan: 5, class: "muted" },
-        "The first checks come with the first trained step.")));
+      setChildren(
+        rows,
+        el(
+          "tr",
+          null,
+          el(
+            "td",
+            { colspan: 5, class: "muted" },
+            store.judgement
+              ? "The first checks come with the first trained step."
+              : "Waiting for the checks …",
+          ),
+        ),
+      );
       detail.show(null);
       return;
     }
@@ -59,7 +95,10 @@ export function mount(root, store) {
     const ids = checks.map((check) => check.id);
     if (ids.join() !== [...made.keys()].join()) {
       made = new Map(ids.map((name) => [name, makeRow(name)]));
-      setChildren(rows, [...made.values()].map((row) => row.node));
+      setChildren(
+        rows,
+        [...made.values()].map((row) => row.node),
+      );
       choose(chosen, false);
     }
     for (const check of checks) made.get(check.id).fill(check, store);
@@ -89,8 +128,12 @@ export function mount(root, store) {
     if (tr && !event.target.closest("button")) choose(tr.dataset.id, true);
   });
   rows.addEventListener("keydown", (event) => {
-    const next = UPRIGHT[event.key] === 1 ? event.target.closest("tr")?.nextSibling
-      : UPRIGHT[event.key] === -1 ? event.target.closest("tr")?.previousSibling : null;
+    const next =
+      UPRIGHT[event.key] === 1
+        ? event.target.closest("tr")?.nextSibling
+        : UPRIGHT[event.key] === -1
+          ? event.target.closest("tr")?.previousSibling
+          : null;
     if (!next?.dataset?.id) return;
     event.preventDefault();
     choose(next.dataset.id, true);
@@ -101,9 +144,10 @@ export function mount(root, store) {
       if (["judgement", "history", "theme"].includes(event.type)) draw();
       if (["step", "reload"].includes(event.type)) staleness.update(event.type);
     },
-    show() {
+    async show() {
       draw();
-      return staleness.show();
+      await Promise.all([judged(store), staleness.show()]);
+      draw();
     },
     hide: () => detail.hide(),
   };
@@ -117,21 +161,39 @@ function lights(checks) {
 }
 
 function worst(checks) {
-  return ["bad", "warn"].map((light) => checks.find((check) => check.light === light)).find(Boolean) ?? checks[0];
+  return (
+    ["bad", "warn"].map((light) => checks.find((check) => check.light === light)).find(Boolean) ?? checks[0]
+  );
 }
 
 function makeRow(name) {
   const light = el("td");
   const heading = el("div", { class: "check-title" });
   const text = el("span");
-  const link = SAMPLES[name] && el("button", { type: "button", class: "link",
-    "data-testid": `samples-of-${name}`, on: { click: () => go("samples", SAMPLES[name]) } }, "Read them");
+  const link =
+    SAMPLES[name] &&
+    el(
+      "button",
+      {
+        type: "button",
+        class: "link",
+        "data-testid": `samples-of-${name}`,
+        on: { click: () => go("samples", SAMPLES[name]) },
+      },
+      "Read them",
+    );
   const now = el("span", { class: "check-value" });
   const bound = el("td", { class: "num muted" });
   const spark = el("td", { class: "check-spark" });
-  const node = el("tr", { class: "opens", "data-testid": "trust-row", data: { id: name } }, light,
+  const node = el(
+    "tr",
+    { class: "opens", "data-testid": "trust-row", data: { id: name } },
+    light,
     el("td", null, heading, el("div", { class: "check-text muted" }, text, link && [" ", link])),
-    el("td", { class: "num" }, now), bound, spark);
+    el("td", { class: "num" }, now),
+    bound,
+    spark,
+  );
   return {
     node,
     fill(check, store) {
@@ -176,8 +238,10 @@ function history(check, store) {
   const name = check.series.find((one) => one in metrics);
   if (!name) return [[]];
   const bound = drawnBound(check, name, store);
-  return [steps.map((step, i) => [step, metrics[name][i] ?? null]),
-    { bound, odd: [...(nonfinite.get(name)?.keys() ?? [])] }];
+  return [
+    steps.map((step, i) => [step, metrics[name][i] ?? null]),
+    { bound, odd: [...(nonfinite.get(name)?.keys() ?? [])] },
+  ];
 }
 
 function detailCard(store) {
@@ -185,10 +249,16 @@ function detailCard(store) {
   const note = el("p", { class: "muted" });
   const host = el("div", { class: "mini-host" });
   let chosen = null;
-  const format = (x, step) => (FRACTIONS.has(chosen.id) && store.metricUnit(chosen.series[0]) !== "s" ? percent(x) : plain(x, step));
+  const format = (x, step) =>
+    FRACTIONS.has(chosen.id) && store.metricUnit(chosen.series[0]) !== "s" ? percent(x) : plain(x, step);
   const chart = lineChart(host, { label: "history of the check that is chosen", format });
-  const node = el("section", { class: "panel column trust-detail", "aria-labelledby": "trust-detail-title" },
-    head, note, host);
+  const node = el(
+    "section",
+    { class: "panel column trust-detail", "aria-labelledby": "trust-detail-title" },
+    head,
+    note,
+    host,
+  );
   return {
     node,
     note,
@@ -203,7 +273,10 @@ function detailCard(store) {
       const odd = names.flatMap((name) => [...(nonfinite.get(name)?.keys() ?? [])]);
       chart.draw({
         x: names.length ? steps : [],
-        lines: names.map((name) => ({ name: store.metric(name)?.name ? store.metricTitle(name) : name, y: metrics[name] })),
+        lines: names.map((name) => ({
+          name: store.metric(name)?.name ? store.metricTitle(name) : name,
+          y: metrics[name],
+        })),
         bound: names.length ? drawnBound(check, names[0], store) : null,
         odd: odd.filter((step) => step >= steps[0]),
       });

@@ -3,6 +3,7 @@
  */
 import { el, setChildren, setText } from "../dom.js";
 import { isFiniteNumber, percent, seconds, value } from "../format.js";
+import { judged } from "./judged.js";
 import { lineChart } from "./spark.js";
 
 export const id = "what_if";
@@ -15,36 +16,74 @@ const SURE = {
 
 export function mount(root, store) {
   const note = el("span", { class: "muted" });
-  const options = el("div", { class: "table-wrap", role: "region", "aria-label": "predictions", tabindex: "0" });
+  const options = el("div", {
+    class: "table-wrap",
+    role: "region",
+    "aria-label": "predictions",
+    tabindex: "0",
+  });
   const error = el("p", { class: "error-sentence", "data-testid": "prediction-error" });
   const host = el("div", { class: "mini-host grow" });
   const chart = lineChart(host, { label: "predicted and actual seconds of past steps", format: seconds });
-  const changes = el("div", { class: "table-wrap", role: "region", "aria-label": "changes of the number of workers", tabindex: "0" });
-  setChildren(root,
-    el("section", { class: "panel what-if-options column" },
-      el("div", { class: "panel-head row" }, el("h2", null, "A step, with one thing changed"), note), options),
-    el("div", { class: "split" },
-      el("section", { class: "panel column grow" },
-        el("h2", null, "Each step, predicted one step ahead"), error, host),
-      el("section", { class: "panel column what-if-changes" },
-        el("h2", null, "When the number of workers changed"), changes)));
+  const changes = el("div", {
+    class: "table-wrap",
+    role: "region",
+    "aria-label": "changes of the number of workers",
+    tabindex: "0",
+  });
+  setChildren(
+    root,
+    el(
+      "section",
+      { class: "panel what-if-options column" },
+      el("div", { class: "panel-head row" }, el("h2", null, "A step, with one thing changed"), note),
+      options,
+    ),
+    el(
+      "div",
+      { class: "split" },
+      el(
+        "section",
+        { class: "panel column grow" },
+        el("h2", null, "Each step, predicted one step ahead"),
+        error,
+        host,
+      ),
+      el(
+        "section",
+        { class: "panel column what-if-changes" },
+        el("h2", null, "When the number of workers changed"),
+        changes,
+      ),
+    ),
+  );
   let drawn = "";
 
   function draw() {
     const found = store.judgement?.what_if ?? null;
     const key = JSON.stringify(found);
-    if (key === drawn) return;
+    if (key === drawn || !store.judgement) return;
     drawn = key;
     const now = found?.now ?? null;
     setText(note, now ? "median of recent steps, without evaluation and checkpoints" : "");
-    setChildren(options, now ? optionTable(found) : el("p", { class: "muted what-if-none" },
-      "Nothing can be predicted before the first settled step: one that trained, and in which nothing compiled or started."));
+    setChildren(
+      options,
+      now
+        ? optionTable(found)
+        : el(
+            "p",
+            { class: "muted what-if-none" },
+            "Nothing can be predicted before the first settled step: one that trained, and in which nothing compiled or started.",
+          ),
+    );
     setText(error, found?.error?.text ?? "");
     const past = found?.past ?? [];
     chart.draw({
       x: past.map((one) => one.step),
-      lines: [{ name: "actual", y: past.map((one) => finite(one.actual)), marks: true },
-        { name: "predicted", y: past.map((one) => finite(one.predicted)) }],
+      lines: [
+        { name: "actual", y: past.map((one) => finite(one.actual)), marks: true },
+        { name: "predicted", y: past.map((one) => finite(one.predicted)) },
+      ],
     });
     setChildren(changes, changeTable(found?.changes ?? []));
   }
@@ -54,7 +93,11 @@ export function mount(root, store) {
       if (event.type === "theme") drawn = "";
       if (["judgement", "history", "theme"].includes(event.type)) draw();
     },
-    show: draw,
+    async show() {
+      draw();
+      await judged(store);
+      draw();
+    },
     hide: () => chart.hide(),
   };
 }
@@ -70,37 +113,57 @@ function optionTable({ now, options, error }) {
     ...options.map((option) => optionRow(option, now, longest)),
   ];
   const off = finite(error?.median);
-  return el("table", { class: "what-if-table" },
+  return el(
+    "table",
+    { class: "what-if-table" },
     el("caption", { class: "visually-hidden" }, "Predicted seconds of a step for each change"),
-    el("thead", null, el("tr", null,
-      el("th", { scope: "col" }, "setting"),
-      el("th", { scope: "col", class: "num" }, "step"),
-      el("th", { scope: "col", class: "bar-head" }, el("span", { class: "visually-hidden" }, "bar")),
-      el("th", { scope: "col", class: "num" }, "change"),
-      el("th", { scope: "col" }, "from"),
-      el("th", { scope: "col" }, off === null ? "why" : `why (predictions here are ${percent(off, 1)} off in the median)`))),
-    el("tbody", null, rows));
+    el(
+      "thead",
+      null,
+      el(
+        "tr",
+        null,
+        el("th", { scope: "col" }, "setting"),
+        el("th", { scope: "col", class: "num" }, "step"),
+        el("th", { scope: "col", class: "bar-head" }, el("span", { class: "visually-hidden" }, "bar")),
+        el("th", { scope: "col", class: "num" }, "change"),
+        el("th", { scope: "col" }, "from"),
+        el(
+          "th",
+          { scope: "col" },
+          off === null ? "why" : `why (predictions here are ${percent(off, 1)} off in the median)`,
+        ),
+      ),
+    ),
+    el("tbody", null, rows),
+  );
 }
 
 function optionRow(option, now, longest) {
   const time = finite(option.step_s);
   const isNow = option.id === "now";
-  const [mark, word, explained] = isNow ? SURE.measured : SURE[option.sure] ?? SURE.model;
-  return el("tr", { class: isNow ? "now" : null, "data-testid": "what-if-row", data: { id: option.id, sure: word } },
+  const [mark, word, explained] = isNow ? SURE.measured : (SURE[option.sure] ?? SURE.model);
+  return el(
+    "tr",
+    { class: isNow ? "now" : null, "data-testid": "what-if-row", data: { id: option.id, sure: word } },
     el("th", { scope: "row" }, option.title),
     el("td", { class: "num check-value" }, seconds(time)),
     el("td", { class: "bar-cell" }, bar(time, finite(now.step_s), longest, word)),
     el("td", { class: "num" }, isNow ? "–" : changeText(finite(option.ratio))),
     el("td", { title: explained, class: "nowrap" }, el("span", { "aria-hidden": "true" }, `${mark} `), word),
-    el("td", { class: "muted" }, option.note));
+    el("td", { class: "muted" }, option.note),
+  );
 }
 
 function bar(time, now, longest, word) {
   const share = (x) => `${(100 * (x ?? 0)) / longest}%`;
   const slower = time > now * 1.0005;
-  return el("span", { class: "bar-track", "aria-hidden": "true" },
+  return el(
+    "span",
+    { class: "bar-track", "aria-hidden": "true" },
     el("span", { class: `bar-part ${word} ${slower ? "slower" : ""}`, style: { width: share(time) } }),
-    el("span", { class: "bar-mark", style: { left: share(now) } }));
+    el("span", { class: "bar-mark", style: { left: share(now) } }),
+  );
 }
 
 function changeText(ratio) {
@@ -111,18 +174,45 @@ function changeText(ratio) {
 
 function changeTable(changes) {
   if (!changes.length) {
-    return el("p", { class: "muted" }, "It has not changed in this run. When a worker is added or drained, " +
-      "the time that was predicted before is set here beside the time it took.");
+    return el(
+      "p",
+      { class: "muted" },
+      "It has not changed in this run. When a worker is added or drained, " +
+        "the time that was predicted before is set here beside the time it took.",
+    );
   }
-  return el("table", null,
-    el("thead", null, el("tr", null, ["step", "workers", "predicted", "actual", "error"].map((name) =>
-      el("th", { scope: "col", class: name === "workers" ? null : "num" }, name)))),
-    el("tbody", null, changes.toReversed().map((change) => el("tr", { "data-testid": "what-if-change" },
-      el("td", { class: "num" }, change.step),
-      el("td", null, `${change.from} → ${change.to}`),
-      el("td", { class: "num" }, seconds(change.predicted)),
-      el("td", { class: "num" }, seconds(change.actual)),
-      el("td", { class: "num" }, signed(finite(change.error)))))));
+  return el(
+    "table",
+    null,
+    el(
+      "thead",
+      null,
+      el(
+        "tr",
+        null,
+        ["step", "workers", "predicted", "actual", "error"].map((name) =>
+          el("th", { scope: "col", class: name === "workers" ? null : "num" }, name),
+        ),
+      ),
+    ),
+    el(
+      "tbody",
+      null,
+      changes
+        .toReversed()
+        .map((change) =>
+          el(
+            "tr",
+            { "data-testid": "what-if-change" },
+            el("td", { class: "num" }, change.step),
+            el("td", null, `${change.from} → ${change.to}`),
+            el("td", { class: "num" }, seconds(change.predicted)),
+            el("td", { class: "num" }, seconds(change.actual)),
+            el("td", { class: "num" }, signed(finite(change.error))),
+          ),
+        ),
+    ),
+  );
 }
 
 function signed(error) {

@@ -1,0 +1,11 @@
+/** Resolves once the store holds a judgement, which comes after the first paint. */
+export function judged(store) {
+  if (store.judgement) return Promise.resolve();
+  return new Promise((resolve) => {
+    const leave = store.on((event) => {
+      if (event.type !== "judgement") return;
+      leave();
+      resolve();
+    });
+  });
+}
