@@ -1,0 +1,128 @@
+"""Makes the pictures of the dashboard's views in docs/dashboard/, light and dark.
+
+    python -m deploy.dashboard_shots                 of a made-up run
+    python -m deploy.dashboard_shots --run DIR       of a real one
+
+The made-up run of the tests stands in for a real one: 60 steps, and workers that go from 1 to 3.
+Pictures are JPEG, and each stays below MOST_BYTES.
+"""
+
+import argparse
+import contextlib
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+
+from services.dashboard import auth
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+MADE_RUN = ROOT / "tests" / "services" / "dashboard" / "made_run.py"
+OUT = ROOT / "docs" / "dashboard"
+LAPTOP = {"width": 1366, "height": 768}
+MOST_BYTES = 120_000
+QUALITIES = (80, 70, 60, 50, 40)
+OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
+START_S = 40.0
+VIEWS = {
+    "breakdown": "breakdown",
+    "step": "breakdown?step=40",
+    "timeline": "timeline?first=38&last=41",
+    "learning": "learning",
+    "trust": "trust",
+    "samples": "samples?kind=train&id=t160",
+    "fleet": "fleet",
+    "what-if": "what_if",
+    "alerts": "alerts",
+}
+"""Name of the picture -> part of the address after #."""
+PARTED = ("--part-at", "25", "--flat-from", "25")
+
+
+def main() -> None:
+    """Writes every picture and prints its size."""
+    arguments = _arguments()
+    OUT.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="tandem-shots-") as folder:
+        place = pathlib.Path(folder)
+        run = arguments.run or _made(place / "run", "--workers", "1", "--workers-to", "3")
+        pair = [_made(place / name, *more) for name, more in (("a", ()), ("b", PARTED))]
+        with _browser() as browser:
+            with _serving(place / "log", "--run", str(run)) as link:
+                _shoot(browser, link, VIEWS)
+            with _serving(place / "log2", "--compare", *map(str, pair)) as link:
+                _shoot(browser, link, {"compare": ""})
+
+
+def _made(folder: pathlib.Path, *arguments: str) -> pathlib.Path:
+    command = [sys.executable, str(MADE_RUN), str(folder), "--steps", "60", *arguments]
+    subprocess.run(command, cwd=ROOT, check=True)
+    return folder
+
+
+@contextlib.contextmanager
+def _browser() -> Iterator:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        path = shutil.which("chromium")
+        if path is None:
+            sys.exit("chromium is not installed: make chromium (as root)")
+        browser = playwright.chromium.launch(executable_path=path, args=OPTIONS)
+        yield browser
+        browser.close()
+
+
+@contextlib.contextmanager
+def _serving(log: pathlib.Path, *arguments: str) -> Iterator[str]:
+    """The link of a server of its own."""
+    command = [sys.executable, "-m", "services.dashboard", *arguments, "--port", "0"]
+    with log.open("w") as output:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
+    try:
+        deadline = time.monotonic() + START_S
+        while not (said := re.search(r"its tokens: (.*)\)", log.read_text())):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the server said no address: {log.read_text()}")
+            time.sleep(0.05)
+        yield auth.link(*auth.read_access(pathlib.Path(said[1])))
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def _shoot(browser, link: str, views: dict[str, str]) -> None:
+    for scheme in ("light", "dark"):
+        context = browser.new_context(viewport=LAPTOP, color_scheme=scheme)
+        page = context.new_page()
+        for name, route in views.items():
+            page.goto("about:blank")
+            page.goto(f"{link}#{route}")
+            page.locator("body[data-drawn=true]").wait_for(timeout=START_S * 1e3)
+            page.wait_for_timeout(600)  # for charts that are drawn in the next frames
+            _write(page, OUT / f"{name}-{scheme}.jpg")
+        context.close()
+
+
+def _write(page, path: pathlib.Path) -> None:
+    """Writes a picture in the best quality that is small enough."""
+    for quality in QUALITIES:
+        picture = page.screenshot(type="jpeg", quality=quality)
+        if len(picture) <= MOST_BYTES:
+            break
+    path.write_bytes(picture)
+    print(f"{path.relative_to(ROOT)}: {len(picture) / 1e3:.0f} kB", flush=True)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser.add_argument("--run", type=pathlib.Path, help="folder of a run; default: a made-up one")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
