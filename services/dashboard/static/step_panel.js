@@ -29,20 +29,26 @@ export function makeStepPanel(store, { close, walk }) {
       on: { click: () => walk(panel.step + by) } }, text);
   }
 
+  /** Heading and content change together, so that no step is shown under another one's number. */
   async function show(number, takeFocus = false) {
+    if (node.hidden) fill(number, el("p", { class: "muted" }, "Reading …"));
     panel.step = number;
     node.hidden = false;
-    title.textContent = `Step ${number}`;
-    if (takeFocus) title.focus({ preventScroll: true });
     back.disabled = number <= 0;
     on.disabled = number >= store.columns.last;
+    if (takeFocus) title.focus({ preventScroll: true });
     const mine = ++asked;
     try {
       const facts = await getJSON(`/api/step/${number}`);
-      if (mine === asked) setChildren(body, content(store, facts));
+      if (mine === asked) fill(number, content(store, facts));
     } catch (error) {
-      if (mine === asked) setChildren(body, empty(`Step ${number} cannot be shown`, error.message));
+      if (mine === asked) fill(number, empty(`Step ${number} cannot be shown`, error.message));
     }
+  }
+
+  function fill(number, ...parts) {
+    title.textContent = `Step ${number}`;
+    setChildren(body, parts);
   }
   return panel;
 }
