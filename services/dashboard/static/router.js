@@ -22,5 +22,6 @@ export function go(id, params) {
 }
 
 export function noteParams(id, params) {
-  history.replaceState(null, "", hashOf(id, params));
+  const now = route().id; // a view that was left while it loaded must not call the viewer back
+  if (now === id || now === "") history.replaceState(null, "", hashOf(id, params));
 }
