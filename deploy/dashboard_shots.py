@@ -40,7 +40,15 @@ VIEWS = {
     "alerts": "alerts",
 }
 """Name of the picture -> part of the address after #."""
-PARTED = ("--part-at", "25", "--flat-from", "25")
+CODE = "def clip(x, low, high):\n    return max(low, min(x, high))\n"
+MAKE_PARTED = f"""
+import pathlib, sys
+sys.path.insert(0, sys.argv[1])
+from made_run import make_run
+make_run(pathlib.Path(sys.argv[2]), steps=60, part_at=25, flat_from=25,
+         config={{"learner.optimizer.learning_rate": 3e-4}}, code={{"learner/loss.py": {CODE!r}}})
+"""
+"""Writes a run that is the same as the made-up one of the same seed up to step 24."""
 
 
 def main() -> None:
@@ -50,7 +58,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tandem-shots-") as folder:
         place = pathlib.Path(folder)
         run = arguments.run or _made(place / "run", "--workers", "1", "--workers-to", "3")
-        pair = [_made(place / name, *more) for name, more in (("a", ()), ("b", PARTED))]
+        pair = [_made(place / "a"), _made_parted(place / "b")]
         with _browser() as browser:
             with _serving(place / "log", "--run", str(run)) as link:
                 _shoot(browser, link, VIEWS)
@@ -60,6 +68,12 @@ def main() -> None:
 
 def _made(folder: pathlib.Path, *arguments: str) -> pathlib.Path:
     command = [sys.executable, str(MADE_RUN), str(folder), "--steps", "60", *arguments]
+    subprocess.run(command, cwd=ROOT, check=True)
+    return folder
+
+
+def _made_parted(folder: pathlib.Path) -> pathlib.Path:
+    command = [sys.executable, "-c", MAKE_PARTED, str(MADE_RUN.parent), str(folder)]
     subprocess.run(command, cwd=ROOT, check=True)
     return folder
 

@@ -112,6 +112,16 @@ def test_number_keys_show_the_views_in_the_order_of_the_tabs(served, watch):
     assert visible.count() == 1
 
 
+def test_keys_in_quick_succession_end_in_the_last_view(served, watch):
+    page = watch(served("finished")).page
+    for _ in range(5):
+        for number in (2, 5, 3):
+            page.keyboard.press(str(number))
+        page.locator("#view-learning").wait_for(state="visible")
+        wait_until_drawn(page)
+        assert page.evaluate("location.hash") == "#learning"
+
+
 def test_arrows_move_along_the_tabs(served, watch):
     page = watch(served("finished"), "breakdown").page
     page.get_by_role("tab", name="Breakdown").focus()
