@@ -206,6 +206,8 @@ class Api:
 
     async def drain(self, request: Request) -> Response:
         wish = await _body(request, "name", str)
+        if not wish.isprintable():  # nor can gRPC carry a lone surrogate
+            raise BadQuery(f"name={wish[:40]!r} is no worker: give a name that /api/fleet lists")
         return await self._change(lambda link: link.drain(wish))
 
     async def compare(self, request: Request) -> Response:

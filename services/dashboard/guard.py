@@ -76,7 +76,7 @@ class Guard:
             )
         if scope["method"] not in ("GET", "HEAD"):
             origin = headers.get("origin")
-            if origin is not None and urlsplit(origin).netloc != host:
+            if origin is not None and _host_of(origin) != host:
                 return _error(403, f"Origin {origin[:100]!r} is another site: it may not command")
             if not self._gate.may_command(headers):
                 return _error(
@@ -135,11 +135,18 @@ def _error(status: int, text: str) -> Response:
 def _is_own_host(host: str) -> bool:
     """Whether a Host header names this machine by address or as localhost: a name of somebody's
     own that leads to loopback, as in DNS rebinding, is neither."""
-    name = urlsplit(f"//{host}").hostname or ""
-    if name == "localhost":
-        return True
     try:
-        ip_address(name)
+        name = urlsplit(f"//{host}").hostname or ""  # half an IPv6 address is a ValueError too
+        if name != "localhost":
+            ip_address(name)
     except ValueError:
         return False
     return True
+
+
+def _host_of(origin: str) -> str:
+    """Host and port of an Origin header; empty where it has none."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return ""

@@ -34,9 +34,13 @@ def bind(host: str, port: int | None) -> socket.socket:
             return bind(host, 0)
         number = error.errno or 0
         reason = os.strerror(number) if number > 0 else str(error)  # a name has no errno
-        raise PortTaken(
-            f"cannot listen on {host} port {port if port is not None else DEFAULT_PORT}: {reason}"
-        ) from error
+        raise PortTaken(_refused(host, port, reason)) from error
+    except (TypeError, ValueError) as error:  # a text that no name could be
+        raise PortTaken(_refused(repr(host[:80]), port, f"it is no host name ({error})")) from error
+
+
+def _refused(host: str, port: int | None, reason: str) -> str:
+    return f"cannot listen on {host} port {DEFAULT_PORT if port is None else port}: {reason}"
 
 
 def url_of(listener: socket.socket) -> str:

@@ -19,13 +19,17 @@ def parse_body(raw: bytes) -> Any:
     """Strict JSON of a request.
 
     Raises:
-        ValueError: for anything else, and for numbers that are not finite.
+        ValueError: for anything else, for numbers that are not finite, and for what is nested
+            too deep.
     """
 
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is no JSON number")
 
-    return json.loads(raw.decode(), parse_constant=refuse)
+    try:
+        return json.loads(raw.decode(), parse_constant=refuse)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
 
 
 def _ref(name: str) -> Json:

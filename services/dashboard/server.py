@@ -7,8 +7,10 @@ import os
 import signal
 import socket
 import threading
+from asyncio import TimerHandle
 from collections.abc import Callable, Iterator
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -16,6 +18,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from services.dashboard.live import Live
 
 LOOK_S = 0.5
+ASK_S = 20.0
+"""For a request to arrive, head and body; whoever takes longer only holds a descriptor."""
 ORPHAN_S = 60.0
 """For which a dashboard goes on after its driver is gone, so that viewers hear of it."""
 
@@ -23,11 +27,38 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class _Protocol(H11Protocol):
-    """Lets the application end a connection whose reader has stopped, with what is buffered."""
+    """Lets the application end a connection whose reader has stopped, with what is buffered, and
+    ends one whose request does not arrive within ASK_S."""
+
+    _late: TimerHandle | None = None
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
         self.app_state = {**self.app_state, "abort": transport.abort}
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._late is not None:
+            self._late.cancel()
+
+    def _watch(self) -> None:
+        """Starts the time of a request with its first byte, or with the connection."""
+        if self._late is None and self._is_asked():
+            self._late = self.loop.call_later(ASK_S, self.transport.abort)
+        elif self._late is not None and not self._is_asked():
+            self._late.cancel()
+            self._late = None
+
+    def _is_asked(self) -> bool:
+        """Whether a request has begun and is not complete; the first one begins at once."""
+        state = self.conn.their_state
+        begun = self.cycle is None or bool(self.conn.trailing_data[0])
+        return state is h11.SEND_BODY or (state is h11.IDLE and begun)
 
 
 class DashboardServer(uvicorn.Server):

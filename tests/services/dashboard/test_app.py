@@ -254,12 +254,16 @@ def test_the_fleet_can_be_seen_and_changed_with_the_control_token(running, drive
                 ("/api/fleet", [4], 422, "'target' alone"),
                 ("/api/fleet/drain", {"name": "rollout-1"}, 200, ""),
                 ("/api/fleet/drain", {"name": "rollout-9"}, 404, "no rollout worker 'rollout-9'"),
+                ("/api/fleet/drain", {"name": "a\0"}, 422, "is no worker"),
             ):
                 answer = client.post(path, json=body)
                 assert answer.status_code == status, (body, answer.text)
                 assert part in answer.json().get("error", "")
             assert client.post("/api/fleet", content=b"{" * 5000).status_code == 422
             assert client.post("/api/fleet", content=b'{"target": NaN}').status_code == 422
+            assert client.post("/api/fleet", content=b"[" * 4000).status_code == 422
+            lone = client.post("/api/fleet/drain", content=b'{"name": "\\ud800"}')
+            assert lone.status_code == 422, "gRPC cannot carry it"
         assert site.get("/api/fleet").json()["target"] == 3
 
 

@@ -121,6 +121,8 @@ def test_a_link_leads_to_no_other_host(site, browser):
         ("evil.example", 421),
         ("localhost.evil.example", 421),
         ("", 421),
+        ("[", 421),
+        ("[::1", 421),
     ],
 )
 def test_on_loopback_a_name_of_somebodys_own_is_refused(site, host, status):
@@ -134,6 +136,8 @@ def test_another_sites_page_may_not_command(site):
         headers = {"origin": "http://evil.example"}
         answer = client.post("/api/fleet", json={"target": 3}, headers=headers)
         assert answer.status_code == 403
+        answer = client.post("/api/fleet", json={"target": 3}, headers={"origin": "http://["})
+        assert answer.status_code == 403, "of no site at all"
         answer = client.post("/api/fleet", json={"target": 3}, headers={"origin": site.url})
         assert answer.status_code == 409, "let in; the run is over"
 
