@@ -77,23 +77,26 @@ class StepModel:
         shorter = min(level.rollout_s, level.update_s)
         hidden = self._overlap()
         share = f"{hidden:.0%} of the shorter side".replace("%", " %")
+        rest_s = self._rest_s(level)
         if then == 0:
             return Forecast(
-                longer + hidden * shorter + level.rest_s,
+                longer + hidden * shorter + rest_s,
                 False,
                 f"the sides follow each other again; {share} is taken to be hidden now",
             )
         if staleness == 0:
             longer = _paired(steps) if then == 1 else longer
             return Forecast(
-                longer + (1 - hidden) * shorter + level.rest_s,
+                longer + (1 - hidden) * shorter + rest_s,
                 False,
                 f"rollouts go on beside the update; {share} is taken to hide",
             )
         if then == 1:
             longer = _paired(steps)
+        elif staleness == 1:
+            rest_s = level.step_s - _paired(steps)
         return Forecast(
-            longer + level.rest_s,
+            longer + rest_s,
             False,
             "a deeper queue only evens out which side is longer from step to step",
         )
@@ -122,9 +125,20 @@ class StepModel:
         return Forecast(self._together(level, update_s, rollout_s), False, note)
 
     def _together(self, level: Sides, update_s: float, rollout_s: float) -> float:
+        return self._both(update_s, rollout_s) + self._rest_s(level)
+
+    def _both(self, update_s: float, rollout_s: float) -> float:
         if self._settings.max_staleness == 0:
-            return rollout_s + update_s + level.rest_s
-        return max(rollout_s, update_s) + level.rest_s
+            return rollout_s + update_s
+        return max(rollout_s, update_s)
+
+    def _rest_s(self, level: Sides) -> float:
+        """What `level` leaves beside its two sides, so that what changes nothing predicts its step.
+
+        Medians do not add up: with the median of the rests every prediction would be off by the
+        same seconds, and both a worker more and a worker fewer could look faster.
+        """
+        return level.step_s - self._both(level.update_s, level.rollout_s)
 
     def _work_s(self, now: int, then: int) -> tuple[float, bool, str]:
         """Seconds of the busiest worker among `then`, whether that was seen, and from what."""

@@ -94,12 +94,11 @@ def _rollout_s(facts: StepFacts, worker: str) -> float:
 def median_sides(sides: Sequence[Sides]) -> Sides:
     """Medians field by field, over steps with the same number of workers; at least one step.
 
-    The rest is what makes the medians of the two sides add up to the median step.
+    They need not add up: `step_s` is seldom the sum of the others.
     """
     fields = [field.name for field in dataclasses.fields(Sides) if field.name != "workers"]
     medians = {name: _median([getattr(one, name) for one in sides]) for name in fields}
-    shift = medians["step_s"] - statistics.median(one.step_s - one.rest_s for one in sides)
-    return Sides(workers=sides[-1].workers, **(medians | {"rest_s": shift}))
+    return Sides(workers=sides[-1].workers, **medians)
 
 
 def _median(values: list[float]) -> float:

@@ -133,6 +133,28 @@ def test_staleness_hides_the_shorter_side():
     )
 
 
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+def test_of_noisy_steps_a_worker_more_and_a_worker_fewer_are_not_both_faster(max_staleness):
+    """The median step is 3.5 s, but the median sides take 1.2 s each: medians do not add up."""
+    cpu = settings(platform="cpu", max_staleness=max_staleness)
+    noisy = []
+    for decode_s, update_s in ((3.0, 1.0), (1.0, 3.0), (1.2, 1.2), (1.0, 3.1), (3.2, 1.0)):
+        facts = step(
+            1,
+            wall_s=decode_s + update_s,
+            learner={"forward_backward": update_s},
+            workers=[{"decode": decode_s}] * 2,
+            metrics={"time/train/update_s": update_s, "time/train/rollout_generate_s": decode_s},
+        )
+        noisy.append(sides_of(facts, cpu))
+    model = StepModel({2: noisy}, cpu)
+    now_s = model.with_workers(2, 2).step_s
+    assert model.with_workers(2, 3).step_s <= now_s <= model.with_workers(2, 1).step_s
+    assert model.with_half_length(2).step_s <= now_s
+    if max_staleness:
+        assert model.with_staleness(2, 0).step_s >= now_s >= model.with_staleness(2, 2).step_s
+
+
 def test_without_staleness_the_sides_follow_each_other_again():
     asynchronous = settings(max_staleness=1)
     facts = step(
