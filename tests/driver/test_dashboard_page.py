@@ -17,7 +17,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 STEPS = 30
 START_S = 180.0
 END_S = 300.0
-GONE = "ERR_CONNECTION_REFUSED|ERR_CONNECTION_RESET|ERR_INCOMPLETE|ERR_EMPTY_RESPONSE"
+GONE = "net::ERR_"
+"""What the browser says of a server that ends with its run."""
 SETTINGS = [
     f"run.steps={STEPS}",
     "rollout.workers={min: 1, max: 2}",

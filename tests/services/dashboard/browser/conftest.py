@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from chromium import Watched, chromium, why_missing
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from made_run import make_run  # noqa: E402  the folder of made runs is on the path only now
+from made_run import make_run  # noqa: E402  these folders are on the path only now
 from page_server import Served  # noqa: E402
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -27,7 +28,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="package")
 def browser():
-    """Is closed after the last test of this folder: other tests call asyncio.run."""
+    """Is closed after the last test of this folder, which is a package for that reason: other tests
+    call asyncio.run, which does not work while Playwright is there."""
     if why := why_missing():
         pytest.skip(why)
     with chromium() as started:

@@ -11,7 +11,8 @@ from reading import says
 
 pytestmark = pytest.mark.browser
 
-GONE = "ERR_CONNECTION_REFUSED|ERR_CONNECTION_RESET|ERR_EMPTY_RESPONSE|ERR_INCOMPLETE|ERR_NETWORK"
+GONE = "net::ERR_"
+"""What a browser says of a server that is not there, or goes while it answers."""
 BANNER = "#banner"
 
 
