@@ -4,7 +4,8 @@ It only reads the run's folder (`services/dashboard/`), so that nothing in it ca
 nothing here may either: whatever fails is one line, and the run goes on without a dashboard.
 
 The socket is bound here and inherited, so that the URL is known before anything else starts, and
-stays the same when the process is replaced.
+stays the same when the process is replaced. After a driver was killed, the next one takes over port
+and tokens of the dashboard that was left: pages that are open go on.
 """
 
 import contextlib
@@ -12,17 +13,19 @@ import os
 import pathlib
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from urllib.parse import urlsplit
 
 from driver.config import DashboardConfig
 from driver.errors import RunError
 from services.dashboard import auth
-from services.dashboard.auth import NoLink
+from services.dashboard.auth import NoLink, Tokens
 from services.dashboard.listener import PortTaken, bind, url_of
 from services.reachable import is_loopback
 
@@ -35,7 +38,7 @@ NICENESS = 5
 """Of the process: training comes first."""
 END_S = 2.0
 """For it to tell its viewers how the run ended."""
-TAKE_OVER_S = 3.0
+TAKE_OVER_S = 5.0
 """For the dashboard of a driver that was killed to notice that this one wants its port."""
 
 
@@ -148,23 +151,40 @@ def open_dashboard(config: DashboardConfig, folder: pathlib.Path) -> Iterator[Da
         yield None
         return
     with contextlib.ExitStack() as stack:
+        port, tokens = _left_by_killed(folder)
         try:
-            access = _write_access(folder)
+            access = _write_access(folder, tokens or Tokens.create())
         except OSError as error:  # as on a full disk, of which the run itself will tell
             print(f"no dashboard: {error}", file=sys.stderr, flush=True)
             yield None
             return
         stack.callback(shutil.rmtree, access, ignore_errors=True)
-        dashboard = Dashboard(folder, stack.enter_context(contextlib.closing(_bind(config))))
+        dashboard = Dashboard(folder, stack.enter_context(contextlib.closing(_bind(config, port))))
         (access / "url").write_text(dashboard.url)
         stack.callback(dashboard.stop)
         yield dashboard
 
 
-def _write_access(folder: pathlib.Path) -> pathlib.Path:
-    """Puts new tokens in place at once; a dashboard that a killed driver has left sees that."""
+def _left_by_killed(folder: pathlib.Path) -> tuple[int | None, Tokens | None]:
+    """Port and tokens of the dashboard that a killed driver has left; None for what is not there,
+    or was not for this user alone."""
+    place = folder / auth.FOLDER
+    try:
+        found = place.stat()
+        if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) != 0o700:
+            return None, None
+        url, tokens = auth.read_access(place)
+        port = urlsplit(url).port
+    except (NoLink, OSError, ValueError):  # ValueError: what was killed while it wrote
+        return None, None
+    whole = min(len(tokens.view), len(tokens.control)) >= auth.TOKEN_BYTES
+    return port, tokens if whole else None
+
+
+def _write_access(folder: pathlib.Path, tokens: Tokens) -> pathlib.Path:
+    """Puts new files in place at once; a dashboard that a killed driver has left sees that."""
     made = pathlib.Path(tempfile.mkdtemp(prefix=f".{auth.FOLDER}-", dir=folder))
-    auth.write_access(made / auth.FOLDER, "", auth.Tokens.create())
+    auth.write_access(made / auth.FOLDER, "", tokens)
     place = folder / auth.FOLDER
     shutil.rmtree(place, ignore_errors=True)
     (made / auth.FOLDER).rename(place)
@@ -173,13 +193,17 @@ def _write_access(folder: pathlib.Path) -> pathlib.Path:
     return place
 
 
-def _bind(config: DashboardConfig) -> socket.socket:
-    deadline = time.monotonic() + (TAKE_OVER_S if config.port else 0)
+def _bind(config: DashboardConfig, left: int | None) -> socket.socket:
+    """The configured port, else the one that a killed driver has left, else what is free."""
+    wanted = left if config.port is None else config.port
+    deadline = time.monotonic() + (TAKE_OVER_S if wanted else 0)
     while True:
         try:
-            return bind(config.host, config.port)
+            return bind(config.host, wanted)
         except PortTaken as error:
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline and wanted != config.port:
+                wanted = config.port
+            elif time.monotonic() > deadline:
                 raise PortUnavailable(
                     f"log.dashboard.port={config.port}, log.dashboard.host={config.host}: {error}; "
                     "choose another port, null for a free one, or log.dashboard.enabled=false"

@@ -112,6 +112,8 @@ def check_run(folder: pathlib.Path) -> str:
             f"{error.filename} may not be read: the run belongs to another user; ask for its link "
             "or for a copy of the folder"
         ) from error
+    except OSError as error:  # as of a name that is too long, or of a folder in place of a file
+        raise CannotServe(f"{error.filename} cannot be read: {error.strerror}") from error
 
 
 def _show_link(given: argparse.Namespace, folder: pathlib.Path) -> None:
@@ -136,7 +138,8 @@ def _serve_for_driver(folder: pathlib.Path, name: str, fd: int, driver_pid: int)
     orphaned = Orphaned(driver_pid, access / "view_token")
     _, tokens = auth.read_access(access)
     listener = socket.socket(fileno=fd)
-    live = Live(folder, driver_is_gone=orphaned)
+    # Another pid is that of a driver that goes on with the run: it is about to take over.
+    live = Live(folder, driver_is_gone=lambda pid: pid == driver_pid and orphaned())
     _server([live], name, tokens, listener).serve_on(listener, orphaned)
 
 

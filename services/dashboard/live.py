@@ -48,7 +48,7 @@ class Live:
         folder: pathlib.Path,
         *,
         hub: Hub | None = None,
-        driver_is_gone: Callable[[], bool] = lambda: False,
+        driver_is_gone: Callable[[Any], bool] = lambda pid: False,
         now: Callable[[], float] = time.time,
     ):
         """Reads nothing yet.
@@ -56,7 +56,7 @@ class Live:
         Args:
             folder: of the run.
             hub: of the viewers.
-            driver_is_gone: says for certain that the driver of the run is there no more.
+            driver_is_gone: says for certain that the driver with this process id is there no more.
             now: Unix seconds.
         """
         self.folder = folder
@@ -232,7 +232,8 @@ class Live:
 
     def _find_state(self) -> str:
         status = self.log.status
-        if status.get("state", "running") == "running" and self._driver_is_gone():
+        running = status.get("state", "running") == "running"
+        if running and self._driver_is_gone(status.get("pid")):
             return "lost"
         return state_of_run(self.folder, status)
 

@@ -6,6 +6,8 @@ import os
 import pathlib
 import signal
 import stat
+import subprocess
+import sys
 import tarfile
 import time
 
@@ -185,18 +187,77 @@ def test_a_full_disk_is_no_reason_not_to_run(folder, monkeypatch, capsys):
     assert "no dashboard: " in capsys.readouterr().err
 
 
-def test_what_a_killed_driver_left_is_replaced(folder):
-    auth.write_access(folder / "dashboard", "http://127.0.0.1:1", auth.Tokens.create())
+def left_behind(folder: pathlib.Path, tokens: auth.Tokens, port: int = 1) -> int:
+    """What a killed driver leaves; returns the file that its dashboard watches, as an inode."""
+    auth.write_access(folder / "dashboard", f"http://127.0.0.1:{port}", tokens)
+    return os.stat(folder / "dashboard" / "view_token").st_ino
+
+
+def test_what_a_killed_driver_left_is_replaced_and_its_links_stay_good(folder):
+    tokens = auth.Tokens.create()
+    inode = left_behind(folder, tokens)
     (folder / ".dashboard-x").mkdir()
-    old = (folder / "dashboard" / "view_token").read_text()
     check_folder(folder, resume=False)  # it is no run
     with open_dashboard(FREE, folder) as board:
-        url, tokens = auth.read_access(folder / "dashboard")
-        assert url == board.url and tokens.view != old
+        assert auth.read_access(folder / "dashboard") == (board.url, tokens)
+        assert os.stat(folder / "dashboard" / "view_token").st_ino != inode
         assert not (folder / ".dashboard-x").exists()
     (folder / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(FolderTaken):
         check_folder(folder, resume=False)
+
+
+@pytest.mark.parametrize("fault", ["cut short", "open to others"])
+def test_tokens_that_others_may_know_are_not_used_again(folder, fault):
+    old = auth.Tokens(view="", control="") if fault == "cut short" else auth.Tokens.create()
+    left_behind(folder, old)
+    (folder / "dashboard").chmod(0o755 if fault == "open to others" else 0o700)
+    with open_dashboard(FREE, folder):
+        _, tokens = auth.read_access(folder / "dashboard")
+    assert tokens.view != old.view and len(tokens.view) >= auth.TOKEN_BYTES
+
+
+def test_a_port_that_a_killed_driver_left_and_others_took_is_given_up(folder, monkeypatch):
+    monkeypatch.setattr(dashboard, "TAKE_OVER_S", 0.2)
+    with bind("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        left_behind(folder, auth.Tokens.create(), port)
+        with open_dashboard(DashboardConfig(), folder) as board:
+            assert not board.url.endswith(f":{port}")
+
+
+KILLED = """
+import os, pathlib, signal, sys, time
+from driver.config import DashboardConfig
+from driver.dashboard import open_dashboard
+from driver.status import StatusFile
+folder = pathlib.Path(sys.argv[1])
+StatusFile(folder, run="made", run_id="made-1")
+with open_dashboard(DashboardConfig(port=0), folder) as board:
+    board.start(lambda text: print(text, flush=True))
+    time.sleep(600)
+"""
+
+
+def test_an_open_page_goes_on_with_the_driver_that_resumes(folder):
+    """Same address, same tokens; the dashboard that was left never calls the new driver gone."""
+    killed = subprocess.Popen([sys.executable, "-c", KILLED, folder], stdout=subprocess.PIPE)
+    with killed:
+        assert killed.stdout is not None and killed.stdout.readline()
+        url, tokens = auth.read_access(folder / "dashboard")
+        with client(folder) as viewer:
+            until(lambda: answers(url) and viewer.get("/api/run").is_success, "the dashboard")
+            killed.kill()
+            killed.wait()
+            until(lambda: viewer.get("/api/run").json()["state"] == "lost", "the end to be told")
+    StatusFile(folder, run="made", run_id="made-1")
+    with open_dashboard(DashboardConfig(), folder) as board:
+        board.start(lambda text: None)
+        assert (board.url, tokens) == (url, auth.read_access(folder / "dashboard")[1])
+        until(lambda: served(folder), "the dashboard")
+        with client(folder) as viewer:
+            told = viewer.get("/api/run").json()
+    assert (told["state"], told["pid"]) == ("running", os.getpid())
 
 
 def test_a_post_mortem_holds_no_token(folder, status):

@@ -173,7 +173,7 @@ def test_steps_and_the_end_of_a_run_reach_those_who_watch(running):
 
 def test_a_run_whose_driver_is_gone_is_lost(running):
     gone = []
-    with served(running.folder, driver_is_gone=lambda: bool(gone)) as site:
+    with served(running.folder, driver_is_gone=lambda pid: bool(gone)) as site:
         with site.client() as client, client.stream("GET", "/api/stream") as response:
             told = events(response)
             assert next(told).data["state"] == "running"
