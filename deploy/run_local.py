@@ -58,12 +58,12 @@ def free_ports(count: int) -> list[int]:
 
 def start_head(environment: dict[str, str], folder: str, log) -> tuple[subprocess.Popen, str]:
     """Starts a Ray head in a process group of its own; returns it and its job address."""
-    dashboard, client = free_ports(2)
+    dashboard, agent, client = free_ports(3)  # Ray's own choices collide with another head's
     head = subprocess.Popen(
         ["ray", "start", "--head", "--block", "--disable-usage-stats"]
         + ["--node-ip-address", "127.0.0.1", "--port", "0", "--temp-dir", folder]
         + ["--dashboard-host", "127.0.0.1", "--dashboard-port", str(dashboard)]
-        + ["--ray-client-server-port", str(client)],
+        + ["--dashboard-agent-listen-port", str(agent), "--ray-client-server-port", str(client)],
         env=environment,
         stdout=log,
         stderr=log,
@@ -103,17 +103,28 @@ class Relay(threading.Thread):
         super().__init__(name="relay", daemon=True)
         self._lines = job.stdout
         self.summary = ""
-        self.too_early = False
-        """The head had no agent yet that could take the job."""
+        self.refusal = ""
+        """What the head said where it had no agent yet that could take the job."""
+        self._held: list[str] | None = None
+        """A traceback of the client in place of the job's output; of no use after a refusal."""
 
     def run(self) -> None:
+        is_first = True
         for line in self._lines:
             if SUMMARY.match(line):
                 self.summary = line.rstrip()
             elif NO_AGENT in line:
-                self.too_early = True
+                self.refusal = line.strip()
             elif not CHATTER.match(line):
-                print(whole_link(line), end="", flush=True)
+                if is_first and line.startswith("Traceback "):
+                    self._held = []
+                is_first = False
+                if self._held is None:
+                    print(whole_link(line), end="", flush=True)
+                else:
+                    self._held.append(line)
+        if self._held and not self.refusal:
+            print("".join(self._held), end="", flush=True)
 
 
 def whole_link(line: str) -> str:
@@ -214,10 +225,12 @@ def main(arguments: list[str]) -> int:
             output.start()
             job.wait()
             output.join(JOB_STOP_S)
-            if not output.too_early:
+            if not output.refusal:
                 break
-            print("the Ray head is not ready for a job yet: submitting again", flush=True)
+            print("the Ray head takes no job yet", flush=True)
             time.sleep(3)
+        else:
+            print(f"the Ray head took no job, {SUBMISSIONS} times: {output.refusal}", flush=True)
         succeeded = job is not None and job.wait() == 0
         return 0 if succeeded else 1
     except Stopped as stopped:

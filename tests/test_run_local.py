@@ -1,6 +1,7 @@
 """What `deploy/run_local.py` makes of the output of its job."""
 
 import pathlib
+import subprocess
 import sys
 
 import pytest
@@ -36,3 +37,24 @@ def test_a_run_that_is_over_and_other_lines_stay_as_they_are(tmp_path, monkeypat
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     for line in (LINE.format(tmp_path), "step 1\n", "dashboard: none\n"):
         assert run_local.whole_link(line) == line
+
+
+TRACEBACK = "Traceback (most recent call last):\n  File ...\nRuntimeError(\n"
+
+
+@pytest.mark.parametrize(
+    "said, shown, refusal",
+    [
+        ("step 1\n", "step 1\n", ""),
+        (TRACEBACK + "no such entrypoint\n", TRACEBACK + "no such entrypoint\n", ""),
+        (TRACEBACK + run_local.NO_AGENT + "\n", "", run_local.NO_AGENT),
+        ("step 1\n" + TRACEBACK, "step 1\n" + TRACEBACK, ""),
+    ],
+    ids=["a job", "refused for good", "too early", "a job that fails"],
+)
+def test_a_head_that_is_not_ready_is_no_traceback(capfd, said, shown, refusal):
+    command = [sys.executable, "-c", f"print({said!r}, end='')"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as job:
+        relay = run_local.Relay(job)
+        relay.run()
+    assert capfd.readouterr().out == shown and relay.refusal == refusal
