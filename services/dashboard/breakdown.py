@@ -17,6 +17,8 @@ from services.phase_clock import UNEXPLAINED
 
 OTHER = "other"
 """Seconds of a step that its critical path does not explain."""
+STARTING_SHARE = 0.1
+"""Of the wall time; a step with a process that compiles for longer is no usual one."""
 
 PHASE_GROUPS: dict[str, tuple[str, ...]] = {
     group: tuple(row.name for row in PHASE_ROWS if row.group == group)
@@ -94,6 +96,22 @@ def by_group(phase_s: Mapping[str, float]) -> dict[str, float]:
         name = _GROUP_OF.get(phase, phase)
         groups[name] = groups.get(name, 0.0) + seconds
     return groups
+
+
+def without_starts(recent: Sequence[StepFacts]) -> Sequence[StepFacts]:
+    """Leaves out the steps in which a process compiled, as at a start, where most have none.
+
+    One of them takes as long as dozens of others, and says nothing of the next step.
+    """
+    others = [
+        facts
+        for facts in recent
+        if all(
+            facts.phase_s(process, "compile") <= STARTING_SHARE * facts.wall_s
+            for process in facts.processes
+        )
+    ]
+    return others if 2 * len(others) > len(recent) else recent
 
 
 def waiting_share(facts: StepFacts, process: str) -> float:

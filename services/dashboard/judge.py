@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.dashboard.alerts import Alerts
-from services.dashboard.breakdown import bottleneck
+from services.dashboard.breakdown import bottleneck, without_starts
 from services.dashboard.facts import RunSettings, StepFacts
 from services.dashboard.recent import WINDOW, Recent
 from services.dashboard.trust import trust
@@ -66,7 +66,7 @@ class Judge:
         while self._pending:
             self._alerts.add(self._pending.popleft())
         recent = Recent(tuple(self._recent), self._settings)
-        found = bottleneck(recent.steps)
+        found = bottleneck(without_starts(recent.steps))
         return {
             "time": now,
             "step": self._last_step,
@@ -90,7 +90,8 @@ class Judge:
         fraction = min(1.0, step / total) if total else 0.0
         step_s = math.nan
         if self._recent:
-            step_s = sum(facts.wall_s for facts in self._recent) / len(self._recent)
+            usual = without_starts(tuple(self._recent))
+            step_s = sum(facts.wall_s for facts in usual) / len(usual)
         remaining_s = step_s * max(0, total - step) if total else math.nan
         known = not math.isnan(remaining_s)
         text = f"step {step} of {total}" if total else f"step {step}"

@@ -21,6 +21,23 @@ def judged(steps, with_settings=None) -> Judge:
     return judge
 
 
+def test_a_start_is_no_part_of_a_usual_step():
+    """Two steps of 30 s that compile, then steps of 2 s: neither mean nor bottleneck is theirs."""
+    start = [step(n, wall_s=30.0, learner={"compile": 28.0}) for n in (1, 2)]
+    found = judged([*start, *map(step, range(3, 8))]).verdict(0.0, RUNNING)
+    assert found["progress"]["step_s"] == 2.0 and found["progress"]["remaining_s"] == 186.0
+    assert found["bottleneck"]["phase"] == "forward_backward"
+    early = judged([*start, step(3)]).verdict(0.0, RUNNING)
+    assert early["bottleneck"]["phase"] == "compile" and early["progress"]["step_s"] > 20
+
+
+def test_where_steps_keep_compiling_they_are_the_usual_ones():
+    compiling = [step(n, wall_s=30.0, learner={"compile": 28.0}) for n in range(1, 11, 2)]
+    steps = sorted([*compiling, *map(step, range(2, 11, 2))], key=lambda facts: facts.step)
+    found = judged(steps).verdict(0.0, RUNNING)
+    assert found["bottleneck"]["phase"] == "compile" and found["progress"]["step_s"] == 16.0
+
+
 def test_a_judgement_has_every_part_of_the_contract():
     funnel = {f"funnel/{name}": 100.0 - i for i, name in enumerate(FUNNEL)}
     judge = judged(step(n, metrics=funnel) for n in range(1, 21))
