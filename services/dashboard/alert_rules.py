@@ -152,9 +152,24 @@ def zero_variance(scene: Scene) -> Finding | None:
     if not scene.beyond(share, 0.50, 0.45):
         return None
     advice = "more completions a prompt, or prompts that are neither too easy nor too hard"
+    text = f"{percent(share)} of the groups have equal rewards and teach nothing"
+    mean, best = recent.mean("reward/total/mean"), recent.greatest("reward/total/max")
+    worst = min(recent.values("reward/total/min"), default=math.nan)
+    if best == worst:
+        text += f"; every reward is {best:g}"
+        advice = "read samples: are the prompts solved, or does nothing reach the reward function?"
+    elif mean - worst < 0.05 * (best - worst):
+        text += f"; almost every reward is the lowest, {worst:g}"
+        advice = (
+            "read samples: is the prompt what the model knows (data.system_prompt, "
+            "data.question_template), and does the reward function find the answer? Else easier "
+            "prompts"
+        )
+    elif best - mean < 0.1 * (best - worst):
+        text += f"; almost every reward is the highest, {best:g}"
+        advice = "harder prompts: these are solved"
     if recent.settings.zero_variance == "keep":
         advice += "; algorithm.zero_variance=mask spares the learner the work, resample replaces it"
-    text = f"{percent(share)} of the groups have equal rewards and teach nothing"
     return Finding(BAD if share > 0.9 else WARN, text, advice, "trust")
 
 

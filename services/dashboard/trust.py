@@ -206,20 +206,21 @@ def _disagreement(recent: Recent) -> Check:
 def _canary(recent: Recent) -> Check:
     """Logprobs of a fixed text at learner and workers, under the same weights.
 
-    weights.canary_bound is the bound where it is set; workers refuse a version beyond it. Else 0.1
-    nats: other kernels in bfloat16 stay below, a wrong tensor does not.
+    weights.canary_bound is the most where it is set; workers refuse a version beyond it. Else 0.1
+    nats: other kernels in bfloat16 stay below, a wrong tensor does not. Half of it is the bound.
     """
     name = "canary/gap_max"
-    bound = recent.settings.canary_bound or 0.1
+    most = recent.settings.canary_bound or 0.1
     value = recent.greatest(name)
     return _check(
         "canary",
         "canary gap",
         value,
         "nats",
-        bound,
-        _above(value, bound / 2, bound),
-        f"a fixed text has logprobs that differ by at most {value:.2g} nats between the processes",
+        most / 2,
+        _above(value, most / 2, most),
+        f"a fixed text has logprobs that differ by at most {value:.2g} nats between the processes; "
+        f"beyond {most:g} the weights are not the same",
         [name],
     )
 

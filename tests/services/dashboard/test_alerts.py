@@ -199,6 +199,22 @@ def test_an_alert_stands_until_its_number_is_well_below_the_threshold():
     assert "zero_variance" not in run(then(raised, share(0.40), 30)).standing
 
 
+@pytest.mark.parametrize(
+    "rewards, said, advised",
+    [
+        ((0.01, 0.0, 1.0), "almost every reward is the lowest, 0", "data.system_prompt"),
+        ((0.95, 0.0, 1.0), "almost every reward is the highest, 1", "harder prompts"),
+        ((1.0, 1.0, 1.0), "every reward is 1", "read samples"),
+        ((0.5, 0.0, 1.0), "teach nothing", "more completions a prompt"),
+    ],
+)
+def test_advice_on_equal_rewards_fits_what_they_are(rewards, said, advised):
+    names = [f"reward/total/{name}" for name in ("mean", "min", "max")]
+    metrics = {"rollout/zero_variance_fraction": 0.8, **dict(zip(names, rewards, strict=True))}
+    finding = run(habit(metrics=metrics)).standing["zero_variance"].finding
+    assert finding.text.endswith(said) and advised in finding.advice
+
+
 def test_an_alert_says_since_when_it_stands_and_is_sorted_by_weight():
     steps = then(habit(8), {"metrics": {"rollout/zero_variance_fraction": 0.6}}, 12)
     steps = [*steps, step(21, metrics={"train/loss": math.inf})]

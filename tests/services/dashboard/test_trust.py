@@ -70,7 +70,7 @@ def test_staleness_beyond_the_promise_is_bad():
 
 def test_the_canary_is_held_against_the_bound_of_the_run():
     found = lights({"canary/gap_max": 0.06}, with_settings=settings(canary_bound=0.05))["canary"]
-    assert (found.light, found.bound) == ("bad", 0.05)
+    assert (found.light, found.bound) == ("bad", 0.025)
 
 
 def test_phases_that_claim_more_than_the_step_show():
