@@ -215,6 +215,13 @@ class WorkerRoom:
             )
         return False
 
+    def waiting(self) -> str:
+        """What is waited for, and what is there."""
+        return (
+            f"waiting for room for {self._name} ({_say(self._bundle)}), for at most "
+            f"{self._config.resources_timeout_s:g} s:\n{_room([self._bundle])}"
+        )
+
     def shortage(self) -> str:
         """What was asked and what is there."""
         return shortage(
@@ -231,13 +238,17 @@ def release(group: PlacementGroup) -> None:
 
 def shortage(who: str, bundles: list[dict[str, float]], timeout_s: float) -> str:
     """Says that the cluster cannot fit what somebody asks for, with every kind of resource."""
+    return f"the Ray cluster cannot fit {who} within {timeout_s:g} s:\n{_room(bundles)}"
+
+
+def _room(bundles: list[dict[str, float]]) -> str:
+    """What was asked and what is there, a line for every kind of resource."""
     there, free = ray.cluster_resources(), ray.available_resources()
-    lines = [
+    return "\n".join(
         f"  {name}: asked {amount:g}, cluster has {there.get(name, 0):g}, "
         f"free {free.get(name, 0):g}"
         for name, amount in _totals(bundles).items()
-    ]
-    return f"the Ray cluster cannot fit {who} within {timeout_s:g} s:\n" + "\n".join(lines)
+    )
 
 
 def _is_hopeless(bundles: list[dict[str, float]]) -> bool:

@@ -143,7 +143,7 @@ class Scaler:
             self._asked = WorkerRoom(self._config.placement, name, self._group)
         try:
             if not self._asked.is_there():
-                self._notice = self._asked.shortage()
+                self._notice = self._asked.waiting()
                 return
         except ResourcesNotMet as error:
             self._asked, self.target, self._notice = None, there, str(error)

@@ -89,6 +89,7 @@ def test_room_for_one_more_worker_is_asked_for_and_given_back(run_room):
     second = WorkerRoom(placement(), "rollout-2", run_room)
     asked = time.monotonic()
     assert not second.is_there(), "it never waits"
+    assert second.waiting().startswith("waiting for room for rollout-2 (1.5 CPU), for at most 2 s")
     assert time.monotonic() - asked < 1
     with pytest.raises(ResourcesNotMet) as refused:
         wait_for(second)
