@@ -11,10 +11,12 @@ import contextlib
 import pathlib
 import sys
 import time
+import unicodedata
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -232,11 +234,14 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
             else:
                 console.print(_picture(top, console))
             if ending := top.ending():
-                console.print(ending, markup=False, highlight=False, soft_wrap=True)
+                console.print(_Harmless(Text(ending)), soft_wrap=True)
         return ExitCode.FINISHED
     except RunError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    except OSError as error:  # of another user's run, or on a disk that is gone
+        print(f"error: the run cannot be read: {error}", file=sys.stderr, flush=True)
+        return NoRun.exit_code
 
 
 def _watch(top: Top, console: Console, every_s: float) -> None:
@@ -251,9 +256,25 @@ def _watch(top: Top, console: Console, every_s: float) -> None:
             live.update(_picture(top, console), refresh=True)
 
 
-def _picture(top: Top, console: Console) -> Group:
+def _picture(top: Top, console: Console) -> "_Harmless":
     coloured = console.color_system is not None
-    return top.picture(console.width, coloured=coloured, now=time.time())
+    return _Harmless(top.picture(console.width, coloured=coloured, now=time.time()))
+
+
+class _Harmless:
+    """Draws something without the control characters in its text: a name or an error that a run
+    has written down may hold some, and a terminal obeys them."""
+
+    def __init__(self, drawn: RenderableType):
+        self._drawn = drawn
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for segment in console.render(self._drawn, options):
+            yield segment if segment.control else Segment(_shown(segment.text), segment.style)
+
+
+def _shown(text: str) -> str:
+    return "".join(c if c == "\n" or unicodedata.category(c) != "Cc" else "\ufffd" for c in text)
 
 
 def _seconds(text: str) -> float:

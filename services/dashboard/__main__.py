@@ -34,6 +34,13 @@ NOT_LOOPBACK = (
 )
 
 
+FILES = (
+    *("status.json", "config.yaml", "metrics.jsonl", "ledger.jsonl"),
+    *("timeline.jsonl", "samples.jsonl", "eval.jsonl"),
+)
+"""Of a run; all but the first may be missing, none may be unreadable."""
+
+
 class CannotServe(Exception):
     """What a person can mend; shown without a traceback."""
 
@@ -101,11 +108,11 @@ def check_run(folder: pathlib.Path) -> str:
                 f"{folder} is no run: it has no status.json; give the folder that run.output_dir "
                 "named"
             )
-        for name in ("status.json", "metrics.jsonl", "ledger.jsonl"):
+        for name in FILES:
             with contextlib.suppress(FileNotFoundError):
                 (folder / name).open("rb").close()
         return str(json.loads((folder / "status.json").read_bytes())["run_id"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return folder.name  # a status that is cut short, as by a full disk, is shown as unknown
     except PermissionError as error:
         raise CannotServe(

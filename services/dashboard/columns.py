@@ -19,6 +19,8 @@ TEXTS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """How the run's logs write numbers that JSON has no form for."""
 
 GROW_ROWS = 2048
+MOST_S = 1e12
+"""Longer than any step; a number above it is a fault of whoever wrote it."""
 _PHASE_METRIC = re.compile(f"time/(.+)/({'|'.join(PHASES)})_s", re.DOTALL)
 
 
@@ -61,7 +63,7 @@ class MetricsTable:
         rows = [[record[name] for name in names] for record in records]
         try:
             values = np.array(rows, np.float64)
-            sound = bool(np.isfinite(values).all())
+            sound = values.ndim == 2 and bool(np.isfinite(values).all())
         except (TypeError, ValueError, OverflowError):  # texts, nested values, endless integers
             sound = False
         absent = np.zeros((len(rows), len(names)), bool)
@@ -139,7 +141,7 @@ class LedgerTable:
             self.groups[state][row] = len(ids) if isinstance(ids, list) else 0
         if overlap := _mapping(record.get("overlap_s")):
             self.overlap_s[row] = {name: number(value) for name, value in overlap.items()}
-        if warnings := record.get("warnings"):
+        if (warnings := record.get("warnings")) and isinstance(warnings, list):
             self.warnings[row] = tuple(str(text) for text in warnings)
 
     def _grow(self) -> None:
@@ -180,13 +182,19 @@ def _is_ledger_record(record: Mapping[str, Any]) -> bool:
     """Whether a record has the parts without which a step cannot be shown."""
     processes = record.get("processes")
     return (
-        isinstance(record.get("wall_s"), int | float)
+        _are_seconds(record.get("wall_s"))
+        and record["wall_s"] > 0
         and isinstance(processes, dict)
         and all(
-            isinstance(row, dict) and all(isinstance(s, int | float) for s in row.values())
+            isinstance(row, dict) and all(_are_seconds(s) for s in row.values())
             for row in processes.values()
         )
     )
+
+
+def _are_seconds(value: Any) -> bool:
+    """Whether a value is a number that can be one of seconds; NaN and infinity are none."""
+    return isinstance(value, int | float) and abs(value) <= MOST_S
 
 
 def _rising(records: Sequence[Mapping[str, Any]], last: int) -> Iterator[Mapping[str, Any]]:

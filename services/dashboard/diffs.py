@@ -46,7 +46,11 @@ def read_environment(folder: pathlib.Path) -> dict[str, Any]:
     """Of environment.json; empty where the run has none that can be read."""
     try:
         found = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # of an older version of Tandem, or not written yet
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+    ):  # of an older version of Tandem, or not written yet
         return {}
     return found if isinstance(found, dict) else {}
 

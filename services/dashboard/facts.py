@@ -82,7 +82,8 @@ class RunSettings:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "RunSettings":
-        """Of config.yaml as plain values; a key that is absent takes the run's default."""
+        """Of config.yaml as plain values; a key that is absent, or has a value of another kind than
+        a run would take, takes the run's default."""
 
         def get(dotted: str, default: Any) -> Any:
             here: Any = config
@@ -90,11 +91,8 @@ class RunSettings:
                 if not isinstance(here, Mapping) or here.get(part) is None:
                     return default
                 here = here[part]
-            return here
+            return here if _is_like(here, default) else default
 
-        workers = get("rollout.workers", {})
-        if not isinstance(workers, Mapping):
-            workers = {"min": 1, "max": 10**6}
         return cls(
             steps=get("run.steps", 0),
             max_staleness=get("rollout.max_staleness", 0),
@@ -104,12 +102,21 @@ class RunSettings:
             slots=get("rollout.decode.slots", 64),
             platform=get("placement.platform", "cpu"),
             colocated=get("placement.mode", "separate") == "colocated",
-            workers_min=workers.get("min", 1),
-            workers_max=workers.get("max", 10**6),
-            policy=workers.get("policy", "fixed"),
+            workers_min=get("rollout.workers.min", 1),
+            workers_max=get("rollout.workers.max", 10**6),
+            policy=get("rollout.workers.policy", "fixed"),
             canary_bound=get("weights.canary_bound", None),
             unexplained_fraction=get("log.unexplained_fraction", 0.05),
             zero_variance=get("algorithm.zero_variance", "keep"),
             token_truncate=get("algorithm.off_policy.token_truncate", None),
             has_reference=get("algorithm.kl_coef", 0.0) > 0,
         )
+
+
+def _is_like(value: Any, default: Any) -> bool:
+    """Whether a value can stand for a default: a text for a text, a number that is not negative
+    for a number, a whole one for a whole one; None is the default of a number."""
+    if isinstance(default, str):
+        return isinstance(value, str)
+    kinds = int if isinstance(default, int) else int | float
+    return isinstance(value, kinds) and not isinstance(value, bool) and 0 <= value <= 10**12

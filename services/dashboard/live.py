@@ -242,7 +242,7 @@ class Live:
             try:
                 text = (self.folder / "environment.json").read_text(encoding="utf-8")
                 self._environment = json.loads(text)
-            except (OSError, ValueError):  # not written yet, or by an older version of Tandem
+            except (OSError, ValueError, RecursionError):  # not written yet, or by an older Tandem
                 return None
         return self._environment
 

@@ -16,6 +16,7 @@ and every metric of metrics.jsonl, with the value that was measured last: `train
 `tandem_mem_host_bytes{process="rollout-0"}`. NaN and infinity stand there as they are.
 """
 
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
@@ -26,6 +27,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from services.control_messages import WorkerState
 from services.dashboard import catalog
+from services.dashboard.columns import number
 from services.dashboard.facts import StepFacts
 from services.dashboard.run_log import RunLog
 from services.phase_clock import PHASES
@@ -128,8 +130,8 @@ class Exporter:
         yield state
         yield _gauge("tandem_run_step", "The last closed step.", run["step"])
         yield _gauge("tandem_run_steps", "Steps that the run is to have.", run["steps_total"])
-        if run["started"] is not None:
-            yield _gauge("tandem_run_start_time_seconds", "Start, Unix seconds.", run["started"])
+        if math.isfinite(started := number(run["started"])):
+            yield _gauge("tandem_run_start_time_seconds", "Start, Unix seconds.", started)
         if self._last is not None:
             closed = "When the last step was closed, Unix seconds."
             yield _gauge("tandem_step_close_time_seconds", closed, self._last.time)

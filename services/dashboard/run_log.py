@@ -6,6 +6,7 @@ metrics.jsonl. JSONL is the truth: nothing is kept here that a second reading wo
 
 import dataclasses
 import datetime
+import itertools
 import json
 import math
 import os
@@ -23,6 +24,8 @@ from services.dashboard.facts import LEARNER, RunSettings, StepFacts
 from services.dashboard.tail import Seen, Tail, parse_line, read_line
 from services.phase_clock import PHASES
 
+MOST_VALUES = 100_000
+"""Of a configuration."""
 _TIMELINE_STEP = re.compile(rb'\{"step": ?(\d{1,18})\b')
 
 
@@ -244,7 +247,7 @@ class RunLog:
         text = self._changed_text("status.json")
         try:
             status = json.loads(text) if text else None
-        except ValueError:
+        except (ValueError, RecursionError):
             return False
         if not isinstance(status, dict) or status == self.status:
             return False
@@ -256,11 +259,11 @@ class RunLog:
         if not text:
             return
         try:
-            config = YAML(typ="safe", pure=True).load(text)
+            config = plain(YAML(typ="safe", pure=True).load(text))
         except (YAMLError, RecursionError, ValueError):  # ValueError: a date that is none
             return
         if isinstance(config, dict):
-            self.config = plain(config)
+            self.config = config
             self.settings = RunSettings.of(self.config)
 
     def _changed_text(self, name: str) -> str:
@@ -323,12 +326,19 @@ class _Steps(Sequence[StepFacts]):
         return (self._log._facts(place) for place in self._places)
 
 
-def plain(value: Any) -> Any:
-    """A copy of a YAML value that JSON can hold: dates and the like become text."""
+def plain(value: Any, counted: Iterator[int] | None = None) -> Any:
+    """A copy of a YAML value that JSON can hold: dates and the like become text.
+
+    Raises:
+        ValueError: for more than MOST_VALUES, which aliases of aliases make of a few lines.
+    """
+    counted = itertools.count() if counted is None else counted
+    if next(counted) > MOST_VALUES:
+        raise ValueError(f"the configuration has more than {MOST_VALUES} values")
     if isinstance(value, Mapping):
-        return {str(key): plain(one) for key, one in value.items()}
+        return {str(key): plain(one, counted) for key, one in value.items()}
     if isinstance(value, list | tuple | set):
-        return [plain(one) for one in value]
+        return [plain(one, counted) for one in value]
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
@@ -337,5 +347,6 @@ def plain(value: Any) -> Any:
 def natural(name: str) -> tuple[tuple[int, str], ...]:
     """A key by which rollout-10 comes after rollout-9."""
     return tuple(
-        (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)
+        (int(part), "") if part.isdecimal() else (-1, part)
+        for part in re.split(r"(\d{1,18})", name)
     )

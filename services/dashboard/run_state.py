@@ -77,7 +77,8 @@ def run_json(
 def scorers(log: RunLog) -> list[str]:
     """Names of the reward functions, those of the configuration first."""
     section = log.config.get("reward")
-    functions = section.get("functions", []) if isinstance(section, Mapping) else []
+    functions = section.get("functions") if isinstance(section, Mapping) else None
+    functions = functions if isinstance(functions, list) else []
     named = [one["name"] for one in functions if isinstance(one, Mapping) and "name" in one]
     measured = [
         name.removeprefix("reward/").removesuffix("/mean")

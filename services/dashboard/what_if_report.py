@@ -58,10 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         log = RunLog(given.run)
-    except ValueError as error:
+        steps = log.refresh().new_steps
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    steps = log.refresh().new_steps
     what_if = WhatIf(log.settings)
     for facts in steps:
         what_if.add(facts)
