@@ -165,8 +165,17 @@ def test_one_spike_is_no_parting():
     assert parting(a, b) is None
 
 
-def test_few_steps_in_common_say_nothing():
-    assert parting(np.zeros(29), np.ones(29)) is None
+def test_few_steps_in_common_tell_only_what_never_meets():
+    rng = np.random.default_rng(0)
+    low, high = rng.uniform(0.0, 0.06, 20), rng.uniform(0.15, 0.9, 20)
+    for a, b in ((low, high), (high, low)):
+        found = parting(a, b)
+        assert found is not None and found.index == 0
+        assert (found.a, found.b) == (np.median(a), np.median(b))
+    assert parting(low[:9], high[:9]) is None
+    high[7] = low.max()
+    assert parting(low, high) is None
+    assert parting(np.zeros(20), np.zeros(20)) is None
 
 
 @pytest.mark.parametrize(
