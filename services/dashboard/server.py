@@ -23,6 +23,9 @@ ASK_S = 20.0
 ORPHAN_S = 60.0
 """For which a dashboard goes on after its driver is gone, so that viewers hear of it."""
 
+SEND_BYTES = 128 * 1024
+"""That the kernel keeps for a viewer; left alone it takes up to 4 MB for one who does not read."""
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -35,6 +38,8 @@ class _Protocol(H11Protocol):
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
         self.app_state = {**self.app_state, "abort": transport.abort}
+        connection = transport.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
         self._watch()
 
     def data_received(self, data: bytes) -> None:
