@@ -3,6 +3,7 @@
 import math
 import pathlib
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,25 @@ from rollout_worker.sample_record import FIRST
 from services.process_memory import ProcessMemory
 
 RECENT_STEPS = 10
+
+
+class DecodeRate:
+    """Tokens that were decoded a second while the busiest worker decoded.
+
+    In an asynchronous run the groups of a step were decoded in the seconds of steps before it, now
+    more and now fewer of them, so that only sums over several steps belong together.
+    """
+
+    def __init__(self, max_staleness: int):
+        self._steps: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS if max_staleness else 1)
+
+    def add(self, tokens: float, decode_s: float) -> float | None:
+        """The rate with the next step, whose busiest worker decoded for so long; None where nobody
+        did, as while recorded groups train again."""
+        if decode_s <= 0:
+            return None
+        self._steps.append((tokens, decode_s))
+        return sum(one[0] for one in self._steps) / sum(one[1] for one in self._steps)
 
 
 class StepReports:
@@ -45,6 +65,7 @@ class StepReports:
         self._status = status
         self._view = view
         self._step_s: list[float] = []
+        self._decoded = DecodeRate(config.rollout.max_staleness)
         self._lap_started = time.monotonic()
         self._transfers: list[Mapping[str, Any]] = []
         self._canary_gaps: list[float] = []
@@ -146,9 +167,8 @@ class StepReports:
             recent = self._step_s[-RECENT_STEPS:]
             metrics["time/train/step_avg_last10_s"] = sum(recent) / len(recent)
             slowest = max(p["prefill"] + p["decode"] for p in record.processes.values())
-            if slowest > 0:
-                tokens = metrics["rollout/tokens"]
-                metrics["throughput/train/decode_tokens_per_s"] = tokens / slowest
+            if rate := self._decoded.add(metrics["rollout/tokens"], slowest):
+                metrics["throughput/train/decode_tokens_per_s"] = rate
         for process, phases in record.processes.items():
             metrics |= {f"time/{process}/{phase}_s": s for phase, s in phases.items() if s > 0}
         written = self._metrics.log(books.step, metrics)
