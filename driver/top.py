@@ -137,7 +137,7 @@ class Top:
         verdict = self._judge.verdict(now, {"state": self.state})
         parts: list[RenderableType] = [self._head()]
         recent = [facts for facts in self._log.recent(RECENT_STEPS) if facts.trained]
-        step_s = [facts.wall_s for facts in recent]
+        step_s = [facts.wall_s for facts in recent if self.state == "running"]
         parts.append(bars.progress(self._log.last_step, self._log.settings.steps, step_s, width))
         last = self._log.step(self._log.last_step)
         if last is None:

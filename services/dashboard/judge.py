@@ -70,7 +70,7 @@ class Judge:
         return {
             "time": now,
             "step": self._last_step,
-            "progress": self._progress(),
+            "progress": self._progress(status.get("state", "running") == "running"),
             "bottleneck": None
             if found is None
             else {
@@ -85,14 +85,14 @@ class Judge:
             "what_if": self._what_if.json(),
         }
 
-    def _progress(self) -> dict[str, Any]:
+    def _progress(self, goes_on: bool) -> dict[str, Any]:
         step, total = self._last_step, self._settings.steps
         fraction = min(1.0, step / total) if total else 0.0
         step_s = math.nan
         if self._recent:
             usual = without_starts(tuple(self._recent))
             step_s = sum(facts.wall_s for facts in usual) / len(usual)
-        remaining_s = step_s * max(0, total - step) if total else math.nan
+        remaining_s = step_s * max(0, total - step) if total and goes_on else math.nan
         known = not math.isnan(remaining_s)
         text = f"step {step} of {total}" if total else f"step {step}"
         if known and remaining_s > 0:

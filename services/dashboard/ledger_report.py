@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--run", required=True, type=pathlib.Path, metavar="DIR")
     parser.add_argument(
-        "--bound", type=float, default=BOUND, help="share of the wall time (default: %(default)g)"
+        "--bound", type=_share, default=BOUND, help="share of the wall time (default: %(default)g)"
     )
     given = parser.parse_args(arguments)
     try:
@@ -85,6 +85,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     print("\n".join(report(found, given.bound)))
     return int(any(one.error > given.bound for one in found))
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"must be a share of 0 to 1, got {text}")
+    return value
 
 
 if __name__ == "__main__":

@@ -99,11 +99,15 @@ class Live:
                 await task
 
     async def _keep_up(self) -> None:
+        said = ""
         while True:
             try:
                 await self.turn()
+                said = ""
             except OSError as error:  # as on a network disk: the next look may succeed
-                _log.warning("cannot read the run: %s", error)
+                if str(error) != said:  # once, and not at every turn of a night
+                    said = str(error)
+                    _log.warning("cannot read the run: %s", error)
             except Exception as error:  # for the server, which ends with it
                 self.failure = error
                 raise

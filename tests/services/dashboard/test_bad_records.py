@@ -11,6 +11,7 @@ from served import strict
 
 from driver import top
 from services.dashboard import ledger_report, what_if_report
+from services.dashboard import live as live_module
 from services.dashboard.facts import RunSettings
 from services.dashboard.fleet import absent
 from services.dashboard.history import history
@@ -149,3 +150,23 @@ def test_a_folder_in_place_of_a_file_is_named_by_every_program(folder, name, cap
         if main(["--run", str(folder)]) == 2:
             said = capsys.readouterr().err
             assert said.startswith("error: ") and name in said
+
+
+@pytest.mark.parametrize("bound", ["nan", "-1", "inf", "much"])
+def test_no_bound_that_everything_is_within_can_be_given(folder, bound, capsys):
+    with pytest.raises(SystemExit) as end:
+        ledger_report.main(["--run", str(folder), "--bound", bound])
+    assert end.value.code == 2 and "--bound" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_read_is_told_once(folder, caplog):
+    async def some_turns(live):
+        async with live.kept_up():
+            await asyncio.sleep(live_module.TURN_S * 4)
+
+    live = Live(folder)
+    (folder / "metrics.jsonl").unlink()
+    (folder / "metrics.jsonl").mkdir()
+    asyncio.run(some_turns(live))
+    told = [one for one in caplog.records if "cannot read the run" in one.message]
+    assert len(told) == 1 and live.failure is None

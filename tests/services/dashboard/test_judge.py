@@ -26,6 +26,8 @@ def test_a_start_is_no_part_of_a_usual_step():
     start = [step(n, wall_s=30.0, learner={"compile": 28.0}) for n in (1, 2)]
     found = judged([*start, *map(step, range(3, 8))]).verdict(0.0, RUNNING)
     assert found["progress"]["step_s"] == 2.0 and found["progress"]["remaining_s"] == 186.0
+    ended = judged([*start, *map(step, range(3, 8))]).verdict(0.0, {"state": "failed"})["progress"]
+    assert ended["step_s"] == 2.0 and ended["remaining_s"] is None and "left" not in ended["text"]
     assert found["bottleneck"]["phase"] == "forward_backward"
     early = judged([*start, step(3)]).verdict(0.0, RUNNING)
     assert early["bottleneck"]["phase"] == "compile" and early["progress"]["step_s"] > 20
