@@ -117,10 +117,11 @@ class MadeRun:
         self.step = number
         return step
 
-    def progress(self) -> None:
-        """Says in status.json how far the run is."""
+    def progress(self, pid: int | None = None) -> None:
+        """Says in status.json how far the run is; a pid is that of another driver."""
         kept = [s for s in (self.step // 20 * 20,) if s]
         self._status |= {"step": self.step, "last_checkpoint": kept[-1] if kept else None}
+        self._status |= {"pid": pid} if pid is not None else {}
         self._write_status()
 
     def end(self, state: str = "finished", reason: str = "") -> None:

@@ -180,6 +180,7 @@ def orphan(tmp_path):
         assert driver.stdout is not None
         child = int(driver.stdout.readline())
         url = url_of(listening)
+    run.progress(pid=driver.pid)
     yield run.folder, url, tokens, driver, child
     driver.kill()
     driver.wait()
