@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import json
 import logging
+import os
 import pathlib
 import shutil
 import socket
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser().parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     try:
-        folders = [folder.resolve() for folder in given.compare or [given.run]]
+        folders = [_absolute(folder) for folder in given.compare or [given.run]]
         names = [check_run(folder) for folder in folders]
         if given.link:
             _show_link(given, folders[0])
@@ -90,6 +91,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _absolute(folder: pathlib.Path) -> pathlib.Path:
+    return pathlib.Path(os.path.realpath(folder))  # pathlib's own fails on a link to itself
 
 
 def check_run(folder: pathlib.Path) -> str:

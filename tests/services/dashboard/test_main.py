@@ -93,6 +93,11 @@ def test_a_folder_that_cannot_be_served_is_refused_in_a_sentence(tmp_path, capsy
     (tmp_path / "file").touch()
     assert "file is a file" in refused(capsys, "--run", str(tmp_path / "file"))
     assert "it has no status.json" in refused(capsys, "--run", str(tmp_path))
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert "loop is not there" in refused(capsys, "--run", str(tmp_path / "loop"))
+    assert "File name too long" in refused(capsys, "--run", str(tmp_path / ("x" * 300)))
+    (tmp_path / "status.json").mkdir()
+    assert "status.json cannot be read" in refused(capsys, "--run", str(tmp_path))
 
 
 def test_a_port_that_is_taken_is_refused_in_a_sentence(run, capsys):
