@@ -53,7 +53,12 @@ _ENDS = {
     "interrupted": "the run was interrupted",
     "lost": "the driver is gone without a word; go on with --resume",
 }
-_MARKS = {"bad": ("✖", "bold #d55e00"), "warn": ("▲", "#e69f00"), "info": ("◆", "#56b4e9")}
+_MARKS = {
+    "bad": ("✖ act", "bold #d55e00"),
+    "warn": ("▲ look", "#e69f00"),
+    "info": ("◆ note", "#56b4e9"),
+}
+"""Shape and word of an alert, as on the page."""
 
 
 class NoRun(RunError):
@@ -191,7 +196,7 @@ def _alerts(alerts: Sequence[dict]) -> Iterator[Text]:
         yield Text("no alerts", style="#009e73")
     for alert in alerts[:ALERTS_SHOWN]:
         mark, style = _MARKS[alert["severity"]]
-        text = Text().append(f"{mark} {alert['severity']}: ", style=style)
+        text = Text().append(f"{mark}: ", style=style)
         text.append(f"{alert['text']} (since step {alert['since_step']})")
         text.append(f"\n  {alert['advice']}", style="#8b95a3")
         yield text

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from driver.control import ControlBox, offer_control
 from driver.status import ExitCode, StatusFile
-from driver.top import main
+from driver.top import _alerts, main
 from rollout_worker.config import WorkersConfig
 from services.control_messages import WorkerState, WorkerStatus
 from services.tls import RunAuthority
@@ -187,3 +187,15 @@ def test_ctrl_c_leaves_and_the_picture_stays(folder):
             seen += chunk
     assert process.wait(20) == 0
     assert b"Traceback" not in seen and b"critical path" in seen
+
+
+def test_alerts_have_the_words_of_the_page():
+    alert = {"id": "x", "text": "it is late", "advice": "wait", "since_step": 3, "view": "alerts"}
+    shown = [
+        str(line)
+        for one in ("bad", "warn", "info")
+        for line in _alerts([alert | {"severity": one}])
+    ]
+    assert shown[::2] == [
+        f"{word}: it is late (since step 3)" for word in ("✖ act", "▲ look", "◆ note")
+    ]
