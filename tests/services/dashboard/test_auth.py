@@ -172,6 +172,12 @@ def test_tokens_are_for_their_owner_alone_and_are_found_again(tmp_path):
     assert min(len(tokens.view), len(tokens.control)) >= 43, "256 bits"
 
 
+def test_tokens_that_were_emptied_open_nothing():
+    gate = Gate(Tokens(view="", control=""), "made")
+    for headers in ({}, {"authorization": "Bearer "}, {"cookie": f"{gate.cookie}="}):
+        assert not gate.may_look(headers) and not gate.may_command(headers)
+
+
 def test_a_folder_without_a_link_says_why(tmp_path):
     with pytest.raises(NoLink, match="no driver serves a dashboard of this run now"):
         auth.read_access(tmp_path / "dashboard")
