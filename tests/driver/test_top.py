@@ -115,6 +115,16 @@ def test_a_run_that_is_over_ends_with_a_line_that_says_how(folder, capsys):
         assert out.splitlines()[-1] == end and ", about" not in out
 
 
+def test_the_time_left_is_that_of_the_page(folder, capsys):
+    """Steps that start processes and compile are no part of it."""
+    lines = (folder / "ledger.jsonl").read_text().splitlines()
+    first = json.loads(lines[0])
+    first |= {"wall_s": 99.0, "processes": {"learner": {"compile": 97.0, "idle": 2.0}}}
+    (folder / "ledger.jsonl").write_text("\n".join([json.dumps(first), *lines[1:]]) + "\n")
+    assert main(["--run", str(folder)]) == 0
+    assert "about 20 s left" in capsys.readouterr().out
+
+
 def test_a_run_without_a_step_is_shown_too(tmp_path, capsys):
     StatusFile(tmp_path, run="demo", run_id="demo-1")
     assert main(["--run", str(tmp_path)]) == 0
@@ -190,12 +200,7 @@ def test_ctrl_c_leaves_and_the_picture_stays(folder):
 
 
 def test_alerts_have_the_words_of_the_page():
-    alert = {"id": "x", "text": "it is late", "advice": "wait", "since_step": 3, "view": "alerts"}
-    shown = [
-        str(line)
-        for one in ("bad", "warn", "info")
-        for line in _alerts([alert | {"severity": one}])
-    ]
-    assert shown[::2] == [
-        f"{word}: it is late (since step 3)" for word in ("✖ act", "▲ look", "◆ note")
-    ]
+    alert = {"text": "it is late", "advice": "wait", "since_step": 3}
+    words = {"bad": "✖ act", "warn": "▲ look", "info": "◆ note"}
+    shown = [str(line) for line in _alerts([alert | {"severity": one} for one in words])]
+    assert shown == [f"{word}: it is late (since step 3)\n  wait" for word in words.values()]
