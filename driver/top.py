@@ -37,8 +37,6 @@ ANSWER_S = 2.0
 PLAIN_WIDTH = 120
 """Columns where the output is no terminal."""
 ALERTS_SHOWN = 4
-RECENT_STEPS = 10
-"""Whose mean time tells how long the rest will take."""
 LINES = {
     "reward": "reward/total/mean",
     "accuracy": "eval/accuracy/strict",
@@ -141,8 +139,8 @@ class Top:
         assert self._judge is not None, "look comes first"
         verdict = self._judge.verdict(now, {"state": self.state})
         parts: list[RenderableType] = [self._head()]
-        recent = [facts for facts in self._log.recent(RECENT_STEPS) if facts.trained]
-        step_s = [facts.wall_s for facts in recent if self.state == "running"]
+        progress = verdict["progress"]
+        step_s = [] if progress["remaining_s"] is None else [progress["step_s"]]
         parts.append(bars.progress(self._log.last_step, self._log.settings.steps, step_s, width))
         last = self._log.step(self._log.last_step)
         if last is None:

@@ -98,6 +98,11 @@ class ControlClient:
             return deadline.call(attempt)
         except grpc.RpcError as error:
             self._raise_refusal(purpose, error)
+        except ValueError as error:  # how gRPC says that another thread has closed the channel
+            raise ControlFailed(
+                f"the connection to the driver at {self._address} was closed before it could "
+                f"{purpose}: {error}"
+            ) from error
 
     def _raise_refusal(self, purpose: str, error: grpc.RpcError) -> NoReturn:
         status = error.code()  # pyright: ignore[reportAttributeAccessIssue]

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from services.channel import CLIENT_OPTIONS
-from services.control_client import ControlClient
+from services.control_client import ControlClient, ControlFailed
 from services.control_messages import (
     ERROR_CHARS,
     Accepted,
@@ -122,6 +122,12 @@ def test_requests_and_answers_travel(client, handler):
     assert client.fleet(10) == FLEET
     assert handler.asked == [4, "rollout-1", "fleet"]
     assert FLEET.current == 2
+
+
+def test_a_client_that_another_thread_has_closed_fails_in_a_sentence(client):
+    client.close()
+    with pytest.raises(ControlFailed, match="connection to the driver .* was closed before"):
+        client.scale(4, 10)
 
 
 def test_what_is_not_known_travels_as_that(client, handler):
