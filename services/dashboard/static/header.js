@@ -29,7 +29,7 @@ export function makeHeader({ onAlerts, onHelp }) {
   const left = el("span", { id: "header-remaining", class: "muted" });
   const progress = el("div", { class: "bar", id: "header-progress", role: "progressbar",
     "aria-label": "steps done", "aria-valuemin": 0, "aria-valuemax": 100 }, bar);
-  const stepTime = fact("header-step-time", "step time", "Mean of the last ten steps that trained");
+  const stepTime = fact("header-step-time", "step time", "Mean of the last ten steps that trained, without starts");
   const reward = fact("header-reward", "reward", "reward/total/mean of the newest step that has it");
   const accuracy = fact("header-accuracy", "accuracy", "eval/accuracy/strict with its 95 % interval");
   const alerts = el("button", { type: "button", class: "button quiet", id: "header-alerts",

@@ -240,7 +240,7 @@ function sideCards(side, store, threshold) {
   function update(parts, row) {
     judge();
     heading.parentElement.hidden = !row;
-    setText(heading, row ? `Mean seconds a step: ${row.label}` : "");
+    setText(heading, row ? `Mean of steps ${store.shown.steps[0]}–${store.shown.last}: ${row.label}` : "");
     setChildren(legend, el("table", { class: "legend" }, el("tbody", null, parts.flatMap(legendRows))));
   }
 

@@ -16,6 +16,8 @@ const FIRST = ["reward/total/mean", "eval/accuracy/strict", "train/entropy", "ro
   "train/grad_norm", "time/train/step_s"];
 const CHARTS = 6;
 const NAMES = ["A", "B"];
+/** Steps in common from which on the judgement tells small differences from noise. */
+const TELLING_STEPS = 30;
 
 export function mount(root, store) {
   root.classList.add("compare");
@@ -102,7 +104,12 @@ export function mount(root, store) {
     const { part } = state.json;
     verdict.className = `banner ${part ? "warn" : "ok"}`;
     setChildren(verdict, lightMark(part ? "warn" : "ok", ""), el("span", { class: "banner-text" },
-      part ? format.sentence(part.text) : "The runs do not part beyond noise in any metric that both have."));
+      part ? format.sentence(part.text) : `The runs do not part beyond noise in any metric that both have${tooFew()}.`));
+  }
+
+  function tooFew() {
+    const steps = Math.min(...state.json.runs.map((of) => of.step ?? 0));
+    return steps < TELLING_STEPS ? `, but with ${steps} steps in common only a great difference would show` : "";
   }
 
   async function load() {

@@ -108,7 +108,7 @@ export function mount(root, store) {
         fleet ? `${serving}` : "–",
         fleet ? `of ${plural(fleet.workers.length, "worker", "workers")}` : "",
       );
-    tiles.get("version").set(fleet ? count(fleet.policy_version) : "–", "newest published");
+    tiles.get("version").set(fleet?.policy_version >= 0 ? count(fleet.policy_version) : "–", "newest published");
     tiles
       .get("waiting")
       .set(

@@ -168,7 +168,7 @@ function learnerCells({ learner, policy_version: newest }) {
   const stuck = ["failed", "gone", "restarting"].includes(learner.doing);
   return [
     lightMark(stuck ? "warn" : "ok", phaseTitle(learner.doing || "running")),
-    count(learner.policy_version),
+    learner.policy_version >= 0 ? count(learner.policy_version) : "–",
     "–",
     "–",
     "–",

@@ -107,12 +107,12 @@ const finite = (raw) => (isFiniteNumber(value(raw)) ? value(raw) : null);
 function optionTable({ now, options, error }) {
   const times = [now, ...options].map((one) => finite(one.step_s) ?? 0);
   const longest = Math.max(...times, 1e-9);
+  const off = finite(error?.median);
   const workers = `${now.workers} ${now.workers === 1 ? "worker" : "workers"}, max_staleness ${now.max_staleness}`;
   const rows = [
     optionRow({ id: "now", title: "now", note: workers, step_s: now.step_s, ratio: 1 }, now, longest),
-    ...options.map((option) => optionRow(option, now, longest)),
+    ...options.map((option) => optionRow(option, now, longest, off)),
   ];
-  const off = finite(error?.median);
   return el(
     "table",
     { class: "what-if-table" },
@@ -139,7 +139,7 @@ function optionTable({ now, options, error }) {
   );
 }
 
-function optionRow(option, now, longest) {
+function optionRow(option, now, longest, off = null) {
   const time = finite(option.step_s);
   const isNow = option.id === "now";
   const [mark, word, explained] = isNow ? SURE.measured : (SURE[option.sure] ?? SURE.model);
@@ -149,7 +149,7 @@ function optionRow(option, now, longest) {
     el("th", { scope: "row" }, option.title),
     el("td", { class: "num check-value" }, seconds(time)),
     el("td", { class: "bar-cell" }, bar(time, finite(now.step_s), longest, word)),
-    el("td", { class: "num" }, isNow ? "–" : changeText(finite(option.ratio))),
+    el("td", { class: "num" }, isNow ? "–" : changeText(finite(option.ratio)), isNow ? null : belowError(option, off)),
     el("td", { title: explained, class: "nowrap" }, el("span", { "aria-hidden": "true" }, `${mark} `), word),
     el("td", { class: "muted" }, option.note),
   );
@@ -170,6 +170,14 @@ function changeText(ratio) {
   if (ratio === null) return "–";
   if (Math.abs(ratio - 1) < 0.005) return "the same";
   return ratio < 1 ? `▼ ${percent(1 - ratio)} shorter` : `▲ ${percent(ratio - 1)} longer`;
+}
+
+/** Says of a change that is smaller than what predictions are usually off by that it may be none. */
+function belowError(option, off) {
+  const change = Math.abs((finite(option.ratio) ?? 1) - 1);
+  if (off === null || change < 0.005 || change >= off) return null;
+  return el("div", { class: "small muted", title: `predictions here are ${percent(off, 1)} off in the median` },
+    "less than the error");
 }
 
 function changeTable(changes) {

@@ -125,6 +125,7 @@ def test_the_legend_has_the_means_and_points_at_what_is_unexplained(served, watc
     page = watch(served("finished"), "breakdown").page
     titles = page.evaluate(TITLES)
     paths = [path_of(record) for record in lines("finished", "ledger")]
+    assert page.inner_text(".legend-card h2") == "Mean of steps 0–40: critical path"
     first, note, *rest = table_rows(page, ".legend")
     for _, title, text, _ in [first, *rest]:
         phase = OTHER if titles[title] == UNEXPLAINED else titles[title]

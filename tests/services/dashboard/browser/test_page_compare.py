@@ -87,5 +87,6 @@ def test_two_equal_runs_do_not_part(tmp_path, serve, watch):
     watched = watch()
     serve("--compare", tmp_path / "a", tmp_path / "b").open(watched.page)
     wait_until_drawn(watched.page)
-    assert "do not part" in watched.page.inner_text("#compare-part")
+    said = watched.page.inner_text("#compare-part")
+    assert "do not part" in said and "with 20 steps in common" in said
     assert "same configuration" in watched.page.inner_text("[data-testid=compare-config]")
