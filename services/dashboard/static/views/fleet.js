@@ -93,7 +93,7 @@ export function mount(root, store) {
     live.node.hidden = !has;
     old.hidden = has;
     if (has) live.fill(fleet, reason || tooFew(fleet));
-    else setChildren(old, lastKnownTable(store));
+    setChildren(old, has ? [] : lastKnownTable(store));
   }
 
   function drawTiles(fleet) {
