@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
 import threading
@@ -20,6 +21,10 @@ from services.dashboard.live import Live
 LOOK_S = 0.5
 ASK_S = 20.0
 """For a request to arrive, head and body; whoever takes longer only holds a descriptor."""
+BACKLOG = 256
+"""Connections that are accepted in one go."""
+DESCRIPTORS = 4096
+"""That the process may have, where the system lets it."""
 ORPHAN_S = 60.0
 """For which a dashboard goes on after its driver is gone, so that viewers hear of it."""
 
@@ -37,6 +42,9 @@ class _Protocol(H11Protocol):
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
+        if len(self.connections) > most_connections():
+            transport.abort()
+            return
         self.app_state = {**self.app_state, "abort": transport.abort}
         connection = transport.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
@@ -66,10 +74,30 @@ class _Protocol(H11Protocol):
         return state is h11.SEND_BODY or (state is h11.IDLE and begun)
 
 
+def most_connections() -> int:
+    """So many that descriptors never run out: asyncio then writes a traceback for each connection
+    that it cannot accept, hundreds of thousands a minute, onto the disk of the run."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return DESCRIPTORS if limit < 0 else max(limit // 4, limit - 2 * BACKLOG)
+
+
+def _raise_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard < 0 else min(hard, DESCRIPTORS)
+    if 0 <= soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _is_no_flood(record: logging.LogRecord) -> bool:
+    return "out of system resource" not in record.getMessage()
+
+
 class DashboardServer(uvicorn.Server):
     """Tells its viewers how the run stands before it ends; run it from one thread."""
 
     def __init__(self, app: Starlette, live: Live):
+        _raise_limit()
+        logging.getLogger("asyncio").addFilter(_is_no_flood)
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
         logging.getLogger("uvicorn.access").disabled = True  # a request's line may hold a token
         super().__init__(
@@ -81,6 +109,7 @@ class DashboardServer(uvicorn.Server):
                 lifespan="on",
                 log_config=None,
                 access_log=False,
+                backlog=BACKLOG,
                 server_header=False,
                 proxy_headers=False,
                 timeout_graceful_shutdown=2,

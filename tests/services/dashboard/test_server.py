@@ -73,6 +73,28 @@ def test_a_request_that_never_arrives_does_not_hold_its_connection(tmp_path, mon
         assert site.get("/api/run").status_code == 200
 
 
+def test_connections_beyond_the_most_are_closed_and_those_within_served(tmp_path, monkeypatch):
+    monkeypatch.setattr(server, "most_connections", lambda: 4)
+    make_run(tmp_path / "run", steps=2)
+    with served(tmp_path / "run") as site, contextlib.ExitStack() as stack:
+        host, port = site.url.removeprefix("http://").split(":")
+        opened = [
+            stack.enter_context(socket.create_connection((host, int(port)), 20)) for _ in range(6)
+        ]
+        for beyond in opened[4:]:
+            with contextlib.suppress(ConnectionError):
+                assert beyond.recv(1) == b"", "closed"
+        for one in opened[:4]:
+            one.close()
+        until(lambda: not site.server.server_state.connections, "the others to be let go")
+        assert site.get("/api/run").status_code == 200
+
+
+def test_descriptors_are_left_for_the_files_of_the_run():
+    limit = server.resource.getrlimit(server.resource.RLIMIT_NOFILE)[0]
+    assert 0 < server.most_connections() < limit
+
+
 def test_a_viewer_may_stay_for_longer_than_a_request_may_take(tmp_path, monkeypatch):
     monkeypatch.setattr(server, "ASK_S", 0.3)
     run = MadeRun(tmp_path / "run", Plan(steps=50, workers=2))
