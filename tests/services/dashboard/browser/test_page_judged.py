@@ -123,6 +123,7 @@ def test_the_bottleneck_and_the_first_alerts_stand_beside_the_breakdown(served, 
     page = watch(server, "breakdown").page
     said = judgement_of(server)
     sentence = said["bottleneck"]["text"].lower()
+    page.get_by_test_id("bottleneck").get_by_text(said["bottleneck"]["text"][1:]).wait_for()
     assert page.get_by_test_id("bottleneck").inner_text().lower() == sentence
     assert page.inner_text("#header-bottleneck").lower() == sentence
     alerts = page.get_by_test_id("top-alerts").inner_text().lower()
