@@ -160,7 +160,7 @@ def _other_side(recent: Sequence[StepFacts], is_learner: bool, worker: str) -> s
     waits = statistics.median(
         waiting_share(facts, name) for facts, name in zip(recent, names, strict=True)
     )
-    return f"{whom} works beside it and waits {waits * 100:.0f} %"
+    return f"beside it, {whom} waits {waits * 100:.0f} % of the time"
 
 
 def _busy(facts: StepFacts, process: str) -> list[Part]:

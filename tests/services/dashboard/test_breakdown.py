@@ -79,8 +79,8 @@ def test_an_overlapped_bottleneck_says_how_long_the_other_side_waits():
     found = bottleneck([OVERLAPPED, OVERLAPPED])
     assert found is not None
     assert found.text == (
-        "decode of rollout-0 takes 88 % of a step (3.50 of 4.00 s); the learner works beside it "
-        "and waits 50 %"
+        "decode of rollout-0 takes 88 % of a step (3.50 of 4.00 s); beside it, the learner "
+        "waits 50 % of the time"
     )
 
 

@@ -21,7 +21,7 @@ const CHARTS = [
       ["queue/out_mean", "at work"],
     ],
   ],
-  ["Tokens decoded a second", plain, () => [["throughput/train/decode_tokens_per_s", "tokens/s"]]],
+  ["Tokens a second, while decoding", plain, () => [["throughput/train/decode_tokens_per_s", "tokens/s"]]],
   [
     "Weight sync, GB/s",
     plain,
