@@ -187,6 +187,8 @@ class StepReports:
             )
         if (self._folder / "export").exists():
             outputs["policy as a Hugging Face folder"] = str(self._folder / "export")
+        if self._config.log.dashboard.enabled:
+            outputs["to look at it again"] = f"python -m services.dashboard --run {self._folder}"
         after = [accuracy for step, accuracy in sorted(books.accuracy.items()) if step > 0]
         summary = RunSummary(
             name=self._config.run.name,

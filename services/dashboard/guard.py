@@ -81,8 +81,9 @@ class Guard:
             if not self._gate.may_command(headers):
                 return _error(
                     401,
-                    "a change needs the control token as `Authorization: Bearer ...`: python -m "
-                    "services.dashboard --run DIR --link shows it to whoever started the run",
+                    "a change needs the control token of this run, and what was given is not it: "
+                    "python -m services.dashboard --run DIR --link shows it to whoever started the "
+                    "run (a program sends it as `Authorization: Bearer ...`)",
                 )
         return None
 
