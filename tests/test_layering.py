@@ -47,6 +47,7 @@ THIRD_PARTY = {
         "grpc_health": "*",
         "google": "*",
         "cryptography": "tls.py",
+        "h11": "dashboard/server.py",
         "prometheus_client": "dashboard/*",
         "ruamel": "dashboard/*",
         "starlette": "dashboard/*",
