@@ -1,8 +1,9 @@
 """What the dashboard costs, and how fast it is: `python -m deploy.dashboard_bench PART`.
 
-    cost      step time of the demo with five viewers against the dashboard stopped
-    viewers   memory of driver and dashboard with 200 viewers, some of them asleep
-    history   first paint, bytes and live updates of 10,000 steps x 8 workers (Chromium)
+    cost         step time of the demo with five viewers against the dashboard stopped
+    viewers      memory of driver and dashboard with 200 viewers, some of them asleep
+    predictions  What-if in a run of the demo in which workers go 1 -> 2 -> 3
+    history      first paint, bytes and live updates of 10,000 steps x 8 workers (Chromium)
 
 Each prints a table and a last line for machines, and exits with 1 where a goal was missed.
 """
@@ -10,7 +11,7 @@ Each prints a table and a last line for machines, and exits with 1 where a goal 
 import argparse
 import sys
 
-from deploy.dashboard_bench import cost, history, viewers
+from deploy.dashboard_bench import cost, history, predictions, viewers
 
 
 def main() -> int:
@@ -32,9 +33,11 @@ def main() -> int:
     part.add_argument("--steps", type=int, default=10_000)
     part.add_argument("--workers", type=int, default=8)
     part.add_argument("--loads", type=int, default=5, help="page loads; the median counts")
+    part = parts.add_parser("predictions", help="predicted step times and what they were")
+    part.add_argument("--each", type=int, default=30, help="steps with each number of workers")
     given = vars(parser.parse_args())
-    measure = {"cost": cost.measure, "viewers": viewers.measure, "history": history.measure}
-    return 0 if measure[given.pop("part")](**given) else 1
+    part = {"cost": cost, "viewers": viewers, "history": history, "predictions": predictions}
+    return 0 if part[given.pop("part")].measure(**given) else 1
 
 
 if __name__ == "__main__":
