@@ -29,7 +29,7 @@ demo: .venv/.run ## train the embedded model on two CPU cores and watch its accu
 	$(BIN)/python deploy/run_local.py --config deploy/runs/demo_cpu.yaml
 
 test: .venv/.test ## run the whole test suite (but what needs a GPU or a TPU)
-	$(BIN)/python -m pytest -m "not gpu and not tpu and not service" -n $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -m "not gpu and not tpu and not service" -n $(JOBS) --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m pytest -m "not gpu and not tpu and service"
 
 check: .venv/.test ## lint, format, types and the quick tests

@@ -24,6 +24,14 @@ hypothesis.settings.register_profile("tandem", deadline=None)
 hypothesis.settings.load_profile("tandem")
 jax.config.update("jax_num_cpu_devices", 8)
 
+
+def pytest_collection_modifyitems(items):
+    """Files with slow tests first: with two processes none of them is to be left to one at the
+    end. Within a file the order stays."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared"
 
 
