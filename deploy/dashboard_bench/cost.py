@@ -66,6 +66,6 @@ def _run_block(
 
 
 def _steps(run: DemoRun, block: int) -> tuple[int, int]:
-    now = run.metrics()[-1]["step"]
+    now = run.step
     run.wait_for_step(now + 1 + block)
     return now + 2, now + 1 + block

@@ -24,7 +24,7 @@ def measure(*, each: int) -> bool:
                 check=True,
                 stdout=subprocess.DEVNULL,
             )
-            run.wait_for_step(run.metrics()[-1]["step"] + each)
+            run.wait_for_step(run.step + each)
         log = RunLog(run.folder)
         log.refresh()
         what_if = WhatIf(log.settings)
