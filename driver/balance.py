@@ -8,9 +8,8 @@ measured; nothing here starts or stops anything.
 import dataclasses
 from collections.abc import Mapping
 
-LEARNER_WAITS = ("queue_wait", "idle")
-WORKER_WAITS = ("weights_wait", "idle")
-"""Phases of the ledger in which a process waits for the other side."""
+from services.dashboard.facts import LEARNER
+from services.phase_clock import WAITS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,25 +62,22 @@ class BalanceState:
     """Steps that are still not judged."""
 
 
-def waits_of(
-    phases: Mapping[str, Mapping[str, float]], wall_s: float, *, learner: str = "learner"
-) -> StepWaits:
+def waits_of(phases: Mapping[str, Mapping[str, float]], wall_s: float) -> StepWaits:
     """What one step's ledger says of waiting.
 
     Args:
         phases: seconds by process and phase, as in ledger.jsonl.
         wall_s: seconds of the step, > 0.
-        learner: name of the learner's process; all others are rollout workers.
     """
     if not wall_s > 0:
         raise ValueError(f"wall_s must be positive, got {wall_s}")
 
-    def share(process: str, names: tuple[str, ...]) -> float:
-        return min(1.0, sum(phases[process].get(name, 0.0) for name in names) / wall_s)
+    def share(process: str) -> float:
+        return min(1.0, sum(phases[process].get(name, 0.0) for name in WAITS) / wall_s)
 
-    workers = [share(name, WORKER_WAITS) for name in phases if name != learner]
+    workers = [share(name) for name in phases if name != LEARNER]
     return StepWaits(
-        learner=share(learner, LEARNER_WAITS) if learner in phases else 0.0,
+        learner=share(LEARNER) if LEARNER in phases else 0.0,
         workers=sum(workers) / len(workers) if workers else 0.0,
     )
 

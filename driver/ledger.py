@@ -37,11 +37,6 @@ class StepRecord:
     """Groups leased and not ended."""
     warnings: tuple[str, ...]
 
-    def busy_s(self, process: str) -> float:
-        """Seconds in which the process did something else than wait."""
-        waits = ("idle", "queue_wait", "weights_wait", UNEXPLAINED)
-        return sum(s for phase, s in self.processes[process].items() if phase not in waits)
-
 
 class StepLedger:
     """Closes steps: checks that seconds and groups add up, and writes ledger.jsonl.

@@ -33,6 +33,8 @@ PHASES: tuple[str, ...] = (
 """Phases of the step ledger; `unexplained` is the rest and cannot be entered."""
 
 UNEXPLAINED = "unexplained"
+WAITS = ("idle", "queue_wait", "weights_wait")
+"""Phases in which a process waits for another one."""
 
 
 class PhaseClock:

@@ -5,11 +5,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from services.phase_clock import UNEXPLAINED
+from services.phase_clock import UNEXPLAINED, WAITS
 
 LEARNER = "learner"
-WAITS = ("idle", "queue_wait", "weights_wait")
-"""Phases in which a process waits for another one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,10 +16,10 @@ import numpy as np
 
 from services.dashboard.breakdown import OTHER
 from services.dashboard.catalog import charted
-from services.dashboard.facts import LEARNER, WAITS
+from services.dashboard.facts import LEARNER
 from services.dashboard.run_log import RunLog
 from services.dashboard.strict import number_text
-from services.phase_clock import PHASES, UNEXPLAINED
+from services.phase_clock import PHASES, UNEXPLAINED, WAITS
 
 POINTS = 600
 MOST_POINTS = 5000

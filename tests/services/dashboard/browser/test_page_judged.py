@@ -6,8 +6,7 @@ import urllib.request
 import pytest
 from reading import says
 
-from services.dashboard.facts import WAITS
-from services.phase_clock import UNEXPLAINED
+from services.phase_clock import UNEXPLAINED, WAITS
 
 pytestmark = pytest.mark.browser
 
