@@ -5,7 +5,6 @@ help. Waits are dotted; what no phase claims is hatched.
 """
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 
 from rich.console import Group
@@ -97,12 +96,12 @@ def step_bars(facts: StepFacts, width: int, *, coloured: bool = True) -> Group:
     return Group(grid, _legend(facts, path, coloured))
 
 
-def progress(step: int, total: int, step_s: Sequence[float], width: int) -> Text:
+def progress(step: int, total: int, left_s: float, width: int) -> Text:
     """`step 12 of 40 [####    ] 30 %, about 2 min 10 s left`.
 
     Args:
         total: 0 where it is not known.
-        step_s: seconds of the last steps.
+        left_s: seconds until the end; NaN where they are not known, as of a run that is over.
     """
     if not total:
         return Text(f"step {step}", style="bold")
@@ -113,9 +112,8 @@ def progress(step: int, total: int, step_s: Sequence[float], width: int) -> Text
     text.append("━" * done, style="#009e73")
     text.append("─" * (cells - done), style=_PALE)
     text.append(f" {fraction * 100:.0f} %", style="bold")
-    if step_s and step < total:
-        left = duration(statistics.fmean(step_s) * (total - step))
-        text.append(f", about {left} left", style="bold")
+    if left_s > 0:
+        text.append(f", about {duration(left_s)} left", style="bold")
     return text
 
 

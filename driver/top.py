@@ -8,6 +8,7 @@ on. Where the output is no terminal it prints once.
 
 import argparse
 import contextlib
+import math
 import pathlib
 import sys
 import time
@@ -139,9 +140,9 @@ class Top:
         assert self._judge is not None, "look comes first"
         verdict = self._judge.verdict(now, {"state": self.state})
         parts: list[RenderableType] = [self._head()]
-        progress = verdict["progress"]
-        step_s = [] if progress["remaining_s"] is None else [progress["step_s"]]
-        parts.append(bars.progress(self._log.last_step, self._log.settings.steps, step_s, width))
+        told = verdict["progress"]
+        left_s = math.nan if told["remaining_s"] is None else told["remaining_s"]
+        parts.append(bars.progress(told["step"], told["total"], left_s, width))
         last = self._log.step(self._log.last_step)
         if last is None:
             parts.append(Text("no step was closed yet"))

@@ -8,6 +8,7 @@ comes again every twenty lines. The phases shown are those of the critical path
 
 import dataclasses
 import sys
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console, Group
@@ -17,32 +18,25 @@ from rich.table import Table
 from driver import bars
 from driver.ledger import StepRecord
 from rollout_worker.accuracy import wilson_interval
-from services.dashboard.breakdown import critical_path
+from services.dashboard.breakdown import OTHER, by_group, critical_path, usual_step_s
 from services.dashboard.facts import StepFacts
+from services.dashboard.recent import WINDOW
 
 PHASE_COLUMNS = {
-    "weights": ("weights_wait", "wire", "weights_swap"),
-    "prefill": ("prefill",),
-    "decode": ("decode",),
-    "scoring": ("reward",),
-    "update": ("forward_backward", "optimizer"),
-    "publish": ("serialise", "publish"),
-    "ckpt": ("checkpoint",),
-    "eval": ("eval",),
-    "compile": ("compile",),
+    **{"weights": "weights", "prefill": "prefill", "decode": "decode", "scoring": "scoring"},
+    **{"update": "update", "publish": "publish", "ckpt": "checkpoint", "eval": "eval"},
+    **{"compile": "compile", OTHER: OTHER},
 }
-"""Column of the table -> ledger phases whose seconds it adds up."""
+"""Column of the table -> group of phases (`breakdown.PHASE_GROUPS`)."""
 
-COLUMNS = ("step", "reward", "acc", "len", "tok/s", "step s", *PHASE_COLUMNS, "other")
-WIDTHS = (9, 8, 6, 7, 7, 8, *(8 for _ in PHASE_COLUMNS), 7)
+COLUMNS = ("step", "reward", "acc", "len", "tok/s", "step s", *PHASE_COLUMNS)
+WIDTHS = (9, 8, 6, 7, 7, 8, *(7 if name == OTHER else 8 for name in PHASE_COLUMNS))
 HEADER_EVERY = 20
 LIVE_ROWS = 20
 """Steps that stay in sight on a terminal that is high enough."""
 FEWEST_ROWS = 3
 OTHER_LINES = 14
 """Of a terminal: title and head of the table, progress, legend, and bars of a few processes."""
-RECENT_STEPS = 10
-"""Whose mean time tells how long the rest will take."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +52,7 @@ class StepRow:
     completion_len_mean: float | None
     tokens_per_s: float | None
     phase_s: dict[str, float]
-    """Seconds of the critical path by PHASE_COLUMNS, and `other`: the rest of step_s."""
+    """Seconds of the critical path by PHASE_COLUMNS; they add up to step_s."""
     facts: StepFacts
 
     def cells(self) -> tuple[str, ...]:
@@ -70,7 +64,7 @@ class StepRow:
             _number(self.completion_len_mean, 1, unknown="-"),
             _number(self.tokens_per_s, 0, unknown="-"),
             f"{self.step_s:.2f}",
-            *(f"{self.phase_s[name]:.2f}" for name in (*PHASE_COLUMNS, "other")),
+            *(f"{self.phase_s[name]:.2f}" for name in PHASE_COLUMNS),
         )
 
 
@@ -88,12 +82,7 @@ def step_row(metrics: Mapping[str, float], record: StepRecord, total_steps: int)
         processes=record.processes,
         metrics=metrics,
     )
-    path = critical_path(facts)
-    phase_s = {
-        column: sum(path.get(phase, 0.0) for phase in phases)
-        for column, phases in PHASE_COLUMNS.items()
-    }
-    phase_s["other"] = max(0.0, record.wall_s - sum(phase_s.values()))
+    groups = by_group(critical_path(facts))
     return StepRow(
         step=record.step,
         total_steps=total_steps,
@@ -102,7 +91,7 @@ def step_row(metrics: Mapping[str, float], record: StepRecord, total_steps: int)
         accuracy=metrics.get("eval/accuracy/strict"),
         completion_len_mean=metrics.get("rollout/completion_len_mean"),
         tokens_per_s=metrics.get("throughput/train/decode_tokens_per_s"),
-        phase_s=phase_s,
+        phase_s={column: groups.get(group, 0.0) for column, group in PHASE_COLUMNS.items()},
         facts=facts,
     )
 
@@ -113,7 +102,8 @@ class StepView:
     def __init__(self, name: str, console: Console | None = None):
         self._name = name
         self._console = console or Console(file=sys.stdout)
-        self._rows: list[StepRow] = []
+        self._rows: deque[StepRow] = deque(maxlen=LIVE_ROWS)
+        self._shown = 0
         self._live: Live | None = None
 
     def __enter__(self) -> "StepView":
@@ -129,12 +119,12 @@ class StepView:
 
     def show(self, row: StepRow) -> None:
         """Adds one step."""
-        shown = len(self._rows)
         self._rows.append(row)
+        self._shown += 1
         if self._live is not None:
             self._live.update(self._picture(), refresh=True)
             return
-        if shown % HEADER_EVERY == 0:
+        if (self._shown - 1) % HEADER_EVERY == 0:
             self.say(plain_line(COLUMNS))
         self.say(plain_line(row.cells()))
 
@@ -147,21 +137,22 @@ class StepView:
         if not self._rows:
             return Group(self._table())
         last, width = self._rows[-1], self._console.width
-        step_s = [row.step_s for row in self._rows[-RECENT_STEPS:]]
+        trained = [row.facts for row in self._rows if row.facts.trained]
+        left_s = usual_step_s(trained[-WINDOW:]) * (last.total_steps - last.step)
         return Group(
             self._table(),
-            bars.progress(last.step, last.total_steps, step_s, width),
+            bars.progress(last.step, last.total_steps, left_s, width),
             bars.step_bars(last.facts, width, coloured=self._console.color_system is not None),
         )
 
     def _table(self) -> Table:
         room = max(FEWEST_ROWS, min(LIVE_ROWS, self._console.height - OTHER_LINES))
-        hidden = max(0, len(self._rows) - room)
+        hidden = max(0, self._shown - room)
         title = self._name + (f" (the first {hidden} steps are in metrics.jsonl)" if hidden else "")
         table = Table(title=title, title_justify="left", header_style="bold")
         for column in COLUMNS:
             table.add_column(column, justify="right", no_wrap=True)
-        for row in self._rows[hidden:]:
+        for row in list(self._rows)[-room:]:
             table.add_row(*row.cells())
         return table
 

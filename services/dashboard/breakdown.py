@@ -8,12 +8,13 @@ hand-overs, and waits for something that is no process of the run.
 
 import collections
 import dataclasses
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from services.dashboard.catalog import PHASE_ROWS
-from services.dashboard.facts import LEARNER, WAITS, StepFacts
-from services.phase_clock import UNEXPLAINED
+from services.dashboard.facts import LEARNER, StepFacts
+from services.phase_clock import UNEXPLAINED, WAITS
 
 OTHER = "other"
 """Seconds of a step that its critical path does not explain."""
@@ -112,6 +113,12 @@ def without_starts(recent: Sequence[StepFacts]) -> Sequence[StepFacts]:
         )
     ]
     return others if 2 * len(others) > len(recent) else recent
+
+
+def usual_step_s(recent: Sequence[StepFacts]) -> float:
+    """Mean seconds of these steps, those of a start left out; NaN without a step."""
+    usual = without_starts(recent)
+    return sum(facts.wall_s for facts in usual) / len(usual) if usual else math.nan
 
 
 def waiting_share(facts: StepFacts, process: str) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.dashboard.alerts import Alerts
-from services.dashboard.breakdown import bottleneck, without_starts
+from services.dashboard.breakdown import bottleneck, usual_step_s, without_starts
 from services.dashboard.facts import RunSettings, StepFacts
 from services.dashboard.recent import WINDOW, Recent
 from services.dashboard.trust import trust
@@ -88,10 +88,7 @@ class Judge:
     def _progress(self, goes_on: bool) -> dict[str, Any]:
         step, total = self._last_step, self._settings.steps
         fraction = min(1.0, step / total) if total else 0.0
-        step_s = math.nan
-        if self._recent:
-            usual = without_starts(tuple(self._recent))
-            step_s = sum(facts.wall_s for facts in usual) / len(usual)
+        step_s = usual_step_s(tuple(self._recent))
         remaining_s = step_s * max(0, total - step) if total and goes_on else math.nan
         known = not math.isnan(remaining_s)
         text = f"step {step} of {total}" if total else f"step {step}"

@@ -1,3 +1,4 @@
+import dataclasses
 import io
 
 import pytest
@@ -20,6 +21,7 @@ METRICS = {
     "reward/total/mean": 0.3512,
     "rollout/completion_len_mean": 42.25,
     "throughput/train/decode_tokens_per_s": 1234.4,
+    "time/train/update_s": 2.75,
 }
 PROCESSES = {
     "learner": {"idle": 5.0, "forward_backward": 2.0, "optimizer": 0.5, "publish": 0.25},
@@ -96,6 +98,19 @@ def test_a_terminal_shows_bars_of_the_last_step_and_the_time_left(record):
     assert (
         " update " in text and "62 % at work" in text
     )  # rollout-1: 5.25 of 8.5 s, its wait left out
+
+
+def test_the_time_left_is_by_usual_steps_and_not_by_the_start_or_an_evaluation(record):
+    compiled = {"learner": {"compile": 80.0}, "rollout-0": {"decode": 3.0}}
+    start = dataclasses.replace(record, step=1, wall_s=90.0, processes=compiled)
+    evaluated = dataclasses.replace(record, step=0, wall_s=50.0)
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=150, height=60, color_system=None)
+    with StepView("demo", console) as view:
+        view.show(step_row({}, evaluated, 60))
+        for one in (start, record, record):
+            view.show(step_row(METRICS, one, 60))
+    assert out.getvalue().rstrip().split("step 3 of 60")[-1].count("about 8 min 4 s left") == 1
 
 
 def test_a_low_terminal_gives_up_rows_of_the_table_for_the_bars(record):
