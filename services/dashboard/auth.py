@@ -11,7 +11,6 @@ import pathlib
 import re
 import secrets
 from collections.abc import Mapping
-from http.cookies import CookieError, SimpleCookie
 
 FOLDER = "dashboard"
 """In the run's folder, while its driver serves a dashboard."""
@@ -32,7 +31,9 @@ class Tokens:
 
     @classmethod
     def create(cls) -> "Tokens":
-        return cls(view=secrets.token_urlsafe(TOKEN_BYTES), control=secrets.token_urlsafe(32))
+        return cls(
+            view=secrets.token_urlsafe(TOKEN_BYTES), control=secrets.token_urlsafe(TOKEN_BYTES)
+        )
 
 
 def write_access(folder: pathlib.Path, url: str, tokens: Tokens) -> None:
@@ -116,8 +117,7 @@ def _bearer(headers: Mapping[str, str]) -> str:
 
 
 def _cookie(headers: Mapping[str, str], name: str) -> str:
-    try:
-        found = SimpleCookie(headers.get("cookie", "")).get(name)
-    except CookieError:
-        return ""
-    return found.value if found else ""
+    """By hand: http.cookies gives up all of them where another server on this host, whose cookies
+    come too, has set one that is not quite right."""
+    pairs = (pair.strip().partition("=") for pair in headers.get("cookie", "").split(";"))
+    return next((value for key, _, value in pairs if key == name), "")

@@ -190,6 +190,15 @@ def test_a_cookie_that_makes_no_sense_opens_nothing(cookie):
     assert not Gate(Tokens.create(), "made").may_look({"cookie": cookie})
 
 
+@pytest.mark.parametrize(
+    "other", ["", 'a={"x":1}; ', "a=b c; ", "x@y=1; ", "theme=\u00fc; ", "=; ;; "]
+)
+def test_a_cookie_of_another_server_on_this_host_does_not_lock_out(other):
+    gate = Gate(Tokens(view="v" * 43, control="c" * 43), "made")
+    for cookie in (f"{other}{gate.cookie}={'v' * 43}", f"{gate.cookie}={'v' * 43}; {other}"):
+        assert gate.may_look({"cookie": cookie}), cookie
+
+
 @pytest.mark.parametrize("header", ["", "Bearer", "Bearer ", "bearer \u00e9", "Bearer a b"])
 def test_an_authorization_that_makes_no_sense_opens_nothing(header):
     gate = Gate(Tokens.create(), "made")
