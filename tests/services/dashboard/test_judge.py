@@ -1,5 +1,6 @@
 """The judgement as the page takes it."""
 
+import json
 import math
 
 from made_run import make_run
@@ -138,7 +139,11 @@ def test_a_made_run_is_judged_from_its_files(tmp_path, capsys):
     assert found["step"] == 30 and found["what_if"]["error"]["median"] < 0.15
     assert not [alert for alert in found["alerts"] if alert["severity"] == "bad"]
     assert ledger_report(["--run", str(tmp_path / "run")]) == 0
-    assert "beyond 1 %" in capsys.readouterr().out.splitlines()[-1]
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith("sums: 31 steps, 93 times") and first.endswith("0 beyond 1 %")
+    assert [line.split(":")[0] for line in others] == [
+        f"unexplained of {name}" for name in log.processes
+    ]
     assert what_if_report(["--run", str(tmp_path / "run")]) == 0
     assert "median error" in capsys.readouterr().out
 
@@ -159,3 +164,23 @@ def test_a_ledger_that_does_not_add_up_fails_its_report(tmp_path, capsys):
     path.write_text("\n".join(lines) + "\n")
     assert ledger_report(["--run", str(tmp_path)]) == 1
     assert "step 3" in capsys.readouterr().out.splitlines()[0]
+
+
+def test_time_that_no_phase_explains_fails_the_report_where_it_is_a_habit(tmp_path, capsys):
+    """Of 1, 1, 3, 8 and 8 % the median is 3 %, and two steps are beyond 5 %."""
+    make_run(tmp_path, steps=5, workers=1)
+    path = tmp_path / "ledger.jsonl"
+    lines = []
+    for share, line in zip((1, 1, 3, 8, 8), path.read_text().splitlines()[1:], strict=True):
+        record = json.loads(line)
+        busy = {"forward_backward": 1 - share / 100, "unexplained": share / 100}
+        record["processes"]["learner"] = {k: v * record["wall_s"] for k, v in busy.items()}
+        lines.append(json.dumps(record))
+    path.write_text("\n".join(lines) + "\n")
+    assert ledger_report(["--run", str(tmp_path)]) == 0
+    (line,) = [one for one in capsys.readouterr().out.splitlines() if "of learner" in one]
+    assert line == (
+        "unexplained of learner: median 3.00 %, worst 8.00 % in step 4, 2 of 5 steps beyond 5 %"
+    )
+    assert ledger_report(["--run", str(tmp_path), "--unexplained", "0.03"]) == 0
+    assert ledger_report(["--run", str(tmp_path), "--unexplained", "0.0299"]) == 1
