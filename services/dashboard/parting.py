@@ -3,9 +3,11 @@
 The rule for one metric: smooth the paired differences by a running median over `window` steps, and
 compare it with the noise of such medians. The noise comes from each run alone: how far its running
 medians of neighbouring windows lie apart beside their trend, by the median of those distances, so
-that a few spikes do not count as noise. The runs part where the smoothed difference stays beyond Z
-times the noise, on one side, for a whole window of windows; the step that is named is where it left
-the noise before that, which is within half a window of a jump.
+that a few spikes do not count as noise. Where the differences within a window are spread further
+than that, their spread counts: much noise dies down, or grows, while a policy learns. The runs part
+where the smoothed difference stays beyond Z times the noise, on one side, for a whole window of
+windows; the step that is named is where it left the noise before that, which is within half a
+window of a jump.
 
 Runs with fewer steps in common part where every value of one is above all of the other.
 
@@ -46,7 +48,7 @@ class Parting:
     """Median of the values from there on, over at most five windows."""
     b: float
     noise: float
-    """Of the smoothed difference, one standard deviation."""
+    """Of the smoothed difference over the whole run, one standard deviation."""
 
 
 def parting(a_N: np.ndarray, b_N: np.ndarray) -> Parting | None:
@@ -57,8 +59,9 @@ def parting(a_N: np.ndarray, b_N: np.ndarray) -> Parting | None:
     window = min(MOST_WINDOW, max(5, n // 16 * 2 + 1))
     smooth_W = running_median(a_N - b_N, window)
     noise = float(np.hypot(window_noise(a_N, window), window_noise(b_N, window)))
+    noise_W = np.maximum(noise, spread_noise(a_N - b_N, window))
     z = Z + SHORT_Z / n
-    side_W = np.where(np.abs(smooth_W) > z * noise, np.sign(smooth_W), 0.0)
+    side_W = np.where(np.abs(smooth_W) > z * noise_W, np.sign(smooth_W), 0.0)
     begin = _first_streak(side_W, window)
     if begin is None:
         return None
@@ -93,6 +96,12 @@ def window_noise(values_N: np.ndarray, window: int) -> float:
     off_trend_W = np.abs(distance_W - np.median(distance_W))
     spread = NORMAL_MEDIAN * float(np.median(off_trend_W))
     return (spread or NORMAL_MEAN * float(np.mean(off_trend_W))) / 2**0.5
+
+
+def spread_noise(values_N: np.ndarray, window: int) -> np.ndarray:
+    """Standard deviation of each running median, [N - window + 1], by the spread in its window."""
+    spread_W = np.lib.stride_tricks.sliding_window_view(values_N, window).std(axis=-1, ddof=1)
+    return NORMAL_MEAN * spread_W / window**0.5
 
 
 def equal_until(a_N: np.ndarray, b_N: np.ndarray) -> int | None:

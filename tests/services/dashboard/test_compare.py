@@ -46,6 +46,10 @@ def noise(rng, n, kind):
         return rng.binomial(1, 0.1, n).astype(float)
     if kind == "heavy-tailed":
         return rng.standard_t(2, n)
+    if kind == "dying down":
+        return rng.normal(size=n) * (0.03 + np.exp(-np.arange(n) / 10))
+    if kind == "growing":
+        return rng.normal(size=n) * (0.03 + np.exp(-5 * np.arange(n, 0, -1) / n))
     values = rng.normal(size=n)
     for i in range(1, n):  # each value keeps half of the one before
         values[i] += 0.5 * values[i - 1]
@@ -127,7 +131,11 @@ def test_a_run_without_steps_can_be_compared(base, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind", ["white", "halving", "rising", "fraction of 128", "mostly zero", "heavy-tailed"]
+    "kind",
+    [
+        *("white", "halving", "rising", "fraction of 128"),
+        *("mostly zero", "heavy-tailed", "dying down", "growing"),
+    ],
 )
 @pytest.mark.parametrize("n", [30, 40, 200])
 def test_noise_alone_parts_in_under_one_of_five_hundred(n, kind):
