@@ -2,8 +2,9 @@
 
 The critical path of a step is what the busiest rollout worker did, then what the learner did: in a
 synchronous step one comes after the other. Where both together are longer than the step they
-overlapped, and the longer side alone is the path. What the path leaves of the wall time is `other`:
-hand-overs, and waits for something that is no process of the run.
+overlapped: the longer side is the path then, and while it waited the other one, for as much as it
+worked. What the path leaves of the wall time is `other`: hand-overs, and waits for something that
+is no process of the run.
 """
 
 import collections
@@ -75,7 +76,8 @@ def path_parts(facts: StepFacts) -> list[Part]:
         return learner
     rollout = _busy(facts, worker)
     if is_overlapped(facts):
-        return max(learner, rollout, key=_total)
+        longer, shorter = sorted((learner, rollout), key=_total, reverse=True)
+        return longer + _cut(shorter, max(0.0, facts.wall_s - _total(longer)))
     waited_s = facts.phase_s(worker, "weights_wait")
     if waited_s and _total(learner) + _total(rollout) + waited_s <= facts.wall_s:
         rollout.append(Part(worker, "weights_wait", waited_s))
@@ -177,6 +179,12 @@ def _busy(facts: StepFacts, process: str) -> list[Part]:
         for phase, s in row.items()
         if s > 0 and phase not in (*WAITS, UNEXPLAINED)
     ]
+
+
+def _cut(parts: Sequence[Part], seconds: float) -> list[Part]:
+    """So many seconds of them at most, of each its share."""
+    share = min(1.0, seconds / (_total(parts) or 1.0))
+    return [dataclasses.replace(part, seconds=share * part.seconds) for part in parts if share]
 
 
 def _total(parts: Iterable[Part]) -> float:

@@ -209,8 +209,13 @@ def critical_paths(wall_s_N: np.ndarray, seconds_NF: dict[str, np.ndarray]) -> n
     fits_N = ~is_overlapped_N & (both_N + waited_N <= wall_s_N)
     worker_NF = worker_NF.copy()
     worker_NF[:, _WEIGHTS_WAIT] = np.where(fits_N, waited_N, 0.0)
-    path_NF = np.where((is_overlapped_N & (learner_N < worker_N))[:, None], 0.0, learner_NF)
-    path_NF += np.where((is_overlapped_N & (learner_N >= worker_N))[:, None], 0.0, worker_NF)
+    shorter_N, longer_N = np.sort([learner_N, np.maximum(worker_N, 0.0)], axis=0)
+    rest_N = np.maximum(0.0, wall_s_N - longer_N)
+    is_cut_N = is_overlapped_N & (shorter_N > 0)
+    share_N = np.divide(rest_N, shorter_N, out=np.ones(len(rest_N)), where=is_cut_N)
+    """Of the shorter side, that is on the path."""
+    path_NF = learner_NF * np.where(learner_N < worker_N, share_N, 1.0)[:, None]
+    path_NF += worker_NF * np.where(learner_N < worker_N, 1.0, share_N)[:, None]
     path_NF[:, -1] = np.maximum(0.0, wall_s_N - path_NF.sum(axis=1))
     return path_NF
 

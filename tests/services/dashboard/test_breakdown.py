@@ -42,11 +42,29 @@ def test_a_synchronous_path_is_the_busiest_worker_and_then_the_learner():
     assert {part.process for part in path_parts(SYNCHRONOUS)} == {"learner", "rollout-1"}
 
 
-def test_where_the_sides_overlap_the_longer_one_alone_is_the_path():
+def test_where_the_sides_overlap_the_path_is_the_longer_one_and_what_it_waited_for():
     assert is_overlapped(OVERLAPPED)
-    assert critical_path(OVERLAPPED) == {"decode": 3.5, OTHER: 0.5}
+    assert critical_path(OVERLAPPED) == {"decode": 3.5, "forward_backward": 0.5, OTHER: 0.0}
     slow_learner = step(3, wall_s=4.0, learner={"forward_backward": 3.9}, workers=[{"decode": 2.0}])
-    assert critical_path(slow_learner) == pytest.approx({"forward_backward": 3.9, OTHER: 0.1})
+    assert critical_path(slow_learner) == pytest.approx(
+        {"forward_backward": 3.9, "decode": 0.1, OTHER: 0.0}
+    )
+    too_long = step(4, wall_s=4.0, learner={"optimizer": 4.5}, workers=[{"decode": 2.0}])
+    assert critical_path(too_long) == {"optimizer": 4.5, OTHER: 0.0}
+
+
+def test_a_first_step_whose_sides_overlap_a_little_is_explained():
+    """As measured: the workers start on the next groups when the learner begins to compile."""
+    first = step(
+        1,
+        wall_s=16.34,
+        learner={"compile": 6.59, "forward_backward": 1.18, "idle": 8.57},
+        workers=[{"compile": 8.59, "decode": 0.74, "idle": 7.01}],
+    )
+    path = critical_path(first)
+    assert path[OTHER] == 0.0
+    assert path["compile"] == pytest.approx(8.59 + 7.01 * 6.59 / 7.77)
+    assert path["forward_backward"] == pytest.approx(7.01 * 1.18 / 7.77)
 
 
 def test_a_path_adds_up_to_the_wall_time():
