@@ -14,6 +14,10 @@ from services.dashboard.strict import number_text
 POLICY_VIEWS = ("learning", "trust")
 """Metrics of these views tell what the policy does. Others tell how fast it went, which differs
 between machines: they are listed, but are not where two runs part."""
+FIRST_GROUPS = ("reward", "accuracy")
+"""Of the view `learning`: what a person asks for first."""
+LENGTH_GROUPS = ("length", "truncated", "tokens", "funnel")
+"""Of that view: amounts of text, which follow from what the policy learns."""
 
 
 def compare(
@@ -55,7 +59,10 @@ def compare(
 
 
 def find_parts(a: RunLog, b: RunLog) -> list[dict[str, Any]]:
-    """Every charted metric that parts, the earliest first: its name, the step, and a sentence."""
+    """Every charted metric that parts: its name, the step, and a sentence.
+
+    Reward comes first, then accuracy, training, lengths, and speed; the earliest of each first.
+    """
     steps, at_a, at_b = _common(a, b)
     found = []
     for name in catalog.charted(_shared_names(a, b)):
@@ -63,19 +70,21 @@ def find_parts(a: RunLog, b: RunLog) -> list[dict[str, Any]]:
         part = _odd_part(a, b, name, steps) or _noise_part(name, steps, *values)
         if part is not None:
             found.append(part)
-    return sorted(found, key=lambda part: part["step"])
+    return sorted(found, key=lambda part: (_rank(part["metric"]), *_earliest(part)))
 
 
 def headline(a: RunLog, b: RunLog, parts: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Where the policies of two runs part: by the bit where they were equal before, else beyond
-    noise; None where they do not."""
+    noise; None where they do not. Of metrics that part at one step it names the first of `parts`.
+    """
     of_policy = [part for part in parts if _is_of_policy(part["metric"])]
+    first = min(of_policy, key=_earliest, default=None)
     exact = _exact_part(a, b)
     if exact is None:
-        return of_policy[0] if of_policy else None
+        return first
     beyond = (
-        f"; beyond noise from step {of_policy[0]['step']} on: {of_policy[0]['metric']}"
-        if of_policy
+        f"; beyond noise from step {first['step']} on: {first['metric']}"
+        if first
         else "; no metric leaves its noise"
     )
     return {**exact, "text": exact["text"] + beyond}
@@ -90,12 +99,10 @@ def _exact_part(a: RunLog, b: RunLog) -> dict[str, Any] | None:
         both = np.isfinite(of_a) & np.isfinite(of_b)
         index = equal_until(of_a[both], of_b[both])
         if index is not None:
-            found.append((int(steps[both][index]), int(steps[both][index - 1]), name))
-    if not found:
-        return None
-    step, before, name = min(found)
-    text = f"every bit is equal up to step {before}; {name} differs from step {step} on"
-    return {"step": step, "metric": name, "text": text}
+            step, before = int(steps[both][index]), int(steps[both][index - 1])
+            text = f"every bit is equal up to step {before}; {name} differs from step {step} on"
+            found.append({"step": step, "metric": name, "text": text})
+    return min(found, key=_earliest, default=None)
 
 
 def _noise_part(
@@ -138,6 +145,25 @@ def _common(a: RunLog, b: RunLog) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _shared_names(a: RunLog, b: RunLog) -> list[str]:
     of_b = set(b.metric_names)
     return [name for name in a.metric_names if name in of_b]
+
+
+def _earliest(part: dict[str, Any]) -> tuple[int, int, int]:
+    """A key: by step, and at one step by what a person asks for first."""
+    metric = catalog.find(part["metric"])
+    row = len(catalog.METRICS) if metric is None else catalog.METRICS.index(metric)
+    return part["step"], _rank(part["metric"]), row
+
+
+def _rank(name: str) -> int:
+    """The place of a metric in what a person asks for first; somebody's own is about training."""
+    metric = catalog.find(name)
+    if not _is_of_policy(name):
+        return len(FIRST_GROUPS) + 2
+    if metric is None or metric.view != "learning":
+        return len(FIRST_GROUPS)
+    if metric.group in FIRST_GROUPS:
+        return FIRST_GROUPS.index(metric.group)
+    return len(FIRST_GROUPS) + (metric.group in LENGTH_GROUPS)
 
 
 def _is_of_policy(name: str) -> bool:

@@ -74,7 +74,7 @@ def test_runs_that_differ_by_their_seed_do_not_part(base, read, seed):
 def test_runs_that_are_equal_to_the_bit_before_part_at_that_very_step(base, read, step):
     part = compare(base, read(part_at=step))["part"]
     assert part["step"] == step
-    assert f"every bit is equal up to step {step - 1};" in part["text"]
+    assert part["text"].startswith(f"every bit is equal up to step {step - 1}; ")
     assert part["text"].endswith("no metric leaves its noise")
 
 
@@ -105,6 +105,25 @@ def test_a_faster_machine_is_listed_but_is_not_where_the_policies_part(base, rea
     found = compare(base, read(seed=1, workers=4))
     assert found["part"] is None
     assert "time/train/step_s" in [part["metric"] for part in found["parts"]]
+
+
+def test_what_people_ask_for_first_is_named_first(base, read):
+    """All at one step, then the reward later: it still heads the list, not the sentence."""
+    names = [
+        *("reward/total/mean", "reward/gsm8k_answer/mean", "train/loss"),
+        *("rollout/completion_len_mean", "time/train/step_s"),
+    ]
+    other = read(seed=1)
+    for name in names:
+        other._metrics.columns[name] += 1000.0
+    found = compare(base, other)
+    assert [part["metric"] for part in found["parts"]] == names
+    assert found["part"] == found["parts"][0] and found["part"]["step"] == 1
+    for name in names[:2]:
+        other._metrics.columns[name][:60] -= 1000.0
+    found = compare(base, other)
+    assert [part["metric"] for part in found["parts"]] == names
+    assert found["part"]["step"] == 1 and found["part"]["metric"] == "train/loss"
 
 
 def test_a_metric_that_is_not_finite_in_one_run_parts_there(base, read):
@@ -211,6 +230,12 @@ def test_values_that_differ_are_named_by_their_dotted_key():
         {"key": "new.z", "a": None, "b": 0},
         {"key": "kind.now", "a": None, "b": 2},
     ]
+
+
+def test_what_a_run_lacks_altogether_has_no_key_of_its_own():
+    b = {"python": "3.11"}
+    assert diffs.value_diff({}, b) == [{"key": "python", "a": None, "b": "3.11"}]
+    assert diffs.value_diff(b, {}) == [{"key": "python", "a": "3.11", "b": None}]
 
 
 def test_code_that_differs_is_shown_line_by_line(base, read):
