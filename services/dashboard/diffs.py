@@ -31,7 +31,7 @@ def value_diff(a: Any, b: Any) -> list[dict[str, Any]]:
 
 def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted key and value of everything that holds nothing itself."""
-    if isinstance(value, Mapping) and value:
+    if isinstance(value, Mapping) and (value or not prefix):
         items = [(str(key), one) for key, one in value.items()]
     elif isinstance(value, list) and value:
         items = [(str(index), one) for index, one in enumerate(value)]
@@ -46,11 +46,7 @@ def read_environment(folder: pathlib.Path) -> dict[str, Any]:
     """Of environment.json; empty where the run has none that can be read."""
     try:
         found = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
-    except (
-        OSError,
-        ValueError,
-        RecursionError,
-    ):  # of an older version of Tandem, or not written yet
+    except (OSError, ValueError, RecursionError):  # not written yet, or by an older Tandem
         return {}
     return found if isinstance(found, dict) else {}
 
