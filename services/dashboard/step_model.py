@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from services.dashboard.facts import RunSettings
-from services.dashboard.step_sides import Sides, median_sides
+from services.dashboard.step_sides import Sides, both_s, median_sides
 
 WINDOW = 10
 """Settled steps with one number of workers whose medians count."""
@@ -64,7 +64,8 @@ class StepModel:
         if then == now:
             return Forecast(level.step_s, True, "as it is")
         work_s, measured, note = self._work_s(now, then)
-        rollout_s = level.fixed_s + work_s
+        fixed_s = self._level[then].fixed_s if measured else level.fixed_s
+        rollout_s = fixed_s + work_s
         return Forecast(self._together(level, level.update_s, rollout_s), measured, note)
 
     def with_staleness(self, now: int, then: int) -> Forecast:
@@ -125,12 +126,7 @@ class StepModel:
         return Forecast(self._together(level, update_s, rollout_s), False, note)
 
     def _together(self, level: Sides, update_s: float, rollout_s: float) -> float:
-        return self._both(update_s, rollout_s) + self._rest_s(level)
-
-    def _both(self, update_s: float, rollout_s: float) -> float:
-        if self._settings.max_staleness == 0:
-            return rollout_s + update_s
-        return max(rollout_s, update_s)
+        return both_s(update_s, rollout_s, self._settings) + self._rest_s(level)
 
     def _rest_s(self, level: Sides) -> float:
         """What `level` leaves beside its two sides, so that what changes nothing predicts its step.
@@ -138,7 +134,7 @@ class StepModel:
         Medians do not add up: with the median of the rests every prediction would be off by the
         same seconds, and both a worker more and a worker fewer could look faster.
         """
-        return level.step_s - self._both(level.update_s, level.rollout_s)
+        return level.step_s - both_s(level.update_s, level.rollout_s, self._settings)
 
     def _work_s(self, now: int, then: int) -> tuple[float, bool, str]:
         """Seconds of the busiest worker among `then`, whether that was seen, and from what."""

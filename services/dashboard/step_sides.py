@@ -29,8 +29,6 @@ class Sides:
     """Until the last group was there, had the workers begun with the step; `work_s` included."""
     work_s: float
     """Prefill, decode and scoring of the busiest worker: what more workers would share."""
-    rest_s: float
-    """What the two sides do not explain of step_s."""
     tokens: float
     """Completion tokens of the step; NaN, as in the next four, where it is not known."""
     completion_len_mean: float
@@ -48,6 +46,34 @@ class Sides:
     def work_s_per_token(self) -> float:
         return self.work_s / self.tokens if self.tokens > 0 else self.work_s
 
+    def at_length(self, tokens: float, mean: float, settings: RunSettings) -> "Sides":
+        """The same step, had its completions had so many tokens in all and on the mean.
+
+        The work goes with the tokens that are drawn, the update with those that it reads, prompts
+        included; where a length is not known, its side stays as it is.
+        """
+        work_s = self.work_s * _ratio(tokens, self.tokens)
+        prompt = 0.0 if math.isnan(self.prompt_len_mean) else self.prompt_len_mean
+        update_s = self.update_s * _ratio(prompt + mean, prompt + self.completion_len_mean)
+        rollout_s = self.rollout_s + work_s - self.work_s
+        before_s = both_s(self.update_s, self.rollout_s, settings)
+        return dataclasses.replace(
+            self,
+            step_s=self.step_s + both_s(update_s, rollout_s, settings) - before_s,
+            update_s=update_s,
+            rollout_s=rollout_s,
+            work_s=work_s,
+            tokens=tokens,
+            completion_len_mean=mean,
+        )
+
+
+def both_s(update_s: float, rollout_s: float, settings: RunSettings) -> float:
+    """Seconds of the two sides: one after the other, or side by side."""
+    if settings.max_staleness == 0:
+        return rollout_s + update_s
+    return max(rollout_s, update_s)
+
 
 def sides_of(facts: StepFacts, settings: RunSettings) -> Sides:
     """Splits a trained step into its sides.
@@ -64,18 +90,15 @@ def sides_of(facts: StepFacts, settings: RunSettings) -> Sides:
     if settings.max_staleness == 0:
         update_s = facts.metric("time/train/update_s")
         rollout_s = max(work_s, facts.metrics.get("time/train/rollout_generate_s", 0.0))
-        both_s = update_s + rollout_s
     else:
         update_s = max(0.0, facts.busy_s(LEARNER) - learner_s)
         rollout_s = max((_rollout_s(facts, name) for name in facts.workers), default=0.0)
-        both_s = max(update_s, rollout_s)
     return Sides(
         workers=len(facts.workers),
         step_s=step_s,
         update_s=update_s,
         rollout_s=rollout_s,
         work_s=work_s,
-        rest_s=step_s - both_s,
         tokens=facts.metric("rollout/tokens"),
         completion_len_mean=facts.metric("rollout/completion_len_mean"),
         completion_len_max=facts.metric("rollout/completion_len_max"),
@@ -99,6 +122,10 @@ def median_sides(sides: Sequence[Sides]) -> Sides:
     fields = [field.name for field in dataclasses.fields(Sides) if field.name != "workers"]
     medians = {name: _median([getattr(one, name) for one in sides]) for name in fields}
     return Sides(workers=sides[-1].workers, **medians)
+
+
+def _ratio(then: float, now: float) -> float:
+    return then / now if then > 0 and now > 0 else 1.0
 
 
 def _median(values: list[float]) -> float:

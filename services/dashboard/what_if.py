@@ -2,7 +2,8 @@
 
 Two kinds of past predictions are kept. Before every settled step its time is predicted from what
 was known then. Where the number of workers changes, the time with the new number is predicted from
-steps before the new worker was there, and judged by the median of the first settled steps after.
+steps before the new worker was there, and judged by the median of as many settled steps after, put
+to the tokens of the prediction: lengths change while a policy learns, and no setting made them.
 Nothing is fitted to the answers. Times leave out evaluations and checkpoints.
 """
 
@@ -15,12 +16,10 @@ from typing import Any
 
 from services.dashboard.facts import RunSettings, StepFacts
 from services.dashboard.step_model import ENOUGH, WINDOW, Forecast, StepModel
-from services.dashboard.step_sides import Settling, Sides, sides_of
+from services.dashboard.step_sides import Settling, Sides, median_sides, sides_of
 
 PAST = 50
 """Predictions that the page shows."""
-JUDGED_BY = 5
-"""Settled steps after a change whose median is the answer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +42,11 @@ class Change(Prediction):
 
     before: int
     after: int
+    update_before_s: float
+    """Of the learner in the steps that the prediction rests on: taken to stay as it was."""
+    update_after_s: float
+    """What it was. In a synchronous run no worker is at work beside it, so that a difference is
+    the machine's and not that of the number of workers."""
 
 
 @dataclasses.dataclass
@@ -53,7 +57,9 @@ class _Open:
     before: int
     after: int
     predicted: float
-    actual: list[float] = dataclasses.field(default_factory=list)
+    level: Sides
+    """Of the steps that the prediction rests on."""
+    answers: list[Sides] = dataclasses.field(default_factory=list)
 
 
 class WhatIf:
@@ -159,8 +165,11 @@ class WhatIf:
             self.errors.append(abs(made.error))
         change = self._open
         if change is not None and change.after == sides.workers:
-            change.actual.append(sides.step_s)
-            if len(change.actual) == JUDGED_BY:
+            level = change.level
+            change.answers.append(
+                sides.at_length(level.tokens, level.completion_len_mean, self._settings)
+            )
+            if len(change.answers) == WINDOW:
                 self._end_change()
 
     def _said(self, workers: int) -> float | None:
@@ -176,14 +185,23 @@ class WhatIf:
         self._open = None
         if len(self._seen[self._workers]) >= ENOUGH:
             predicted = self._model().with_workers(self._workers, workers).step_s
-            self._open = _Open(step, self._workers, workers, predicted)
+            level = median_sides(self._seen[self._workers])
+            self._open = _Open(step, self._workers, workers, predicted, level)
 
     def _end_change(self) -> None:
         change = self._open
-        if change is not None and len(change.actual) >= ENOUGH:
-            actual = statistics.median(change.actual)
+        if change is not None and len(change.answers) >= ENOUGH:
+            found = median_sides(change.answers)
             self.changes.append(
-                Change(change.step, change.predicted, actual, change.before, change.after)
+                Change(
+                    step=change.step,
+                    predicted=change.predicted,
+                    actual=found.step_s,
+                    before=change.before,
+                    after=change.after,
+                    update_before_s=change.level.update_s,
+                    update_after_s=found.update_s,
+                )
             )
             self._open = None
 

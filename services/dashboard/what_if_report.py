@@ -25,10 +25,13 @@ def report(what_if: WhatIf) -> list[str]:
         f"{p.step:7d} {p.predicted:9.3f} s {p.actual:9.3f} s {p.error * 100:+7.1f} %"
         for p in list(what_if.past)[-LAST:]
     ]
-    lines.append("another number of workers: first step, from, to, predicted, took, off")
+    lines.append(
+        "another number of workers: first step, from, to, predicted, took, off; "
+        "update before, after"
+    )
     lines += [
         f"{c.step:7d} {c.before:3d} {c.after:3d} {c.predicted:9.3f} s {c.actual:9.3f} s "
-        f"{c.error * 100:+7.1f} %"
+        f"{c.error * 100:+7.1f} %   {c.update_before_s:9.3f} s {c.update_after_s:9.3f} s"
         for c in what_if.changes
     ]
     lines.append("now: " + "; ".join(_option(one) for one in what_if.options()))

@@ -1,5 +1,6 @@
 """Predicted step times: by hand where numbers are few, and against a queue model with noise."""
 
+import math
 import statistics
 
 import pytest
@@ -45,7 +46,6 @@ def test_sides_of_a_synchronous_step():
     sides = seen(settings(), _2=2.0)[2][0]
     assert sides.rollout_s == pytest.approx(2.3) and sides.work_s == 2.0
     assert sides.fixed_s == pytest.approx(0.3)
-    assert sides.rest_s == pytest.approx(3.5 - 2.3 - 1.0)
 
 
 def test_evaluations_and_checkpoints_are_no_part_of_a_step():
@@ -68,7 +68,6 @@ def test_of_an_asynchronous_step_the_busy_seconds_are_the_sides():
     )
     sides = sides_of(facts, settings(max_staleness=1))
     assert (sides.update_s, sides.rollout_s) == (1.0, pytest.approx(1.8))
-    assert sides.rest_s == pytest.approx(0.4)
 
 
 def test_a_worker_that_has_not_worked_or_compiles_unsettles_a_step():
@@ -221,8 +220,69 @@ def test_predictions_hold_while_workers_go_from_one_to_three(with_settings, plan
     assert statistics.median(changes) < 0.15
 
 
+def of_length(number, workers, *, tokens, mean, work_s, update_s, fixed_s=0.2):
+    return step(
+        number,
+        wall_s=work_s + fixed_s + update_s,
+        learner={"forward_backward": update_s},
+        workers=[{"decode": work_s}] * workers,
+        metrics={
+            "time/train/update_s": update_s,
+            "time/train/rollout_generate_s": work_s + fixed_s,
+            "rollout/tokens": tokens,
+            "rollout/completion_len_mean": mean,
+        },
+    )
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_step_of_other_lengths_is_put_to_the_tokens_asked_for(max_staleness):
+    """Twice the completion tokens: twice the work, and (40 + 40) for (40 + 20) tokens read."""
+    run = settings(max_staleness=max_staleness)
+    longer = sides_of(of_length(1, 1, tokens=2000, mean=40, work_s=2.0, update_s=1.2), run)
+    found = longer.at_length(1000.0, 20.0, run)
+    assert found.work_s == pytest.approx(1.0) and found.update_s == pytest.approx(0.9)
+    assert found.fixed_s == pytest.approx(longer.fixed_s)
+    assert found.step_s == pytest.approx([1.0 + 0.2 + 0.9, 3.4 - 2.0 + 1.0][max_staleness])
+    assert longer.at_length(math.nan, math.nan, run).step_s == longer.step_s
+
+
+def test_a_change_is_judged_at_the_tokens_of_its_prediction():
+    """With the second worker completions become twice as long: no doing of the worker."""
+    what_if = WhatIf(settings())
+    for n in range(1, 15):
+        what_if.add(of_length(n, 1, tokens=1000, mean=20, work_s=1.0, update_s=0.9))
+    for n in range(15, 30):
+        what_if.add(of_length(n, 2, tokens=2000, mean=40, work_s=1.1, update_s=2.4))
+    (change,) = what_if.changes
+    assert change.actual == pytest.approx(0.55 + 0.2 + 1.8)
+    # The update took twice as long for each token: that much is the machine's.
+    assert (change.update_before_s, change.update_after_s) == pytest.approx((0.9, 1.8))
+
+
+def test_a_number_of_workers_that_was_seen_brings_its_own_hand_overs():
+    run = settings()
+    one = sides_of(of_length(1, 1, tokens=1000, mean=20, work_s=1.0, update_s=0.9), run)
+    two = of_length(2, 2, tokens=1000, mean=20, work_s=0.6, update_s=0.9, fixed_s=0.5)
+    model = StepModel({1: [one] * 3, 2: [sides_of(two, run)] * 3}, run)
+    assert model.with_workers(1, 2).step_s == pytest.approx(0.6 + 0.5 + 0.9)
+    assert model.with_workers(2, 1).step_s == pytest.approx(1.0 + 0.2 + 0.9)
+
+
+def test_a_change_is_judged_by_as_many_steps_as_it_rests_on():
+    """Of the ten steps after it, and not of the first of them, which may be odd ones."""
+    what_if = WhatIf(settings())
+    for n in range(1, 15):
+        what_if.add(of_length(n, 1, tokens=1000, mean=20, work_s=1.0, update_s=0.9))
+    for n in range(15, 26):
+        slow = 0.5 if n < 20 else 0.0
+        what_if.add(of_length(n, 2, tokens=1000, mean=20, work_s=0.6 + slow, update_s=0.9))
+        assert len(what_if.changes) == (n == 25)  # 15 is the new worker's first
+    assert what_if.changes[0].actual == pytest.approx(1.7)
+
+
 def test_a_change_is_predicted_before_and_judged_after():
-    what_if = simulated(settings(), {1: 1, 31: 2}, steps=40, noise=0.0)
+    what_if = simulated(settings(), {1: 1, 31: 2}, steps=42, noise=0.0)
     (change,) = what_if.changes
     # Step 31 compiles, and the worker is new in it: 32 is the first that counts.
     assert (change.step, change.before, change.after) == (32, 1, 2)
