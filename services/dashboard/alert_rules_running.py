@@ -1,11 +1,14 @@
 """Rules behind the alerts on processes, memory and progress; see `alert_rules.py`."""
 
+import dataclasses
+import math
 import statistics
 
 from services.dashboard.alert_rules import BAD, INFO, WARN, Finding, Rule, Scene
+from services.dashboard.breakdown import PHASE_GROUPS, by_group, critical_path
 from services.dashboard.catalog import find
 from services.dashboard.facts import LEARNER, StepFacts
-from services.dashboard.recent import percent
+from services.dashboard.recent import WINDOW, Recent, percent
 from services.dashboard.trust import worst_imbalance
 
 GROWTH_BYTES = 200e6
@@ -120,44 +123,79 @@ def slow_worker(scene: Scene) -> Finding | None:
 
 
 def step_time(scene: Scene) -> Finding | None:
-    if not scene.recent.is_full or not scene.baseline.is_full:
+    """Half as long again as the steps of the baseline, and as more tokens a step explain.
+
+    Fewer tokens explain no shorter step: what does not go with them stays.
+    """
+    alike = _alike(scene)
+    if alike is None:
         return None
-    before, now = _step_s(scene.baseline.steps), _step_s(scene.recent.steps)
-    if not scene.beyond(now / before, 1.5, 1.3):
+    before, now = _step_s(scene.baseline), _step_s(alike)
+    usual = before * max(1.0, _tokens_ratio(scene.baseline, alike))
+    if not scene.beyond(now / usual, 1.5, 1.3):
         return None
-    name = "rollout/completion_len_mean"
-    lengths = scene.baseline.median(name), scene.recent.median(name)
+    were, are = _path_s(scene.baseline), _path_s(alike)
+    grown = {group: are[group] - were[group] for group in PHASE_GROUPS}
+    most = max(grown, key=lambda group: grown[group])
     return Finding(
         WARN,
-        f"a step takes {now:.2f} s, {now / before:.1f} times the {before:.2f} s of step "
-        f"{scene.baseline.steps[0].step} on (completions: {lengths[0]:.0f} tokens then, "
-        f"{lengths[1]:.0f} now)",
-        "longer completions explain longer steps; else see which phase grew in the Breakdown",
+        f"a step takes {now:.2f} s, {now / usual:.1f} times the {usual:.2f} s that its tokens took "
+        f"from step {scene.baseline.steps[0].step} on",
+        f"{most} on the critical path grew most, by {grown[most]:.2f} s: see it in the Breakdown; "
+        "where every phase grew alike, the machine is slower, as one that others use",
         "breakdown",
     )
 
 
-def _step_s(steps) -> float:
-    return statistics.median(
-        f.wall_s - f.metrics.get("time/eval_s", 0.0) - f.phase_s(LEARNER, "checkpoint")
-        for f in steps
-    )
-
-
 def throughput(scene: Scene) -> Finding | None:
-    name = "throughput/train/decode_tokens_per_s"
-    before, now = scene.baseline.median(name), scene.recent.median(name)
-    if not scene.recent.is_full or not scene.baseline.is_full or not before > 0:
+    """Six tenths of the rate of the baseline, and of what fewer tokens a step explain.
+
+    The rate falls with the tokens where the seconds stay, as those of the prefill do.
+    """
+    alike = _alike(scene)
+    if alike is None:
         return None
-    if not scene.below(now / before, 0.60, 0.75):
+    name = "throughput/train/decode_tokens_per_s"
+    before, now = scene.baseline.median(name), alike.median(name)
+    usual = before * min(1.0, _tokens_ratio(scene.baseline, alike))
+    if not usual > 0 or not scene.below(now / usual, 0.60, 0.75):
         return None
     return Finding(
         WARN,
-        f"workers decode {now:.0f} tokens/s; from step {scene.baseline.steps[0].step} on it was "
-        f"{before:.0f}",
+        f"workers decode {now:.0f} tokens/s; for so many tokens it was {usual:.0f} from step "
+        f"{scene.baseline.steps[0].step} on",
         "longer sequences read more cache; else a shared machine, a hot device or a slow worker",
         "fleet",
     )
+
+
+def _alike(scene: Scene) -> Recent | None:
+    """The recent steps that may be held against the baseline: those with as many workers, where
+    both have enough of them."""
+    workers = len(scene.baseline.last.workers)
+    steps = [facts for facts in scene.recent.steps if len(facts.workers) == workers]
+    if not scene.recent.is_full or not scene.baseline.is_full or 2 * len(steps) <= WINDOW:
+        return None
+    return dataclasses.replace(scene.recent, steps=steps)
+
+
+def _tokens_ratio(before: Recent, now: Recent) -> float:
+    """Of the tokens of a step; 1 where they are not known."""
+    name = "rollout/tokens"
+    ratio = now.median(name) / before.median(name) if before.median(name) > 0 else math.nan
+    return 1.0 if math.isnan(ratio) else ratio
+
+
+def _step_s(recent: Recent) -> float:
+    return recent.median_of(
+        lambda f: f.wall_s - f.metrics.get("time/eval_s", 0.0) - f.phase_s(LEARNER, "checkpoint")
+    )
+
+
+def _path_s(recent: Recent) -> dict[str, float]:
+    """Median seconds of each group of phases on the critical path."""
+    paths = [by_group(critical_path(facts)) for facts in recent.steps]
+    return {g: statistics.median(path.get(g, 0.0) for path in paths) for g in PHASE_GROUPS}
 
 
 def saving(scene: Scene) -> Finding | None:
