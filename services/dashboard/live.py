@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import pathlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -33,6 +34,8 @@ JUDGED_STEPS = 2000
 """Most steps that are judged where a log is read anew; those before say little of the present."""
 CLOSE_S = 1.5
 """For viewers to read how the run ended."""
+ASK_S = 1.0
+"""Of that, for viewers to fetch what they have not opened yet: nobody answers them afterwards."""
 
 _log = logging.getLogger(__name__)
 
@@ -79,6 +82,8 @@ class Live:
         self._fleet_at = 0.0
         self._judgement: dict[str, Any] | None = None
         self._state = ""
+        self._ended_at = -math.inf
+        """By the monotonic clock; when viewers were told that the run is over."""
         self._environment: Mapping[str, Any] | None = None
         self._samples_total = -1
 
@@ -134,12 +139,15 @@ class Live:
         return self.hub.join([self.hub.event(kind, data) for kind, data in first])
 
     async def close(self) -> None:
-        """Tells how the run stands now and ends every stream, within CLOSE_S."""
+        """Tells how the run stands now, answers for ASK_S after its end, and ends every stream,
+        within CLOSE_S."""
         if self.failure is None:
             with contextlib.suppress(OSError):  # then they read what was known before
                 await self.turn()
-        self.hub.close()
         deadline = time.monotonic() + CLOSE_S
+        while self.hub.viewers and time.monotonic() < self._ended_at + ASK_S:
+            await asyncio.sleep(0.02)
+        self.hub.close()
         while self.hub.viewers and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         await asyncio.to_thread(self._link.close)
@@ -210,6 +218,8 @@ class Live:
             events += [("step", step_json(facts, facts.groups)) for facts in changes.new_steps]
             events += [("timeline", {"step": step}) for step in changes.new_timeline]
         if changes.status_changed or state != self._state or changes.reloaded:
+            if self._state == "running" != state:
+                self._ended_at = time.monotonic()
             self._state = state
             events.append(("run", self.run()))
         if changes.new_steps or len(events) > 0:
