@@ -28,6 +28,8 @@ from services.dashboard.stream import Hub, Viewer
 
 TURN_S = 0.5
 FLEET_S = 1.0
+JUDGE_S = 10.0
+"""After which a run that goes on is judged anew though nothing came: that may be the news."""
 CATCH_UP_STEPS = 20
 """More new steps than that at once are told as one `reload`."""
 JUDGED_STEPS = 2000
@@ -81,6 +83,8 @@ class Live:
         self._fleet = absent("the driver was not asked yet")
         self._fleet_at = 0.0
         self._judgement: dict[str, Any] | None = None
+        self._told: dict[str, Any] | None = None
+        """The judgement that viewers have."""
         self._state = ""
         self._ended_at = -math.inf
         """By the monotonic clock; when viewers were told that the run is over."""
@@ -124,8 +128,11 @@ class Live:
             self.hub.publish(kind, data)
         if self.hub.viewers and time.monotonic() - self._fleet_at >= FLEET_S:
             await self._ask_fleet()
-        if self.hub.viewers and self._judgement is None:
-            self.hub.publish("judgement", await self.read(self.judgement))
+        if self.hub.viewers:
+            judgement = await self.read(self.judgement)
+            if judgement is not self._told:  # whoever asked for it first
+                self._told = judgement
+                self.hub.publish("judgement", judgement)
 
     async def join(self) -> Viewer:
         """Adds a viewer, which first gets the run, its fleet and its judgement.
@@ -185,6 +192,11 @@ class Live:
             )
         return self._judgement
 
+    def _is_judgement_old(self) -> bool:
+        if self._judgement is None or self._state != "running":
+            return False
+        return abs(self._now() - self._judgement["time"]) >= JUDGE_S
+
     def _judged(self) -> Judge:
         if self._judge is None:
             self._judge = Judge(self._settings)
@@ -222,7 +234,7 @@ class Live:
                 self._ended_at = time.monotonic()
             self._state = state
             events.append(("run", self.run()))
-        if changes.new_steps or len(events) > 0:
+        if events or self._is_judgement_old():
             self._judgement = None
         if changes.new_samples or self._samples_total < 0:
             self.samples.refresh()

@@ -171,6 +171,20 @@ def test_steps_and_the_end_of_a_run_reach_those_who_watch(running):
             assert event.data["live"] is False
 
 
+def test_a_run_that_falls_silent_is_told_though_nothing_is_written(running):
+    def alerts(judgement) -> list[str]:
+        return [alert["id"] for alert in judgement["alerts"]]
+
+    clock = [lines(running.folder, "metrics.jsonl")[-1]["time"]]
+    with served(running.folder, now=lambda: clock[0]) as site, site.client() as client:
+        with client.stream("GET", "/api/stream") as response:
+            told = (event.data for event in events(response) if event.kind == "judgement")
+            assert "no_step" not in alerts(next(told))
+            clock[0] += 3600
+            until(lambda: "no_step" in alerts(client.get("/api/judgement").json()), "the alert")
+            assert any("no_step" in alerts(judgement) for judgement in told)
+
+
 def test_a_run_whose_driver_is_gone_is_lost(running):
     gone = []
     with served(running.folder, driver_is_gone=lambda pid: bool(gone)) as site:
