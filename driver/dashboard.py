@@ -16,7 +16,6 @@ import socket
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -152,8 +151,9 @@ def open_dashboard(config: DashboardConfig, folder: pathlib.Path) -> Iterator[Da
         return
     with contextlib.ExitStack() as stack:
         port, tokens = _left_by_killed(folder)
-        try:
-            access = _write_access(folder, tokens or Tokens.create())
+        access = folder / auth.FOLDER
+        try:  # new files, which a dashboard that was left sees: it makes room for this one
+            auth.write_access(access, "", tokens or Tokens.create())
         except OSError as error:  # as on a full disk, of which the run itself will tell
             print(f"no dashboard: {error}", file=sys.stderr, flush=True)
             yield None
@@ -179,18 +179,6 @@ def _left_by_killed(folder: pathlib.Path) -> tuple[int | None, Tokens | None]:
         return None, None
     whole = min(len(tokens.view), len(tokens.control)) >= auth.TOKEN_BYTES
     return port, tokens if whole else None
-
-
-def _write_access(folder: pathlib.Path, tokens: Tokens) -> pathlib.Path:
-    """Puts new files in place at once; a dashboard that a killed driver has left sees that."""
-    made = pathlib.Path(tempfile.mkdtemp(prefix=f".{auth.FOLDER}-", dir=folder))
-    auth.write_access(made / auth.FOLDER, "", tokens)
-    place = folder / auth.FOLDER
-    shutil.rmtree(place, ignore_errors=True)
-    (made / auth.FOLDER).rename(place)
-    for left in folder.glob(f".{auth.FOLDER}-*"):  # by drivers that were killed meanwhile
-        shutil.rmtree(left, ignore_errors=True)
-    return place
 
 
 def _bind(config: DashboardConfig, left: int | None) -> socket.socket:

@@ -3,11 +3,10 @@
 Whoever may read the folder may control the run, so it is for its owner alone.
 """
 
-import os
 import pathlib
 import shutil
-import tempfile
 
+from services.private_folder import replace_private
 from services.tls import Credentials
 
 FOLDER = "control"
@@ -25,21 +24,13 @@ def write_access(folder: pathlib.Path, address: str, credentials: Credentials) -
         address: `host:port` to dial.
         credentials: that the caller is to show.
     """
-    made = pathlib.Path(tempfile.mkdtemp(prefix=f".{FOLDER}-", dir=folder))  # with mode 0700
-    texts = {
+    contents = {
         "address": address.encode(),
         "ca.pem": credentials.ca_pem,
         "cert.pem": credentials.cert_pem,
         "key.pem": credentials.key_pem,
     }
-    for name, text in texts.items():
-        with open(os.open(made / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(text)
-    for left in folder.glob(f".{FOLDER}-*"):  # by drivers that were killed meanwhile
-        if left != made:
-            shutil.rmtree(left, ignore_errors=True)
-    shutil.rmtree(folder / FOLDER, ignore_errors=True)  # by one that was killed later
-    made.rename(folder / FOLDER)
+    replace_private(folder / FOLDER, contents)
 
 
 def remove_access(folder: pathlib.Path) -> None:

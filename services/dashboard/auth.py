@@ -6,11 +6,12 @@ mode 0700, in files of mode 0600, and nowhere else: no log, command line or arch
 
 import dataclasses
 import hmac
-import os
 import pathlib
 import re
 import secrets
 from collections.abc import Mapping
+
+from services.private_folder import replace_private
 
 FOLDER = "dashboard"
 """In the run's folder, while its driver serves a dashboard."""
@@ -37,17 +38,10 @@ class Tokens:
 
 
 def write_access(folder: pathlib.Path, url: str, tokens: Tokens) -> None:
-    """Writes `url`, `view_token` and `control_token` into a folder that only its owner may read.
-
-    Args:
-        folder: is made, and must not be there.
-    """
-    folder.mkdir(mode=0o700)
-    folder.chmod(0o700)  # whatever the umask took or left
+    """Leaves `url`, `view_token` and `control_token` in a folder that only its owner may read, in
+    place of what is there; see `replace_private`."""
     texts = {"url": url, "view_token": tokens.view, "control_token": tokens.control}
-    for name, text in texts.items():
-        with open(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(text)
+    replace_private(folder, {name: text.encode() for name, text in texts.items()})
 
 
 def read_access(folder: pathlib.Path) -> tuple[str, Tokens]:
