@@ -9,9 +9,6 @@
  * setChildren(node, ...kids)   replaces what is inside.
  * runText(text, attrs)         a <bdi> for text from the run (a completion, a name): it cannot turn
  *                              the direction of what stands around it.
- * table(columns, rows, opts)   columns: [{title, cell(row) -> string|node, align?: "right"}];
- *                              opts: {caption, testid, onRow(row), empty}. A scrollable wrapper with
- *                              a sticky head; a row with onRow is reachable and opens by Enter.
  * empty(title, text)           what a place says while it has nothing to show.
  * toggle(labels, value, onPick, label)  a radio group drawn as joined buttons: labels [[value, text]];
  *                              returns the element; its `.pick(value)` sets it without calling back.
@@ -55,29 +52,6 @@ export function setChildren(node, ...children) {
 
 export function runText(text, attrs) {
   return el("bdi", { class: "run-text", ...attrs }, text);
-}
-
-export function table(columns, rows, { caption, testid, onRow, empty: none } = {}) {
-  const head = el("tr", null, columns.map((c) =>
-    el("th", { scope: "col", class: c.align === "right" ? "num" : null }, c.title)));
-  const body = rows.map((row) => {
-    const open = onRow && (() => onRow(row));
-    const cells = columns.map((c) =>
-      el("td", { class: c.align === "right" ? "num" : null }, c.cell(row)));
-    return el("tr", {
-      class: onRow ? "opens" : null,
-      tabindex: onRow ? 0 : null,
-      on: open ? { click: open, keydown: (e) => e.key === "Enter" && open() } : {},
-    }, cells);
-  });
-  if (!rows.length && none) {
-    body.push(el("tr", null, el("td", { colspan: columns.length, class: "muted" }, none)));
-  }
-  return el("div", { class: "table-wrap", tabindex: 0, role: "region", "aria-label": caption,
-    "data-testid": testid },
-    el("table", null,
-      caption && el("caption", { class: "visually-hidden" }, caption),
-      el("thead", null, head), el("tbody", null, body)));
 }
 
 export function empty(title, text) {

@@ -5,10 +5,11 @@
  * viewer asks for the step before or after. Text of the run comes in as text nodes only.
  */
 import { getJSON } from "./api.js";
-import { el, empty, setChildren, table } from "./dom.js";
+import { el, empty, setChildren } from "./dom.js";
 import * as format from "./format.js";
 import { isUnexplained, lightMark, swatch } from "./palette.js";
 import { go } from "./router.js";
+import { scrolled } from "./table.js";
 
 export function makeStepPanel(store, { close, walk }) {
   const title = el("h2", { id: "step-title", tabindex: -1 });
@@ -92,7 +93,7 @@ function phases(store, facts) {
   ];
   const over = Object.entries(facts.overlap_s ?? {});
   return [
-    table(columns, rows, { caption: `seconds by phase and process of step ${facts.step}`,
+    scrolled(columns, rows, { caption: `seconds by phase and process of step ${facts.step}`,
       testid: "step-phases" }),
     over.length ? el("p", { class: "muted" }, "More seconds than the step had: " +
       over.map(([name, s]) => `${name} ${format.seconds(s)}`).join(", ")) : null,
@@ -104,7 +105,7 @@ function groups(facts) {
   const size = (ids) => (Array.isArray(ids) ? ids.length : ids);
   const rows = [...entries.map(([fate, ids]) => [fate.replaceAll("_", " "), size(ids), ids]),
     ["still out", facts.outstanding ?? 0, null]];
-  return table([
+  return scrolled([
     { title: "fate", cell: ([fate]) => fate },
     { title: "groups", align: "right", cell: ([, n]) => format.count(n) },
     { title: "ids", cell: ([, , ids]) => Array.isArray(ids) && ids.length
@@ -118,7 +119,7 @@ function metrics(store, facts) {
   const all = Object.entries(facts.metrics);
   const fill = () => {
     const wanted = filter.value.trim().toLowerCase();
-    setChildren(holder, table([
+    setChildren(holder, scrolled([
       { title: "metric", cell: ([name]) => el("span", { title: store.metric(name)?.description ?? null }, name) },
       { title: "value", align: "right", cell: ([name, x]) => {
         const shown = format.value(x);

@@ -3,13 +3,14 @@
  * process, beside the bottleneck, the worst alerts and a legend with the means of what is shown.
  */
 import { BreakdownChart } from "../breakdown_chart.js";
-import { el, empty, setChildren, setText, table, toggle } from "../dom.js";
+import { el, empty, setChildren, setText, toggle } from "../dom.js";
 import * as format from "../format.js";
 import { isUnexplained, lightMark, swatch } from "../palette.js";
 import { makeTooltip } from "../plot.js";
 import { go } from "../router.js";
 import { makeRangeBar, zoomTo } from "../range_bar.js";
 import { makeStepPanel } from "../step_panel.js";
+import { scrolled } from "../table.js";
 
 export const id = "breakdown";
 export const title = "Breakdown";
@@ -114,7 +115,7 @@ export function mount(root, store) {
     const newest = columns.steps.map((_, i) => i).reverse();
     setChildren(tableHost,
       el("div", { class: "row" }, toggle(all.map((r) => [r.id, r.label]), state.chosen, choose, "process")),
-      table([
+      scrolled([
         { title: columns.bin > 1 ? "steps" : "step", align: "right", cell: (i) => stepsOf(columns, i) },
         { title: "wall", align: "right", cell: (i) => format.seconds(columns.wall[i]) },
         ...row.phases.map((phase, k) => ({ title: store.phaseTitle(phase), align: "right",

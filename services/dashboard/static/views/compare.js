@@ -5,9 +5,10 @@
 import { getJSON } from "../api.js";
 import { makeChart } from "../charts.js";
 import { Columns } from "../columns.js";
-import { el, empty, runText, setChildren, setText, table, toggle } from "../dom.js";
+import { el, empty, runText, setChildren, setText, toggle } from "../dom.js";
 import * as format from "../format.js";
 import { lightMark, lineColor, onTheme, setTheme, theme } from "../palette.js";
+import { scrolled } from "../table.js";
 
 export const id = "compare";
 export const title = "Compare";
@@ -143,7 +144,7 @@ function valuesTable(columns, names) {
     const i = rows[run].get(step);
     return columns[run].nonfinite.get(name)?.get(step) ?? format.number(columns[run].metrics[name]?.[i] ?? null);
   };
-  return table([
+  return scrolled([
     { title: "step", align: "right", cell: (step) => step },
     ...names.flatMap((name) => NAMES.map((label, run) =>
       ({ title: `${name} ${label}`, align: "right", cell: cell(name, run) }))),
@@ -166,7 +167,7 @@ function differences(side, json) {
 }
 
 function parts(json) {
-  return table([
+  return scrolled([
     { title: "step", align: "right", cell: (p) => p.step },
     { title: "metric", cell: (p) => [el("code", null, p.metric), el("div", { class: "muted" }, p.text)] },
   ], json.parts ?? [], { caption: "first step at which each metric parts beyond noise", testid: "compare-parts",
@@ -174,7 +175,7 @@ function parts(json) {
 }
 
 function pairs(rows, name, none) {
-  return table([
+  return scrolled([
     { title: "key", cell: (row) => el("code", null, row.key) },
     { title: "A", cell: (row) => shown(row.a) },
     { title: "B", cell: (row) => shown(row.b) },

@@ -8,6 +8,7 @@
 import { el, setChildren, setText } from "../dom.js";
 import { bytes, count, number, percent, value } from "../format.js";
 import { lightMark, phaseTitle } from "../palette.js";
+import { headOf, table } from "../table.js";
 
 const STATES = {
   starting: ["info", "starting"],
@@ -18,19 +19,30 @@ const STATES = {
 };
 const WAITS = new Set(["idle", "queue_wait", "weights_wait", "unexplained"]);
 const COLUMNS = [
-  ["process"],
-  ["state"],
-  ["version", "num"],
-  ["leased", "num"],
-  ["slots", "num"],
-  ["tokens/s", "num"],
-  ["pull GB/s", "num"],
-  ["host memory", "num"],
-  ["device memory", "num"],
-  ["groups done", "num"],
-  ["restarts", "num"],
-  ["where"],
-  [""],
+  { title: "process" },
+  { title: "state" },
+  { title: "version", align: "right" },
+  { title: "leased", align: "right" },
+  { title: "slots", align: "right" },
+  {
+    title: "tokens/s",
+    align: "right",
+    about: "Completion tokens in the last 10 s of wall time, waits included; the chart leaves waits out",
+  },
+  { title: "pull GB/s", align: "right" },
+  { title: "host memory", align: "right" },
+  { title: "device memory", align: "right" },
+  { title: "groups done", align: "right" },
+  { title: "restarts", align: "right" },
+  { title: "where" },
+  { title: "change", hidden: true },
+];
+/** Of the column of tokens/s, which has a bar too. */
+const SPEED = 5;
+const MEMORY = [
+  ["host_bytes", "host memory"],
+  ["device_bytes", "device memory"],
+  ["device_peak_bytes", "device peak"],
 ];
 
 export function fleetTable(onDrain) {
@@ -42,21 +54,7 @@ export function fleetTable(onDrain) {
       "table",
       { class: "fleet-table" },
       el("caption", { class: "visually-hidden" }, "The learner and the rollout workers"),
-      el(
-        "thead",
-        null,
-        el(
-          "tr",
-          null,
-          COLUMNS.map(([name, kind]) =>
-            el(
-              "th",
-              { scope: "col", class: kind ?? null },
-              name || el("span", { class: "visually-hidden" }, "change"),
-            ),
-          ),
-        ),
-      ),
+      headOf(COLUMNS),
       body,
     ),
   );
@@ -91,12 +89,14 @@ export function fleetTable(onDrain) {
 }
 
 function makeRow(name, onDrain) {
-  const cells = COLUMNS.map(([, kind], i) =>
-    i === 0 ? el("th", { scope: "row" }, el("bdi", null, name)) : el("td", { class: kind ?? null }),
+  const cells = COLUMNS.map(({ align }, i) =>
+    i === 0
+      ? el("th", { scope: "row" }, el("bdi", null, name))
+      : el("td", { class: align === "right" ? "num" : null }),
   );
   const bar = el("span", { class: "cell-bar", "aria-hidden": "true" });
   const speed = el("span");
-  setChildren(cells[5], speed, onDrain && bar);
+  setChildren(cells[SPEED], speed, onDrain && bar);
   const button =
     onDrain &&
     el(
@@ -122,7 +122,7 @@ function makeRow(name, onDrain) {
     nodes: [row, under],
     fill(texts, problem) {
       texts.forEach((text, i) => {
-        const cell = i === 4 ? speed : cells[i + 1];
+        const cell = i + 1 === SPEED ? speed : cells[i + 1];
         if (text instanceof Node) setChildren(cell, text);
         else setText(cell, text);
       });
@@ -243,37 +243,21 @@ export function lastKnownTable(store) {
     return el("p", { class: "muted" }, "No step has been closed yet, so nothing is known of the processes.");
   }
   const metric = (name) => step.metrics[name] ?? store.latest(name)?.value ?? null;
-  return el(
-    "table",
-    { class: "fleet-table" },
-    el("caption", { class: "table-note" }, `As step ${step.step} left them, by the run's logs.`),
-    el(
-      "thead",
-      null,
-      el(
-        "tr",
-        null,
-        ["process", "busy", "host memory", "device memory", "device peak"].map((name, i) =>
-          el("th", { scope: "col", class: i ? "num" : null }, name),
-        ),
-      ),
-    ),
-    el(
-      "tbody",
-      null,
-      rows.map(([process, phases]) =>
-        el(
-          "tr",
-          { "data-testid": "process-row", data: { worker: process } },
-          el("th", { scope: "row" }, el("bdi", null, process)),
-          el("td", { class: "num" }, percent(busy(phases, step.wall_s))),
-          ["host_bytes", "device_bytes", "device_peak_bytes"].map((name) =>
-            el("td", { class: "num" }, bytes(metric(`mem/${process}/${name}`))),
-          ),
-        ),
-      ),
-    ),
-  );
+  const columns = [
+    { title: "process", heads: true, cell: ([process]) => el("bdi", null, process) },
+    { title: "busy", align: "right", cell: ([, phases]) => percent(busy(phases, step.wall_s)) },
+    ...MEMORY.map(([name, title]) => ({
+      title,
+      align: "right",
+      cell: ([process]) => bytes(metric(`mem/${process}/${name}`)),
+    })),
+  ];
+  return table(columns, rows, {
+    class: "fleet-table",
+    caption: `As step ${step.step} left them, by the run's logs.`,
+    captionClass: "table-note",
+    rowOf: ([process]) => ({ "data-testid": "process-row", data: { worker: process } }),
+  });
 }
 
 function busy(phases, wall) {

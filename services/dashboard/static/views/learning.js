@@ -2,10 +2,11 @@
  * Is it learning: small charts over the same steps with one cursor, and the funnel of tokens.
  */
 import { makeChart } from "../charts.js";
-import { el, empty, setChildren, table } from "../dom.js";
+import { el, empty, setChildren } from "../dom.js";
 import * as format from "../format.js";
 import { makeRangeBar, zoomTo } from "../range_bar.js";
 import { makeFunnel } from "../funnel.js";
+import { scrolled } from "../table.js";
 
 export const id = "learning";
 export const title = "Learning";
@@ -81,7 +82,7 @@ export function mount(root, store) {
     for (const chart of charts) chart.draw(store.shown);
     const columns = store.shown;
     const shown = charts.flatMap((chart) => chart.shown.map((s) => s.name));
-    setChildren(tableHost, table([
+    setChildren(tableHost, scrolled([
       { title: columns.bin > 1 ? "from step" : "step", align: "right", cell: (i) => columns.steps[i] },
       ...shown.map((name) => ({ title: name, align: "right",
         cell: (i) => columns.nonfinite.get(name)?.get(columns.steps[i]) ??

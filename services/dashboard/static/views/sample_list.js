@@ -8,16 +8,17 @@
 import { el, setChildren, setText } from "../dom.js";
 import { count, number, plural } from "../format.js";
 import { lightMark } from "../palette.js";
+import { headOf } from "../table.js";
 import { oneLine } from "./sample_text.js";
 
 const COLUMNS = [
-  ["step", "num"],
-  ["", ""],
-  ["prompt", "num"],
-  ["reward", "num"],
-  ["finish", ""],
-  ["tokens", "num"],
-  ["completion", ""],
+  { title: "step", align: "right" },
+  { title: "kind", hidden: true },
+  { title: "prompt", align: "right" },
+  { title: "reward", align: "right" },
+  { title: "finish" },
+  { title: "tokens", align: "right" },
+  { title: "completion" },
 ];
 
 export function makeList({ onPick, onOpen, onPage }) {
@@ -29,21 +30,7 @@ export function makeList({ onPick, onOpen, onPage }) {
       "table",
       { class: "sample-table", role: "grid" },
       el("caption", { class: "visually-hidden" }, "Completions, newest first"),
-      el(
-        "thead",
-        null,
-        el(
-          "tr",
-          null,
-          COLUMNS.map(([name, kind]) =>
-            el(
-              "th",
-              { scope: "col", class: kind || null },
-              name || el("span", { class: "visually-hidden" }, "kind"),
-            ),
-          ),
-        ),
-      ),
+      headOf(COLUMNS),
       body,
     ),
   );

@@ -2,11 +2,12 @@
  * What each process did when: a lane per process over the last minutes or over chosen steps.
  */
 import { getJSON } from "../api.js";
-import { el, empty, setChildren, setText, table, toggle } from "../dom.js";
+import { el, empty, setChildren, setText, toggle } from "../dom.js";
 import * as format from "../format.js";
 import { swatch } from "../palette.js";
 import { makeTooltip } from "../plot.js";
 import { go, noteParams } from "../router.js";
+import { scrolled } from "../table.js";
 import { TimelineChart } from "../timeline_chart.js";
 import { Timeline } from "../timeline_data.js";
 
@@ -166,7 +167,7 @@ export function mount(root, store) {
     ]).filter(({ t, d }) => t + (d ?? 0) >= from && t <= to).sort((a, b) => b.t - a.t);
     setChildren(tableHost,
       el("p", { class: "muted" }, rows.length > MOST_ROWS ? `The newest ${MOST_ROWS} of ${rows.length} spans.` : ""),
-      table([
+      scrolled([
         { title: "step", align: "right", cell: (r) => timeline.stepAt(r.t)?.step ?? "" },
         { title: "after its start", align: "right",
           cell: (r) => format.seconds(r.t - (timeline.stepAt(r.t)?.start ?? 0)) },

@@ -6,6 +6,7 @@ import { el, setChildren, setText } from "../dom.js";
 import { count, isFiniteNumber, percent, value, withUnit } from "../format.js";
 import { lightMark } from "../palette.js";
 import { go } from "../router.js";
+import { headOf } from "../table.js";
 import { judged } from "./judged.js";
 import { lineChart, plain, sparkline } from "./spark.js";
 import { stalenessCard } from "./staleness.js";
@@ -20,6 +21,13 @@ const SAMPLES = {
   reward_errors: { error: 1 },
 };
 const FRACTIONS = new Set(["weights_truncated", "zero_variance", "reward_errors", "disagreement", "ledger"]);
+const COLUMNS = [
+  { title: "light" },
+  { title: "check" },
+  { title: "value", align: "right" },
+  { title: "bound", align: "right" },
+  { title: "history" },
+];
 const UPRIGHT = { ArrowDown: 1, ArrowUp: -1 };
 
 export function mount(root, store) {
@@ -32,17 +40,7 @@ export function mount(root, store) {
       "table",
       { class: "trust-table", role: "grid" },
       el("caption", { class: "visually-hidden" }, "Checks of the run with value, bound and light"),
-      el(
-        "thead",
-        null,
-        el(
-          "tr",
-          null,
-          ["light", "check"].map((name) => el("th", { scope: "col" }, name)),
-          ["value", "bound"].map((name) => el("th", { scope: "col", class: "num" }, name)),
-          el("th", { scope: "col" }, "history"),
-        ),
-      ),
+      headOf(COLUMNS),
       rows,
     ),
   );
@@ -79,7 +77,7 @@ export function mount(root, store) {
           null,
           el(
             "td",
-            { colspan: 5, class: "muted" },
+            { colspan: COLUMNS.length, class: "muted" },
             store.judgement
               ? "The first checks come with the first trained step."
               : "Waiting for the checks …",

@@ -2,7 +2,8 @@
  * What a step would take with other settings, and how right such predictions have been.
  */
 import { el, setChildren, setText } from "../dom.js";
-import { isFiniteNumber, percent, seconds, value } from "../format.js";
+import { isFiniteNumber, percent, plural, seconds, value } from "../format.js";
+import { table } from "../table.js";
 import { judged } from "./judged.js";
 import { lineChart } from "./spark.js";
 
@@ -108,60 +109,37 @@ function optionTable({ now, options, error }) {
   const times = [now, ...options].map((one) => finite(one.step_s) ?? 0);
   const longest = Math.max(...times, 1e-9);
   const off = finite(error?.median);
-  const workers = `${now.workers} ${now.workers === 1 ? "worker" : "workers"}, max_staleness ${now.max_staleness}`;
-  const rows = [
-    optionRow({ id: "now", title: "now", note: workers, step_s: now.step_s, ratio: 1 }, now, longest),
-    ...options.map((option) => optionRow(option, now, longest, off)),
+  const workers = `${plural(now.workers, "worker", "workers")}, max_staleness ${now.max_staleness}`;
+  const rows = [{ id: "now", title: "now", note: workers, step_s: now.step_s, ratio: null, sure: "measured" }, ...options];
+  const sureOf = (option) => SURE[option.sure] ?? SURE.model;
+  const columns = [
+    { title: "setting", heads: true, cell: (option) => option.title },
+    { title: "step", align: "right", cell: (option) => el("span", { class: "check-value" }, seconds(finite(option.step_s))) },
+    { title: "bar", hidden: true, class: "bar-cell",
+      cell: (option) => bar(finite(option.step_s), finite(now.step_s), longest, sureOf(option)[1]) },
+    { title: "change", align: "right",
+      cell: (option) => [changeText(finite(option.ratio)), belowError(finite(option.ratio), off)] },
+    { title: "from", class: "nowrap", cell: (option) => {
+      const [mark, word, explained] = sureOf(option);
+      return el("span", { title: explained }, el("span", { "aria-hidden": "true" }, `${mark} `), word);
+    } },
+    { title: off === null ? "why" : `why (predictions here are ${percent(off, 1)} off in the median)`,
+      cell: (option) => el("span", { class: "muted" }, option.note) },
   ];
-  return el(
-    "table",
-    { class: "what-if-table" },
-    el("caption", { class: "visually-hidden" }, "Predicted seconds of a step for each change"),
-    el(
-      "thead",
-      null,
-      el(
-        "tr",
-        null,
-        el("th", { scope: "col" }, "setting"),
-        el("th", { scope: "col", class: "num" }, "step"),
-        el("th", { scope: "col", class: "bar-head" }, el("span", { class: "visually-hidden" }, "bar")),
-        el("th", { scope: "col", class: "num" }, "change"),
-        el("th", { scope: "col" }, "from"),
-        el(
-          "th",
-          { scope: "col" },
-          off === null ? "why" : `why (predictions here are ${percent(off, 1)} off in the median)`,
-        ),
-      ),
-    ),
-    el("tbody", null, rows),
-  );
-}
-
-function optionRow(option, now, longest, off = null) {
-  const time = finite(option.step_s);
-  const isNow = option.id === "now";
-  const [mark, word, explained] = isNow ? SURE.measured : (SURE[option.sure] ?? SURE.model);
-  return el(
-    "tr",
-    { class: isNow ? "now" : null, "data-testid": "what-if-row", data: { id: option.id, sure: word } },
-    el("th", { scope: "row" }, option.title),
-    el("td", { class: "num check-value" }, seconds(time)),
-    el("td", { class: "bar-cell" }, bar(time, finite(now.step_s), longest, word)),
-    el("td", { class: "num" }, isNow ? "–" : changeText(finite(option.ratio)), isNow ? null : belowError(option, off)),
-    el("td", { title: explained, class: "nowrap" }, el("span", { "aria-hidden": "true" }, `${mark} `), word),
-    el("td", { class: "muted" }, option.note),
-  );
+  return table(columns, rows, {
+    class: "what-if-table",
+    caption: "Predicted seconds of a step for each change",
+    rowOf: (option) => ({ class: option.id === "now" ? "now" : null, "data-testid": "what-if-row",
+      data: { id: option.id, sure: sureOf(option)[1] } }),
+  });
 }
 
 function bar(time, now, longest, word) {
   const share = (x) => `${(100 * (x ?? 0)) / longest}%`;
-  const slower = time > now * 1.0005;
   return el(
     "span",
     { class: "bar-track", "aria-hidden": "true" },
-    el("span", { class: `bar-part ${word} ${slower ? "slower" : ""}`, style: { width: share(time) } }),
+    el("span", { class: `bar-part ${word}`, style: { width: share(time) } }),
     el("span", { class: "bar-mark", style: { left: share(now) } }),
   );
 }
@@ -173,8 +151,8 @@ function changeText(ratio) {
 }
 
 /** Says of a change that is smaller than what predictions are usually off by that it may be none. */
-function belowError(option, off) {
-  const change = Math.abs((finite(option.ratio) ?? 1) - 1);
+function belowError(ratio, off) {
+  const change = Math.abs((ratio ?? 1) - 1);
   if (off === null || change < 0.005 || change >= off) return null;
   return el("div", { class: "small muted", title: `predictions here are ${percent(off, 1)} off in the median` },
     "less than the error");
@@ -189,38 +167,17 @@ function changeTable(changes) {
         "the time that was predicted before is set here beside the time it took.",
     );
   }
-  return el(
-    "table",
-    null,
-    el(
-      "thead",
-      null,
-      el(
-        "tr",
-        null,
-        ["step", "workers", "predicted", "actual", "error"].map((name) =>
-          el("th", { scope: "col", class: name === "workers" ? null : "num" }, name),
-        ),
-      ),
-    ),
-    el(
-      "tbody",
-      null,
-      changes
-        .toReversed()
-        .map((change) =>
-          el(
-            "tr",
-            { "data-testid": "what-if-change" },
-            el("td", { class: "num" }, change.step),
-            el("td", null, `${change.from} → ${change.to}`),
-            el("td", { class: "num" }, seconds(change.predicted)),
-            el("td", { class: "num" }, seconds(change.actual)),
-            el("td", { class: "num" }, signed(finite(change.error))),
-          ),
-        ),
-    ),
-  );
+  const columns = [
+    { title: "step", align: "right", cell: (change) => change.step },
+    { title: "workers", cell: (change) => `${change.from} → ${change.to}` },
+    { title: "predicted", align: "right", cell: (change) => seconds(change.predicted) },
+    { title: "actual", align: "right", cell: (change) => seconds(change.actual) },
+    { title: "error", align: "right", cell: (change) => signed(finite(change.error)) },
+  ];
+  return table(columns, changes.toReversed(), {
+    caption: "Predicted and actual seconds after each change",
+    rowOf: () => ({ "data-testid": "what-if-change" }),
+  });
 }
 
 function signed(error) {
