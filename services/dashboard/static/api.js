@@ -2,6 +2,9 @@
  * The HTTP side of the page. Cookies carry the view token; the control token is held in memory only.
  *
  * getJSON(path, params)      GET /api/...; params: plain object, null and "" are left out.
+ * keepJSON(path, params)     GETs what getJSON is to answer where nobody does any more; a promise.
+ * sayWhenGone(text)          what an ApiError says then, where nothing was kept; null: the usual.
+ * samplePath(id)             where one completion is asked for.
  * postJSON(path, body)       POST with the control token that setControlToken was given.
  * setControlToken(t) / hasControlToken()
  * ApiError                   .status (0: no connection), .message: the server's own sentence.
@@ -12,9 +15,12 @@
 
 const DEADLINE_MS = 30_000;
 const SILENCE_MS = 30_000; // the server says something every 10 s, be it a comment
+const NO_CONNECTION = "no connection to the dashboard";
 const BACKOFF_MS = [500, 1000, 2000, 4000, 8000, 15_000];
 
 let controlToken = "";
+let gone = NO_CONNECTION;
+const kept = new Map();
 
 export class ApiError extends Error {
   constructor(status, message) {
@@ -38,8 +44,7 @@ async function request(url, options) {
   } catch (error) {
     const late = error.name === "TimeoutError";
     throw new ApiError(0, late
-      ? `the dashboard did not answer ${url} within ${DEADLINE_MS / 1000} s`
-      : "no connection to the dashboard");
+      ? `the dashboard did not answer ${url} within ${DEADLINE_MS / 1000} s` : gone);
   }
   let body = null;
   try {
@@ -51,13 +56,37 @@ async function request(url, options) {
   return body;
 }
 
-export function getJSON(path, params = {}) {
+function urlOf(path, params) {
   const query = new URLSearchParams();
   for (const [name, item] of Object.entries(params)) {
     if (item !== null && item !== undefined && item !== "") query.set(name, item);
   }
   const text = query.toString();
-  return request(text ? `${path}?${text}` : path, { headers: { accept: "application/json" } });
+  return text ? `${path}?${text}` : path;
+}
+
+export async function getJSON(path, params = {}) {
+  const url = urlOf(path, params);
+  try {
+    return await request(url, { headers: { accept: "application/json" } });
+  } catch (error) {
+    if (error.status === 0 && kept.has(url)) return kept.get(url);
+    throw error;
+  }
+}
+
+export async function keepJSON(path, params = {}) {
+  const answer = await getJSON(path, params);
+  kept.set(urlOf(path, params), answer);
+  return answer;
+}
+
+export function samplePath(id) {
+  return `/api/samples/${encodeURIComponent(id)}`;
+}
+
+export function sayWhenGone(text) {
+  gone = text ?? NO_CONNECTION;
 }
 
 export function postJSON(path, body) {
@@ -143,7 +172,7 @@ export function openStream({ event, state }) {
 }
 
 /** Takes chunks of a text/event-stream and calls event(type, data) for each whole event. */
-export function eventParser(event) {
+function eventParser(event) {
   let rest = "";
   return (chunk) => {
     const lines = (rest + chunk).split(/\r?\n/);

@@ -6,13 +6,10 @@ import { ApiError } from "./api.js";
 import { linkPanel } from "./banner.js";
 import { el, setChildren } from "./dom.js";
 import { setTheme } from "./palette.js";
+import { VIEWS } from "./router.js";
 import { makeShell } from "./shell.js";
 import { Store } from "./store.js";
 
-const VIEWS = [
-  ["breakdown", "Breakdown"], ["timeline", "Timeline"], ["learning", "Learning"], ["trust", "Trust"],
-  ["samples", "Samples"], ["fleet", "Fleet"], ["what_if", "What if"], ["alerts", "Alerts"],
-];
 const RETRY_MS = 2000;
 
 const root = document.getElementById("app");

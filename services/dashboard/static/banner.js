@@ -58,14 +58,14 @@ function lostConnection(store) {
 
 /** A run that is over takes its server with it; that is no fault, but limits what can be opened. */
 function withoutServer(store) {
-  return isAway(store) ? " Its server is gone too; for single steps and samples: " +
+  return isAway(store) ? " Its server is gone too: the views keep what they last had. For all steps and samples: " +
     `python -m services.dashboard --run ${store.run.folder ?? "RUN_FOLDER"}` : "";
 }
 
 function endOfRun(store) {
   const { run } = store;
   const took = format.isFiniteNumber(run.ended) && format.isFiniteNumber(run.started)
-    ? ` after ${format.seconds(run.ended - run.started)}` : "";
+    ? `, ${format.seconds(run.ended - run.started)} after it was started or resumed` : "";
   const at = `at step ${format.count(run.step ?? 0)}` +
     (run.steps_total ? ` of ${format.count(run.steps_total)}` : "");
   const why = run.reason ? `: ${run.reason}` : "";

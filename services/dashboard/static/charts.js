@@ -2,7 +2,7 @@
  * Small line charts over steps (uPlot): several series, an interval as band, the least and most of
  * a bin as shade, and a mark where a value is not finite.
  *
- * makeChart(store, spec) -> {node, draw(columns, info), redraw()}
+ * makeChart(store, spec) -> {node, draw(columns), redraw(), destroy()}
  *   spec: {id, title, unit, series: [{name, label, band?: [low, high]}] or (columns) -> series,
  *          why?: (columns) -> text|null to show instead of a chart, zoom?(first, last), sync?: key,
  *          zero?: true for an axis that begins at 0, columnsOf?: (series) -> Columns of that series,
@@ -30,7 +30,7 @@ export function makeChart(store, spec) {
   const node = el("figure", { class: "chart", "data-testid": `chart-${spec.id}`, role: "group",
     "aria-label": spec.title },
     el("figcaption", null, heading, values, odd), plot, why);
-  const chart = { node, draw, redraw, shown: [], columns: null };
+  const chart = { node, draw, redraw, destroy, shown: [], columns: null };
   let u = null;
   let layout = "";
   const labels = [];
@@ -87,6 +87,11 @@ export function makeChart(store, spec) {
     odd.title = marks.map(([s, t]) => `${t} at step ${s}`).join(", ");
   }
 
+  function destroy() {
+    unobserve();
+    u?.destroy(); // leaves the group of its sync key
+  }
+
   function redraw() {
     if (u && layout) {
       u.redraw();
@@ -94,7 +99,7 @@ export function makeChart(store, spec) {
     }
   }
 
-  observeSize(plot, () => {
+  const unobserve = observeSize(plot, () => {
     const { clientWidth: width, clientHeight: height } = plot;
     if (u && layout && width && height) u.setSize({ width, height });
   });
@@ -214,17 +219,12 @@ function valueAt(u, k, i) {
   return u.data[k].slice(0, i + 1).findLast(isNumber);
 }
 
-function decimals(distance) {
-  const enough = [0, 1, 2, 3, 4, 5].find((n) => Math.abs(distance * 10 ** n - Math.round(distance * 10 ** n)) < 1e-6);
-  return enough ?? 6;
-}
-
 /** A tick with the decimals that the distance between two ticks needs. */
 function tickText(x, unit, step) {
-  if (unit === "fraction" || unit === "share") return format.percent(x, decimals(100 * step));
+  if (unit === "fraction" || unit === "share") return format.percent(x, format.decimals(100 * step));
   if (Math.abs(x) >= 10_000) return `${format.number(x / 1000)}k`;
   const short = step >= 1000 || (step < 1e-3 && Math.abs(x) < 100 * step);
-  return short ? format.number(x, 3) : x.toFixed(decimals(step)).replace("-", "−");
+  return short ? format.number(x, 3) : x.toFixed(format.decimals(step)).replace("-", "−");
 }
 
 /** Low and high of everything drawn, bands included, with a little room. */

@@ -11,12 +11,14 @@
  * .seconds[process]      per bin the mean seconds a step, per phase of .phases (null: not there).
  * .path                  the same for the critical path, by .pathPhases.
  * .wall                  mean wall seconds a step, per bin.
- * .append(step)          adds one step of the stream; true if a bin was added, not only changed.
+ * .append(step)          adds one step of the stream.
  * .merge(json)           takes more metrics of the same range; false if the bins do not match.
  * .part(first, last)     new Columns of these steps.
  * .trim(n)               keeps the newest n bins.
+ * .lastOf(i)             the last step of bin i.
  * .index(step)           the bin that holds a step, or the nearest one.
- * .latest(name)          {step, value} of the newest value, or null; a NaN stays one.
+ * .latest(name)          {step, until, value} of the newest value, or null; a NaN stays one. It is the
+ *                        mean of step to until where it was binned before it came here.
  */
 import { value } from "./format.js";
 import { STACK } from "./palette.js";
@@ -80,10 +82,9 @@ export class Columns {
 
   append(step) {
     const number = step.step;
-    if (this.steps.length && number <= this.last) return false;
+    if (this.steps.length && number <= this.last) return;
     const start = this.steps.at(-1);
-    const fresh = start === undefined || number >= start + this.bin;
-    if (fresh) {
+    if (start === undefined || number >= start + this.bin) {
       const at = start === undefined ? number : start + this.bin * Math.floor((number - start) / this.bin);
       this._addBin(at);
     }
@@ -94,7 +95,6 @@ export class Columns {
     this.wall[i] = mean(this.wall[i], value(step.wall_s));
     this._addSeconds(step, i, n);
     for (const [name, raw] of Object.entries(step.metrics)) this._addMetric(name, raw, number, i, mean);
-    return fresh;
   }
 
   _addBin(start) {
@@ -110,7 +110,7 @@ export class Columns {
 
   _addMetric(name, raw, number, i, mean) {
     const x = value(raw);
-    this._newest.set(name, { step: number, value: x });
+    this._newest.set(name, { step: number, until: number, value: x });
     if (!(name in this.metrics)) this.metrics[name] = this.steps.map(() => null);
     if (!Number.isFinite(x)) {
       if (x !== null) this._odd(name).set(number, String(x));
@@ -189,6 +189,11 @@ export class Columns {
     return low;
   }
 
+  /** The last step of bin i. */
+  lastOf(i) {
+    return Math.min(this.last, this.steps[i] + this.bin - 1);
+  }
+
   latest(name) {
     if (this._newest.has(name)) return this._newest.get(name);
     const column = this.metrics[name] ?? [];
@@ -196,12 +201,12 @@ export class Columns {
     const marks = this.nonfinite.get(name) ?? new Map();
     const step = Math.max(-1, ...marks.keys());
     if (step >= (i < 0 ? 0 : this.steps[i + 1] ?? Infinity)) return odd(step, marks.get(step));
-    return i < 0 ? null : { step: this.steps[i], value: column[i] };
+    return i < 0 ? null : { step: this.steps[i], until: this.lastOf(i), value: column[i] };
   }
 }
 
 function odd(step, text) {
-  return { step, value: text === "not finite" ? NaN : value(text) };
+  return { step, until: step, value: text === "not finite" ? NaN : value(text) };
 }
 
 function blend(old, row, phases, n) {

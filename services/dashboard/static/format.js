@@ -8,7 +8,8 @@
  * percent(x, digits)  of a fraction: 41 %; below 10 % one decimal.
  * seconds(x)          340 ms, 4.65 s, 3 min 20 s, 1 h 04 min.
  * remaining(x)        "about 12 min left".
- * bytes(x)            1.4 GB (powers of ten).
+ * bytes(x, step)      1.4 GB (powers of ten); on an axis as many decimals as ticks `step` apart need.
+ * decimals(step)      of numbers that are `step` apart, so that no two look the same: 0 to 6.
  * clock(unix_s)       14:03:20 of the viewer's day; with the date when it is another day.
  * span(first, last)   "step 7" or "steps 7–23".
  * withUnit(x, unit)   by a unit of the catalog: "s", "fraction", "bytes", "tokens", "1", ...
@@ -92,14 +93,20 @@ export function remaining(raw) {
   return `about ${seconds(Math.round(x / 60) * 60)} left`;
 }
 
-export function bytes(raw) {
+export function decimals(step) {
+  const whole = (n) => Math.abs(step * 10 ** n - Math.round(step * 10 ** n)) < 1e-6;
+  return [0, 1, 2, 3, 4, 5].find((n) => step * 10 ** n > 0.5 && whole(n)) ?? 6;
+}
+
+export function bytes(raw, step) {
   const x = value(raw);
   const special = odd(x);
   if (special) return special;
   const units = ["B", "kB", "MB", "GB", "TB"];
   const power = Math.min(units.length - 1, x < 1 ? 0 : Math.floor(Math.log10(x) / 3 + 1e-9));
   const size = x / 1000 ** power;
-  return `${size >= 100 || power === 0 ? Math.round(size) : size.toFixed(1)} ${units[power]}`;
+  const usual = size >= 100 || power === 0 ? 0 : 1;
+  return `${size.toFixed(step ? decimals(step / 1000 ** power) : usual)} ${units[power]}`;
 }
 
 export function clock(unixSeconds) {

@@ -3,6 +3,7 @@
  *
  * makeHeader({onAlerts, onHelp}) -> {node, sentence, update(store)}; `sentence` is the bottleneck
  * line, which the shell puts beside the tabs.
+ * makeThemeSwitch() -> {node, change(), show()}; show() when the theme has changed.
  */
 import { el, runText, setText } from "./dom.js";
 import * as format from "./format.js";
@@ -20,7 +21,8 @@ const STATES = {
 export function makeHeader({ onAlerts, onHelp }) {
   const fact = (id, label, title) => {
     const node = el("span", { class: "fact-value", id }, "–");
-    return { node, box: el("div", { class: "fact", title }, el("span", { class: "fact-label" }, label), node) };
+    const name = el("span", { class: "fact-label" }, label);
+    return { node, name, box: el("div", { class: "fact", title }, name, node) };
   };
   const name = runText("", { class: "run-name run-text", id: "header-run" });
   const state = el("span", { class: "badge", id: "header-state" });
@@ -34,8 +36,7 @@ export function makeHeader({ onAlerts, onHelp }) {
   const accuracy = fact("header-accuracy", "accuracy", "eval/accuracy/strict with its 95 % interval");
   const alerts = el("button", { type: "button", class: "button quiet", id: "header-alerts",
     on: { click: onAlerts } });
-  const themeSwitch = el("button", { type: "button", class: "button quiet", id: "theme-switch",
-    on: { click: switchTheme } });
+  const themes = makeThemeSwitch();
   const help = el("button", { type: "button", class: "button quiet", id: "help-button",
     "aria-label": "keyboard shortcuts", title: "Keys (?)", on: { click: onHelp } }, "?");
   const sentence = el("p", { class: "sentence", id: "header-bottleneck" });
@@ -48,7 +49,7 @@ export function makeHeader({ onAlerts, onHelp }) {
       el("div", { class: "progress-line" }, el("span", { class: "fact-label" }, "step"), step, left),
       progress),
     stepTime.box, reward.box, accuracy.box,
-    el("div", { class: "grow" }), alerts, themeSwitch, help);
+    el("div", { class: "grow" }), alerts, themes.node, help);
 
   let seen = "";
   function update(store) {
@@ -61,11 +62,13 @@ export function makeHeader({ onAlerts, onHelp }) {
     showProgress(run, judgement?.progress, store.ended);
     setText(stepTime.node, format.seconds(judgement?.progress?.step_s ?? recentSeconds(store.columns)));
     setText(reward.node, format.number(store.latest("reward/total/mean")?.value ?? null));
-    setText(accuracy.node, accuracyText(store));
+    const strict = store.latest("eval/accuracy/strict");
+    setText(accuracy.name, strict ? `accuracy, ${format.span(strict.step, strict.until)}` : "accuracy");
+    setText(accuracy.node, accuracyText(store, strict));
     showAlerts(judgement?.alerts ?? []);
     setText(sentence, format.sentence(judgement?.bottleneck?.text ?? ""));
     sentence.title = sentence.textContent;
-    showTheme();
+    themes.show();
     const of = run.steps_total ? `/${run.steps_total}` : "";
     document.title = `${run.step ?? 0}${of} ${run.run} · Tandem`;
   }
@@ -90,19 +93,25 @@ export function makeHeader({ onAlerts, onHelp }) {
     alerts.replaceChildren(lightMark(level, text));
   }
 
-  function switchTheme() {
-    setTheme(theme() === "dark" ? "light" : "dark");
+  return { node, sentence, update, switchTheme: themes.change };
+}
+
+export function makeThemeSwitch() {
+  const node = el("button", { type: "button", class: "button quiet", id: "theme-switch",
+    on: { click: change } });
+  const other = () => (theme() === "dark" ? "light" : "dark");
+
+  function change() {
+    setTheme(other());
     localStorage.setItem("tandem-theme", theme());
   }
 
-  function showTheme() {
-    const other = theme() === "dark" ? "light" : "dark";
-    setText(themeSwitch, other === "dark" ? "☾" : "☀");
-    themeSwitch.setAttribute("aria-label", `switch to the ${other} theme`);
-    themeSwitch.title = `Switch to the ${other} theme (t)`;
+  function show() {
+    setText(node, other() === "dark" ? "☾" : "☀");
+    node.setAttribute("aria-label", `switch to the ${other()} theme`);
+    node.title = `Switch to the ${other()} theme (t)`;
   }
-
-  return { node, sentence, update, switchTheme };
+  return { node, change, show };
 }
 
 /** What the judgement will say in a moment: the mean of the last ten steps, or of the last bin. */
@@ -111,8 +120,7 @@ function recentSeconds({ wall, bin }) {
   return last.length ? last.reduce((a, b) => a + b, 0) / last.length : null;
 }
 
-function accuracyText(store) {
-  const strict = store.latest("eval/accuracy/strict");
+function accuracyText(store, strict) {
   if (!strict) return "–";
   const low = store.latest("eval/accuracy/strict_low")?.value;
   const high = store.latest("eval/accuracy/strict_high")?.value;

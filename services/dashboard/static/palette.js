@@ -13,7 +13,7 @@
  * lightMark(level, word)  a traffic light: shape, colour and word; level: ok, warn, bad, info, none.
  * lineColor(i)            for the i-th line of a chart; LINE_DASH[i] goes with it.
  * token(name)             resolved value of the CSS custom property --name, such as token("ink").
- * theme() / setTheme("light"|"dark"|"auto") / onTheme(f)
+ * theme() / setTheme("light"|"dark") / onTheme(f)
  */
 import { el } from "./dom.js";
 
@@ -97,7 +97,8 @@ export function swatch(phase) {
 }
 
 const MARKS = { ok: "●", warn: "▲", bad: "✖", info: "◆", none: "○" };
-const WORDS = { ok: "fine", warn: "look", bad: "bad", info: "note", none: "no data" };
+/** What a light says by itself. */
+export const WORDS = { ok: "fine", warn: "look", bad: "bad", info: "note", none: "no data" };
 
 export function lightMark(level, word = WORDS[level]) {
   return el("span", { class: `light ${level}`, data: { light: level } },
@@ -125,8 +126,7 @@ export function theme() {
 }
 
 export function setTheme(wanted) {
-  if (wanted === "auto") delete document.documentElement.dataset.theme;
-  else document.documentElement.dataset.theme = wanted;
+  document.documentElement.dataset.theme = wanted;
   changed();
 }
 

@@ -7,9 +7,10 @@
  * secondsTick(x, step)              a tick of a seconds axis, with the decimals that `step` needs.
  * fontOf(px)                        the page's font for a canvas.
  * makeTooltip()                     {show(x, y, ...children), hide()}; x, y in viewport pixels.
- * observeSize(node, f)              f() in a frame after the size of node has changed.
+ * observeSize(node, f)              f() in a frame after the size of node has changed; returns what ends it.
  */
 import { el, setChildren } from "./dom.js";
+import { decimals } from "./format.js";
 
 export function fitCanvas(canvas, width, height, clear = true) {
   const ratio = window.devicePixelRatio || 1;
@@ -48,8 +49,7 @@ export function stepTicks(first, last, most) {
 }
 
 export function secondsTick(x, step) {
-  const decimals = Math.min(4, Math.max(0, -Math.floor(Math.log10(step) + 1e-9)));
-  return `${x.toFixed(decimals)} s`;
+  return `${x.toFixed(decimals(step))} s`;
 }
 
 export function fontOf(px) {
@@ -77,12 +77,14 @@ export function makeTooltip() {
 
 export function observeSize(node, f) {
   let planned = false;
-  new ResizeObserver(() => {
+  const observer = new ResizeObserver(() => {
     if (planned) return;
     planned = true;
     requestAnimationFrame(() => {
       planned = false;
       f();
     });
-  }).observe(node);
+  });
+  observer.observe(node);
+  return () => observer.disconnect();
 }

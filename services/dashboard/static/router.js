@@ -1,10 +1,16 @@
 /**
  * The part after #: which view is shown and with what.
  *
+ * VIEWS                 [id, title] of every view, in the order of the tabs.
  * route()               {id: "samples", params: URLSearchParams}; id is "" when there is none.
  * go(id, params)        shows a view: go("samples", {first: 7, last: 7}).
  * noteParams(id, params) keeps the address in step with what a view shows, without showing it anew.
  */
+
+export const VIEWS = [
+  ["breakdown", "Breakdown"], ["timeline", "Timeline"], ["learning", "Learning"], ["trust", "Trust"],
+  ["samples", "Samples"], ["fleet", "Fleet"], ["what_if", "What if"], ["alerts", "Alerts"],
+];
 
 export function route() {
   const [id, query] = location.hash.slice(1).split("?");

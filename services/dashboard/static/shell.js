@@ -3,9 +3,10 @@
  * shown and works only while it is shown.
  *
  * makeShell(root, store, views): views: [{id, title, load() -> Promise<module>}] in tab order. The
- * module exports {id, title, mount(root, store) -> {update(event), show(params), hide()}}; `params`
+ * module exports {mount(root, store) -> {update(event), show(params), hide()}, keep?(store)}; `params`
  * are the URLSearchParams after "?" of the route, and show() is called again when they change. A view
- * whose show() has to wait for data returns a promise: body[data-drawn] is "true" after it.
+ * whose show() has to wait for data returns a promise: body[data-drawn] is "true" after it. keep()
+ * fetches what the view shows first, for when it is opened after the run and its server have ended.
  */
 import { makeBanner } from "./banner.js";
 import { el, empty, setChildren } from "./dom.js";
@@ -107,6 +108,7 @@ export function makeShell(root, store, views) {
   }
 
   function update(event) {
+    if (event.type === "ended") keepAll();
     header.update(store);
     banner.update(store);
     mounted.get(current)?.update?.(event);
@@ -132,6 +134,12 @@ export function makeShell(root, store, views) {
   /** The run may end, and its server with it: views that were not opened by then work all the same. */
   function loadAll() {
     for (const view of views) view.load().catch(() => {}); // it says so itself when it is shown
+  }
+
+  function keepAll() {
+    for (const view of views) {
+      view.load().then((module) => module.keep?.(store)).catch(() => {}); // it says so when it is shown
+    }
   }
 }
 

@@ -9,24 +9,27 @@
  * store.setRange(r) {mode: "all"} | {mode: "last", n} | {mode: "fixed", first, last}; fetches.
  * store.ensure(names) loads metrics that the default history leaves out into both; a promise.
  * store.lastStep    the newest step event ({step, wall_s, metrics, processes, path, ...}) or null.
- * store.latest(name) {step, value} of the newest value of a metric, or null.
+ * store.latest(name) {step, until, value} of the newest value of a metric, or null: the value of a
+ *                   step, or the mean of step to until.
  * store.judgement, store.fleet, store.samplesTotal, store.timelineStep
  * store.connection  {state: "connecting"|"live"|"waiting"|"refused", since, lostAt, retryInMs}; since
  *                   and lostAt in ms, lostAt null while live
  * store.timed(f)    runs an update that did not come by the stream inside the same measure.
- * store.now()       seconds since 1970 by the server's clock.
  * store.on(f)       f(event) for each event; event.type: run, step, fleet, judgement, timeline,
- *                   samples, reload, history (columns were fetched anew), range, connection, theme.
+ *                   samples, reload, history (columns were fetched anew), range, connection, theme,
+ *                   ended (the run went on until now: its server goes in a moment).
  *
  * Events of the stream are queued and handed on once per frame (once a second in a hidden tab,
  * where nothing is drawn); performance.measure("tandem-update") spans taking them in and drawing.
  */
-import { ApiError, getJSON, openStream } from "./api.js";
+import { ApiError, getJSON, openStream, sayWhenGone } from "./api.js";
 import { Columns } from "./columns.js";
+import { value } from "./format.js";
 import { phaseTitle } from "./palette.js";
 
 const POINTS = 600;
 const MOST_MEASURES = 500;
+const OVER = ["finished", "failed", "interrupted", "lost"];
 
 export class Store {
   constructor() {
@@ -48,10 +51,10 @@ export class Store {
     this._extra = new Set();
     this._patterns = [];
     this._phases = new Map();
-    this._clockOffset = 0;
     this._measures = 0;
     this._caughtUp = null;
     this._refetching = false;
+    this._again = false; // it was asked for while it was under way
     this._wasLive = false;
     this._rangeAsked = 0;
   }
@@ -65,20 +68,21 @@ export class Store {
     for (const f of this._listeners) f({ type, data });
   }
 
-  now() {
-    return Date.now() / 1000 + this._clockOffset;
-  }
-
   get state() {
     return this.run?.state ?? "unknown";
   }
 
   get ended() {
-    return ["finished", "failed", "interrupted", "lost"].includes(this.state);
+    return OVER.includes(this.state);
   }
 
+  /** Of the newest step itself where it has the metric: a bin of the columns holds a mean. */
   latest(name) {
-    return this.columns.latest(name);
+    const { lastStep, columns } = this;
+    if (lastStep?.step === columns.last && name in lastStep.metrics) {
+      return { step: lastStep.step, until: lastStep.step, value: value(lastStep.metrics[name]) };
+    }
+    return columns.latest(name);
   }
 
   /** Loads what the first paint needs. Raises ApiError. */
@@ -93,11 +97,9 @@ export class Store {
     this.columns = this.shown = new Columns(history);
   }
 
-  /** Loads what the first paint can do without, and says so; the stream brings the fleet. */
+  /** Loads what the first paint can do without; the stream brings judgement and fleet. */
   async loadRest() {
     try {
-      this.judgement = await getJSON("/api/judgement");
-      this.emit("judgement", this.judgement);
       await this._loadLastStep();
       if (this.lastStep) this.emit("history");
     } catch (error) {
@@ -133,6 +135,10 @@ export class Store {
 
   _enqueue(type, data) {
     this._queue.push({ type, data });
+    if (type === "run" && OVER.includes(data.state)) { // hidden tabs are slow, and the server goes
+      this._flush();
+      return;
+    }
     if (this._planned) return;
     this._planned = true;
     if (document.hidden) setTimeout(() => this._flush(), 1000);
@@ -143,7 +149,9 @@ export class Store {
     this._planned = false;
     this.timed(() => {
       const events = this._queue.splice(0);
+      const went = this.state === "running";
       for (const event of events) this._apply(event);
+      if (went && this.ended) this.emit("ended");
       for (const { type, data } of newestOfEach(events)) this.emit(type, data);
     });
   }
@@ -173,7 +181,8 @@ export class Store {
 
   _setRun(run) {
     this.run = run;
-    this._clockOffset = (run.now ?? Date.now() / 1000) - Date.now() / 1000;
+    sayWhenGone(this.ended ? "the run has ended, and its server with it; this shows the rest: " +
+      `python -m services.dashboard --run ${run.folder ?? "RUN_FOLDER"}` : null);
   }
 
   _addStep(step) {
@@ -204,8 +213,11 @@ export class Store {
 
   /** Fetches the history anew: after a lost connection, a rewound run, or too many bins. */
   async refetch() {
-    if (this._refetching) return;
-    this._refetching = true;
+    if (this._refetching) {
+      this._again = true;
+      return;
+    }
+    [this._refetching, this._again] = [true, false];
     try {
       const names = await this._names();
       this.columns = new Columns(await getJSON("/api/history", { points: POINTS, names }));
@@ -218,6 +230,7 @@ export class Store {
       // With the connection gone, the stream's next success asks again.
     } finally {
       this._refetching = false;
+      if (this._again && this.run.step > this.columns.last) this.refetch();
     }
   }
 

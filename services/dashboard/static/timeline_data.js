@@ -9,6 +9,7 @@
  * .stepAt(t)              {step, start, end} or null
  * .gaugeAt(t)             {waiting, out, policy_version} as of t, or null
  * .firstStep, .lastStep   null while there is none
+ * .crowded                true where so many were joined that it is time to have them thinned
  * .thinned                true where a lane has as many spans as the server gives at most
  */
 
@@ -38,6 +39,10 @@ export class Timeline {
 
   get thinned() {
     return this.lanes.some((lane) => lane.spans.length >= MOST_SPANS);
+  }
+
+  get crowded() {
+    return this.lanes.some((lane) => lane.spans.length > 2 * MOST_SPANS);
   }
 
   join(json, keep_s) {

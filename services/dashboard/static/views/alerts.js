@@ -4,33 +4,16 @@
 import { el, setChildren, setText } from "../dom.js";
 import { plural } from "../format.js";
 import { lightMark } from "../palette.js";
-import { go } from "../router.js";
+import { go, VIEWS } from "../router.js";
 import { judged } from "./judged.js";
-
-export const id = "alerts";
-export const title = "Alerts";
+import { COMPLETIONS_OF } from "./sample_filters.js";
 
 const SEVERITIES = [
   ["bad", "act", "needs action", "need action"],
   ["warn", "look", "worth a look", "worth a look"],
   ["info", "note", "note", "notes"],
 ];
-const VIEW_TITLES = {
-  breakdown: "Breakdown",
-  timeline: "Timeline",
-  learning: "Learning",
-  trust: "Trust",
-  samples: "Samples",
-  fleet: "Fleet",
-  what_if: "What if",
-};
-/** Where an alert is about completions: which ones. */
-const SAMPLES = {
-  disagreement: { disagree: 1 },
-  reward_errors: { error: 1 },
-  truncated: { finish: "length" },
-  aborted: { finish: "aborted" },
-};
+const TITLES = new Map(VIEWS);
 const WATCHED = [
   [
     "Time",
@@ -113,15 +96,15 @@ function makeRow({ id: name, severity, view }) {
   const advice = el("p", { class: "muted" });
   const since = el("span", { class: "muted nowrap num" });
   const open =
-    VIEW_TITLES[view] &&
+    TITLES.has(view) &&
     el(
       "button",
       {
         type: "button",
         class: "button small",
-        on: { click: () => go(view, view === "samples" ? SAMPLES[name] : null) },
+        on: { click: () => go(view, view === "samples" ? COMPLETIONS_OF[name] : null) },
       },
-      `Open ${VIEW_TITLES[view]}`,
+      `Open ${TITLES.get(view)}`,
     );
   const node = el(
     "li",

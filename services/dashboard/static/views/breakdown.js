@@ -12,14 +12,10 @@ import { makeRangeBar, zoomTo } from "../range_bar.js";
 import { makeStepPanel } from "../step_panel.js";
 import { scrolled } from "../table.js";
 
-export const id = "breakdown";
-export const title = "Breakdown";
-
 const PATH = "path";
-const UNEXPLAINED_FRACTION = 0.05;
 
 export function mount(root, store) {
-  const state = { chosen: PATH, share: false, asTable: false, shown: false };
+  const state = { chosen: PATH, share: false, asTable: false };
   const tooltip = makeTooltip();
   const range = makeRangeBar(store);
   const scale = toggle([["seconds", "Seconds"], ["share", "Shares"]], "seconds", (key) => {
@@ -68,7 +64,7 @@ export function mount(root, store) {
     ];
   }
 
-  const threshold = () => store.run.settings?.unexplained_fraction ?? UNEXPLAINED_FRACTION;
+  const threshold = () => store.run.settings.unexplained_fraction;
 
   function draw() {
     range.update();
@@ -175,12 +171,10 @@ export function mount(root, store) {
 
   return {
     show(params) {
-      state.shown = true;
       if (params?.has("step")) openStep(Number(params.get("step")));
       draw();
     },
     hide() {
-      state.shown = false;
       tooltip.hide();
     },
     update({ type }) {
@@ -193,8 +187,7 @@ export function mount(root, store) {
 }
 
 function stepsOf(columns, i) {
-  const first = columns.steps[i];
-  const last = Math.min(columns.last, (columns.steps[i + 1] ?? columns.last + 1) - 1);
+  const [first, last] = [columns.steps[i], columns.lastOf(i)];
   return first === last ? String(first) : `${first}–${last}`;
 }
 

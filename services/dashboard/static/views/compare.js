@@ -7,11 +7,11 @@ import { makeChart } from "../charts.js";
 import { Columns } from "../columns.js";
 import { el, empty, runText, setChildren, setText, toggle } from "../dom.js";
 import * as format from "../format.js";
-import { lightMark, lineColor, onTheme, setTheme, theme } from "../palette.js";
+import { makeThemeSwitch } from "../header.js";
+import { lightMark, lineColor, onTheme } from "../palette.js";
 import { scrolled } from "../table.js";
 
-export const id = "compare";
-export const title = "Compare";
+const id = "compare";
 
 const FIRST = ["reward/total/mean", "eval/accuracy/strict", "train/entropy", "rollout/completion_len_mean",
   "train/grad_norm", "time/train/step_s"];
@@ -38,6 +38,7 @@ export function mount(root, store) {
     } } }, "Table");
   const pager = el("div", { class: "row" }, find, button("‹", "metrics before", -1), where,
     button("›", "more metrics", 1), el("span", { class: "grow" }), tableButton);
+  const themes = makeThemeSwitch();
   const state = { json: null, columns: [], charts: [], from: 0 };
   setChildren(root, head, verdict, el("main", { class: "stage" }, el("section", { class: "view",
     data: { view: id } }, el("div", { class: "split" },
@@ -62,6 +63,7 @@ export function mount(root, store) {
     state.from = Math.max(0, Math.min(from, Math.floor((names.length - 1) / CHARTS) * CHARTS));
     const shown = names.slice(state.from, state.from + CHARTS);
     setText(where, names.length ? `${state.from + 1}–${state.from + shown.length} of ${names.length}` : "none of this name");
+    for (const chart of state.charts.splice(0)) chart.destroy();
     if (!tableHost.hidden) {
       setChildren(tableHost, valuesTable(state.columns, shown));
       return;
@@ -88,16 +90,11 @@ export function mount(root, store) {
       style: { borderTop: `2px ${i ? "dashed" : "solid"} ${lineColor(i)}` } });
     const run = (of, i) => el("div", { class: "compared", data: { run: NAMES[i] } }, mark(i),
       el("strong", null, NAMES[i]), runText(of.run, { class: "run-name run-text", title: of.folder }),
-      el("span", { class: "muted" }, `${of.state}, ${format.plural(of.step ?? 0, "step", "steps")}` +
+      el("span", { class: "muted", title: "From its last start or resume to its end" },
+        `${of.state}, ${format.plural(of.step ?? 0, "step", "steps")}` +
         (format.isFiniteNumber(of.ended) ? `, ${format.seconds(of.ended - of.started)}` : "")));
-    const other = theme() === "dark" ? "light" : "dark";
     setChildren(head, el("div", { class: "brand" }, el("span", { class: "brand-mark", "aria-hidden": "true" })),
-      el("h1", null, "Compare"), state.json.runs.map(run), el("span", { class: "grow" }),
-      el("button", { type: "button", class: "button quiet", id: "theme-switch",
-        "aria-label": `switch to the ${other} theme`, on: { click: () => {
-          setTheme(other);
-          localStorage.setItem("tandem-theme", other);
-        } } }, other === "dark" ? "☾" : "☀"));
+      el("h1", null, "Compare"), state.json.runs.map(run), el("span", { class: "grow" }), themes.node);
     document.title = `${state.json.runs.map((of) => of.run).join(" / ")} · Tandem`;
   }
 
@@ -121,6 +118,7 @@ export function mount(root, store) {
       return;
     }
     state.columns = state.json.histories.map((history) => new Columns(history));
+    themes.show();
     showHead();
     showVerdict();
     differences(side, state.json);
@@ -129,8 +127,8 @@ export function mount(root, store) {
   }
 
   onTheme(() => {
-    if (!state.json) return;
-    showHead();
+    themes.show();
+    if (state.json) showHead();
     for (const chart of state.charts) chart.redraw();
   });
   return { show: load, hide() {}, update() {} };

@@ -3,13 +3,10 @@
  * change the number of workers.
  */
 import { el, setChildren, setText } from "../dom.js";
-import { bytes, count, number, plural } from "../format.js";
+import { bytes, clock, count, number, plural } from "../format.js";
 import { makeControlDialog } from "./control_dialog.js";
 import { fleetTable, lastKnownTable } from "./fleet_table.js";
 import { lineChart, plain } from "./spark.js";
-
-export const id = "fleet";
-export const title = "Fleet";
 
 const MOST_LINES = 5;
 const CHARTS = [
@@ -21,7 +18,7 @@ const CHARTS = [
       ["queue/out_mean", "at work"],
     ],
   ],
-  ["Tokens a second, while decoding", plain, () => [["throughput/train/decode_tokens_per_s", "tokens/s"]]],
+  ["Tokens a second, without waits", plain, () => [["throughput/train/decode_tokens_per_s", "tokens/s"]]],
   [
     "Weight sync, GB/s",
     plain,
@@ -37,6 +34,10 @@ const CHARTS = [
       store.columns.processes.slice(0, MOST_LINES).map((process) => [`mem/${process}/host_bytes`, process]),
   ],
 ];
+
+export function keep(store) {
+  return store.ensure(CHARTS.flatMap(([, , lines]) => lines(store).map(([name]) => name)));
+}
 
 export function mount(root, store) {
   const dialog = makeControlDialog();
@@ -100,7 +101,7 @@ export function mount(root, store) {
     const latest = (name) => number(store.latest(name)?.value);
     tiles
       .get("target")
-      .set(fleet ? `${fleet.target}` : "–", fleet ? `${fleet.min} to ${fleet.max}, ${fleet.policy}` : "");
+      .set(fleet ? `${fleet.target}` : "–", fleet ? allowed(fleet) : "");
     const serving = fleet?.workers.filter((w) => ["ready", "working"].includes(w.state)).length;
     tiles
       .get("serving")
@@ -126,8 +127,8 @@ export function mount(root, store) {
   const ask = (question, said) =>
     dialog.ask({
       ...question,
-      done: ({ target, current }) =>
-        setText(accepted, `${said} Wanted now: ${target}; ${current} take leases at the moment.`),
+      done: ({ target }) =>
+        setText(accepted, `Accepted at ${clock(Date.now() / 1000)}: ${said}; wanted then: ${target}.`),
     });
 
   add.addEventListener("click", () => {
@@ -142,7 +143,7 @@ export function mount(root, store) {
           `The run will want ${plural(target, "worker", "workers")} instead of ${store.fleet.target}. The new one ` +
           "starts when the cluster has room, fetches the current policy version, and then takes leases.",
       },
-      "Accepted: the worker will start.",
+      "a worker more",
     );
   });
 
@@ -158,7 +159,7 @@ export function mount(root, store) {
           `${name} finishes or returns its leases and goes. The run will want ${plural(target, "worker", "workers")} ` +
           "from then on. No group is lost.",
       },
-      `Accepted: ${name} drains.`,
+      `${name} drains`,
     );
   }
 
@@ -170,8 +171,7 @@ export function mount(root, store) {
     show() {
       draw();
       for (const chart of charts) chart.draw(store);
-      const names = CHARTS.flatMap(([, , lines]) => lines(store).map(([name]) => name));
-      store.ensure(names).catch((error) => setText(accepted, `history of the fleet: ${error.message}`));
+      keep(store).catch((error) => setText(accepted, `history of the fleet: ${error.message}`));
     },
     hide() {
       dialog.close();
@@ -194,6 +194,12 @@ function bounds(fleet) {
   if (fleet.target >= fleet.max)
     return `The run allows ${plural(fleet.max, "worker", "workers")} at most (rollout.workers.max).`;
   return "Asks for confirmation and for the control token.";
+}
+
+/** How many workers there may be, and who changes their number. */
+function allowed({ min, max, policy }) {
+  const range = min === max ? count(min) : `${count(min)} to ${count(max)}`;
+  return policy === "balance" ? `the run chooses, ${range}` : `you choose, ${range}`;
 }
 
 function tooFew({ target, min }) {

@@ -25,9 +25,9 @@ const COLUMNS = [
   { title: "leased", align: "right" },
   { title: "slots", align: "right" },
   {
-    title: "tokens/s",
+    title: "tokens/s with waits",
     align: "right",
-    about: "Completion tokens in the last 10 s of wall time, waits included; the chart leaves waits out",
+    about: "Completion tokens over the last 10 s of wall time, waits and all; the chart counts only the time of decoding",
   },
   { title: "pull GB/s", align: "right" },
   { title: "host memory", align: "right" },

@@ -8,9 +8,6 @@ import { makeRangeBar, zoomTo } from "../range_bar.js";
 import { makeFunnel } from "../funnel.js";
 import { scrolled } from "../table.js";
 
-export const id = "learning";
-export const title = "Learning";
-
 const one = (name, label = "") => [{ name, label }];
 
 function specs(store) {

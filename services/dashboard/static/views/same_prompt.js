@@ -2,7 +2,7 @@
  * What the model wrote to one prompt over time: two completions side by side, with the words marked
  * that only one of them has.
  */
-import { getJSON } from "../api.js";
+import { getJSON, samplePath } from "../api.js";
 import { el, setChildren, setText } from "../dom.js";
 import { number, percent, plural, value } from "../format.js";
 import { textBox, visible } from "./sample_text.js";
@@ -23,7 +23,7 @@ export async function samePrompt(place, record, other, onPick) {
   setChildren(place, el("p", { class: "muted" }, "Looking for the same prompt …"));
   let items;
   try {
-    ({ items } = await getJSON(`/api/samples/${encodeURIComponent(record.id)}/same`));
+    ({ items } = await getJSON(`${samplePath(record.id)}/same`));
   } catch (error) {
     setChildren(place, el("p", { class: "refusal", role: "alert" }, error.message));
     return;
@@ -101,7 +101,7 @@ function occurrence(item, chosen) {
 async function compare(sides, common, record, otherId) {
   let other;
   try {
-    other = await getJSON(`/api/samples/${encodeURIComponent(otherId)}`);
+    other = await getJSON(samplePath(otherId));
   } catch (error) {
     setChildren(sides, el("p", { class: "refusal", role: "alert" }, error.message));
     return;

@@ -4,7 +4,7 @@
  * makeDetail({onMode(mode, other), onBack()})   {node, show(id, mode, other), clear(), focus()}: mode is
  *     "read" or "same"; other: the completion beside it in "same".
  */
-import { getJSON } from "../api.js";
+import { getJSON, samplePath } from "../api.js";
 import { el, empty, setChildren, toggle } from "../dom.js";
 import { count, number } from "../format.js";
 import { lightMark } from "../palette.js";
@@ -78,7 +78,7 @@ export function makeDetail({ onMode, onBack }) {
       const turn = (asked += 1);
       node.classList.add("stale");
       try {
-        if (shown?.id !== id) shown = await getJSON(`/api/samples/${encodeURIComponent(id)}`);
+        if (shown?.id !== id) shown = await getJSON(samplePath(id));
         if (turn === asked) draw(shown, mode, other);
       } catch (error) {
         if (turn !== asked) return;

@@ -2,6 +2,7 @@
  * Which completions are listed.
  *
  * FIELDS                     names of the parameters of /api/samples that a person chooses.
+ * COMPLETIONS_OF             the parameters that list what an alert or a check is about, by its id.
  * makeFilters(onChange)      {node, set(query)}: onChange(query) a moment after the last key; a field
  *                            that makes no sense is marked and left out.
  */
@@ -20,6 +21,12 @@ export const FIELDS = [
   "disagree",
   "error",
 ];
+export const COMPLETIONS_OF = {
+  disagreement: { disagree: 1 },
+  reward_errors: { error: 1 },
+  truncated: { finish: "length" },
+  aborted: { finish: "aborted" },
+};
 const PAUSE_MS = 250;
 const SELECTS = {
   kind: [

@@ -1,9 +1,10 @@
 /**
  * A page of completions, newest first.
  *
- * makeList({onPick(id), onOpen(id), onPage(offset)})   {node, fill(answer), pick(id), fail(message),
- *     busy(), fresh(n, onShow), focus(), isResting()}: answer is that of /api/samples. Up and down
- *     pick the neighbour, beyond the ends of a page that of the next; Enter opens.
+ * makeList({onPick(id), onOpen(id), onPage(offset)})   {node, fill(answer), pick(id), busy(),
+ *     fail(message, offset), fresh(n, onShow), focus(), isResting()}: answer is that of /api/samples.
+ *     Up and down pick the neighbour, beyond the ends of a page that of the next; Enter opens. From a
+ *     page that failed the one before can be asked for.
  */
 import { el, setChildren, setText } from "../dom.js";
 import { count, number, plural } from "../format.js";
@@ -147,14 +148,16 @@ export function makeList({ onPick, onOpen, onPage }) {
       } else pick(picked, false, fresh);
       fresh = false;
     },
-    fail(message) {
-      page = { ...page, total: 0, items: [] };
+    fail(message, offset) {
+      page = { ...page, offset, items: [] };
+      wrap.classList.remove("stale");
       setChildren(
         body,
         el("tr", null, el("td", { colspan: COLUMNS.length, class: "refusal", role: "alert" }, message)),
       );
       setText(where, "");
-      back.disabled = next.disabled = true;
+      back.disabled = offset === 0;
+      next.disabled = true;
     },
     busy: () => wrap.classList.add("stale"),
     fresh(n, onShow) {

@@ -1,19 +1,25 @@
 /**
  * What the model wrote: search, page and read completions; the address holds what is shown.
  */
-import { getJSON } from "../api.js";
+import { getJSON, keepJSON, samplePath } from "../api.js";
 import { el, setChildren } from "../dom.js";
 import { noteParams } from "../router.js";
 import { makeDetail } from "./sample_detail.js";
 import { FIELDS, makeFilters } from "./sample_filters.js";
 import { makeList } from "./sample_list.js";
 
-export const id = "samples";
-export const title = "Samples";
+const id = "samples";
 
 const LIMIT = 50;
 const PICK_PAUSE_MS = 70;
 const REFRESH_MS = 2000;
+
+const pageOf = (query, offset) => ({ ...query, offset, limit: LIMIT });
+
+export async function keep() {
+  const { items } = await keepJSON("/api/samples", pageOf({}, 0));
+  if (items.length) await keepJSON(samplePath(items[0].id));
+}
 
 export function mount(root, store) {
   /** What is shown: `query` by FIELDS, and the rest of the address. */
@@ -78,7 +84,7 @@ export function mount(root, store) {
     fetchedAt = Date.now();
     list.busy();
     try {
-      const answer = await getJSON("/api/samples", { ...shown.query, offset: shown.offset, limit: LIMIT });
+      const answer = await getJSON("/api/samples", pageOf(shown.query, shown.offset));
       if (turn !== asked) return;
       total = answer.total;
       list.fill(answer);
@@ -88,7 +94,7 @@ export function mount(root, store) {
         await showDetail();
       }
     } catch (error) {
-      if (turn === asked) list.fail(error.message);
+      if (turn === asked) list.fail(error.message, shown.offset);
     }
   }
 

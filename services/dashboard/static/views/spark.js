@@ -6,17 +6,17 @@
  *                            width, height}; odd: the x at which a value was not finite.
  * lineChart(host, opts)      axes, several lines, a bound and the numbers under the pointer or the
  *                            cursor keys; returns {draw(data)}; data: {x, lines: [{name, y, marks}],
- *                            bound, boundName, odd}; opts: {label, format(x, step)}. It fills its host.
+ *                            bound, odd}; opts: {label, format(x, step)}. It fills its host.
  */
 import { el, setChildren } from "../dom.js";
-import { number } from "../format.js";
+import { decimals, number } from "../format.js";
 import { lineColor, LINE_DASH } from "../palette.js";
 import { makeTooltip, niceStep, niceTicks, observeSize, stepTicks } from "../plot.js";
 
 const NAMESPACE = "http://www.w3.org/2000/svg";
 const MOST_POINTS = 240;
 
-export function svg(tag, attrs, ...children) {
+function svg(tag, attrs, ...children) {
   const node = document.createElementNS(NAMESPACE, tag);
   for (const [name, item] of Object.entries(attrs)) {
     if (item !== null && item !== undefined) node.setAttribute(name, String(item));
@@ -26,10 +26,10 @@ export function svg(tag, attrs, ...children) {
 }
 
 export function plain(x, step) {
-  const decimals = step ? Math.max(0, -Math.floor(Math.log10(step) + 1e-9)) : 0;
-  if (!step || decimals > 5 || Math.abs(x) >= 1e6) return number(x);
+  const digits = step ? decimals(step) : 6;
+  if (digits > 5 || Math.abs(x) >= 1e6) return number(x);
   return x
-    .toLocaleString("en-US", { minimumFractionDigits: decimals, maximumFractionDigits: decimals })
+    .toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits })
     .replace("-", "\u2212");
 }
 
@@ -181,7 +181,7 @@ function plotted(data, frame, format) {
   return box;
 }
 
-function legendOf({ lines, bound, boundName }) {
+function legendOf({ lines, bound }) {
   const keys = lines.map(({ name }, i) => [
     name,
     svg("line", {
@@ -195,7 +195,7 @@ function legendOf({ lines, bound, boundName }) {
     }),
   ]);
   if (bound != null) {
-    keys.push([boundName ?? "bound", svg("line", { x1: 1, x2: 21, y1: 5, y2: 5, class: "spark-bound" })]);
+    keys.push(["bound", svg("line", { x1: 1, x2: 21, y1: 5, y2: 5, class: "spark-bound" })]);
   }
   return keys.map(([name, line]) =>
     el(
@@ -226,7 +226,7 @@ function extent(values, bound) {
   if (bound !== null && bound > high && bound - high <= near) high = bound;
   if (bound !== null && bound < low && low - bound <= near) low = bound;
   if (low > 0 && low < 0.4 * high) low = 0;
-  const margin = Math.max((high - low) * 0.06, Math.abs(high) * 1e-3) || 0.5;
+  const margin = (high > low ? Math.max((high - low) * 0.06, Math.abs(high) * 1e-3) : Math.abs(high) * 0.1) || 0.5;
   return [low === 0 && high > 0 ? 0 : low - margin, high + margin];
 }
 

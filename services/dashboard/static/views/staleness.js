@@ -2,7 +2,7 @@
  * How many policy versions behind the groups were, as a histogram over the last steps: each bar is
  * the share of the groups that were trained on, with a mark at what the newest step had.
  */
-import { getJSON } from "../api.js";
+import { getJSON, keepJSON } from "../api.js";
 import { el, setChildren, setText } from "../dom.js";
 import { count, percent, plural, span, value } from "../format.js";
 
@@ -24,16 +24,10 @@ export function stalenessCard(store) {
   let problem = "";
 
   async function load() {
-    const last = store.columns.last;
     const names = await known(store);
     if (!names.length) return;
     try {
-      const json = await getJSON("/api/history", {
-        first: Math.max(0, last - STEPS + 1),
-        last,
-        points: STEPS,
-        names: names.join(","),
-      });
+      const json = await getJSON("/api/history", queryOf(store, names));
       steps = new Map(
         json.steps.map((step, i) => [step, ofMetrics((name) => json.metrics[name]?.[i], names)]),
       );
@@ -92,6 +86,15 @@ export function stalenessCard(store) {
       }
     },
   };
+}
+
+export async function keepStaleness(store) {
+  const names = await known(store);
+  if (names.length) await keepJSON("/api/history", queryOf(store, names));
+}
+
+function queryOf({ columns: { last } }, names) {
+  return { first: Math.max(0, last - STEPS + 1), last, points: STEPS, names: names.join(",") };
 }
 
 /** The metrics that may exist: up to the greatest staleness that the run saw or allows. */

@@ -4,7 +4,7 @@
 const MOST_CELLS = 4_000_000;
 
 /** Cuts a text into words, single marks and runs of white space; joined they give it back. */
-export function words(text) {
+function words(text) {
   return text.match(/\s+|[\p{L}\p{N}_]+|[^\s\p{L}\p{N}_]/gu) ?? [];
 }
 

@@ -1,7 +1,7 @@
 /**
  * What each process did when: a lane per process over the last minutes or over chosen steps.
  */
-import { getJSON } from "../api.js";
+import { getJSON, keepJSON } from "../api.js";
 import { el, empty, setChildren, setText, toggle } from "../dom.js";
 import * as format from "../format.js";
 import { swatch } from "../palette.js";
@@ -11,17 +11,21 @@ import { scrolled } from "../table.js";
 import { TimelineChart } from "../timeline_chart.js";
 import { Timeline } from "../timeline_data.js";
 
-export const id = "timeline";
-export const title = "Timeline";
+const id = "timeline";
 
 const WINDOWS = [["30", "30 s"], ["120", "2 min"], ["300", "5 min"], ["600", "10 min"]];
 const MOST_ROWS = 500;
+const KEEP_S = 120;
+
+export function keep() {
+  return keepJSON("/api/timeline", { last_s: KEEP_S });
+}
 
 export function mount(root, store) {
-  const state = { keep_s: 120, steps: null, shown: false, busy: false, domain: null, again: false };
+  const state = { keep_s: KEEP_S, steps: null, shown: false, busy: false, domain: null, again: false };
   let timeline = new Timeline({});
   const tooltip = makeTooltip();
-  const windows = toggle(WINDOWS, "120", (key) => go(id, { last_s: key }), "how far back");
+  const windows = toggle(WINDOWS, String(KEEP_S), (key) => go(id, { last_s: key }), "how far back");
   const first = stepField("timeline-first", "first step");
   const last = stepField("timeline-last", "last step");
   const form = el("form", { class: "row steps-form", on: { submit: chooseSteps } },
@@ -79,9 +83,15 @@ export function mount(root, store) {
     } catch (error) {
       if (timeline.steps.length) setText(note, error.message);
       else say("The timeline cannot be shown", error.message);
-    } finally {
-      state.busy = false;
     }
+    done();
+  }
+
+  function done() {
+    state.busy = false;
+    if (!state.again) return;
+    state.again = false;
+    follow();
   }
 
   /** Fetches only the steps that closed since; one request at a time. */
@@ -91,7 +101,7 @@ export function mount(root, store) {
       state.again = true;
       return;
     }
-    if (timeline.lastStep === null) {
+    if (timeline.lastStep === null || timeline.crowded) {
       await load();
       return;
     }
@@ -101,18 +111,15 @@ export function mount(root, store) {
       const json = await getJSON("/api/timeline", { first: timeline.lastStep + 1, last: store.timelineStep });
       store.timed(() => take(json));
     } catch (error) {
+      if (error.status > 0) return load(); // more steps than one answer holds, or another run's
       setText(note, error.message);
-    } finally {
-      state.busy = false;
-      if (state.again) {
-        state.again = false;
-        follow();
-      }
     }
+    done();
   }
 
   function take(json) {
     const moved = timeline.join(json, state.keep_s);
+    if (timeline.crowded) state.again = true;
     if (state.domain) {
       state.domain = { first: Math.max(0, state.domain.first - moved), last: Math.max(0.01, state.domain.last - moved) };
     }
@@ -130,7 +137,8 @@ export function mount(root, store) {
     if (!timeline.steps.length) {
       const none = !store.columns.steps.length;
       say(none ? "No step has closed yet" : "No timeline of these steps", none
-        ? "The first one compiles the model's programs, which usually takes a minute."
+        ? "Its lanes are written when it closes. The first one compiles the model's programs, which " +
+          "usually takes a minute."
         : "The run has no timeline.jsonl for them: log.timeline may be off, or the steps are older.");
       return;
     }

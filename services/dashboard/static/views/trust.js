@@ -3,23 +3,15 @@
  * one that is chosen its history; and how old the groups were that were trained on.
  */
 import { el, setChildren, setText } from "../dom.js";
-import { count, isFiniteNumber, percent, value, withUnit } from "../format.js";
-import { lightMark } from "../palette.js";
+import { count, decimals, isFiniteNumber, percent, value, withUnit } from "../format.js";
+import { lightMark, WORDS } from "../palette.js";
 import { go } from "../router.js";
 import { headOf } from "../table.js";
 import { judged } from "./judged.js";
+import { COMPLETIONS_OF } from "./sample_filters.js";
 import { lineChart, plain, sparkline } from "./spark.js";
-import { stalenessCard } from "./staleness.js";
+import { keepStaleness, stalenessCard } from "./staleness.js";
 
-export const id = "trust";
-export const title = "Trust";
-
-const WORDS = { ok: "fine", warn: "look", bad: "bad", none: "no data" };
-/** Checks whose completions can be read: the parameters of the samples view. */
-const SAMPLES = {
-  disagreement: { disagree: 1 },
-  reward_errors: { error: 1 },
-};
 const FRACTIONS = new Set(["weights_truncated", "zero_variance", "reward_errors", "disagreement", "ledger"]);
 const COLUMNS = [
   { title: "light" },
@@ -29,6 +21,11 @@ const COLUMNS = [
   { title: "history" },
 ];
 const UPRIGHT = { ArrowDown: 1, ArrowUp: -1 };
+
+export async function keep(store) {
+  await store.ensure(seriesOf(store.judgement?.trust ?? []));
+  await keepStaleness(store);
+}
 
 export function mount(root, store) {
   const summary = el("div", { class: "row trust-summary", role: "status", "data-testid": "trust-summary" });
@@ -105,7 +102,7 @@ export function mount(root, store) {
 
   /** Asks once for the history of series that the page does not load by itself. */
   function load(checks) {
-    const names = [...new Set(checks.flatMap((check) => check.series))];
+    const names = seriesOf(checks);
     if (names.join() === asked) return;
     asked = names.join();
     store.ensure(names).catch((error) => setText(detail.note, `their history: ${error.message}`));
@@ -151,6 +148,10 @@ export function mount(root, store) {
   };
 }
 
+function seriesOf(checks) {
+  return [...new Set(checks.flatMap((check) => check.series))];
+}
+
 function lights(checks) {
   return ["bad", "warn", "ok", "none"].map((light) => {
     const n = checks.filter((check) => check.light === light).length;
@@ -169,14 +170,14 @@ function makeRow(name) {
   const heading = el("div", { class: "check-title" });
   const text = el("span");
   const link =
-    SAMPLES[name] &&
+    COMPLETIONS_OF[name] &&
     el(
       "button",
       {
         type: "button",
         class: "link",
         "data-testid": `samples-of-${name}`,
-        on: { click: () => go("samples", SAMPLES[name]) },
+        on: { click: () => go("samples", COMPLETIONS_OF[name]) },
       },
       "Read them",
     );
@@ -195,7 +196,7 @@ function makeRow(name) {
   return {
     node,
     fill(check, store) {
-      if (node.dataset.light !== check.light) setChildren(light, lightMark(check.light, WORDS[check.light]));
+      if (node.dataset.light !== check.light) setChildren(light, lightMark(check.light));
       node.dataset.light = check.light;
       setText(heading, check.title);
       setText(text, check.text);
@@ -248,7 +249,7 @@ function detailCard(store) {
   const host = el("div", { class: "mini-host" });
   let chosen = null;
   const format = (x, step) =>
-    FRACTIONS.has(chosen.id) && store.metricUnit(chosen.series[0]) !== "s" ? percent(x) : plain(x, step);
+    FRACTIONS.has(chosen.id) && store.metricUnit(chosen.series[0]) !== "s" ? percent(x, step && decimals(100 * step)) : plain(x, step);
   const chart = lineChart(host, { label: "history of the check that is chosen", format });
   const node = el(
     "section",

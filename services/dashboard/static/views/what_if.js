@@ -3,12 +3,10 @@
  */
 import { el, setChildren, setText } from "../dom.js";
 import { isFiniteNumber, percent, plural, seconds, value } from "../format.js";
+import { secondsTick } from "../plot.js";
 import { table } from "../table.js";
 import { judged } from "./judged.js";
 import { lineChart } from "./spark.js";
-
-export const id = "what_if";
-export const title = "What if";
 
 const SURE = {
   measured: ["●", "measured", "this run has had that setting: its own steps are the answer"],
@@ -25,7 +23,7 @@ export function mount(root, store) {
   });
   const error = el("p", { class: "error-sentence", "data-testid": "prediction-error" });
   const host = el("div", { class: "mini-host grow" });
-  const chart = lineChart(host, { label: "predicted and actual seconds of past steps", format: seconds });
+  const chart = lineChart(host, { label: "predicted and actual seconds of past steps", format: (x, step) => (step ? secondsTick(x, step) : seconds(x)) });
   const changes = el("div", {
     class: "table-wrap",
     role: "region",
