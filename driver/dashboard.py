@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 from driver.config import DashboardConfig
 from driver.errors import RunError
+from driver.redact import without_secrets
 from services.dashboard import auth
 from services.dashboard.auth import NoLink, Tokens
 from services.dashboard.listener import PortTaken, bind, url_of
@@ -129,6 +130,7 @@ class Dashboard:
                 stderr=log,
                 pass_fds=(descriptor,),
                 cwd=pathlib.Path(__file__).resolve().parents[1],
+                env=without_secrets(os.environ),
                 start_new_session=True,  # Ctrl-C is for the driver
             )
         with contextlib.suppress(OSError):

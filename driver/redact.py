@@ -92,6 +92,16 @@ class Redactor:
         return text.partition(b"\n")[2] or text
 
 
+def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables but for those that hold a secret by their name or by what they look like."""
+    patterns = Redactor({})
+    return {
+        name: value
+        for name, value in environ.items()
+        if not _SECRET_NAME.search(name) and patterns.clean(value) == value
+    }
+
+
 def is_secret(path: pathlib.Path) -> bool:
     """Whether a file holds keys or tokens by its place or name."""
     return path.parent.name in SECRET_FOLDERS or bool(_SECRET_FILE.search(path.name))

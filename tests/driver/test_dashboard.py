@@ -91,6 +91,33 @@ def test_it_serves_the_run_and_is_gone_with_it(folder, status):
     assert not list(folder.glob(".dashboard-*"))
 
 
+def test_it_gets_the_drivers_environment_without_the_secrets(folder, status, monkeypatch):
+    secret = {
+        "WANDB_API_KEY": "0123456789abcdef",
+        "RAY_AUTH_TOKEN": "0123456789abcdef",
+        "MY_PASSWORD": "a",
+        "DATABASE": "postgres://me:pass@db.example/runs",
+        "MIRROR": "hf_0123456789abcdefghij",
+    }
+    needed = {
+        "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]),
+        "VIRTUAL_ENV": sys.prefix,
+        "LC_ALL": "C.UTF-8",
+        "no_proxy": "localhost",
+        "http_proxy": "http://127.0.0.1:1",
+        "MY_OWN": "token",
+    }
+    for name, value in (secret | needed).items():
+        monkeypatch.setenv(name, value)
+    with open_dashboard(FREE, folder) as board:
+        board.start(lambda text: None)
+        until(lambda: served(folder), "the dashboard")
+        environ = served(folder).environ()
+    assert not set(secret) & set(environ)
+    assert {name: environ.get(name) for name in needed} == needed
+    assert environ["PATH"] == os.environ["PATH"] and environ.get("HOME") == os.environ.get("HOME")
+
+
 def test_viewers_are_told_how_the_run_ended(folder, status):
     told = []
     with open_dashboard(FREE, folder) as board:
