@@ -1,39 +1,32 @@
 """Append-only logs of one JSON object a line, strict JSON, rewound at a resume without loss.
 
-A number that is not finite has no JSON form: it is written as the text "NaN", "Infinity" or
-"-Infinity", and the line lists its key under `nonfinite`. A lone surrogate, which UTF-8 cannot
-encode, is written as the six characters `\\udXXX` of its escape.
+Values are written as `services.strict_json` says; a line lists the keys of numbers that are not
+finite under `nonfinite`.
 """
 
 import io
 import json
-import math
 import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
+from services.strict_json import strict
 
 
 def strict_record(record: Mapping[str, Any]) -> dict[str, Any]:
     """A copy that strict JSON can hold, with `nonfinite` naming what had to become text.
 
-    numpy scalars and arrays become numbers and lists; keys of nested values are joined by dots.
-
     Raises:
-        ValueError: naming the key of a value that JSON has no form for.
+        ValueError: as `strict`.
     """
-    nonfinite: list[str] = []
-    strict = {_encodable(key): _strict(value, key, nonfinite) for key, value in record.items()}
-    if nonfinite:
-        strict["nonfinite"] = [_encodable(key) for key in nonfinite]
-    return strict
+    copy, nonfinite = strict(record)
+    return {**copy, "nonfinite": nonfinite} if nonfinite else copy
 
 
 def strict_line(record: Mapping[str, Any]) -> str:
     """One line of JSON without its newline."""
-    return json.dumps(strict_record(record), allow_nan=False, ensure_ascii=False)
+    return _line(strict_record(record))
 
 
 def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
@@ -54,10 +47,10 @@ class JsonlLog:
 
     def append(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Writes one line and returns the record as written."""
-        strict = strict_record(record)
-        self._file.write(json.dumps(strict, allow_nan=False, ensure_ascii=False) + "\n")
+        written = strict_record(record)
+        self._file.write(_line(written) + "\n")
         self._file.flush()
-        return strict
+        return written
 
     def rewind(self, step: int) -> int:
         """Keeps the lines up to `step`; later ones move to `<name>.superseded.jsonl` beside it.
@@ -106,25 +99,8 @@ class JsonlLog:
         return file
 
 
-def _strict(value: Any, key: str, nonfinite: list[str]) -> Any:
-    if isinstance(value, np.ndarray | np.generic):
-        value = value.tolist()
-    if isinstance(value, float) and not math.isfinite(value):
-        nonfinite.append(key)
-        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
-    if isinstance(value, str):
-        return _encodable(value)
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    if isinstance(value, Mapping):
-        return {_encodable(str(k)): _strict(v, f"{key}.{k}", nonfinite) for k, v in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_strict(v, f"{key}.{i}", nonfinite) for i, v in enumerate(value)]
-    raise ValueError(f"{key} is a {type(value).__name__}, which JSON cannot hold")
-
-
-def _encodable(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, allow_nan=False, ensure_ascii=False)
 
 
 def _read(path: pathlib.Path) -> str:

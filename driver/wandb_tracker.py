@@ -11,6 +11,7 @@ from typing import Any
 
 from driver.config import WandbConfig
 from driver.tracker import QUEUED_LINES, Tracker, Warn
+from services.strict_json import encodable
 
 KEY_VARIABLE = "WANDB_API_KEY"
 TABLE = "samples"
@@ -175,4 +176,4 @@ def _cell(value: Any) -> Any:
         return value
     if len(value) > MOST_CHARACTERS:
         value = f"{value[:MOST_CHARACTERS]}... ({len(value)} characters)"
-    return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    return encodable(value)

@@ -30,7 +30,7 @@ from services.dashboard.live import Live, step_json
 from services.dashboard.prometheus import CONTENT_TYPE
 from services.dashboard.query import BadQuery, Query, sample_query
 from services.dashboard.stream import EventStream, TooManyViewers
-from services.dashboard.strict import encode
+from services.strict_json import encode
 
 STATIC = pathlib.Path(__file__).parent / "static"
 GZIP_FROM_BYTES = 1400

@@ -14,9 +14,7 @@ from typing import Any
 import numpy as np
 
 from services.phase_clock import PHASES, UNEXPLAINED
-
-TEXTS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-"""How the run's logs write numbers that JSON has no form for."""
+from services.strict_json import NUMBERS
 
 GROW_ROWS = 2048
 MOST_S = 1e12
@@ -165,7 +163,7 @@ def phase_metric(name: str) -> tuple[str, str] | None:
 def number(value: Any) -> float:
     """A value of a log as a float; NaN for what is no number."""
     if isinstance(value, str):
-        return TEXTS.get(value, math.nan)
+        return NUMBERS.get(value, math.nan)
     if not isinstance(value, int | float):
         return math.nan
     try:
@@ -175,7 +173,7 @@ def number(value: Any) -> float:
 
 
 def _is_no_number(value: Any) -> bool:
-    return value not in TEXTS if isinstance(value, str) else not isinstance(value, int | float)
+    return value not in NUMBERS if isinstance(value, str) else not isinstance(value, int | float)
 
 
 def _is_ledger_record(record: Mapping[str, Any]) -> bool:

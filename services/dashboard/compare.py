@@ -9,7 +9,7 @@ from services.dashboard import catalog, diffs
 from services.dashboard.history import POINTS, history
 from services.dashboard.parting import equal_until, parting
 from services.dashboard.run_log import RunLog
-from services.dashboard.strict import number_text
+from services.strict_json import number_text
 
 POLICY_VIEWS = ("learning", "trust")
 """Metrics of these views tell what the policy does. Others tell how fast it went, which differs

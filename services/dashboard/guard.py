@@ -10,7 +10,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.dashboard.auth import Gate
-from services.dashboard.strict import encode
+from services.strict_json import encode
 
 OPEN_PATHS = ("/healthz",)
 """Need no token."""

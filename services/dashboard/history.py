@@ -18,8 +18,8 @@ from services.dashboard.breakdown import OTHER
 from services.dashboard.catalog import charted
 from services.dashboard.facts import LEARNER
 from services.dashboard.run_log import RunLog
-from services.dashboard.strict import number_text
 from services.phase_clock import PHASES, UNEXPLAINED, WAITS
+from services.strict_json import number_text
 
 POINTS = 600
 MOST_POINTS = 5000

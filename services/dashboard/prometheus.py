@@ -31,6 +31,7 @@ from services.dashboard.columns import number
 from services.dashboard.facts import StepFacts
 from services.dashboard.run_log import RunLog
 from services.phase_clock import PHASES
+from services.strict_json import encodable
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STATES = ("running", "finished", "failed", "interrupted", "lost")
@@ -223,4 +224,4 @@ def _prefixed(name: str) -> str:
 
 def _clean(text: Any) -> str:
     """What UTF-8 can hold of a text."""
-    return str(text).encode("utf-8", "backslashreplace").decode()
+    return encodable(str(text))

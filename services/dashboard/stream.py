@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from services.dashboard.strict import encode
+from services.strict_json import encode
 
 QUEUE_EVENTS = 32
 """That a viewer may be behind."""

@@ -17,7 +17,7 @@ from services.dashboard.fleet import absent
 from services.dashboard.history import history
 from services.dashboard.live import Live, step_json
 from services.dashboard.run_log import natural
-from services.dashboard.strict import encode
+from services.strict_json import encode
 
 ENDLESS = 10**400
 NUMBERS = (ENDLESS, -1.0, 0, float("nan"), float("inf"), "NaN", True, [], [1.0], {}, None, 1e308)

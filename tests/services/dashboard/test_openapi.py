@@ -21,7 +21,7 @@ from services.dashboard.fleet import fleet_json
 from services.dashboard.live import Live
 from services.dashboard.openapi import DOCUMENT
 from services.dashboard.pair import Pair
-from services.dashboard.strict import encode
+from services.strict_json import encode
 
 FILLED = {"step": "5", "id": "t1"}
 

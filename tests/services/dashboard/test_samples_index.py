@@ -6,8 +6,8 @@ import pytest
 from made_run import MadeRun, make_run
 from made_steps import Plan
 
-from services.dashboard import strict
 from services.dashboard.samples_index import SHOWN_CHARS, SampleIndex, SampleQuery, excerpt
+from services.strict_json import encode
 
 
 def lines(path):
@@ -149,8 +149,8 @@ def test_hostile_texts_come_through_as_data(tmp_path):
     assert index.search(SampleQuery(q="\x1b[31m"))["total"] == 2
     lone = index.search(SampleQuery(q="lone", kind="train"))
     assert lone["items"][0]["completion"] == "\ud800 lone"
-    strict.encode(index.search(SampleQuery(limit=500)))
-    strict.encode(index.sample(lone["items"][0]["id"]))
+    encode(index.search(SampleQuery(limit=500)))
+    encode(index.sample(lone["items"][0]["id"]))
 
 
 @pytest.mark.parametrize("text_budget", [10**6, 0])
