@@ -5,8 +5,10 @@ import os
 import pathlib
 import re
 import secrets
+import signal
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 
@@ -70,6 +72,31 @@ def test_a_run_serves_its_dashboard_to_its_end_and_writes_its_tokens_nowhere(tmp
     for path in (service.log, *(one for one in service.out.rglob("*") if one.is_file())):
         raw = path.read_bytes()
         assert tokens.view.encode() not in raw and tokens.control.encode() not in raw, path
+
+
+def test_the_post_mortem_of_a_run_that_failed_holds_no_token(tmp_path, model):
+    alone = ("--set", "log.dashboard.port=0", "--set", "placement.learner_restarts=0")
+    service = Service(tmp_path, model, *alone)
+    try:
+        service.wait_for_step(1)
+        url, tokens = auth.read_access(service.out / "dashboard")
+        with httpx.Client(trust_env=False) as browser:
+            assert browser.get(auth.link(url, tokens)).status_code == 303
+        os.kill(service.pid_of("learner"), signal.SIGKILL)
+        assert service.wait(120) == 1, service.text
+    finally:
+        if service.process.poll() is None:
+            os.killpg(service.process.pid, signal.SIGKILL)
+    (path,) = service.out.glob("postmortem-*.tar.gz")
+    with tarfile.open(path) as archive:
+        held = {entry.name: archive.extractfile(entry).read() for entry in archive}
+    assert any(name.endswith("dashboard.log") for name in held), list(held)
+    for name, raw in (*held.items(), (service.log.name, service.log.read_bytes())):
+        for token in (tokens.view, tokens.control):
+            assert token.encode() not in raw, name
+    listing = next(raw for name, raw in held.items() if name.endswith("files.txt"))
+    assert b"dashboard/view_token" in listing, "the tokens were there while it was written"
+    assert not (service.out / "dashboard").exists()
 
 
 def answers(url: str) -> bool:
