@@ -16,12 +16,13 @@ from services.dashboard.catalog_learning import LEARNING_ROWS
 from services.dashboard.catalog_running import RUNNING_ROWS
 from services.phase_clock import PHASES
 
+BRACES = re.compile(r"\{(\w+)\}")
 _PLACES = {
-    "scorer": "(?:.+)",
-    "process": "(?:[^/]+)",
-    "phase": "(?:" + "|".join(PHASES) + ")",
-    "thread": "(?:[a-z_]+)",
-    "n": "(?:[0-9]+)",
+    "scorer": ".+",
+    "process": "[^/]+",
+    "phase": "|".join(PHASES),
+    "thread": "[a-z_]+",
+    "n": "[0-9]+",
 }
 """What a word in braces may stand for."""
 
@@ -46,9 +47,16 @@ class Metric:
     def is_pattern(self) -> bool:
         return "{" in self.name
 
-    def matches(self, name: str) -> bool:
-        """Whether this row describes a metric of that name."""
-        return bool(_pattern(self.name).fullmatch(name))
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Those in braces."""
+        return tuple(BRACES.split(self.name)[1::2])
+
+    def read(self, name: str) -> dict[str, str] | None:
+        """What stands for each word in braces in the name of a metric; None if this row does not
+        describe it."""
+        found = _pattern(self.name).fullmatch(name)
+        return found and found.groupdict()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,9 +95,12 @@ PHASE_ROWS: tuple[Phase, ...] = tuple(
 
 @functools.cache
 def _pattern(name: str) -> re.Pattern[str]:
-    parts = re.split(r"\{(\w+)\}", name)
+    parts = BRACES.split(name)
     return re.compile(
-        "".join(_PLACES[part] if i % 2 else re.escape(part) for i, part in enumerate(parts))
+        "".join(
+            f"(?P<{part}>{_PLACES[part]})" if i % 2 else re.escape(part)
+            for i, part in enumerate(parts)
+        )
     )
 
 
@@ -124,7 +135,7 @@ def find(name: str) -> Metric | None:
     """The row that describes a metric; None for a name that no part of Tandem writes."""
     if name in _EXACT:
         return _EXACT[name]
-    return next((metric for metric in _PATTERNS if metric.matches(name)), None)
+    return next((metric for metric in _PATTERNS if metric.read(name) is not None), None)
 
 
 def is_charted(name: str) -> bool:

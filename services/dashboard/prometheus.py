@@ -1,19 +1,10 @@
 """A run's numbers in the text format of Prometheus.
 
-    tandem_run_info{run,run_id}                1
-    tandem_run_state{state}                    1 for the state that the run is in, else 0
-    tandem_run_step, tandem_run_steps          last closed step, and how many there are to be
-    tandem_run_start_time_seconds              Unix seconds
-    tandem_step_close_time_seconds             Unix seconds at which the last step was closed
-    tandem_wall_seconds_total                  of all closed steps
-    tandem_phase_seconds_total{process,phase}  the same, by process and phase of the ledger
-    tandem_workers{state}, tandem_workers_target, tandem_groups_waiting, tandem_groups_out,
-    tandem_worker_*{worker}                    what the driver says, while the run goes on
-    tandem_viewers, tandem_viewers_dropped_total   of this dashboard
-
-and every metric of metrics.jsonl, with the value that was measured last: `train/kl` is
+Every metric of metrics.jsonl is there with the value that was measured last: `train/kl` is
 `tandem_train_kl`, and what the catalog has in braces is a label: `mem/rollout-0/host_bytes` is
-`tandem_mem_host_bytes{process="rollout-0"}`. NaN and infinity stand there as they are.
+`tandem_mem_host_bytes{process="rollout-0"}`. NaN and infinity stand there as they are. Beside them
+stand numbers of the run itself, and of its fleet while the driver answers; docs/metrics.md
+(`catalog_report.py`) lists all.
 """
 
 import math
@@ -35,27 +26,33 @@ from services.strict_json import encodable
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STATES = ("running", "finished", "failed", "interrupted", "lost")
-_WORKER_NUMBERS = (
-    *("policy_version", "restarts", "groups_leased", "groups_done", "tokens_per_s", "slots"),
-    *("host_bytes", "device_bytes", "device_peak_bytes", "pull_gb_per_s"),
-)
+_WORKER_NUMBERS = {
+    "policy_version": "Policy version that a worker holds; -1 before the first.",
+    "restarts": "How often a worker was started anew.",
+    "groups_leased": "Groups that are leased to a worker.",
+    "groups_done": "Groups of a worker that the learner accepted in this run.",
+    "tokens_per_s": "Completion tokens a second that a worker decoded, as last measured.",
+    "slots": "Completions that a worker can decode at once.",
+    "host_bytes": "Resident memory of a worker's process.",
+    "device_bytes": "Device memory in use, of all devices of a worker together.",
+    "device_peak_bytes": "The most that was in use on each device of a worker, added up.",
+    "pull_gb_per_s": "Rate of a worker's last pull of weights, in GB/s.",
+}
+"""What is told of each worker, and what it means."""
 _NOT_IN_A_NAME = re.compile(r"[^a-zA-Z0-9_]+")
-_BRACES = re.compile(r"\{(\w+)\}")
+
+
+def family_name(row: catalog.Metric) -> str:
+    """The name under which the metrics of a row appear, with a label for each word in braces."""
+    return _prefixed(catalog.BRACES.sub("/", row.name))
 
 
 def exposed(name: str) -> tuple[str, dict[str, str]]:
     """Name and labels under which a metric of the log appears."""
     row = catalog.find(name)
-    if row is None or not row.is_pattern:
+    if row is None:
         return _prefixed(name), {}
-    parts = _BRACES.split(row.name)
-    pattern = "".join(
-        f"(?P<{part}>{'.+' if part == 'scorer' else '[^/]+'})" if i % 2 else re.escape(part)
-        for i, part in enumerate(parts)
-    )
-    found = re.fullmatch(pattern, name)
-    assert found is not None, f"{name} was found by {row.name}"
-    return _prefixed("/".join(parts[::2])), found.groupdict()
+    return family_name(row), row.read(name) or {}
 
 
 class Exporter:
@@ -111,15 +108,21 @@ class Exporter:
             viewers, dropped: of the event stream.
         """
         registry = CollectorRegistry(auto_describe=False)
-        families = [
+        families = self.families(run, fleet, viewers=viewers, dropped=dropped)
+        families += self._of_log({family.name for family in families})
+        registry.register(_Collected(families))
+        return generate_latest(registry)
+
+    def families(
+        self, run: Mapping[str, Any], fleet: Mapping[str, Any], *, viewers: int, dropped: int
+    ) -> list[Metric]:
+        """What there is beside the metrics of the log; arguments as those of `text`."""
+        return [
             *self._of_run(run),
             *_of_fleet(fleet),
             _gauge("tandem_viewers", "Pages that follow this dashboard.", viewers),
             _counter("tandem_viewers_dropped", "Pages that read too slowly.", dropped),
         ]
-        families += self._of_log({family.name for family in families})
-        registry.register(_Collected(families))
-        return generate_latest(registry)
 
     def _of_run(self, run: Mapping[str, Any]) -> Iterator[Metric]:
         info = GaugeMetricFamily("tandem_run_info", "Which run this is.", labels=("run", "run_id"))
@@ -197,8 +200,7 @@ def _of_fleet(fleet: Mapping[str, Any]) -> Iterator[Metric]:
     ):
         if isinstance(fleet.get(key), int | float):
             yield _gauge(f"tandem_{key}", about, fleet[key])
-    for key in _WORKER_NUMBERS:
-        about = f"{key.replace('_', ' ')} of a rollout worker, as the driver last saw it."
+    for key, about in _WORKER_NUMBERS.items():
         family = GaugeMetricFamily(f"tandem_worker_{key}", about, labels=("worker",))
         for worker in fleet["workers"]:
             # A negative number of bytes is one that the platform does not say.
