@@ -164,7 +164,7 @@ class WhatIf:
             self.past.append(made)
             self.errors.append(abs(made.error))
         change = self._open
-        if change is not None and change.after == sides.workers:
+        if change is not None:
             level = change.level
             change.answers.append(
                 sides.at_length(level.tokens, level.completion_len_mean, self._settings)

@@ -160,10 +160,12 @@ def test_a_ledger_that_does_not_add_up_fails_its_report(tmp_path, capsys):
     make_run(tmp_path, steps=5, workers=1)
     path = tmp_path / "ledger.jsonl"
     lines = path.read_text().splitlines()
-    lines[3] = lines[3].replace('"idle": ', '"idle": 9')
-    path.write_text("\n".join(lines) + "\n")
-    assert ledger_report(["--run", str(tmp_path)]) == 1
-    assert "step 3" in capsys.readouterr().out.splitlines()[0]
+    for found, instead in (('"idle": ', '"idle": 9'), ('"wall_s": ', '"wall_s": 9')):
+        damaged = lines.copy()
+        damaged[3] = lines[3].replace(found, instead)
+        path.write_text("\n".join(damaged) + "\n")
+        assert ledger_report(["--run", str(tmp_path)]) == 1
+        assert "step 3" in capsys.readouterr().out.splitlines()[0]
 
 
 def test_time_that_no_phase_explains_fails_the_report_where_it_is_a_habit(tmp_path, capsys):

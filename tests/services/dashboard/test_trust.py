@@ -5,7 +5,7 @@ import math
 import pytest
 from step_facts import settings, step
 
-from services.dashboard.recent import Recent
+from services.dashboard.recent import Recent, percent
 from services.dashboard.trust import CHECKS, trust
 
 
@@ -92,6 +92,35 @@ def test_unknown_receipts_warn_and_many_new_ones_are_bad():
     rising = [step(n, metrics={"groups/unknown_receipt": 8.0 * n}) for n in range(10)]
     checks = {check.id: check for check in trust(Recent(rising, settings()))}
     assert checks["receipts"].light == "bad"
+
+
+def test_masked_tokens_count_like_truncated_ones():
+    shares = {"offpolicy/token_share_truncated": 0.03, "offpolicy/token_share_masked": 0.04}
+    found = lights(shares)["weights_truncated"]
+    assert found.light == "warn" and found.value == pytest.approx(0.07)
+
+
+def test_one_group_that_is_too_old_breaks_the_promise():
+    steps = [step(n, metrics={"offpolicy/staleness_max": float(n == 5)}) for n in range(10)]
+    checks = {check.id: check for check in trust(Recent(steps, settings()))}
+    assert checks["staleness"].light == "bad"
+
+
+def test_three_skipped_updates_are_a_habit():
+    skips = [step(n, metrics={"train/update_skipped": float(n < 3)}) for n in range(10)]
+    assert {c.id: c for c in trust(Recent(skips, settings()))}["updates"].light == "bad"
+    two = {c.id: c for c in trust(Recent(skips[1:], settings()))}
+    assert two["updates"].light == "warn"
+
+
+def test_a_counter_that_starts_anew_has_not_fallen():
+    counts = [7.0, 9.0, 0.0, 1.0]
+    steps = [step(n, metrics={"workers/restarts": count}) for n, count in enumerate(counts)]
+    assert Recent(steps, settings()).rise("workers/restarts") == 3.0
+
+
+def test_shares_are_rounded_as_the_page_does():
+    assert [percent(x) for x in (0.125, 0.62499, 0.0825, 0.0)] == ["13 %", "62 %", "8.3 %", "0 %"]
 
 
 def test_skipped_updates_and_numbers_that_are_not_finite_are_named():

@@ -9,7 +9,7 @@ from step_facts import settings, step
 
 from services.dashboard.step_model import StepModel
 from services.dashboard.step_sides import Settling, sides_of
-from services.dashboard.what_if import WhatIf
+from services.dashboard.what_if import Prediction, WhatIf
 
 GROWING = {1: 1, 31: 2, 61: 3}
 
@@ -70,6 +70,34 @@ def test_of_an_asynchronous_step_the_busy_seconds_are_the_sides():
     assert (sides.update_s, sides.rollout_s) == (1.0, pytest.approx(1.8))
 
 
+def test_compiling_saving_and_evaluating_are_no_work_of_an_asynchronous_step():
+    facts = step(
+        1,
+        wall_s=4.0,
+        learner={"forward_backward": 1.0, "checkpoint": 0.5, "compile": 0.02},
+        workers=[{"decode": 1.5, "reward": 0.25, "eval": 0.7, "compile": 0.03}],
+    )
+    sides = sides_of(facts, settings(max_staleness=1))
+    assert (sides.update_s, sides.rollout_s) == pytest.approx((1.0, 1.75))
+    assert sides.work_s == 1.75  # waiting for scores is shared by more workers too
+
+
+def test_a_worker_that_comes_back_has_to_work_before_a_step_settles():
+    settling = Settling()
+    busy, idle = {"decode": 0.5}, {"idle": 2.0}
+    rows = [
+        [busy, busy],
+        [busy, busy],
+        [busy],
+        [busy, idle],
+        [busy, idle],
+        [busy, busy],
+        [busy] * 2,
+    ]
+    found = [settling.is_settled(step(n, workers=row)) for n, row in enumerate(rows)]
+    assert found == [False, True, False, False, False, False, True]
+
+
 def test_a_worker_that_has_not_worked_or_compiles_unsettles_a_step():
     settling = Settling()
     idle, busy = {"idle": 2.0}, {"decode": 0.5}
@@ -119,6 +147,39 @@ def test_what_the_run_has_shown_counts_before_any_prior():
     found = model.with_workers(2, 3)
     assert not found.measured
     assert found.step_s == pytest.approx(1.5 + 2.9 * (6 / 8) ** exponent, rel=1e-3)
+
+
+def test_impossible_gains_of_the_past_are_noise():
+    """1 -> 2 workers that took a tenth of the time count as an exponent of 1.2."""
+    cpu = settings(platform="cpu")
+    model = StepModel(seen(cpu, _1=5.0, _2=0.5), cpu)
+    exponent = (2 * 1.2 + 0.3) / 3
+    assert model.with_workers(2, 3).step_s == pytest.approx(1.5 + 0.5 * (6 / 8) ** exponent)
+    worse = StepModel(seen(cpu, _1=0.5, _2=5.0), cpu)
+    exponent = (2 * -0.5 + 0.3) / 3
+    assert worse.with_workers(2, 3).step_s == pytest.approx(1.5 + 5.0 * (6 / 8) ** exponent)
+
+
+def test_work_that_was_seen_is_that_of_a_token():
+    run = settings()
+    one = sides_of(of_length(1, 1, tokens=500, mean=20, work_s=1.0, update_s=0.9), run)
+    two = sides_of(of_length(2, 2, tokens=1000, mean=20, work_s=1.2, update_s=0.9), run)
+    model = StepModel({1: [one] * 3, 2: [two] * 3}, run)
+    assert model.with_workers(2, 1).step_s == pytest.approx(2.0 + 0.2 + 0.9)
+
+
+def test_a_deeper_queue_evens_out_which_side_is_longer():
+    """Sides of 1 and 3 s, in turns: each step takes 3 s, and with slack 2 s in the median."""
+    run = settings(max_staleness=1)
+    turns = [
+        step(n, wall_s=3.1, learner={"forward_backward": u}, workers=[{"decode": 4.0 - u}])
+        for n, u in enumerate((1.0, 3.0, 2.0, 1.0, 3.0))
+    ]
+    model = StepModel({1: [sides_of(facts, run) for facts in turns]}, run)
+    assert model.with_staleness(1, 2).step_s == pytest.approx(2.0 + 0.1)
+    deep = settings(max_staleness=2)
+    model = StepModel({1: [sides_of(facts, deep) for facts in turns]}, deep)
+    assert model.with_staleness(1, 1).step_s == pytest.approx(3.0 + 1.1)
 
 
 def test_staleness_hides_the_shorter_side():
@@ -180,6 +241,18 @@ def test_half_the_length_takes_away_what_lies_beyond():
     # Update: (40 + 15) of (40 + 20) tokens are read.
     assert found.step_s == pytest.approx(0.3 + 2.0 * 0.75 + 55 / 60 + 0.2)
     assert "25 % of the tokens lie beyond 20" in found.note
+
+
+def test_half_the_length_of_a_log_without_it_takes_at_most_the_mean():
+    cpu = settings(platform="cpu", max_completion_tokens=30)
+    facts = of_length(1, 1, tokens=1000, mean=20, work_s=2.0, update_s=1.2)
+    found = StepModel({1: [sides_of(facts, cpu)] * 3}, cpu).with_half_length(1)
+    # 15 of 20 tokens are left, and the update reads 40 + 15 of 40 + 20.
+    assert found.step_s == pytest.approx(2.0 * 0.75 + 0.2 + 1.1) and "at most" in found.note
+
+
+def test_an_error_is_above_0_where_the_step_was_faster_than_predicted():
+    assert Prediction(step=1, predicted=1.2, actual=1.0).error == pytest.approx(0.2)
 
 
 def test_half_the_length_changes_nothing_where_no_completion_is_longer():
