@@ -1,5 +1,6 @@
 """The text for Prometheus, read back by Prometheus' own parser, and the dashboard for Grafana."""
 
+import dataclasses
 import json
 import math
 import pathlib
@@ -179,6 +180,22 @@ def test_grafana_asks_for_what_is_exposed(scraped):
     there |= {name for name, _ in samples(Exporter().text(RUN, fleet_json(fleet)))}
     asked = queried()
     assert len(asked) > 15 and asked <= there, asked - there
+
+
+def test_a_panel_without_a_number_of_a_run_that_is_over_says_why(tmp_path):
+    make_run(tmp_path, steps=12, workers=2)
+    log, exporter = RunLog(tmp_path), Exporter()
+    for step in log.refresh().new_steps:
+        kept = {name: one for name, one in step.metrics.items() if not name.startswith("eval/")}
+        exporter.add(dataclasses.replace(step, metrics=kept))
+    there = {name for name, _ in samples(exporter.text(RUN, absent("over")))}
+    empty = []
+    for panel in panels(json.loads(GRAFANA.read_text())):
+        asked = re.findall(r"tandem_\w+", " ".join(one["expr"] for one in panel["targets"]))
+        if not set(asked) & there:
+            empty.append(panel["title"])
+            assert panel["fieldConfig"]["defaults"]["noValue"], panel["title"]
+    assert sorted(empty) == ["Accuracy", "Accuracy", "Workers", "Workers"]
 
 
 def test_panels_of_grafana_do_not_overlap_and_say_what_they_show():
