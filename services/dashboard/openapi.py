@@ -4,7 +4,6 @@ Schemas stand in `openapi_schemas.py`. The tests hold that every route of the ap
 and that every answer they get has the form that is promised.
 """
 
-import json
 from typing import Any
 
 from services.dashboard.openapi_schemas import SCHEMAS
@@ -13,23 +12,6 @@ VERSION = "1"
 """Of the interface; it changes when something that machines read changes its meaning."""
 
 Json = dict[str, Any]
-
-
-def parse_body(raw: bytes) -> Any:
-    """Strict JSON of a request.
-
-    Raises:
-        ValueError: for anything else, for numbers that are not finite, and for what is nested
-            too deep.
-    """
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is no JSON number")
-
-    try:
-        return json.loads(raw.decode(), parse_constant=refuse)
-    except RecursionError as error:
-        raise ValueError("it is nested too deep") from error
 
 
 def _ref(name: str) -> Json:
