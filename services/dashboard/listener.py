@@ -6,7 +6,8 @@ import socket
 from urllib.parse import urlsplit
 
 DEFAULT_PORT = 8470
-BACKLOG = 512
+BACKLOG = 256
+"""Connections that wait to be accepted, and that are accepted in one go."""
 DIAL_S = 2.0
 
 

@@ -16,13 +16,12 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from services.dashboard.listener import BACKLOG
 from services.dashboard.live import Live
 
 LOOK_S = 0.5
 ASK_S = 20.0
 """For a request to arrive, head and body; whoever takes longer only holds a descriptor."""
-BACKLOG = 256
-"""Connections that are accepted in one go."""
 DESCRIPTORS = 4096
 """That the process may have, where the system lets it."""
 ORPHAN_S = 60.0
