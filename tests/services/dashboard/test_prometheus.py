@@ -14,7 +14,8 @@ from served import served, until
 from services.control_messages import Fleet, ScalingPolicy, WorkerState, WorkerStatus
 from services.dashboard.facts import StepFacts
 from services.dashboard.fleet import absent, fleet_json
-from services.dashboard.prometheus import Exporter, exposed
+from services.dashboard.openapi import DOCUMENT
+from services.dashboard.prometheus import STATES, Exporter, exposed
 from services.dashboard.run_log import RunLog
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -84,6 +85,10 @@ def test_seconds_of_steps_add_up_by_process_and_phase():
     assert value(found, "tandem_run_info", run='a "run"\n', run_id="made-1") == 1
     assert value(found, "tandem_run_state", state="running") == 1
     assert value(found, "tandem_run_state", state="lost") == 0
+
+
+def test_states_of_a_run_are_those_of_the_api():
+    assert DOCUMENT["components"]["schemas"]["Run"]["properties"]["state"]["enum"] == list(STATES)
 
 
 def test_a_metric_that_is_not_measured_at_every_step_keeps_its_last_value():
