@@ -76,7 +76,7 @@ class StepLaps:
     laps: dict[str, PlacedLap]
     """Of those that answered."""
     silent: frozenset[str]
-    """Processes that are there and said nothing."""
+    """Processes of the run that said nothing: they are not there yet, or did not answer."""
     gaps: frozenset[str]
     """Processes that were not there all the time, or said nothing."""
 

@@ -1,5 +1,6 @@
 """The seconds of a run: for each process the phases of a step add up to its wall time, and what no
-phase claims is `unexplained`.
+phase claims is `unexplained`. A process that was not there all the time has no phase for the rest:
+it was neither idle nor waiting, and that rest is told apart.
 
 What the books note at the end of a step, groups included (`lease_book.py`), goes into ledger.jsonl.
 """
@@ -7,7 +8,7 @@ What the books note at the end of a step, groups included (`lease_book.py`), goe
 import dataclasses
 import math
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from driver.jsonl import JsonlLog
@@ -28,9 +29,12 @@ class StepRecord:
     wall_s: float
     processes: dict[str, dict[str, float]]
     """Seconds by phase of each process; every phase of PHASES, `unexplained` included. They add up
-    to wall_s, plus overlap_s of that process where it has one."""
+    to wall_s, plus overlap_s and less absent_s of that process where it has one."""
     overlap_s: dict[str, float]
     """Processes whose phases claim more seconds than the step had, and how many more."""
+    absent_s: dict[str, float]
+    """Processes that were not there all the time, as they started, died or left in this step, or
+    did not answer; and for how many seconds nobody knows what they did."""
     groups: dict[str, list[str]]
     """Group ids that ended since the last step was closed, by TrajectoryState value."""
     outstanding: int
@@ -62,6 +66,7 @@ class StepLedger:
         *,
         wall_s: float,
         book: LeaseBook,
+        gaps: Collection[str] = (),
     ) -> StepRecord:
         """Books one step.
 
@@ -71,35 +76,30 @@ class StepLedger:
                 process's own `unexplained` is computed anew from wall_s.
             wall_s: seconds that the step took on the driver's clock.
             book: its groups are checked for conservation, and those that ended are listed.
+            gaps: processes that cannot tell of the whole step; what they tell stays as it is.
 
         Raises:
             LedgerError: if a phase is unknown, a number of seconds is impossible, or groups got
                 lost or counted twice.
         """
         book.check()
-        rows, overlap_s, warnings = {}, {}, []
+        rows, overlap_s, absent_s, warnings = {}, {}, {}, []
         for process, phase_s in processes.items():
-            row, over = _balance(step, process, phase_s, wall_s)
+            row, over_s = _balance(step, process, phase_s, wall_s)
+            if over_s > ROUNDING_S:
+                overlap_s[process] = over_s
+            told_s = phase_s.get(UNEXPLAINED, 0.0)
+            if process in gaps and row[UNEXPLAINED] > told_s + ROUNDING_S:
+                absent_s[process] = row[UNEXPLAINED] - told_s
+                row[UNEXPLAINED] = told_s
             rows[process] = row
-            slack_s = max(self._unexplained_fraction * wall_s, UNEXPLAINED_FLOOR_S)
-            if over > ROUNDING_S:
-                overlap_s[process] = over
-            if over > slack_s:
-                warnings.append(
-                    f"step {step}: the phases of {process} add up to {wall_s + over:.2f} s of a "
-                    f"step that took {wall_s:.2f} s: some seconds are counted twice"
-                )
-            if row[UNEXPLAINED] > slack_s:
-                warnings.append(
-                    f"step {step}: {row[UNEXPLAINED]:.2f} of {wall_s:.2f} s of {process} belong to "
-                    f"no phase; log.unexplained_fraction={self._unexplained_fraction:g} allows "
-                    f"{slack_s:.2f} s"
-                )
+            warnings += self._oddities(f"step {step}:", process, row, over_s, wall_s)
         record = StepRecord(
             step=step,
             wall_s=wall_s,
             processes=rows,
             overlap_s=overlap_s,
+            absent_s=absent_s,
             groups=book.take_recent(),
             outstanding=book.outstanding,
             warnings=tuple(warnings),
@@ -126,6 +126,25 @@ class StepLedger:
 
     def close_log(self) -> None:
         self._log.close()
+
+    def _oddities(
+        self, where: str, process: str, row: Mapping[str, float], over_s: float, wall_s: float
+    ) -> list[str]:
+        """What a person should look at in the seconds of one process."""
+        slack_s = max(self._unexplained_fraction * wall_s, UNEXPLAINED_FLOOR_S)
+        found = []
+        if over_s > slack_s:
+            found.append(
+                f"{where} the phases of {process} add up to {wall_s + over_s:.2f} s of a "
+                f"step that took {wall_s:.2f} s: some seconds are counted twice"
+            )
+        if row[UNEXPLAINED] > slack_s:
+            found.append(
+                f"{where} {row[UNEXPLAINED]:.2f} of {wall_s:.2f} s of {process} belong to "
+                f"no phase; log.unexplained_fraction={self._unexplained_fraction:g} allows "
+                f"{slack_s:.2f} s"
+            )
+        return found
 
     def _add(self, rows: Mapping[str, Mapping[str, float]]) -> None:
         for process, row in rows.items():

@@ -150,11 +150,9 @@ class StepReports:
         """
         started_s, self._lap_started = self._lap_started, laps.at_s
         wall_s = laps.at_s - started_s
-        seconds = laps.seconds()
-        for name in laps.gaps & seconds.keys():
-            gap_s = max(0.0, wall_s - sum(seconds[name].values()))
-            seconds[name]["idle"] = seconds[name].get("idle", 0.0) + gap_s
-        record = self._ledger.close(books.step, seconds, wall_s=wall_s, book=books.leases)
+        record = self._ledger.close(
+            books.step, laps.seconds(), wall_s=wall_s, book=books.leases, gaps=laps.gaps
+        )
         gauges = self.queues.take()
         self._timeline.close(books.step, laps, gauges, start_s=started_s)
         metrics = metrics | {"time/train/step_s": wall_s} | self._take_background()

@@ -90,10 +90,11 @@ class Scaler:
         """
         if self._workers.policy != "balance":
             return
+        there = {name: row for name, row in record.processes.items() if name not in gaps}
         self._balance, change = balance(
             self._balance,
-            waits_of(record.processes, record.wall_s),
-            workers=len(record.processes) - 1 - len(gaps),
+            waits_of(there, record.wall_s),
+            workers=len(there) - 1,
             target=self.target,
             least=self._workers.min,
             most=self._workers.max,

@@ -96,6 +96,7 @@ class LedgerTable:
         self.groups: dict[str, np.ndarray] = {}
         """How many groups ended in each row, by state."""
         self.overlap_s: dict[int, dict[str, float]] = {}
+        self.absent_s: dict[int, dict[str, float]] = {}
         self.warnings: dict[int, tuple[str, ...]] = {}
         self._rows = 0
 
@@ -137,8 +138,9 @@ class LedgerTable:
             if state not in self.groups:
                 self.groups[state] = np.zeros(len(self.steps), np.int32)
             self.groups[state][row] = len(ids) if isinstance(ids, list) else 0
-        if overlap := _mapping(record.get("overlap_s")):
-            self.overlap_s[row] = {name: number(value) for name, value in overlap.items()}
+        for key, kept in (("overlap_s", self.overlap_s), ("absent_s", self.absent_s)):
+            if by_process := _mapping(record.get(key)):
+                kept[row] = {name: number(value) for name, value in by_process.items()}
         if (warnings := record.get("warnings")) and isinstance(warnings, list):
             self.warnings[row] = tuple(str(text) for text in warnings)
 

@@ -23,6 +23,9 @@ class StepFacts:
     metrics: Mapping[str, float]
     """By the names of the metrics log, with NaN and infinity as floats."""
     overlap_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Seconds that a process claims beyond the wall time."""
+    absent_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Seconds of the step in which a process was not there, or of which it told nothing."""
     groups: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """How many groups ended in this step, by TrajectoryState value."""
     outstanding: int = 0

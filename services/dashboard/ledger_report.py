@@ -35,6 +35,7 @@ class Row:
     step: int
     process: str
     phases_s: float
+    """And seconds in which it was not there, which have no phase."""
     unexplained_s: float
     wall_s: float
 
@@ -61,7 +62,7 @@ def rows_of(steps: Iterable[StepFacts]) -> list[Row]:
         Row(
             step=facts.step,
             process=process,
-            phases_s=sum(row.values()),
+            phases_s=sum(row.values()) + facts.absent_s.get(process, 0.0),
             unexplained_s=row.get(UNEXPLAINED, 0.0),
             wall_s=facts.wall_s,
         )

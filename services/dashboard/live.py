@@ -282,6 +282,7 @@ def step_json(facts: StepFacts, groups: Any) -> dict[str, Any]:
         "metrics": dict(facts.metrics),
         "processes": {name: dict(row) for name, row in facts.processes.items()},
         "overlap_s": dict(facts.overlap_s),
+        "absent_s": dict(facts.absent_s),
         "path": critical_path(facts),
         "groups": groups,
         "outstanding": facts.outstanding,

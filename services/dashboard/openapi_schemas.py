@@ -111,6 +111,7 @@ _STEP = _object(
         "metrics": _map(NUMBER),
         "processes": _map(_map(NUMBER)),
         "overlap_s": _map(NUMBER),
+        "absent_s": _map(NUMBER),
         "path": _map(NUMBER),
         "groups": _map({"anyOf": [_list(TEXT), WHOLE]}),
         "outstanding": WHOLE,

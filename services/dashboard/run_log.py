@@ -190,6 +190,7 @@ class RunLog:
             processes=processes,
             metrics=metrics,
             overlap_s=ledger.overlap_s.get(row, {}),
+            absent_s=ledger.absent_s.get(row, {}),
             groups={state: int(n[row]) for state, n in ledger.groups.items() if n[row]},
             outstanding=int(ledger.outstanding[row]),
             warnings=ledger.warnings.get(row, ()),

@@ -78,6 +78,30 @@ def test_seconds_counted_twice_warn_and_are_kept(tmp_path):
     assert "add up to 11.00 s of a step that took 10.00 s" in warnings[0]
 
 
+def test_a_process_that_was_not_there_has_no_phase_for_that_and_no_warning(tmp_path):
+    """Neither idle nor unexplained: it started in that step, and told what it did since."""
+    ledger = open_ledger(tmp_path)
+    record = ledger.close(
+        1,
+        {
+            "learner": {"idle": 10.0},
+            "rollout-0": {},
+            "rollout-1": {"decode": 3.0, "unexplained": 0.25},
+            "rollout-2": {"decode": 10.0},
+        },
+        wall_s=10.0,
+        book=book_of(),
+        gaps={"rollout-0", "rollout-1", "rollout-2", "rollout-7"},
+    )
+    assert record.absent_s == {"rollout-0": 10.0, "rollout-1": 6.75}
+    assert sum(record.processes["rollout-0"].values()) == 0.0
+    told = {name: s for name, s in record.processes["rollout-1"].items() if s}
+    assert told == {"decode": 3.0, "unexplained": 0.25}
+    (line,) = read_lines(tmp_path / "ledger.jsonl")
+    for process, row in line["processes"].items():
+        assert sum(row.values()) + line["absent_s"].get(process, 0.0) == 10.0
+
+
 @pytest.mark.parametrize(
     "phase_s, wall_s, message",
     [

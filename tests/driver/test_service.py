@@ -178,9 +178,7 @@ def test_a_run_trains_each_group_once_and_its_books_add_up(undisturbed):
     assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
     for line in undisturbed.lines("ledger"):
         assert set(line["processes"]) == {"learner", "rollout-0", "rollout-1"}
-        for process, phases in line["processes"].items():
-            total = sum(phases.values()) - line["overlap_s"].get(process, 0.0)
-            assert total == pytest.approx(line["wall_s"], rel=1e-6), process
+        assert line["absent_s"] == {}
     for line in metrics:
         assert line["offpolicy/staleness_max"] == 0
         assert line["offpolicy/logprob_gap_max"] < 1e-4, "both sides define the same logprob"
@@ -199,19 +197,30 @@ def marks_of(line: dict) -> list[tuple[str, str]]:
     ]
 
 
-def test_the_timeline_shows_when_what_the_ledger_adds_up(undisturbed):
-    lines = undisturbed.lines("timeline")
-    for line, books in zip(lines, undisturbed.lines("ledger"), strict=True):
+def lanes_say_what_the_ledger_says(service: Service) -> None:
+    """Also of processes that were not there all the time."""
+    for line, books in zip(service.lines("timeline"), service.lines("ledger"), strict=True):
         assert line["step"] == books["step"] and books["overlap_s"] == {}
         assert line["end"] - line["start"] == pytest.approx(books["wall_s"], abs=1e-5)
-        assert set(line["processes"]) == set(books["processes"])
-        for process, lane in line["processes"].items():
-            assert 1 <= len(lane["spans"]) <= 200
+        assert line["processes"].keys() <= books["processes"].keys()
+        for process, row in books["processes"].items():
+            told_s = sum(row.values())
+            absent_s = books["absent_s"].get(process, 0.0)
+            assert told_s + absent_s == pytest.approx(books["wall_s"], rel=1e-6), process
+            spans = line["processes"].get(process, {"spans": []})["spans"]
+            assert len(spans) <= 200
             shown = dict.fromkeys(PHASES, 0.0)
-            for phase, _, seconds in lane["spans"]:
+            for phase, _, seconds in spans:
                 shown[PHASES[phase]] += seconds
-            for phase, seconds in books["processes"][process].items():
+            assert sum(shown.values()) == pytest.approx(told_s, abs=0.01), process
+            for phase, seconds in row.items():
                 assert shown[phase] == pytest.approx(seconds, abs=0.02 * books["wall_s"]), process
+
+
+def test_the_timeline_shows_when_what_the_ledger_adds_up(undisturbed):
+    lines = undisturbed.lines("timeline")
+    lanes_say_what_the_ledger_says(undisturbed)
+    for line in lines:
         assert 1 <= len(line["gauges"]) <= 60
     seen = {(line["step"], process, text) for line in lines for process, text in marks_of(line)}
     assert {(step, "learner", f"version {step}") for step in range(1, STEPS + 1)} <= seen
@@ -233,6 +242,7 @@ def test_a_killed_worker_is_replaced_and_nothing_changes(start, undisturbed):
     os.kill(service.pid_of("rollout-0"), signal.SIGKILL)
     assert service.wait() == 0, service.text
     assert "rollout-0 failed, restart 1 of 3" in service.text
+    lanes_say_what_the_ledger_says(service)
     assert service.lines("metrics")[-1]["workers/restarts"] == 1
     same_training(service, undisturbed)
 
@@ -327,6 +337,9 @@ def test_workers_that_come_and_go_change_nothing(start, undisturbed):
     crews = [set(line["processes"]) - {"learner"} for line in service.lines("ledger")]
     assert {"rollout-0", "rollout-1", "rollout-2", "rollout-3"} in crews
     assert max(map(len, crews[-1:])) == 2
+    lanes_say_what_the_ledger_says(service)
+    absent = {name for line in service.lines("ledger") for name in line["absent_s"]}
+    assert absent == {"rollout-1", "rollout-2", "rollout-3"}, "they came in the middle of a step"
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_and_named(start, undisturbed, tmp_path):

@@ -151,6 +151,7 @@ class MadeRun:
             "wall_s": step.wall_s,
             "processes": rows,
             "overlap_s": {"learner": 0.004} if step.step == 0 else {},
+            "absent_s": {"rollout-0": 0.002} if step.step == 0 else {},
             "groups": groups,
             "outstanding": 16 if self.plan.max_staleness else 0,
             "warnings": [f"step 1: {HOSTILE[1]}"] if self.plan.hostile and step.step == 1 else [],

@@ -68,7 +68,12 @@ def test_a_ledger_of_impossible_numbers_ends_nothing(folder, value):
         lambda record: {**record, "wall_s": value},
         lambda record: {**record, "wall_s": value, "processes": phases(record)},
         lambda record: {**record, "processes": {"learner": {"update": value}}},
-        lambda record: {**record, "warnings": value, "overlap_s": {"learner": value}},
+        lambda record: {
+            **record,
+            "warnings": value,
+            "overlap_s": {"learner": value},
+            "absent_s": value,
+        },
         lambda record: {**record, "groups": {"trained": value}, "outstanding": value},
     )
     for line, change in enumerate(changes, -len(changes)):
