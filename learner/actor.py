@@ -146,7 +146,7 @@ class LearnerActor:
         Raises:
             ValueError: if what is there cannot be trusted, or is of another run, model or seed.
         """
-        with self._working("restore"):
+        with self._working("restore"), self._clock.phase("checkpoint"):
             found, skipped = self._find_checkpoint()
             if found is not None:
                 self._core.resume(found.state, policy_version=found.record["policy_version"])
@@ -166,7 +166,7 @@ class LearnerActor:
 
     def publish(self) -> int:
         """Offers the current policy to the workers, who can have it on return; its version."""
-        with self._working("publish"):
+        with self._working("publish"), self._clock.phase("publish"):
             self._journal.start()
             version = self._core.policy_version
             self._publisher.submit(version)
@@ -204,9 +204,10 @@ class LearnerActor:
                     gc.collect()  # left alone, cycles hold arrays of an update for long
                 outcomes |= self._core.outcomes
                 self._journal.buffer.advance(self._core.policy_version)
-                self._publisher.submit(self._core.policy_version)
-                if begun.is_replay:
-                    self._publisher.wait(self._core.policy_version, PUBLISH_S)
+                with self._clock.phase("publish"):
+                    self._publisher.submit(self._core.policy_version)
+                    if begun.is_replay:
+                        self._publisher.wait(self._core.policy_version, PUBLISH_S)
             outcomes |= {group.group_id: "dropped_stale" for group in begun.taken.dropped_stale}
             return self._report(begun, group_ids, metrics, outcomes)
 
@@ -317,7 +318,8 @@ class LearnerActor:
         with self._clock.phase("serialise"):
             self._kept.record(version, groups)
         metrics = self._core.update(groups, self._clock)
-        self._kept.reject(version + 1, self._core.rejected)
+        with self._clock.phase("serialise"):
+            self._kept.reject(version + 1, self._core.rejected)
         return metrics
 
     def _report(
