@@ -258,7 +258,6 @@ class Session:
         else:
             moved = self._reports.rewind(restored.step, restored.driver_state["ledger"])
             self._reports.saved(restored.step)
-            self._reports.saved(restored.step)
             self._say(
                 f"resumed at step {restored.step}, policy version {restored.policy_version}; "
                 f"{moved} later log lines moved to *.superseded.jsonl"
