@@ -89,7 +89,8 @@ class Live:
         self._ended_at = -math.inf
         """By the monotonic clock; when viewers were told that the run is over."""
         self._environment: Mapping[str, Any] | None = None
-        self._samples_total = -1
+        self._news: dict[str, Any] = {"timeline": {"step": None}}
+        """What was told last of the logs that are shown when somebody asks for them."""
 
     async def read(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
         """Calls a function that reads the run, in a thread, while nothing else does."""
@@ -213,10 +214,13 @@ class Live:
 
     def look(self) -> list[Event]:
         """Takes up what the run has written since; returns what is to be told. `turn` does it."""
+        news = {
+            "timeline": {"step": self.spans.refresh()},
+            "samples": {"total": self.samples.refresh()},
+        }
         changes = self.log.refresh()
         state = self._find_state()
         events: list[Event] = []
-        self.spans.refresh()
         is_new = changes.reloaded or len(changes.new_steps) > CATCH_UP_STEPS
         if is_new:
             self.exporter.load(self.log)
@@ -228,7 +232,6 @@ class Live:
             events.append(("reload", {}))
         else:
             events += [("step", step_json(facts, facts.groups)) for facts in changes.new_steps]
-            events += [("timeline", {"step": step}) for step in changes.new_timeline]
         if changes.status_changed or state != self._state or changes.reloaded:
             if self._state == "running" != state:
                 self._ended_at = time.monotonic()
@@ -236,10 +239,8 @@ class Live:
             events.append(("run", self.run()))
         if events or self._is_judgement_old():
             self._judgement = None
-        if changes.new_samples or self._samples_total < 0:
-            self.samples.refresh()
-            self._samples_total = self.samples.total
-            events.append(("samples", {"total": self._samples_total}))
+        events += [(kind, data) for kind, data in news.items() if data != self._news.get(kind)]
+        self._news = news
         return events
 
     async def _ask_fleet(self) -> None:

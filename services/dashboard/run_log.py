@@ -26,7 +26,6 @@ from services.phase_clock import PHASES
 
 MOST_VALUES = 100_000
 """Of a configuration."""
-_TIMELINE_STEP = re.compile(rb'\{"step": ?(\d{1,18})\b')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,10 +39,6 @@ class Changes:
     """What was known before no longer stands in the logs (a resume goes back to its checkpoint):
     forget it."""
     status_changed: bool
-    new_timeline: list[int]
-    """Steps whose timeline was appended since the last refresh; none at the first one."""
-    new_samples: int
-    """Lines appended to samples.jsonl and eval.jsonl since the last refresh; none at the first."""
 
 
 class RunLog:
@@ -69,8 +64,6 @@ class RunLog:
         self.skipped: dict[str, int] = {}
         """Lines that could not be used, by file: no JSON, no step, or a step out of order."""
         self._small_files: dict[str, tuple[int, int, int]] = {}
-        self._timeline = self._tail_at_end("timeline.jsonl")
-        self._samples = [self._tail_at_end("samples.jsonl"), self._tail_at_end("eval.jsonl")]
         self._forget()
 
     def refresh(self) -> Changes:
@@ -92,8 +85,6 @@ class RunLog:
             new_steps=_Steps(self, first, len(self.steps)),
             reloaded=reloaded,
             status_changed=status_changed,
-            new_timeline=self._new_timeline(),
-            new_samples=sum(self._count_lines(i) for i in range(len(self._samples))),
         )
 
     @property
@@ -280,28 +271,6 @@ class RunLog:
             return ""
         self._small_files[name] = version
         return text
-
-    def _tail_at_end(self, name: str) -> Tail:
-        tail = Tail(self.folder / name)
-        tail.skip()
-        return tail
-
-    def _new_timeline(self) -> list[int]:
-        seen = self._timeline.look()
-        if seen is Seen.REPLACED:
-            self._timeline = self._tail_at_end("timeline.jsonl")
-        if seen is not Seen.GROWN:
-            return []
-        found = (_TIMELINE_STEP.match(line) for _, line in self._timeline.lines())
-        return [int(one[1]) for one in found if one]
-
-    def _count_lines(self, index: int) -> int:
-        tail = self._samples[index]
-        seen = tail.look()
-        if seen is Seen.REPLACED:
-            self._samples[index] = self._tail_at_end(tail.path.name)
-            return 1  # fewer than before, which is news as well
-        return sum(1 for _ in tail.lines()) if seen is Seen.GROWN else 0
 
 
 class _Steps(Sequence[StepFacts]):

@@ -53,14 +53,12 @@ class Spans:
         self._log = log
         self._forget()
 
-    def refresh(self) -> None:
-        """Takes up what was written since the last call."""
+    def refresh(self) -> int | None:
+        """Takes up what was written since the last call; returns the last step there is."""
         seen = self._tail.look()
         if seen is Seen.REPLACED:
             self._forget()
-        if seen is Seen.SAME:
-            return
-        for offset, line in self._tail.lines():
+        for offset, line in self._tail.lines() if seen is not Seen.SAME else ():
             head = _HEAD.match(line)
             step, start, end = _head_of(head[1], head[2], head[3]) if head else _parsed(line)
             rises = not self._steps or step > self._steps[-1]
@@ -70,6 +68,7 @@ class Spans:
                 self._ends.append(end)
                 self._offsets.append(offset)
                 self._sizes.append(len(line))
+        return self._steps[-1] if self._steps else None
 
     def timeline(
         self, *, first: int | None = None, last: int | None = None, last_s: float | None = None

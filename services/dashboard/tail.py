@@ -83,23 +83,6 @@ class Tail:
         while batch := list(itertools.islice(lines, BATCH_LINES)):
             yield batch
 
-    def skip(self) -> None:
-        """Goes to the end of the last whole line without reading what is before."""
-        if self.look() is not Seen.GROWN:
-            return
-        with self.path.open("rb") as file:
-            self._size = os.fstat(file.fileno()).st_size
-            back = MARK_BYTES
-            while True:
-                begin = max(0, self._size - back)
-                file.seek(begin)
-                whole, newline, _ = file.read(self._size - begin).rpartition(b"\n")
-                if newline or begin == 0:
-                    break
-                back *= 16
-        self._offset = begin + len(whole) + len(newline)
-        self._mark = (whole + newline)[-MARK_BYTES:]
-
     def _mark_stands(self) -> bool:
         """Whether the bytes before the place that was read to are those that were read."""
         with self.path.open("rb") as file:

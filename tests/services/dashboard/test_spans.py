@@ -81,6 +81,7 @@ def test_what_is_appended_is_shown_and_what_is_rewound_is_not(tmp_path):
     known = Spans(tmp_path)
     assert len(known.timeline()["steps"]) == 1
     made.write_step()
+    assert known.refresh() == 1 == known.refresh()
     assert [one["step"] for one in known.timeline(first=0, last=9)["steps"]] == [0, 1]
     path = tmp_path / "timeline.jsonl"
     first, second = lines(path)
@@ -88,6 +89,8 @@ def test_what_is_appended_is_shown_and_what_is_rewound_is_not(tmp_path):
     (tmp_path / "new").write_text(json.dumps(first) + "\n" + json.dumps(again) + "\n")
     (tmp_path / "new").replace(path)
     assert [one["step"] for one in known.timeline(first=0, last=9)["steps"]] == [0, 3]
+    path.unlink()
+    assert known.refresh() is None
 
 
 def test_a_run_without_a_timeline_is_empty(tmp_path):

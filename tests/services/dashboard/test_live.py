@@ -1,0 +1,24 @@
+"""What a look at a run's folder tells those who watch."""
+
+from made_run import MadeRun
+from made_steps import Plan
+
+from services.dashboard.live import Live
+
+
+def told_of_logs(live):
+    return [(kind, data) for kind, data in live.look() if kind in ("timeline", "samples")]
+
+
+def test_a_look_tells_once_how_far_timeline_and_samples_are(tmp_path):
+    live = Live(tmp_path)
+    assert told_of_logs(live) == [("samples", {"total": 0})]
+    made = MadeRun(tmp_path, Plan())
+    made.write_step()
+    assert told_of_logs(live) == [("timeline", {"step": 0}), ("samples", {"total": 200})]
+    assert told_of_logs(live) == []
+    made.write_step()
+    live.spans.timeline()  # somebody asks before the next look
+    assert told_of_logs(live) == [("timeline", {"step": 1}), ("samples", {"total": 204})]
+    (tmp_path / "eval.jsonl").unlink()
+    assert told_of_logs(live) == [("samples", {"total": 4})]
