@@ -91,12 +91,14 @@ function phases(store, facts) {
     ...names.map((name) => ({ title: name, align: "right",
       cell: (phase) => cell(format.value(facts.processes[name][phase]) ?? 0, phase) })),
   ];
-  const over = Object.entries(facts.overlap_s ?? {});
+  const seconds = (byProcess) => Object.entries(byProcess ?? {})
+    .map(([name, s]) => `${name} ${format.seconds(s)}`).join(", ");
+  const over = seconds(facts.overlap_s), absent = seconds(facts.absent_s);
   return [
     scrolled(columns, rows, { caption: `seconds by phase and process of step ${facts.step}`,
       testid: "step-phases" }),
-    over.length ? el("p", { class: "muted" }, "More seconds than the step had: " +
-      over.map(([name, s]) => `${name} ${format.seconds(s)}`).join(", ")) : null,
+    over ? el("p", { class: "muted" }, `More seconds than the step had: ${over}`) : null,
+    absent ? el("p", { class: "muted" }, `Not there, or not heard of: ${absent}`) : null,
   ];
 }
 
