@@ -7,7 +7,6 @@ happen in threads, one at a time, so that no viewer waits for another's search.
 
 import asyncio
 import contextlib
-import json
 import logging
 import math
 import pathlib
@@ -16,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, TypeVar
 
 from services.dashboard.breakdown import critical_path
+from services.dashboard.diffs import read_environment
 from services.dashboard.facts import StepFacts
 from services.dashboard.fleet import FleetLink, absent
 from services.dashboard.judge import Judge
@@ -266,11 +266,7 @@ class Live:
 
     def _find_environment(self) -> Mapping[str, Any] | None:
         if self._environment is None:
-            try:
-                text = (self.folder / "environment.json").read_text(encoding="utf-8")
-                self._environment = json.loads(text)
-            except (OSError, ValueError, RecursionError):  # not written yet, or by an older Tandem
-                return None
+            self._environment = read_environment(self.folder) or None
         return self._environment
 
 

@@ -129,6 +129,12 @@ def test_a_file_that_is_nested_without_end_ends_nothing(folder, name, text):
     read_all(folder)
 
 
+@pytest.mark.parametrize("text", ["[1]", "7", "null", "{"])
+def test_an_environment_that_is_none_is_null(folder, text):
+    (folder / "environment.json").write_text(text)
+    assert Live(folder).run()["environment"] is None
+
+
 def test_a_process_with_thousands_of_digits_has_its_place():
     names = ["rollout-10", "rollout-9", "rollout-" + "9" * 5000]
     assert sorted(names, key=natural) == [names[1], names[0], names[2]]
