@@ -52,6 +52,11 @@ class StepFacts:
         row = self.processes.get(process, {})
         return sum(s for phase, s in row.items() if phase not in (*WAITS, UNEXPLAINED))
 
+    def accounted_s(self, process: str) -> float:
+        """Seconds that phases claim, and those in which the process was not there; those of the
+        step, where none is counted twice."""
+        return sum(self.processes[process].values()) + self.absent_s.get(process, 0.0)
+
     def metric(self, name: str) -> float:
         """The value, or NaN where the step did not measure it."""
         return self.metrics.get(name, math.nan)

@@ -62,7 +62,7 @@ def rows_of(steps: Iterable[StepFacts]) -> list[Row]:
         Row(
             step=facts.step,
             process=process,
-            phases_s=sum(row.values()) + facts.absent_s.get(process, 0.0),
+            phases_s=facts.accounted_s(process),
             unexplained_s=row.get(UNEXPLAINED, 0.0),
             wall_s=facts.wall_s,
         )

@@ -2,7 +2,8 @@
 
 A step's seconds leave out evaluations and checkpoints: no setting that the model knows changes
 those. A step is settled when every worker in it has worked before and nothing compiled: a process
-that starts or compiles takes time that the next step will not take.
+that starts or compiles takes time that the next step will not take, and nobody knows what one did
+that did not tell.
 """
 
 import dataclasses
@@ -12,8 +13,8 @@ from collections.abc import Sequence
 
 from services.dashboard.facts import LEARNER, RunSettings, StepFacts
 
-COMPILED_SHARE = 0.01
-"""Of the wall time; programs that are compiled below this share do not unsettle a step."""
+ODD_SHARE = 0.01
+"""Of the wall time; who compiles, or is not there, for less than this does not unsettle a step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,7 +160,9 @@ class Settling:
         restarted, self._restarts = restarts != self._restarts, restarts
         self._workers = workers
         compiled = any(
-            facts.phase_s(process, "compile") > COMPILED_SHARE * facts.wall_s
+            facts.phase_s(process, "compile") > ODD_SHARE * facts.wall_s
             for process in facts.processes
         )
-        return facts.trained and not (changed or new or restarted or compiled or starting)
+        absent = any(s > ODD_SHARE * facts.wall_s for s in facts.absent_s.values())
+        odd = changed or new or restarted or compiled or absent or starting
+        return facts.trained and not odd

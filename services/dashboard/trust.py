@@ -42,9 +42,9 @@ def worst_imbalance(recent: Recent) -> tuple[float, int, str]:
     """The largest |sum of phases - wall| / wall of the steps, its step and its process."""
     return max(
         (
-            (abs(sum(row.values()) - facts.wall_s) / facts.wall_s, facts.step, process)
+            (abs(facts.accounted_s(process) - facts.wall_s) / facts.wall_s, facts.step, process)
             for facts in recent.steps
-            for process, row in facts.processes.items()
+            for process in facts.processes
         ),
         default=(0.0, recent.last.step, ""),
     )

@@ -81,6 +81,12 @@ def test_phases_that_claim_more_than_the_step_show():
     assert lights()["ledger"].light == "ok"
 
 
+def test_a_process_that_was_not_there_leaves_no_gap_in_the_sum():
+    gone = {"workers": [{"decode": 0.5, "idle": 0.0}], "absent_s": {"rollout-0": 1.5}}
+    assert lights(**gone)["ledger"].light == "ok"
+    assert lights(**gone | {"absent_s": {}})["ledger"].light == "bad"
+
+
 def test_more_leases_than_groups_means_that_a_group_got_lost():
     assert lights({"leases/out": 3.0}, outstanding=5)["leases"].light == "ok"
     assert lights({"leases/out": 3.0}, outstanding=2)["leases"].light == "bad"

@@ -82,6 +82,13 @@ def test_compiling_saving_and_evaluating_are_no_work_of_an_asynchronous_step():
     assert sides.work_s == 1.75  # waiting for scores is shared by more workers too
 
 
+def test_a_process_that_was_not_there_for_some_time_unsettles_a_step():
+    settling = Settling()
+    gone = {3: {"learner": 0.5}, 5: {"rollout-1": 0.01}}
+    found = [settling.is_settled(step(n, absent_s=gone.get(n, {}))) for n in range(1, 6)]
+    assert found == [False, True, False, True, True]
+
+
 def test_a_worker_that_comes_back_has_to_work_before_a_step_settles():
     settling = Settling()
     busy, idle = {"decode": 0.5}, {"idle": 2.0}
