@@ -18,7 +18,12 @@ const CHARTS = [
       ["queue/out_mean", "at work"],
     ],
   ],
-  ["Tokens a second, without waits", plain, () => [["throughput/train/decode_tokens_per_s", "tokens/s"]]],
+  [
+    "Tokens a second, without waits",
+    plain,
+    () => [["throughput/train/decode_tokens_per_s", "tokens/s"]],
+    "Completion tokens of a step by the seconds in which workers decoded them; the table counts waits too",
+  ],
   [
     "Weight sync, GB/s",
     plain,
@@ -60,7 +65,7 @@ export function mount(root, store) {
   );
   const live = fleetTable((worker) => drain(worker));
   const old = el("div", { class: "table-wrap grow", hidden: true });
-  const charts = CHARTS.map(([name, format, lines]) => chartCard(name, format, lines));
+  const charts = CHARTS.map((chart) => chartCard(...chart));
   setChildren(
     root,
     el(
@@ -224,11 +229,11 @@ function tile(key, name) {
   };
 }
 
-function chartCard(name, format, lines) {
+function chartCard(name, format, lines, about) {
   const host = el("div", { class: "mini-host grow" });
   const chart = lineChart(host, { label: name, format });
   return {
-    node: el("section", { class: "panel column" }, el("h2", null, name), host),
+    node: el("section", { class: "panel column" }, el("h2", { title: about }, name), host),
     draw(store) {
       const { steps, metrics } = store.columns;
       const known = lines(store).filter(([one]) => one in metrics);

@@ -118,7 +118,7 @@ export function lineChart(host, { label, format }) {
 }
 
 function frameOf({ x, lines, bound }, width, height) {
-  const [left, right, top, bottom] = [46, width - 8, 8, height - 20];
+  const [left, right, top, bottom] = [52, width - 8, 8, height - 20];
   const values = lines.flatMap(({ y }) => y.filter((v) => v !== null));
   const [low, high] = extent(values, bound ?? null);
   const first = x[0];

@@ -84,6 +84,13 @@ class Handed:
             self.process.wait()
         self.process = None
 
+    def end(self) -> None:
+        """As a driver does when its run has ended: nobody listens any more."""
+        assert self.process is not None
+        self.process.terminate()
+        self.process.wait(END_S)
+        self._listener.close()
+
     def close(self) -> None:
         self.kill()
         self._listener.close()

@@ -156,6 +156,8 @@ def test_the_header_says_how_far_and_how_good(served, watch, lines):
     assert page.inner_text("#header-step") == "40 / 40"
     assert page.inner_text("#header-state").split() == ["●", "finished"]
     assert says(page.inner_text("#header-reward"), last["reward/total/mean"])
+    label = page.locator(".fact", has=page.locator("#header-accuracy")).locator(".fact-label")
+    assert label.inner_text() == "accuracy, step 40"
     accuracy, half = page.inner_text("#header-accuracy").split(" ± ")
     assert says(accuracy, last["eval/accuracy/strict"])
     low, high = (last[f"eval/accuracy/strict_{side}"] for side in ("low", "high"))

@@ -79,6 +79,10 @@ def test_the_page_fits_and_finds_a_metric(page):
     page.get_by_label("find a metric").fill("grad_norm")
     page.get_by_test_id("chart-train-grad_norm").wait_for()
     assert page.locator("[data-testid^=chart-]").count() == 1
+    for text in ("loss", "reward", "time", ""):
+        page.get_by_label("find a metric").fill(text)
+    charts = page.locator("[data-testid^=chart-]").count()
+    assert page.evaluate("uPlot.sync('compare').plots.length") == charts, "those before are gone"
 
 
 def test_two_equal_runs_do_not_part(tmp_path, serve, watch):

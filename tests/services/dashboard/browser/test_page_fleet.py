@@ -152,6 +152,12 @@ def test_every_worker_is_shown_with_what_the_driver_says(watched):
     for tile, text in (("target", "3"), ("serving", "2"), ("version", "7"), ("waiting", "5")):
         value = page.get_by_test_id(f"fleet-{tile}").locator(".tile-value")
         assert value.inner_text() == text, tile
+    wanted = page.get_by_test_id("fleet-target")
+    assert wanted.locator(".tile-more").inner_text() == "you choose, 1 to 4"
+    head = page.locator(".fleet-table th", has_text="tokens/s with waits")
+    assert "last 10 s of wall time" in (head.get_attribute("title") or "")
+    about = page.get_by_role("heading", name="Tokens a second, without waits")
+    assert "the table counts waits too" in (about.get_attribute("title") or "")
 
 
 def test_names_and_errors_of_workers_are_text(watched):
@@ -172,7 +178,9 @@ def test_a_worker_is_added_after_the_confirmation_with_the_token(watched, handed
     assert driver.target == 3, "nothing is asked for without a confirmation"
     page.locator("#add-worker").click()
     change(page, handed.tokens.control)
-    page.locator("#fleet-status", has_text="Accepted").wait_for()
+    said = page.locator("#fleet-status", has_text="Accepted at")
+    said.wait_for()
+    assert said.inner_text().endswith(": a worker more; wanted then: 4.")
     wait_for(page, lambda: page.get_by_test_id("worker-row").count() == 4, "a fourth worker")
     assert driver.target == 4
     assert page.locator("#add-worker").is_disabled(), "four are the most"

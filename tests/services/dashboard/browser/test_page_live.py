@@ -1,6 +1,7 @@
 """The page while a run goes on: it follows, says when the run ends, and comes back by itself."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -108,6 +109,9 @@ def test_a_run_that_ends_while_it_is_watched_says_so_and_stays(run, handed, watc
     run.end(state, reason)
     said = banner(page, state)
     assert "step 7" in said and reason in said
+    status = json.loads((run.folder / "status.json").read_text())
+    took = re.search(r", (.*) after it was started or resumed", said)
+    assert took and says(took[1], status["ended"] - status["started"])
     assert page.inner_text("#header-state").endswith(state)
     page.wait_for_timeout(1500)
     handed.close()  # as the driver does at its end
@@ -117,6 +121,36 @@ def test_a_run_that_ends_while_it_is_watched_says_so_and_stays(run, handed, watc
     assert page.inner_text("#header-step") == "7 / 30"
     open_view(page, "learning")
     page.get_by_test_id("chart-loss").locator("canvas").wait_for()
+
+
+def test_views_that_were_not_opened_before_the_end_have_something_to_show(run, handed, watch):
+    watched = watch(handed, "breakdown")
+    watched.allow(GONE)
+    page = watched.page
+    wait_for_step(page, 6)
+    go_on(run, 1)
+    run.end()
+    handed.end()  # at once, as the driver does
+    page.locator(BANNER, has_text=f"python -m services.dashboard --run {run.folder}").wait_for()
+    open_view(page, "timeline")
+    page.locator("#timeline-table-button").click()
+    assert table_rows(page, "[data-testid=timeline-table]")[0][0] == "7"
+    open_view(page, "samples")
+    newest = [json.loads(line) for line in (run.folder / "samples.jsonl").open()][-1]
+    rows = page.get_by_test_id("sample-row")
+    assert rows.first.locator("td").first.inner_text() == "7"
+    assert newest["question"] in page.locator("#sample-detail").inner_text()
+    rows.nth(1).click()
+    page.locator("#sample-detail", has_text=f"--run {run.folder}").wait_for()
+    open_view(page, "samples?first=3")
+    page.locator("#view-samples [role=alert]", has_text=f"--run {run.folder}").wait_for()
+    page.locator("#sample-clear").click()
+    rows.first.wait_for()
+    open_view(page, "trust")
+    page.get_by_test_id("staleness-bar").first.wait_for()
+    assert page.locator("#view-trust .mini-line").count() > 0, "the history of a check"
+    open_view(page, "fleet")
+    assert page.locator("#view-fleet .mini-line").count() > 3
 
 
 def test_a_server_that_is_killed_leaves_the_page_and_is_found_again(run, handed, watch):
@@ -177,7 +211,8 @@ def test_a_run_without_a_step_says_what_it_waits_for(tmp_path, serve, watch):
     for view in "breakdown timeline learning trust samples fleet what_if alerts".split():
         open_view(page, view)
         assert page.locator(f"#view-{view}").inner_text().strip(), view
-    assert "No step has closed yet" in page.locator("#view-breakdown").inner_text()
+    for view in ("breakdown", "timeline", "learning"):
+        assert "No step has closed yet" in page.locator(f"#view-{view}").text_content(), view
     made.write_step()
     made.write_step()
     made.progress()

@@ -40,6 +40,18 @@ def test_the_first_view_takes_few_bytes_and_points(long_page, lines):
     assert page.inner_text("#header-step") == "10,000 / 10,000"
 
 
+def test_the_newest_numbers_are_those_of_a_step_and_not_of_a_bin(long_page, lines):
+    page = long_page.page
+    last = lines("long", "metrics")[-1]
+    wait_until(page, "tandem.store.lastStep !== null")
+    open_view(page, "learning")
+    assert says(page.inner_text("#header-reward"), last["reward/total/mean"])
+    funnel = page.get_by_test_id("funnel")
+    assert funnel.get_by_role("heading").inner_text() == "Token funnel of step 10000"
+    shown = funnel.locator("[data-stage=generated] [role=cell]").first.inner_text()
+    assert says(shown, last["funnel/generated"])
+
+
 def test_all_views_together_stay_bounded(long_page):
     page = long_page.page
     for view in VIEWS:

@@ -6,6 +6,7 @@ import re
 
 import pytest
 from chromium import open_view, table_rows, wait_until
+from made_run import MadeRun, Plan
 from reading import says
 
 from services.phase_clock import PHASES
@@ -117,6 +118,24 @@ def test_the_window_and_the_steps_chosen_are_what_is_loaded(served, watch):
     cells = "[...document.querySelectorAll('[data-testid=timeline-table] td:first-child')]"
     wait_until(page, f"{cells}.every(cell => ['3', '4'].includes(cell.textContent))")
     assert {row[0] for row in table_rows(page, "[data-testid=timeline-table]")} == {"3", "4"}
+
+
+def test_steps_that_are_too_many_to_be_told_are_loaded_anew(tmp_path, serve, watch):
+    run = MadeRun(tmp_path / "run", Plan(steps=30))
+    for _ in range(3):
+        run.write_step()
+    run.progress()
+    watched = watch(serve("--run", run.folder), "timeline")
+    watched.allow("status of 422")
+    page = watched.page
+    page.route(
+        "**/api/timeline?first=*", lambda route: route.fulfill(status=422, json={"error": "many"})
+    )
+    page.locator("#timeline-table-button").click()
+    run.write_step()
+    run.progress()
+    newest = "document.querySelector('[data-testid=timeline-table] tbody td').textContent"
+    wait_until(page, f"{newest} === '3'")
 
 
 def test_steps_without_a_timeline_say_so(served, watch):
