@@ -74,15 +74,13 @@ class RunLog:
         reloaded = Seen.REPLACED in looks
         if reloaded:
             self._forget()
-        known = self.steps
+        known = len(self.steps)
         if reloaded or Seen.GROWN in looks:
             self._read_ledger()
             self._read_metrics()
             self._join()
-            reloaded |= self._joined_anew(known)
-        first = 0 if reloaded else len(known)
         return Changes(
-            new_steps=_Steps(self, first, len(self.steps)),
+            new_steps=_Steps(self, known, len(self.steps)),
             reloaded=reloaded,
             status_changed=status_changed,
         )
@@ -222,7 +220,7 @@ class RunLog:
             self.skipped["metrics.jsonl"] += unparsed + self._metrics.add(records)
 
     def _join(self) -> None:
-        """Finds the steps that both tables hold."""
+        """Finds the steps that both tables hold; those known before come first, as both rise."""
         ledger, metrics = self._ledger, self._metrics
         self._steps, self._ledger_rows, self._metrics_rows = np.intersect1d(
             ledger.steps[: ledger.rows],
@@ -230,10 +228,6 @@ class RunLog:
             assume_unique=True,
             return_indices=True,
         )
-
-    def _joined_anew(self, known: np.ndarray) -> bool:
-        """Whether a step was completed after a later one, so that it stands among those known."""
-        return not np.array_equal(self._steps[: len(known)], known)
 
     def _read_status(self) -> bool:
         text = self._changed_text("status.json")

@@ -150,6 +150,7 @@ def test_a_deleted_log_leaves_no_step(run, tmp_path):
         b'{"time": 1.0}',
         b'{"step": "six"}',
         b'{"step": 2}',
+        b'{"step": 5, "wall_s": 1.0, "processes": {}}',
         b'{"step": 6.5}',
         b"\xff\xfe\x00",
         b"[" * 100_000,
@@ -207,10 +208,25 @@ def test_what_is_no_number_is_absent(run, tmp_path, value):
     made, log = run
     made.write_step()
     path = tmp_path / "metrics.jsonl"
-    path.write_text(path.read_text().rstrip("\n")[:-1] + f', "mine": {value}}}\n')
+    changed = path.read_text().rstrip("\n")[:-1] + f', "mine": {value}, "train/loss": {value}}}\n'
+    path.write_text(changed)
     log.refresh()
-    facts = log.step(6)
+    before, facts = log.step(5), log.step(6)
+    assert before is not None and "train/loss" in before.metrics
     assert facts is not None and "mine" not in facts.metrics and "mine" not in log.metric_names
+    assert "train/loss" not in facts.metrics and log.nonfinite("train/loss").tolist() == []
+
+
+def test_columns_hold_what_the_metrics_log_holds(tmp_path):
+    make_run(tmp_path, steps=25, workers=1, workers_to=2)
+    log = RunLog(tmp_path)
+    log.refresh()
+    records = lines(tmp_path / "metrics.jsonl")
+    names = {name for record in records for name in record} - {"step", "time"}
+    assert set(log.metric_names) == names
+    for name in names:
+        expected = [record.get(name, math.nan) for record in records]
+        np.testing.assert_array_equal(log.column(name), expected, name)
 
 
 def test_a_worker_is_absent_in_the_steps_without_it(tmp_path):
