@@ -179,6 +179,20 @@ def test_what_is_not_finite_comes_back_as_itself(tmp_path):
     assert log.nonfinite("train/entropy").tolist() == []
 
 
+def test_a_step_that_the_ledger_lacks_marks_no_other_one(run, tmp_path):
+    made, log = run
+    of_metrics, of_ledger = lines(tmp_path / "metrics.jsonl"), lines(tmp_path / "ledger.jsonl")
+    of_metrics[4] |= {"train/loss": "NaN"}
+    del of_ledger[4]
+    for name, records in (("metrics", of_metrics), ("ledger", of_ledger)):
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    log.refresh()
+    assert log.steps.tolist() == [0, 1, 2, 3, 5]
+    assert log.nonfinite("train/loss").tolist() == []
+    assert log.groups(4) == {} and log.groups(5) == of_ledger[4]["groups"]
+
+
 @pytest.mark.parametrize(
     "value, expected",
     [
