@@ -115,16 +115,15 @@ class LapBook:
         before = self._told.get(name)
         self._told[name] = lap if before is None else before.followed_by(lap)
 
-    def close(self, at_s: float, names: Collection[str], asked: Collection[str]) -> StepLaps:
+    def close(self, at_s: float, names: Collection[str]) -> StepLaps:
         """Gives away what was told for one step.
 
         Args:
             names: of the processes that the run has, there or not.
-            asked: those that were there at `at_s`.
         """
         told, self._told = self._told, {}
         silent = frozenset(name for name in names if name not in told)
-        gaps, self._gaps = self._gaps, set(names) - set(asked)
+        gaps, self._gaps = self._gaps, set()
         return StepLaps(
             at_s=at_s,
             laps={
@@ -184,7 +183,7 @@ class LapTaker:
                 check()
             if self._open and late_s > timeout_s:
                 raise NoAnswer(f"the learner did not answer 'lap' within {timeout_s:g} s")
-        return self.book.close(at_s, names, actors.keys())
+        return self.book.close(at_s, names)
 
     def _hear(self, ended: Collection[Any]) -> None:
         for call in ended:

@@ -114,6 +114,7 @@ def test_late_answers_count_no_second_twice(monkeypatch, behind_s):
         run.work(8.0)
         laps = run.take()
         assert laps.gaps == frozenset()
+        assert laps.laps["rollout-0"].ahead_s == pytest.approx(behind_s, abs=1e-9)
         for seconds in laps.seconds().values():
             assert sum(seconds.values()) == pytest.approx(laps.at_s - before_s, abs=1e-9)
             assert seconds["decode"] == pytest.approx(laps.at_s - before_s, abs=1e-9)
@@ -227,5 +228,5 @@ def test_a_book_forgets_what_an_earlier_process_of_that_name_told():
     book.came("rollout-0", clock.lap().taken_s, {"clock_s": clock.lap().taken_s})
     book.hear("rollout-0", clock.lap(), clock.lap().taken_s)
     book.came("rollout-0", clock.lap().taken_s, {"clock_s": clock.lap().taken_s})
-    laps = book.close(0.0, ["rollout-0"], ["rollout-0"])
+    laps = book.close(0.0, ["rollout-0"])
     assert laps.silent == laps.gaps == {"rollout-0"}
