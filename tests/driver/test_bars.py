@@ -70,8 +70,11 @@ def test_of_many_workers_the_busiest_are_shown_and_the_others_summed_up():
 
 
 def test_a_step_whose_phases_claim_too_much_still_fits():
-    shown = plain(step_bars(facts({"learner": {"forward_backward": 9.0}}), 60, coloured=False))
+    row = {"forward_backward": 6.0, "checkpoint": 3.0}
+    shown = plain(step_bars(facts({"learner": row}), 60, coloured=False))
     assert max(map(len, shown.splitlines())) <= 60
+    learner = shown.splitlines()[0]
+    assert learner.count("K") == 10  # a third of the cells
 
 
 def test_progress_tells_what_is_left():

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from driver.control import ControlBox, offer_control
 from driver.status import ExitCode, StatusFile
-from driver.top import _alerts, main
+from driver.top import ALERTS_SHOWN, FleetView, Top, _alerts, main
 from rollout_worker.config import WorkersConfig
 from services.control_messages import WorkerState, WorkerStatus
 from services.tls import RunAuthority
@@ -116,6 +116,49 @@ def test_a_run_that_is_over_ends_with_a_line_that_says_how(folder, capsys):
         assert out.splitlines()[-1] == end and ", about" not in out
 
 
+def test_a_run_whose_driver_died_is_told_to_go_on(folder, capsys):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    status = json.loads((folder / "status.json").read_text())
+    (folder / "status.json").write_text(json.dumps(status | {"pid": ended.pid, "step": 10}))
+    assert main(["--run", str(folder)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "the driver is gone without a word; go on with --resume after step 10"
+    )
+
+
+def test_a_run_that_went_back_is_judged_by_the_steps_that_it_has(folder):
+    """A resume takes lines away: what stood because of those stands no more."""
+    write_steps(folder, 11, 12, **{"train/loss": "NaN", "nonfinite": ["train/loss"]})
+    top = Top(folder)
+    top.look()
+    assert "not finite" in drawn(top)
+    for name in ("ledger.jsonl", "metrics.jsonl"):
+        kept = (folder / name).read_text().splitlines(keepends=True)[:10]
+        (folder / f"{name}.new").write_text("".join(kept))
+        (folder / f"{name}.new").replace(folder / name)
+    write_steps(folder, 11, 11)
+    top.look()
+    assert "not finite" not in drawn(top) and "step 11 of 20" in drawn(top)
+
+
+def test_the_driver_that_resumes_is_asked_like_the_one_before(folder):
+    view = FleetView(folder)
+    with contextlib.closing(view):
+        for _ in range(2):
+            with control(folder):
+                fleet = view.look()
+                assert fleet is not None and fleet.step == 10 and not view.why
+            assert view.look() is None and view.why
+
+
+def drawn(top: Top) -> str:
+    console = Console(width=120, file=io.StringIO(), no_color=True)
+    with console.capture() as capture:
+        console.print(top.picture(120, coloured=False, now=time.time()))
+    return capture.get()
+
+
 def test_the_time_left_is_that_of_the_page(folder, capsys):
     """Steps that start processes and compile are no part of it."""
     lines = (folder / "ledger.jsonl").read_text().splitlines()
@@ -206,3 +249,5 @@ def test_alerts_have_the_words_of_the_page():
     words = {"bad": "✖ act", "warn": "▲ look", "info": "◆ note"}
     shown = [str(line) for line in _alerts([alert | {"severity": one} for one in words])]
     assert shown == [f"{word}: it is late (since step 3)\n  wait" for word in words.values()]
+    many = [str(line) for line in _alerts([alert | {"severity": "warn"}] * (ALERTS_SHOWN + 3))]
+    assert len(many) == ALERTS_SHOWN + 1 and many[-1] == "and 3 more"

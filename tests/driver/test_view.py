@@ -1,5 +1,6 @@
 import dataclasses
 import io
+import weakref
 
 import pytest
 from rich.console import Console
@@ -8,6 +9,7 @@ from driver.ledger import LeaseBook, StepLedger
 from driver.view import (
     COLUMNS,
     HEADER_EVERY,
+    LIVE_ROWS,
     Accuracy,
     RunSummary,
     StepView,
@@ -84,6 +86,18 @@ def test_a_terminal_gets_one_table_that_keeps_the_last_steps(record):
         for _ in range(25):
             view.show(step_row(METRICS, record, 60))
     assert "the first 5 steps are in metrics.jsonl" in out.getvalue()
+
+
+def test_steps_that_are_no_longer_shown_are_not_kept(record):
+    with StepView("demo", Console(file=io.StringIO(), force_terminal=False)) as view:
+        first = step_row(METRICS, record, 60)
+        kept = weakref.ref(first)
+        view.show(first)
+        del first
+        for _ in range(LIVE_ROWS):
+            assert kept() is not None
+            view.show(step_row(METRICS, record, 60))
+        assert kept() is None
 
 
 def test_a_terminal_shows_bars_of_the_last_step_and_the_time_left(record):
