@@ -8,26 +8,16 @@ Pictures are JPEG, and each stays below MOST_BYTES.
 """
 
 import argparse
-import contextlib
 import pathlib
-import re
-import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
 
-from services.dashboard import auth
+from deploy.dashboard_page import DRAWN, LAPTOP, MADE_RUN, ROOT, START_S, chromium, serving
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-MADE_RUN = ROOT / "tests" / "services" / "dashboard" / "made_run.py"
 OUT = ROOT / "docs" / "dashboard"
-LAPTOP = {"width": 1366, "height": 768}
 MOST_BYTES = 120_000
 QUALITIES = (80, 70, 60, 50, 40)
-OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
-START_S = 40.0
 VIEWS = {
     "breakdown": "breakdown",
     "step": "breakdown?step=40",
@@ -59,10 +49,10 @@ def main() -> None:
         place = pathlib.Path(folder)
         run = arguments.run or _made(place / "run", "--workers", "1", "--workers-to", "3")
         pair = [_made(place / "a"), _made_parted(place / "b")]
-        with _browser() as browser:
-            with _serving(place / "log", "--run", str(run)) as link:
+        with chromium() as browser:
+            with serving(place / "log", "--run", str(run)) as link:
                 _shoot(browser, link, VIEWS)
-            with _serving(place / "log2", "--compare", *map(str, pair)) as link:
+            with serving(place / "log2", "--compare", *map(str, pair)) as link:
                 _shoot(browser, link, {"compare": ""})
 
 
@@ -78,37 +68,6 @@ def _made_parted(folder: pathlib.Path) -> pathlib.Path:
     return folder
 
 
-@contextlib.contextmanager
-def _browser() -> Iterator:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        path = shutil.which("chromium")
-        if path is None:
-            sys.exit("chromium is not installed: make chromium (as root)")
-        browser = playwright.chromium.launch(executable_path=path, args=OPTIONS)
-        yield browser
-        browser.close()
-
-
-@contextlib.contextmanager
-def _serving(log: pathlib.Path, *arguments: str) -> Iterator[str]:
-    """The link of a server of its own."""
-    command = [sys.executable, "-m", "services.dashboard", *arguments, "--port", "0"]
-    with log.open("w") as output:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
-    try:
-        deadline = time.monotonic() + START_S
-        while not (said := re.search(r"its tokens: (.*)\)", log.read_text())):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the server said no address: {log.read_text()}")
-            time.sleep(0.05)
-        yield auth.link(*auth.read_access(pathlib.Path(said[1])))
-    finally:
-        process.terminate()
-        process.wait(10)
-
-
 def _shoot(browser, link: str, views: dict[str, str]) -> None:
     for scheme in ("light", "dark"):
         context = browser.new_context(viewport=LAPTOP, color_scheme=scheme)
@@ -116,7 +75,7 @@ def _shoot(browser, link: str, views: dict[str, str]) -> None:
         for name, route in views.items():
             page.goto("about:blank")
             page.goto(f"{link}#{route}")
-            page.locator("body[data-drawn=true]").wait_for(timeout=START_S * 1e3)
+            page.locator(DRAWN).wait_for(timeout=START_S * 1e3)
             page.wait_for_timeout(600)  # for charts that are drawn in the next frames
             _write(page, OUT / f"{name}-{scheme}.jpg")
         context.close()

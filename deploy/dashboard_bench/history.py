@@ -6,53 +6,75 @@ moment at which the breakdown of all steps is drawn. Live updates are steps appe
 """
 
 import contextlib
+import dataclasses
 import pathlib
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from deploy.dashboard_bench.running import ROOT
-from services.dashboard import auth
+from deploy.dashboard_page import DRAWN, LAPTOP, MADE_RUN, ROOT, chromium, serving
 
-MADE_RUN = ROOT / "tests" / "services" / "dashboard" / "made_run.py"
-CHROMIUM = "/usr/bin/chromium"
-OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
 MOST_PAINT_S, MOST_BYTES, MOST_UPDATE_MS = 1.5, 3e6, 50.0
 UPDATES = 20
-DRAWN = "body[data-drawn=true]"
-"""The page says so when the view that is shown has drawn what it has."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What the browser measured."""
+
+    paint_s: float
+    """First contentful paint."""
+    drawn_s: float
+    """Until the breakdown stands there."""
+    nbytes: float
+    update_ms: float
+    """Main thread of a live update, median."""
+    longest_ms: float
+
+    @property
+    def is_within(self) -> bool:
+        """Whether all bounds are kept."""
+        return (
+            max(self.paint_s, self.drawn_s) < MOST_PAINT_S
+            and self.nbytes <= MOST_BYTES
+            and self.longest_ms < MOST_UPDATE_MS
+        )
+
+
+def seen_of(loads: Sequence[tuple[float, float, float]], updates_ms: Sequence[float]) -> Seen:
+    """From page loads (first paint and drawn in seconds, bytes), of which the median counts, and
+    from live updates."""
+    paint_s, drawn_s, nbytes = (statistics.median(one) for one in zip(*loads, strict=True))
+    return Seen(
+        paint_s=paint_s,
+        drawn_s=drawn_s,
+        nbytes=nbytes,
+        update_ms=statistics.median(updates_ms),
+        longest_ms=max(updates_ms),
+    )
 
 
 def measure(*, steps: int, workers: int, loads: int) -> bool:
     """Prints the figures; whether all are within their bounds."""
-    from playwright.sync_api import sync_playwright
-
     with tempfile.TemporaryDirectory(prefix="tandem-history-") as folder:
-        run = pathlib.Path(folder) / "run"
-        with _writing(run, steps, workers) as writer, sync_playwright() as playwright:
+        run, log = pathlib.Path(folder) / "run", pathlib.Path(folder) / "server.log"
+        with _writing(run, steps, workers) as writer, chromium() as browser:
             started = time.monotonic()
-            with _serving(run) as link:
+            with serving(log, "--run", str(run)) as link:
                 ready_s = time.monotonic() - started
-                browser = playwright.chromium.launch(executable_path=CHROMIUM, args=OPTIONS)
-                seen = [_load(browser, link) for _ in range(loads)]
-                updates = _updates(browser, link, writer)
-                browser.close()
-    paint_s, drawn_s, nbytes = (statistics.median(one) for one in zip(*seen, strict=True))
-    longest = max(updates)
+                loaded = [_load(browser, link) for _ in range(loads)]
+                seen = seen_of(loaded, _updates(browser, link, writer))
     print(f"server ready in {ready_s:.2f} s; {steps} steps, {workers} workers")
-    print(f"first contentful paint {paint_s:.2f} s, breakdown drawn {drawn_s:.2f} s")
+    print(f"first contentful paint {seen.paint_s:.2f} s, breakdown drawn {seen.drawn_s:.2f} s")
     print(
-        f"history: paint {paint_s:.2f} s, drawn {drawn_s:.2f} s, transferred "
-        f"{nbytes / 1e6:.2f} MB, update median {statistics.median(updates):.1f} ms, longest "
-        f"{longest:.1f} ms"
+        f"history: paint {seen.paint_s:.2f} s, drawn {seen.drawn_s:.2f} s, transferred "
+        f"{seen.nbytes / 1e6:.2f} MB, update median {seen.update_ms:.1f} ms, longest "
+        f"{seen.longest_ms:.1f} ms"
     )
-    return (
-        max(paint_s, drawn_s) < MOST_PAINT_S and nbytes <= MOST_BYTES and longest < MOST_UPDATE_MS
-    )
+    return seen.is_within
 
 
 @contextlib.contextmanager
@@ -85,30 +107,9 @@ def _writing(run: pathlib.Path, steps: int, workers: int) -> Iterator[subprocess
         process.wait()
 
 
-@contextlib.contextmanager
-def _serving(run: pathlib.Path) -> Iterator[str]:
-    """The link of a server of this run."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "services.dashboard", "--run", str(run), "--port", "0"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if found := re.search(r"its tokens: (.+)\)", line):
-                yield auth.link(*auth.read_access(pathlib.Path(found[1])))
-                return
-        raise RuntimeError("the server did not say where its tokens are")
-    finally:
-        process.terminate()
-        process.wait(10)
-
-
 def _load(browser, link: str) -> tuple[float, float, float]:
     """First paint and drawn in seconds, and bytes, of one page load with an empty cache."""
-    context = browser.new_context(viewport={"width": 1366, "height": 768})
+    context = browser.new_context(viewport=LAPTOP)
     page = context.new_page()
     network = context.new_cdp_session(page)
     network.send("Network.enable")
@@ -127,7 +128,7 @@ def _load(browser, link: str) -> tuple[float, float, float]:
 
 def _updates(browser, link: str, writer: subprocess.Popen) -> list[float]:
     """Milliseconds of main thread of each live update."""
-    page = browser.new_page(viewport={"width": 1366, "height": 768})
+    page = browser.new_page(viewport=LAPTOP)
     page.goto(link, wait_until="commit")
     page.locator(DRAWN).wait_for(timeout=30_000)
     page.evaluate("performance.clearMeasures('tandem-update')")

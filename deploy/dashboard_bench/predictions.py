@@ -3,18 +3,18 @@
 import subprocess
 import sys
 
-from deploy.dashboard_bench.running import ROOT, demo_run
+from deploy.dashboard_bench.running import demo_run
+from deploy.dashboard_page import ROOT
 from services.dashboard.run_log import RunLog
 from services.dashboard.what_if import WhatIf
 
 MOST = 0.15
-MOST_STEPS = 100_000
 SCALE_S = 120
 
 
 def measure(*, each: int) -> bool:
     """Prints errors of both kinds; whether the median a step ahead is within its bound."""
-    with demo_run("rollout.workers=1", f"run.steps={MOST_STEPS}") as run:
+    with demo_run("rollout.workers=1") as run:
         run.wait_for_step(each)
         for workers in (2, 3):
             subprocess.run(

@@ -12,7 +12,10 @@ from typing import Any
 
 import psutil
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+from deploy.dashboard_page import ROOT
+
+STEPS = 100_000
+"""More than are taken while it is measured."""
 START_S = 180.0
 """For the first step to be closed."""
 
@@ -106,9 +109,10 @@ class DemoRun:
 
 @contextlib.contextmanager
 def demo_run(*settings: str) -> Iterator[DemoRun]:
-    """The demo without evaluation, checkpoints in passing and export, until the block ends."""
+    """The demo without evaluation, checkpoints in passing and export, until the block ends: it does
+    not end by itself."""
     quiet = ["eval.at_start=false", "eval.at_end=false", "checkpoint.every_steps=0"]
-    quiet += ["checkpoint.export_hf=false", "log.dashboard.port=0"]
+    quiet += ["checkpoint.export_hf=false", "log.dashboard.port=0", f"run.steps={STEPS}"]
     with tempfile.TemporaryDirectory(prefix="tandem-dashboard-") as folder:
         run = DemoRun(pathlib.Path(folder) / "run", [*quiet, *settings])
         try:
