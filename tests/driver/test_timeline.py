@@ -75,6 +75,16 @@ def test_each_process_is_placed_on_one_clock_whatever_its_own_says():
     }
 
 
+def test_a_step_that_is_written_late_ended_when_its_laps_did(tmp_path, monkeypatch):
+    monkeypatch.setattr("driver.timeline.time.monotonic", lambda: 512.5)
+    monkeypatch.setattr("driver.timeline.time.time", lambda: 1_700_000_012.5)
+    timeline = Timeline(tmp_path, enabled=True)
+    timeline.close(1, TWO, [], start_s=500.0)
+    timeline.close_log()
+    (line,) = read_lines(tmp_path / "timeline.jsonl")
+    assert (line["start"], line["end"]) == (1_700_000_000.0, 1_700_000_010.0)
+
+
 def test_a_silent_process_has_no_spans_and_the_step_is_written_all_the_same(tmp_path):
     timeline = Timeline(tmp_path, enabled=True)
     laps = StepLaps(
