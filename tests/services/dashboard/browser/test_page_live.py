@@ -55,6 +55,14 @@ def banner(page, kind):
     return page.inner_text(BANNER)
 
 
+def put_in_place(again, run):
+    """Replaces the logs of a run by those of another one."""
+    for name in ("metrics", "ledger", "timeline", "samples", "eval"):
+        new = again.folder / f"{name}.new"
+        shutil.copy(again.folder / f"{name}.jsonl", new)
+        new.replace(run.folder / f"{name}.jsonl")
+
+
 def go_on(run, steps):
     for _ in range(steps):
         run.write_step()
@@ -191,9 +199,7 @@ def test_a_run_rewound_at_a_resume_is_read_anew(run, handed, watch, tmp_path):
     wait_for_step(page, 6)
     again = MadeRun(tmp_path / "again", Plan(steps=30, seed=9))
     go_on(again, 5)
-    for name in ("metrics", "ledger", "timeline", "samples", "eval"):
-        shutil.copy(again.folder / f"{name}.jsonl", tmp_path / "new")
-        (tmp_path / "new").replace(run.folder / f"{name}.jsonl")
+    put_in_place(again, run)
     wait_for_step(page, 4)
     page.locator("#learning-table-button").click()
     wait_until(
@@ -203,6 +209,18 @@ def test_a_run_rewound_at_a_resume_is_read_anew(run, handed, watch, tmp_path):
     head = page.get_by_test_id("learning-table").locator("th").all_inner_texts()
     for row in table_rows(page, "[data-testid=learning-table]"):
         assert says(row[head.index("train/loss")], metrics[int(row[0])].get("train/loss"))
+
+
+def test_a_run_rewound_while_nobody_answered_is_read_anew(run, handed, watch, tmp_path):
+    watched = watch(handed, "learning")
+    watched.allow(GONE)
+    wait_for_step(watched.page, 6)
+    handed.kill()
+    again = MadeRun(tmp_path / "again", Plan(steps=30, seed=9))
+    go_on(again, 7)  # as many as before
+    put_in_place(again, run)
+    handed.start()
+    wait_for_loss(watched.page, metrics_of(again)[6])
 
 
 def test_a_run_without_a_step_says_what_it_waits_for(tmp_path, serve, watch):
