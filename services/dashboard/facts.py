@@ -77,13 +77,10 @@ class RunSettings:
     colocated: bool
     workers_min: int
     workers_max: int
-    policy: str
-    """`fixed` or `balance`."""
     canary_bound: float | None
     unexplained_fraction: float
     zero_variance: str
     """`keep`, `mask` or `resample`."""
-    token_truncate: float | None
     has_reference: bool
 
     @classmethod
@@ -110,11 +107,9 @@ class RunSettings:
             colocated=get("placement.mode", "separate") == "colocated",
             workers_min=get("rollout.workers.min", 1),
             workers_max=get("rollout.workers.max", 10**6),
-            policy=get("rollout.workers.policy", "fixed"),
             canary_bound=get("weights.canary_bound", None),
             unexplained_fraction=get("log.unexplained_fraction", 0.05),
             zero_variance=get("algorithm.zero_variance", "keep"),
-            token_truncate=get("algorithm.off_policy.token_truncate", None),
             has_reference=get("algorithm.kl_coef", 0.0) > 0,
         )
 

@@ -89,6 +89,7 @@ class Live:
         self._ended_at = -math.inf
         """By the monotonic clock; when viewers were told that the run is over."""
         self._environment: Mapping[str, Any] | None = None
+        self._skipped: dict[str, int] = {}
         self._news: dict[str, Any] = {"timeline": {"step": None}}
         """What was told last of the logs that are shown when somebody asks for them."""
 
@@ -219,6 +220,7 @@ class Live:
             "samples": {"total": self.samples.refresh()},
         }
         changes = self.log.refresh()
+        self._tell_skipped()
         state = self._find_state()
         events: list[Event] = []
         is_new = changes.reloaded or len(changes.new_steps) > CATCH_UP_STEPS
@@ -242,6 +244,12 @@ class Live:
         events += [(kind, data) for kind, data in news.items() if data != self._news.get(kind)]
         self._news = news
         return events
+
+    def _tell_skipped(self) -> None:
+        skipped = {name: count for name, count in self.log.skipped.items() if count}
+        if skipped and skipped != self._skipped:
+            _log.warning("lines that could not be used, by file: %s", skipped)
+        self._skipped = skipped
 
     async def _ask_fleet(self) -> None:
         self._fleet_at = time.monotonic()

@@ -196,6 +196,17 @@ def test_long_spans_stay_and_a_minority_of_short_ones_shows():
     assert thinned(found, most=200) == found, "what is thin stays as it is"
 
 
+def test_a_mark_waits_while_a_lap_is_taken():
+    clock = PhaseClock()
+    thread = threading.Thread(target=clock.mark, args=["version 1"])
+    with clock._lock:
+        thread.start()
+        thread.join(0.05)
+        assert thread.is_alive() and not clock._marks
+    thread.join()
+    assert [mark.text for mark in clock.lap().marks] == ["version 1"]
+
+
 @pytest.mark.parametrize("name", ["decoding", "unexplained", ""])
 def test_unknown_phase_is_an_error(name):
     clock = PhaseClock()

@@ -39,11 +39,9 @@ def settings(**changes) -> RunSettings:
         "colocated": False,
         "workers_min": 1,
         "workers_max": 8,
-        "policy": "fixed",
         "canary_bound": None,
         "unexplained_fraction": 0.05,
         "zero_variance": "keep",
-        "token_truncate": None,
         "has_reference": False,
     }
     return RunSettings(**(values | changes))

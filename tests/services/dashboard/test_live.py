@@ -22,3 +22,16 @@ def test_a_look_tells_once_how_far_timeline_and_samples_are(tmp_path):
     assert told_of_logs(live) == [("timeline", {"step": 1}), ("samples", {"total": 204})]
     (tmp_path / "eval.jsonl").unlink()
     assert told_of_logs(live) == [("samples", {"total": 4})]
+
+
+def test_lines_that_could_not_be_used_are_told_once(tmp_path, caplog):
+    MadeRun(tmp_path, Plan()).write_step()
+    live = Live(tmp_path)
+    live.look()
+    assert not caplog.records
+    with (tmp_path / "ledger.jsonl").open("a") as file:
+        file.write("no json\n")
+    for _ in range(2):
+        live.look()
+    (record,) = caplog.records
+    assert record.getMessage() == "lines that could not be used, by file: {'ledger.jsonl': 1}"
