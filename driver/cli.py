@@ -6,13 +6,14 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from driver import identity, settings
-from driver.config import RunConfig
+from driver.config import load_config as settings
+from driver.config import resume_identity as identity
+from driver.config.paths import check_folder, claim, hold, locate, output_folder
+from driver.config.plan import prepare
+from driver.config.run_config import RunConfig
+from driver.config.yaml_text import parse_yaml
 from driver.errors import RunError
-from driver.paths import check_folder, claim, hold, locate, output_folder
-from driver.plan import prepare
-from driver.ray_auth import set_token
-from driver.yaml_text import parse_yaml
+from driver.fleet.ray_auth import set_token
 
 DEFAULT_CONFIG = "deploy/runs/demo_cpu.yaml"
 

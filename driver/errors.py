@@ -2,7 +2,7 @@
 
 
 class RunError(Exception):
-    """Shown as one message without a traceback; `exit_code` as ExitCode in `driver/status.py`."""
+    """Shown as one message without a traceback; `exit_code` as in `reports/status.py`."""
 
     exit_code = 1
 

@@ -13,27 +13,27 @@ from collections.abc import Iterator
 
 import ray
 
-from driver.cluster import check_bind_host, connect, reserve
-from driver.code_record import record_code
-from driver.config import RunConfig
-from driver.control import ControlBox, offer_control
-from driver.dashboard import METADATA_KEY, Dashboard, open_dashboard
+from driver.accounting.ledger import StepLedger
+from driver.config.plan import Prepared
+from driver.config.run_config import RunConfig
 from driver.errors import RunError
-from driver.fleet import WorkersLost
-from driver.ledger import StepLedger
-from driver.metrics import MetricsLog, stored_run_id
-from driver.plan import Prepared
-from driver.postmortem import collect
-from driver.postmortem_parts import Sources
-from driver.reporting import StepReports
+from driver.fleet.cluster import check_bind_host, connect, reserve
+from driver.fleet.control_server import ControlBox, offer_control
+from driver.fleet.fleet import WorkersLost
+from driver.postmortem.archive import collect
+from driver.postmortem.evidence import Sources
+from driver.reports.code_record import record_code
+from driver.reports.dashboard_process import METADATA_KEY, Dashboard, open_dashboard
+from driver.reports.metrics import MetricsLog, stored_run_id
+from driver.reports.status import ExitCode, StatusFile
+from driver.reports.step_report import StepReports
+from driver.reports.timeline import Timeline
 from driver.session import Session
 from driver.signals import Interrupted, StopSignal
-from driver.status import ExitCode, StatusFile
 from driver.supervisor import Supervisor
-from driver.timeline import Timeline
-from driver.view import StepView
-from services import failpoints, stacks
-from services.tls import RunAuthority
+from driver.terminal.step_table import StepView
+from services.process import failpoints, stacks
+from services.wire.tls import RunAuthority
 
 
 def run(config: RunConfig, folder: pathlib.Path, prepared: Prepared) -> None:
@@ -42,7 +42,7 @@ def run(config: RunConfig, folder: pathlib.Path, prepared: Prepared) -> None:
     Args:
         config: checked, with paths that actors understand.
         folder: absolute and claimed; everything the run leaves behind goes there.
-        prepared: what `driver/plan.py` found in the data.
+        prepared: what `driver/config/plan.py` found in the data.
 
     Raises:
         Interrupted: after SIGINT or SIGTERM, with a checkpoint written.

@@ -12,30 +12,30 @@ from collections.abc import Sequence
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from driver import settings
-from driver.actors import ActorFailed
-from driver.books import RunBooks
-from driver.config import RunConfig
-from driver.control import ControlBox
+from driver.accounting.intake import StepBatch
+from driver.accounting.leases import LeaseState, TrajectoryState
+from driver.accounting.run_state import RunBooks
+from driver.accounting.step_timing import LEARNER
+from driver.config import load_config as settings
+from driver.config.plan import Prepared
+from driver.config.run_config import RunConfig
 from driver.errors import RunError
-from driver.evaluation import eval_metrics, is_due
-from driver.fleet import FleetEvents, Worker
-from driver.intake import StepBatch
-from driver.laps import LEARNER
-from driver.lease_book import LeaseState, TrajectoryState
-from driver.plan import Prepared
-from driver.postmortem_parts import Sources
-from driver.reporting import StepReports
-from driver.scaling import Scaler
-from driver.specs import learner_spec, rollout_spec
+from driver.fleet.actor_specs import learner_spec, rollout_spec
+from driver.fleet.actors import ActorFailed
+from driver.fleet.control_server import ControlBox
+from driver.fleet.fleet import FleetEvents, Worker
+from driver.fleet.fleet_size import Scaler
+from driver.postmortem.evidence import Sources
+from driver.reports.evaluation import eval_metrics, is_due
+from driver.reports.step_report import StepReports
 from driver.supervisor import LearnerLost, Supervisor, with_port
-from driver.view import Accuracy
-from learner.reports import Restored
-from learner.spec import LearnerSpec
-from rollout_worker.orders import News, Orders
-from services import failpoints
-from services.group_report import GroupReport
-from services.tls import RunAuthority
+from driver.terminal.step_table import Accuracy
+from learner.learner_records import Restored
+from learner.learner_spec import LearnerSpec
+from rollout_worker.lease_records import News, Orders
+from services.process import failpoints
+from services.trajectories.group_report import GroupReport
+from services.wire.tls import RunAuthority
 
 BEFORE_ALL = -1
 """A step before the evaluation at the start, which is step 0."""

@@ -16,20 +16,20 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from driver import actors
-from driver.actors import GONE, POLL_S, ActorFailed, LearnerLost, NoAnswer, Room
-from driver.config import RunConfig
+from driver.accounting.step_timing import LEARNER, LapTaker, StepLaps
+from driver.config.run_config import RunConfig
 from driver.errors import RunError
-from driver.fleet import Fleet, FleetEvents
-from driver.fleet_picture import learner_status
-from driver.laps import LEARNER, LapTaker, StepLaps
-from driver.launch import Launcher
+from driver.fleet import actors
+from driver.fleet.actors import GONE, POLL_S, ActorFailed, LearnerLost, NoAnswer, Room
+from driver.fleet.fleet import Fleet, FleetEvents
+from driver.fleet.fleet_snapshot import learner_status
+from driver.fleet.launch import Launcher
 from driver.signals import StopSignal
-from learner.reports import LearnerHealth
-from learner.spec import LearnerSpec
+from learner.learner_records import LearnerHealth
+from learner.learner_spec import LearnerSpec
 from rollout_worker.actor import RolloutSpec
-from services.control_messages import LearnerStatus
-from services.process_memory import ProcessMemory
+from services.control.messages import LearnerStatus
+from services.process.process_memory import ProcessMemory
 
 WATCH_S = 1.0
 """Between two questions for the learner's health: how late its death may be noticed."""

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from driver.status import ExitCode
-from learner.frames import DamagedFile
-from learner.resume_check import Answer, NothingToCheck, Question, answer, find_question
+from driver.reports.status import ExitCode
+from learner.durable.frames import DamagedFile
+from learner.durable.resume_check import Answer, NothingToCheck, Question, answer, find_question
 from models.platform import WrongPlatform
 
 SHOWN = 16

@@ -16,30 +16,30 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from learner.certificate import check_certificate, make_certificate
-from learner.checkpoint import CheckpointFolder, NoCompleteCheckpoint, RestoredCheckpoint
 from learner.core import LearnerCore
-from learner.journal import Begun, Journal
-from learner.kept_groups import KeptGroups
-from learner.publisher import Publisher, PublishFailed
-from learner.reports import LearnerHealth, Restored, UpdateReport, books_of
-from learner.rollout_file import plain_header
-from learner.snapshot import Snapshot
-from learner.spec import LearnerSpec, reachable_host, rollout_header
-from learner.spool_format import NOTHING_OPEN
-from models.checkpoint import load_model, save_model
+from learner.durable.certificate import check_certificate, make_certificate
+from learner.durable.checkpoint import CheckpointFolder, NoCompleteCheckpoint, RestoredCheckpoint
+from learner.durable.journal import Begun, Journal
+from learner.durable.kept_groups import KeptGroups
+from learner.durable.rollout_file import plain_header
+from learner.durable.spool_format import NOTHING_OPEN
+from learner.learner_records import LearnerHealth, Restored, UpdateReport, books_of
+from learner.learner_spec import LearnerSpec, reachable_host, rollout_header
+from learner.publish.publisher import Publisher, PublishFailed
+from learner.publish.snapshot import Snapshot
 from models.device_memory import device_memory
+from models.files.checkpoint import load_model, save_model
 from models.platform import require_platform
 from models.tokenizer import load_tokenizer
-from services import failpoints, stacks
-from services.group_report import GroupReport
-from services.id_set import PlainIds
-from services.messages import Group, WeightManifest
-from services.phase_clock import PhaseClock
-from services.process_memory import process_memory
-from services.server import Server
-from services.span_log import Lap
-from services.weight_store import WeightStore
+from services.process import failpoints, stacks
+from services.process.phase_clock import PhaseClock
+from services.process.process_memory import process_memory
+from services.process.span_log import Lap
+from services.trajectories.group_report import GroupReport
+from services.trajectories.id_set import PlainIds
+from services.weights.store import WeightStore
+from services.wire.messages import Group, WeightManifest
+from services.wire.server import Server
 
 SPOOL = "spool"
 """Folder of the journal, beside that of the checkpoints."""

@@ -12,33 +12,41 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from learner.batching import MicroBatch, Packing, Selection, SelectionRules, pack, select, unpack
-from learner.canary import ScoredProbe
 from learner.config import AlgorithmConfig, LearnerConfig
-from learner.metrics import (
-    combine_updates,
-    group_metrics,
-    selection_metrics,
-    token_funnel,
-    update_metrics,
+from learner.publish.canary import ScoredProbe
+from learner.publish.snapshot import WIRE_DTYPES, Snapshot
+from learner.update.batching import (
+    MicroBatch,
+    Packing,
+    Selection,
+    SelectionRules,
+    pack,
+    select,
+    unpack,
 )
-from learner.off_policy import (
+from learner.update.compiled_update import make_programs
+from learner.update.off_policy import (
     Correction,
     SequenceWeights,
     correct,
     off_policy_metrics,
     weigh,
 )
-from learner.programs import make_programs
-from learner.snapshot import WIRE_DTYPES, Snapshot
-from learner.state import TrainState, init_state, place_params
-from models.checkpoint import to_named
+from learner.update.state import TrainState, init_state, place_params
+from learner.update.update_metrics import (
+    combine_updates,
+    group_metrics,
+    selection_metrics,
+    token_funnel,
+    update_metrics,
+)
 from models.config import ModelConfig
+from models.files.checkpoint import to_named
 from models.probe import precision
 from models.transformer import Params
-from services import failpoints
-from services.messages import Group
-from services.phase_clock import PhaseClock
+from services.process import failpoints
+from services.process.phase_clock import PhaseClock
+from services.wire.messages import Group
 
 
 class LearnerCore:

@@ -24,7 +24,7 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Sizes and switches of one model; `from_hf` in `models/hf_config.py` reads a config.json."""
+    """Sizes and switches of one model; `from_hf` in `files/hf_config.py` reads a config.json."""
 
     model_type: str
     """`qwen2`, `qwen3` or `llama`, as Hugging Face writes it."""

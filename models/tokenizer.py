@@ -17,9 +17,9 @@ import jinja2
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 import transformers  # noqa: E402
 
-from models.gguf import open_gguf
-from models.gguf_tokenizer import build_tokenizer, special_token
-from models.hf_folder import CONFIG, GENERATION_CONFIG, is_gguf, locate, read_json_if_there
+from models.files.gguf import open_gguf
+from models.files.gguf_tokenizer import build_tokenizer, special_token
+from models.files.hf_folder import CONFIG, GENERATION_CONFIG, is_gguf, locate, read_json_if_there
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")

@@ -197,7 +197,7 @@ def forward(
             rounding into compute_dtype; None is compute_dtype. XLA:CPU has its fast bfloat16
             products only in float32, which a derivative would make slow on other devices.
         cache: per layer: a list beside listed layers, a stacked tree beside stacked ones.
-        gather: makes sharded parameters whole, a layer at a time (see learner/sharding.py).
+        gather: makes sharded parameters whole, a layer at a time (see learner/update/sharding.py).
         embed: looks tokens up in an embedding that stays sharded; None gathers it.
         remat: recompute each layer in the backward pass.
 

@@ -16,32 +16,32 @@ from typing import Any
 
 import jax
 
-from models.checkpoint import read_model_config
 from models.device_memory import device_memory
+from models.files.checkpoint import read_model_config
 from models.platform import require_platform
 from models.tokenizer import load_tokenizer
 from rollout_worker.canary import Canary
 from rollout_worker.config import DataConfig, RewardConfig, RolloutConfig
+from rollout_worker.data.prompts import PromptSet, load_prompts
+from rollout_worker.engine.decode_request import SamplingSettings
+from rollout_worker.engine_setup import EngineSetup
 from rollout_worker.fetcher import Fetched, Fetcher
+from rollout_worker.lease_records import News, Orders
 from rollout_worker.loop import WorkLoop
-from rollout_worker.orders import News, Orders
-from rollout_worker.prompts import PromptSet, load_prompts
 from rollout_worker.pusher import Pusher
-from rollout_worker.requests import SamplingSettings
-from rollout_worker.reward_pool import RewardPool
+from rollout_worker.rewards.reward_pool import RewardPool
 from rollout_worker.sample_record import SampleRecords
-from rollout_worker.setup import EngineSetup
 from rollout_worker.worker import CanaryFailed, RolloutWorker
-from services import failpoints, stacks
-from services.health import check_serving
-from services.messages import Group, Lease, WeightManifest
-from services.phase_clock import PhaseClock
-from services.process_memory import process_memory
-from services.reachable import host_of, is_loopback, own_address
-from services.span_log import Lap
-from services.tls import Credentials
-from services.trajectory_client import TrajectoryClient
-from services.weight_replica import PullStats, Replica
+from services.process import failpoints, stacks
+from services.process.phase_clock import PhaseClock
+from services.process.process_memory import process_memory
+from services.process.span_log import Lap
+from services.trajectories.client import TrajectoryClient
+from services.weights.replica import PullStats, Replica
+from services.wire.health import check_serving
+from services.wire.messages import Group, Lease, WeightManifest
+from services.wire.reachable import host_of, is_loopback, own_address
+from services.wire.tls import Credentials
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class RolloutSpec:
     run_folder: str
     """Where the process says how it can be asked for its stacks."""
     failpoints: str | None = None
-    """Folder of `services/failpoints.py`, in tests of faults."""
+    """Folder of `services/process/failpoints.py`, in tests of faults."""
 
 
 class RolloutActor:

@@ -20,10 +20,10 @@ from models.probe import (
     whole_head,
 )
 from models.transformer import Params
-from rollout_worker.layout import embed
-from rollout_worker.slots import DecodeSpec, over_lanes
-from services.messages import Canary as Published
-from services.phase_clock import PhaseClock
+from rollout_worker.engine.layout import embed
+from rollout_worker.engine.slots import DecodeSpec, over_lanes
+from services.process.phase_clock import PhaseClock
+from services.wire.messages import Canary as Published
 
 BOUNDS = {"float32": 1e-3, "bfloat16": 2.0}
 """Default bound by the coarser precision of both sides, in nats.

@@ -7,11 +7,11 @@ together, from a later `advance`.
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from rollout_worker.engine import Engine
-from rollout_worker.prompts import Prompt
-from rollout_worker.requests import FinishedRow, Request
-from rollout_worker.reward_pool import PendingScores, RewardPool, ScoreRequest
-from services.phase_clock import PhaseClock
+from rollout_worker.data.prompts import Prompt
+from rollout_worker.engine.decode_request import FinishedRow, Request
+from rollout_worker.engine.engine import Engine
+from rollout_worker.rewards.reward_pool import PendingScores, RewardPool, ScoreRequest
+from services.process.phase_clock import PhaseClock
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_serializer, model_validator
 
-from rollout_worker.procedural import MAX_ITEMS, PREFIX
+from rollout_worker.data.procedural import MAX_ITEMS, PREFIX
 
 
 class Section(BaseModel):

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from services.background import Background
-from services.messages import WeightManifest
-from services.weight_transfer import WeightTransferError
+from services.process.background import Background
+from services.weights.transfer import WeightTransferError
+from services.wire.messages import WeightManifest
 
 ASK_S = 15.0
 """Longest question for a version that does not exist yet."""

@@ -21,17 +21,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels.choose import XLA
-from models.checkpoint import load_model, read_model_config
 from models.config import ModelConfig
+from models.files.checkpoint import load_model, read_model_config
 from models.tokenizer import Tokenizer, load_tokenizer
-from rollout_worker.engine import Engine
-from rollout_worker.engine_limits import EngineLimits
-from rollout_worker.layout import Layout, make_mesh
-from rollout_worker.requests import FinishedRow, Request, SamplingSettings
-from rollout_worker.slots import DecodeSpec
-from rollout_worker.stop_strings import build_stop_automaton, token_bytes
-from services.messages import FinishReason
-from services.phase_clock import PhaseClock
+from rollout_worker.engine.decode_request import FinishedRow, Request, SamplingSettings
+from rollout_worker.engine.engine import Engine
+from rollout_worker.engine.engine_limits import EngineLimits
+from rollout_worker.engine.layout import Layout, make_mesh
+from rollout_worker.engine.slots import DecodeSpec
+from rollout_worker.engine.stop_strings import build_stop_automaton, token_bytes
+from services.process.phase_clock import PhaseClock
+from services.wire.messages import FinishReason
 
 RAW_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """The messages' own text."""

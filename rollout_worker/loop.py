@@ -16,14 +16,14 @@ from collections.abc import Callable
 from typing import Any
 
 from rollout_worker.fetcher import Fetched, Fetcher, Patience
-from rollout_worker.orders import LeaseOutcome, LeaseResult, News, Orders, WorkerState
+from rollout_worker.lease_records import LeaseOutcome, LeaseResult, News, Orders, WorkerState
 from rollout_worker.pusher import Finished, Pusher
 from rollout_worker.worker import RolloutWorker
-from services import failpoints
-from services.background import Background
-from services.messages import Group, Lease
-from services.phase_clock import PhaseClock
-from services.process_memory import ProcessMemory
+from services.process import failpoints
+from services.process.background import Background
+from services.process.phase_clock import PhaseClock
+from services.process.process_memory import ProcessMemory
+from services.wire.messages import Group, Lease
 
 LOOK_S = 0.2
 """How long a wait inside the loop may keep it from its inbox."""

@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rollout_worker.orders import LeaseOutcome, LeaseResult
-from services import failpoints
-from services.background import Background
-from services.group_report import report_of
-from services.messages import Group
-from services.receipts import StaleGroup
-from services.trajectory_client import PackedGroup, PushFailed, TrajectoryClient, pack_group
+from rollout_worker.lease_records import LeaseOutcome, LeaseResult
+from services.process import failpoints
+from services.process.background import Background
+from services.trajectories.client import PackedGroup, PushFailed, TrajectoryClient, pack_group
+from services.trajectories.group_report import report_of
+from services.trajectories.receipts import StaleGroup
+from services.wire.messages import Group
 
 QUEUED_GROUPS = 64
 """Finished groups that may wait; then decoding waits too."""

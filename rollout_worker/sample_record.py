@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from rollout_worker.answers import FinalAnswer, lenient_answer, strict_answer
-from rollout_worker.prompts import Prompt
-from services.messages import Completion, FinishReason, Group
+from rollout_worker.data.prompts import Prompt
+from rollout_worker.rewards.answers import FinalAnswer, lenient_answer, strict_answer
+from services.wire.messages import Completion, FinishReason, Group
 
 MOST_TOKENS = 2048
 """Of one record; what follows is counted in `tokens_cut`."""

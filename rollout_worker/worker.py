@@ -11,19 +11,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import jax
 import numpy as np
 
-from models.checkpoint import from_named
+from models.files.checkpoint import from_named
 from models.tokenizer import Tokenizer
 from rollout_worker.canary import Canary
 from rollout_worker.completing import Completed, Completing
 from rollout_worker.config import RolloutConfig
-from rollout_worker.engine import Engine
-from rollout_worker.prompts import Prompt, PromptSet
-from rollout_worker.requests import FinishedRow, Request, SamplingSettings
-from rollout_worker.reward_pool import RewardPool, Score
-from rollout_worker.setup import STOP_STRINGS_SET
-from services.digest import tree_digest
-from services.messages import Completion, FinishReason, Group, Lease, WeightManifest
-from services.phase_clock import PhaseClock
+from rollout_worker.data.prompts import Prompt, PromptSet
+from rollout_worker.engine.decode_request import FinishedRow, Request, SamplingSettings
+from rollout_worker.engine.engine import Engine
+from rollout_worker.engine_setup import STOP_STRINGS_SET
+from rollout_worker.rewards.reward_pool import RewardPool, Score
+from services.process.phase_clock import PhaseClock
+from services.weights.digest import tree_digest
+from services.wire.messages import Completion, FinishReason, Group, Lease, WeightManifest
 
 EVAL_STREAM = 2**31 - 1
 """Folded into the run's key for evaluation, so that it never repeats a training draw."""

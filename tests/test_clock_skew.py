@@ -8,7 +8,7 @@ import pytest
 from cryptography import x509
 from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
-from services.tls import CLOCK_SKEW, SERVER_NAME, RunAuthority
+from services.wire.tls import CLOCK_SKEW, SERVER_NAME, RunAuthority
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DAY = datetime.timedelta(days=1)
@@ -26,18 +26,18 @@ WALL_CLOCK = {
     ("date", "today"),
 }
 ALLOWED = {
-    "driver/metrics.py": "the moment a line of metrics was written, for people",
-    "driver/status.py": "the start and the end of the run, for people",
-    "driver/reporting.py": "the seconds of the summary, counted from status.json",
-    "driver/postmortem.py": "the name of a bundle and the moments in it",
-    "driver/machine.py": "moments in a post-mortem bundle, for people",
-    "services/stacks.py": "the line above a dump of stacks, for people",
-    "driver/paths.py": "{time} in the name of a new folder",
-    "driver/tensorboard.py": "the wall time of an event, for people",
-    "driver/timeline.py": "the moments in timeline.jsonl, for people",
-    "driver/top.py": "how long ago the last step was, for people",
-    "services/dashboard/live.py": "how long ago the last step was, for people",
-    "services/tls.py": "the validity of certificates, which starts a day in the past",
+    "driver/reports/metrics.py": "the moment a line of metrics was written, for people",
+    "driver/reports/status.py": "the start and the end of the run, for people",
+    "driver/reports/step_report.py": "the seconds of the summary, counted from status.json",
+    "driver/postmortem/archive.py": "the name of a bundle and the moments in it",
+    "driver/postmortem/host_state.py": "moments in a post-mortem bundle, for people",
+    "services/process/stacks.py": "the line above a dump of stacks, for people",
+    "driver/config/paths.py": "{time} in the name of a new folder",
+    "driver/reports/tensorboard.py": "the wall time of an event, for people",
+    "driver/reports/timeline.py": "the moments in timeline.jsonl, for people",
+    "driver/terminal/top.py": "how long ago the last step was, for people",
+    "dashboard/runs/live.py": "how long ago the last step was, for people",
+    "services/wire/tls.py": "the validity of certificates, which starts a day in the past",
 }
 """Files that may ask what time it is, and what they do with the answer."""
 

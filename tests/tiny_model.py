@@ -8,8 +8,8 @@ import tokenizers
 import transformers
 from tokenizers import decoders, models, pre_tokenizers
 
-from models.checkpoint import save_model, to_named
 from models.config import ModelConfig
+from models.files.checkpoint import save_model, to_named
 from models.tokenizer import load_tokenizer
 from models.transformer import init_params
 

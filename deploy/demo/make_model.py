@@ -38,8 +38,8 @@ import transformers
 from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import ByteLevel
 
-from models.checkpoint import save_model, to_named
 from models.config import ModelConfig
+from models.files.checkpoint import save_model, to_named
 from models.tokenizer import Tokenizer
 from models.transformer import Params, forward, head_weight, init_params, logits, packed_attend
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from driver.actors import message_of, platform_environment
-from driver.cluster import bundle
-from driver.config import Resources
-from driver.ray_auth import set_token
+from driver.config.run_config import Resources
+from driver.fleet.actors import message_of, platform_environment
+from driver.fleet.cluster import bundle
+from driver.fleet.ray_auth import set_token
 from driver.supervisor import shares
 
 

@@ -5,14 +5,14 @@ import shutil
 
 import jax
 import pytest
-from tiny_model import write_tiny_model
 
 from driver.verify_resume import main
 from learner.actor import LearnerActor
 from learner.core import LearnerCore
-from learner.resume_check import NothingToCheck, find_question
-from services.tls import RunAuthority
+from learner.durable.resume_check import NothingToCheck, find_question
+from services.wire.tls import RunAuthority
 from tests.learner.tiny_learner import BOOKS, WAIT_S, groups_of, learner_spec, names, push, train
+from tests.tiny_model import write_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +28,10 @@ def same_programs_on_one_device(monkeypatch, compiled):
         core._compiled = compiled
         return core
 
-    monkeypatch.setattr("learner.resume_check.require_platform", lambda _: jax.devices()[:1])
-    monkeypatch.setattr("learner.resume_check.LearnerCore", make)
+    monkeypatch.setattr(
+        "learner.durable.resume_check.require_platform", lambda _: jax.devices()[:1]
+    )
+    monkeypatch.setattr("learner.durable.resume_check.LearnerCore", make)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from learner.config import AlgorithmConfig, LearnerConfig, MeshConfig, Optimizer
 from learner.core import LearnerCore
 from models.config import ModelConfig
 from models.transformer import init_params
-from services.messages import Completion, FinishReason, Group
+from services.wire.messages import Completion, FinishReason, Group
 
 TINY = ModelConfig(
     model_type="qwen2",

@@ -7,7 +7,7 @@ import pathlib
 import sys
 
 from learner.actor import LearnerActor
-from services.tls import RunAuthority
+from services.wire.tls import RunAuthority
 from tests.learner.tiny_learner import BOOKS, WAIT_S, groups_of, learner_spec, names, push
 
 STEPS = 5

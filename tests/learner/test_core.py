@@ -7,10 +7,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from learner.checkpoint import CheckpointFolder
-from models.checkpoint import from_named
-from services.messages import FinishReason
-from services.phase_clock import PhaseClock
+from learner.durable.checkpoint import CheckpointFolder
+from models.files.checkpoint import from_named
+from services.process.phase_clock import PhaseClock
+from services.wire.messages import FinishReason
 from tests.learner.builders import (
     TINY,
     host_params,

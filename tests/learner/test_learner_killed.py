@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from tiny_model import write_tiny_model
 
-from services import failpoints
+from services.process import failpoints
+from tests.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.service]
 

@@ -5,9 +5,9 @@ import pathlib
 
 from learner.actor import LearnerActor
 from learner.config import AlgorithmConfig, LearnerConfig, MeshConfig, OptimizerConfig
-from learner.spec import LearnerSpec
-from services.messages import Group, PushOutcome
-from services.tls import RunAuthority
+from learner.learner_spec import LearnerSpec
+from services.wire.messages import Group, PushOutcome
+from services.wire.tls import RunAuthority
 from tests.learner.builders import random_groups
 
 BOOKS = {"book": {"seed": 0, "prompt_count": 8, "cursor": 4, "unfinished": [[3, 1]]}, "rewards": []}

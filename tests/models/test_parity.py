@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformers
-from tiny_models import HF_CONFIGS, SIZES, YARN, random_named
 
-from models.checkpoint import load_model, save_model, to_named
-from models.hf_config import from_hf
+from models.files.checkpoint import load_model, save_model, to_named
+from models.files.hf_config import from_hf
 from models.tokenizer import load_tokenizer
 from models.transformer import forward, head_weight, logits, packed_attend
+from tests.models.tiny_models import HF_CONFIGS, SIZES, YARN, random_named
 
 torch = pytest.importorskip("torch", reason="needs the test extra: torch")
 

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from models.config import ModelConfig, RopeConfig
-from models.hf_config import from_hf
+from models.files.hf_config import from_hf
 from models.rope import inverse_frequencies, rotary, rotate
 
 

@@ -6,8 +6,8 @@ import pathlib
 import numpy as np
 from safetensors.numpy import save_file
 
-from models.checkpoint import expected_shapes
 from models.config import ModelConfig
+from models.files.checkpoint import expected_shapes
 
 SIZES = {
     "vocab_size": 96,

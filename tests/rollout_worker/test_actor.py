@@ -9,10 +9,9 @@ import time
 import jax
 import numpy as np
 import pytest
-from tiny_model import write_tiny_model
 
 from learner.actor import LearnerActor
-from learner.rollout_file import read_groups, scan
+from learner.durable.rollout_file import read_groups, scan
 from rollout_worker.actor import RolloutActor, RolloutSpec
 from rollout_worker.config import (
     DataConfig,
@@ -22,14 +21,15 @@ from rollout_worker.config import (
     RolloutConfig,
     SourceConfig,
 )
-from rollout_worker.orders import LeaseOutcome, Orders, WorkerState
-from rollout_worker.requests import SamplingSettings
-from rollout_worker.reward_pool import Score
+from rollout_worker.engine.decode_request import SamplingSettings
+from rollout_worker.lease_records import LeaseOutcome, Orders, WorkerState
+from rollout_worker.rewards.reward_pool import Score
 from rollout_worker.worker import WeightDigestMismatch
-from services.background import BackgroundFailed
-from services.messages import FinishReason, Lease
-from services.tls import RunAuthority
+from services.process.background import BackgroundFailed
+from services.wire.messages import FinishReason, Lease
+from services.wire.tls import RunAuthority
 from tests.learner import tiny_learner
+from tests.tiny_model import write_tiny_model
 
 G = 4
 GREEDY = SamplingSettings(temperature=0.0)

@@ -4,12 +4,12 @@ import io
 
 import numpy as np
 import pytest
-from tiny_model import write_tiny_model
 
 from rollout_worker import generate
+from rollout_worker.engine.decode_request import FinishedRow
 from rollout_worker.generate import Printer, settled
-from rollout_worker.requests import FinishedRow
-from services.messages import FinishReason
+from services.wire.messages import FinishReason
+from tests.tiny_model import write_tiny_model
 
 
 def decode(token_ids):

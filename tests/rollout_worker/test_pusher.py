@@ -5,9 +5,9 @@ import threading
 import numpy as np
 import pytest
 
-from rollout_worker.orders import LeaseOutcome
+from rollout_worker.lease_records import LeaseOutcome
 from rollout_worker.pusher import Finished, Pusher
-from services.messages import Completion, FinishReason, Group, PushOutcome
+from services.wire.messages import Completion, FinishReason, Group, PushOutcome
 
 
 class Line:

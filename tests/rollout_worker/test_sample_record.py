@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from driver.jsonl import strict_line
+from driver.reports.jsonl import strict_line
 from models.tokenizer import load_tokenizer
 from rollout_worker import sample_record
-from rollout_worker.prompts import Prompt
+from rollout_worker.data.prompts import Prompt
 from rollout_worker.sample_record import (
     MOST_ANSWER_CHARACTERS,
     MOST_OPEN_TOKENS,
@@ -22,7 +22,7 @@ from rollout_worker.sample_record import (
     parsed_answers,
     token_texts,
 )
-from services.messages import Completion, FinishReason, Group
+from services.wire.messages import Completion, FinishReason, Group
 
 DEMO = pathlib.Path(__file__).resolve().parents[2] / "deploy" / "demo" / "model"
 

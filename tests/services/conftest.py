@@ -5,14 +5,14 @@ import dataclasses
 
 import numpy as np
 import pytest
-from weight_tools import CHUNK_BYTES, version
 
-from services.group_buffer import GroupBuffer
-from services.messages import Completion, FinishReason, Group
-from services.server import Server
-from services.tls import RunAuthority
-from services.weight_replica import Replica
-from services.weight_store import WeightStore
+from services.trajectories.group_buffer import GroupBuffer
+from services.weights.replica import Replica
+from services.weights.store import WeightStore
+from services.wire.messages import Completion, FinishReason, Group
+from services.wire.server import Server
+from services.wire.tls import RunAuthority
+from tests.services.weights.weight_tools import CHUNK_BYTES, version
 
 RUN_ID = "run-a"
 DIGEST = "d" * 64

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from services.messages import Group
-from services.server import Server
-from services.weight_client import WeightClient
-from services.weight_replica import Replica
-from services.weight_store import WeightStore
+from services.weights.client import WeightClient
+from services.weights.replica import Replica
+from services.weights.store import WeightStore
+from services.wire.messages import Group
+from services.wire.server import Server
 
 
 def hold(end: socket.socket) -> None:

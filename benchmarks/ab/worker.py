@@ -1,0 +1,185 @@
+"""The child process of an A/B comparison: trains one implementation over recorded steps.
+
+    python -m benchmarks.ab.worker JOB.json RESULT.json
+
+A process of its own has its own peak of memory and compiles for itself. Exits with 2, and one
+message, where the job cannot be done on this machine.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import pathlib
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.ab.runs import Job, RunResult, StepResult, WrongInput
+from kernels import choose
+from learner.config import LearnerConfig, validated
+from learner.core import LearnerCore
+from learner.durable.rollout_file import RolloutHeader, read_groups, scan
+from models.files.checkpoint import load_model
+from models.transformer import Params
+from services.process.phase_clock import PhaseClock
+
+PEAK_METRIC = "mem/peak_bytes_in_use_max"
+PROCESS = "process, resident, compilation included"
+DEVICES = "fullest device, in use"
+
+
+def train(job: Job) -> RunResult:
+    """Does the job in this process.
+
+    Raises:
+        WrongInput: if an implementation, the mesh or the model cannot work here.
+    """
+    devices = jax.devices()
+    device = devices[0]
+    for implementation in (job.implementation, *job.others):
+        _resolve(implementation.loss_impl, device.platform)
+    with jax.default_matmul_precision("highest") if job.exact else contextlib.nullcontext():
+        core, steps, peak_bytes = _train_steps(job, devices)
+    on_device = device.memory_stats() is not None
+    temp, peak = _accumulate_bytes(core)
+    return RunResult(
+        implementation=job.implementation.name,
+        resolved=_resolve(job.implementation.loss_impl, device.platform),
+        platform=device.platform,
+        device=f"{len(devices)} x {device.device_kind}",
+        versions={"jax": jax.__version__, "jaxlib": metadata.version("jaxlib")},
+        steps=tuple(steps),
+        peak_bytes=peak_bytes,
+        peak_of=DEVICES if on_device else PROCESS,
+        accumulate_temp_bytes=temp,
+        accumulate_peak_bytes=peak,
+    )
+
+
+def _train_steps(
+    job: Job, devices: Sequence[jax.Device]
+) -> tuple[LearnerCore, list[StepResult], int]:
+    """The core after the last step, what each step came to, and the peak in bytes until then."""
+    path = pathlib.Path(job.rollouts)
+    contents = scan(path)
+    assert contents.header is not None
+    core = _make_core(job, contents.header, devices)
+    if job.snapshot_start:
+        _snapshot(job, "start", core.state.params)
+    steps, peak_bytes = [], 0
+    for place in contents.places[: job.steps]:
+        groups = read_groups(path, place)
+        clock, started = PhaseClock(), time.monotonic()
+        metrics = core.update(groups, clock)
+        compile_s = clock.peek()["compile"]
+        update_s = time.monotonic() - started - compile_s
+        steps.append(_step_result(place.step, metrics, job, update_s, compile_s))
+        peak_bytes = int(metrics.get(PEAK_METRIC, _process_peak()))
+        if place.step in job.snapshot_steps:
+            _snapshot(job, str(place.step), core.state.params)
+    return core, steps, peak_bytes
+
+
+def _make_core(job: Job, header: RolloutHeader, devices: Sequence[jax.Device]) -> LearnerCore:
+    chosen = dataclasses.asdict(job.implementation)
+    try:
+        loaded = load_model(job.model)
+        if (header.valid_vocab or 0) > loaded.config.vocab_size:
+            raise ValueError(
+                f"the model has {loaded.config.vocab_size} token ids, the rollouts were sampled "
+                f"from {header.valid_vocab}: it is not the model of the run"
+            )
+        return LearnerCore(
+            algorithm=header.algorithm,
+            learner=validated(LearnerConfig, {**job.learner, **chosen}),
+            model_config=loaded.config,
+            params=loaded.params,
+            total_steps=header.total_steps,
+            temperature=header.temperature,
+            valid_vocab=header.valid_vocab,
+            max_completion_tokens=header.max_completion_tokens,
+            devices=devices,
+        )
+    except ValueError as error:
+        raise WrongInput(f"{job.implementation.name} with model {job.model}: {error}") from error
+
+
+def _resolve(choice: str, platform: str) -> str:
+    try:
+        return choose.resolve(choice, platform)
+    except ValueError as error:
+        raise WrongInput(str(error)) from error
+
+
+def _step_result(
+    step: int, metrics: dict[str, float], job: Job, update_s: float, compile_s: float
+) -> StepResult:
+    def finite(name):
+        value = metrics.get(name, math.nan)
+        return value if math.isfinite(value) else None
+
+    updates = job.learner["updates_per_batch"]
+    return StepResult(
+        step=step,
+        loss=finite("train/loss"),
+        grad_norm=finite("train/grad_norm"),
+        skipped=bool(metrics["train/update_skipped"]),
+        valid_tokens=int(metrics["train/valid_tokens"]) * updates,
+        update_s=update_s,
+        compile_s=compile_s,
+    )
+
+
+def _snapshot(job: Job, name: str, params: Params) -> None:
+    """Writes the parameters, one float32 file for each, under their paths in the tree."""
+    assert job.snapshot_folder is not None
+    folder = pathlib.Path(job.snapshot_folder) / name
+    folder.mkdir(parents=True)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        np.save(folder / f"{name}.npy", np.asarray(leaf), allow_pickle=False)
+
+
+def _process_peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
+def _accumulate_bytes(core: LearnerCore) -> tuple[int | None, int | None]:
+    """Temporary and peak bytes of the largest program that forms gradients."""
+    programs = [run for name, run in core.compiled.items() if name.startswith("accumulate")]
+    found = [analysis for analysis in (run.memory_analysis() for run in programs) if analysis]
+    if not found:
+        return None, None
+    return max(one.temp_size_in_bytes for one in found), max(map(_peak_bytes, found))
+
+
+def _peak_bytes(analysis: Any) -> int:
+    # The CPU compiler leaves what is temporary out of its peak.
+    if analysis.peak_memory_in_bytes > analysis.temp_size_in_bytes:
+        return analysis.peak_memory_in_bytes
+    kept = analysis.argument_size_in_bytes + analysis.output_size_in_bytes
+    return kept - analysis.alias_size_in_bytes + analysis.temp_size_in_bytes
+
+
+def main(job_path: str, result_path: str) -> int:
+    """Returns the exit code; the result is JSON, and absent where the job could not be done."""
+    job = Job.from_plain(json.loads(pathlib.Path(job_path).read_text()))
+    try:
+        result = train(job)
+    except WrongInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    text = json.dumps(dataclasses.asdict(result), allow_nan=False)
+    pathlib.Path(result_path).write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,212 @@
+"""One run undisturbed, the same with faults, and what the difference is."""
+
+import dataclasses
+import pathlib
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import psutil
+
+from benchmarks.chaos import judge
+from benchmarks.chaos.head import Head, running_head
+from benchmarks.chaos.inject import Injector, NotAsPromised
+from benchmarks.chaos.job import Job, JobEnded, TooLong
+from benchmarks.chaos.schedule import Fault
+from services.process import failpoints
+
+RECOVERY_S = 60.0
+"""From a fault to the next closed step."""
+END_S = 120.0
+"""From the last step to the end of the driver."""
+STALENESS = {"sync": 0, "async": 2}
+"""By the mode of a campaign, `rollout.max_staleness`."""
+CACHE = "jax-cache"
+
+FAILURES = (JobEnded, TooLong, NotAsPromised, LookupError, psutil.Error)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Campaign:
+    """What is to be done."""
+
+    steps: int
+    every_steps: int
+    """Between two checkpoints."""
+    mode: str
+    """A key of STALENESS."""
+    faults: tuple[Fault, ...]
+
+    @property
+    def settings(self) -> list[str]:
+        """On top of `run.yaml`."""
+        return [
+            f"run.steps={self.steps}",
+            f"checkpoint.every_steps={self.every_steps}",
+            f"rollout.max_staleness={STALENESS[self.mode]}",
+        ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """How one fault was got over."""
+
+    fault: Fault
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a campaign came to."""
+
+    hit: int
+    lost: int
+    duplicated: int
+    parameters_equal: bool | None
+    problems: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        return not (self.lost or self.duplicated or self.problems or self.parameters_equal is False)
+
+
+def run_campaign(
+    campaign: Campaign,
+    folder: pathlib.Path,
+    say: Callable[[str], None],
+    *,
+    undisturbed: pathlib.Path | None = None,
+) -> Outcome:
+    """Runs twice and judges.
+
+    Args:
+        folder: empty; everything goes there.
+        say: receives one line at a time.
+        undisturbed: folder of an earlier run that was left alone; None makes one.
+    """
+    points = folder / "failpoints"
+    points.mkdir(parents=True)
+    # Programs are compiled once for all the processes that come and go; the compiler's part of a
+    # restart is not what is looked at here.
+    extra = {
+        failpoints.VARIABLE: str(points),
+        "JAX_COMPILATION_CACHE_DIR": str(folder / CACHE),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+    }
+    recoveries: list[Recovery] = []
+    problems: list[str] = []
+    with running_head(folder, extra) as head:
+        try:
+            if undisturbed is None:
+                say(f"undisturbed: {campaign.steps} steps, {campaign.mode}")
+                undisturbed = _undisturbed(head, campaign, folder / "undisturbed")
+            say(f"disturbed: {len(campaign.faults)} faults")
+            for recovery in _disturbed(head, campaign, folder / "disturbed", points):
+                recoveries.append(recovery)
+                say(_line(recovery, len(campaign.faults)))
+        except FAILURES as error:
+            problems.append(str(error))
+            return _failed(len(recoveries), problems)
+    slow = [r for r in recoveries if r.seconds > RECOVERY_S]
+    problems += [
+        f"fault {r.fault.number}, {r.fault.kind.value}: recovered in {r.seconds:.1f} s, at most "
+        f"{RECOVERY_S:g} are allowed"
+        for r in slow
+    ]
+    disturbed = judge.read_run(folder / "disturbed")
+    return compare(campaign, judge.read_run(undisturbed), disturbed, len(recoveries), problems)
+
+
+def compare(
+    campaign: Campaign,
+    undisturbed: judge.RunFiles,
+    disturbed: judge.RunFiles,
+    hit: int,
+    problems: Sequence[str],
+) -> Outcome:
+    """Judges the disturbed run by the undisturbed one.
+
+    Synchronous runs must train the same groups to the same bits. Asynchronous ones differ in what
+    is sampled under which version, so they are held to their books and to the staleness bound.
+    """
+    found = [*problems]
+    staleness = STALENESS[campaign.mode]
+    synchronous = staleness == 0
+    calm = judge.check_books(undisturbed, steps=campaign.steps)
+    found += [f"undisturbed: {problem}" for problem in calm.problems]
+    trained = [i for i, states in judge.ends(undisturbed.ledger).items() if "trained" in states]
+    books = judge.check_books(
+        disturbed, steps=campaign.steps, expected=trained if synchronous else None
+    )
+    found += [*books.problems, *judge.check_staleness(disturbed.metrics, staleness)]
+    equal = None
+    if synchronous:
+        different = judge.different_tensors(undisturbed.parameters, disturbed.parameters)
+        parts = judge.different_parts(undisturbed, disturbed)
+        equal = not different and not parts
+        if different:
+            found.append(f"{len(different)} tensors differ, first {different[0]}")
+        if parts:
+            found.append(f"the last checkpoints differ in {', '.join(parts)}")
+        if parted := judge.first_difference(undisturbed.metrics, disturbed.metrics):
+            found.append(parted)
+    return Outcome(
+        hit=hit,
+        lost=len(calm.lost) + len(books.lost),
+        duplicated=len(calm.duplicated) + len(books.duplicated),
+        parameters_equal=equal,
+        problems=tuple(found),
+    )
+
+
+def _undisturbed(head: Head, campaign: Campaign, folder: pathlib.Path) -> pathlib.Path:
+    job = Job(head, folder, campaign.settings)
+    try:
+        job.submit()
+        _finish(job, campaign.steps)
+    finally:
+        job.end()
+    return folder
+
+
+def _disturbed(
+    head: Head, campaign: Campaign, folder: pathlib.Path, points: pathlib.Path
+) -> Iterator[Recovery]:
+    """Yields as the run recovers from one fault after the other, and returns when it has ended."""
+    job = Job(head, folder, campaign.settings)
+    injector = Injector(job, str(points))
+    try:
+        job.submit()
+        for fault in campaign.faults:
+            job.wait_for_step(fault.step, f"before fault {fault.number}")
+            hit = injector.inject(fault)
+            job.wait_for_step(hit.step + 1, f"after fault {fault.number}, {fault.kind.value}")
+            yield Recovery(fault=fault, seconds=time.monotonic() - hit.at_s)
+        injector.settle()
+        _finish(job, campaign.steps)
+    finally:
+        job.end()
+
+
+def _finish(job: Job, steps: int) -> None:
+    job.wait_for_step(steps, "on the way to the end")
+    if job.wait(END_S):
+        job.check("at its end")
+
+
+def _line(recovery: Recovery, count: int) -> str:
+    fault = recovery.fault
+    return (
+        f"fault {fault.number:2}/{count}  step {fault.step:3}  {fault.kind.value:38}  "
+        f"recovered in {recovery.seconds:5.1f} s"
+    )
+
+
+def _failed(hit: int, problems: Sequence[str]) -> Outcome:
+    return Outcome(hit=hit, lost=0, duplicated=0, parameters_equal=False, problems=tuple(problems))
+
+
+def clean(folder: pathlib.Path) -> None:
+    """Removes what a campaign that passed has left."""
+    shutil.rmtree(folder, ignore_errors=True)

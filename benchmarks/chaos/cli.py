@@ -1,0 +1,157 @@
+"""Trains twice, once while faults hit, and holds the second run to the first; or soaks a run.
+
+    python -m deploy.chaos [--steps 60] [--faults 20] [--seed 0] [--mode sync|async] [--short]
+    python -m deploy.chaos soak [--minutes 10]
+
+docs/chaos.md says which faults there are, what is judged and how to read the report. Exit code: 0
+if everything held, 1 if anything did not, 130 after Ctrl-C.
+"""
+
+import argparse
+import pathlib
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+
+from benchmarks.chaos import campaign, judge, soak
+from benchmarks.chaos.schedule import SHORT, Kind, draw
+
+STEPS, FAULTS, EVERY_STEPS = 60, 20, 5
+SHORT_STEPS, SHORT_FAULTS, SHORT_EVERY_STEPS = 14, 4, 4
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of `python -m deploy.chaos`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m deploy.chaos",
+        description="Trains a tiny model twice, once while faults hit, and compares.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--steps", type=int, help=f"of both runs (default: {STEPS})")
+    parser.add_argument("--faults", type=int, help=f"in the second run (default: {FAULTS})")
+    parser.add_argument("--seed", type=int, default=0, help="of the faults (default: 0)")
+    parser.add_argument("--mode", choices=sorted(campaign.STALENESS), default="sync")
+    parser.add_argument(
+        "--short", action="store_true", help=f"{SHORT_FAULTS} faults in {SHORT_STEPS} steps"
+    )
+    parser.add_argument(
+        "--only",
+        type=_kinds,
+        metavar="KIND,...",
+        help=f"draw from these alone: {', '.join(kind.name.lower() for kind in Kind)}",
+    )
+    parser.add_argument(
+        "--undisturbed",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="an earlier run to compare with, of the same steps and mode (default: made first)",
+    )
+    parser.add_argument("--folder", type=pathlib.Path, help="kept afterwards; default: temporary")
+    parser.add_argument(
+        "--list", action="store_true", help="print the faults that this seed draws, and end"
+    )
+    commands = parser.add_subparsers(dest="command")
+    soaking = commands.add_parser("soak", help="kills and adds workers, and looks for leaks")
+    soaking.add_argument("--minutes", type=float, default=10.0)
+    soaking.add_argument("--folder", type=pathlib.Path, help="kept afterwards; default: temporary")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    given = parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        if given.command == "soak":
+            return _soak(given)
+        return _chaos(given)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _chaos(given: argparse.Namespace) -> int:
+    started = time.monotonic()
+    every_steps = SHORT_EVERY_STEPS if given.short else EVERY_STEPS
+    steps = given.steps or (SHORT_STEPS if given.short else STEPS)
+    try:
+        faults = draw(
+            given.seed,
+            given.faults or (SHORT_FAULTS if given.short else FAULTS),
+            steps=steps,
+            every_steps=every_steps,
+            kinds=given.only or (SHORT if given.short else tuple(Kind)),
+        )
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if given.list:
+        for fault in faults:
+            print(f"{fault.number:2}  step {fault.step:3}  {fault.kind.value}")
+        return 0
+    folder = _folder(given)
+    planned = campaign.Campaign(
+        steps=steps, every_steps=every_steps, mode=given.mode, faults=faults
+    )
+    outcome = campaign.run_campaign(planned, folder, _say, undisturbed=given.undisturbed)
+    _end(outcome.problems, folder, kept=given.folder is not None)
+    _say(
+        judge.last_line(
+            faults=outcome.hit,
+            lost=outcome.lost,
+            duplicated=outcome.duplicated,
+            parameters_equal=outcome.parameters_equal,
+            seconds=time.monotonic() - started,
+        )
+    )
+    return 0 if outcome.passed else 1
+
+
+def _soak(given: argparse.Namespace) -> int:
+    if given.minutes < soak.LEAST_MINUTES:
+        least = f"{soak.LEAST_MINUTES:g}"
+        print(f"error: --minutes {given.minutes:g} gives no slope: give {least}", file=sys.stderr)
+        return 2
+    folder = _folder(given)
+    report = soak.run_soak(given.minutes * 60, folder, _say)
+    _end(report.problems, folder, kept=given.folder is not None)
+    _say(report.last_line)
+    return 1 if report.problems else 0
+
+
+def _folder(given: argparse.Namespace) -> pathlib.Path:
+    folder = given.folder or pathlib.Path(tempfile.mkdtemp(prefix="tandem-chaos-"))
+    folder = folder.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise SystemExit(f"error: --folder {folder} must be empty")
+    return folder
+
+
+def _end(problems: Sequence[str], folder: pathlib.Path, *, kept: bool) -> None:
+    for problem in problems:
+        _say(f"FAILED: {problem}")
+    if problems or kept:
+        _say(f"runs, logs of drivers and actors: {folder}")
+    else:
+        campaign.clean(folder)
+
+
+def _kinds(text: str) -> tuple[Kind, ...]:
+    try:
+        return tuple(Kind[name.strip().upper()] for name in text.split(","))
+    except KeyError as error:
+        raise argparse.ArgumentTypeError(f"there is no kind {error}; see --help") from error
+
+
+def _interrupt(signum: int, frame) -> None:
+    raise KeyboardInterrupt
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""Makes one fault happen to real processes."""
+
+import contextlib
+import dataclasses
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import psutil
+
+from benchmarks.chaos.job import POLL_S, ROOT, Job, TooLong
+from benchmarks.chaos.schedule import BESIDE, POINTS, Fault, Kind
+from driver.reports.status import ExitCode
+from services.process import failpoints
+
+GRACE_S = 30.0
+"""What a cloud gives a spot machine between SIGTERM and SIGKILL."""
+FIRE_S = 90.0
+"""How long a failpoint may wait for its place in the run to be reached."""
+LASTING_STEPS = 2
+"""A fault that lasts ends early when so many steps were closed in spite of it: others are due."""
+BEAT_S = 0.1
+SLOWNESS = 10
+"""A slow worker runs in every so many'th beat."""
+FEWEST, MOST = 1, 4
+"""Workers between which a run is scaled."""
+SCALE_S = 60
+
+
+class NotAsPromised(RuntimeError):
+    """The run did something else than it should in this fault."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hit:
+    """When a fault hit."""
+
+    at_s: float
+    """Monotonic."""
+    step: int
+    """The last that may be closed without it."""
+
+
+class Injector:
+    """Does what each kind of fault stands for."""
+
+    def __init__(self, job: Job, folder: str):
+        """
+        Args:
+            job: that the faults hit.
+            folder: of its failpoints.
+        """
+        self._job = job
+        self._folder = folder
+        self._scaling: _Scaling | None = None
+
+    def inject(self, fault: Fault) -> Hit:
+        """Makes a fault happen; one that lasts is over when this returns.
+
+        Raises:
+            TooLong: if the fault could not hit, or what must follow at once did not.
+            NotAsPromised: if a command or an exit code says that the run failed.
+        """
+        if fault.kind in POINTS:
+            self._arm(fault)
+            step = self._job.closed_step() + (fault.kind in BESIDE)
+            return Hit(at_s=time.monotonic(), step=step)
+        hit = Hit(at_s=time.monotonic(), step=self._job.closed_step())
+        self._others(hit)[fault.kind](fault)
+        return hit
+
+    def settle(self) -> None:
+        """Waits for a change of the number of workers that is under way.
+
+        Raises:
+            NotAsPromised: if it failed while no driver came or went.
+        """
+        scaling, self._scaling = self._scaling, None
+        if scaling is None:
+            return
+        try:
+            output, _ = scaling.process.communicate(timeout=SCALE_S + 60)
+        finally:
+            scaling.process.kill()
+        undisturbed = self._job.starts == scaling.starts and self._job.exit_code is None
+        if scaling.process.returncode and undisturbed:
+            raise NotAsPromised(
+                f"driver.scale ended with code {scaling.process.returncode}: {output.strip()}"
+            )
+
+    def _others(self, hit: Hit) -> dict[Kind, Callable[[Fault], None]]:
+        job = self._job
+
+        def lasting(fault: Fault) -> Callable[[], bool]:
+            end = hit.at_s + fault.seconds
+            return lambda: time.monotonic() < end and job.closed_step() < hit.step + LASTING_STEPS
+
+        return {
+            Kind.DRIVER_KILLED: lambda fault: self._kill_driver(),
+            Kind.DRIVER_TERMINATED: lambda fault: self._terminate_driver(),
+            Kind.WORKER_SLOW: lambda f: slow_down(_one(job.workers(), f), lasting(f)),
+            Kind.WORKER_STALLED: lambda f: stall(_one(job.workers(), f), lasting(f)),
+            Kind.LEARNER_STALLED: lambda f: stall(job.learner(), lasting(f)),
+            Kind.REWARD_KILLED: lambda f: _one(job.reward_processes(), f).kill(),
+            Kind.REWARD_STALLED: lambda f: stall(_one(job.reward_processes(), f), lasting(f)),
+            Kind.SCALED_UP: lambda fault: self._scale(+1, hit),
+            Kind.SCALED_DOWN: lambda fault: self._scale(-1, hit),
+        }
+
+    def _arm(self, fault: Fault) -> None:
+        point, _ = POINTS[fault.kind]
+        armed = failpoints.arm(self._folder, point, fault.action)
+        deadline = time.monotonic() + FIRE_S
+        while not failpoints.fired(self._folder, point):
+            self._job.check(f"before {point} was reached")
+            if time.monotonic() > deadline:
+                raise TooLong(f"{point} was not reached within {FIRE_S:g} s")
+            time.sleep(POLL_S)
+        for mark in armed.parent.glob(f"{point}.*.fired"):
+            mark.unlink()
+
+    def _kill_driver(self) -> None:
+        self._job.kill()
+        self._job.submit()
+
+    def _terminate_driver(self) -> None:
+        code = self._job.terminate(GRACE_S)
+        if code != ExitCode.TERMINATED:
+            raise NotAsPromised(
+                f"the driver ended with code {code} after SIGTERM, {ExitCode.TERMINATED.value} "
+                f"was due: {self._job.log}"
+            )
+        self._job.submit()
+
+    def _scale(self, change: int, hit: Hit) -> None:
+        """Asks for another number of workers, and goes on when it is reached, or steps are closed
+        meanwhile: a process takes longer to start than a step."""
+        self.settle()
+        there = len(self._job.workers())
+        target = min(MOST, max(FEWEST, there + change))
+        if target == there:
+            target = there - change
+        self._scaling = _Scaling.to(target, self._job)
+        while self._job.closed_step() < hit.step + LASTING_STEPS:
+            self._job.check("while its workers were scaled")
+            if self._scaling.process.poll() is not None:
+                return self.settle()
+            time.sleep(POLL_S)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scaling:
+    """A command that changes the number of workers, under way."""
+
+    process: subprocess.Popen
+    starts: int
+    """Of drivers, when it was given."""
+
+    @classmethod
+    def to(cls, target: int, job: Job) -> "_Scaling":
+        command = [sys.executable, "-m", "driver.scale", "--run", str(job.folder)]
+        process = subprocess.Popen(
+            [*command, "--rollout-workers", str(target), "--wait", str(SCALE_S)],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        return cls(process, job.starts)
+
+
+def stall(process: psutil.Process, lasts: Callable[[], bool]) -> None:
+    """Stops a process for so long: its connections stay open and say nothing."""
+    with _stopped(process):
+        while lasts():
+            time.sleep(POLL_S)
+
+
+def slow_down(process: psutil.Process, lasts: Callable[[], bool]) -> None:
+    """Lets a process run in one of SLOWNESS beats."""
+    while lasts():
+        with _stopped(process):
+            time.sleep(BEAT_S * (SLOWNESS - 1) / SLOWNESS)
+        time.sleep(BEAT_S / SLOWNESS)
+
+
+def _one(processes: Sequence[psutil.Process], fault: Fault) -> psutil.Process:
+    """The process that is hit."""
+    if not processes:
+        raise NotAsPromised(f"there is no process for: {fault.kind.value}")
+    return processes[int(fault.choice * len(processes))]
+
+
+@contextlib.contextmanager
+def _stopped(process: psutil.Process):
+    """A process that has ended meanwhile is none to go on."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGCONT)

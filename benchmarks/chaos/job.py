@@ -1,0 +1,186 @@
+"""One run under a head: submitted, ended and resubmitted like a job, and watched from outside."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import psutil
+
+from benchmarks.chaos.head import Head
+from benchmarks.chaos.judge import read_lines
+from services.process.stacks import request_stacks
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+CONFIG = pathlib.Path(__file__).with_name("run.yaml")
+POLL_S = 0.05
+QUIET_S = 240.0
+"""A run that closes no step for so long hangs."""
+STACKS_S = 10.0
+LEARNER, WORKER = "LearnerActor", "RolloutActor"
+
+
+class JobEnded(RuntimeError):
+    """The driver ended where it should have gone on."""
+
+
+class TooLong(RuntimeError):
+    """What was waited for did not come."""
+
+
+class Job:
+    """Owns the driver's process; the run's folder and the head outlive it."""
+
+    def __init__(self, head: Head, folder: pathlib.Path, settings: Sequence[str]):
+        """
+        Args:
+            head: that every driver joins.
+            folder: of the run; the output of all its drivers goes to `driver.log` beside it.
+            settings: `section.key=value` on top of `run.yaml`.
+        """
+        self.folder = folder
+        self.log = folder.with_name(f"{folder.name}.driver.log")
+        self.starts = 0
+        self._head = head
+        self._settings = [*settings, f"run.output_dir={folder}"]
+        self._process: subprocess.Popen | None = None
+
+    def submit(self) -> None:
+        """Starts a driver: a new run at first, then with --resume."""
+        chosen = [part for setting in self._settings for part in ("--set", setting)]
+        command = [sys.executable, "-m", "driver", "--config", str(CONFIG), *chosen]
+        if self.starts:
+            command.append("--resume")
+        self.starts += 1
+        with self.log.open("a") as log:
+            log.write(f"--- start {self.starts} ---\n")
+            log.flush()
+            self._process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=self._head.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def driver_pid(self) -> int:
+        assert self._process is not None, "submit was not called"
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while the driver runs."""
+        assert self._process is not None, "submit was not called"
+        return self._process.poll()
+
+    def kill(self) -> None:
+        """Ends the driver as `kill -9` does."""
+        os.kill(self.driver_pid, signal.SIGKILL)
+        self.wait(10)
+
+    def terminate(self, grace_s: float) -> int:
+        """Asks the driver to end; returns its exit code.
+
+        Raises:
+            TooLong: if it takes longer than the grace; it is killed then.
+        """
+        os.kill(self.driver_pid, signal.SIGTERM)
+        return self.wait(grace_s)
+
+    def wait(self, timeout_s: float) -> int:
+        """Waits for the driver's end; returns its exit code.
+
+        Raises:
+            TooLong: and kills it.
+        """
+        assert self._process is not None, "submit was not called"
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.end()
+            raise TooLong(f"the driver did not end within {timeout_s:g} s: {self.log}") from None
+
+    def end(self) -> None:
+        """Ends a driver that still runs, whatever it does."""
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(10)
+
+    def closed_step(self) -> int:
+        """The last step that the run has closed; 0 before the first."""
+        lines = read_lines(self.folder / "metrics.jsonl")
+        return max((line["step"] for line in lines), default=0)
+
+    def wait_for_step(self, step: int, why: str) -> None:
+        """Waits until a step is closed.
+
+        Raises:
+            JobEnded: if the driver ends before.
+            TooLong: if no step at all is closed for QUIET_S; every process is asked for its stacks.
+        """
+        closed, since = self.closed_step(), time.monotonic()
+        while closed < step:
+            if self.exit_code is not None and self.closed_step() < step:
+                self.check(why)
+            time.sleep(POLL_S)
+            if (now := self.closed_step()) != closed:
+                closed, since = now, time.monotonic()
+            elif time.monotonic() > since + QUIET_S:
+                request_stacks(self.folder, STACKS_S)
+                raise TooLong(
+                    f"no step was closed for {QUIET_S:g} s {why}, the last was {closed}: "
+                    f"{self.log}, {self.folder / 'stacks'}"
+                )
+
+    def check(self, why: str) -> None:
+        """Raises JobEnded if no driver runs."""
+        if self.exit_code is not None:
+            last = self.log.read_text(errors="replace").strip().splitlines()[-5:]
+            raise JobEnded(
+                f"the driver ended with code {self.exit_code} {why}: {self.log} ends with\n  "
+                + "\n  ".join(last)
+            )
+
+    def learner(self) -> psutil.Process:
+        """The newest learner process.
+
+        Raises:
+            LookupError: if there is none.
+        """
+        found = self._head.actors(LEARNER)
+        if not found:
+            raise LookupError("no learner process is there")
+        return found[-1]
+
+    def workers(self) -> list[psutil.Process]:
+        """The processes of rollout workers, oldest first."""
+        return self._head.actors(WORKER)
+
+    def reward_processes(self) -> list[psutil.Process]:
+        """The processes that score completions, of all workers."""
+        return [
+            child
+            for worker in self.workers()
+            for child in _children(worker)
+            if "rollout_worker.rewards.reward_child" in _command(child)
+        ]
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children()
+    except psutil.Error:
+        return []
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []

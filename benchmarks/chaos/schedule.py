@@ -1,0 +1,180 @@
+"""Which fault hits when: a pure function of a seed.
+
+Faults come one after the other. Each is armed when a step has been closed, and the next only when
+the run has recovered, that is, has closed a further step.
+"""
+
+import dataclasses
+import enum
+import random
+from collections.abc import Sequence
+
+FIRST_STEP = 2
+"""Everything has been compiled and published once by then."""
+STALLS_S = (2.0, 6.0)
+"""Shortest and longest time for which a process is stopped or slowed down."""
+
+
+class Kind(enum.Enum):
+    """What goes wrong; the value is how reports name it."""
+
+    WORKER_KILLED_DECODING = "worker killed while decoding"
+    WORKER_KILLED_RECEIVING = "worker killed while receiving weights"
+    WORKER_KILLED_PUSHING = "worker killed while pushing"
+    LEARNER_KILLED_UPDATING = "learner killed while updating"
+    LEARNER_KILLED_PUBLISHING = "learner killed while publishing"
+    LEARNER_KILLED_CHECKPOINTING = "learner killed while checkpointing"
+    DRIVER_KILLED = "driver killed, resubmitted"
+    DRIVER_TERMINATED = "driver told to end, resubmitted"
+    WORKER_SLOW = "worker ten times slower"
+    WORKER_STALLED = "worker's connections stalled"
+    LEARNER_STALLED = "learner's connections stalled"
+    WEIGHTS_CUT = "weights cut in mid-stream"
+    WEIGHTS_CORRUPT = "weights corrupted in mid-stream"
+    DISK_FULL = "disk full during a checkpoint"
+    REWARD_KILLED = "reward process killed"
+    REWARD_STALLED = "reward process hung"
+    SCALED_UP = "one worker more"
+    SCALED_DOWN = "one worker less"
+
+
+POINTS: dict[Kind, tuple[str, str]] = {
+    Kind.WORKER_KILLED_DECODING: ("worker.decode", "kill"),
+    Kind.WORKER_KILLED_RECEIVING: ("worker.receive", "kill"),
+    Kind.WORKER_KILLED_PUSHING: ("worker.push", "kill"),
+    Kind.LEARNER_KILLED_UPDATING: ("learner.update", "kill"),
+    Kind.LEARNER_KILLED_PUBLISHING: ("learner.publish", "kill"),
+    Kind.LEARNER_KILLED_CHECKPOINTING: ("learner.checkpoint", "kill"),
+    Kind.WEIGHTS_CUT: ("weights.serve", "raise the stream was cut by a fault"),
+    Kind.WEIGHTS_CORRUPT: ("weights.serve", "corrupt"),
+    Kind.DISK_FULL: ("learner.checkpoint", "enospc"),
+}
+"""Kinds that are made by a failpoint (`services/process/failpoints.py`), and its action."""
+
+DRAWS = 1000
+"""How often a draw that does not fit is drawn again."""
+
+AT_CHECKPOINTS = (Kind.LEARNER_KILLED_CHECKPOINTING, Kind.DISK_FULL)
+SKIPPING = (
+    Kind.WORKER_KILLED_DECODING,
+    Kind.WORKER_KILLED_PUSHING,
+    Kind.LEARNER_KILLED_UPDATING,
+)
+"""Kinds whose point is reached several times a step, so that some arrivals may be let pass."""
+
+LASTING = (
+    Kind.WORKER_SLOW,
+    Kind.WORKER_STALLED,
+    Kind.LEARNER_STALLED,
+    Kind.REWARD_STALLED,
+    Kind.SCALED_UP,
+    Kind.SCALED_DOWN,
+)
+"""Kinds that last for a while, in which steps may be closed."""
+
+BESIDE = (Kind.LEARNER_KILLED_PUBLISHING,)
+"""Kinds that hit beside the step under way, which may be closed as if nothing had happened: the run
+has recovered with the step after it."""
+
+SHORT = (
+    Kind.WORKER_KILLED_PUSHING,
+    Kind.LEARNER_KILLED_UPDATING,
+    Kind.DRIVER_KILLED,
+    Kind.WEIGHTS_CORRUPT,
+)
+"""What the short form draws from."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One thing that goes wrong."""
+
+    number: int
+    """From 1."""
+    step: int
+    """Armed when this step is closed, or as soon after as the run has recovered."""
+    kind: Kind
+    skip: int = 0
+    """Arrivals at the failpoint that pass before it fires."""
+    seconds: float = 0.0
+    """How long a stall lasts."""
+    choice: float = 0.0
+    """In [0, 1): which of the processes is hit, where several could be."""
+
+    @property
+    def action(self) -> str:
+        """What its failpoint is armed with."""
+        _, action = POINTS[self.kind]
+        return f"skip {self.skip} then {action}" if self.skip else action
+
+
+def draw(
+    seed: int, count: int, *, steps: int, every_steps: int, kinds: Sequence[Kind] = tuple(Kind)
+) -> tuple[Fault, ...]:
+    """Draws faults for one run: every kind equally often, as far as the count allows.
+
+    Args:
+        seed: the same faults for the same arguments.
+        count: of faults.
+        steps: of the run.
+        every_steps: between two checkpoints.
+        kinds: drawn from.
+
+    Returns:
+        In the order of their steps.
+
+    Raises:
+        ValueError: if the run is too short for so many.
+    """
+    chance = random.Random(seed)
+    for _ in range(DRAWS):
+        rounds = [chance.sample(kinds, len(kinds)) for _ in range(-(-count // len(kinds)))]
+        drawn = [kind for one in rounds for kind in one][:count]
+        chance.shuffle(drawn)
+        at = _spread(chance, count, steps)
+        if count and recovered_by(at, drawn, every_steps) < steps:
+            break
+    else:
+        raise ValueError(
+            f"{count} faults do not fit into {steps} steps with a checkpoint every {every_steps}: "
+            "give at least 1 and at most about a third of the steps"
+        )
+    return tuple(
+        Fault(
+            number=number,
+            step=step,
+            kind=kind,
+            skip=chance.randrange(3) if kind in SKIPPING else 0,
+            seconds=round(chance.uniform(*STALLS_S), 1),
+            choice=chance.random(),
+        )
+        for number, (step, kind) in enumerate(zip(at, drawn, strict=True), start=1)
+    )
+
+
+def recovered_by(at: Sequence[int], kinds: Sequence[Kind], every_steps: int) -> int:
+    """The step by which a run has recovered from the last fault, if it is unlucky each time.
+
+    Args:
+        at: steps at which faults of these kinds are armed.
+        kinds: as many.
+        every_steps: between two checkpoints.
+    """
+    free = 0
+    for step, kind in zip(at, kinds, strict=True):
+        armed = max(step, free)
+        if kind in AT_CHECKPOINTS:
+            # One that is being written as it is armed may be over before it looks.
+            hit = (armed // every_steps + 1) * every_steps
+        elif kind in LASTING or kind in BESIDE:
+            hit = armed + 2
+        else:
+            hit = armed + 1
+        free = hit + 1
+    return free
+
+
+def _spread(chance: random.Random, count: int, steps: int) -> list[int]:
+    """Steps at even distances, each moved by chance inside its own."""
+    width = (steps - 1 - FIRST_STEP) / max(1, count)
+    return [FIRST_STEP + int((index + chance.random()) * width) for index in range(count)]

@@ -1,0 +1,102 @@
+"""Makes the pictures of the dashboard's views in docs/dashboard/, light and dark.
+
+    python -m deploy.dashboard_shots                 of a made-up run
+    python -m deploy.dashboard_shots --run DIR       of a real one
+
+The made-up run of the tests stands in for a real one: 60 steps, and workers that go from 1 to 3.
+Pictures are JPEG, and each stays below MOST_BYTES.
+"""
+
+import argparse
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+from benchmarks.dashboard.page import DRAWN, LAPTOP, MADE_RUN, ROOT, START_S, chromium, serving
+
+OUT = ROOT / "docs" / "dashboard"
+MOST_BYTES = 120_000
+QUALITIES = (80, 70, 60, 50, 40)
+VIEWS = {
+    "breakdown": "breakdown",
+    "step": "breakdown?step=40",
+    "timeline": "timeline?first=38&last=41",
+    "learning": "learning",
+    "trust": "trust",
+    "samples": "samples?kind=train&id=t160",
+    "fleet": "fleet",
+    "what-if": "what_if",
+    "alerts": "alerts",
+}
+"""Name of the picture -> part of the address after #."""
+CODE = "def clip(x, low, high):\n    return max(low, min(x, high))\n"
+MAKE_PARTED = f"""
+import pathlib, sys
+from benchmarks.made_run.made_run import make_run
+make_run(pathlib.Path(sys.argv[1]), steps=60, part_at=25, flat_from=25,
+         config={{"learner.optimizer.learning_rate": 3e-4}},
+         code={{"learner/update/loss.py": {CODE!r}}})
+"""
+"""Writes a run that is the same as the made-up one of the same seed up to step 24."""
+
+
+def main() -> None:
+    """Writes every picture and prints its size."""
+    arguments = _arguments()
+    for scheme in ("light", "dark"):
+        (OUT / scheme).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="tandem-shots-") as folder:
+        place = pathlib.Path(folder)
+        run = arguments.run or _made(place / "run", "--workers", "1", "--workers-to", "3")
+        pair = [_made(place / "a"), _made_parted(place / "b")]
+        with chromium() as browser:
+            with serving(place / "log", "--run", str(run)) as link:
+                _shoot(browser, link, VIEWS)
+            with serving(place / "log2", "--compare", *map(str, pair)) as link:
+                _shoot(browser, link, {"compare": ""})
+
+
+def _made(folder: pathlib.Path, *arguments: str) -> pathlib.Path:
+    command = [sys.executable, "-m", MADE_RUN, str(folder), "--steps", "60", *arguments]
+    subprocess.run(command, cwd=ROOT, check=True)
+    return folder
+
+
+def _made_parted(folder: pathlib.Path) -> pathlib.Path:
+    command = [sys.executable, "-c", MAKE_PARTED, str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    return folder
+
+
+def _shoot(browser, link: str, views: dict[str, str]) -> None:
+    for scheme in ("light", "dark"):
+        context = browser.new_context(viewport=LAPTOP, color_scheme=scheme)
+        page = context.new_page()
+        for name, route in views.items():
+            page.goto("about:blank")
+            page.goto(f"{link}#{route}")
+            page.locator(DRAWN).wait_for(timeout=START_S * 1e3)
+            page.wait_for_timeout(600)  # for charts that are drawn in the next frames
+            _write(page, OUT / scheme / f"{name}.jpg")
+        context.close()
+
+
+def _write(page, path: pathlib.Path) -> None:
+    """Writes a picture in the best quality that is small enough."""
+    for quality in QUALITIES:
+        picture = page.screenshot(type="jpeg", quality=quality)
+        if len(picture) <= MOST_BYTES:
+            break
+    path.write_bytes(picture)
+    print(f"{path.relative_to(ROOT)}: {len(picture) / 1e3:.0f} kB", flush=True)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser.add_argument("--run", type=pathlib.Path, help="folder of a run; default: a made-up one")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,326 @@
+"""Compiles the programs of a run for TPU v6e chips that are not there, and says whether they fit.
+
+    make tpu-check
+    python -m deploy.tpu_check --config deploy/runs/gsm8k_qwen25_3b_v6e8.yaml --json check.json
+
+The functions are those that the service runs, at the shapes of the run's longest sequences, and
+the compiler is the chip's own: it finds tilings that do not exist and memory that does not
+suffice. Needs jax[tpu] and neither a TPU nor weights; nothing is executed, so there are no times.
+Exits with 1 when a program does not compile or does not fit, and with 2 when the question is
+wrong.
+"""
+
+import argparse
+import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from benchmarks.tpu.compile import ENVIRONMENT
+
+os.environ.update(ENVIRONMENT)  # libtpu reads it when it starts
+
+import jax
+from jax.experimental import topologies
+
+from benchmarks.decode.case import SHAPES
+from benchmarks.report_file import check_report_file
+from benchmarks.tpu.fit import HEADER, V6E_USABLE_BYTES, Program, table_row, verdict
+from driver.config.load_config import ConfigError, load
+from driver.config.plan import Plan, asked_devices, derive
+from driver.config.run_config import RunConfig
+from learner.publish.snapshot import WIRE_DTYPES
+from learner.update.compiled_update import make_programs
+from models.config import ModelConfig
+from models.files.hf_config import from_hf
+from models.transformer import abstract_params
+from rollout_worker.engine.decode_programs import device_bytes
+from rollout_worker.engine_setup import EngineSetup
+
+REFERENCE_RUN = "deploy/runs/gsm8k_qwen25_3b_v6e8.yaml"
+QWEN25_3B = SHAPES["qwen2.5-3b"]
+"""Qwen2.5-3B-Instruct, the model of the reference run."""
+CHIP_BOUNDS = {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 4, 1)}
+"""The part of a v6e host that a process sees, by the number of its chips."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    usable_bytes = round(arguments.usable_gib * 2**30)
+    try:
+        check_report_file(arguments.json)
+        config = load(arguments.config, arguments.set)
+        model = _model(arguments.model_config, arguments.layers)
+        _require_tpu_run(config)
+        plan = derive(config, model, asked_devices(config))
+    except (ConfigError, ValueError, OSError) as error:
+        print(f"tpu_check: {error}", file=sys.stderr)
+        return 2
+    print(
+        f"{arguments.config}: {model.model_type}, {model.num_layers} layers, "
+        f"{plan.parameters:,} parameters; GB of each chip\n{HEADER}",
+        flush=True,
+    )
+    programs = []
+    for role in arguments.role or ROLES:
+        for program in ROLES[role](config, model, plan):
+            programs.append(program)
+            print(table_row(program), flush=True)
+    fits, text = verdict(programs, usable_bytes)
+    print(text)
+    if arguments.json:
+        report = {
+            "config": arguments.config,
+            "model": dataclasses.asdict(model),
+            "jax": jax.__version__,
+            "usable_bytes": usable_bytes,
+            "fits": fits,
+            "programs": [
+                {**dataclasses.asdict(one), "need_bytes": one.need_bytes} for one in programs
+            ],
+        }
+        pathlib.Path(arguments.json).write_text(json.dumps(report, indent=2) + "\n")
+    return 0 if fits else 1
+
+
+def learner_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Iterator[Program]:
+    """`empty`, `accumulate` and `apply` of one update, on micro-batches of the longest rows, and
+    `snapshot` and `canary` of a publication.
+
+    An update is judged with two snapshots beside it, as if publications were slow.
+    """
+    programs = make_programs(
+        abstract_params(model),
+        model,
+        algorithm=config.algorithm,
+        learner=config.learner,
+        total_steps=config.run.steps,
+        temperature=config.rollout.temperature,
+        valid_vocab=_valid_vocab(model),
+        devices=topology_devices(plan.devices.learner),
+    )
+    state = programs.abstract_state
+    reference = None
+    if config.algorithm.kl_coef > 0:
+        dtype = jax.numpy.dtype(config.learner.compute_dtype)
+        reference = jax.tree.map(lambda leaf: _struct(leaf, dtype=dtype), state.params)
+    moments_bytes, reference_bytes = device_bytes(state.opt_state), device_bytes(reference)
+    wire = config.weights.dtype
+    published = jax.tree.map(lambda leaf: _struct(leaf, dtype=WIRE_DTYPES[wire]), state.params)
+    snapshot_bytes = device_bytes(published)
+    compile_ = functools.partial(compile_program, "learner")
+
+    program, empty = compile_(
+        "empty",
+        lambda: programs.empty.lower(state.params).compile(),
+        beside="state, reference policy and two snapshots",
+        beside_bytes=device_bytes(state) + reference_bytes + 2 * snapshot_bytes,
+    )
+    yield program
+    if empty is None:
+        return
+    accumulator = outputs(empty)
+    batch = programs.batch_shapes(plan.microbatch_rows, plan.row_tokens)
+    yield compile_(
+        "accumulate",
+        lambda: programs.accumulate.lower(state.params, reference, accumulator, batch).compile(),
+        beside="optimiser moments and two snapshots",
+        beside_bytes=moments_bytes + 2 * snapshot_bytes,
+    )[0]
+    denominator = jax.ShapeDtypeStruct((), jax.numpy.float32)
+    yield compile_(
+        "apply",
+        lambda: programs.apply.lower(state, accumulator, denominator).compile(),
+        beside="reference policy and two snapshots",
+        beside_bytes=reference_bytes + 2 * snapshot_bytes,
+    )[0]
+    yield compile_(
+        "snapshot",
+        lambda: programs.snapshots[wire].lower(state.params).compile(),
+        beside="optimiser moments, reference policy and an older snapshot",
+        beside_bytes=moments_bytes + reference_bytes + snapshot_bytes,
+    )[0]
+    yield compile_(
+        "canary",
+        lambda: programs.canaries[wire].lower(state.params).compile(),
+        beside="optimiser moments, reference policy and two snapshots",
+        beside_bytes=moments_bytes + reference_bytes + 2 * snapshot_bytes,
+    )[0]
+
+
+def worker_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Iterator[Program]:
+    """The decode engine's programs at their largest: the longest prefill chunks, a segment over
+    the widest cache, and the widening to it.
+
+    Each is judged with a second policy beside it, as if a version could arrive at any time; only
+    `empty` runs when the older one is gone.
+    """
+    setup = EngineSetup(
+        rollout=config.rollout,
+        model=model,
+        platform=config.placement.platform,
+        weights_dtype=config.weights.dtype,
+    )
+    mesh = setup.mesh(topology_devices(plan.devices.worker))
+    programs = setup.programs(mesh, valid_vocab=_valid_vocab(model))
+    sizes = programs.geometry
+    policy_bytes = device_bytes(programs.params_struct())
+    slot_bytes = device_bytes(programs.slots_struct(sizes.widths[-1]))
+    compile_ = functools.partial(compile_program, "worker")
+    yield compile_("empty", programs.empty, beside="a policy", beside_bytes=policy_bytes)[0]
+    for later in (False, True)[: 1 + sizes.has_later_chunks]:
+        yield compile_(
+            "prefill, later" if later else "prefill",
+            functools.partial(programs.prefill, sizes.chunks[-1], later=later),
+            beside="slots and a second policy",
+            beside_bytes=slot_bytes + policy_bytes,
+        )[0]
+    yield compile_(
+        "segment",
+        functools.partial(programs.segment, sizes.widths[-1]),
+        beside="a second policy",
+        beside_bytes=policy_bytes,
+    )[0]
+    if len(sizes.widths) > 1:
+        yield compile_(
+            "resize",
+            functools.partial(programs.resize, *sizes.widths[-2:]),
+            beside="prefilled prompts and two policies",
+            beside_bytes=device_bytes(programs.pool_struct()) + 2 * policy_bytes,
+        )[0]
+
+
+ROLES = {"learner": learner_programs, "worker": worker_programs}
+
+
+def compile_program(
+    role: str,
+    name: str,
+    compile_: Callable[[], jax.stages.Compiled],
+    *,
+    beside: str,
+    beside_bytes: int,
+) -> tuple[Program, jax.stages.Compiled | None]:
+    """Compiles one program and reads its sizes; None where the compiler refuses."""
+    started = time.monotonic()
+    try:
+        compiled = compile_()
+    except jax.errors.JaxRuntimeError as error:
+        return Program(
+            role=role, name=name, compile_s=time.monotonic() - started, error=str(error)
+        ), None
+    memory: Any = compiled.memory_analysis()
+    cost: Any = compiled.cost_analysis()
+    program = Program(
+        role=role,
+        name=name,
+        compile_s=time.monotonic() - started,
+        peak_bytes=memory.peak_memory_in_bytes,
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        accessed_bytes=int(cost.get("bytes accessed", 0)),
+        beside=beside,
+        beside_bytes=beside_bytes,
+    )
+    return program, compiled
+
+
+def outputs(compiled: jax.stages.Compiled):
+    """Shape, dtype and sharding of what a program returns: arguments of the next one."""
+    return jax.tree.map(
+        lambda out, sharding: _struct(out, sharding=sharding),
+        compiled.out_info,
+        compiled.output_shardings,
+    )
+
+
+def topology_devices(count: int) -> list[jax.Device]:
+    """The chips of a process that holds so many of a v6e host, for the compiler alone."""
+    bounds = CHIP_BOUNDS[count]
+    topology = topologies.get_topology_desc(
+        platform="tpu",
+        topology_name=f"v6e:{bounds[0]}x{bounds[1]}",
+        chips_per_host_bounds=bounds,
+    )
+    return list(topology.devices)
+
+
+def _struct(leaf, *, dtype=None, sharding=None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=sharding or leaf.sharding)
+
+
+def _valid_vocab(model: ModelConfig) -> int:
+    """Stands for the tokenizer's size; below the embedding's, so that the mask is compiled."""
+    return model.vocab_size - 1
+
+
+def _model(path: str | None, layers: int | None) -> ModelConfig:
+    model = QWEN25_3B
+    if path is not None:
+        model = from_hf(json.loads(pathlib.Path(path).read_text()))
+    return model if layers is None else dataclasses.replace(model, num_layers=layers)
+
+
+def _require_tpu_run(config: RunConfig) -> None:
+    """Refuses what cannot be compiled here; sizes that cannot work at all are derive's to refuse.
+
+    Raises:
+        ConfigError: with value, rule and fix.
+    """
+    if config.placement.platform != "tpu":
+        raise ConfigError(
+            f"placement.platform={config.placement.platform}: only runs on tpu can be checked"
+        )
+    asked = asked_devices(config)
+    for role, count in (("learner", asked.learner), ("worker", asked.worker)):
+        if count not in CHIP_BOUNDS:
+            raise ConfigError(
+                f"{count} TPU chips for the {role}: a process can hold {sorted(CHIP_BOUNDS)} of a "
+                "v6e host; change placement"
+            )
+    if config.rollout.decode.loop != "while":
+        raise ConfigError(
+            f"rollout.decode.loop={config.rollout.decode.loop}: only `while` is one program to "
+            "check"
+        )
+    if importlib.util.find_spec("libtpu") is None:
+        raise ConfigError("libtpu, the compiler, is not installed: pip install '.[tpu]'")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m deploy.tpu_check",
+        description="Compile a run's programs for TPU v6e without a TPU, and say if they fit.",
+    )
+    parser.add_argument("--config", default=REFERENCE_RUN, help="run to check (%(default)s)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="as python -m driver"
+    )
+    parser.add_argument(
+        "--model-config",
+        metavar="FILE",
+        help="config.json of the run's model; without it Qwen2.5-3B-Instruct is assumed",
+    )
+    parser.add_argument(
+        "--role", action="append", choices=ROLES, help="check this one; may be given twice"
+    )
+    parser.add_argument("--layers", type=int, help="cut the model to so many layers, for a try")
+    parser.add_argument(
+        "--usable-gib",
+        type=float,
+        default=V6E_USABLE_BYTES / 2**30,
+        help="memory of a chip that programs may use (%(default)s)",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the figures there as well")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

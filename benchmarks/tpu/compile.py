@@ -1,0 +1,171 @@
+"""Compiles one program for a TPU v6e chip that is not there, in a process of its own.
+
+libtpu reads its settings once, when it starts, and may end the whole process: hence a child for
+each, with a deadline. The schedules that it dumps go to a temporary folder that is watched and
+deleted.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+from benchmarks.tpu import bundles
+from benchmarks.tpu import hlo as tpu_hlo
+
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",  # the TPU compiler is asked for by name; no device is to be looked for
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v6e-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_LOG_DIR": "disabled",  # some dump flags would fill it with gigabytes of stack traces
+    "TPU_MIN_LOG_LEVEL": "10",
+    "TPU_STDERR_LOG_LEVEL": "10",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+SHOWN_BYTES = 2**20
+"""Arguments smaller than this are not listed with their layouts."""
+DUMP_BYTES = 2 * 2**30
+"""A child whose dump outgrows this is stopped: that of one program takes some 20 MB."""
+POLL_S = 0.5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What the compiler says of one program; sizes in bytes."""
+
+    compile_s: float = 0.0
+    temp_bytes: int = 0
+    """Of the heap that XLA asks for beside arguments and outputs; it may exceed what lives at a
+    time, which the peak has."""
+    peak_bytes: int = 0
+    """Arguments, outputs and live temporaries together."""
+    argument_bytes: int = 0
+    output_bytes: int = 0
+    alias_bytes: int = 0
+    """Of outputs that are donated arguments, counted in both."""
+    accessed_bytes: int = 0
+    """Moved in main memory, every round of a loop counted."""
+    xla_accessed_bytes: int = 0
+    """XLA's own figure, one round of a loop counted."""
+    arrays: list[str] = dataclasses.field(default_factory=list)
+    """The large arguments: name, type and entry layout."""
+    ops: list[tpu_hlo.OpTraffic] = dataclasses.field(default_factory=list)
+    uncounted_loops: list[str] = dataclasses.field(default_factory=list)
+    op_cycles: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Of one execution, by operation (bundles.py)."""
+    error: str = ""
+    """Why there are no figures."""
+
+
+def compile_here(lower: Any) -> Figures:
+    """Compiles in this process, whose environment must be ENVIRONMENT's.
+
+    Args:
+        lower: device -> jax.stages.Lowered.
+    """
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(
+        platform="tpu", topology_name="v6e:1x1", chips_per_host_bounds=(1, 1, 1)
+    )
+    started = time.monotonic()
+    compiled = lower(topology.devices[0]).compile()
+    compile_s = time.monotonic() - started
+    memory: Any = compiled.memory_analysis()
+    module = tpu_hlo.parse(compiled.as_text())
+    traffic = tpu_hlo.traffic(module)
+    return Figures(
+        compile_s=round(compile_s, 3),
+        temp_bytes=memory.temp_size_in_bytes,
+        peak_bytes=memory.peak_memory_in_bytes,
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        accessed_bytes=traffic.bytes,
+        xla_accessed_bytes=int(compiled.cost_analysis().get("bytes accessed", 0)),
+        arrays=[
+            f"{argument.name.split('.')[0]} {argument.type}"
+            for argument in module.arguments()
+            if tpu_hlo.array_bytes(argument.type) >= SHOWN_BYTES
+        ],
+        ops=traffic.ops,
+        uncounted_loops=traffic.uncounted_loops,
+    )
+
+
+def compile_in_child(name: str, deadline_s: float) -> Figures:
+    """Compiles a program of programs.py; a failure is in the figures' `error`."""
+    with tempfile.TemporaryDirectory(prefix="tpu_report_") as folder:
+        dump, result = pathlib.Path(folder) / "dump", pathlib.Path(folder) / "result.json"
+        dump.mkdir()  # libtpu does not make it
+        stopped, messages = _run(name, result, dump, deadline_s)
+        if stopped or not result.exists():
+            last = [line for line in messages.splitlines() if line.strip()][-1:]
+            return Figures(error="; ".join([*filter(None, [stopped]), *last]) or "no result")
+        found = json.loads(result.read_text())
+        found["op_cycles"] = _read_cycles(dump)
+    found["ops"] = [tpu_hlo.OpTraffic(*op) for op in found["ops"]]
+    return Figures(**found)
+
+
+def _read_cycles(dump: pathlib.Path) -> dict[str, int]:
+    found = {}
+    for path in dump.iterdir():
+        match = bundles.FILE.fullmatch(path.name)
+        if match:
+            found[match["op"]] = bundles.count(path.read_text(errors="replace"))
+    return found
+
+
+def _run(name: str, result: pathlib.Path, dump: pathlib.Path, deadline_s: float) -> tuple[str, str]:
+    """Why the child was stopped or ended badly, if so, and what it said."""
+    messages = result.with_name("messages.txt")
+    flags = {"LIBTPU_INIT_ARGS": bundles.DUMP_FLAGS.format(folder=dump)}
+    with messages.open("w") as sink:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "kernels.tpu_report", "--child", name, "--into", str(result)],
+            env={**os.environ, **ENVIRONMENT, **flags},
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            stopped = _wait(child, dump, deadline_s)
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+    return stopped, messages.read_text(errors="replace")
+
+
+def _wait(child: subprocess.Popen, dump: pathlib.Path, deadline_s: float) -> str:
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        try:
+            code = child.wait(timeout=POLL_S)
+        except subprocess.TimeoutExpired:
+            if folder_bytes(dump) > DUMP_BYTES:
+                return f"was stopped: its dump outgrew {DUMP_BYTES / 2**30:g} GiB"
+            continue
+        if code == 0:
+            return ""
+        return f"ended by signal {-code}" if code < 0 else f"ended with {code}"
+    return f"was not done within {deadline_s:g} s"
+
+
+def folder_bytes(folder: pathlib.Path) -> int:
+    """Bytes of the files in a folder that another process writes to."""
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size
+        except FileNotFoundError:  # renamed or removed since it was listed
+            continue
+    return total

@@ -1,0 +1,193 @@
+"""Serves the dashboard's application with uvicorn, on a socket that is bound already."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import signal
+import socket
+import threading
+from asyncio import TimerHandle
+from collections.abc import Callable, Iterator
+
+import h11
+import uvicorn
+from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from dashboard.listener import BACKLOG
+from dashboard.runs.live import Live
+
+LOOK_S = 0.5
+ASK_S = 20.0
+"""For a request to arrive, head and body; whoever takes longer only holds a descriptor."""
+DESCRIPTORS = 4096
+"""That the process may have, where the system lets it."""
+ORPHAN_S = 60.0
+"""For which a dashboard goes on after its driver is gone, so that viewers hear of it."""
+
+SEND_BYTES = 128 * 1024
+"""That the kernel keeps for a viewer; left alone it takes up to 4 MB for one who does not read."""
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class _Protocol(H11Protocol):
+    """Lets the application end a connection whose reader has stopped, with what is buffered, and
+    ends one whose request does not arrive within ASK_S."""
+
+    _late: TimerHandle | None = None
+
+    def connection_made(self, transport) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > most_connections():
+            transport.abort()
+            return
+        self.app_state = {**self.app_state, "abort": transport.abort}
+        connection = transport.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._late is not None:
+            self._late.cancel()
+
+    def _watch(self) -> None:
+        """Starts the time of a request with its first byte, or with the connection."""
+        if self._late is None and self._is_asked():
+            self._late = self.loop.call_later(ASK_S, self.transport.abort)
+        elif self._late is not None and not self._is_asked():
+            self._late.cancel()
+            self._late = None
+
+    def _is_asked(self) -> bool:
+        """Whether a request has begun and is not complete; the first one begins at once."""
+        state = self.conn.their_state
+        begun = self.cycle is None or bool(self.conn.trailing_data[0])
+        return state is h11.SEND_BODY or (state is h11.IDLE and begun)
+
+
+def most_connections() -> int:
+    """So many that descriptors never run out: asyncio then writes a traceback for each connection
+    that it cannot accept, hundreds of thousands a minute, onto the disk of the run."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return DESCRIPTORS if limit < 0 else max(limit // 4, limit - 2 * BACKLOG)
+
+
+def _raise_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard < 0 else min(hard, DESCRIPTORS)
+    if 0 <= soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _is_no_flood(record: logging.LogRecord) -> bool:
+    return "out of system resource" not in record.getMessage()
+
+
+class DashboardServer(uvicorn.Server):
+    """Tells its viewers how the run stands before it ends; run it from one thread."""
+
+    def __init__(self, app: Starlette, live: Live):
+        _raise_limit()
+        logging.getLogger("asyncio").addFilter(_is_no_flood)
+        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+        logging.getLogger("uvicorn.access").disabled = True  # a request's line may hold a token
+        super().__init__(
+            uvicorn.Config(
+                app,
+                loop="asyncio",
+                http=_Protocol,
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                backlog=BACKLOG,
+                server_header=False,
+                proxy_headers=False,
+                timeout_graceful_shutdown=2,
+            )
+        )
+        self._live = live
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's own, but a signal is done with once it has ended the server: what stands
+        around it is to be cleared away."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {one: signal.signal(one, self.handle_exit) for one in _SIGNALS}
+        try:
+            yield
+        finally:
+            for one, handler in before.items():
+                signal.signal(one, handler)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._live.close()
+        await super().shutdown(sockets)
+
+    def serve_on(self, listener: socket.socket, orphaned: "Orphaned | None" = None) -> None:
+        """Serves until SIGINT, SIGTERM or `should_exit`, or until the orphan's time is over.
+
+        Raises:
+            Exception: what ended the task that keeps up with the run.
+        """
+        asyncio.run(self._serve_on(listener, orphaned))
+        if self._live.failure is not None:
+            raise self._live.failure
+
+    async def _serve_on(self, listener: socket.socket, orphaned: "Orphaned | None") -> None:
+        watch = asyncio.create_task(self._end_with(orphaned))
+        await self.serve([listener])
+        watch.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watch
+
+    async def _end_with(self, orphaned: "Orphaned | None") -> None:
+        loop, since = asyncio.get_running_loop(), None
+        while True:
+            if orphaned is not None and orphaned():
+                since = loop.time() if since is None else since
+                if orphaned.is_replaced() or loop.time() - since > ORPHAN_S:
+                    self.should_exit = True
+            if self._live.failure is not None:
+                self.should_exit = True
+            await asyncio.sleep(LOOK_S)
+
+
+class Orphaned:
+    """Whether the driver that started this process is there no more.
+
+    Args:
+        driver_pid: of the parent.
+        token_file: that a new driver of the same run would replace.
+        parent: tells who the parent is now.
+    """
+
+    def __init__(self, driver_pid: int, token_file: os.PathLike[str], parent=os.getppid):
+        self._driver_pid = driver_pid
+        self._token_file = token_file
+        self._parent: Callable[[], int] = parent
+        self._mine = self._stamp()
+
+    def __call__(self) -> bool:
+        return self._parent() != self._driver_pid
+
+    def is_replaced(self) -> bool:
+        """Whether another driver has taken over, which may want this port."""
+        return self._stamp() != self._mine
+
+    def _stamp(self) -> tuple[int, int] | None:
+        try:
+            found = os.stat(self._token_file)
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns

@@ -1,0 +1,196 @@
+"""Which work of which process a step was waiting for.
+
+The critical path of a step is what the busiest rollout worker did, then what the learner did: in a
+synchronous step one comes after the other. Where both together are longer than the step they
+overlapped: the longer side is the path then, and while it waited the other one, for as much as it
+worked. What the path leaves of the wall time is `other`: hand-overs, and waits for something that
+is no process of the run.
+"""
+
+import collections
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+
+from diagnosis.catalog.catalog import PHASE_ROWS
+from diagnosis.records.facts import LEARNER, StepFacts
+from services.process.phase_clock import UNEXPLAINED, WAITS
+
+OTHER = "other"
+"""Seconds of a step that its critical path does not explain."""
+STARTING_SHARE = 0.1
+"""Of the wall time; a step with a process that compiles for longer is no usual one."""
+
+PHASE_GROUPS: dict[str, tuple[str, ...]] = {
+    group: tuple(row.name for row in PHASE_ROWS if row.group == group)
+    for group in dict.fromkeys(row.group for row in PHASE_ROWS)
+}
+"""Phases that share a column and a colour, in the order in which a step meets them."""
+
+_TITLES = {row.name: row.title for row in PHASE_ROWS}
+_GROUP_OF = {row.name: row.group for row in PHASE_ROWS}
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Seconds of one phase of one process on the critical path."""
+
+    process: str
+    phase: str
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bottleneck:
+    """The part of the critical path that is longest in the steps looked at."""
+
+    text: str
+    process: str
+    """Empty where the rest that no process explains is longest."""
+    phase: str
+    share: float
+    """Of the wall time of those steps."""
+
+
+def busiest_worker(facts: StepFacts) -> str | None:
+    """The rollout worker that did something else than wait for longest; None without workers."""
+    return max(facts.workers, key=facts.busy_s, default=None)
+
+
+def is_overlapped(facts: StepFacts) -> bool:
+    """Whether learner and busiest worker must have worked at the same time."""
+    worker = busiest_worker(facts)
+    return worker is not None and facts.busy_s(LEARNER) + facts.busy_s(worker) > facts.wall_s
+
+
+def path_parts(facts: StepFacts) -> list[Part]:
+    """The critical path of a step; its seconds may be fewer than the wall time, not more by much.
+
+    A worker's wait for weights counts where the sides follow each other and it fits: then the
+    transfer is what everybody waits for. Where they overlap it is a wait for the learner.
+    """
+    worker = busiest_worker(facts)
+    learner = _busy(facts, LEARNER)
+    if worker is None:
+        return learner
+    rollout = _busy(facts, worker)
+    if is_overlapped(facts):
+        longer, shorter = sorted((learner, rollout), key=_total, reverse=True)
+        return longer + _cut(shorter, max(0.0, facts.wall_s - _total(longer)))
+    waited_s = facts.phase_s(worker, "weights_wait")
+    if waited_s and _total(learner) + _total(rollout) + waited_s <= facts.wall_s:
+        rollout.append(Part(worker, "weights_wait", waited_s))
+    return rollout + learner
+
+
+def critical_path(facts: StepFacts) -> dict[str, float]:
+    """Seconds by phase of the critical path, and `other`: the rest of the wall time."""
+    path: dict[str, float] = collections.defaultdict(float)
+    for part in path_parts(facts):
+        path[part.phase] += part.seconds
+    return {**path, OTHER: max(0.0, facts.wall_s - sum(path.values()))}
+
+
+def by_group(phase_s: Mapping[str, float]) -> dict[str, float]:
+    """Adds phases up by their group; a name that is no phase, such as `other`, stays."""
+    groups: dict[str, float] = {}
+    for phase, seconds in phase_s.items():
+        name = _GROUP_OF.get(phase, phase)
+        groups[name] = groups.get(name, 0.0) + seconds
+    return groups
+
+
+def without_starts(recent: Sequence[StepFacts]) -> Sequence[StepFacts]:
+    """Leaves out the steps in which a process compiled, as at a start, where most have none.
+
+    One of them takes as long as dozens of others, and says nothing of the next step.
+    """
+    others = [
+        facts
+        for facts in recent
+        if all(
+            facts.phase_s(process, "compile") <= STARTING_SHARE * facts.wall_s
+            for process in facts.processes
+        )
+    ]
+    return others if 2 * len(others) > len(recent) else recent
+
+
+def usual_step_s(recent: Sequence[StepFacts]) -> float:
+    """Mean seconds of these steps, those of a start left out; NaN without a step."""
+    usual = without_starts(recent)
+    return sum(facts.wall_s for facts in usual) / len(usual) if usual else math.nan
+
+
+def waiting_share(facts: StepFacts, process: str) -> float:
+    """Share of the wall time in which a process waited for another one."""
+    return facts.phase_s(process, *WAITS) / facts.wall_s
+
+
+def bottleneck(recent: Sequence[StepFacts]) -> Bottleneck | None:
+    """What of these steps is longest, in one sentence; None without a step.
+
+    Args:
+        recent: trained steps, oldest first; means over all of them count, not one noisy step.
+    """
+    if not recent:
+        return None
+    wall_s = sum(facts.wall_s for facts in recent)
+    seconds: dict[tuple[bool, str], float] = collections.defaultdict(float)
+    for facts in recent:
+        parts = path_parts(facts)
+        for part in parts:
+            seconds[part.process == LEARNER, part.phase] += part.seconds
+        seconds[False, OTHER] += max(0.0, facts.wall_s - _total(parts))
+    (is_learner, phase), most_s = max(seconds.items(), key=lambda item: item[1])
+    share = min(1.0, most_s / wall_s)
+    numbers = (
+        f"{share:.0%} of a step ({most_s / len(recent):.2f} of {wall_s / len(recent):.2f} s)"
+    ).replace("%", " %")
+    if phase == OTHER:
+        text = f"no process explains {numbers}: neither learner nor busiest worker is at work then"
+        return Bottleneck(text=text, process="", phase=phase, share=share)
+    process = LEARNER if is_learner else _most_often(busiest_worker(facts) for facts in recent)
+    whom = "the learner" if is_learner else process
+    text = f"{_TITLES[phase]} of {whom} takes {numbers}"
+    if sum(map(is_overlapped, recent)) * 2 > len(recent):
+        text += f"; {_other_side(recent, is_learner, process)}"
+    return Bottleneck(text=text, process=process, phase=phase, share=share)
+
+
+def _other_side(recent: Sequence[StepFacts], is_learner: bool, worker: str) -> str:
+    """How much of overlapped steps the side waits that does not set the pace."""
+    if is_learner:
+        names = [busiest_worker(facts) or LEARNER for facts in recent]
+        whom = "the busiest worker"
+    else:
+        names, whom = [LEARNER] * len(recent), "the learner"
+    waits = statistics.median(
+        waiting_share(facts, name) for facts, name in zip(recent, names, strict=True)
+    )
+    return f"beside it, {whom} waits {waits * 100:.0f} % of the time"
+
+
+def _busy(facts: StepFacts, process: str) -> list[Part]:
+    row = facts.processes.get(process, {})
+    return [
+        Part(process, phase, s)
+        for phase, s in row.items()
+        if s > 0 and phase not in (*WAITS, UNEXPLAINED)
+    ]
+
+
+def _cut(parts: Sequence[Part], seconds: float) -> list[Part]:
+    """So many seconds of them at most, of each its share."""
+    share = min(1.0, seconds / (_total(parts) or 1.0))
+    return [dataclasses.replace(part, seconds=share * part.seconds) for part in parts if share]
+
+
+def _total(parts: Iterable[Part]) -> float:
+    return sum(part.seconds for part in parts)
+
+
+def _most_often(names: Iterable[str | None]) -> str:
+    ((name, _),) = collections.Counter(name or "" for name in names).most_common(1)
+    return name

@@ -1,0 +1,216 @@
+"""How long a step would take with other settings: the model behind the What-if view.
+
+A step has two sides. The rollout side takes R(n) = fixed + work(n) seconds with n workers, the
+update U. A synchronous step takes R + U + rest. An asynchronous one takes max(R, U) + rest where
+the sides have hardware of their own, and gains less where they share it.
+
+What the run itself has shown counts first: the work with n workers where it had n workers, else the
+scalability between two other numbers of workers. Where it has shown nothing there are priors, each
+with its reason below.
+"""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+from diagnosis.judgement.step_sides import Sides, both_s, median_sides
+from diagnosis.records.facts import RunSettings
+
+WINDOW = 10
+"""Settled steps with one number of workers whose medians count."""
+ENOUGH = 3
+"""Settled steps that make a number of workers one that the run has shown."""
+SHARED_SCALABILITY = 0.3
+"""Prior exponent of work over the share of the work, for workers that share a host's CPU cores. One
+worker's XLA threads already use all of them; a second one fills what is left while the first is in
+Python or waits for scores, which is about a third."""
+OWN_OVERLAP = 0.95
+"""Prior share of the shorter side that hides behind the longer, where both have devices of their
+own: hand-overs stay."""
+SHARED_OVERLAP = 0.3
+"""The same where both sides share the CPU cores of a host, for the reason above."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """A predicted step."""
+
+    step_s: float
+    measured: bool
+    """Whether the run has been in that configuration, as far as the answer rests on it."""
+    note: str
+
+
+class StepModel:
+    """Predictions from what a run has shown so far."""
+
+    def __init__(
+        self, seen: Mapping[int, Sequence[Sides]], settings: RunSettings, *, hosts: int = 1
+    ):
+        """
+        Args:
+            seen: settled steps, oldest first, by number of workers; at least one step.
+            hosts: how many hosts the workers are known to run on.
+        """
+        self._seen = {n: list(steps)[-WINDOW:] for n, steps in seen.items() if steps}
+        self._level = {n: median_sides(steps) for n, steps in self._seen.items()}
+        self._settings = settings
+        self._is_shared = settings.platform == "cpu" and hosts <= 1
+
+    def with_workers(self, now: int, then: int) -> Forecast:
+        """From `now` workers, which the run has shown, to `then`."""
+        level = self._level[now]
+        if then == now:
+            return Forecast(level.step_s, True, "as it is")
+        work_s, measured, note = self._work_s(now, then)
+        fixed_s = self._level[then].fixed_s if measured else level.fixed_s
+        rollout_s = fixed_s + work_s
+        return Forecast(self._together(level, level.update_s, rollout_s), measured, note)
+
+    def with_staleness(self, now: int, then: int) -> Forecast:
+        """With `now` workers and another rollout.max_staleness."""
+        level, steps = self._level[now], self._seen[now]
+        staleness = self._settings.max_staleness
+        if then == staleness:
+            return Forecast(level.step_s, True, "as it is")
+        longer = max(level.rollout_s, level.update_s)
+        shorter = min(level.rollout_s, level.update_s)
+        hidden = self._overlap()
+        share = f"{hidden:.0%} of the shorter side".replace("%", " %")
+        rest_s = self._rest_s(level)
+        if then == 0:
+            return Forecast(
+                longer + hidden * shorter + rest_s,
+                False,
+                f"the sides follow each other again; {share} is taken to be hidden now",
+            )
+        if staleness == 0:
+            longer = _paired(steps) if then == 1 else longer
+            return Forecast(
+                longer + (1 - hidden) * shorter + rest_s,
+                False,
+                f"rollouts go on beside the update; {share} is taken to hide",
+            )
+        if then == 1:
+            longer = _paired(steps)
+        elif staleness == 1:
+            rest_s = level.step_s - _paired(steps)
+        return Forecast(
+            longer + rest_s,
+            False,
+            "a deeper queue only evens out which side is longer from step to step",
+        )
+
+    def with_half_length(self, now: int) -> Forecast:
+        """With `now` workers and half of rollout.max_completion_tokens."""
+        level, half = self._level[now], self._settings.max_completion_tokens / 2
+        if level.completion_len_max <= half:
+            return Forecast(level.step_s, True, f"no completion is longer than {half:g} tokens")
+        lost = level.beyond_half
+        note = f"{lost * 100:.0f} % of the tokens lie beyond {half:g}"
+        if math.isnan(lost):
+            mean = level.completion_len_mean
+            lost = max(0.0, 1 - half / mean) if mean > 0 else 0.0
+            note = "how many tokens lie beyond half the maximum is not logged: at most so long"
+        mean = level.completion_len_mean * (1 - lost)
+        kept = 1 - lost
+        if not self._is_shared and not math.isnan(level.completion_len_mean):
+            longest = min(half, level.completion_len_max)
+            before = self._decode_steps(now, level.completion_len_mean, level.completion_len_max)
+            kept = self._decode_steps(now, mean, longest) / before
+        rollout_s = level.fixed_s + level.work_s * kept
+        prompt = 0.0 if math.isnan(level.prompt_len_mean) else level.prompt_len_mean
+        read = (prompt + mean) / (prompt + level.completion_len_mean)
+        update_s = level.update_s * (1.0 if math.isnan(read) else read)
+        return Forecast(self._together(level, update_s, rollout_s), False, note)
+
+    def _together(self, level: Sides, update_s: float, rollout_s: float) -> float:
+        return both_s(update_s, rollout_s, self._settings) + self._rest_s(level)
+
+    def _rest_s(self, level: Sides) -> float:
+        """What `level` leaves beside its two sides, so that what changes nothing predicts its step.
+
+        Medians do not add up: with the median of the rests every prediction would be off by the
+        same seconds, and both a worker more and a worker fewer could look faster.
+        """
+        return level.step_s - both_s(level.update_s, level.rollout_s, self._settings)
+
+    def _work_s(self, now: int, then: int) -> tuple[float, bool, str]:
+        """Seconds of the busiest worker among `then`, whether that was seen, and from what."""
+        level = self._level[now]
+        tokens = level.tokens if level.tokens > 0 else 1.0
+        if len(self._seen.get(then, ())) >= ENOUGH:
+            work_s = self._level[then].work_s_per_token * tokens
+            return work_s, True, f"as the run did with {then} workers"
+        exponent = self._prior(now, then)
+        note = (
+            "workers share the cores of one host: little is to be gained"
+            if self._is_shared
+            else "bound by tokens until a worker's slots are not full, then by the longest one"
+        )
+        if shown := self._shown(now):
+            exponent = (2 * sum(shown.values()) / len(shown) + exponent) / 3
+            *few, most = sorted({now, *shown})
+            note = f"by what {', '.join(map(str, few))} and {most} workers took"
+        ratio = (self._share(then) / self._share(now)) ** exponent
+        return level.work_s * ratio, False, note
+
+    def _shown(self, now: int) -> dict[int, float]:
+        """Exponents of work over share between `now` and other numbers of workers.
+
+        Beyond 1.2 or under -0.5 they are noise: there is no more than all to be shared, and
+        workers that get in each other's way are still some use.
+        """
+        exponents = {}
+        mine = self._level[now].work_s_per_token
+        for other, level in self._level.items():
+            shares = self._share(other) / self._share(now)
+            if other == now or len(self._seen[other]) < ENOUGH or shares == 1:
+                continue
+            if mine > 0 and level.work_s_per_token > 0:
+                exponent = math.log(level.work_s_per_token / mine) / math.log(shares)
+                exponents[other] = min(1.2, max(-0.5, exponent))
+        return exponents
+
+    def _prior(self, now: int, then: int) -> float:
+        """Exponent of work over share where the run has shown none."""
+        if self._is_shared:
+            return SHARED_SCALABILITY
+        level = self._level[now]
+        shares = self._share(then) / self._share(now)
+        if shares == 1:
+            return 0.0
+        mean, longest = level.completion_len_mean, level.completion_len_max
+        if math.isnan(mean) or math.isnan(longest):
+            return 1.0
+        ratio = self._decode_steps(then, mean, longest) / self._decode_steps(now, mean, longest)
+        return math.log(ratio) / math.log(shares)
+
+    def _share(self, workers: int) -> float:
+        """Of the groups of a step for the busiest worker: groups cannot be cut."""
+        groups = max(1, self._settings.prompts_per_step)
+        return math.ceil(groups / workers) / groups
+
+    def _decode_steps(self, workers: int, mean: float, longest: float) -> float:
+        """Decode steps of the busiest of so many workers, each step costing the same.
+
+        With all slots in use it is bound by tokens, and half of a longest completion is left over
+        at the end; with slots to spare by the longest completion.
+        """
+        settings = self._settings
+        groups = math.ceil(settings.prompts_per_step / workers)
+        rows = groups * settings.completions_per_prompt
+        if rows <= settings.slots:
+            return longest
+        return max(longest, rows * mean / settings.slots + longest / 2)
+
+    def _overlap(self) -> float:
+        if self._settings.colocated:
+            return 0.0
+        return SHARED_OVERLAP if self._is_shared else OWN_OVERLAP
+
+
+def _paired(steps: Sequence[Sides]) -> float:
+    """The longer side, step by step: with one version of slack each step waits for both."""
+    return statistics.median(max(one.rollout_s, one.update_s) for one in steps)

@@ -1,0 +1,235 @@
+"""Predicted step times for other settings, and how right past predictions were.
+
+Two kinds of past predictions are kept. Before every settled step its time is predicted from what
+was known then. Where the number of workers changes, the time with the new number is predicted from
+steps before the new worker was there, and judged by the median of as many settled steps after, put
+to the tokens of the prediction: lengths change while a policy learns, and no setting made them.
+Nothing is fitted to the answers. Times leave out evaluations and checkpoints.
+"""
+
+import collections
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from diagnosis.judgement.step_model import ENOUGH, WINDOW, Forecast, StepModel
+from diagnosis.judgement.step_sides import Settling, Sides, median_sides, sides_of
+from diagnosis.records.facts import RunSettings, StepFacts
+
+PAST = 50
+"""Predictions that the page shows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """One prediction with what came of it; seconds a step."""
+
+    step: int
+    predicted: float
+    actual: float
+
+    @property
+    def error(self) -> float:
+        """Above 0 where the step was faster than predicted; relative to the actual time."""
+        return (self.predicted - self.actual) / self.actual
+
+
+@dataclasses.dataclass(frozen=True)
+class Change(Prediction):
+    """A prediction for another number of workers."""
+
+    before: int
+    after: int
+    update_before_s: float
+    """Of the learner in the steps that the prediction rests on: taken to stay as it was."""
+    update_after_s: float
+    """What it was. In a synchronous run no worker is at work beside it, so that a difference is
+    the machine's and not that of the number of workers."""
+
+
+@dataclasses.dataclass
+class _Open:
+    """A change whose answer is not known yet."""
+
+    step: int
+    before: int
+    after: int
+    predicted: float
+    level: Sides
+    """Of the steps that the prediction rests on."""
+    answers: list[Sides] = dataclasses.field(default_factory=list)
+
+
+class WhatIf:
+    """Follows a run step by step."""
+
+    def __init__(self, settings: RunSettings):
+        self._settings = settings
+        self._settling = Settling()
+        self._seen: dict[int, collections.deque[Sides]] = {}
+        self._workers = 0
+        """Of the last settled step; 0 before the first."""
+        self._open: _Open | None = None
+        self._hosts = 1
+        self.past: collections.deque[Prediction] = collections.deque(maxlen=PAST)
+        self.changes: list[Change] = []
+        self.errors: list[float] = []
+        """Relative errors, without sign, of every prediction made one step ahead."""
+
+    def set_hosts(self, hosts: int) -> None:
+        """How many hosts the workers run on, where the fleet tells."""
+        self._hosts = max(1, hosts)
+
+    def add(self, facts: StepFacts, *, starting: bool = False) -> None:
+        """Takes the next step: first it answers predictions, then new ones may rest on it.
+
+        Args:
+            starting: whether a process is known to start now.
+        """
+        if not facts.trained:
+            return
+        settled = self._settling.is_settled(facts, starting=starting)
+        if not settled or not facts.workers:
+            return
+        sides = sides_of(facts, self._settings)
+        if not math.isfinite(sides.step_s + sides.update_s + sides.rollout_s):
+            return
+        if self._workers and sides.workers != self._workers:
+            self._begin_change(facts.step, sides.workers)
+        self._answer(facts.step, sides)
+        self._seen.setdefault(sides.workers, collections.deque(maxlen=WINDOW)).append(sides)
+        self._workers = sides.workers
+
+    def json(self) -> dict[str, Any] | None:
+        """`what_if` of the judgement; None before the first settled step."""
+        if not self._workers:
+            return None
+        now = self._model().with_workers(self._workers, self._workers)
+        return {
+            "now": {
+                "step_s": now.step_s,
+                "workers": self._workers,
+                "max_staleness": self._settings.max_staleness,
+            },
+            "options": self.options(),
+            "error": self._error(),
+            "past": [
+                {"step": p.step, "predicted": p.predicted, "actual": p.actual, "error": p.error}
+                for p in self.past
+            ],
+            "changes": [
+                {
+                    "step": change.step,
+                    "from": change.before,
+                    "to": change.after,
+                    "predicted": change.predicted,
+                    "actual": change.actual,
+                    "error": change.error,
+                }
+                for change in self.changes[-PAST:]
+            ],
+        }
+
+    def options(self) -> list[dict[str, Any]]:
+        """What could be changed, with the step time that it would bring."""
+        if not self._workers:
+            return []
+        model, n, settings = self._model(), self._workers, self._settings
+        now_s = model.with_workers(n, n).step_s
+        asked: list[tuple[str, str, Callable[[], Forecast]]] = []
+        if not settings.colocated and n < settings.workers_max:
+            asked.append(("more", f"{n + 1} workers", lambda: model.with_workers(n, n + 1)))
+        if not settings.colocated and n > max(1, settings.workers_min):
+            title = f"{n - 1} worker{'s' if n > 2 else ''}"
+            asked.append(("fewer", title, lambda: model.with_workers(n, n - 1)))
+        for staleness in (0, 1, 2):
+            if staleness != settings.max_staleness:
+                title = f"max_staleness {staleness}"
+                call = lambda staleness=staleness: model.with_staleness(n, staleness)  # noqa: E731
+                asked.append((f"staleness_{staleness}", title, call))
+        half = settings.max_completion_tokens // 2
+        title = f"at most {half} tokens a completion"
+        asked.append(("half_length", title, lambda: model.with_half_length(n)))
+        return [_option(name, title, call(), now_s) for name, title, call in asked]
+
+    def _model(self) -> StepModel:
+        return StepModel(self._seen, self._settings, hosts=self._hosts)
+
+    def _answer(self, step: int, sides: Sides) -> None:
+        """Compares what was said of this step with what it took."""
+        if predicted := self._said(sides.workers):
+            made = Prediction(step, predicted, sides.step_s)
+            self.past.append(made)
+            self.errors.append(abs(made.error))
+        change = self._open
+        if change is not None:
+            level = change.level
+            change.answers.append(
+                sides.at_length(level.tokens, level.completion_len_mean, self._settings)
+            )
+            if len(change.answers) == WINDOW:
+                self._end_change()
+
+    def _said(self, workers: int) -> float | None:
+        """The time of a step with so many workers, by what is known before it."""
+        if len(self._seen.get(workers, ())) >= ENOUGH:
+            return statistics.median(sides.step_s for sides in self._seen[workers])
+        if not self._workers:
+            return None
+        return self._model().with_workers(self._workers, workers).step_s
+
+    def _begin_change(self, step: int, workers: int) -> None:
+        self._end_change()
+        self._open = None
+        if len(self._seen[self._workers]) >= ENOUGH:
+            predicted = self._model().with_workers(self._workers, workers).step_s
+            level = median_sides(self._seen[self._workers])
+            self._open = _Open(step, self._workers, workers, predicted, level)
+
+    def _end_change(self) -> None:
+        change = self._open
+        if change is not None and len(change.answers) >= ENOUGH:
+            found = median_sides(change.answers)
+            self.changes.append(
+                Change(
+                    step=change.step,
+                    predicted=change.predicted,
+                    actual=found.step_s,
+                    before=change.before,
+                    after=change.after,
+                    update_before_s=change.level.update_s,
+                    update_after_s=found.update_s,
+                )
+            )
+            self._open = None
+
+    def _error(self) -> dict[str, Any]:
+        """How far off predictions were, in the median over the run."""
+        if not self.errors:
+            return {"median": None, "count": 0, "text": "no prediction was put to the test yet"}
+        median = statistics.median(self.errors)
+        text = (
+            f"{len(self.errors)} predictions of the next step were off by {median * 100:.1f} % in "
+            "the median"
+        )
+        if self.changes:
+            of_changes = statistics.median(abs(change.error) for change in self.changes)
+            times = "time" if len(self.changes) == 1 else "times"
+            text += (
+                f"; the number of workers changed {len(self.changes)} {times}, predicted "
+                f"{of_changes * 100:.1f} % off in the median"
+            )
+        return {"median": median, "count": len(self.errors), "text": text}
+
+
+def _option(name: str, title: str, forecast: Forecast, now_s: float) -> dict[str, Any]:
+    return {
+        "id": name,
+        "title": title,
+        "step_s": forecast.step_s,
+        "ratio": forecast.step_s / now_s,
+        "note": forecast.note,
+        "sure": "measured" if forecast.measured else "model",
+    }

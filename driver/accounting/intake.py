@@ -1,0 +1,213 @@
+"""Which groups train in a step, and how many prompts may be under way for that.
+
+Pure decisions over reports: what the learner holds, what is out with workers, what grew too old.
+Synchronous mode is `max_staleness` 0 and needs no rule of its own.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from driver.accounting.leases import LeaseBook, TrajectoryState
+from rollout_worker.lease_records import LeaseOutcome, LeaseResult
+from services.trajectories.group_report import GroupReport
+from services.wire.messages import Lease
+
+
+@dataclasses.dataclass(kw_only=True)
+class StepBatch:
+    """The groups of one step."""
+
+    kept: list[str]
+    """Group ids to train on, in the order of the data."""
+    dropped: list[str] = dataclasses.field(default_factory=list)
+    """Group ids in the learner's buffer that nobody will ask for."""
+    reports: list[GroupReport] = dataclasses.field(default_factory=list)
+    """Of the groups above, kept and dropped."""
+    arrived_tokens: int = 0
+    """Sampled tokens of the groups that arrived since the last step: those above or, where steps
+    and rollout overlap, others."""
+    samples: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    def reward_problem(self) -> str:
+        """One line about completions that could not be scored; empty where all were."""
+        failed = [report for report in self.reports if report.reward_error]
+        if not failed:
+            return ""
+        return (
+            f"completions of {len(failed)} of {len(self.reports)} groups could not be scored and "
+            f"are left out, the first for: {failed[0].reward_error}"
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Of the step's groups, also those that were replaced."""
+        scored = sum(report.scored for report in self.reports)
+        total = sum(report.reward_sum for report in self.reports)
+        equal = sum(report.zero_variance for report in self.reports)
+        return {
+            "reward/total/mean": total / scored if scored else math.nan,
+            "rollout/zero_variance_fraction": equal / max(1, len(self.reports)),
+            "rollout/resampled_groups": float(len(self.dropped)),
+            "rollout/tokens": float(self.arrived_tokens),
+        }
+
+
+class Intake:
+    """Groups that the learner holds and was not yet asked to train on."""
+
+    def __init__(
+        self,
+        book: LeaseBook,
+        *,
+        wanted: int,
+        max_staleness: int,
+        resample_rounds: int,
+        samples: int = 0,
+    ):
+        """
+        Args:
+            wanted: groups of a step.
+            resample_rounds: how many further steps' worth of prompts a step may lease to replace
+                groups of equal rewards; 0 keeps them.
+            samples: completions of a step that the log keeps; so many of the leases of a step, or
+                a few more, ask for one.
+        """
+        self._book = book
+        self._wanted = wanted
+        self._max_staleness = max_staleness
+        self._rounds = resample_rounds
+        self._logged_every = max(1, wanted // samples) if samples else 0
+        self._leased = 0
+        self._waiting: dict[str, GroupReport] = {}
+        self._arrived_tokens = 0
+        self._samples: list[dict[str, Any]] = []
+        self._dropped: dict[str, GroupReport] = {}
+        self._granted = 0
+        """Leases since the last step was taken."""
+        self.unconfirmed: set[str] = set()
+        """Groups that the learner has, as a worker heard, and whose report only the learner can
+        give."""
+
+    @property
+    def waiting(self) -> int:
+        """Groups that may train."""
+        return len(self._waiting)
+
+    def lease(self, count: int, policy_version: int, steps_left: int) -> list[Lease]:
+        """Leases at most so many groups, and no more than may be under way.
+
+        Each names the oldest version that it can be sampled under and still train in its turn.
+
+        Args:
+            policy_version: the learner's current one.
+            steps_left: that are not trained, the one in progress included.
+        """
+        self._expire(policy_version)
+        leases = []
+        for _ in range(min(count, self._allowance(steps_left))):
+            turn = policy_version + self._book.outstanding // self._wanted
+            (lease,) = self._book.lease(1, max(0, turn - self._max_staleness))
+            logged = bool(self._logged_every) and self._leased % self._logged_every == 0
+            leases.append(dataclasses.replace(lease, logged=logged))
+            self._granted += 1
+            self._leased += 1
+        return leases
+
+    def add(self, result: LeaseResult) -> None:
+        """Books how one lease ended, unless it was given back."""
+        if result.outcome is LeaseOutcome.STALE:
+            self._book.end(result.group_id, TrajectoryState.DROPPED_STALE)
+        elif result.outcome is LeaseOutcome.DUPLICATE:
+            self._book.end(result.group_id, TrajectoryState.DUPLICATE)
+            if self._book.hold(result.group_id):
+                self.unconfirmed.add(result.group_id)
+        else:
+            assert result.outcome is LeaseOutcome.ACCEPTED and result.report is not None
+            if self._book.hold(result.group_id):
+                self._admit(result.report)
+                self._samples += result.samples
+
+    def adopt(self, reports: Iterable[GroupReport]) -> None:
+        """Takes groups over that the learner reports to hold."""
+        for report in reports:
+            self.unconfirmed.discard(report.group_id)
+            self._book.adopt([report.group_id])
+            self._admit(report)
+
+    def ready(self, policy_version: int, steps_left: int) -> bool:
+        """Whether a step can be taken: enough groups, or no way to more of them."""
+        if self.unconfirmed:
+            return False
+        if len(self._admissible(policy_version)) >= self._wanted:
+            return True
+        return self._book.out == 0 and self._allowance(steps_left) == 0
+
+    def take(self, policy_version: int) -> StepBatch:
+        """Gives away the oldest groups that may train."""
+        self._expire(policy_version)
+        kept = sorted(self._admissible(policy_version)[: self._wanted])
+        taken = {group_id: self._waiting.pop(group_id) for group_id in kept} | self._dropped
+        batch = StepBatch(
+            kept=kept,
+            dropped=sorted(self._dropped),
+            reports=[taken[group_id] for group_id in sorted(taken)],
+            arrived_tokens=self._arrived_tokens,
+            samples=self._samples,
+        )
+        self._dropped, self._arrived_tokens, self._samples, self._granted = {}, 0, [], 0
+        return batch
+
+    def repeat(
+        self, kept: Sequence[str], dropped: Sequence[str], reports: Sequence[GroupReport]
+    ) -> StepBatch:
+        """The batch of a step that is trained again, as it was recorded.
+
+        Args:
+            reports: of these groups, as the learner gives them.
+        """
+        self._book.adopt([*kept, *dropped])
+        for group_id in filter(self._book.holds, dropped):  # others ended before the checkpoint
+            self._book.end(group_id, TrajectoryState.DROPPED_ZERO_VARIANCE)
+        return StepBatch(
+            kept=list(kept),
+            dropped=list(dropped),
+            reports=list(reports),
+            arrived_tokens=sum(report.completion_tokens for report in reports),
+        )
+
+    def discard(self, group_ids: Iterable[str]) -> None:
+        """Leaves out groups that the learner has given up; the caller books them."""
+        for group_id in group_ids:
+            self._waiting.pop(group_id, None)
+
+    def _expire(self, policy_version: int) -> None:
+        """Ends what has grown too old while it waited."""
+        fresh = set(self._admissible(policy_version))
+        for group_id in [group_id for group_id in self._waiting if group_id not in fresh]:
+            self._book.end(group_id, TrajectoryState.DROPPED_STALE)
+            self._dropped[group_id] = self._waiting.pop(group_id)
+
+    def _admit(self, report: GroupReport) -> None:
+        self._arrived_tokens += report.completion_tokens
+        if self._rounds and report.zero_variance:
+            self._book.end(report.group_id, TrajectoryState.DROPPED_ZERO_VARIANCE)
+            self._dropped[report.group_id] = report
+        else:
+            self._waiting[report.group_id] = report
+
+    def _admissible(self, policy_version: int) -> list[str]:
+        """Ids of groups within the bound, those of the oldest version first."""
+        fresh = [
+            (report.policy_version, group_id)
+            for group_id, report in self._waiting.items()
+            if policy_version - report.policy_version <= self._max_staleness
+        ]
+        return [group_id for _, group_id in sorted(fresh)]
+
+    def _allowance(self, steps_left: int) -> int:
+        under_way = min(self._max_staleness + 1, steps_left) * self._wanted
+        allowed = under_way - self._book.outstanding
+        if self._rounds:
+            allowed = min(allowed, (self._rounds + 1) * self._wanted - self._granted)
+        return max(0, allowed)

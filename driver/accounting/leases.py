@@ -1,0 +1,255 @@
+"""The prompts of a run: which come next, which are out, and in which single state each group ended.
+
+A group is one index of the endless data order `prompt_at(seed, count, index)`; its id is made from
+that index, so that a resumed run leases the same groups under the same ids. An index is in one of
+five places:
+
+    not leased yet -> out with a worker -> held by the learner -> ended
+                          |      ^
+                          v      |
+                   waits to be leased again
+
+All indices below the cursor that are in none of the middle places have ended.
+"""
+
+import enum
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from driver.accounting.data_order import prompt_at
+from services.wire.messages import Lease
+
+
+class LedgerError(RuntimeError):
+    """The books do not balance: a fault in this program, not in the user's input."""
+
+
+class TrajectoryState(enum.Enum):
+    """The one state in which a delivered group ends."""
+
+    TRAINED = "trained"
+    DROPPED_STALE = "dropped_stale"
+    DROPPED_ZERO_VARIANCE = "dropped_zero_variance"
+    DROPPED_ERROR = "dropped_error"
+    DUPLICATE = "duplicate"
+    """A further delivery of a group that had one already."""
+
+
+class LeaseState(enum.Enum):
+    """How a lease ended."""
+
+    DONE = "done"
+    """Its group reached the learner."""
+    RETURNED = "returned"
+    """Given back, unfinished: its worker was drained, or the run stopped."""
+    EXPIRED = "expired"
+    """Taken away from a worker that was lost or too slow."""
+
+
+class LeaseBook:
+    """The data cursor, the leases that are out, and how every lease and every group ended."""
+
+    def __init__(self, *, seed: int, prompt_count: int):
+        if prompt_count < 1:
+            raise ValueError(f"a run needs at least one prompt, got {prompt_count=}")
+        self._seed = seed
+        self._prompt_count = prompt_count
+        self._cursor = 0
+        self._out: dict[int, int] = {}
+        """Attempt by index, of leases with workers."""
+        self._held: dict[int, int] = {}
+        """Of groups that the learner has and that have not ended."""
+        self._returned: dict[int, int] = {}
+        """Of groups to be leased again, the attempt that is due."""
+        self._granted = 0
+        self._leases = dict.fromkeys(LeaseState, 0)
+        self._totals = dict.fromkeys(TrajectoryState, 0)
+        self._recent: dict[TrajectoryState, list[str]] = {state: [] for state in TrajectoryState}
+
+    @property
+    def cursor(self) -> int:
+        """The first index that was never leased."""
+        return self._cursor
+
+    @property
+    def out(self) -> int:
+        """Leases with workers."""
+        return len(self._out)
+
+    @property
+    def outstanding(self) -> int:
+        """Groups that are with workers or with the learner, and have not ended."""
+        return len(self._out) + len(self._held)
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """Deliveries of the whole run by state."""
+        return {state.value: count for state, count in self._totals.items()}
+
+    @property
+    def lease_totals(self) -> dict[str, int]:
+        """Leases of this process's life by how they ended, and those that are `out`."""
+        return {state.value: n for state, n in self._leases.items()} | {"out": len(self._out)}
+
+    def lease(self, count: int, min_policy_version: int = 0) -> list[Lease]:
+        """Leases the next groups: first what came back unfinished, then new prompts, in order.
+
+        Args:
+            min_policy_version: oldest version that they may be sampled under.
+        """
+        again = sorted(self._returned)[:count]
+        attempts = {index: self._returned.pop(index) for index in again}
+        while len(attempts) < count:
+            attempts[self._cursor] = 0
+            self._cursor += 1
+        self._out.update(attempts)
+        self._granted += len(attempts)
+        return [self._lease(i, attempt, min_policy_version) for i, attempt in attempts.items()]
+
+    def give_back(self, group_ids: Iterable[str], how: LeaseState) -> int:
+        """Takes leases back that are out, to be granted again first; returns how many were."""
+        indices = [index for index in map(_index_of, group_ids) if index in self._out]
+        for index in indices:
+            self._returned[index] = self._out.pop(index) + 1
+        self._leases[how] += len(indices)
+        return len(indices)
+
+    def hold(self, group_id: str) -> bool:
+        """Notes that the learner has a group; False if it was known, or has ended.
+
+        Raises:
+            LedgerError: if the group was never leased.
+        """
+        index = self._known(group_id, "reached the learner")
+        if index in self._out:
+            self._held[index] = self._out.pop(index)
+            self._leases[LeaseState.DONE] += 1
+            return True
+        if index in self._returned:
+            self._held[index] = self._returned.pop(index)
+            return True
+        return False
+
+    def holds(self, group_id: str) -> bool:
+        """Whether the learner has the group, and it has not ended."""
+        return _index_of(group_id) in self._held
+
+    def adopt(self, group_ids: Iterable[str]) -> None:
+        """Takes over groups that a learner holds which outlived these books.
+
+        What lies between them and was never leased by these books waits to be leased again.
+        """
+        for index in sorted(index for index in map(_index_of, group_ids) if index is not None):
+            while self._cursor <= index:
+                self._returned[self._cursor] = 1
+                self._cursor += 1
+            if index in self._returned:
+                self._held[index] = self._returned.pop(index)
+
+    def end(self, group_id: str, state: TrajectoryState) -> TrajectoryState:
+        """Notes what became of one delivery of a group.
+
+        Returns:
+            The state noted: DUPLICATE for every delivery after the one that ended the group.
+
+        Raises:
+            LedgerError: if this group was never leased.
+        """
+        index = self._known(group_id, f"ended as {state.value}")
+        if state is not TrajectoryState.DUPLICATE:
+            self.hold(group_id)
+            if index in self._held:
+                del self._held[index]
+            else:
+                state = TrajectoryState.DUPLICATE
+        self._totals[state] += 1
+        self._recent[state].append(group_id)
+        return state
+
+    def check(self) -> None:
+        """Holds the laws of conservation, of groups and of leases.
+
+        Raises:
+            LedgerError: with all the numbers.
+        """
+        ended = sum(self._totals.values()) - self._totals[TrajectoryState.DUPLICATE]
+        places = (ended, len(self._out), len(self._held), len(self._returned))
+        if sum(places) != self._cursor:
+            raise LedgerError(
+                f"{self._cursor} groups were leased, but {ended} ended, {places[1]} are out, "
+                f"{places[2]} lie with the learner and {places[3]} wait to be leased again: "
+                f"{sum(places)} in all"
+            )
+        accounted = sum(self._leases.values()) + len(self._out)
+        if accounted != self._granted:
+            raise LedgerError(
+                f"{self._granted} leases were granted, but {accounted} are accounted for: "
+                f"{self.lease_totals}"
+            )
+
+    def take_recent(self) -> dict[str, list[str]]:
+        """Group ids by state since the last call; empty states are left out."""
+        recent = {state.value: ids for state, ids in self._recent.items() if ids}
+        self._recent = {state: [] for state in TrajectoryState}
+        return recent
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as plain JSON values."""
+        taken = {index: attempt + 1 for index, attempt in {**self._out, **self._held}.items()}
+        return {
+            "seed": self._seed,
+            "prompt_count": self._prompt_count,
+            "cursor": self._cursor,
+            "unfinished": sorted({**self._returned, **taken}.items()),
+            "totals": self.totals,
+        }
+
+    @classmethod
+    def restore(cls, state: Mapping[str, Any], *, seed: int, prompt_count: int) -> "LeaseBook":
+        """The book of a checkpoint; what was out when it was written is leased again first.
+
+        Raises:
+            ValueError: if seed or data are not those of the checkpoint, since the order of the
+                prompts would be another one.
+        """
+        wanted = {"seed": seed, "prompt_count": prompt_count}
+        for name, value in wanted.items():
+            if state[name] != value:
+                raise ValueError(
+                    f"the checkpoint was made with {name}={state[name]}, this run has "
+                    f"{name}={value}: resume with the same data and seed, or start a new run"
+                )
+        book = cls(seed=seed, prompt_count=prompt_count)
+        book._cursor = state["cursor"]
+        book._returned = {index: attempt for index, attempt in state["unfinished"]}
+        book._totals = {s: state["totals"][s.value] for s in TrajectoryState}
+        book.check()
+        return book
+
+    def _known(self, group_id: str, what: str) -> int:
+        index = _index_of(group_id)
+        if index is None or index >= self._cursor:
+            raise LedgerError(
+                f"group {group_id} {what} but was never leased: the next new group is "
+                f"{_group_id(self._cursor)}"
+            )
+        return index
+
+    def _lease(self, index: int, attempt: int, min_policy_version: int) -> Lease:
+        epoch, position = prompt_at(self._seed, self._prompt_count, index)
+        return Lease(
+            group_id=_group_id(index),
+            attempt=attempt,
+            epoch=epoch,
+            position=position,
+            min_policy_version=min_policy_version,
+        )
+
+
+def _group_id(index: int) -> str:
+    return f"g{index:08d}"
+
+
+def _index_of(group_id: str) -> int | None:
+    digits = group_id.removeprefix("g")
+    return int(digits) if digits.isdecimal() and group_id == _group_id(int(digits)) else None

@@ -1,0 +1,186 @@
+"""Every key a run configuration may hold, and the nearest one to a key that it may not.
+
+Derived from the pydantic models of `run_config.py`, so that no second list can go stale.
+"""
+
+import dataclasses
+import difflib
+import enum
+import functools
+import types
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from driver.config.run_config import RunConfig
+from rollout_worker.config import WorkersConfig
+
+
+class Kind(enum.Enum):
+    SECTION = "section"
+    SECTION_LIST = "list of sections"
+    FREE = "free mapping"
+    """Keys below it are the user's own, such as the parameters of a reward function."""
+    LEAF = "value"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Key:
+    """What may stand under one dotted key."""
+
+    kind: Kind
+    optional: bool
+    """May be null."""
+    model: type[BaseModel] | None = None
+    """The section, or the section of each list item."""
+    types: frozenset[type] = frozenset()
+    """Plain types that a LEAF may have, null apart; of a SECTION, what may stand in its place."""
+    default: Any = None
+
+
+OTHER_NAMES = {
+    "group_size": "rollout.completions_per_prompt",
+    "num_generations": "rollout.completions_per_prompt",
+    "batch_size": "rollout.prompts_per_step",
+    "max_new_tokens": "rollout.max_completion_tokens",
+    "max_completion_length": "rollout.max_completion_tokens",
+    "max_prompt_length": "rollout.max_prompt_tokens",
+    "num_workers": "rollout.workers",
+    "batch_rows": "rollout.decode.slots",
+    "max_num_seqs": "rollout.decode.slots",
+    "tensor_parallel_size": "rollout.decode.tensor",
+    "stop": "rollout.stop_strings",
+    "max_lag": "rollout.max_staleness",
+    "max_steps": "run.steps",
+    "experiment_name": "run.name",
+    "model_path": "model.path",
+    "model_name": "model.path",
+    "lr": "learner.optimizer.learning_rate",
+    "micro_batch": "learner.microbatch_tokens",
+    "micro_batch_size": "learner.microbatch_tokens",
+    "max_grad_norm": "learner.optimizer.clip_norm",
+    "ppo_epochs": "learner.updates_per_batch",
+    "beta": "algorithm.kl_coef",
+    "epsilon_low": "algorithm.clip_low",
+    "epsilon_high": "algorithm.clip_high",
+    "wandb.enabled": "log.wandb.mode",
+    "report_to": "log.wandb.mode",
+    "eval_every_steps": "eval.every_steps",
+    "save_steps": "checkpoint.every_steps",
+}
+"""Names that other systems use, and ours: only for the hint beside an unknown key."""
+
+
+NOT_IN_TRAINING = {
+    f"rollout.{name}": (
+        "is no setting of training: the learner scores every token under the whole distribution, "
+        f"and one cut off by {name} has another support; leave it out (eval.{name} is there for "
+        "evaluation)"
+    )
+    for name in ("top_k", "top_p", "min_p")
+}
+"""Keys that are missed on purpose, and why."""
+
+
+def fields_of(model: type[BaseModel]) -> dict[str, Key]:
+    """The keys of one section."""
+    return {name: _key(field) for name, field in model.model_fields.items()}
+
+
+def resolve(parts: tuple[str, ...]) -> Key | None:
+    """What may stand under a dotted key split at its dots, or None where no such key exists.
+
+    An item of a list of sections is named by its index: `("reward", "functions", "0", "weight")`.
+    """
+    key = Key(kind=Kind.SECTION, optional=False, model=RunConfig)
+    position = 0
+    while position < len(parts):
+        part = parts[position]
+        if key.kind is Kind.FREE:
+            return Key(kind=Kind.FREE, optional=True)
+        if key.kind is Kind.LEAF:
+            return None
+        assert key.model is not None
+        if key.kind is Kind.SECTION_LIST:
+            if not part.isdecimal():
+                return None
+            key = Key(kind=Kind.SECTION, optional=False, model=key.model)
+        else:
+            found = fields_of(key.model).get(part)
+            if found is None:
+                return None
+            key = found
+        position += 1
+    return key
+
+
+def nearest(dotted: str) -> str | None:
+    """The known dotted key that looks most like an unknown one; None if none comes near.
+
+    The whole key and its last part are compared, so that a misspelt section, a misspelt last part
+    and a key under the wrong section are all recognised.
+    """
+    section, _, leaf = dotted.rpartition(".")
+    best, best_score = None, 0.6
+    for known in known_keys():
+        known_section, _, known_leaf = known.rpartition(".")
+        score = max(
+            _ratio(dotted, known),
+            0.9 * _ratio(leaf, known_leaf) + (0.1 if known_section == section else 0.0),
+        )
+        if score > best_score:
+            best, best_score = known, score
+    for other, known in OTHER_NAMES.items():
+        score = 0.95 * max(_ratio(dotted, other), _ratio(leaf, other))
+        if score > best_score:
+            best, best_score = known, score
+    return best
+
+
+@functools.cache
+def known_keys() -> tuple[str, ...]:
+    """All dotted keys, sections included; items of a list of sections as index 0."""
+    found: list[str] = []
+
+    def walk(model: type[BaseModel], prefix: str) -> None:
+        for name, key in fields_of(model).items():
+            dotted = f"{prefix}{name}"
+            found.append(dotted)
+            if key.model is not None:
+                walk(key.model, dotted + (".0." if key.kind is Kind.SECTION_LIST else "."))
+
+    walk(RunConfig, "")
+    return tuple(found)
+
+
+def _ratio(left: str, right: str) -> float:
+    return difflib.SequenceMatcher(None, left, right, autojunk=False).ratio()
+
+
+def _key(field: FieldInfo) -> Key:
+    members = _union_members(field.annotation)
+    optional = type(None) in members
+    members = [member for member in members if member is not type(None)]
+    default = field.get_default(call_default_factory=True)
+    for member in members:
+        origin = get_origin(member)
+        if isinstance(member, type) and issubclass(member, BaseModel):
+            plain = frozenset({member.plain} if issubclass(member, WorkersConfig) else ())
+            return Key(
+                kind=Kind.SECTION, optional=optional, model=member, types=plain, default=default
+            )
+        if origin is dict:
+            return Key(kind=Kind.FREE, optional=optional, default=default)
+        if origin is tuple:
+            item = get_args(member)[0]
+            if isinstance(item, type) and issubclass(item, BaseModel):
+                return Key(kind=Kind.SECTION_LIST, optional=optional, model=item, default=default)
+    plain = frozenset(member for member in members if isinstance(member, type))
+    return Key(kind=Kind.LEAF, optional=optional, types=plain, default=default)
+
+
+def _union_members(annotation: Any) -> list[Any]:
+    if get_origin(annotation) in (Union, types.UnionType):
+        return list(get_args(annotation))
+    return [annotation]

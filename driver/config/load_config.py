@@ -1,0 +1,362 @@
+"""From a YAML file and `--set` overrides to a RunConfig, or to one message with every error.
+
+The file is YAML 1.2, so `1e-6` is a number and `no` is a word; duplicate keys are refused. An
+override `--set dotted.key=value` is applied to what the file says, in the order given, and its
+value is read by the same rules, except that a key which holds text takes the text as it stands.
+Setting a whole section to a mapping replaces it; what is left out takes its default.
+"""
+
+import dataclasses
+import math
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from ruamel.yaml.error import YAMLError
+
+from driver.config.config_keys import NOT_IN_TRAINING, Key, Kind, fields_of, nearest, resolve
+from driver.config.run_config import RunConfig
+from driver.config.yaml_text import dump_yaml, parse_yaml, yaml_problem
+from driver.errors import RunError
+
+_SECRET_NAME = re.compile(
+    r"^(.*_)?(api_?key|secret|passw(or)?d|credentials?|private_key|(access|auth|hf)_token)$", re.I
+)
+_SECRET_URL = re.compile(r"://[^/\s@]*:[^/\s@]+@")
+
+
+class ConfigError(RunError, ValueError):
+    """The configuration cannot be used; the message lists every fault with value, rule and fix."""
+
+    exit_code = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fault:
+    key: str
+    text: str
+
+
+def load(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads a run configuration.
+
+    Args:
+        path: a YAML file; None starts from the defaults alone.
+        overrides: `dotted.key=value` each, applied in order; the last one for a key holds.
+
+    Raises:
+        ConfigError: naming every unknown key, wrong value and broken rule at once.
+    """
+    faults: list[_Fault] = []
+    sources: dict[str, str] = {}
+    tree = _read_file(path, sources) if path is not None else {}
+    for override in overrides:
+        _apply_override(tree, override, sources, faults)
+    clean = _check_section(tree, RunConfig, "", faults)
+    config = None
+    try:
+        config = RunConfig.model_validate(clean)
+    except ValidationError as error:
+        faults += _pydantic_faults(error, faults)
+    if faults or config is None:
+        raise ConfigError(_message(path, overrides, faults, sources))
+    return config
+
+
+def dump(config: RunConfig) -> str:
+    """YAML text that `load` reads back to an equal configuration."""
+    return dump_yaml(config.model_dump(mode="json"))
+
+
+def _read_file(path: str, sources: dict[str, str]) -> dict[str, Any]:
+    try:
+        text = pathlib.Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the configuration file {path}: {error.strerror}: "
+            "give an existing file with --config"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path} is not UTF-8 text (byte {error.start}): save it as UTF-8"
+        ) from None
+    lines: dict[str, int] = {}
+    try:
+        tree = parse_yaml(text, lines)
+    except YAMLError as error:
+        raise ConfigError(f"{path}{yaml_problem(error)}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(
+            f"{path} must hold a mapping of sections such as `model:` and `data:`, "
+            f"not a {type(tree).__name__}"
+        )
+    sources.update({key: f"{path}, line {line}" for key, line in lines.items()})
+    return tree
+
+
+def _apply_override(
+    tree: dict[str, Any], override: str, sources: dict[str, str], faults: list[_Fault]
+) -> None:
+    dotted, equals, text = override.partition("=")
+    dotted = dotted.strip()
+    parts = tuple(dotted.split("."))
+    if not equals or not all(parts):
+        shown = dotted if equals else override
+        faults.append(_Fault("--set " + shown, "write it as --set section.key=value"))
+        return
+    source = "--set"
+    key = resolve(parts)
+    if key is None:
+        sources[dotted] = source
+        faults.append(_Fault(dotted, _unknown(dotted)))
+        return
+    try:
+        value = _override_value(text, key)
+    except ValueError as error:
+        sources[dotted] = source
+        faults.append(_Fault(dotted, str(error)))
+        return
+    problem = _assign(tree, parts, value)
+    if problem:
+        faults.append(_Fault(dotted, problem))
+    for inner in [name for name in sources if name.startswith(f"{dotted}.")]:
+        del sources[inner]
+    sources[dotted] = source
+
+
+def _override_value(text: str, key: Key) -> Any:
+    stripped = text.strip()
+    if not stripped:
+        raise ValueError("has no value: write null for none, '' for an empty text")
+    takes_text = key.kind is Kind.LEAF and key.types == {str}
+    if takes_text and stripped not in ("null", "~") and stripped[0] not in "'\"":
+        return text
+    try:
+        value = parse_yaml(text)
+    except YAMLError as error:
+        raise ValueError(
+            f"{_shown(text)} is not a YAML value{yaml_problem(error)}: quote it if it is text"
+        ) from None
+    if value is None and stripped.startswith("#"):
+        raise ValueError(f"{_shown(text)} is a comment in YAML: quote what is text")
+    return value
+
+
+def _assign(tree: dict[str, Any], parts: tuple[str, ...], value: Any) -> str:
+    """Sets one key in place, making the sections on the way; returns a problem or ''."""
+    here: Any = tree
+    for depth, part in enumerate(parts):
+        last = depth == len(parts) - 1
+        if isinstance(here, list):
+            index = int(part)
+            if index > len(here):
+                return f"index {index} is past the end: the list has {len(here)} items"
+            if index == len(here):
+                here.append({})
+            if last:
+                here[index] = value
+            elif not isinstance(here[index], dict):
+                here[index] = {}
+            here = here[index]
+            continue
+        if last:
+            here[part] = value
+            return ""
+        below = resolve(parts[: depth + 1])
+        assert below is not None
+        inner = here.get(part)
+        if below.kind is Kind.SECTION_LIST:
+            if not isinstance(inner, list):
+                inner = [item.model_dump(mode="json") for item in below.default or ()]
+        elif not isinstance(inner, dict):
+            inner = {}
+        here[part] = inner
+        here = inner
+    return ""
+
+
+def _check_section(
+    tree: Any, model: type[BaseModel], prefix: str, faults: list[_Fault]
+) -> dict[str, Any]:
+    """Returns the keys that pydantic may judge, having named those it could not judge well."""
+    clean: dict[str, Any] = {}
+    fields = fields_of(model)
+    for name, value in tree.items():
+        dotted = f"{prefix}{name}"
+        key = fields.get(name) if isinstance(name, str) else None
+        if key is None:
+            faults.append(_Fault(dotted, _unknown(dotted)))
+            continue
+        if value is None and not key.optional and key.kind in (Kind.SECTION, Kind.FREE):
+            continue  # a section whose keys are all commented out takes its defaults
+        checked = _check_value(value, key, dotted, faults)
+        if checked is not _REFUSED:
+            clean[name] = checked
+    return clean
+
+
+def _check_value(value: Any, key: Key, dotted: str, faults: list[_Fault]) -> Any:
+    def refuse(text: str) -> Any:
+        faults.append(_Fault(dotted, text))
+        return _REFUSED
+
+    if value is None:
+        return None if key.optional else refuse("null is not allowed: give a value or leave it out")
+    if key.kind is Kind.SECTION:
+        assert key.model is not None
+        if type(value) in key.types:
+            return value
+        if not isinstance(value, dict):
+            first = next(iter(key.model.model_fields))
+            if key.types:
+                return refuse(
+                    f"{_shown(value)} is not a whole number: write one, or set keys such as "
+                    f"{dotted}.{first}"
+                )
+            return refuse(
+                f"{_shown(value)} cannot replace a section: set its keys, such as {dotted}.{first}"
+            )
+        return _check_section(value, key.model, f"{dotted}.", faults)
+    if key.kind is Kind.SECTION_LIST:
+        assert key.model is not None
+        if not isinstance(value, list):
+            return refuse(f"{_shown(value)} is not a list: write one item per `- `")
+        item = Key(kind=Kind.SECTION, optional=False, model=key.model)
+        checked = [_check_value(v, item, f"{dotted}.{i}", faults) for i, v in enumerate(value)]
+        return _REFUSED if any(entry is _REFUSED for entry in checked) else checked
+    if key.kind is Kind.FREE:
+        if not isinstance(value, dict):
+            return refuse(f"{_shown(value)} is not a mapping: write it as {{name: value}}")
+        problem = _free_problem(value)
+        return refuse(problem) if problem else value
+    for text in value if isinstance(value, list) else [value]:
+        problem = _text_problem(text) if isinstance(text, str) else ""
+        if problem:
+            return refuse(problem)
+    if isinstance(value, bool) and key.types and bool not in key.types and key.types != {str}:
+        return refuse(f"{_shown(value)} is not a number")
+    if key.types == {str} and isinstance(value, int | float):
+        return refuse(f"{_shown(value)} is not text: put it in quotes")
+    return value
+
+
+def _free_problem(value: Any, name: str = "") -> str:
+    """Why a value of a free mapping cannot be kept as JSON and shown in logs; '' if it can."""
+    if isinstance(value, dict):
+        for inner, item in value.items():
+            if not isinstance(inner, str):
+                return f"key {inner!r} is not text: put it in quotes"
+            if _SECRET_NAME.match(inner):
+                return f"{inner} looks like a secret: pass it in the environment, not here"
+            problem = _free_problem(item, inner)
+            if problem:
+                return problem
+        return ""
+    if isinstance(value, list):
+        return next((problem for item in value if (problem := _free_problem(item, name))), "")
+    if isinstance(value, str):
+        problem = _text_problem(value)
+        return f"{name} {problem}" if problem else ""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{name}={value} is not finite: give a finite number"
+    if value is None or isinstance(value, bool | int | float):
+        return ""
+    return f"{name} is a {type(value).__name__}: only text, numbers, booleans, lists and mappings"
+
+
+def _text_problem(text: str) -> str:
+    if _SECRET_URL.search(text):
+        return "holds a password in a URL: secrets belong in the environment, not here"
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        return f"{_shown(text)} holds half a surrogate pair, which is no text: write UTF-8"
+    return ""
+
+
+def _pydantic_faults(error: ValidationError, known: list[_Fault]) -> list[_Fault]:
+    """Pydantic's findings in our words, without those that follow from a fault already named."""
+    found = []
+    for detail in error.errors(include_url=False):
+        dotted = ".".join(str(part) for part in detail["loc"]) or "configuration"
+        # A rule of a whole section, or one that spans sections, cannot be judged while a key of it
+        # is refused: its default would stand in for it.
+        about_it = (
+            not detail["loc"] or fault.key == dotted or fault.key.startswith(f"{dotted}.")
+            for fault in known
+        )
+        follows = detail["type"] in ("missing", "value_error") and any(about_it)
+        if not follows:
+            found.append(_Fault(dotted, _rule(detail)))
+    return found
+
+
+def _rule(detail: Any) -> str:
+    kind, context, value = detail["type"], detail.get("ctx", {}), detail["input"]
+    if kind == "missing":
+        return "is required and not set: add it to the file or give it with --set"
+    if kind == "value_error":
+        return str(context["error"])
+    if kind == "literal_error":
+        return f"{_shown(value)} is none of {context['expected']}"
+    if kind == "string_pattern_mismatch":
+        return f"{_shown(value)} must match {context['pattern']}"
+    bounds = {
+        "greater_than_equal": "must be at least {ge}",
+        "greater_than": "must be greater than {gt}",
+        "less_than_equal": "must be at most {le}",
+        "less_than": "must be less than {lt}",
+    }
+    if kind in bounds:
+        return f"{_shown(value)} {bounds[kind].format(**context)}"
+    wanted = {
+        "bool": "is not a boolean: write true or false",
+        "int": "is not a whole number",
+        "float": "is not a number",
+        "finite": "is not a finite number",
+        "string": "is not text: put it in quotes",
+        "tuple": "is not a list: write it as [a, b]",
+    }
+    rule = next((text for start, text in wanted.items() if kind.startswith(start)), detail["msg"])
+    return f"{_shown(value)} {rule}"
+
+
+def _unknown(dotted: str) -> str:
+    if _SECRET_NAME.match(dotted.rpartition(".")[2]):
+        return "unknown key; secrets are read from the environment (WANDB_API_KEY), never from here"
+    if dotted in NOT_IN_TRAINING:
+        return NOT_IN_TRAINING[dotted]
+    hint = nearest(dotted)
+    return f"unknown key; did you mean {hint}?" if hint else "unknown key"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _message(
+    path: str | None, overrides: Sequence[str], faults: list[_Fault], sources: dict[str, str]
+) -> str:
+    origin = path or "defaults"
+    if overrides:
+        origin += f" and {len(overrides)} --set"
+    unique = list(dict.fromkeys(faults))
+    plural = "s" if len(unique) > 1 else ""
+    lines = [f"{len(unique)} problem{plural} in the configuration ({origin}):"]
+    for fault in unique:
+        where = _source_of(fault.key, sources)
+        lines.append(f"  {fault.key}: {fault.text}{f' ({where})' if where else ''}")
+    return "\n".join(lines)
+
+
+def _source_of(dotted: str, sources: dict[str, str]) -> str:
+    if dotted in sources:
+        return sources[dotted]
+    parent, dot, _ = dotted.rpartition(".")
+    return _source_of(parent, sources) if dot else ""
+
+
+_REFUSED = object()

@@ -1,0 +1,161 @@
+"""Where a run reads and writes, wherever its driver was started.
+
+`ray job submit --working-dir .` runs the driver in an unpacked copy of the working directory, which
+lacks what git ignores and disappears with the cluster. TANDEM_HOME names the folder that relative
+paths mean there; deploy/run_local.py sets it.
+"""
+
+import fcntl
+import os
+import pathlib
+import shutil
+import socket
+import time
+from collections.abc import Mapping
+from typing import TextIO
+
+from driver.config.run_config import RunConfig
+from driver.errors import RunError
+from rollout_worker.config import SourceConfig
+
+HOME_VARIABLE = "TANDEM_HOME"
+RAY_PACKAGE = "_ray_pkg_"
+"""Part of every folder that Ray unpacks a working directory into."""
+
+
+def home(environ: Mapping[str, str], cwd: pathlib.Path) -> pathlib.Path:
+    """The folder that relative outputs go to."""
+    if environ.get(HOME_VARIABLE):
+        return pathlib.Path(environ[HOME_VARIABLE])
+    if RAY_PACKAGE in str(cwd):
+        return pathlib.Path.home() / "tandem"
+    return cwd
+
+
+def output_folder(config: RunConfig) -> pathlib.Path:
+    """The absolute folder of this run, with `{name}` and `{time}` filled in."""
+    if config.run.resume and "{time}" in config.run.output_dir:
+        raise FolderTaken(
+            f"run.output_dir={config.run.output_dir} is another folder at every start: say which "
+            "one to resume with --set run.output_dir=FOLDER"
+        )
+    filled = config.run.output_dir.replace("{name}", config.run.name)
+    filled = filled.replace("{time}", time.strftime("%Y%m%d-%H%M%S"))
+    return home(os.environ, pathlib.Path.cwd()) / pathlib.Path(filled).expanduser()
+
+
+def locate(config: RunConfig) -> RunConfig:
+    """The same configuration with input paths that every process of the run understands.
+
+    A path that exists here or under the home folder becomes absolute, but for one in the working
+    directory of a submitted job, which every actor unpacks for itself. Anything else is a hub id,
+    or an error of whoever reads it.
+    """
+    cwd = pathlib.Path.cwd()
+    base = home(os.environ, cwd)
+
+    def located(path: str | None) -> str | None:
+        if path is None:
+            return None
+        if pathlib.Path(path).exists():
+            return path if RAY_PACKAGE in str(cwd) else str(cwd / path)
+        return str(base / path) if (base / path).exists() else path
+
+    def source(one: SourceConfig | None) -> SourceConfig | None:
+        return one and one.model_copy(update={"source": located(one.source)})
+
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(
+                update={
+                    "path": located(config.model.path),
+                    "tokenizer": located(config.model.tokenizer),
+                }
+            ),
+            "data": config.data.model_copy(
+                update={"train": source(config.data.train), "eval": source(config.data.eval)}
+            ),
+        }
+    )
+
+
+LOCK = "driver.lock"
+OF_A_START = (
+    *("status.json", "run_id", "identity.json", "error.txt", "config.yaml"),
+    *("stacks", "control", "spool", "spool.lock", LOCK),
+    *("dashboard", "dashboard.log", "environment.json", "code.zip", "tensorboard", "wandb"),
+)
+"""What a run leaves before its first step."""
+
+
+class FolderTaken(RunError):
+    """The output folder cannot be used for this run."""
+
+    exit_code = 2
+
+
+def check_folder(folder: pathlib.Path, *, resume: bool) -> None:
+    """Holds that a run may write there, without touching anything.
+
+    What a run left that never closed a step does not stand in the way of the next try.
+
+    Raises:
+        FolderTaken: naming the folder and the ways out.
+    """
+    existing = folder
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise FolderTaken(
+            f"run.output_dir={folder}: {existing} is not a folder that can be written to; choose "
+            "another run.output_dir"
+        )
+    if resume or existing != folder:
+        return
+    kept = [path.name for path in folder.iterdir() if not _left_by_a_start(path)]
+    if kept:
+        raise FolderTaken(
+            f"run.output_dir={folder} is not empty (it holds {kept[0]}): continue that run with "
+            "--resume, or choose another run.name or run.output_dir"
+        )
+
+
+def _left_by_a_start(path: pathlib.Path) -> bool:
+    empty_log = path.suffix == ".jsonl" and path.stat().st_size == 0
+    archive = path.name.startswith(("postmortem-", ".control-", ".dashboard-"))
+    return path.name in OF_A_START or empty_log or archive
+
+
+def hold(folder: pathlib.Path) -> TextIO:
+    """Makes the folder, and keeps every other driver away for as long as the file is open.
+
+    Raises:
+        FolderTaken: if another driver is at work there, or the folder cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK).open("a+", encoding="utf-8")
+    except OSError as error:
+        raise FolderTaken(
+            f"run.output_dir={folder} cannot be made ({error.strerror}): choose another"
+        ) from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.seek(0)
+        holder = file.read().strip() or "unknown"
+        file.close()
+        raise FolderTaken(
+            f"run.output_dir={folder} is in use by another driver ({holder}): wait for its end, or "
+            "choose another run.output_dir"
+        ) from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    return file
+
+
+def claim(folder: pathlib.Path, *, resume: bool) -> None:
+    """Clears what a run that starts anew must not find: groups of a try before it."""
+    if not resume and (folder / "spool").is_dir():
+        shutil.rmtree(folder / "spool")

@@ -1,0 +1,128 @@
+"""What a run must keep over a resume, written down when it starts and compared when it goes on.
+
+A checkpoint of another seed, other prompts, another model or another optimiser would load, or fail
+late, and train something that nobody asked for.
+"""
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from driver.config.run_config import RunConfig
+from driver.errors import RunError
+from models.config import ModelConfig
+
+FILE = "identity.json"
+
+KEYS = {
+    "seed": "run.seed",
+    "prompts": "data.train, the tokenizer or rollout.max_prompt_tokens",
+    "model": "model.path",
+    "optimizer": "learner.optimizer.name",
+}
+"""Entry of the file -> the configuration key that decides it."""
+
+
+class AlreadyFinished(RunError):
+    """There is nothing left to do, which a scheduler that submits again may take for success."""
+
+    exit_code = 2
+
+
+class NotResumable(RunError):
+    """--resume cannot go on from what the output folder holds."""
+
+    exit_code = 2
+
+
+def resolved(config: RunConfig, folder: pathlib.Path) -> RunConfig:
+    """The configuration with `run.resume: auto` decided: whether the folder holds a run."""
+    run = config.run.model_copy(update={"resume": (folder / FILE).is_file()})
+    return config.model_copy(update={"run": run})
+
+
+def identity_of(config: RunConfig, model: ModelConfig, prompts_digest: str) -> dict[str, str]:
+    """What is compared, as short texts."""
+    shape = json.dumps(dataclasses.asdict(model), sort_keys=True)
+    return {
+        "seed": str(config.run.seed),
+        "prompts": prompts_digest,
+        "model": hashlib.sha256(shape.encode()).hexdigest(),
+        "optimizer": config.learner.optimizer.name,
+    }
+
+
+def note(folder: pathlib.Path, identity: dict[str, str]) -> None:
+    """Writes the identity of a run that starts, whole or not at all."""
+    part = folder / f".{FILE}.part"
+    part.write_text(json.dumps(identity, indent=1))
+    part.replace(folder / FILE)
+
+
+def check(folder: pathlib.Path, identity: dict[str, str], *, steps: int) -> None:
+    """Holds a resume to the run that the folder holds.
+
+    Raises:
+        NotResumable: if there is no run, or it was another one; names the key.
+        AlreadyFinished: if it has taken all its steps.
+    """
+    path = folder / FILE
+    if not path.is_file():
+        raise NotResumable(
+            f"--resume: {folder} holds no run of this program: correct run.name or "
+            "run.output_dir, or start without --resume"
+        )
+    before = _read(path)
+    changed = [name for name in KEYS if before.get(name) != identity[name]]
+    if changed:
+        name = changed[0]
+        values = f" ({before.get(name)} then, {identity[name]} now)" if name != "prompts" else ""
+        raise NotResumable(
+            f"--resume: the run in {folder} was started with another {name}{values}: put "
+            f"{KEYS[name]} back, or start a new run"
+        )
+    status = folder / "status.json"
+    if status.is_file():
+        last = _read(status)
+        if last.get("state") == "finished" and last.get("step", 0) >= steps:
+            raise AlreadyFinished(
+                f"--resume: the run in {folder} finished its {last['step']} steps; give run.steps "
+                "a higher number to train on"
+            )
+
+
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Settings of a run that goes on with others, such as `rollout.max_staleness: 2 -> 0`.
+
+    Args:
+        before, now: configurations as plain values.
+    """
+    old, new = _flat(before), _flat(now)
+    names = sorted((old.keys() | new.keys()) - {"run.resume"})
+    return [f"{n}: {old.get(n)} -> {new.get(n)}" for n in names if old.get(n) != new.get(n)]
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        inside = _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else None
+        flat |= {f"{prefix}{name}": value} if inside is None else inside
+    return flat
+
+
+def _read(path: pathlib.Path) -> dict:
+    """A JSON object of the run.
+
+    Raises:
+        NotResumable: if the file is damaged.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise NotResumable(f"--resume: {path} cannot be read ({error}): restore it") from None
+    if not isinstance(found, dict):
+        raise NotResumable(f"--resume: {path} holds no JSON object: restore it")
+    return found

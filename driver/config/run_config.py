@@ -1,0 +1,248 @@
+"""The whole configuration of a run, and the rules that span its sections.
+
+`load_config.py` reads YAML and `--set` into these models. Derived sizes are properties;
+nothing here touches a device, a file or the network.
+"""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from learner.config import AlgorithmConfig, LearnerConfig, Section
+from rollout_worker.config import DataConfig, RewardConfig, RolloutConfig
+from rollout_worker.engine.decode_request import SamplingSettings
+
+WEEK_S = 604_800.0
+"""Longest wait of a run: past it a deadline is as good as none."""
+
+
+class RunSection(Section):
+    """What the run is called, how long it is, and where it writes."""
+
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]+$")
+    steps: int = Field(default=100, ge=1, le=10**9)
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    output_dir: str = "runs/{name}"
+    """Folder of logs, checkpoints and exports, relative to where the run starts; `{name}` and
+    `{time}` are replaced."""
+    resume: bool | Literal["auto"] = False
+    """Continue from the newest complete checkpoint in output_dir and the groups accepted since;
+    without it the folder must be new or empty. `auto` continues where there is a run and starts one
+    where there is none, for a scheduler that submits the same command again."""
+
+
+class ModelSection(Section):
+    """Which weights to start from."""
+
+    path: str
+    """HF folder, .gguf file, or HF hub id."""
+    tokenizer: str | None = None
+    """Folder or hub id of another tokenizer; null takes the model's own."""
+    chat_template: str | None = None
+    """A Jinja template that replaces the tokenizer's; needed where it has none."""
+    stop_tokens: tuple[str, ...] = ()
+    """Further stop tokens, beside those of tokenizer and generation config."""
+
+
+class WeightsConfig(Section):
+    """How a policy version travels to the workers."""
+
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    chunk_bytes: int = Field(default=2**20, ge=1024, le=3 * 2**20)
+    streams: int = Field(default=2, ge=1, le=16)
+    timeout_s: float = Field(default=600.0, ge=0.01, le=WEEK_S)
+    keep_versions: int = Field(default=2, ge=1, le=64)
+    """Published versions that the learner holds in host memory."""
+    relay_fanout: int = Field(default=2, ge=0, le=64)
+    """Workers that fetch from the learner, and from each worker that has fetched; 0 has every
+    worker fetch from the learner."""
+    deltas: bool = True
+    """Send only the elements that changed, to a worker that holds the version before."""
+    canary: bool = True
+    """Have every worker score a fixed probe under each version, and hold it to the learner's."""
+    canary_bound: float | None = Field(default=None, gt=0, le=100)
+    """Largest gap of a logprob on the probe, in nats; null takes a bound for the dtypes."""
+
+
+class CheckpointConfig(Section):
+    every_steps: int = Field(default=10, ge=0)
+    """0 writes one only at the end and on a signal."""
+    keep: int = Field(default=2, ge=1)
+    """Complete checkpoints that remain; an older one goes after the newer one is verified."""
+    export_hf: bool = True
+    """Write the final policy as an HF folder."""
+
+
+class EvalConfig(Section):
+    """Held-out evaluation on data.eval."""
+
+    every_steps: int = Field(default=0, ge=0)
+    """0 evaluates only at start and end, as the next two keys say."""
+    at_start: bool = True
+    at_end: bool = True
+    prompts: int | None = Field(default=None, ge=1)
+    """The first so many of data.eval; null takes all."""
+    samples_per_prompt: int = Field(default=1, ge=1, le=65_536)
+    temperature: float = Field(default=0.0, ge=0, le=100)
+    """0 is greedy."""
+    top_k: int = Field(default=0, ge=0, lt=2**31)
+    """Only the k most likely tokens are drawn; 0 is off."""
+    top_p: float = Field(default=1.0, ge=1e-9, le=1)
+    """Only the most likely tokens that together have this probability; 1 is off."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Only tokens at least this fraction as likely as the most likely one; 0 is off."""
+    pass_k: tuple[int, ...] = (1,)
+
+    @property
+    def sampling(self) -> SamplingSettings:
+        """As the decode engine takes it."""
+        return SamplingSettings(
+            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
+        )
+
+    @model_validator(mode="after")
+    def _check(self):
+        too_many = [k for k in self.pass_k if not 1 <= k <= self.samples_per_prompt]
+        if too_many:
+            raise ValueError(
+                f"eval.pass_k={list(self.pass_k)} must lie between 1 and "
+                f"samples_per_prompt={self.samples_per_prompt}"
+            )
+        if 0 < self.temperature < 0.01:
+            raise ValueError(
+                f"eval.temperature={self.temperature:g} must be 0 (greedy) or at least 0.01"
+            )
+        if self.samples_per_prompt > 1 and self.temperature == 0:
+            raise ValueError(
+                f"eval.samples_per_prompt={self.samples_per_prompt} at temperature 0 gives equal "
+                "samples: set eval.temperature above 0 or samples_per_prompt to 1"
+            )
+        return self
+
+
+class WandbConfig(Section):
+    mode: Literal["online", "offline", "disabled"] = "disabled"
+    project: str = "tandem"
+    entity: str | None = None
+
+
+class DashboardConfig(Section):
+    """The web page that the run serves of itself (docs/dashboard.md)."""
+
+    enabled: bool = True
+    host: str = "127.0.0.1"
+    """Address to listen on; its tokens cross the network unencrypted where it is not loopback."""
+    port: int | None = Field(default=None, ge=0, le=65535)
+    """null takes 8470, or a free one where that is taken; 0 a free one."""
+
+
+class LogConfig(Section):
+    samples_per_step: int = Field(default=4, ge=0, le=10_000)
+    """Completions written to samples.jsonl at every step."""
+    record_rollouts: bool = False
+    """Append the groups of every update to rollouts.bin, to train on them again with
+    `python -m learner.ab`. A step that cannot be written, as on a full disk, ends the run."""
+    wandb: WandbConfig = WandbConfig()
+    tensorboard: bool = False
+    """Write the metrics of every step to event files in `tensorboard` of the run's folder."""
+    unexplained_fraction: float = Field(default=0.05, gt=0, le=1)
+    """A step warns when a larger share of its seconds belongs to no phase."""
+    dashboard: DashboardConfig = DashboardConfig()
+    timeline: bool = True
+    """Write what each process did when, step by step, to timeline.jsonl: a few kB a step."""
+
+
+class Resources(Section):
+    """What one actor asks of the Ray cluster."""
+
+    cpus: float = Field(default=1.0, ge=0)
+    gpus: float = Field(default=0.0, ge=0)
+    tpus: float = Field(default=0.0, ge=0)
+    """Of Ray's `TPU` resource: chips."""
+
+
+class PlacementConfig(Section):
+    """Where the processes run, and how long anyone waits for them."""
+
+    mode: Literal["separate", "colocated"] = "separate"
+    """`separate`: every role has processes of its own. `colocated`: the learner and one rollout
+    worker share a process and all of its devices, which `learner` asks for; they take turns there,
+    and a policy version is handed over without leaving them."""
+    platform: Literal["cpu", "gpu", "tpu"] = "cpu"
+    """What both roles must find; nothing ever falls back to another platform."""
+    learner: Resources = Resources()
+    rollout: Resources = Resources()
+    """Of each worker; not to be set where mode is colocated."""
+    bind_host: str = "127.0.0.1"
+    """Address the learner's gRPC server listens on: 0.0.0.0 on a cluster of several hosts."""
+    learner_port: int = Field(default=0, ge=0, le=65535)
+    """Port of that server; 0 takes a free one."""
+    startup_timeout_s: float = Field(default=300.0, ge=0.01, le=WEEK_S)
+    resources_timeout_s: float = Field(default=60.0, ge=0.01, le=WEEK_S)
+    """How long the cluster may take to offer what is asked."""
+    step_timeout_s: float = Field(default=3600.0, ge=0.01, le=WEEK_S)
+    worker_restarts: int = Field(default=3, ge=0)
+    """Restarts of rollout workers in the whole run; pauses between those of one worker grow."""
+    learner_restarts: int = Field(default=3, ge=0)
+    """Restarts of the learner in the whole run, each from the last checkpoint."""
+
+
+class RunConfig(Section):
+    """One run: `python -m driver --config run.yaml --set section.key=value`."""
+
+    run: RunSection = RunSection()
+    model: ModelSection
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    learner: LearnerConfig = LearnerConfig()
+    weights: WeightsConfig = WeightsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
+    log: LogConfig = LogConfig()
+    placement: PlacementConfig = PlacementConfig()
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Longest prompt plus completion, in tokens."""
+        return self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens
+
+    @model_validator(mode="after")
+    def _check_colocated(self):
+        if self.placement.mode != "colocated":
+            return self
+        workers, tensor = self.rollout.workers, self.rollout.decode.tensor
+        if (workers.min, workers.at_start, workers.policy) != (1, 1, "fixed"):
+            raise ValueError(
+                "placement.mode=colocated has one rollout worker, in the learner's process: set "
+                f"rollout.workers=1 (it starts with {workers.at_start}, policy {workers.policy}), "
+                "or placement.mode=separate"
+            )
+        if self.placement.rollout != Resources():
+            raise ValueError(
+                "placement.rollout must not be set where placement.mode=colocated: the process of "
+                "both roles has what placement.learner asks for, so add it there"
+            )
+        if tensor != 1:
+            raise ValueError(
+                f"rollout.decode.tensor={tensor} must be 1 where placement.mode=colocated: a "
+                "policy version is handed over as it lies on each device"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.learner.microbatch_tokens < self.sequence_tokens:
+            raise ValueError(
+                f"learner.microbatch_tokens={self.learner.microbatch_tokens} cannot hold one "
+                f"sequence of rollout.max_prompt_tokens + max_completion_tokens = "
+                f"{self.sequence_tokens} tokens: raise it or lower one of the two"
+            )
+        evaluates = self.eval.every_steps or self.eval.at_start or self.eval.at_end
+        if evaluates and self.data.eval is None:
+            raise ValueError(
+                "eval asks for held-out prompts but data.eval is not set: set it, or set "
+                "eval.every_steps=0, eval.at_start=false and eval.at_end=false"
+            )
+        return self

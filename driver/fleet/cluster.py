@@ -1,0 +1,285 @@
+"""The Ray cluster that a run stands on: connecting to it, and asking it for room.
+
+Without an address a local cluster is started for this run alone, on loopback and with a token of
+its own (`ray_auth.py`). Inside `ray job submit`, or with RAY_ADDRESS set, the existing one
+is joined.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Mapping
+
+import psutil
+import ray
+from ray.exceptions import AuthenticationError
+from ray.job_config import JobConfig
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+
+from driver.config.run_config import PlacementConfig, Resources
+from driver.errors import RunError
+from driver.fleet import ray_job
+from driver.fleet.ray_auth import joins_cluster
+from driver.signals import Interrupted, StopSignal
+from services.wire.reachable import is_loopback
+
+DIAL_S = 5.0
+
+
+class ResourcesNotMet(RunError):
+    """The cluster cannot fit what the run asks for."""
+
+    exit_code = 3
+
+
+class NoCluster(RunError):
+    """The cluster that the environment names cannot be joined."""
+
+    exit_code = 3
+
+
+class BadAddress(RunError):
+    """An address in the configuration that no host has."""
+
+    exit_code = 2
+
+
+def check_bind_host(host: str) -> None:
+    """Refuses what cannot be an address, before anything is started.
+
+    Raises:
+        BadAddress: naming the key.
+    """
+    try:
+        socket.getaddrinfo(host or "?", None)
+    except OSError as error:
+        raise BadAddress(
+            f"placement.bind_host={host!r} is no address ({error.strerror}): use 127.0.0.1 on one "
+            "machine, 0.0.0.0 on a cluster"
+        ) from error
+
+
+def connect(namespace: str, stop: StopSignal, metadata: Mapping[str, str] | None = None) -> None:
+    """Joins the cluster of the environment, or starts a local one that ends with this process.
+
+    Args:
+        namespace: of the actors.
+        stop: is installed again after Ray has set handlers of its own.
+        metadata: of the Ray job, for whoever lists the jobs of the cluster.
+
+    Raises:
+        NoCluster: naming the address, within seconds when nobody listens there.
+        Interrupted: for a signal that came meanwhile.
+    """
+    address = os.environ.get("RAY_ADDRESS", "")
+    if address:
+        _check_listening(address)
+    try:
+        ray.init(
+            namespace=namespace,
+            log_to_driver=True,
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+            job_config=JobConfig(metadata=dict(metadata or {})),
+        )
+    except (ConnectionError, AuthenticationError) as error:
+        raise NoCluster(f"cannot join the Ray cluster at RAY_ADDRESS={address}: {error}") from error
+    except SystemExit as error:
+        # During its start Ray answers SIGTERM itself, by SystemExit.
+        if not address:
+            _end_children()
+        raise Interrupted(signal.SIGTERM) from error
+    finally:
+        stop.install()
+    if metadata:
+        ray_job.add_metadata(metadata)
+    stop.check()
+
+
+def _end_children() -> None:
+    """Ends a cluster that was interrupted half-way up.
+
+    Ray would end the parents alone, and their agents notice that only much later. Parents come
+    first here too, so that none of them starts anything meanwhile.
+    """
+    children = psutil.Process().children(recursive=True)
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    psutil.wait_procs(children, timeout=10)
+
+
+def _check_listening(address: str) -> None:
+    """Dials the address once: Ray itself would try for minutes without a word."""
+    if address.startswith("http") and "RAY_JOB_ID" not in os.environ:
+        raise NoCluster(
+            f"RAY_ADDRESS={address} is the address of the job server: submit with `ray job submit "
+            "-- python -m driver`, or give the driver the head's own address, such as HEAD:6379"
+        )
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not port.isdigit():
+        return  # `auto`, `local`: for Ray to resolve
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), DIAL_S).close()
+    except OSError as error:
+        raise NoCluster(
+            f"nobody answers at RAY_ADDRESS={address} ({error}): start the cluster, correct the "
+            "address, or unset RAY_ADDRESS to run on this machine alone"
+        ) from error
+
+
+def bundle(resources: Resources) -> dict[str, float]:
+    """What one actor asks for, in Ray's names."""
+    asked = {"CPU": resources.cpus, "GPU": resources.gpus, "TPU": resources.tpus}
+    return {name: amount for name, amount in asked.items() if amount > 0} or {"CPU": 0.001}
+
+
+def reserve(config: PlacementConfig, workers: int, stop: StopSignal) -> PlacementGroup:
+    """Reserves room for the learner (bundle 0) and the workers of the start (bundles 1..), which
+    need none where they share the learner's process.
+
+    Raises:
+        ResourcesNotMet: after `resources_timeout_s`, with what was asked and what is there; or if
+            the room lies on several hosts, which cannot reach a learner on loopback.
+    """
+    apart = config.mode == "separate"
+    bundles = [bundle(config.learner)] + [bundle(config.rollout)] * (workers if apart else 0)
+    others = f" and {workers} rollout worker(s) ({_say(bundle(config.rollout))} each)"
+    group = placement_group(bundles, strategy="PACK")
+    deadline = time.monotonic() + config.resources_timeout_s
+    while not group.wait(timeout_seconds=1):
+        stop.check()
+        if time.monotonic() > deadline or _is_hopeless(bundles):
+            text = shortage(
+                f"the learner ({_say(bundles[0])})" + (others if apart else ""),
+                bundles,
+                config.resources_timeout_s,
+            )
+            release(group)
+            raise ResourcesNotMet(
+                f"{text}\nlower placement.learner, placement.rollout or rollout.workers, or add "
+                "nodes"
+            )
+    _check_hosts(config, [group])
+    return group
+
+
+class WorkerRoom:
+    """Room for one worker that is added to a run, asked for without waiting.
+
+    The placement group has one bundle, number 0. It takes nothing from the run while the cluster
+    has no room for it.
+    """
+
+    def __init__(self, config: PlacementConfig, name: str, beside: PlacementGroup):
+        """Asks the cluster.
+
+        Args:
+            config: of the run.
+            name: of the worker, for messages.
+            beside: where the learner is, which the worker must reach.
+        """
+        self._config = config
+        self._name = name
+        self._beside = beside
+        self._bundle = bundle(config.rollout)
+        self._deadline = time.monotonic() + config.resources_timeout_s
+        self.group = placement_group([self._bundle], strategy="PACK")
+
+    def is_there(self) -> bool:
+        """Whether the worker can be started; never waits.
+
+        Raises:
+            ResourcesNotMet: as `reserve` does; the request is taken back then.
+        """
+        if placement_group_table(self.group)["state"] == "CREATED":
+            try:
+                _check_hosts(self._config, [self._beside, self.group])
+            except ResourcesNotMet:
+                release(self.group)
+                raise
+            return True
+        if time.monotonic() > self._deadline or _is_hopeless([self._bundle]):
+            text = self.shortage()
+            release(self.group)
+            raise ResourcesNotMet(
+                f"{text}\nlower placement.rollout, ask for fewer workers, or add nodes"
+            )
+        return False
+
+    def waiting(self) -> str:
+        """What is waited for, and what is there."""
+        return (
+            f"waiting for room for {self._name} ({_say(self._bundle)}), for at most "
+            f"{self._config.resources_timeout_s:g} s:\n{_room([self._bundle])}"
+        )
+
+    def shortage(self) -> str:
+        """What was asked and what is there."""
+        return shortage(
+            f"{self._name} ({_say(self._bundle)})",
+            [self._bundle],
+            self._config.resources_timeout_s,
+        )
+
+
+def release(group: PlacementGroup) -> None:
+    """Gives room back, or takes a request for it back; actors that live there are killed."""
+    remove_placement_group(group)
+
+
+def shortage(who: str, bundles: list[dict[str, float]], timeout_s: float) -> str:
+    """Says that the cluster cannot fit what somebody asks for, with every kind of resource."""
+    return f"the Ray cluster cannot fit {who} within {timeout_s:g} s:\n{_room(bundles)}"
+
+
+def _room(bundles: list[dict[str, float]]) -> str:
+    """What was asked and what is there, a line for every kind of resource."""
+    there, free = ray.cluster_resources(), ray.available_resources()
+    return "\n".join(
+        f"  {name}: asked {amount:g}, cluster has {there.get(name, 0):g}, "
+        f"free {free.get(name, 0):g}"
+        for name, amount in _totals(bundles).items()
+    )
+
+
+def _is_hopeless(bundles: list[dict[str, float]]) -> bool:
+    """Whether more is asked than the cluster has, used or not, and it will not grow."""
+    there = ray.cluster_resources()
+    lacking = [
+        name for name, amount in _totals(bundles).items() if amount > there.get(name, 0) + 1e-9
+    ]
+    return bool(lacking) and not _may_grow()
+
+
+def _check_hosts(config: PlacementConfig, groups: list[PlacementGroup]) -> None:
+    """Holds that whoever must reach the learner can, once all groups have their room."""
+    tables = [placement_group_table(group)["bundles_to_node_id"] for group in groups]
+    nodes = {node for table in tables for node in table.values()}
+    if len(nodes) > 1 and is_loopback(config.bind_host):
+        raise ResourcesNotMet(
+            f"learner and workers were placed on {len(nodes)} hosts, but placement.bind_host="
+            f"{config.bind_host} is reached from one only: set placement.bind_host=0.0.0.0"
+        )
+
+
+def _totals(bundles: list[dict[str, float]]) -> dict[str, float]:
+    names = sorted({name for one in bundles for name in one})
+    return {name: sum(one.get(name, 0.0) for one in bundles) for name in names}
+
+
+def _say(asked: dict[str, float]) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in asked.items())
+
+
+def _may_grow() -> bool:
+    """Whether waiting can help: an autoscaler only runs on a cluster that we joined."""
+    return joins_cluster(os.environ)

@@ -1,0 +1,287 @@
+"""The parts of a post-mortem: what is read, where, and what of it tells why a run ended.
+
+Each part stands alone: it may fail or take too long without harm to the others.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import socket
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from driver.errors import RunError
+from driver.postmortem import host_state as machine
+from driver.postmortem.redact import Redactor, is_secret
+from driver.reports.status import exit_code_of
+from services.process.stacks import FOLDER as STACKS
+from services.process.stacks import RunProcess, read_processes, request_stacks, state_of
+
+FILE_BYTES = 2**20
+"""Most that is taken of one file."""
+LAST_LINES = 200
+STACKS_S = 2.0
+PROCESSES = 48
+"""Most processes whose stacks and logs are taken, the newest first."""
+LISTED_FILES = 5000
+
+WHOLE = ("status.json", "config.yaml", "identity.json", "run_id", "error.txt")
+LOGS = ("metrics.jsonl", "ledger.jsonl", "timeline.jsonl", "samples.jsonl", "eval.jsonl")
+RAY_LOGS = ("raylet.out", "raylet.err", "gcs_server.out", "gcs_server.err")
+RAY_LATEST = pathlib.Path("/tmp/ray/session_latest/logs")
+RAY_LOG_BYTES = 2**18
+LOGS_S = 4.0
+"""What is found by then is kept."""
+NOTABLE = re.compile(r"error|exception|fatal|killed|no space left|low on memory", re.I)
+NOTABLE_LINES = 40
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sources:
+    """What only the driver of the run can say."""
+
+    config: str = ""
+    """The configuration as run, YAML."""
+    tables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Plain values by name, each a file of its own: `buffer`, `leases`, `fleet`,
+    `device_memory`."""
+    worker_errors: Sequence[str] = ()
+    """Why workers were replaced, the newest last, such as `rollout-0: its process ended`."""
+    log_folders: Sequence[pathlib.Path] = ()
+    """Of Ray on this host, where they are known."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Found:
+    """What one part brings."""
+
+    files: Mapping[str, bytes | str] = dataclasses.field(default_factory=dict)
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields of Facts."""
+
+
+def parts(
+    folder: pathlib.Path, redactor: Redactor, cause: BaseException | None, sources: Sources
+) -> list[tuple[str, Callable[[], Found]]]:
+    """Name and function of each part by importance: what comes late may be left out."""
+    return [
+        ("how it ended", lambda: _ended(folder, cause)),
+        ("books", lambda: _books(folder, redactor, sources)),
+        ("state of the parts", lambda: _tables(sources)),
+        ("stacks", lambda: _stacks(folder, redactor)),
+        ("machine", lambda: _machine(folder, redactor)),
+        ("kernel log", lambda: _kernel(folder)),
+        ("process logs", lambda: _process_logs(folder, redactor, sources.log_folders)),
+        ("offending groups", lambda: _rejected(folder, redactor)),
+        ("versions", lambda: Found(files={"versions.json": _json(machine.versions())})),
+        ("files of the run", lambda: _listing(folder)),
+    ]
+
+
+def _ended(folder: pathlib.Path, cause: BaseException | None) -> Found:
+    """The error with its tracebacks; from what the run wrote where nobody brings one."""
+    status = _status(folder)
+    if cause is None:
+        path = folder / "error.txt"
+        facts = {
+            "error": str(status.get("reason", "")),
+            "details": path.read_text(errors="replace")[-FILE_BYTES:] if path.exists() else "",
+            "exit_code": status.get("exit_code"),
+            "driver_gone": status.get("state") == "running" and _is_gone(folder, status),
+        }
+        return Found(facts=facts | {"status": status})
+    chain = _chain(cause)
+    details = "".join(traceback.format_exception(cause))
+    details += "".join(
+        f"\ndetails of {type(error).__name__}:\n{error.details}\n"
+        for error in chain
+        if isinstance(error, RunError) and error.details
+    )
+    names = [kind.__name__ for error in chain for kind in type(error).__mro__[:-1]]
+    facts = {
+        "error": str(cause) if isinstance(cause, RunError) else described(cause),
+        "error_types": tuple(dict.fromkeys(names)),
+        "details": details,
+        "exit_code": int(exit_code_of(cause)),
+        "status": status,
+    }
+    return Found(files={"error.txt": details[-FILE_BYTES:]}, facts=facts)
+
+
+def _books(folder: pathlib.Path, redactor: Redactor, sources: Sources) -> Found:
+    """Status, configuration, and the last lines of the logs."""
+    files: dict[str, bytes | str] = {
+        f"run/{name}": redactor.tail(folder / name, FILE_BYTES)
+        for name in WHOLE
+        if (folder / name).is_file()
+    }
+    if sources.config:
+        files["run/config.yaml"] = sources.config
+    for name in LOGS:
+        if (folder / name).is_file():
+            lines = redactor.tail(folder / name, FILE_BYTES).splitlines(keepends=True)
+            files[f"run/{name}"] = b"".join(lines[-LAST_LINES:])
+    facts = {
+        "metrics": _records(files.get("run/metrics.jsonl")),
+        "samples": _records(files.get("run/samples.jsonl")),
+        "worker_errors": tuple(sources.worker_errors),
+    }
+    return Found(files=files, facts=facts)
+
+
+def _tables(sources: Sources) -> Found:
+    files = {f"state/{name}.json": _json(table) for name, table in sources.tables.items()}
+    files |= {"state/worker_errors.txt": "\n".join(sources.worker_errors)}
+    return Found(files=files)
+
+
+def _stacks(folder: pathlib.Path, redactor: Redactor) -> Found:
+    """Asks the processes that live, and takes what those that crashed have left."""
+    answers = request_stacks(folder, STACKS_S)
+    processes = [answer.process for answer in answers]
+    told = [f"{a.process.name}-{a.process.pid}: {a.problem or 'answered'}" for a in answers]
+    newest = read_processes(folder)[:PROCESSES]
+    files: dict[str, bytes | str] = {"stacks/answers.txt": "\n".join(told)}
+    dumps = {}
+    for process in newest:
+        files[f"{STACKS}/{process.path.name}"] = redactor.tail(process.path, RAY_LOG_BYTES)
+        text = process.path.read_text(errors="replace")[-RAY_LOG_BYTES:]
+        dumps[process.path.stem] = text.rpartition("=== asked at")[2]
+    states = [machine.process_state(process) for process in processes]
+    files["processes.json"] = _json([dataclasses.asdict(state) for state in states])
+    return Found(files=files, facts={"processes": tuple(states), "stacks": dumps})
+
+
+def _machine(folder: pathlib.Path, redactor: Redactor) -> Found:
+    """Memory, disks and the few variables that may be shown."""
+    seen = machine.look([folder, pathlib.Path("/tmp"), pathlib.Path("/dev/shm")])
+    files = {
+        "machine.json": _json(dataclasses.asdict(seen)),
+        "environment.json": _json(redactor.environment()),
+    }
+    return Found(files=files, facts={"machine": seen})
+
+
+def _kernel(folder: pathlib.Path) -> Found:
+    since = float(_status(folder).get("started", 0))
+    lines = machine.kernel_lines(since, machine.look([]).boot_time)
+    return Found(files={"kernel.txt": "\n".join(lines)}, facts={"kernel": tuple(lines)})
+
+
+def _process_logs(
+    folder: pathlib.Path, redactor: Redactor, log_folders: Sequence[pathlib.Path]
+) -> Found:
+    """Tails of what the run's processes wrote, and of the raylets and the head beside them."""
+    processes = read_processes(folder)[:PROCESSES]
+    files: dict[str, bytes | str] = {}
+    notable, deadline = [], time.monotonic() + LOGS_S
+    for name, path, limit in _log_paths(processes, log_folders):
+        if name in files or is_secret(path):
+            continue
+        if time.monotonic() > deadline:
+            files["logs/LEFT_OUT.txt"] = f"no time was left of {LOGS_S:g} s for the other logs"
+            break
+        files[name] = data = redactor.tail(path, limit)
+        lines = data.decode(errors="replace").splitlines()
+        notable += [f"{name}: {x}" for x in lines if NOTABLE.search(x)][-NOTABLE_LINES:]
+    return Found(files=files, facts={"logs": tuple(notable)})
+
+
+def _log_paths(
+    processes: Sequence[RunProcess], log_folders: Sequence[pathlib.Path]
+) -> list[tuple[str, pathlib.Path, int]]:
+    """Name in the archive, path and most bytes of each log."""
+    found, folders = [], set(log_folders)
+    here = [process for process in processes if process.host == socket.gethostname()]
+    for process in here:
+        for log in map(pathlib.Path, process.logs):
+            if log.is_file():
+                end = log.suffix if log.suffix in (".out", ".err") else f"-{log.name}"
+                found.append((f"logs/{process.name}-{process.pid}{end}", log, FILE_BYTES))
+            if (log.parent / "raylet.out").is_file():
+                folders.add(log.parent)
+    for place in sorted(folders or {RAY_LATEST}):
+        found += [(f"logs/ray/{x}", place / x, RAY_LOG_BYTES) for x in RAY_LOGS]
+        for process in here:
+            found += [
+                (f"logs/ray/{process.name}-{log.name}", log, RAY_LOG_BYTES)
+                for log in place.glob(f"*[_-]{process.pid}.*")
+                if str(log) not in process.logs
+            ]
+    return [one for one in found if one[1].is_file()]
+
+
+def _rejected(folder: pathlib.Path, redactor: Redactor) -> Found:
+    """Groups whose update was not finite, the newest files first."""
+    paths = sorted((folder / "rejected").glob("*.jsonl"), reverse=True)[:8]
+    files = {f"rejected/{path.name}": redactor.head(path, FILE_BYTES) for path in paths}
+    return Found(files=files, facts={"rejected": tuple(path.name for path in paths)})
+
+
+def _listing(folder: pathlib.Path) -> Found:
+    """Size, time and name of what the run left, the spool's segments and checkpoints too."""
+    lines = []
+    for place, _, names in os.walk(folder):
+        for path in (pathlib.Path(place, name) for name in sorted(names)):
+            stat = path.lstat()
+            moment = machine.utc(stat.st_mtime)
+            lines.append(f"{stat.st_size:>14,} {moment} {path.relative_to(folder)}")
+        if len(lines) > LISTED_FILES:
+            lines[LISTED_FILES:] = [f"and more: only the first {LISTED_FILES} are listed"]
+            break
+    return Found(files={"files.txt": "\n".join(lines)})
+
+
+def described(error: BaseException) -> str:
+    """A RunError as it is shown; any other with its type."""
+    if isinstance(error, RunError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """An error and those that it came from, as its traceback shows them."""
+    found: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and following not in found:
+        found.append(following)
+        context = None if following.__suppress_context__ else following.__context__
+        following = following.__cause__ or context
+    return found
+
+
+def _status(folder: pathlib.Path) -> dict[str, Any]:
+    path = folder / "status.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _is_gone(folder: pathlib.Path, status: Mapping[str, Any]) -> bool:
+    """Whether the driver that status.json names has ended; not known from another host."""
+    pid = status.get("pid")
+    if not isinstance(pid, int) or status.get("host") != socket.gethostname():
+        return False
+    for process in read_processes(folder):
+        if process.pid == pid:
+            return state_of(process) == ""
+    return not pathlib.Path(f"/proc/{pid}").exists() and pathlib.Path("/proc/self").exists()
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=1, default=str)
+
+
+def _records(raw: bytes | str | None) -> tuple[dict[str, Any], ...]:
+    """The records of a log's last lines; one that a crash cut short is left out."""
+    found = []
+    for line in (raw or b"").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            found.append(record)
+    return tuple(found)

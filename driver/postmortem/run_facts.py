@@ -1,0 +1,108 @@
+"""What is known of a run that ended badly, as the rules of `cause_rules.py` take it."""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from driver.postmortem.host_state import Machine, ProcessState
+
+SHOWN_LINES = 6
+LINE_CHARS = 240
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What was found; everything may be missing."""
+
+    error: str = ""
+    """`Type: message` of the error that ended the run."""
+    error_types: tuple[str, ...] = ()
+    """Names of its class, its base classes and those of its causes."""
+    details: str = ""
+    """Tracebacks of this and of other processes."""
+    exit_code: int | None = None
+    status: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """status.json."""
+    driver_gone: bool = False
+    """status.json says running, and no such process is there."""
+    worker_errors: tuple[str, ...] = ()
+    """Why workers were replaced, one text each, such as `rollout-0: its process ended`."""
+    processes: tuple[ProcessState, ...] = ()
+    stacks: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The newest dump of each process by `name-pid`."""
+    logs: tuple[str, ...] = ()
+    """`file: line` of process logs that hold an error."""
+    kernel: tuple[str, ...] = ()
+    """Lines of the kernel's log since the run began."""
+    machine: Machine | None = None
+    metrics: tuple[Mapping[str, Any], ...] = ()
+    """Last lines of metrics.jsonl, the newest last."""
+    samples: tuple[Mapping[str, Any], ...] = ()
+    """Last lines of samples.jsonl."""
+    rejected: tuple[str, ...] = ()
+    """Files of groups whose update was not finite."""
+
+    @property
+    def told(self) -> list[str]:
+        """What processes said themselves, line by line, without what Ray adds to every death."""
+        texts = [self.error, *self.worker_errors]
+        # An indented line of a traceback is source code, not something that happened.
+        lines = (line for line in self.details.splitlines() if not line.startswith((" ", "\t")))
+        texts += [line for line in lines if not (self.error and line.endswith(self.error))]
+        return [without_ray_guesses(text) for text in texts if text]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cause:
+    """One explanation."""
+
+    name: str
+    weight: int
+    """0 to 100."""
+    title: str
+    """One sentence."""
+    evidence: tuple[str, ...]
+    next_step: str
+
+
+def grouped(errors: Sequence[str]) -> list[str]:
+    """Equal errors as one line with their number, the commonest first; digits do not count."""
+    counts = collections.Counter(re.sub(r"\d+", "N", short(error)) for error in errors)
+    first = {re.sub(r"\d+", "N", short(error)): short(error) for error in reversed(errors)}
+    return [f"{count} x {first[kind]}" for kind, count in counts.most_common()]
+
+
+def short(text: str, around: int = 0) -> str:
+    """One line of at most LINE_CHARS, cut around a place in the text where it is longer."""
+    if len(text) > 4 * LINE_CHARS:
+        text = text[max(0, around - LINE_CHARS // 2) :][: 4 * LINE_CHARS]
+    line = " ".join(text.split())
+    return line if len(line) <= LINE_CHARS else line[: LINE_CHARS - 3] + "..."
+
+
+def matching(pattern: str, lines: Sequence[str], shown: int = SHOWN_LINES) -> tuple[str, ...]:
+    """The lines that a pattern is found in, shortened, each once."""
+    matches = (re.search(pattern, line, re.I) for line in lines)
+    found = [short(match.string, match.start()) for match in matches if match]
+    return tuple(dict.fromkeys(found))[:shown]
+
+
+def first_match(pattern: str, lines: Sequence[str]) -> re.Match[str] | None:
+    """Where a pattern is found first."""
+    return next((match for x in lines if (match := re.search(pattern, x, re.I))), None)
+
+
+_RAY_GUESSES = re.compile(r"Some common causes include: .*", re.S)
+
+
+def without_ray_guesses(text: str) -> str:
+    """Ray says of every process that ended that memory or a crash may have been the reason."""
+    return _RAY_GUESSES.sub("", text)
+
+
+def cause_of(name: str, weight: int, title: str, evidence: Sequence[str], next_step: str) -> Cause:
+    """A cause with its evidence kept to what fits on a page."""
+    shown = tuple(line for line in evidence if line)[: 2 * SHOWN_LINES]
+    return Cause(name=name, weight=weight, title=title, evidence=shown, next_step=next_step)

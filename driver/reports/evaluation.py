@@ -1,0 +1,74 @@
+"""What a set of held-out completions says: accuracy with its interval, pass@k, mean rewards."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from driver.config.run_config import EvalConfig
+from driver.reports.accuracy import pass_at_k, wilson_interval
+
+
+def is_due(step: int, steps: int, config: EvalConfig) -> bool:
+    """Whether the held-out prompts are completed after a step; step 0 is before the first."""
+    if step == 0:
+        return config.at_start
+    if step == steps:
+        return config.at_end
+    return bool(config.every_steps) and step % config.every_steps == 0
+
+
+def is_correct(rewards: Mapping[str, float], scorer: str, variant: str) -> bool:
+    """Whether one completion counts as right.
+
+    A scorer that logs `<name>/strict` and `<name>/lenient` is asked for the variant; of any other
+    a value of 1 or more counts as right under both.
+    """
+    return rewards.get(f"{scorer}/{variant}", rewards.get(scorer, 0.0)) >= 1.0
+
+
+def eval_metrics(
+    items: Sequence[Mapping[str, Any]], *, scorer: str, pass_k: Sequence[int]
+) -> dict[str, float]:
+    """Metrics of one evaluation.
+
+    Args:
+        items: records of eval.jsonl: rewards, total_reward, reward_error, prompt_id and
+            completion_tokens are read. A completion that could not be scored counts as wrong.
+        scorer: the first of reward.functions, which decides what is right.
+        pass_k: values of k for pass@k, over the samples of each prompt.
+
+    Raises:
+        ValueError: if there is no item.
+    """
+    if not items:
+        raise ValueError("an evaluation needs at least one completion, got none")
+    metrics: dict[str, float] = {}
+    prompts = len({item["prompt_id"] for item in items})
+    for variant in ("strict", "lenient"):
+        right = [is_correct(item["rewards"], scorer, variant) for item in items]
+        accuracy = sum(right) / len(right)
+        # Samples of one prompt are no independent trials: the interval counts prompts.
+        low, high = wilson_interval(min(accuracy * prompts, prompts), prompts)
+        metrics[f"eval/accuracy/{variant}"] = accuracy
+        metrics[f"eval/accuracy/{variant}_low"] = low
+        metrics[f"eval/accuracy/{variant}_high"] = high
+    by_prompt: dict[int, list[bool]] = defaultdict(list)
+    for item in items:
+        by_prompt[item["prompt_id"]].append(is_correct(item["rewards"], scorer, "strict"))
+    for k in pass_k:
+        rates = [pass_at_k(len(right), sum(right), k) for right in by_prompt.values()]
+        metrics[f"eval/pass_at_{k}"] = sum(rates) / len(rates)
+    scored = [item for item in items if not item["reward_error"]]
+    if scored:
+        totals = [item["total_reward"] for item in scored]
+        metrics["eval/reward/total/mean"] = sum(totals) / len(totals)
+    for name in sorted({name for item in scored for name in item["rewards"]}):
+        values = [item["rewards"][name] for item in scored if name in item["rewards"]]
+        metrics[f"eval/reward/{name}/mean"] = sum(values) / len(values)
+    metrics["eval/reward_errors"] = len(items) - len(scored)
+    metrics["eval/completions"] = len(items)
+    metrics["eval/completion_len_mean"] = sum(i["completion_tokens"] for i in items) / len(items)
+    metrics["eval/truncated_fraction"] = sum(
+        item["finish_reason"] == "length" for item in items
+    ) / len(items)
+    return metrics

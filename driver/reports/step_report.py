@@ -1,0 +1,241 @@
+"""What a run says of itself: closes each step's books, writes them down, shows them, sums up."""
+
+import math
+import pathlib
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from driver.accounting.intake import StepBatch
+from driver.accounting.ledger import StepLedger, StepRecord
+from driver.accounting.run_state import RunBooks
+from driver.accounting.step_timing import StepLaps
+from driver.config.run_config import RunConfig
+from driver.reports.metrics import MetricsLog
+from driver.reports.status import StatusFile
+from driver.reports.timeline import QueueGauges, Timeline, queue_metrics
+from driver.terminal.step_table import RunSummary, StepView, step_row, summary_lines
+from learner.learner_records import UpdateReport
+from rollout_worker.lease_records import News
+from rollout_worker.sample_record import FIRST
+from services.process.process_memory import ProcessMemory
+
+RECENT_STEPS = 10
+
+
+class DecodeRate:
+    """Tokens that were decoded a second while the busiest worker decoded.
+
+    In an asynchronous run the groups of a step were decoded in the seconds of steps before it, now
+    more and now fewer of them, so that only sums over several steps belong together.
+    """
+
+    def __init__(self, max_staleness: int):
+        self._steps: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS if max_staleness else 1)
+
+    def add(self, tokens: float, decode_s: float) -> float | None:
+        """The rate with the next step, whose busiest worker decoded for so long; None where nobody
+        did, as while recorded groups train again."""
+        if decode_s <= 0:
+            return None
+        self._steps.append((tokens, decode_s))
+        return sum(one[0] for one in self._steps) / sum(one[1] for one in self._steps)
+
+
+class StepReports:
+    """Owns ledger, timeline, metrics log, status and view of one run."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: pathlib.Path,
+        *,
+        metrics: MetricsLog,
+        ledger: StepLedger,
+        timeline: Timeline,
+        status: StatusFile,
+        view: StepView,
+    ):
+        self._config = config
+        self._folder = folder
+        self._metrics = metrics
+        self._ledger = ledger
+        self._timeline = timeline
+        self._status = status
+        self._view = view
+        self._step_s: list[float] = []
+        self._decoded = DecodeRate(config.rollout.max_staleness)
+        self._lap_started = time.monotonic()
+        self._transfers: list[Mapping[str, Any]] = []
+        self._canary_gaps: list[float] = []
+        self._background_s: dict[str, float] = {}
+        self.queues = QueueGauges()
+        """To be told how they are, now and then."""
+        self.say = view.say
+        """Shows one line."""
+
+    def start_lap(self, at_s: float) -> None:
+        """The seconds of the first step count from this moment of the monotonic clock."""
+        self._lap_started = at_s
+
+    def joined(self, about: Mapping[str, Any], *, again: bool) -> None:
+        """Shows that a process serves, and where and on what it runs."""
+        self.say(
+            f"{about['name']} {'is back' if again else 'is ready'}: {about['devices']}, process "
+            f"{about['pid']} on {about['host']}"
+        )
+
+    def hear(self, worker: str, news: News) -> None:
+        """Keeps what a worker tells beside the ends of its leases for the step that is open."""
+        self._transfers += news.transfers
+        if not math.isnan(news.canary_gap):
+            self._canary_gaps.append(news.canary_gap)
+        for thread, seconds in news.background_s.items():
+            name = f"time/{worker}/background_{thread}_s"
+            self._background_s[name] = self._background_s.get(name, 0.0) + seconds
+
+    def different(self, step: int, report: UpdateReport) -> None:
+        """Shows that a recorded update did not make the version that it had made."""
+        self.say(
+            f"step {step}: made again from the record, policy version {report.policy_version} came "
+            f"out different; {len(report.disowned)} groups that rest on what it was are dropped"
+        )
+
+    def notable(self, step: int, batch: StepBatch, metrics: Mapping[str, float]) -> None:
+        """Shows what of a step a person should hear at once."""
+        if problem := batch.reward_problem():
+            self.say(f"step {step}: {problem}")
+        if metrics["train/update_skipped"]:
+            self.say(
+                f"step {step}: the update was skipped; nothing was left to train on, or a number "
+                "was not finite (then its groups are in rejected/)"
+            )
+
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Writes a few completions of a step down."""
+        chosen = choose_samples(samples, self._config.log.samples_per_step)
+        self._metrics.log_samples(step, chosen)
+
+    def evaluation(self, step: int, items: Sequence[Mapping[str, Any]]) -> None:
+        """Writes every held-out completion down."""
+        self._metrics.log_eval(step, items)
+
+    def saved(self, step: int) -> None:
+        """Notes a checkpoint."""
+        self._status.progress(step, last_checkpoint=step)
+
+    def ledger_state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return self._ledger.state()
+
+    def rewind(self, step: int, ledger_state: Mapping[str, Any]) -> int:
+        """Moves the lines after a checkpoint's step aside; returns how many."""
+        self._step_s = []
+        moved = self._metrics.resume_at(step) + self._timeline.rewind(step)
+        return moved + self._ledger.restore(ledger_state, step=step)
+
+    def close(
+        self,
+        books: RunBooks,
+        metrics: dict[str, float],
+        laps: StepLaps,
+        memory: Mapping[str, ProcessMemory],
+    ) -> StepRecord:
+        """Adds up the seconds since the last step was closed, and writes everything down.
+
+        Args:
+            laps: of every process; the step ends where they do.
+            memory: of every process that has told.
+        """
+        started_s, self._lap_started = self._lap_started, laps.at_s
+        wall_s = laps.at_s - started_s
+        record = self._ledger.close(
+            books.step, laps.seconds(), wall_s=wall_s, book=books.leases, gaps=laps.gaps
+        )
+        gauges = self.queues.take()
+        self._timeline.close(books.step, laps, gauges, start_s=started_s)
+        metrics = metrics | {"time/train/step_s": wall_s} | self._take_background()
+        metrics |= queue_metrics(gauges, laps.at_s)
+        for process, held in memory.items():
+            metrics |= held.metrics(process)
+        metrics |= {f"leases/{name}": float(n) for name, n in books.leases.lease_totals.items()}
+        if "rollout/tokens" in metrics:
+            self._step_s.append(wall_s)
+            recent = self._step_s[-RECENT_STEPS:]
+            metrics["time/train/step_avg_last10_s"] = sum(recent) / len(recent)
+            slowest = max(p["prefill"] + p["decode"] for p in record.processes.values())
+            if rate := self._decoded.add(metrics["rollout/tokens"], slowest):
+                metrics["throughput/train/decode_tokens_per_s"] = rate
+        for process, phases in record.processes.items():
+            metrics |= {f"time/{process}/{phase}_s": s for phase, s in phases.items() if s > 0}
+        written = self._metrics.log(books.step, metrics)
+        if names := ", ".join(written.get("nonfinite", ())):
+            self.say(f"step {books.step}: not finite: {names}")
+        self._status.progress(books.step)
+        self._view.show(step_row(metrics, record, self._config.run.steps))
+        return record
+
+    def summarise(self, books: RunBooks) -> None:
+        """Prints what the run came to; the last line is for machines."""
+        outputs = {"status, metrics, ledger, samples, eval, checkpoints": str(self._folder)}
+        if books.step < self._config.run.steps:
+            outputs["to go on, add to the same command"] = (
+                f"--set run.output_dir={self._folder} --resume"
+            )
+        if (self._folder / "export").exists():
+            outputs["policy as a Hugging Face folder"] = str(self._folder / "export")
+        if self._config.log.dashboard.enabled:
+            outputs["to look at it again"] = f"python -m dashboard --run {self._folder}"
+        after = [accuracy for step, accuracy in sorted(books.accuracy.items()) if step > 0]
+        summary = RunSummary(
+            name=self._config.run.name,
+            rewards=books.rewards,
+            accuracy_before=books.accuracy.get(0),
+            accuracy_after=after[-1] if after else None,
+            seconds=time.time() - self._status.current.started,
+            outputs=outputs,
+        )
+        for line in summary_lines(summary):
+            self.say(line)
+
+    def _take_background(self) -> dict[str, float]:
+        """Of what workers did beside their loops since the last step was closed."""
+        metrics, self._background_s = self._background_s, {}
+        if self._transfers:
+            metrics |= transfer_metrics(self._transfers)
+        if self._canary_gaps:
+            metrics["canary/gap_max"] = max(self._canary_gaps)
+        self._transfers, self._canary_gaps = [], []
+        return metrics
+
+
+def transfer_metrics(transfers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """How versions came to the workers, as `weights/*`.
+
+    Args:
+        transfers: at least one `PullStats` as plain values.
+    """
+    wire = sum(one["wire_bytes"] for one in transfers)
+    seconds = sum(one["seconds"] for one in transfers)
+    return {
+        "weights/pulls": float(len(transfers)),
+        "weights/wire_bytes": float(wire),
+        "weights/version_bytes": float(sum(one["version_bytes"] for one in transfers)),
+        "weights/delta_fraction": sum(one["delta"] for one in transfers) / len(transfers),
+        "weights/pull_s_max": max(one["seconds"] for one in transfers),
+        "weights/gb_per_s": wire / 1e9 / seconds if seconds else 0.0,
+        "weights/relay_depth_max": float(max(one["depth"] for one in transfers)),
+        "weights/failures": float(sum(len(one["failures"]) for one in transfers)),
+    }
+
+
+def choose_samples(samples: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
+    """Those that tell something before first completions of groups, which get half of the room.
+
+    Where there are too few of one kind, the other takes its room.
+    """
+    plain = [sample for sample in samples if sample["why"] == FIRST]
+    telling = [sample for sample in samples if sample["why"] != FIRST]
+    room = max(count - len(plain), count - count // 2)
+    return [*telling[:room], *plain][:count]

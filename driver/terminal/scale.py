@@ -1,0 +1,311 @@
+"""Shows or changes the rollout workers of a run that is going on.
+
+    python -m driver.scale --run DIR [--rollout-workers N | --drain NAME] [--wait SECONDS]
+
+Without an action it prints the workers as a table.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from driver.errors import RunError
+from driver.fleet.control_server import NotControllable, read_access
+from driver.reports.status import ExitCode, State
+from services.control.client import ControlClient, ControlFailed
+from services.control.messages import (
+    Fleet,
+    NoSuchWorker,
+    NotNow,
+    OutOfBounds,
+    WorkerState,
+    WorkerStatus,
+)
+
+T = TypeVar("T")
+
+ANSWER_S = 30.0
+"""For the driver to take up a request: it looks for them between two waits."""
+POLL_S = 0.5
+PLAIN_WIDTH = 120
+"""Columns where the output is no terminal."""
+
+_EPILOG = """\
+examples:
+  python -m driver.scale --run runs/gsm8k                        who works, and on what
+  python -m driver.scale --run runs/gsm8k --rollout-workers 4    add or drain up to four
+  python -m driver.scale --run runs/gsm8k --drain rollout-1      let this one finish and go
+
+exit codes: 0 done, 1 the run is not there, is over or did not get so far in time,
+2 what is asked cannot be, 3 the cluster has no room, 130 interrupted
+"""
+
+
+class NoRun(RunError):
+    """The folder is not that of a run."""
+
+    exit_code = 2
+
+
+class Refused(RunError):
+    """The run does not allow what is asked."""
+
+    exit_code = 2
+
+
+class NoRoom(RunError):
+    """The run took its target back."""
+
+    exit_code = 3
+
+
+class NotReached(RunError):
+    """The fleet did not get to its target in time."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of `python -m driver.scale`."""
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False,
+        prog="python -m driver.scale",
+        description="Shows or changes the rollout workers of a run that is going on.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--run", required=True, type=pathlib.Path, metavar="DIR", help="output folder of the run"
+    )
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument(
+        "--rollout-workers", type=_count, metavar="N", help="how many workers there are to be"
+    )
+    action.add_argument(
+        "--drain", metavar="NAME", help="worker that finishes or returns its work and goes"
+    )
+    parser.add_argument(
+        "--wait",
+        type=_seconds,
+        default=60.0,
+        metavar="SECONDS",
+        help="how long to wait until it is done; 0 returns once the run has accepted "
+        "(default: %(default)g)",
+    )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code; what a user can mend is one message without a traceback."""
+    given = parser().parse_args(arguments)
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+    try:
+        check_running(given.run)
+        with ControlClient(*read_access(given.run)) as client:
+            if given.rollout_workers is None and given.drain is None:
+                _show(_ask(client.fleet), console)
+            else:
+                _change(client, given, console)
+        return ExitCode.FINISHED
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted: what the run has accepted stands", file=sys.stderr, flush=True)
+        return ExitCode.INTERRUPTED
+
+
+def check_running(folder: pathlib.Path) -> None:
+    """Holds that a run goes on in the folder, as far as status.json and its process tell.
+
+    Raises:
+        NoRun: if there is none.
+        NotControllable: if it is over, or its driver is gone.
+    """
+    path = folder / "status.json"
+    try:
+        status = json.loads(path.read_text(encoding="utf-8"))
+        state, run, host, pid = State(status["state"]), status["run"], status["host"], status["pid"]
+    except FileNotFoundError as error:
+        missing = "holds no status.json" if folder.is_dir() else "is not there"
+        raise NoRun(
+            f"{folder} {missing}: give the output folder of a run, as its first line of output "
+            "names it"
+        ) from error
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise NoRun(f"{path} cannot be read as the status of a run: {error!r}") from error
+    if state is not State.RUNNING:
+        reason = f": {status['reason']}" if status["reason"] else ""
+        raise NotControllable(
+            f"run {run} is over: it {_ENDED[state]} after step {status['step']}{reason}"
+        )
+    if host == socket.gethostname() and not _is_alive(pid):
+        raise NotControllable(
+            f"run {run} is over: its driver, process {pid} on {host}, is gone without a word; go "
+            "on with --resume"
+        )
+
+
+_ENDED = {
+    State.FINISHED: "finished",
+    State.FAILED: "failed",
+    State.INTERRUPTED: "was interrupted",
+}
+
+
+def fleet_table(fleet: Fleet) -> Table:
+    """The workers for people; `-` is what is not known yet."""
+    title = (
+        f"step {fleet.step}, policy version {fleet.policy_version}: {fleet.current} of "
+        f"{fleet.target} workers take leases ({fleet.least} to {fleet.most}, {fleet.policy.value})"
+    )
+    table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
+    for column in ("worker", "state"):
+        table.add_column(column, no_wrap=True)
+    for column in ("version", "in hand", "done", "tok/s", "memory", "restarts"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("process", overflow="fold")
+    for worker in fleet.workers:
+        table.add_row(
+            worker.name,
+            worker.state.value,
+            str(worker.policy_version) if worker.policy_version >= 0 else "-",
+            str(worker.groups_leased),
+            str(worker.groups_done),
+            f"{worker.tokens_per_s:.0f}" if worker.tokens_per_s else "-",
+            _memory(worker),
+            str(worker.restarts),
+            f"{worker.pid} on {worker.host}" if worker.pid else "-",
+        )
+    return table
+
+
+def _memory(worker: WorkerStatus) -> str:
+    """Of the host and, where it is known, of the devices."""
+    if not worker.host_bytes:
+        return "-"
+    devices = f" + {worker.device_bytes / 1e9:.1f}" if worker.device_bytes >= 0 else ""
+    return f"{worker.host_bytes / 1e9:.1f}{devices} GB"
+
+
+def _show(fleet: Fleet, console: Console) -> None:
+    """Prints the table, and below it what went wrong."""
+    console.print(fleet_table(fleet))
+    failed = [
+        f"{one.name} failed last: {one.last_error}" for one in fleet.workers if one.last_error
+    ]
+    for line in [*failed, *([fleet.notice] if fleet.notice else [])]:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def waited_for(fleet: Fleet, drained: str | None) -> str:
+    """What keeps a fleet from being what is wanted; '' once it is.
+
+    Args:
+        fleet: as last seen.
+        drained: a worker that must have gone, whatever the others do; None looks at the target.
+    """
+    states = {worker.name: worker.state for worker in fleet.workers}
+    if drained is not None:
+        state = states.get(drained, WorkerState.GONE)
+        return "" if state is WorkerState.GONE else f"{drained} is {state.value}"
+    moving = [
+        f"{name} is {state.value}"
+        for name, state in states.items()
+        if state in (WorkerState.STARTING, WorkerState.DRAINING)
+    ]
+    if fleet.current == fleet.target and not moving:
+        return ""
+    return ", ".join([f"{fleet.current} of {fleet.target} workers take leases", *moving])
+
+
+def _change(client: ControlClient, given: argparse.Namespace, console: Console) -> None:
+    if given.drain is None:
+        accepted = _ask(lambda timeout_s: client.scale(given.rollout_workers, timeout_s))
+    else:
+        accepted = _ask(lambda timeout_s: client.drain(given.drain, timeout_s))
+    console.print(
+        f"accepted: {accepted.target} rollout workers are wanted, {accepted.current} take leases",
+        highlight=False,
+    )
+    if not given.wait:
+        return
+    deadline, said = time.monotonic() + given.wait, ""
+    while True:
+        try:
+            fleet = _ask(client.fleet, max(1.0, deadline - time.monotonic()))
+        except NotControllable:
+            check_running(given.run)  # says it better, if the run has ended meanwhile
+            raise
+        if fleet.target != accepted.target:
+            raise _taken_back(fleet, accepted.target)
+        what = waited_for(fleet, given.drain)
+        if not what:
+            _show(fleet, console)
+            return
+        if time.monotonic() > deadline:
+            check_running(given.run)
+            raise NotReached(
+                f"waited {given.wait:g} s and {what}; the run goes on with it: look again with "
+                f"python -m driver.scale --run {given.run}"
+            )
+        if what != said:
+            console.print(f"waiting: {what}", highlight=False)
+            said = what
+        time.sleep(min(POLL_S, given.wait))
+
+
+def _taken_back(fleet: Fleet, wanted: int) -> RunError:
+    text = f"{wanted} rollout workers were accepted, but the run wants {fleet.target} by now"
+    if fleet.notice and fleet.target < wanted:
+        return NoRoom(f"{text}: {fleet.notice}")
+    return NotReached(f"{text}: its policy or another command changed that")
+
+
+def _ask(call: Callable[[float], T], timeout_s: float = ANSWER_S) -> T:
+    """What a call of the client returns, with refusals as ends of this command."""
+    try:
+        return call(min(timeout_s, ANSWER_S))
+    except (OutOfBounds, NoSuchWorker) as error:
+        raise Refused(str(error)) from error
+    except (NotNow, TimeoutError, PermissionError, ControlFailed) as error:
+        raise NotControllable(str(error)) from error
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _count(text: str) -> int:
+    """A number of workers that fits into the message; the run says which it allows."""
+    if not text.isdecimal() or int(text) >= 2**31:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of workers: give 1, 2, 3, ...")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= 604_800:
+        raise argparse.ArgumentTypeError(f"{text!r} must be seconds, between 0 and a week")
+    return seconds
+
+
+if __name__ == "__main__":
+    sys.exit(main())

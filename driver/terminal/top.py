@@ -1,0 +1,292 @@
+"""Shows a run in the terminal, from its folder: bars, sparklines, workers, alerts.
+
+    python -m driver.top --run DIR [--once] [--every SECONDS]
+
+It reads files and asks the driver for its workers, and changes nothing. Ctrl-C leaves; the run goes
+on. Where the output is no terminal it prints once.
+"""
+
+import argparse
+import contextlib
+import math
+import pathlib
+import sys
+import time
+import unicodedata
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
+
+from dashboard.runs.fleet_link import fleet_json
+from dashboard.runs.run_document import state_of_run
+from diagnosis.judgement.judge import Judge
+from diagnosis.records.run_log import RunLog
+from driver.errors import RunError
+from driver.reports.status import ExitCode
+from driver.terminal import bars
+from driver.terminal.scale import fleet_table
+from services.control.access import NoAccess, read_access
+from services.control.client import ControlClient, ControlFailed
+from services.control.messages import Fleet
+
+ANSWER_S = 2.0
+"""For the driver to tell of its workers: it always has an answer ready."""
+PLAIN_WIDTH = 120
+"""Columns where the output is no terminal."""
+ALERTS_SHOWN = 4
+LINES = {
+    "reward": "reward/total/mean",
+    "accuracy": "eval/accuracy/strict",
+    "length": "rollout/completion_len_mean",
+    "step s": "time/train/step_s",
+    "tok/s": "throughput/train/decode_tokens_per_s",
+}
+"""Title of a sparkline -> metric."""
+_ENDS = {
+    "finished": "the run finished",
+    "failed": "the run failed",
+    "interrupted": "the run was interrupted",
+    "lost": "the driver is gone without a word; go on with --resume",
+}
+_MARKS = {
+    "bad": ("✖ act", "bold #d55e00"),
+    "warn": ("▲ look", "#e69f00"),
+    "info": ("◆ note", "#56b4e9"),
+}
+"""Shape and word of an alert, as on the page."""
+
+
+class NoRun(RunError):
+    """The folder is not that of a run."""
+
+    exit_code = 2
+
+
+class FleetView:
+    """Asks the driver of a run for its workers, as long as it answers."""
+
+    def __init__(self, folder: pathlib.Path):
+        self._folder = folder
+        self._client: ControlClient | None = None
+        self.why = ""
+        """Why nobody tells; empty where somebody does."""
+
+    def look(self) -> Fleet | None:
+        """The fleet, or None with `why` where the driver does not tell."""
+        try:
+            if self._client is None:
+                self._client = ControlClient(*read_access(self._folder))
+            fleet = self._client.fleet(ANSWER_S)
+        except (NoAccess, PermissionError, TimeoutError, ControlFailed) as error:
+            self.why = str(error)
+            self.close()
+            return None
+        self.why = ""
+        return fleet
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+        self._client = None
+
+
+class Top:
+    """Follows one run and draws it."""
+
+    def __init__(self, folder: pathlib.Path):
+        """
+        Raises:
+            NoRun: if the folder is not that of a run.
+        """
+        self._folder = folder
+        try:
+            self._log = RunLog(folder)
+        except ValueError as error:
+            raise NoRun(str(error)) from error
+        if not (folder / "status.json").exists():
+            raise NoRun(
+                f"{folder} holds no status.json: give the output folder of a run, as its first "
+                "line of output names it"
+            )
+        self._fleet_view = FleetView(folder)
+        self._fleet: Fleet | None = None
+        self._judge: Judge | None = None
+        self.state = "running"
+
+    def look(self) -> None:
+        """Takes up what is new."""
+        changes = self._log.refresh()
+        self.state = state_of_run(self._folder, self._log.status)
+        if self._judge is None or changes.reloaded:
+            self._judge = Judge(self._log.settings)
+        self._fleet = self._fleet_view.look() if self.state == "running" else None
+        self._judge.set_fleet(None if self._fleet is None else fleet_json(self._fleet))
+        for facts in changes.new_steps:
+            self._judge.add(facts)
+
+    def close(self) -> None:
+        self._fleet_view.close()
+
+    def picture(self, width: int, *, coloured: bool, now: float) -> Group:
+        """Everything, as wide as the terminal.
+
+        Args:
+            now: Unix seconds.
+        """
+        assert self._judge is not None, "look comes first"
+        verdict = self._judge.verdict(now, {"state": self.state})
+        parts: list[RenderableType] = [self._head()]
+        told = verdict["progress"]
+        left_s = math.nan if told["remaining_s"] is None else told["remaining_s"]
+        parts.append(bars.progress(told["step"], told["total"], left_s, width))
+        last = self._log.step(self._log.last_step)
+        if last is None:
+            parts.append(Text("no step was closed yet"))
+        else:
+            parts += [Text(), bars.step_bars(last, width, coloured=coloured)]
+        if verdict["bottleneck"]:
+            parts.append(Text(verdict["bottleneck"]["text"]))
+        parts += [Text(), self._sparklines(width)]
+        parts += self._workers()
+        parts += [Text(), *_alerts(verdict["alerts"])]
+        return Group(*parts)
+
+    def ending(self) -> str:
+        """The last line for a run that is over; empty while it goes on."""
+        if self.state == "running":
+            return ""
+        status = self._log.status
+        reason = f": {status['reason']}" if status.get("reason") else ""
+        return f"{_ENDS.get(self.state, self.state)} after step {status.get('step', 0)}{reason}"
+
+    def _head(self) -> Text:
+        status = self._log.status
+        text = Text().append(f"{status.get('run', self._folder.name)} ", style="bold")
+        return text.append(f"{self.state}  {self._folder}")
+
+    def _sparklines(self, width: int) -> Table:
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(no_wrap=True)
+        grid.add_column(justify="right", no_wrap=True)
+        grid.add_column(no_wrap=True)
+        steps = self._log.recent(max(10, width - 30))
+        for title, name in LINES.items():
+            values = [facts.metrics[name] for facts in steps if name in facts.metrics]
+            if values:
+                line = bars.sparkline(values, max(10, width - 30))
+                grid.add_row(Text(title), Text(f"{values[-1]:.4g}", style="bold"), Text(line))
+        return grid
+
+    def _workers(self) -> list[RenderableType]:
+        if self._fleet is not None:
+            return [Text(), fleet_table(self._fleet)]
+        if self.state == "running":
+            return [Text(), Text(f"workers: {self._fleet_view.why}")]
+        return []
+
+
+def _alerts(alerts: Sequence[dict]) -> Iterator[Text]:
+    """The worst ones, a line each and their advice under it."""
+    if not alerts:
+        yield Text("no alerts", style="#009e73")
+    for alert in alerts[:ALERTS_SHOWN]:
+        mark, style = _MARKS[alert["severity"]]
+        text = Text().append(f"{mark}: ", style=style)
+        text.append(f"{alert['text']} (since step {alert['since_step']})")
+        text.append(f"\n  {alert['advice']}", style="#8b95a3")
+        yield text
+    if len(alerts) > ALERTS_SHOWN:
+        yield Text(f"and {len(alerts) - ALERTS_SHOWN} more")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of `python -m driver.top`."""
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False,
+        prog="python -m driver.top",
+        description="Shows a run in the terminal, from its folder. Ctrl-C leaves; the run goes on.",
+        epilog="exit codes: 0 shown, 2 the folder is not that of a run",
+    )
+    parser.add_argument(
+        "--run", required=True, type=pathlib.Path, metavar="DIR", help="output folder of the run"
+    )
+    parser.add_argument("--once", action="store_true", help="print once and leave")
+    parser.add_argument(
+        "--every",
+        type=_seconds,
+        default=1.0,
+        metavar="SECONDS",
+        help="between two looks (default: %(default)g)",
+    )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None, console: Console | None = None) -> int:
+    """Returns the exit code; what a user can mend is one message without a traceback."""
+    given = parser().parse_args(arguments)
+    width = None if sys.stdout.isatty() else PLAIN_WIDTH
+    console = console or Console(file=sys.stdout, width=width)
+    try:
+        with contextlib.closing(Top(given.run)) as top:
+            top.look()
+            if console.is_terminal and not given.once:
+                _watch(top, console, given.every)
+            else:
+                console.print(_picture(top, console))
+            if ending := top.ending():
+                console.print(_Harmless(Text(ending)), soft_wrap=True)
+        return ExitCode.FINISHED
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except OSError as error:  # of another user's run, or on a disk that is gone
+        print(f"error: the run cannot be read: {error}", file=sys.stderr, flush=True)
+        return NoRun.exit_code
+
+
+def _watch(top: Top, console: Console, every_s: float) -> None:
+    """Draws until the run is over or somebody presses Ctrl-C; the last picture stays."""
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Live(_picture(top, console), console=console, auto_refresh=False) as live,
+    ):
+        while top.state == "running":
+            time.sleep(every_s)
+            top.look()
+            live.update(_picture(top, console), refresh=True)
+
+
+def _picture(top: Top, console: Console) -> "_Harmless":
+    coloured = console.color_system is not None
+    return _Harmless(top.picture(console.width, coloured=coloured, now=time.time()))
+
+
+class _Harmless:
+    """Draws something without the control characters in its text: a name or an error that a run
+    has written down may hold some, and a terminal obeys them."""
+
+    def __init__(self, drawn: RenderableType):
+        self._drawn = drawn
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for segment in console.render(self._drawn, options):
+            yield segment if segment.control else Segment(_shown(segment.text), segment.style)
+
+
+def _shown(text: str) -> str:
+    return "".join(c if c == "\n" or unicodedata.category(c) != "Cc" else "\ufffd" for c in text)
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.1 <= value <= 3600:
+        raise argparse.ArgumentTypeError(f"must be 0.1 to 3600 seconds, got {text}")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

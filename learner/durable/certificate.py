@@ -1,0 +1,117 @@
+"""The resume certificate: one hash for each thing that must be the same again after a resume.
+
+Made when a checkpoint is written, made again of what was read back, and compared part by part. It
+covers what the files' own checksums cannot: that the state on the devices is the one that was
+saved, on whatever mesh, and that this program draws and orders as the one before did.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from learner.update.state import TrainState
+from services.weights.digest import tree_digest
+
+_BOOK_FIELDS = ("seed", "prompt_count", "cursor", "unfinished")
+_NO_ARRAYS = hashlib.sha256(b"").hexdigest()
+_SAMPLE_KEYS = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """sha256 of every part, hex."""
+
+    data_order: str
+    """Which prompts come next: seed, cursor and leases that are to be given again."""
+    keys: str
+    """What random keys are made of, and what this program draws with them."""
+    optimizer: str
+    """Every array of the optimiser, and the number of its updates."""
+    ledger: str
+    """The driver's books."""
+    weights: str
+    """The float32 master weights."""
+
+    @property
+    def whole(self) -> str:
+        """One hash over all parts."""
+        return _of_json(dataclasses.asdict(self))
+
+    def plain(self) -> dict[str, str]:
+        """As it stands in certificate.json."""
+        return {**dataclasses.asdict(self), "whole": self.whole}
+
+
+class CertificateMismatch(ValueError):
+    """What was read back is not what was saved; the message names the part."""
+
+
+def make_certificate(
+    state: TrainState, *, seed: int, driver_state: Mapping[str, Any]
+) -> Certificate:
+    """Certifies a learner and the driver's books.
+
+    Args:
+        state: on the devices; each array is brought to the host alone.
+        seed: of the run.
+        driver_state: JSON values; `book` holds seed, prompt_count, cursor and unfinished leases,
+            `prompts_digest` stands for the data where it is given.
+    """
+    book = driver_state.get("book", {})
+    order = {name: book.get(name) for name in _BOOK_FIELDS}
+    order |= {"run_seed": seed, "prompts_digest": driver_state.get("prompts_digest")}
+    return Certificate(
+        data_order=_of_json(order),
+        keys=_of_json(_drawn_with(seed)),
+        optimizer=_of_arrays((state.opt_state, state.update_count)),
+        ledger=_of_json(driver_state),
+        weights=_of_arrays(state.params),
+    )
+
+
+def check_certificate(stored: Mapping[str, str], now: Certificate, where: str) -> None:
+    """Holds what was read back to what was saved.
+
+    Args:
+        stored: as `Certificate.plain` gave it.
+        now: of what was read back.
+        where: the checkpoint, for the error.
+
+    Raises:
+        CertificateMismatch: naming the parts that differ.
+    """
+    plain = now.plain()
+    different = [name for name in plain if name != "whole" and stored.get(name) != plain[name]]
+    if different or stored.get("whole") != plain["whole"]:
+        raise CertificateMismatch(
+            f"{where} does not keep its resume certificate: {', '.join(different) or 'whole'} "
+            f"{'differ' if len(different) > 1 else 'differs'} from what was saved; resume with "
+            "the program, run.seed and model that wrote it, or from another checkpoint"
+        )
+
+
+def _of_arrays(tree: Any) -> str:
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    named = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+    return tree_digest(named)[1] if named else _NO_ARRAYS
+
+
+def _of_json(value: Any) -> str:
+    """Of the value as JSON reads it back: tuples are lists, keys are texts."""
+    plain = json.loads(json.dumps(value))
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _drawn_with(seed: int) -> dict[str, Any]:
+    """The seed, and the first numbers of a few keys that are folded from it as a sampler does."""
+    key = jax.random.key(seed % 2**32)
+    drawn = [
+        jax.random.bits(jax.random.fold_in(key, number), (2,)).tolist()
+        for number in range(_SAMPLE_KEYS)
+    ]
+    return {"seed": seed, "implementation": str(jax.random.key_impl(key)), "drawn": drawn}

@@ -1,0 +1,285 @@
+"""What the learner has promised, in memory and on the disk together.
+
+Groups that were accepted, versions that were issued, updates that were begun: the group buffer and
+the spool tell the same story, and after a restart it is told on from where the checkpoint ends.
+Updates that the process before had begun are made again first (`replay`); each version made again
+must have the digest it had, or what rests on it is void.
+"""
+
+import dataclasses
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from learner.durable.frames import DamagedFile
+from learner.durable.spool import Spool, SpoolFailed
+from learner.durable.spool_format import NOTHING_OPEN, OpenWork, UpdateRecord
+from services.process import failpoints
+from services.trajectories.buffer_records import Taken
+from services.trajectories.group_buffer import GroupBuffer
+from services.trajectories.id_set import IdSet, PlainIds
+
+log = logging.getLogger(__name__)
+
+Replayed = Literal["equal", "different"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Begun:
+    """An update that has been written down and may train."""
+
+    taken: Taken
+    is_replay: bool
+
+
+class Journal:
+    """Owns the spool of a run and the buffer before it; safe to use from any thread.
+
+    `issue` is called by the thread that publishes, `begin` and `rotate` by the one that trains.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        run_id: str,
+        *,
+        capacity_groups: int,
+        capacity_bytes: int,
+        max_staleness: int,
+    ):
+        """
+        Args:
+            folder: of the spool.
+            run_id: of the run.
+            capacity_groups, capacity_bytes, max_staleness: as GroupBuffer has them.
+
+        Raises:
+            DamagedFile: if the spool cannot be trusted, or is of another run.
+        """
+        self._spool = Spool(folder, run_id)
+        self._folder = folder
+        self._max_staleness = max_staleness
+        self.buffer = GroupBuffer(
+            run_id,
+            capacity_groups=capacity_groups,
+            capacity_bytes=capacity_bytes,
+            max_staleness=max_staleness,
+            store=self._spool.group,
+        )
+        self._lock = threading.Lock()
+        self._started = False
+        self._pending: deque[UpdateRecord] = deque()
+        """Updates to make again, oldest first."""
+        self._digests: dict[int, str] = {}
+        """Of versions that were issued, by this process or the one before."""
+        self._replayed: dict[int, Replayed] = {}
+        self._disowned: set[str] = set()
+        self._unreported: list[str] = []
+        """Of the disowned, those that no report has named."""
+
+    @property
+    def problem(self) -> str:
+        """Why nothing can be written down now; empty where it can."""
+        return self._spool.problem
+
+    def start(self) -> None:
+        """Begins the journal of a run that starts; nothing where it has begun already.
+
+        Raises:
+            ValueError: if there is one already: its groups would be lost.
+            SpoolFailed: if it cannot be written, or another learner has it.
+        """
+        if self._started:
+            return
+        self._spool.claim()
+        if not self._spool.is_new:
+            raise ValueError(
+                f"{self._folder} holds accepted groups of this run: go on with --resume, or choose "
+                "another run.output_dir"
+            )
+        self._spool.rotate(0, lambda: NOTHING_OPEN)
+        self._started = True
+
+    def resume(
+        self, step: int, policy_version: int, buffer_state: Mapping[str, PlainIds]
+    ) -> OpenWork | None:
+        """Takes up what was written since a checkpoint.
+
+        Args:
+            step: of the checkpoint; 0 where there is none.
+            policy_version: that it holds.
+            buffer_state: of its GroupBuffer.
+
+        Returns:
+            What is to be done again, and what waits; None where there was no spool.
+
+        Raises:
+            DamagedFile: naming file and byte, or the update that is missing.
+            SpoolFailed: if it cannot be written, or another learner has it.
+        """
+        self._spool.claim()
+        written = self._spool.read(step)
+        self.buffer.restore(buffer_state)
+        if written is None:
+            self._spool.rotate(step, lambda: NOTHING_OPEN)
+        else:
+            self._spool.open_last()
+        self._started = True
+        if written is None:
+            return None
+        work = written.beyond(policy_version, IdSet(buffer_state["consumed_group_ids"]))
+        _check_sequence(work.updates, policy_version, self._folder)
+        self.buffer.take_over(work.groups.values(), work.issued, policy_version)
+        self._pending.extend(work.updates)
+        self._digests = dict(work.issued)
+        return work
+
+    def covers(self, step: int) -> bool:
+        """Whether everything since that step was written down here."""
+        return self._spool.covers(step)
+
+    def begin(
+        self,
+        policy_version: int,
+        group_ids: Sequence[str],
+        dropped_ids: Sequence[str],
+        timeout_s: float,
+    ) -> Begun:
+        """Waits for the groups of an update, writes it down, and gives them away.
+
+        Args:
+            policy_version: the version that it is to make.
+            group_ids: in the order in which they are to be packed; those that were given up with
+                their version are passed over.
+            dropped_ids: groups that nobody will ask for. An update may consist of them alone: it
+                makes no version, and is made again in its place all the same.
+            timeout_s: bound of the wait for groups on their way.
+
+        Raises:
+            TimeoutError, ValueError: as GroupBuffer.take says; nothing was taken.
+            SpoolFailed: if it cannot be written down; nothing was taken.
+        """
+        self.buffer.forget(dropped_ids)
+        with self._lock:
+            wanted = [group_id for group_id in group_ids if group_id not in self._disowned]
+        self.buffer.wait(wanted, timeout_s)
+        update = UpdateRecord(
+            policy_version=policy_version,
+            group_ids=tuple(group_ids),
+            dropped_ids=tuple(dropped_ids),
+        )
+        with self._lock:
+            is_replay = bool(self._pending) and self._pending[0] == update
+            if is_replay:
+                self._pending.popleft()
+            elif self._pending:
+                self._abandon(policy_version)
+        if not is_replay and (group_ids or dropped_ids):
+            self._spool.update(update)
+        failpoints.reach("learner.update")
+        return Begun(taken=self.buffer.take(wanted, 0.0), is_replay=is_replay)
+
+    def issue(self, policy_version: int, digest: str) -> None:
+        """Notes a version before workers can see it, and what follows where it is another one.
+
+        Raises:
+            SpoolFailed: if it cannot be written down.
+            ValueError: if versions do not rise.
+        """
+        with self._lock:
+            before = self._digests.get(policy_version)
+            if before != digest:
+                self._spool.issued(policy_version, digest)
+            if before is not None:
+                self._replayed[policy_version] = "equal" if before == digest else "different"
+            if before not in (None, digest):
+                log.warning(
+                    "policy version %d was made again with digest %s, and had %s: what was "
+                    "sampled or trained on the one before is given up",
+                    policy_version,
+                    digest,
+                    before,
+                )
+                self._abandon(policy_version + 1)
+            self._digests[policy_version] = digest
+            self._disown(self.buffer.issue(policy_version, digest))
+
+    def digest_of(self, policy_version: int) -> str:
+        """Of an issued version; empty where it is not issued yet."""
+        with self._lock:
+            return self._digests.get(policy_version, "")
+
+    def replayed(self, policy_version: int) -> Replayed | None:
+        """How a version came out that the process before had issued; None for any other."""
+        with self._lock:
+            return self._replayed.get(policy_version)
+
+    def take_disowned(self) -> list[str]:
+        """Groups given up since the last call because their version could not be made again."""
+        with self._lock:
+            disowned, self._unreported = self._unreported, []
+            return disowned
+
+    def is_disowned(self, group_ids: Sequence[str]) -> bool:
+        """Whether one of the groups was given up with its version."""
+        with self._lock:
+            return not self._disowned.isdisjoint(group_ids)
+
+    def rotate(self, step: int, policy_version: int, oldest_step: int) -> None:
+        """Begins the segment of a checkpoint, and drops those that none needs any more.
+
+        A full disk leaves the segment before to go on, and shows in `problem`.
+
+        Args:
+            step: of the checkpoint, which is on the disk.
+            policy_version: that it holds.
+            oldest_step: of the oldest checkpoint that is kept.
+        """
+
+        def still_open() -> OpenWork:
+            return OpenWork(
+                issued=self._digests, updates=tuple(self._pending), groups=self.buffer.held()
+            )
+
+        oldest = policy_version - self._max_staleness
+        with self._lock:
+            self._digests = {v: d for v, d in self._digests.items() if v >= oldest}
+            self._replayed = {v: r for v, r in self._replayed.items() if v >= oldest}
+            try:
+                self._spool.rotate(step, still_open)
+            except SpoolFailed as error:
+                log.warning("the spool goes on in its segment before: %s", error)
+                return
+        self._spool.prune(oldest_step)
+
+    def close(self) -> None:
+        self._spool.close()
+
+    def _abandon(self, policy_version: int) -> None:
+        """Voids updates that make this version or later ones, and what was sampled under those."""
+        self._pending.clear()
+        self._spool.abandoned(policy_version)
+        self._digests = {v: d for v, d in self._digests.items() if v < policy_version}
+        self._disown(self.buffer.revoke(policy_version))
+
+    def _disown(self, group_ids: Sequence[str]) -> None:
+        self._disowned.update(group_ids)
+        self._unreported += group_ids
+
+
+def _check_sequence(
+    updates: Sequence[UpdateRecord], policy_version: int, folder: str | os.PathLike
+) -> None:
+    """Raises DamagedFile if an update between the checkpoint and the last one is missing."""
+    newest = policy_version
+    for update in updates:
+        if update.policy_version > newest + 1:
+            raise DamagedFile(
+                f"{folder} lacks the update that makes policy version {newest + 1}: the checkpoint "
+                f"holds {policy_version}, and the next update written down makes "
+                f"{update.policy_version}; resume from a later checkpoint"
+            )
+        newest = max(newest, update.policy_version)

@@ -1,0 +1,160 @@
+"""Whether a checkpoint resumes: takes the step after it once more, and compares the weights.
+
+Everything comes from the folder of the run: the checkpoint holds state, settings and books, the
+spool the groups of the next update and the digest under which its version was issued.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+
+from learner.core import LearnerCore
+from learner.durable.certificate import Certificate, make_certificate
+from learner.durable.checkpoint import CheckpointFolder, DamagedCheckpoint, read_record
+from learner.durable.rollout_file import RolloutHeader, header_of
+from learner.durable.spool_format import OpenWork, find_segments, read_segments, segments_since
+from models.files.checkpoint import load_model
+from models.platform import require_platform
+from services.process.phase_clock import PhaseClock
+from services.trajectories.id_set import IdSet
+from services.weights.digest import tree_digest
+from services.wire.messages import Group
+
+CHECKPOINTS = "checkpoints"
+SPOOL = "spool"
+
+
+class NothingToCheck(ValueError):
+    """The folder has no checkpoint with a step after it; the message says what is missing."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Question:
+    """A checkpoint, and the step after it."""
+
+    step: int
+    policy_version: int
+    header: RolloutHeader
+    seed: int
+    weights_dtype: str
+    platform: str
+    devices: int
+    """On which the run was trained."""
+    groups: tuple[Group, ...]
+    """On which the next version was trained, in their order."""
+    digest: str
+    """Under which it was issued."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What came of it."""
+
+    stored: dict[str, str] | None
+    """The certificate in the checkpoint; None where it has none."""
+    certificate: Certificate
+    """Of what was read back."""
+    digest: str
+    """Of the version that was made again."""
+    devices: str
+
+
+def find_question(run_folder: pathlib.Path, step: int | None = None) -> Question:
+    """The newest complete checkpoint that has a recorded step after it, or the one of a step.
+
+    Raises:
+        NothingToCheck: if there is none; says why for each checkpoint.
+        DamagedFile: if the spool cannot be trusted.
+    """
+    folder = run_folder / CHECKPOINTS
+    if not folder.is_dir():
+        raise NothingToCheck(f"{run_folder} has no {CHECKPOINTS}/: give the output folder of a run")
+    steps = CheckpointFolder(folder, keep=1).complete_steps()
+    if step is not None and step not in steps:
+        raise NothingToCheck(f"{folder} has no checkpoint of step {step}; it has {steps or 'none'}")
+    reasons = []
+    for candidate in steps if step is None else [step]:
+        try:
+            return _question(run_folder, candidate)
+        except (DamagedCheckpoint, NothingToCheck) as error:
+            reasons.append(str(error))
+    raise NothingToCheck(
+        f"no checkpoint in {folder} has a recorded step after it: {'; '.join(reasons) or 'none'}; "
+        "checkpoint.keep=2 keeps one that has"
+    )
+
+
+def answer(run_folder: pathlib.Path, question: Question) -> Answer:
+    """Restores the checkpoint, and takes the step.
+
+    Raises:
+        ValueError: if the checkpoint cannot be read.
+    """
+    header = question.header
+    devices = require_platform(question.platform)
+    loaded = load_model(header.model_folder or header.model_path)
+    core = LearnerCore(
+        algorithm=header.algorithm,
+        learner=header.learner,
+        model_config=loaded.config,
+        params=loaded.params,
+        total_steps=header.total_steps,
+        temperature=header.temperature,
+        valid_vocab=header.valid_vocab,
+        max_completion_tokens=header.max_completion_tokens,
+        devices=devices,
+    )
+    checkpoints = CheckpointFolder(run_folder / CHECKPOINTS, keep=1)
+    found = checkpoints.restore(core.abstract_state, only_step=question.step)
+    if found is None:
+        raise NothingToCheck(f"the checkpoint of step {question.step} is gone")
+    core.resume(found.state, policy_version=question.policy_version)
+    certificate = make_certificate(
+        core.state, seed=question.seed, driver_state=found.record["driver"]
+    )
+    core.update(question.groups, PhaseClock())
+    return Answer(
+        stored=found.certificate,
+        certificate=certificate,
+        digest=tree_digest(core.named_weights(question.weights_dtype))[1],
+        devices=f"{len(devices)} x {devices[0].device_kind}",
+    )
+
+
+def _question(run_folder: pathlib.Path, step: int) -> Question:
+    folder = run_folder / CHECKPOINTS / f"step-{step:08d}"
+    record = read_record(folder)
+    if "header" not in record:
+        raise NothingToCheck(f"{folder.name} was written by a program that kept no settings in it")
+    header = header_of(record["header"])
+    version = record["policy_version"]
+    segments = segments_since(find_segments(run_folder / SPOOL, header.run_id), step)
+    work = read_segments(segments)
+    if work is None:
+        raise NothingToCheck(f"{folder.name} has no segment in {SPOOL}/")
+    work = work.beyond(version, IdSet(record["buffer"]["consumed_group_ids"]))
+    groups = _trained_next(work, version, record["max_staleness"])
+    if not groups or version + 1 not in work.issued:
+        raise NothingToCheck(f"{folder.name} has no finished step after it in {SPOOL}/")
+    return Question(
+        step=step,
+        policy_version=version,
+        header=header,
+        seed=record["seed"],
+        weights_dtype=record["weights_dtype"],
+        platform=record["platform"],
+        devices=record["devices"],
+        groups=groups,
+        digest=work.issued[version + 1],
+    )
+
+
+def _trained_next(work: OpenWork, policy_version: int, max_staleness: int) -> tuple[Group, ...]:
+    """The groups that the first update with something to train on was trained on."""
+
+    def fresh(group_ids: Sequence[str]) -> tuple[Group, ...]:
+        groups = [work.groups[group_id] for group_id in group_ids if group_id in work.groups]
+        return tuple(g for g in groups if policy_version - g.policy_version <= max_staleness)
+
+    made = [fresh(u.group_ids) for u in work.updates if u.policy_version == policy_version + 1]
+    return next((groups for groups in made if groups), ())

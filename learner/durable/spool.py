@@ -1,0 +1,272 @@
+"""The owner of a run's write-ahead log: what the learner has taken on since its last checkpoint.
+
+A group is written here, and is on the disk, before its worker hears that it was accepted; an update
+is written here before it trains. A learner that died goes on from a checkpoint and this log, whose
+form is in `spool_format.py`.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import logging
+import os
+import pathlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from learner.durable.frames import frame
+from learner.durable.fsync import sync_folder
+from learner.durable.spool_format import (
+    ABANDONED,
+    GROUP,
+    UPDATE,
+    OpenWork,
+    Segment,
+    UpdateRecord,
+    bodies,
+    end_of_header,
+    find_segments,
+    issued_body,
+    json_body,
+    opening,
+    read_segment,
+    read_segments,
+    segments_since,
+)
+from services.wire import codec
+from services.wire.messages import Group
+
+log = logging.getLogger(__name__)
+
+CLAIM_S = 30.0
+"""How long the process before may take to end."""
+_WRITING = ".writing"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+
+
+class SpoolFailed(OSError):
+    """A record could not be made durable; what it was to say did not happen."""
+
+
+class Spool:
+    """Owns the spool of one run; only one process may write to it. Safe from any thread."""
+
+    def __init__(self, folder: str | os.PathLike, run_id: str):
+        """Looks at what is there, and writes nothing.
+
+        Args:
+            folder: made with the first segment.
+            run_id: stands in every segment.
+
+        Raises:
+            DamagedFile: if the header of a segment cannot be trusted, or is of another run.
+        """
+        self._folder = pathlib.Path(folder).absolute()
+        self._run_id = run_id
+        self._lock = threading.Lock()
+        self._segments = find_segments(self._folder, run_id)
+        self._claimed: int | None = None
+        self._descriptor: int | None = None
+        self._end = 0
+        self._torn = False
+        """Bytes of a record that failed may lie behind the end."""
+        self._problem = ""
+
+    def claim(self, timeout_s: float = CLAIM_S) -> None:
+        """Keeps other processes from claiming this spool until this one closes it or ends.
+
+        A learner that was given up may still be there for a moment, and write.
+
+        Raises:
+            SpoolFailed: if another process keeps it.
+        """
+        path = self._folder.with_name(f"{self._folder.name}.lock")
+        deadline = time.monotonic() + timeout_s
+        with self._lock, self._durably(f"claim {path}"):
+            if self._claimed is not None:
+                return
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._claimed = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+            while True:
+                try:
+                    fcntl.flock(self._claimed, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() < deadline:
+                        time.sleep(0.05)
+                        continue
+                    os.close(self._claimed)
+                    self._claimed = None
+                    raise OSError(
+                        errno.EBUSY, f"another learner of this run has held it for {timeout_s:g} s"
+                    ) from None
+                except OSError as error:
+                    if error.errno not in _NO_LOCKS:
+                        raise
+                    log.warning("%s: this file system knows no locks", path)
+                    break
+            self._segments = find_segments(self._folder, self._run_id)
+
+    @property
+    def problem(self) -> str:
+        """Why the last record could not be written; empty where it could."""
+        return self._problem
+
+    @property
+    def is_new(self) -> bool:
+        """No segment was ever begun."""
+        return not self._segments
+
+    def covers(self, step: int) -> bool:
+        """Whether there is everything that was written since the checkpoint of that step."""
+        return bool(segments_since(self._segments, step))
+
+    def read(self, step: int) -> OpenWork | None:
+        """What was written since the checkpoint of a step; None where nothing was.
+
+        Args:
+            step: of the checkpoint to go on from; 0 where there is none.
+
+        Raises:
+            DamagedFile: naming file and byte.
+        """
+        with self._lock:
+            return read_segments(segments_since(self._segments, step))
+
+    def open_last(self) -> None:
+        """Goes on in the last segment, without what a crash cut short at its end.
+
+        Raises:
+            DamagedFile: naming file and byte.
+            SpoolFailed: if it cannot be opened.
+        """
+        with self._lock:
+            path = self._segments[-1].path
+            ends = [end for _, end in read_segment(path, last=True)]
+            end = ends[-1] if ends else end_of_header(path)
+            with self._durably(f"open {path}"):
+                self._descriptor = os.open(path, os.O_WRONLY)
+                os.ftruncate(self._descriptor, end)
+                os.lseek(self._descriptor, end, os.SEEK_SET)
+            self._end = end
+
+    def rotate(self, step: int, still_open: Callable[[], OpenWork]) -> None:
+        """Begins the segment of a checkpoint that has just been written.
+
+        It takes effect whole or not at all; where it fails, the segment before goes on.
+
+        Args:
+            step: of the checkpoint; 0 where a run begins without one.
+            still_open: asked while no record can be written: what the segment begins with. It
+                must know of a group before that is written here.
+
+        Raises:
+            SpoolFailed: if there is no room for it.
+        """
+        with self._lock:
+            serial = self._segments[-1].serial + 1 if self._segments else 0
+            path = self._folder / f"step-{step:08d}.bin"
+            if path.exists():
+                path = path.with_name(f"step-{step:08d}-{serial}.bin")
+            segment = Segment(path, step, serial)
+            with self._durably(f"begin {segment.path}"):
+                self._begin(segment, still_open())
+
+    def prune(self, oldest_step: int) -> None:
+        """Removes segments that no checkpoint from that step on needs."""
+        with self._lock:
+            kept = segments_since(self._segments, oldest_step)
+            for segment in self._segments:
+                if segment not in kept:
+                    segment.path.unlink(missing_ok=True)
+            self._segments = kept
+
+    def issued(self, policy_version: int, digest: str) -> None:
+        self._append(issued_body(policy_version, digest))
+
+    def update(self, update: UpdateRecord) -> None:
+        self._append(json_body(UPDATE, dataclasses.asdict(update)))
+
+    def abandoned(self, policy_version: int) -> None:
+        self._append(json_body(ABANDONED, {"policy_version": policy_version}))
+
+    def group(self, group: Group) -> None:
+        self._append(GROUP + codec.encode_group(group))
+
+    def close(self) -> None:
+        with self._lock:
+            for descriptor in (self._descriptor, self._claimed):
+                if descriptor is not None:
+                    os.close(descriptor)
+            self._descriptor = self._claimed = None
+
+    def _append(self, body: bytes) -> None:
+        """One record, on the disk when this returns; none of it where it fails.
+
+        Raises:
+            SpoolFailed: if the disk is full, or cannot be written for another reason.
+        """
+        written = frame(body)
+        with self._lock:
+            if self._descriptor is None:
+                raise SpoolFailed(f"no segment of the spool {self._folder} is open")
+            with self._durably(f"write to {self._segments[-1].path}"):
+                self._trim()
+                self._torn = True
+                _write_all(self._descriptor, written)
+                os.fdatasync(self._descriptor)
+                self._torn = False
+            self._end += len(written)
+
+    def _trim(self) -> None:
+        """Takes away what a record that failed has left."""
+        if self._torn and self._descriptor is not None:
+            os.ftruncate(self._descriptor, self._end)
+            os.lseek(self._descriptor, self._end, os.SEEK_SET)
+            self._torn = False
+
+    def _begin(self, segment: Segment, still_open: OpenWork) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        writing = segment.path.with_name(segment.path.name + _WRITING)
+        try:
+            with writing.open("wb") as file:
+                file.write(opening(self._run_id, segment))
+                for body in bodies(still_open):
+                    file.write(frame(body))
+                file.flush()
+                os.fsync(file.fileno())
+                end = file.tell()
+            descriptor = os.open(writing, os.O_WRONLY)
+        except OSError:
+            with contextlib.suppress(OSError):
+                writing.unlink(missing_ok=True)
+            raise
+        os.lseek(descriptor, end, os.SEEK_SET)
+        writing.replace(segment.path)
+        sync_folder(self._folder)
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                self._trim()  # the segment before must not end inside a frame
+            os.close(self._descriptor)
+        self._descriptor, self._end, self._torn = descriptor, end, False
+        self._segments.append(segment)
+
+    @contextlib.contextmanager
+    def _durably(self, doing: str) -> Iterator[None]:
+        """Keeps what went wrong for `problem`, and raises it as SpoolFailed."""
+        try:
+            yield
+        except OSError as error:
+            self._problem = f"cannot {doing}: {error.strerror}"
+            with contextlib.suppress(OSError):
+                self._trim()
+            raise SpoolFailed(error.errno, self._problem) from error
+        self._problem = ""
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]

@@ -1,0 +1,226 @@
+"""The write-ahead log of a run on disk: its segments, their records, and what they say together.
+
+A group is written here, and is on the disk, before its worker hears that it was accepted; an update
+is written here before it trains. A learner that died goes on from a checkpoint and this log.
+
+    spool/step-00000020.bin   one segment; begins with the checkpoint of step 20 (0: with the run)
+    spool/step-00000020-7.bin another of that step: a resumed run came by again
+
+    segment  16 bytes `tandem spool 1 \\n`, a frame (`frames.py`) with the header, one per record
+    header   strict JSON: run_id, step, serial
+    record   1 byte kind, then
+               `i`  JSON: a policy version was issued, with its digest
+               `u`  JSON: an update will train: the version it makes, its groups, groups given up
+               `a`  JSON: updates that make this version or a later one, and what was issued of
+                    those, are void: the run took another course
+               `g`  a tandem.v1.Group
+
+A segment begins with everything that is still open, so that it needs none before it. Serials rise
+from one to the next; each holds from where it was begun, whatever its step. Only the last may end
+inside a frame, cut by a crash: what is whole before it counts. Anything else that is not as it was
+written is damage, and an error.
+"""
+
+import dataclasses
+import io
+import itertools
+import json
+import pathlib
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from learner.durable.frames import DamagedFile, frame, read_frame
+from services.trajectories.id_set import IdSet
+from services.wire import codec
+from services.wire.messages import Group
+
+MAGIC = b"tandem spool 1 \n"
+SEGMENT_NAME = re.compile(r"step-\d{8}(-\d+)?\.bin")
+ISSUED, UPDATE, ABANDONED, GROUP = b"i", b"u", b"a", b"g"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpdateRecord:
+    """An update that was about to train."""
+
+    policy_version: int
+    """Which it makes; an update with nothing left to train on makes none, and the next has the
+    same number."""
+    group_ids: tuple[str, ...]
+    dropped_ids: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpenWork:
+    """What a spool holds: all that was promised and may not be in a checkpoint yet."""
+
+    issued: dict[int, str]
+    """Digest by policy version."""
+    updates: tuple[UpdateRecord, ...]
+    """In the order in which they were made."""
+    groups: dict[str, Group]
+    """Accepted groups by group_id, in order of arrival; each only once."""
+
+    def beyond(self, policy_version: int, used: IdSet) -> "OpenWork":
+        """What is not in a checkpoint of that version, which has used these groups up."""
+        return OpenWork(
+            issued=self.issued,
+            updates=tuple(
+                update
+                for update in self.updates
+                if update.policy_version > policy_version
+                and not any(g in used for g in update.group_ids or update.dropped_ids)
+            ),
+            groups={name: group for name, group in self.groups.items() if name not in used},
+        )
+
+
+NOTHING_OPEN = OpenWork(issued={}, updates=(), groups={})
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """One file of a spool."""
+
+    path: pathlib.Path
+    step: int
+    """Of the checkpoint that it begins with."""
+    serial: int
+
+
+def find_segments(folder: pathlib.Path, run_id: str) -> list[Segment]:
+    """The segments of a spool in the order in which they were begun.
+
+    Raises:
+        DamagedFile: if a header cannot be trusted, or is of another run.
+    """
+    if not folder.is_dir():
+        return []
+    found = []
+    for path in folder.iterdir():
+        if not SEGMENT_NAME.fullmatch(path.name):
+            continue
+        with path.open("rb") as file:
+            header = _read_header(file, path)
+        if header.get("run_id") != run_id:
+            raise DamagedFile(
+                f"{path} is of run {header.get('run_id')!r}, not {run_id!r}: give this run another "
+                "run.output_dir"
+            )
+        found.append(Segment(path, header["step"], header["serial"]))
+    return sorted(found, key=lambda segment: segment.serial)
+
+
+def segments_since(segments: Sequence[Segment], step: int) -> list[Segment]:
+    """Those that hold what was written since the checkpoint of a step.
+
+    A checkpoint whose own segment could not be begun is followed by the one before it.
+    """
+    before = [segment for segment in segments if segment.step <= step]
+    if not before:
+        return []
+    first = max(before, key=lambda segment: (segment.step, segment.serial))
+    return [segment for segment in segments if segment.serial >= first.serial]
+
+
+def read_segments(segments: Sequence[Segment]) -> OpenWork | None:
+    """What these segments say together; None where there is none.
+
+    Raises:
+        DamagedFile: naming file and byte.
+    """
+    if not segments:
+        return None
+    issued: dict[int, str] = {}
+    updates: list[UpdateRecord] = []
+    groups: dict[str, Group] = {}
+    for segment in segments:
+        for body, _ in read_segment(segment.path, last=segment is segments[-1]):
+            kind, content = body[:1], body[1:]
+            if kind == GROUP:
+                group = codec.decode_group(content)
+                groups.setdefault(group.group_id, group)
+                continue
+            plain = json.loads(content)
+            version = plain["policy_version"]
+            if kind == ISSUED:
+                issued[version] = plain["digest"]
+            elif kind == UPDATE:
+                update = UpdateRecord(
+                    policy_version=version,
+                    group_ids=tuple(plain["group_ids"]),
+                    dropped_ids=tuple(plain["dropped_ids"]),
+                )
+                if update not in updates:
+                    updates.append(update)
+            else:
+                updates = [update for update in updates if update.policy_version < version]
+                issued = {v: digest for v, digest in issued.items() if v < version}
+    return OpenWork(issued=issued, updates=tuple(updates), groups=groups)
+
+
+def read_segment(path: pathlib.Path, *, last: bool) -> Iterator[tuple[bytes, int]]:
+    """The bodies of a segment's records, each with the byte behind it.
+
+    Args:
+        path: of the segment.
+        last: whether it may end inside a frame.
+
+    Raises:
+        DamagedFile: naming file and byte.
+    """
+    with path.open("rb") as file:
+        _read_header(file, path)
+        for number in itertools.count(1):
+            where = f"{path}: record {number} (byte {file.tell()})"
+            body = read_frame(file, where)
+            if body is None and not last:
+                raise DamagedFile(f"{where} is cut short, and a later segment exists")
+            if not body:
+                return
+            if body[:1] not in (ISSUED, UPDATE, ABANDONED, GROUP):
+                raise DamagedFile(
+                    f"{where} is of kind {body[:1]!r}, which this program cannot read"
+                )
+            yield body, file.tell()
+
+
+def end_of_header(path: pathlib.Path) -> int:
+    """The byte behind the header of a segment."""
+    with path.open("rb") as file:
+        _read_header(file, path)
+        return file.tell()
+
+
+def _read_header(file: io.BufferedReader, path: pathlib.Path) -> dict[str, Any]:
+    if file.read(len(MAGIC)) != MAGIC:
+        raise DamagedFile(f"{path} is no segment of a spool: it does not start as one")
+    body = read_frame(file, f"{path}: the header (byte {len(MAGIC)})")
+    if not body:
+        raise DamagedFile(f"{path}: the header (byte {len(MAGIC)}) is cut short")
+    return json.loads(body)
+
+
+def bodies(work: OpenWork) -> Iterator[bytes]:
+    """The records that say what is open."""
+    for version, digest in sorted(work.issued.items()):
+        yield issued_body(version, digest)
+    for group in work.groups.values():
+        yield GROUP + codec.encode_group(group)
+    for update in work.updates:
+        yield json_body(UPDATE, dataclasses.asdict(update))
+
+
+def issued_body(policy_version: int, digest: str) -> bytes:
+    return json_body(ISSUED, {"policy_version": policy_version, "digest": digest})
+
+
+def json_body(kind: bytes, content: dict[str, Any]) -> bytes:
+    return kind + json.dumps(content, allow_nan=False).encode()
+
+
+def opening(run_id: str, segment: Segment) -> bytes:
+    """The first bytes of a segment."""
+    header = {"run_id": run_id, "step": segment.step, "serial": segment.serial}
+    return MAGIC + frame(json.dumps(header).encode())

@@ -1,0 +1,119 @@
+"""What the learner tells the driver: plain records without arrays."""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from learner.durable.journal import Replayed
+from learner.durable.spool_format import OpenWork
+from services.process.process_memory import ProcessMemory
+from services.trajectories.buffer_records import BufferCounts
+from services.trajectories.group_report import GroupReport, report_of
+from services.wire.messages import FinishReason, Group
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecordedUpdate:
+    """An update that had begun and is in no checkpoint."""
+
+    policy_version: int
+    """Which it makes, unless nothing is left to train on."""
+    group_ids: list[str]
+    dropped_ids: list[str]
+    digest: str | None
+    """Issued for that version then; None if the learner did not come so far, or made none."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Restored:
+    """Where a resumed run stands."""
+
+    step: int
+    """Of the checkpoint; 0 where there is none yet."""
+    policy_version: int
+    driver_state: dict[str, Any] | None
+    """As it was saved; None where there is no checkpoint yet."""
+    skipped: list[str]
+    """Incomplete or damaged checkpoints that were passed over, with the reason."""
+    replay: list[RecordedUpdate]
+    """To be asked of `update` again, in this order, before anything else."""
+    waiting: list[GroupReport]
+    """Accepted groups that no update in `replay` uses or drops, in order of arrival."""
+    issued: dict[int, str]
+    """Digest by policy version, as far as they were issued before."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpdateReport:
+    """What one optimiser step came to."""
+
+    policy_version: int
+    """The learner's now; as before where there was nothing to train on."""
+    digest: str
+    """Of that version; empty while its publication is still on its way, as it is unless this
+    update was made again."""
+    metrics: dict[str, float]
+    outcomes: dict[str, str]
+    """Ledger state of every group that was asked for, by group_id, and of the disowned."""
+    replayed: Replayed | None
+    """For an update that was made again: whether the version has the digest it had. None for any
+    other, and where the version was never issued."""
+    disowned: list[str]
+    """Groups that were given up, since they rest on a version that came out different."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LearnerHealth:
+    """How the learner is, without waiting for its work."""
+
+    problem: str
+    """What keeps it from going on, such as a full disk; empty where nothing does."""
+    doing: str
+    """The method at work, or `idle`."""
+    policy_version: int
+    issued_version: int
+    """Newest that workers can have; -1 before the first."""
+    counts: BufferCounts
+    memory: ProcessMemory
+
+
+def books_of(work: OpenWork) -> dict[str, Any]:
+    """What the driver is told of open work."""
+    maker = {update.policy_version: update for update in work.updates}  # the last one of each
+    in_updates = {g for update in work.updates for g in (*update.group_ids, *update.dropped_ids)}
+    return {
+        "replay": [
+            RecordedUpdate(
+                policy_version=update.policy_version,
+                group_ids=list(update.group_ids),
+                dropped_ids=list(update.dropped_ids),
+                digest=work.issued.get(update.policy_version)
+                if maker[update.policy_version] is update
+                else None,
+            )
+            for update in work.updates
+        ],
+        "waiting": [report_of(g) for name, g in work.groups.items() if name not in in_updates],
+        "issued": dict(work.issued),
+    }
+
+
+def plain_group(group: Group) -> dict[str, Any]:
+    """A group as JSON values; a number that is not finite becomes text."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        if isinstance(value, np.ndarray):
+            return plain(value.tolist())
+        if isinstance(value, FinishReason):
+            return value.value
+        if isinstance(value, float) and not math.isfinite(value):
+            return repr(value)
+        return value
+
+    return plain(dataclasses.asdict(group))

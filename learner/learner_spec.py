@@ -1,0 +1,72 @@
+"""What a learner is told at its start, and what follows from that alone."""
+
+import dataclasses
+
+from learner.config import AlgorithmConfig, LearnerConfig
+from learner.durable.rollout_file import RolloutHeader
+from models.files.checkpoint import LoadedModel
+from services.wire.reachable import ANY_HOST, own_address
+from services.wire.tls import Credentials
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LearnerSpec:
+    """Everything the learner needs to start; plain values, so that it can travel."""
+
+    run_id: str
+    seed: int
+    platform: str
+    model_path: str
+    tokenizer: str | None
+    chat_template: str | None
+    stop_tokens: tuple[str, ...]
+    algorithm: AlgorithmConfig
+    learner: LearnerConfig
+    total_steps: int
+    temperature: float
+    max_completion_tokens: int
+    max_staleness: int
+    weights_dtype: str
+    chunk_bytes: int
+    keep_versions: int
+    buffer_groups: int
+    """Groups that may wait; more are refused until some are taken."""
+    buffer_bytes: int
+    bind_host: str
+    port: int
+    """0 takes a free one."""
+    driver_host: str
+    """Address of the driver: on a host with several, the way there tells which one is ours."""
+    credentials: Credentials
+    checkpoint_folder: str
+    keep_checkpoints: int
+    rollouts_file: str | None = None
+    """Where the groups of every update are recorded, if anywhere."""
+    canary: bool = True
+    """Whether every version comes with scores of a probe, for the workers to compare."""
+    failpoints: str | None = None
+    """Folder of a test's failpoints, if any (services/process/failpoints.py)."""
+
+
+def rollout_header(spec: LearnerSpec, loaded: LoadedModel, valid_vocab: int) -> RolloutHeader:
+    """What another learner needs to train on this one's groups."""
+    return RolloutHeader(
+        run_id=spec.run_id,
+        seed=spec.seed,
+        model_path=spec.model_path,
+        model_folder=str(loaded.folder.resolve()) if loaded.folder else None,
+        algorithm=spec.algorithm,
+        learner=spec.learner,
+        temperature=spec.temperature,
+        valid_vocab=valid_vocab,
+        max_completion_tokens=spec.max_completion_tokens,
+        total_steps=spec.total_steps,
+    )
+
+
+def reachable_host(spec: LearnerSpec) -> str:
+    """What workers dial: the address listened on, or ours on the way to the driver."""
+    if spec.bind_host not in ANY_HOST:
+        return spec.bind_host
+    host = own_address(spec.driver_host)
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,264 @@
+"""Publication beside the training thread: snapshot on the devices, everything else in a thread.
+
+The training thread pays for one cast of the parameters and goes on. The publisher's own thread
+brings the snapshot to the host, hashes it and offers it to the workers, who read from host memory
+only: no step waits for one of them.
+
+Beside the policy there are at most two snapshots on the devices, the one that is being copied and
+one that waits; each is one copy of the model in the wire dtype, freed tensor by tensor as it is
+copied, or handed over whole to a rollout worker in the same process. On the host a version is
+written straight to its place in the weight store; beyond that, COPY_THREADS tensors are in flight.
+"""
+
+import concurrent.futures
+import dataclasses
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from learner.publish.snapshot import Snapshot
+from services.process import failpoints
+from services.weights.digest import layout
+from services.weights.publication import Publication
+from services.weights.store import WeightStore
+from services.wire.messages import WeightManifest
+
+COPY_THREADS = 4
+"""Tensors that are copied and hashed at a time."""
+
+
+class PublishFailed(RuntimeError):
+    """A version did not reach the workers; `__cause__` has the error with its traceback."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PublishStats:
+    """What the publication of one version took, off the training thread."""
+
+    policy_version: int
+    nbytes: int
+    waited_s: float
+    """From the snapshot until its copy began."""
+    copy_s: float
+    """Devices to host, checksums included."""
+    total_s: float
+    """From the start of the copy until the version was there for the workers."""
+
+    @property
+    def gb_per_s(self) -> float:
+        """10^9 bytes copied and hashed a second."""
+        return self.nbytes / 1e9 / self.copy_s if self.copy_s else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    snapshot: Snapshot
+    taken_s: float
+
+
+class Publisher:
+    """Owns the thread between the devices and the weight store.
+
+    `submit` and `close` are for the training thread, the others for any.
+    """
+
+    def __init__(
+        self,
+        take: Callable[[], Snapshot],
+        store: WeightStore,
+        on_issued: Callable[[int, str], None],
+        *,
+        timeout_s: float = 600.0,
+        hand_over: Callable[[Snapshot, WeightManifest], None] | None = None,
+    ):
+        """
+        Args:
+            take: makes a snapshot of the current policy; called by `submit`, in its thread.
+            store: gets the versions.
+            on_issued: called with version and digest before the version becomes visible; what it
+                raises fails the publication.
+            timeout_s: bound of `submit`'s wait for the snapshots before.
+            hand_over: gets every snapshot, which is its own from then on, once the version is
+                visible; without it a snapshot is freed as it is copied.
+        """
+        self._take = take
+        self._store = store
+        self._on_issued = on_issued
+        self._timeout_s = timeout_s
+        self._hand_over = hand_over
+        self._changed = threading.Condition()
+        self._waiting: deque[_Job] = deque()
+        self._copying: int | None = None
+        self._doing = ""
+        self._submitted = self._published = -1
+        self._failure: PublishFailed | None = None
+        self._closed = False
+        self.last_stats: PublishStats | None = None
+        """Of the newest version that was published."""
+        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+        self._thread.start()
+
+    def submit(self, policy_version: int) -> None:
+        """Takes a snapshot of the policy, and leaves its publication to the thread.
+
+        Waits only while a snapshot waits already.
+
+        Args:
+            policy_version: the current one; higher than every one before.
+
+        Raises:
+            PublishFailed: if this or an earlier version could not be published.
+            TimeoutError: if the snapshot before did not get its turn in time.
+            ValueError: if it is not the version that the snapshot has.
+        """
+        self._wait_for(lambda: not self._waiting, self._timeout_s, f"snapshot {policy_version}")
+        snapshot = self._take()
+        if snapshot.policy_version != policy_version:
+            raise ValueError(
+                f"asked to publish policy version {policy_version}, but the policy is at "
+                f"{snapshot.policy_version}"
+            )
+        with self._changed:
+            self._waiting.append(_Job(snapshot, time.monotonic()))
+            self._submitted = policy_version
+            self._changed.notify_all()
+
+    def wait(self, policy_version: int, timeout_s: float) -> None:
+        """Returns once this version, or a newer one, is there for the workers.
+
+        Raises:
+            PublishFailed: if it, or one before it, could not be published.
+            TimeoutError: saying what the thread was at.
+            ValueError: if it was not submitted.
+        """
+        if policy_version > self._submitted:
+            raise ValueError(
+                f"policy version {policy_version} was not submitted; {self._submitted} is the "
+                "newest that was"
+            )
+        self._wait_for(
+            lambda: self._published >= policy_version, timeout_s, f"policy version {policy_version}"
+        )
+
+    def check(self) -> None:
+        """Raises PublishFailed if a version could not be published, at every call from then on."""
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Publishes what was submitted, ends the thread, and raises as `wait` does."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._wait_for(lambda: self._published >= self._submitted, timeout_s, "the last version")
+        self._thread.join(timeout_s)
+
+    def _wait_for(self, done: Callable[[], bool], timeout_s: float, what: str) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure or done(), timeout_s)
+            self.check()
+            if not done():
+                raise TimeoutError(
+                    f"{what} waited {timeout_s:g} s for the publisher, which is {self._activity()}"
+                )
+
+    def _activity(self) -> str:
+        if self._copying is None:
+            return "idle"
+        return f"at policy version {self._copying}, {self._doing}"
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            try:
+                stats = self._publish(job)
+            except Exception as error:  # kept for the training thread, which must hear of it
+                failure = PublishFailed(
+                    f"policy version {job.snapshot.policy_version} was not published, "
+                    f"{self._doing}: {type(error).__name__}: {error}"
+                )
+                failure.__cause__ = error
+                with self._changed:
+                    self._failure, self._copying = failure, None
+                    self._waiting.clear()
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self.last_stats = stats
+                self._published, self._copying = stats.policy_version, None
+                self._changed.notify_all()
+
+    def _next(self) -> _Job | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            if not self._waiting:
+                return None
+            job = self._waiting.popleft()
+            self._copying, self._doing = job.snapshot.policy_version, "copying its tensors"
+            self._changed.notify_all()
+            return job
+
+    def _publish(self, job: _Job) -> PublishStats:
+        started = time.monotonic()
+        snapshot, nbytes = job.snapshot, job.snapshot.nbytes
+        publication = self._store.begin(snapshot.policy_version, layout(snapshot.tensors))
+        try:
+            self._copy(snapshot, publication)
+            copied = time.monotonic()
+            self._doing = "about to commit it"
+            failpoints.reach("learner.publish")
+            canary = None if snapshot.probe is None else snapshot.probe.record()
+            manifest = publication.commit(before_visible=self._issue, canary=canary)
+        except Exception:
+            publication.abort()
+            raise
+        if self._hand_over is not None:
+            self._doing = "handing it over"
+            self._hand_over(snapshot, manifest)
+        return PublishStats(
+            policy_version=snapshot.policy_version,
+            nbytes=nbytes,
+            waited_s=started - job.taken_s,
+            copy_s=copied - started,
+            total_s=time.monotonic() - started,
+        )
+
+    def _issue(self, manifest: WeightManifest) -> None:
+        self._doing = "issuing its digest"
+        self._on_issued(manifest.policy_version, manifest.digest)
+
+    def _copy(self, snapshot: Snapshot, publication: Publication) -> None:
+        """Brings every tensor to its place; the first error is the one that is raised."""
+        keep = self._hand_over is not None
+        with concurrent.futures.ThreadPoolExecutor(COPY_THREADS, "publish-copy") as pool:
+            copies = {
+                pool.submit(copy_tensor, name, array, publication, keep=keep): name
+                for name, array in snapshot.tensors.items()
+            }
+            try:
+                for copy in concurrent.futures.as_completed(copies):
+                    if copy.exception() is not None:
+                        self._doing = f"copying tensor {copies[copy]!r}"
+                    copy.result()
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+
+
+def copy_tensor(
+    name: str, array: jax.Array, publication: Publication, *, keep: bool = False
+) -> None:
+    """Copies a tensor's shards to their places, each distinct one once, then frees the array.
+
+    Args:
+        keep: leaves it to somebody else instead.
+    """
+    shards = {str(shard.index): shard for shard in array.addressable_shards}
+    for shard in shards.values():
+        shard.data.copy_to_host_async()
+    for shard in shards.values():
+        publication.write(name, shard.index, np.asarray(shard.data))
+    if not keep:
+        array.delete()

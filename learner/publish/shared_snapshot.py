@@ -1,0 +1,63 @@
+"""The newest published policy version on its devices, for a rollout worker in the same process.
+
+Nothing travels: the worker samples with the buffers that the publication was copied from. They are
+freed when the worker has another version and a newer one was published.
+"""
+
+import threading
+
+import jax
+
+from learner.publish.snapshot import Snapshot
+from services.wire.messages import WeightManifest
+
+
+class HandOver:
+    """Where the publisher leaves each version, and the worker finds the newest."""
+
+    def __init__(self):
+        self._changed = threading.Condition()
+        self._newest: tuple[WeightManifest, dict[str, jax.Array]] | None = None
+
+    def put(self, snapshot: Snapshot, manifest: WeightManifest) -> None:
+        """Offers a version that is published, in place of the one before.
+
+        Args:
+            snapshot: nobody else changes or deletes its arrays from now on.
+            manifest: as it was issued.
+        """
+        tensors = {name: _own_handle(array) for name, array in snapshot.tensors.items()}
+        with self._changed:
+            self._newest = manifest, tensors
+            self._changed.notify_all()
+
+    def wait(
+        self, min_version: int, timeout_s: float
+    ) -> tuple[WeightManifest, dict[str, jax.Array]]:
+        """Returns the newest version, once it is at least `min_version`; it stays for others.
+
+        Returns:
+            its manifest, and its arrays by Hugging Face's names, cut as the learner's parameters.
+
+        Raises:
+            TimeoutError: if no such version was published in that time.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._version >= min_version, timeout_s)
+            if self._newest is None or self._version < min_version:
+                raise TimeoutError(
+                    f"the learner in this process published no policy version >= {min_version} in "
+                    f"{timeout_s:g} s; the newest is {self._version}"
+                )
+            return self._newest
+
+    @property
+    def _version(self) -> int:
+        return -1 if self._newest is None else self._newest[0].policy_version
+
+
+def _own_handle(array: jax.Array) -> jax.Array:
+    """The same buffers under another handle: the copy to the host stays with the one it was read
+    from, and would live as long as this version does."""
+    shards = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)

@@ -1,0 +1,77 @@
+"""The policy at one moment, on the devices: what a publication is copied from.
+
+A step donates the parameters that it replaces. A snapshot has buffers of its own, so a publication
+may be read from it for as long as that takes while the next step runs.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from learner.publish.canary import ScoredProbe
+from learner.update.sharding import STACKED
+from models.config import ModelConfig
+from models.files.checkpoint import to_named
+from models.transformer import Params
+
+WIRE_DTYPES = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+}
+"""What parameters may be published or exported as, by name."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """One policy version, cut over the devices as the parameters are."""
+
+    policy_version: int
+    tensors: dict[str, jax.Array]
+    """By Hugging Face's names, layers one by one, in the wire dtype. No other array has their
+    buffers: whoever takes a snapshot may delete them."""
+    probe: ScoredProbe | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.tensors.values())
+
+
+def make_snapshots(params: Params, config: ModelConfig) -> Mapping[str, Callable]:
+    """Builds, for each wire dtype, `snapshot(params) -> tensors by Hugging Face's names`.
+
+    The parameters are not donated and share no buffer with what is returned. A tensor lies as its
+    parameter does: the layer axis is never cut, so a layer is taken out where it lies.
+
+    Args:
+        params: shape structs with NamedShardings, layers stacked.
+    """
+    shardings = {
+        name: struct.sharding for name, struct in to_named(_listed(params), config).items()
+    }
+
+    def build(dtype: np.dtype) -> Callable:
+        def snapshot(params):
+            # The copy is asked for: an output that equals an input may be that very input.
+            copies = lambda leaf: jnp.array(leaf, dtype, copy=True)
+            return {name: copies(leaf) for name, leaf in to_named(params, config).items()}
+
+        return jax.jit(snapshot, out_shardings=shardings)
+
+    return {name: build(dtype) for name, dtype in WIRE_DTYPES.items()}
+
+
+def _listed(params: Params) -> Params:
+    """Structs of the tree with its layers listed."""
+    L = jax.tree.leaves(params[STACKED])[0].shape[0]
+
+    def without_layers(struct):
+        sharding = NamedSharding(struct.sharding.mesh, P(*struct.sharding.spec[1:]))
+        return jax.ShapeDtypeStruct(struct.shape[1:], struct.dtype, sharding=sharding)
+
+    return {**params, STACKED: [jax.tree.map(without_layers, params[STACKED])] * L}

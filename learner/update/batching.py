@@ -1,0 +1,351 @@
+"""From scored groups to fixed-shape micro-batches, on the host, in numpy.
+
+`select` decides which completions train and with what weight; `pack` lays them out. A row holds
+several sequences, told apart by segment numbers. Everything about a token comes from lengths and
+finish reasons: no id is special, so a pad token that equals EOS does no harm and EOS is trained.
+
+Dimension key:
+    B: rows of a micro-batch, over all devices
+    T: token slots of a row
+    N: input tokens of one sequence (prompt + completion - 1: the last token has no successor)
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from learner.update.advantages import group_advantages, has_variance
+from learner.update.loss import denominator, token_weight
+from services.wire.messages import Completion, FinishReason, Group
+
+SMALLEST_ROW_TOKENS = 64
+MAX_PADDING_ROWS = 0.25
+"""Share of empty rows above which a smaller micro-batch is taken."""
+
+
+class SelectionRules(NamedTuple):
+    """Which completions train, and what divides their sum; see AlgorithmConfig."""
+
+    advantage: str
+    advantage_eps: float
+    aggregation: str
+    zero_variance: str
+    """`keep`, or `mask`; `resample` has done its work before and masks what is left."""
+    truncated: str
+    max_completion_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainSequence:
+    """One completion that trains, with its prompt; arrays are per input token, [N].
+
+    Where the target belongs to the prompt, what is said of logprobs and weights means nothing and
+    `weights` is 0.
+    """
+
+    group_id: str
+    token_ids: np.ndarray
+    target_ids: np.ndarray
+    """The token after each input token."""
+    behavior_logprobs: np.ndarray
+    """float32, nats; recorded when the token was drawn."""
+    old_logprobs: np.ndarray
+    """float32, nats; of the policy that the ratio is taken against; as selected, the same."""
+    importance: np.ndarray
+    """float32, >= 0; multiplies the policy term of the token. As selected, 1."""
+    weights: np.ndarray
+    """float32, >= 0; how the token counts in the sum that is divided by the denominator."""
+    advantage: float
+
+    @property
+    def active(self) -> np.ndarray:
+        """bool [N]; whether the token is in the loss."""
+        return self.weights > 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Selection:
+    """The sequences of one batch, and what is said once about the whole of it."""
+
+    sequences: tuple[TrainSequence, ...]
+    denominator: float
+    active_tokens: int
+    """Completion tokens with a weight."""
+    zero_variance_groups: int
+    outcomes: dict[str, str]
+    """Ledger state by group_id: trained, dropped_zero_variance, dropped_error, or dropped_stale
+    where the off-policy correction left none of the group's sequences."""
+
+
+class MicroBatch(NamedTuple):
+    """Arrays [B, T] of one call of the train step, numpy here and jax there.
+
+    Slots of segment 0 are padding.
+    """
+
+    token_ids: Any
+    """int32."""
+    target_ids: Any
+    """int32."""
+    positions: Any
+    """int32; from 0 in every segment."""
+    segments: Any
+    """int32; from 1 in every row."""
+    old_logprobs: Any
+    """float32, nats."""
+    advantages: Any
+    """float32; times the importance of the token."""
+    weights: Any
+    """float32; above 0 exactly where a token is in the loss."""
+
+
+def select(groups: Sequence[Group], rules: SelectionRules, *, vocab_size: int) -> Selection:
+    """Turns groups into training sequences with advantages and weights.
+
+    A completion whose scoring failed or that was aborted is left out of the statistics of its
+    group and of the loss. A truncated one stays in the baseline, and in the loss unless the rule
+    says `mask`. Left-out completions count in no denominator.
+
+    Raises:
+        ValueError: if a group's arrays contradict each other or name unknown token ids.
+    """
+    sequences, outcomes, zero_variance_groups = [], {}, 0
+    for group in groups:
+        _check_group(group, vocab_size)
+        rewards = [c.total_reward if _has_reward(c) else np.nan for c in group.completions]
+        varied = has_variance(np.array(rewards))
+        rewarded = bool(np.isfinite(rewards).any())
+        zero_variance_groups += rewarded and not varied
+        if not rewarded:
+            outcomes[group.group_id] = "dropped_error"
+            continue
+        if not varied and rules.zero_variance != "keep":
+            outcomes[group.group_id] = "dropped_zero_variance"
+            continue
+        outcomes[group.group_id] = "trained"
+        advantages = group_advantages(
+            np.array(rewards), kind=rules.advantage, eps=rules.advantage_eps
+        )
+        for completion, reward, advantage in zip(
+            group.completions, rewards, advantages, strict=True
+        ):
+            cut = completion.finish_reason is FinishReason.LENGTH and rules.truncated == "mask"
+            if np.isfinite(reward) and not cut:
+                sequences.append(_sequence(group, completion, float(advantage), rules.aggregation))
+    return sum_up(sequences, rules, outcomes=outcomes, zero_variance_groups=zero_variance_groups)
+
+
+def sum_up(
+    sequences: Sequence[TrainSequence],
+    rules: SelectionRules,
+    *,
+    outcomes: dict[str, str],
+    zero_variance_groups: int,
+) -> Selection:
+    """The selection of exactly these sequences: they alone count in the denominator."""
+    active_tokens = sum(int(s.active.sum()) for s in sequences)
+    return Selection(
+        sequences=tuple(sequences),
+        denominator=denominator(
+            active_tokens, len(sequences), rules.aggregation, rules.max_completion_tokens
+        ),
+        active_tokens=active_tokens,
+        zero_variance_groups=zero_variance_groups,
+        outcomes=outcomes,
+    )
+
+
+def _has_reward(completion: Completion) -> bool:
+    return completion.finish_reason is not FinishReason.ABORTED and not completion.reward_error
+
+
+def _check_group(group: Group, vocab_size: int) -> None:
+    ids = [group.prompt_token_ids, *(c.token_ids for c in group.completions)]
+    if any(len(one) == 0 for one in ids):
+        raise ValueError(f"group {group.group_id}: prompt and completions need at least 1 token")
+    for completion in group.completions:
+        if len(completion.token_ids) != len(completion.behavior_logprobs):
+            raise ValueError(
+                f"group {group.group_id}, sample {completion.sample_index}: "
+                f"{len(completion.token_ids)} token ids but "
+                f"{len(completion.behavior_logprobs)} behavior logprobs"
+            )
+    low, high = min(int(one.min()) for one in ids), max(int(one.max()) for one in ids)
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"group {group.group_id}: token ids lie in {low}..{high}, "
+            f"the model has 0..{vocab_size - 1}"
+        )
+
+
+def _sequence(
+    group: Group, completion: Completion, advantage: float, aggregation: str
+) -> TrainSequence:
+    tokens = np.concatenate([group.prompt_token_ids, completion.token_ids]).astype(np.int32)
+    # Input position t scores token t + 1: the last prompt token scores the first sampled one.
+    first = len(group.prompt_token_ids) - 1
+    weights = np.zeros(len(tokens) - 1, np.float32)
+    weights[first:] = token_weight(len(completion.token_ids), aggregation)
+    behavior_logprobs = np.zeros(len(tokens) - 1, np.float32)
+    behavior_logprobs[first:] = completion.behavior_logprobs
+    return TrainSequence(
+        group_id=group.group_id,
+        token_ids=tokens[:-1],
+        target_ids=tokens[1:],
+        behavior_logprobs=behavior_logprobs,
+        old_logprobs=behavior_logprobs,
+        importance=np.ones(len(tokens) - 1, np.float32),
+        weights=weights,
+        advantage=advantage,
+    )
+
+
+def row_buckets(microbatch_tokens: int) -> tuple[int, ...]:
+    """Row lengths that may be compiled: powers of two from 64, and the whole budget."""
+    buckets, size = [], SMALLEST_ROW_TOKENS
+    while size < microbatch_tokens:
+        buckets.append(size)
+        size *= 2
+    return (*buckets, microbatch_tokens)
+
+
+class Packing(NamedTuple):
+    """The room there is."""
+
+    microbatch_tokens: int
+    """Slots of one micro-batch on one device."""
+    devices: int
+    """Over which the rows of a micro-batch are divided."""
+
+
+class Layout(NamedTuple):
+    """Where each sequence lies."""
+
+    rows: list[list[int]]
+    """Of all micro-batches, in order: the indices of the sequences that follow each other."""
+    B: int
+    T: int
+
+    @property
+    def starts(self) -> range:
+        """The first row of each micro-batch."""
+        return range(0, len(self.rows), self.B)
+
+
+def lay_out(sequences: Sequence[TrainSequence], packing: Packing) -> Layout:
+    """Plans rows of equal length, and micro-batches of equal shape.
+
+    The row length is the smallest bucket that holds the longest sequence; shorter ones share
+    rows (first fit, longest first). A micro-batch has the same number of rows on every device: as
+    many as the token budget allows, or that halved until few rows stay empty. So few shapes are
+    ever compiled.
+
+    Args:
+        sequences: at least one.
+
+    Raises:
+        ValueError: if a sequence exceeds the budget.
+    """
+    microbatch_tokens, devices = packing
+    longest = max(len(s.token_ids) for s in sequences)
+    if longest > microbatch_tokens:
+        raise ValueError(
+            f"a sequence of {longest} tokens does not fit microbatch_tokens={microbatch_tokens}: "
+            "raise learner.microbatch_tokens or lower the length limits of prompt and completion"
+        )
+    row_tokens = min(b for b in row_buckets(microbatch_tokens) if b >= longest)
+    rows = first_fit_decreasing([len(s.token_ids) for s in sequences], row_tokens)
+    B = devices * _rows_per_device(-(-len(rows) // devices), microbatch_tokens // row_tokens)
+    return Layout(rows, B, row_tokens)
+
+
+def pack(sequences: Sequence[TrainSequence], packing: Packing) -> tuple[MicroBatch, ...]:
+    """Lays sequences out as `lay_out` plans; none where there are no sequences.
+
+    Raises:
+        ValueError: if a sequence exceeds the budget.
+    """
+    if not sequences:
+        return ()
+    layout = lay_out(sequences, packing)
+    rows = [[sequences[i] for i in row] for row in layout.rows]
+    return tuple(
+        _fill(rows[start : start + layout.B], layout.B, layout.T) for start in layout.starts
+    )
+
+
+def unpack(
+    arrays: Sequence[np.ndarray], sequences: Sequence[TrainSequence], packing: Packing
+) -> list[np.ndarray]:
+    """The way back from `pack(sequences, packing)`.
+
+    Args:
+        arrays: [B, T] of each micro-batch, a number per token.
+
+    Returns:
+        [N] for each sequence, in their order.
+    """
+    layout = lay_out(sequences, packing)
+    found: list[np.ndarray] = [np.empty(0)] * len(sequences)
+    for start, array_BT in zip(layout.starts, arrays, strict=True):
+        for row, array_T in zip(layout.rows[start : start + layout.B], array_BT, strict=False):
+            at = 0
+            for i in row:
+                N = len(sequences[i].token_ids)
+                found[i] = array_T[at : at + N]
+                at += N
+    return found
+
+
+def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Indices of the items of each bin; ties keep their order, so the result is reproducible."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        place = next((b for b, free in enumerate(room) if free >= lengths[i]), len(bins))
+        if place == len(bins):
+            bins.append([])
+            room.append(capacity)
+        bins[place].append(i)
+        room[place] -= lengths[i]
+    return bins
+
+
+def _rows_per_device(needed: int, most: int) -> int:
+    """The largest of most, most/2, .. that leaves few rows empty, or the least wasteful."""
+    sizes = []
+    while most >= 1:
+        sizes.append(most)
+        most //= 2
+    padding = {size: -needed % size for size in sizes}
+    for size in sizes:
+        if padding[size] <= MAX_PADDING_ROWS * (needed + padding[size]):
+            return size
+    return min(sizes, key=lambda size: padding[size])
+
+
+def _fill(rows: list[list[TrainSequence]], B: int, T: int) -> MicroBatch:
+    integers = {
+        name: np.zeros((B, T), np.int32)
+        for name in ("token_ids", "target_ids", "positions", "segments")
+    }
+    floats = {
+        name: np.zeros((B, T), np.float32) for name in ("old_logprobs", "advantages", "weights")
+    }
+    batch = MicroBatch(**integers, **floats)
+    for b, row in enumerate(rows):
+        start = 0
+        for segment, sequence in enumerate(row, start=1):
+            N = len(sequence.token_ids)
+            here = (b, slice(start, start + N))
+            batch.token_ids[here] = sequence.token_ids
+            batch.target_ids[here] = sequence.target_ids
+            batch.positions[here] = np.arange(N)
+            batch.segments[here] = segment
+            batch.old_logprobs[here] = sequence.old_logprobs
+            batch.advantages[here] = np.float32(sequence.advantage) * sequence.importance
+            batch.weights[here] = sequence.weights
+            start += N
+    return batch

@@ -1,0 +1,144 @@
+"""The compiled functions of an update, with the shapes and shardings that they are compiled for.
+
+Only shapes of the parameters are read, so that the same programs can be compiled for devices that
+are not there (benchmarks/tpu/check.py).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from kernels import choose
+from learner.config import AlgorithmConfig, LearnerConfig
+from learner.publish.canary import make_canary
+from learner.publish.snapshot import WIRE_DTYPES, make_snapshots
+from learner.update.batching import MicroBatch
+from learner.update.head import HeadPlan
+from learner.update.loss import Objective
+from learner.update.mesh import AXES, make_mesh
+from learner.update.optimizer import learning_rate_schedule, make_optimizer
+from learner.update.sharding import param_specs
+from learner.update.state import TrainState, abstract_state, state_shardings
+from learner.update.train_step import (
+    PolicyOptions,
+    make_accumulate,
+    make_apply,
+    make_empty_accumulator,
+    make_score,
+)
+from models.config import ModelConfig
+from models.transformer import Params
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LearnerPrograms:
+    """Everything of a learner but its arrays."""
+
+    mesh: Mesh
+    specs: Params
+    """PartitionSpec of every parameter."""
+    optimizer: optax.GradientTransformation
+    abstract_state: TrainState
+    """Shape, dtype and sharding of every leaf of the state."""
+    batch_sharding: NamedSharding
+    """Rows of a micro-batch, divided over all devices."""
+    empty: Callable
+    accumulate: Callable
+    apply: Callable
+    score: Callable
+    """These four as learner/update/train_step.py describes them."""
+    snapshots: Mapping[str, Callable]
+    canaries: Mapping[str, Callable]
+    """By wire dtype, as learner/publish/snapshot.py and learner/publish/canary.py describe them."""
+
+    def batch_shapes(self, rows: int, row_tokens: int) -> MicroBatch:
+        """A micro-batch of shape structs, its rows counted over all devices."""
+        struct = functools.partial(
+            jax.ShapeDtypeStruct, (rows, row_tokens), sharding=self.batch_sharding
+        )
+        integers, floats = struct(jnp.int32), struct(jnp.float32)
+        return MicroBatch(
+            token_ids=integers,
+            target_ids=integers,
+            positions=integers,
+            segments=integers,
+            old_logprobs=floats,
+            advantages=floats,
+            weights=floats,
+        )
+
+
+def make_programs(
+    params: Params,
+    model_config: ModelConfig,
+    *,
+    algorithm: AlgorithmConfig,
+    learner: LearnerConfig,
+    total_steps: int,
+    temperature: float,
+    valid_vocab: int | None,
+    devices: Sequence[jax.Device],
+) -> LearnerPrograms:
+    """Builds the programs of one learner; nothing is compiled or allocated yet.
+
+    Args:
+        params: arrays or shape structs, layers stacked.
+        total_steps: batches of the whole run, which the learning rate plans with.
+        temperature, valid_vocab: of the sampled distribution; None for the whole embedding.
+
+    Raises:
+        ValueError: if mesh or schedule cannot work, with the numbers.
+    """
+    mesh = make_mesh(data=learner.mesh.data, fsdp=learner.mesh.fsdp, devices=devices)
+    specs = param_specs(params, mesh.shape["fsdp"])
+    objective = Objective(
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        kl_coef=algorithm.kl_coef,
+        kl_estimator=algorithm.kl_estimator,
+        entropy_coef=algorithm.entropy_coef,
+    )
+    options = PolicyOptions(
+        head=HeadPlan(
+            schedule=learner.lm_head,
+            impl=choose.resolve(learner.loss_impl, devices[0].platform),
+            temperature=temperature,
+            valid_vocab=valid_vocab,
+        ),
+        compute_dtype=jnp.dtype(learner.compute_dtype),
+        remat=learner.remat,
+    )
+    schedule = learning_rate_schedule(learner.optimizer, total_steps * learner.updates_per_batch)
+    optimizer = make_optimizer(learner.optimizer, schedule)
+    state = abstract_state(params, optimizer, mesh, specs)
+    return LearnerPrograms(
+        mesh=mesh,
+        specs=specs,
+        optimizer=optimizer,
+        abstract_state=state,
+        batch_sharding=NamedSharding(mesh, P(AXES)),
+        empty=make_empty_accumulator(mesh, specs),
+        accumulate=make_accumulate(mesh, specs, model_config, objective, options),
+        apply=make_apply(
+            mesh, state_shardings(params, optimizer, mesh, specs), optimizer, schedule
+        ),
+        score=make_score(mesh, specs, model_config, options),
+        snapshots=make_snapshots(state.params, model_config),
+        canaries={
+            name: make_canary(
+                mesh,
+                specs,
+                model_config,
+                head=options.head,
+                compute_dtype=options.compute_dtype,
+                wire_dtype=dtype,
+            )
+            for name, dtype in WIRE_DTYPES.items()
+        },
+    )

@@ -1,0 +1,63 @@
+"""The optimiser: one optax chain over float32 master weights.
+
+Clip by global norm, the rule, decoupled weight decay on matrices, then the learning rate of the
+number of updates made so far, which lives in the optimiser's state and so survives a resume.
+"""
+
+import jax
+import optax
+
+from learner.config import OptimizerConfig
+from learner.update.sharding import own_ndim
+from models.transformer import Params
+
+
+def learning_rate_schedule(config: OptimizerConfig, total_updates: int) -> optax.Schedule:
+    """Learning rate by the count of updates already made.
+
+    It rises linearly from 0 at count 0 to the peak at count `warmup_steps`, then stays, or falls
+    to `final_fraction` of the peak at count `total_updates` (linearly or along half a cosine) and
+    stays there.
+
+    Raises:
+        ValueError: if the warm-up does not end before the run does.
+    """
+    decay_updates = total_updates - config.warmup_steps
+    if decay_updates < 1:
+        raise ValueError(
+            f"learner.optimizer.warmup_steps={config.warmup_steps} must be below the "
+            f"{total_updates} updates of the run (run.steps x learner.updates_per_batch)"
+        )
+    peak = config.learning_rate
+    if config.schedule == "constant":
+        after = optax.constant_schedule(peak)
+    elif config.schedule == "linear":
+        after = optax.linear_schedule(peak, peak * config.final_fraction, decay_updates)
+    else:
+        after = optax.cosine_decay_schedule(peak, decay_updates, alpha=config.final_fraction)
+    if config.warmup_steps == 0:
+        return after
+    warmup = optax.linear_schedule(0.0, peak, config.warmup_steps)
+    return optax.join_schedules([warmup, after], [config.warmup_steps])
+
+
+def make_optimizer(
+    config: OptimizerConfig, schedule: optax.Schedule
+) -> optax.GradientTransformation:
+    """adamw, lion or sgd (without momentum); moments are float32, one per parameter."""
+    rules = {
+        "adamw": lambda: optax.scale_by_adam(config.beta1, config.beta2, config.eps),
+        "lion": lambda: optax.scale_by_lion(config.beta1, config.beta2),
+        "sgd": optax.identity,
+    }
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        rules[config.name](),
+        optax.add_decayed_weights(config.weight_decay, mask=matrices),
+        optax.scale_by_learning_rate(schedule),
+    )
+
+
+def matrices(params: Params) -> Params:
+    """True for every matrix of the model, False for its norms and biases."""
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: own_ndim(path, leaf) >= 2, params)

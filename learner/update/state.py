@@ -1,0 +1,87 @@
+"""What an update reads and replaces: one record, sharded over the mesh."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from learner.update.sharding import named_shardings
+from models.transformer import Params
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """Master weights and optimiser state. A step donates its input: use only what it returns."""
+
+    params: Any
+    """Params: float32, layers stacked. (Any, as the record also carries shapes and shardings.)"""
+    opt_state: Any
+    """optax.OptState."""
+    update_count: Any
+    """int32 scalar: updates applied so far; a skipped one does not count."""
+
+
+def place_params(params: Params, mesh: Mesh, specs: Params, dtype: jnp.dtype) -> Params:
+    """Copies host arrays to the mesh, leaf by leaf, each device taking its shard only."""
+
+    def place(leaf, sharding):
+        # Without the copy a CPU device may borrow the caller's memory, which a step then donates.
+        return jax.device_put(np.asarray(leaf).astype(dtype), sharding, may_alias=False)
+
+    return jax.tree.map(place, params, named_shardings(mesh, specs))
+
+
+def init_state(
+    params: Params, optimizer: optax.GradientTransformation, mesh: Mesh, specs: Params
+) -> TrainState:
+    """A fresh state from host parameters of any float dtype, layers stacked."""
+    placed = place_params(params, mesh, specs, jnp.float32)
+    shardings = state_shardings(placed, optimizer, mesh, specs)
+    return TrainState(
+        params=placed,
+        opt_state=jax.jit(optimizer.init, out_shardings=shardings.opt_state)(placed),
+        update_count=jax.device_put(np.zeros((), np.int32), shardings.update_count),
+    )
+
+
+def state_shardings(
+    params: Params, optimizer: optax.GradientTransformation, mesh: Mesh, specs: Params
+) -> TrainState:
+    """A TrainState of shardings: moments lie as their parameters do, counts are replicated."""
+    replicated = NamedSharding(mesh, P())
+    shardings = named_shardings(mesh, specs)
+    opt_state = optax.tree.map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        jax.eval_shape(optimizer.init, params),
+        shardings,
+        transform_non_params=lambda _: replicated,
+    )
+    return TrainState(params=shardings, opt_state=opt_state, update_count=replicated)
+
+
+def abstract_state(
+    params: Params, optimizer: optax.GradientTransformation, mesh: Mesh, specs: Params
+) -> TrainState:
+    """Shapes, dtypes and shardings of `init_state`, without allocating anything.
+
+    Args:
+        params: arrays or shape structs; only their shapes are read.
+    """
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), params)
+    shapes = TrainState(
+        params=params,
+        opt_state=jax.eval_shape(optimizer.init, params),
+        update_count=jax.ShapeDtypeStruct((), jnp.int32),
+    )
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        state_shardings(params, optimizer, mesh, specs),
+    )

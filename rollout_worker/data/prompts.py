@@ -1,0 +1,351 @@
+"""Prompts: records of a source become chat messages, and those token ids.
+
+Dimension key:
+    P: tokens of one prompt
+
+A source is a reasoning-gym task, a JSONL or Parquet file, or an HF dataset. Whatever is wrong with
+one is a ValueError that names the source, the place in it, and the fix. Only this module knows
+`datasets`.
+"""
+
+import dataclasses
+import datetime
+import decimal
+import hashlib
+import json
+import math
+import pathlib
+import re
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy as np
+
+from rollout_worker.config import SourceConfig
+from rollout_worker.data.procedural import PREFIX, make_dataset, nearest
+from rollout_worker.rewards.answers import gold_answer
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_MAX_DEPTH = 64
+_OTHER_FILES = (".json", ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow", ".yaml", ".yml")
+
+
+class ChatTokenizer(Protocol):
+    """What this module needs of `models.tokenizer.Tokenizer`."""
+
+    def encode_chat(self, messages: list[dict]) -> list[int]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One question, ready to be prefilled."""
+
+    prompt_id: int
+    """Index in the source, before anything was left out: the same for every length bound."""
+    token_ids: np.ndarray
+    """int32 [P], read-only; ends in the generation prompt of the chat template."""
+    question: str
+    """The record's question, without template and system prompt."""
+    answer: str
+    """The gold answer: of a GSM8K solution what follows the last `####`."""
+    item: dict[str, Any]
+    """The whole record, in JSON values."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptSet:
+    """The prompts of a source that fit, in its order."""
+
+    prompts: tuple[Prompt, ...]
+    overlong: int
+    """Prompts left out because they have more tokens than allowed."""
+
+    @property
+    def digest(self) -> str:
+        """sha256 over ids and tokens, hex: equal where two processes read the same prompts."""
+        total = hashlib.sha256()
+        for prompt in self.prompts:
+            total.update(f"{prompt.prompt_id}:".encode())
+            total.update(prompt.token_ids.tobytes())
+        return total.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+
+def load_prompts(
+    source: SourceConfig,
+    *,
+    tokenizer: ChatTokenizer,
+    system_prompt: str | None,
+    question_template: str,
+    max_prompt_tokens: int,
+) -> PromptSet:
+    """Reads a source and encodes its prompts.
+
+    Args:
+        source: where the records are and what their fields are called.
+        tokenizer: applies the chat template.
+        system_prompt: first message; None sends none.
+        question_template: user message, with `{question}` for the question.
+        max_prompt_tokens: longer prompts are left out and counted.
+
+    Raises:
+        ValueError: if the source is missing, broken, empty, or no prompt fits.
+    """
+    prompts, shortest = [], None
+    overlong = 0
+    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    for prompt_id, place, record in _records(source):
+        question, answer = _question_and_answer(record, source, place)
+        content = question_template.replace("{question}", question)
+        token_ids = tokenizer.encode_chat([*system, {"role": "user", "content": content}])
+        if len(token_ids) > max_prompt_tokens:
+            overlong += 1
+            shortest = min(shortest or len(token_ids), len(token_ids))
+            continue
+        token_ids_P = np.array(token_ids, dtype=np.int32)
+        token_ids_P.flags.writeable = False
+        prompts.append(Prompt(prompt_id, token_ids_P, question, answer, record))
+    if not prompts and not overlong:
+        raise ValueError(
+            f"{source.source} has no records"
+            + (f" after the first skip={source.skip}: lower skip" if source.skip else "")
+        )
+    if not prompts:
+        raise ValueError(
+            f"{source.source}: all {overlong} prompts are longer than "
+            f"max_prompt_tokens={max_prompt_tokens}; the shortest has {shortest} tokens with chat "
+            "template and system prompt: raise rollout.max_prompt_tokens or shorten the template"
+        )
+    return PromptSet(tuple(prompts), overlong)
+
+
+def count_shared(train: PromptSet, held_out: PromptSet) -> int:
+    """Counts the held-out prompts whose question is also trained on.
+
+    Two reasoning-gym sources share items when their seeds lie closer than their sizes.
+    """
+    questions = {prompt.question for prompt in train.prompts}
+    return sum(prompt.question in questions for prompt in held_out.prompts)
+
+
+def _records(source: SourceConfig) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """Yields (index in the source, place for error messages, record in JSON values)."""
+    name = source.source
+    if source.is_procedural:
+        records = _procedural(source)
+    elif name.endswith(".jsonl"):
+        records = _jsonl(_existing_file(name))
+    elif name.endswith(".parquet"):
+        records = _parquet(_existing_file(name))
+    elif _HUB_ID.fullmatch(name) and not name.endswith(_OTHER_FILES):
+        records = _hub(source)
+    else:
+        raise ValueError(
+            f"source {name!r} is none of: {PREFIX}<task>, a path ending in .jsonl or .parquet, an "
+            "HF dataset id such as openai/gsm8k"
+        )
+    stop = None if source.size is None else source.skip + source.size
+    indexed = enumerate(records)
+    for index, (place, record) in islice(indexed, source.skip, stop):
+        try:
+            plain = _plain(record)
+        except ValueError as error:
+            raise ValueError(f"{name}, {place}: {error}") from error
+        yield index, place, plain
+
+
+def _existing_file(name: str) -> pathlib.Path:
+    path = pathlib.Path(name).expanduser()
+    if not path.is_file():
+        there = (
+            [p.name for p in path.parent.glob(f"*{path.suffix}")] if path.parent.is_dir() else []
+        )
+        raise ValueError(
+            f"data file {name} does not exist (looked in {path.absolute().parent})"
+            f"{nearest(path.name, there)}"
+        )
+    return path
+
+
+def _procedural(source: SourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    task = source.source.removeprefix(PREFIX)
+    if source.size is None:
+        raise ValueError(f"{source.source} could go on for ever: set size, the number of prompts")
+    origin = {
+        "task": task,
+        "seed": source.seed,
+        "size": source.skip + source.size,
+        "params": source.params,
+    }
+    dataset = make_dataset(task, seed=origin["seed"], size=origin["size"], params=source.params)
+    for index in range(origin["size"]):
+        try:
+            record = dataset[index]
+        # Parameters that pass the task's own check may still break it at one item.
+        except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{source.source} cannot make item {index} with params={source.params}: "
+                f"{type(error).__name__}: {error}; change params"
+            ) from error
+        yield f"item {index}", {**record, "reasoning_gym": {**origin, "index": index}}
+
+
+def _refuse_constant(constant: str):
+    raise ValueError(f"{constant} is no JSON number")
+
+
+def _jsonl(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            place = f"line {number}"
+            if not line.strip():
+                raise ValueError(f"{path}, {place} is empty: remove it")
+            try:
+                record = json.loads(line.decode("utf-8-sig"), parse_constant=_refuse_constant)
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}, {place} is not UTF-8 ({error}): re-encode it") from error
+            except RecursionError as error:
+                raise ValueError(
+                    f"{path}, {place} is nested more than {_MAX_DEPTH} levels deep: flatten it"
+                ) from error
+            except ValueError as error:
+                raise ValueError(
+                    f"{path}, {place} is not JSON ({error}): each line must be one object, "
+                    f"got {line[:80]!r}"
+                ) from error
+            if not isinstance(record, dict):
+                raise ValueError(
+                    f"{path}, {place} must be a JSON object with named fields, "
+                    f"got {type(record).__name__} {line[:80]!r}"
+                )
+            yield place, record
+
+
+def _parquet(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    row = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for record in batch.to_pylist():
+                    yield f"row {row}", record
+                    row += 1
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{path} cannot be read as Parquet at row {row} ({error}): write it again"
+        ) from error
+
+
+def _hub(source: SourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    name = source.source
+    try:
+        import datasets
+        from datasets.exceptions import DatasetsError
+    except ImportError as error:
+        raise ValueError(
+            f"source {name!r} is read as an HF dataset id, which needs the package `datasets` "
+            f"({error}): pip install datasets, or give a path ending in .jsonl or .parquet"
+        ) from error
+    try:
+        dataset = datasets.load_dataset(name, name=source.subset, split=source.split)
+    # Missing data sets, unknown subsets and splits, and an unreachable hub all end here; the
+    # library raises OSError and ValueError families, and RuntimeError for a closed client.
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+        raise ValueError(
+            f"HF dataset {name!r} (subset={source.subset}, split={source.split!r}) cannot be "
+            f"loaded: {type(error).__name__}: {str(error)[:300]}. Check id, subset and split; "
+            "without network, give a path ending in .jsonl or .parquet"
+        ) from error
+    row = 0
+    try:
+        for record in dataset:
+            yield f"row {row} of split {source.split!r}", dict(record)
+            row += 1
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+        raise ValueError(
+            f"HF dataset {name!r}, row {row} of split {source.split!r} cannot be read: "
+            f"{type(error).__name__}: {str(error)[:300]}"
+        ) from error
+
+
+def _plain(value: Any, where: str = "", depth: int = 0) -> Any:
+    """Turns a value into JSON values, since a record crosses process boundaries.
+
+    Raises:
+        ValueError: if a text holds half a surrogate pair, which neither UTF-8 nor a tokenizer can
+            take, or if the value is nested too deeply for the JSON of another process.
+    """
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"the record is nested more than {_MAX_DEPTH} levels deep: flatten it")
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, str):
+        return _checked_text(value, where)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {
+            _checked_text(str(key), "a key"): _plain(each, where or f"field {key!r}", depth + 1)
+            for key, each in value.items()
+        }
+    if isinstance(value, list | tuple | set | frozenset | np.ndarray):
+        return [_plain(each, where, depth + 1) for each in value]
+    if isinstance(value, np.generic):
+        return _plain(value.item(), where, depth)
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, decimal.Decimal):
+        return str(value)
+    return repr(value)
+
+
+def _checked_text(text: str, where: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where} holds the lone surrogate {text[error.start]!r} at character {error.start}, "
+            "which is no text: correct the record"
+        ) from error
+    return text
+
+
+def _question_and_answer(record: dict, source: SourceConfig, place: str) -> tuple[str, str]:
+    texts = []
+    for key in ("question_field", "answer_field"):
+        field = getattr(source, key)
+        where = f"{source.source}, {place}"
+        if field not in record:
+            raise ValueError(
+                f"{where} has no field {field!r}{nearest(field, list(record))}, only "
+                f"{sorted(record)}: set the source's {key}"
+            )
+        value = record[field]
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise ValueError(
+                f"{where}: field {field!r} must hold text or a number, got {value!r:.80}: "
+                f"correct the record or set the source's {key}"
+            )
+        texts.append(str(value))
+    question, answer = texts
+    if not question.strip():
+        raise ValueError(
+            f"{source.source}, {place}: field {source.question_field!r} is empty: "
+            "fill it in or remove the record"
+        )
+    try:
+        gold = gold_answer(answer)
+    except ValueError as error:
+        raise ValueError(f"{source.source}, {place}: {error}") from error
+    # A reasoning-gym task scores by the item it makes again, and the empty text may be its answer.
+    if not gold and not source.is_procedural:
+        raise ValueError(
+            f"{source.source}, {place}: field {source.answer_field!r} is empty: fill it in or "
+            "remove the record"
+        )
+    return question, gold

@@ -1,0 +1,371 @@
+"""The decode engine: requests in, finished rows out, by continuous batching on the device.
+
+It knows token ids and keys, never text, Ray or gRPC. `step` is one turn: prefill what waits, start
+a segment of token steps, and hear out the one before it, so that the host's work lies beside the
+device's.
+"""
+
+import dataclasses
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+import jax
+import numpy as np
+
+from models.transformer import Params
+from rollout_worker.engine.decode_programs import DecodePrograms
+from rollout_worker.engine.decode_request import FinishedRow, OnSwap, Request
+from rollout_worker.engine.device_state import DeviceState
+from rollout_worker.engine.engine_limits import (
+    EngineLimits,
+    check_params,
+    check_request,
+    geometry_of,
+)
+from rollout_worker.engine.lane import Lane, Prefix, Row, unite
+from rollout_worker.engine.program_cache import Compilation, Programs
+from rollout_worker.engine.slots import DecodeSpec, SegmentTokens
+from rollout_worker.engine.stop_strings import StopAutomaton
+from services.process.phase_clock import PhaseClock
+from services.wire.messages import FinishReason
+
+BUSY_SHARE = 0.9
+"""With fewer slots busy than this, a segment ends early for a host that has more prompts."""
+PREFILLS_WHEN_IDLE = 4
+"""Prefill calls of a turn while half of the slots or more are idle; otherwise one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Flight:
+    """A segment that the device has been given and not been heard out on."""
+
+    tokens: SegmentTokens
+    version: int
+    prefilled: list[jax.Array]
+    """Markers of the prefill calls just before the segment."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class EngineCounts:
+    """What the engine has done since it was built or last asked to forget."""
+
+    tokens: int = 0
+    token_steps: int = 0
+    """Of all slots at once."""
+    slot_steps: int = 0
+    """token_steps x slots of all lanes."""
+    prompts: int = 0
+    prefill_calls: int = 0
+    segments: int = 0
+
+    @property
+    def occupancy(self) -> float:
+        """Share of the slots' token steps that drew a token."""
+        return self.tokens / self.slot_steps if self.slot_steps else 0.0
+
+
+class Engine:
+    """Owns the slots, the compiled programs and the policy that they run under."""
+
+    def __init__(
+        self,
+        spec: DecodeSpec,
+        limits: EngineLimits,
+        *,
+        loop: Literal["while", "python"],
+        stop_ids: Sequence[int],
+        clock: PhaseClock,
+        stops: StopAutomaton | None = None,
+        warn: Callable[[str], None] = lambda text: None,
+    ):
+        """Args:
+        loop: `python` has the host look at every token: the slow half of an A/B.
+        stop_ids: of requests that name none of their own.
+        stops: stop strings that requests may ask for.
+        """
+        if loop not in ("while", "python"):
+            raise ValueError(f"loop must be while or python, got {loop!r}")
+        if loop == "python":
+            spec = dataclasses.replace(spec, segment_tokens=1)
+        self.spec = spec
+        self.limits = limits
+        self._depth = 1 if loop == "while" else 0
+        self._stop_ids = tuple(stop_ids)
+        self._clock = clock
+        self._stops = stops
+        self.programs = DecodePrograms(spec, geometry_of(spec, limits, stops))
+        planned = sum(1 for _ in self.programs.planned())
+        self._compiled = Programs(
+            clock,
+            budget=planned if limits.compile_budget is None else limits.compile_budget,
+            over_budget=limits.over_budget,
+            warn=warn,
+        )
+        self.device = DeviceState(self.programs, self._compiled, stops)
+        self.version = -1
+        self.counts = EngineCounts()
+        self._waiting: deque[Prefix] = deque()
+        self._flights: deque[_Flight] = deque()
+        self._finished: list[FinishedRow] = []
+        self._lanes: list[Lane] = []
+        self._broken = False
+
+    @property
+    def compilations(self) -> list[Compilation]:
+        return self._compiled.compilations
+
+    @property
+    def resizes(self) -> int:
+        """How often the cache was made wider or narrower."""
+        return self.device.resizes
+
+    @property
+    def usable(self) -> bool:
+        """Whether `step` may be called: there is a policy, and nothing failed since it came."""
+        return self.device.loaded and not self._broken
+
+    @property
+    def pending(self) -> bool:
+        """Whether a request is not finished, or was not yet returned by `step`."""
+        return self._busy or bool(self._finished)
+
+    @property
+    def _busy(self) -> bool:
+        lanes = any(lane.handed or lane.stock for lane in self._lanes)
+        return lanes or bool(self._waiting or self._flights)
+
+    def peak_bytes(self) -> int:
+        """What the largest compiled program needs on a device, by the compiler's count."""
+        return self._compiled.memory()
+
+    def swap(self, params: Params, version: int) -> None:
+        """Makes another policy the current one, as `on_swap` says; no older KV entry survives.
+
+        After a step that failed, what was in flight is lost and its rows start anew.
+
+        Args:
+            params: the inference copy, made by the layout of `spec`.
+            version: stamped on every token that it draws.
+
+        Raises:
+            ValueError: if that is another model's copy. Nothing has changed then.
+        """
+        check_params(params, self.programs.params_struct())
+        was_broken, self._broken = self._broken, True  # until all of it has gone well
+        if was_broken:
+            self._flights.clear()
+        elif self._lanes:
+            self._hear_out()
+            if self.limits.on_swap is OnSwap.FINISH:
+                self._run_out()
+        rows = [row for lane in self._lanes for row in lane.rows()]
+        self._lanes = []
+        self._requeue(rows)
+        self.device.load(params)
+        g = self.programs.geometry
+        self._lanes = [
+            Lane(places=g.places, prefixes=g.prefixes, stop_ids=g.stop_ids)
+            for _ in range(self.spec.lanes)
+        ]
+        self.version = version
+        self._broken = False
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queues requests; the first to come are the first to be decoded.
+
+        Raises:
+            ValueError: if one does not fit what the engine was built for. None is taken then.
+        """
+        names = self._names()
+        requests = [
+            dataclasses.replace(request, stop_ids=self._stop_ids)
+            if request.stop_ids is None
+            else request
+            for request in requests
+        ]
+        for request in requests:
+            check_request(request, self.spec, self.limits, self._stop_sets)
+            if request.request_id in names:
+                raise ValueError(f"request {request.request_id} is already there: ids must differ")
+            names.add(request.request_id)
+        for request in requests:
+            rows = [Row(request, sample, self._start(request)) for sample in request.samples]
+            self._waiting.extend(unite(rows))
+
+    def step(self, account: str | None = None) -> list[FinishedRow]:
+        """One turn.
+
+        Args:
+            account: ledger phase for its time, instead of `prefill` and `decode`.
+
+        Returns:
+            rows that ended, in no order that may be relied on.
+
+        Raises:
+            RuntimeError: if there is no policy yet, or an earlier step failed and no policy was
+                swapped in since: what the slots and the books hold may differ.
+        """
+        if not self.usable:
+            why = "an earlier step or swap failed" if self._broken else "the engine has no policy"
+            raise RuntimeError(f"{why}: call swap before step")
+        self._broken = True  # until all of it has gone well
+        markers = self._prefill()
+        for lane in self._lanes:
+            lane.hand_over()
+        dispatched = self._dispatch(markers)
+        while len(self._flights) > (self._depth if dispatched else 0):
+            self._collect(account)
+        if not self._busy:
+            self.device.narrow()
+        self._broken = False
+        finished, self._finished = self._finished, []
+        return finished
+
+    def run(self, account: str | None = None) -> Iterator[FinishedRow]:
+        """Rows as they end, until none is left."""
+        while self.pending:
+            yield from self.step(account)
+
+    def so_far(self, request_id: str) -> dict[int, np.ndarray]:
+        """int32 [T]: tokens of a request's completions that have not ended, by sample index."""
+        rows = (row for lane in self._lanes for row in lane.rows())
+        return {
+            row.sample_index: np.concatenate([np.zeros(0, np.int32), *row.token_ids])
+            for row in rows
+            if row.request.request_id == request_id
+        }
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request's rows with the reason `aborted` and the tokens that they have."""
+        gone = [row for lane in self._lanes for row in lane.abort(request_id)]
+        for prefix in list(self._waiting):
+            if prefix.rows[0].request.request_id == request_id:
+                gone += prefix.rows
+                self._waiting.remove(prefix)
+        self._finished += [row.finished(FinishReason.ABORTED) for row in gone]
+
+    def _names(self) -> set[str]:
+        """Of the requests that have a row which has not ended."""
+        waiting = (row for prefix in self._waiting for row in prefix.rows)
+        inside = (row for lane in self._lanes for row in lane.rows())
+        return {row.request.request_id for rows in (waiting, inside) for row in rows}
+
+    @property
+    def _stop_sets(self) -> int:
+        return 1 if self._stops is None else len(self._stops.starts)
+
+    def _start(self, request: Request) -> int:
+        return 0 if self._stops is None else int(self._stops.starts[request.stop_set])
+
+    def _prefill(self) -> list[jax.Array]:
+        """Starts prefill calls for prompts that wait, as many as leave decoding its share."""
+        inside = sum(lane.inside for lane in self._lanes)
+        idle = 2 * inside < self.spec.lanes * self.spec.slots
+        markers = []
+        for _ in range(PREFILLS_WHEN_IDLE if idle else 1):
+            self._take_waiting()
+            marker = self._prefill_call()
+            if marker is None:
+                break
+            markers.append(marker)
+        return markers
+
+    def _take_waiting(self) -> None:
+        """Gives waiting prompts to the lanes that have the least in stock."""
+        stock = self.programs.geometry.places
+        while self._waiting:
+            open_ = [lane for lane in self._lanes if lane.has_entry and lane.stock < stock]
+            if not open_:
+                return
+            prefix = self._waiting.popleft()
+            self.counts.prompts += 1
+            min(open_, key=lambda lane: lane.stock + lane.handed).take(prefix)
+
+    def _prefill_call(self) -> jax.Array | None:
+        g = self.programs.geometry
+        longest = g.chunks[-1]
+        due = [chunk for lane in self._lanes for chunk in lane.chunks_due(longest)]
+        if not due:
+            return None
+        start, length = due[0]
+        size = min(size for size in g.chunks if size >= length)
+        later = start > 0
+        # Shorter chunks than the size below would be padded to twice their length.
+        below = max((other for other in g.chunks if other < size), default=0)
+
+        def fits(start: int, length: int) -> bool:
+            return below < length <= size and (start > 0) == later
+
+        prompts = g.chunk_prompts(size)
+        pieces = [lane.take_pieces(fits, prompts, longest) for lane in self._lanes]
+        marker = self.device.prefill(pieces, size, later)
+        self.counts.prefill_calls += 1
+        return marker
+
+    def _dispatch(self, markers: list[jax.Array], *, closed: bool = False) -> bool:
+        """Starts a segment, if a row may be in need of one.
+
+        Args:
+            closed: no row is let in, so that the segment need not end early for one.
+        """
+        if not any(lane.handed for lane in self._lanes):
+            if markers:
+                with self._clock.phase("prefill"):
+                    jax.block_until_ready(markers)
+            return False
+        steps = self.spec.segment_tokens * (len(self._flights) + 1)
+        needed = max(lane.needed_width(steps) for lane in self._lanes)
+        more = not closed and (self._waiting or any(lane.chunks_due(1) for lane in self._lanes))
+        floor = math.ceil(BUSY_SHARE * self.spec.slots) if more else 0
+        tokens = self.device.segment([lane.table for lane in self._lanes], needed, floor)
+        self._flights.append(_Flight(tokens, self.version, markers))
+        self.counts.segments += 1
+        return True
+
+    def _collect(self, account: str | None) -> None:
+        """Waits for the oldest segment and gives its tokens to their rows."""
+        flight = self._flights.popleft()
+        with self._clock.phase(account or "prefill"):
+            jax.block_until_ready(flight.prefilled)
+        with self._clock.phase(account or "decode"):
+            tokens = jax.device_get(flight.tokens)
+        slots = self.spec.slots
+        for index, lane in enumerate(self._lanes):
+            steps = int(tokens.steps[index])
+            mine = np.s_[:steps, index * slots : (index + 1) * slots]
+            arrays = [array[mine] for array in tokens[:-1]]
+            self._finished += lane.collect(*arrays, version=flight.version)
+            self.counts.tokens += int(np.count_nonzero(arrays[0] >= 0))
+        most = int(tokens.steps.max())
+        self.counts.token_steps += most
+        self.counts.slot_steps += most * slots * len(self._lanes)
+
+    def _hear_out(self) -> None:
+        while self._flights:
+            self._collect(None)
+
+    def _run_out(self) -> None:
+        """Decodes the rows that are in a slot to their end, and lets no other in."""
+        for lane in self._lanes:
+            lane.close()
+        while any(lane.inside for lane in self._lanes):
+            self._dispatch([], closed=True)
+            self._hear_out()
+
+    def _requeue(self, rows: list[Row]) -> None:
+        """Puts rows that have not ended before the waiting ones, without their KV entries."""
+        goes_on = self.limits.on_swap is OnSwap.CONTINUE
+        for row in rows:
+            if row.aborted:
+                self._finished.append(row.finished(FinishReason.ABORTED))
+                continue
+            state = self._start(row.request)
+            if not goes_on:
+                row.forget()
+            elif self._stops is not None:
+                for token in (token for part in row.token_ids for token in part):
+                    state = int(self._stops.next_SV[state, token])
+            row.stop_state = state
+        self._waiting.extendleft(reversed(unite([row for row in rows if not row.aborted])))

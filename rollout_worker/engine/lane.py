@@ -1,0 +1,297 @@
+"""The host's books of one lane: which prompt lies in which pool entry, which row in which place.
+
+Nothing here touches a device. The device's queue is a ring of places; the host only ever appends
+to it, and learns from the tokens that come back which rows have entered a slot and which have
+ended.
+
+Dimension key:
+    R: places
+    E: stop ids of a row
+"""
+
+import dataclasses
+import itertools
+from collections import deque
+
+import numpy as np
+
+from rollout_worker.engine.decode_request import FinishedRow, Request
+from rollout_worker.engine.prefill import Piece
+from rollout_worker.engine.slots import ABORTED, FULL, GOES_ON, STOPPED
+from services.wire.messages import FinishReason
+
+REASONS = {STOPPED: FinishReason.STOP, FULL: FinishReason.LENGTH, ABORTED: FinishReason.ABORTED}
+
+
+@dataclasses.dataclass(eq=False)
+class Row:
+    """One completion in the making."""
+
+    request: Request
+    sample_index: int
+    stop_state: int
+    """Of the stop automaton after the tokens so far, when the row is handed over."""
+    token_ids: list[np.ndarray] = dataclasses.field(default_factory=list)
+    logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)
+    versions: list[np.ndarray] = dataclasses.field(default_factory=list)
+    drawn: int = 0
+    aborted: bool = False
+
+    def add(self, token_ids: np.ndarray, logprobs: np.ndarray, version: int) -> None:
+        self.token_ids.append(token_ids)
+        self.logprobs.append(logprobs)
+        self.versions.append(np.full(len(token_ids), version, np.int32))
+        self.drawn += len(token_ids)
+
+    def forget(self) -> None:
+        """Throws the tokens away: the row starts anew."""
+        self.token_ids, self.logprobs, self.versions, self.drawn = [], [], [], 0
+
+    def finished(self, reason: FinishReason) -> FinishedRow:
+        """The row as the engine's user gets it."""
+        return FinishedRow(
+            request_id=self.request.request_id,
+            sample_index=self.sample_index,
+            token_ids=np.concatenate([np.zeros(0, np.int32), *self.token_ids]),
+            logprobs=np.concatenate([np.zeros(0, np.float32), *self.logprobs]),
+            versions=np.concatenate([np.zeros(0, np.int32), *self.versions]),
+            finish_reason=reason,
+        )
+
+    def columns(self, steps: int) -> int:
+        """Cache columns that the row has written after so many further token steps, at most."""
+        prompt = len(self.request.token_ids)
+        # The last token drawn is never run, so it takes no column.
+        return prompt - 1 + min(self.drawn + steps, self.request.max_new_tokens)
+
+
+@dataclasses.dataclass(eq=False)
+class Prefix:
+    """Token ids whose keys and values are computed once, and the rows that start from them."""
+
+    token_ids: np.ndarray
+    """int32: the prompt and, for a row that goes on under a newer policy, its tokens so far."""
+    rows: deque[Row]
+    """Not yet handed over."""
+    entry: int = -1
+    number: int = -1
+    """Among those of its lane."""
+    prefilled: int = 0
+    outside: int = dataclasses.field(init=False)
+    """Rows that have not entered a slot: until then the entry is needed."""
+
+    def __post_init__(self):
+        self.outside = len(self.rows)
+
+    def next_chunk(self, longest: int) -> tuple[int, int] | None:
+        """Start and length of what is to be prefilled next; None when all is."""
+        left = len(self.token_ids) - 1 - self.prefilled
+        return (self.prefilled, min(left, longest)) if left else None
+
+
+def unite(rows: list[Row]) -> list[Prefix]:
+    """Rows with the token ids that they start from: samples of a prompt without tokens share."""
+    prefixes: dict[object, Prefix] = {}
+    for row in rows:
+        key = row if row.drawn else row.request.request_id
+        prompt = row.request.token_ids
+        tokens = np.concatenate([prompt, *row.token_ids]) if row.drawn else prompt
+        prefix = prefixes.setdefault(key, Prefix(tokens, deque()))
+        prefix.rows.append(row)
+        prefix.outside += 1
+    return list(prefixes.values())
+
+
+class Lane:
+    """Books of one lane, from one emptying of its slots to the next."""
+
+    def __init__(self, *, places: int, prefixes: int, stop_ids: int):
+        self._free_places = deque(range(places))
+        self._free_entries = deque(range(prefixes))
+        self._handed: dict[int, tuple[Row, Prefix]] = {}
+        """By place: rows handed over that are not known to have ended."""
+        self._inside: set[int] = set()
+        """Places of those known to be in a slot."""
+        self._numbers = itertools.count()
+        self._entered = 0
+        self._preparing: list[Prefix] = []
+        self.table = empty_table(places, stop_ids)
+
+    @property
+    def has_entry(self) -> bool:
+        return bool(self._free_entries)
+
+    @property
+    def handed(self) -> int:
+        """Rows handed over that are not known to have ended."""
+        return len(self._handed)
+
+    @property
+    def inside(self) -> int:
+        """Rows known to be in a slot."""
+        return len(self._inside)
+
+    @property
+    def stock(self) -> int:
+        """Rows that may enter a slot, or soon will."""
+        waiting = len(self._handed) - len(self._inside)
+        return waiting + sum(len(prefix.rows) for prefix in self._preparing)
+
+    def take(self, prefix: Prefix) -> None:
+        """Gives a prefix an entry of the pool; its chunks are to be prefilled."""
+        prefix.entry = self._free_entries.popleft()
+        prefix.number = next(self._numbers)
+        self._preparing.append(prefix)
+
+    def chunks_due(self, longest: int) -> list[tuple[int, int]]:
+        """(start, length) of the next chunk of every prefix, the oldest first."""
+        due = (prefix.next_chunk(longest) for prefix in self._preparing)
+        return [chunk for chunk in due if chunk is not None]
+
+    def take_pieces(self, fits, prompts: int, longest: int) -> list[Piece]:
+        """At most so many of the chunks due that fit a call.
+
+        Args:
+            fits: of (start, length), whether the call takes such a chunk.
+        """
+        pieces = []
+        for prefix in self._preparing:
+            chunk = prefix.next_chunk(longest)
+            if chunk is None or len(pieces) == prompts or not fits(*chunk):
+                continue
+            start, length = chunk
+            pieces.append(Piece(prefix.entry, start, prefix.token_ids[start : start + length]))
+            prefix.prefilled += length
+        return pieces
+
+    def hand_over(self) -> None:
+        """Queues rows whose prefix is in the pool, while there are places."""
+        for prefix in self._preparing:
+            while prefix.next_chunk(1) is None and prefix.rows and self._free_places:
+                self._queue(prefix, prefix.rows.popleft())
+        self._preparing = [prefix for prefix in self._preparing if prefix.rows]
+
+    def close(self) -> None:
+        """Hides rows that have not entered a slot; the device must have been heard out before."""
+        self.table["tail"][0] = self._entered
+
+    def needed_width(self, steps: int) -> int:
+        """Cache columns that the rows may write within so many token steps."""
+        return max((row.columns(steps) for row, _ in self._handed.values()), default=1)
+
+    def collect(
+        self,
+        place: np.ndarray,
+        token: np.ndarray,
+        logprob: np.ndarray,
+        ended: np.ndarray,
+        version: int,
+    ) -> list[FinishedRow]:
+        """Gives every row the tokens that a segment drew for it.
+
+        Args:
+            place, token, logprob, ended: [steps, slots] as in `slots.SegmentTokens`.
+            version: policy version of the segment.
+
+        Returns:
+            rows that have ended.
+        """
+        # Slot by slot, so that the tokens of a row stay in their order.
+        place, token, logprob, ended = (
+            array.T.reshape(-1) for array in (place, token, logprob, ended)
+        )
+        order = np.argsort(place, kind="stable")
+        order = order[np.searchsorted(place[order], 0) :]
+        bounds = np.flatnonzero(np.diff(place[order])) + 1
+        finished = []
+        for index in np.split(order, bounds) if len(order) else []:
+            where = int(place[index[0]])
+            row, _ = self._handed[where]
+            self._enter(where)
+            if not row.aborted:
+                row.add(token[index], logprob[index], version)
+            end = int(ended[index[-1]])
+            if end != GOES_ON:
+                reason = FinishReason.ABORTED if row.aborted else REASONS[end]
+                finished.append(row.finished(reason))
+                del self._handed[where]
+                self._inside.discard(where)
+                self._free_places.append(where)
+        return finished
+
+    def abort(self, request_id: str) -> list[Row]:
+        """Rows of a request that were not handed over; the others end at their next token."""
+        gone: list[Row] = []
+        for prefix in self._preparing:
+            if prefix.rows and prefix.rows[0].request.request_id == request_id:
+                gone += prefix.rows
+                prefix.outside -= len(prefix.rows)
+                prefix.rows.clear()
+                self._free(prefix)
+        self._preparing = [prefix for prefix in self._preparing if prefix.rows]
+        for place, (row, _) in self._handed.items():
+            if row.request.request_id == request_id:
+                row.aborted = True
+                self.table["aborted_R"][place] = True
+        return gone
+
+    def rows(self) -> list[Row]:
+        """Every row that has not ended, the longest in a slot first."""
+        handed = sorted(self._handed.values(), key=lambda pair: -pair[0].drawn)
+        waiting = [row for prefix in self._preparing for row in prefix.rows]
+        return [row for row, _ in handed] + waiting
+
+    def _queue(self, prefix: Prefix, row: Row) -> None:
+        place = self._free_places.popleft()
+        self._handed[place] = (row, prefix)
+        table, request, settings = self.table, row.request, row.request.sampling
+        table["order_R"][table["tail"][0] % len(table["order_R"])] = place
+        table["tail"][0] += 1
+        table["stop_ids_RE"][place] = -1
+        stop_ids = request.stop_ids or ()
+        table["stop_ids_RE"][place, : len(stop_ids)] = stop_ids
+        for name, value in (
+            ("prefix_R", prefix.entry),
+            ("group_R", prefix.number),
+            ("token_R", prefix.token_ids[-1]),
+            ("position_R", len(prefix.token_ids) - 1),
+            ("drawn_R", row.drawn),
+            ("limit_R", request.max_new_tokens),
+            ("base_key_R2", request.key_data),
+            ("identity_R3", (request.prompt_id, request.epoch, row.sample_index)),
+            ("temperature_R", settings.temperature),
+            ("top_k_R", settings.top_k),
+            ("top_p_R", settings.top_p),
+            ("min_p_R", settings.min_p),
+            ("stop_state_R", row.stop_state),
+            ("aborted_R", row.aborted),
+        ):
+            table[name][place] = value
+
+    def _enter(self, place: int) -> None:
+        if place not in self._inside:
+            self._inside.add(place)
+            self._entered += 1
+            _, prefix = self._handed[place]
+            prefix.outside -= 1
+            self._free(prefix)
+
+    def _free(self, prefix: Prefix) -> None:
+        if prefix.outside == 0:
+            self._free_entries.append(prefix.entry)
+
+
+def empty_table(places: int, stop_ids: int) -> dict[str, np.ndarray]:
+    """The arrays of `slots.Rows`, those of its sampling settings among them."""
+    integers = "order prefix group token position drawn limit top_k stop_state".split()
+    return {
+        **{f"{name}_R": np.zeros(places, np.int32) for name in integers},
+        "temperature_R": np.ones(places, np.float32),
+        "top_p_R": np.ones(places, np.float32),
+        "min_p_R": np.zeros(places, np.float32),
+        "tail": np.zeros(1, np.int32),
+        "base_key_R2": np.zeros((places, 2), np.uint32),
+        "identity_R3": np.zeros((places, 3), np.int32),
+        "stop_ids_RE": np.full((places, stop_ids), -1, np.int32),
+        "aborted_R": np.zeros(places, bool),
+    }

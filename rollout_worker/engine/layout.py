@@ -1,0 +1,300 @@
+"""Where the inference copy of a model lies: cut over `tensor`, whole on every index of `data`.
+
+A mesh has the axes ("data", "tensor"). Along `tensor` a device holds some of the heads, of the
+hidden width of the MLP and of the vocabulary; with the matrices cut so, a token step needs two
+sums over the axis in each layer and one for the embedding, and never moves a weight. Where
+`tensor` exceeds the key/value heads, each is copied, so that every device holds the one that its
+query heads meet. The copy has its own ModelConfig and no further special case.
+
+Dimension key:
+    B: rows
+    T: tokens
+    D: model width
+    K: key/value heads
+    S: cache positions
+    H: head size
+    V: vocabulary (rows of the embedding)
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from models.config import ModelConfig
+from models.files.checkpoint import expected_shapes, from_named, to_named
+from models.transformer import Params
+from rollout_worker.engine.device_copies import take_over
+
+AXES = ("data", "tensor")
+BY_ROWS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
+BY_COLUMNS = frozenset({"o_proj", "down_proj"})
+BY_VOCABULARY = frozenset({"embed_tokens", "lm_head"})
+KV_HEADS = frozenset({"k_proj", "v_proj"})
+
+
+def make_mesh(devices: Sequence[jax.Device], data: int, tensor: int) -> Mesh:
+    """A mesh of `data` lanes, each over `tensor` devices that follow one another.
+
+    Raises:
+        ValueError: unless data x tensor is the number of devices.
+    """
+    if min(data, tensor) < 1 or data * tensor != len(devices):
+        raise ValueError(
+            f"{data=} x {tensor=} = {data * tensor} must equal the {len(devices)} devices at hand, "
+            "both at least 1"
+        )
+    grid = np.asarray(devices).reshape(data, tensor)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 2)
+
+
+def check_tensor_parallel(
+    num_heads: int, num_kv_heads: int, intermediate_size: int, tensor: int
+) -> int:
+    """Decides from the sizes alone whether a model can be cut over `tensor` devices.
+
+    Returns:
+        How often each key/value head is kept: device d holds head d // copies where this
+        exceeds 1.
+
+    Raises:
+        ValueError: with the rule that is broken and the nearest sizes that work.
+    """
+    broken = _broken_rules(num_heads, num_kv_heads, intermediate_size, tensor)
+    if broken:
+        fitting = [
+            size
+            for size in range(1, num_heads + 1)
+            if not _broken_rules(num_heads, num_kv_heads, intermediate_size, size)
+        ]
+        below = [size for size in fitting if size < tensor][-1:]
+        above = [size for size in fitting if size > tensor][:1]
+        nearest = " or ".join(map(str, below + above))
+        raise ValueError(f"tensor={tensor} does not fit: {'; '.join(broken)}; set it to {nearest}")
+    return max(tensor // num_kv_heads, 1)
+
+
+def _broken_rules(
+    num_heads: int, num_kv_heads: int, intermediate_size: int, tensor: int
+) -> list[str]:
+    if tensor < 1:
+        return ["it must be at least 1"]
+    broken = []
+    if num_heads % tensor:
+        broken.append(f"it must divide num_heads={num_heads}, a head is not cut")
+    if num_kv_heads % tensor and tensor % num_kv_heads:
+        broken.append(
+            f"it must divide num_kv_heads={num_kv_heads} or be a multiple of it, or a device's "
+            "query heads would meet parts of two key/value heads"
+        )
+    if intermediate_size % tensor:
+        broken.append(f"it must divide intermediate_size={intermediate_size}")
+    return broken
+
+
+def inference_config(config: ModelConfig, tensor: int) -> ModelConfig:
+    """The sizes of the copy: key/value heads as often as they are kept, vocabulary padded.
+
+    Copy c of the heads is head c // copies, and query head n meets copy n // (N / K') of K'
+    copies, which is still head n // (N / K).
+
+    Raises:
+        ValueError: as `check_tensor_parallel`.
+    """
+    copies = check_tensor_parallel(
+        config.num_heads, config.num_kv_heads, config.intermediate_size, tensor
+    )
+    return dataclasses.replace(
+        config,
+        num_kv_heads=config.num_kv_heads * copies,
+        vocab_size=-(-config.vocab_size // tensor) * tensor,
+    )
+
+
+class HostView:
+    """A published tensor, read back from where it lies on the devices each time it is asked for.
+
+    A JAX array keeps the host copy that numpy has once asked it for; that of a shard goes with
+    the shard's own handle.
+    """
+
+    def __init__(
+        self,
+        array: jax.Array,
+        restore: Callable[[np.ndarray], np.ndarray],
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+    ):
+        self._array = array
+        self._restore = restore
+        self.shape = shape
+        self.dtype = dtype
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        published = self._restore(_on_host(self._array)).astype(self.dtype, copy=False)
+        return np.asarray(published, dtype)
+
+
+def _on_host(array: jax.Array) -> np.ndarray:
+    """The whole array from its shards, without putting it together on a device."""
+    pieces = {str(shard.index): shard for shard in array.addressable_shards}
+    if len(pieces) == 1:
+        (shard,) = pieces.values()
+        return np.asarray(shard.data)
+    whole = np.empty(array.shape, array.dtype)
+    for shard in pieces.values():
+        whole[shard.index] = np.asarray(shard.data)
+    return whole
+
+
+class Transform(NamedTuple):
+    """What becomes of one published tensor in the copy, and the way back; both on the host."""
+
+    spec: P
+    apply: Callable[[np.ndarray], np.ndarray]
+    undo: Callable[[np.ndarray], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The inference copies of one model on one mesh."""
+
+    published: ModelConfig
+    mesh: Mesh
+    dtype: np.dtype = np.dtype(ml_dtypes.bfloat16)
+    """Of all leaves of the copy."""
+
+    def __post_init__(self):
+        inference_config(self.published, self.tensor)  # refuses sizes that do not fit
+
+    @property
+    def config(self) -> ModelConfig:
+        """The copy's own sizes: what `models.transformer.forward` is to be called with."""
+        return inference_config(self.published, self.tensor)
+
+    @property
+    def tensor(self) -> int:
+        return self.mesh.shape["tensor"]
+
+    @property
+    def vocabulary_padding(self) -> int:
+        """Rows of zeros below the vocabulary: their logits are 0, so they must not be drawn."""
+        return self.config.vocab_size - self.published.vocab_size
+
+    @property
+    def cache_sharding(self) -> NamedSharding:
+        """Of a cache leaf [lanes x B, K, S, H], K the copy's key/value heads."""
+        return NamedSharding(self.mesh, P("data", "tensor"))
+
+    def abstract_params(self) -> Params:
+        """Shape structs of the copy with their shardings, layers listed."""
+        structs = {
+            name: jax.ShapeDtypeStruct(shape, self.dtype, sharding=self._sharding(name))
+            for name, shape in expected_shapes(self.config).items()
+        }
+        return from_named(structs, self.config, stacked=False)
+
+    def param_shardings(self) -> Params:
+        """The NamedSharding of every leaf of the copy, layers listed."""
+        return jax.tree.map(lambda leaf: leaf.sharding, self.abstract_params())
+
+    def to_inference(self, params: Params) -> Params:
+        """Makes the copy on the devices, leaf by leaf.
+
+        Args:
+            params: host arrays as published, layers stacked or listed. Device arrays pass the
+                host only where `tensor` exceeds 1: else a device keeps the buffer that it has.
+
+        Returns:
+            jax arrays of `dtype` under the same names, layers listed.
+
+        Raises:
+            ValueError: if the tree's names or shapes are not the published config's.
+        """
+        named = to_named(params, self.published)
+        placed = {name: self._place(name, array) for name, array in named.items()}
+        return from_named(placed, self.config, stacked=False)
+
+    def _place(self, name: str, array: np.ndarray | jax.Array) -> jax.Array:
+        if isinstance(array, jax.Array) and self.tensor == 1:
+            return take_over(array, self._sharding(name), self.dtype)
+        transform = transform_of(name, self.published, self.tensor)
+        host = transform.apply(np.asarray(array)).astype(self.dtype, copy=False)
+        placed = jax.device_put(host, self._sharding(name))
+        # Transfers run behind: without waiting, every converted leaf would be on the host at once.
+        return placed if host is array else jax.block_until_ready(placed)
+
+    def from_inference(self, params: Params, dtypes: Mapping[str, np.dtype]) -> dict[str, HostView]:
+        """The published tensors by Hugging Face's names, read from the copy when asked for.
+
+        They are those that were published, bit by bit, where `dtype` holds every value of theirs.
+
+        Args:
+            params: a copy that `to_inference` made.
+            dtypes: published dtype by name.
+        """
+        shapes = expected_shapes(self.published)
+        undo = lambda name: transform_of(name, self.published, self.tensor).undo
+        return {
+            name: HostView(leaf, undo(name), shapes[name], np.dtype(dtypes[name]))
+            for name, leaf in to_named(params, self.config).items()
+        }
+
+    def _sharding(self, name: str) -> NamedSharding:
+        return NamedSharding(self.mesh, transform_of(name, self.published, self.tensor).spec)
+
+
+def embed(embed_tokens: Params, token_ids_BT: jax.Array) -> jax.Array:
+    """Looks tokens up where their rows lie: the `embed=` of `models.transformer.forward`.
+
+    In the table's own dtype: of a cut table, XLA:TPU would convert all rows to float32 in every
+    token step. The compiler lets each device look among its own rows and sums, which is exact,
+    since one has it; it does so under `shard_map` over "data" too.
+
+    Returns:
+        [B, T, D] in the dtype of the copy.
+    """
+    return embed_tokens["weight"][token_ids_BT]
+
+
+def transform_of(name: str, published: ModelConfig, tensor: int) -> Transform:
+    """How the tensor of this Hugging Face name is laid out for `tensor` devices."""
+    *_, module, kind = name.split(".")
+    same = lambda array: array
+    if module in BY_VOCABULARY:
+        return _padded(published.vocab_size, tensor)
+    if module in BY_COLUMNS:
+        return Transform(P(None, "tensor") if kind == "weight" else P(), same, same)
+    if module not in BY_ROWS:
+        return Transform(P(), same, same)
+    copies = inference_config(published, tensor).num_kv_heads // published.num_kv_heads
+    if module in KV_HEADS and copies > 1:
+        return _copied(published, copies)
+    return Transform(P("tensor"), same, same)
+
+
+def _padded(vocab_size: int, tensor: int) -> Transform:
+    """Rows of zeros below a vocabulary that `tensor` does not divide."""
+    padding = -vocab_size % tensor
+    pad = lambda array: np.pad(array, ((0, padding), (0, 0))) if padding else array
+    return Transform(P("tensor"), pad, lambda array: array[:vocab_size])
+
+
+def _copied(published: ModelConfig, copies: int) -> Transform:
+    """Each key/value head `copies` times in a row; of a matrix or of a bias."""
+    K, H = published.num_kv_heads, published.head_dim
+
+    def copy(array):
+        heads = array.reshape(K, H, *array.shape[1:])
+        return np.repeat(heads, copies, axis=0).reshape(-1, *array.shape[1:])
+
+    def first(array):
+        heads = array.reshape(K, copies, H, *array.shape[1:])
+        return heads[:, 0].reshape(-1, *array.shape[1:])
+
+    return Transform(P("tensor"), copy, first)

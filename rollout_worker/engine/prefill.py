@@ -1,0 +1,97 @@
+"""Prompts into the prefix pool: once for all completions of a prompt, a chunk at a time.
+
+Prefill leaves out the last prompt token, which a row runs as its first token step: no head is
+applied here.
+
+Dimension key:
+    Q: prompts of a call
+    C: tokens of a chunk
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models.transformer import Params, forward
+from rollout_worker.engine.kv_cache import LayerCache, first_attend, next_attend
+from rollout_worker.engine.layout import embed
+from rollout_worker.engine.slots import DecodeSpec
+
+SHORTEST_CHUNK = 32
+
+
+class Chunks(NamedTuple):
+    """One chunk each of several prompts of a lane."""
+
+    token_QC: jax.Array
+    """int32; what follows a chunk's own tokens is run in vain."""
+    entry_Q: jax.Array
+    """int32: place in the pool; past its end where the call has fewer prompts than Q."""
+    start_Q: jax.Array
+    """int32: position of the chunk's first token."""
+
+
+class Piece(NamedTuple):
+    """A chunk to be prefilled."""
+
+    entry: int
+    start: int
+    token_ids: np.ndarray
+
+
+def prefill(
+    params: Params, pool: list[LayerCache], chunks: Chunks, *, spec: DecodeSpec, first: bool
+) -> tuple[list[LayerCache], jax.Array]:
+    """Computes the keys and values of some chunks and keeps them in the pool.
+
+    Args:
+        first: every chunk is the first of its prompt, so that it attends to itself alone.
+
+    Returns:
+        the pool, and int32 [1], which is there when the pool is.
+    """
+    C = chunks.token_QC.shape[1]
+    # XLA:CPU has bfloat16 products of some shapes only, and says so when they run.
+    operand_dtype = jnp.dtype("float32") if spec.wide_cache else spec.attention_dtype
+    if first:
+        attend = first_attend(chunks.entry_Q, operand_dtype=operand_dtype)
+    else:
+        attend = next_attend(chunks.entry_Q, chunks.start_Q, operand_dtype=operand_dtype)
+    _, pool = forward(
+        params,
+        spec.layout.config,
+        chunks.token_QC,
+        chunks.start_Q[:, None] + jnp.arange(C),
+        attend,
+        compute_dtype=spec.compute_dtype,
+        product_dtype=jnp.dtype("float32"),
+        cache=pool,
+        embed=embed,
+    )
+    return pool, jnp.sum(chunks.entry_Q, dtype=jnp.int32)[None]
+
+
+def chunk_sizes(longest_chunk: int) -> tuple[int, ...]:
+    """Padded lengths of a chunk: doubling up to the longest."""
+    sizes = [longest_chunk]
+    while sizes[0] // 2 >= SHORTEST_CHUNK:
+        sizes.insert(0, sizes[0] // 2)
+    return tuple(sizes)
+
+
+def pack(lanes: Sequence[Sequence[Piece]], prompts: int, size: int, no_entry: int) -> Chunks:
+    """The pieces of every lane, as numpy arrays of one call of `prompts` chunks per lane."""
+    D = len(lanes)
+    token_QC = np.zeros((D, prompts, size), np.int32)
+    entry_Q = np.full((D, prompts), no_entry, np.int32)
+    start_Q = np.zeros((D, prompts), np.int32)
+    for lane, pieces in enumerate(lanes):
+        for q, piece in enumerate(pieces):
+            token_QC[lane, q, : len(piece.token_ids)] = piece.token_ids
+            entry_Q[lane, q] = piece.entry
+            start_Q[lane, q] = piece.start
+    arrays: Any = (token_QC.reshape(-1, size), entry_Q.reshape(-1), start_Q.reshape(-1))
+    return Chunks(*arrays)

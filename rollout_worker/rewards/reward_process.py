@@ -1,0 +1,190 @@
+"""The pool's end of one child process that runs scorers (`reward_child.py` is the other)."""
+
+import json
+import logging
+import math
+import os
+import pathlib
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from rollout_worker.config import RewardFunctionConfig
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 60.0
+"""Bound on the start of a child, which imports the scorers' modules."""
+SLOW_START_S = 5.0
+"""After which a start that goes on says what it waits for."""
+STOP_TIMEOUT_S = 5.0
+"""How long a killed child may take to be gone."""
+_MAX_REPLY_BYTES = 1 << 20
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+class ChildFailed(Exception):
+    """A child died, or broke the protocol."""
+
+
+_SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|API_KEY|CREDENTIALS)", re.I)
+"""Names of environment variables that foreign scorers have no business with."""
+
+
+class RewardChild:
+    """Owns one child process and its two pipes."""
+
+    def __init__(self, functions: Sequence[RewardFunctionConfig]):
+        """Starts the process; `wait_ready` completes it. The process dies with this thread."""
+        # The child must find this package whatever its working directory is; the scorers find
+        # their modules where this process would, or in the working directory.
+        environment = {k: v for k, v in os.environ.items() if not _SECRET.search(k)}
+        paths = [str(_ROOT), environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "rollout_worker.rewards.reward_child", str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for the parent, and one signal kills what it forks
+        )
+        assert self._process.stdin and self._process.stdout
+        self._input_fd = self._process.stdin.fileno()
+        self._output_fd = self._process.stdout.fileno()
+        os.set_blocking(self._input_fd, False)
+        os.set_blocking(self._output_fd, False)
+        self._received = b""
+        self._killed = False
+        path = [entry for entry in sys.path if isinstance(entry, str)]
+        self._setup = {
+            "path": path if {"", os.getcwd()} & set(path) else [*path, os.getcwd()],
+            "functions": [
+                function.model_dump(include={"name", "params"}) for function in functions
+            ],
+        }
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Waits until every scorer is loaded; kills the child where that fails.
+
+        Raises:
+            ValueError: if a scorer cannot be loaded, with the reason and what to do.
+            RuntimeError: if the child dies or is not ready in time, naming the scorer.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        notice_s = time.monotonic() + SLOW_START_S
+        at = "starting Python"
+        try:
+            self.send(self._setup, deadline_s)
+            while True:
+                if notice_s < deadline_s and not self._has_reply_by(notice_s):
+                    log.warning("reward child: still %s, killed after %g s in all", at, timeout_s)
+                    notice_s = math.inf
+                message = self.receive(deadline_s)
+                if "loading" in message:
+                    at = f"loading reward function {message['loading']!r}"
+                elif "refused" in message:
+                    raise ValueError(message["refused"])
+                else:
+                    return
+        except TimeoutError:
+            self.kill()
+            raise RuntimeError(
+                f"reward child: not ready within {timeout_s:g} s, killed while {at}: importing "
+                "its module must end"
+            ) from None
+        except ChildFailed as failure:
+            self.kill()
+            raise RuntimeError(f"reward child: {failure} while {at}") from failure
+        except ValueError:
+            self.kill()
+            raise
+
+    def send(self, message: dict, deadline_s: float) -> None:
+        """Writes one message.
+
+        Raises:
+            TimeoutError: if the child does not take it before the deadline (monotonic seconds).
+            ChildFailed: if the child is gone.
+        """
+        data = memoryview(json.dumps(message, allow_nan=False).encode() + b"\n")
+        while data:
+            self._wait(self._input_fd, select.POLLOUT, deadline_s)
+            try:
+                data = data[os.write(self._input_fd, data[:65536]) :]
+            except BrokenPipeError:
+                raise ChildFailed(self._describe_end()) from None
+
+    def receive(self, deadline_s: float) -> dict:
+        """Reads one message.
+
+        Raises:
+            TimeoutError: if none is complete before the deadline (monotonic seconds).
+            ChildFailed: if the child is gone or sent something else than a message.
+        """
+        while b"\n" not in self._received:
+            self._wait(self._output_fd, select.POLLIN, deadline_s)
+            chunk = os.read(self._output_fd, 65536)
+            if not chunk:
+                raise ChildFailed(self._describe_end())
+            self._received += chunk
+            if len(self._received) > _MAX_REPLY_BYTES:
+                raise ChildFailed(f"child sent a reply of over {_MAX_REPLY_BYTES} bytes")
+        line, _, self._received = self._received.partition(b"\n")
+        try:
+            return json.loads(line)
+        except ValueError:
+            raise ChildFailed(f"child sent {line[:80]!r}, which is no message") from None
+
+    def kill(self) -> None:
+        """Kills the child with the processes it started, and closes the pipes; only once."""
+        if self._killed:
+            return
+        self._killed = True
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # it is gone already
+        self._process.wait(STOP_TIMEOUT_S)
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe
+            pipe.close()
+
+    def _has_reply_by(self, moment_s: float) -> bool:
+        try:
+            if b"\n" not in self._received:
+                self._wait(self._output_fd, select.POLLIN, moment_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def _wait(self, fd: int, event: int, deadline_s: float) -> None:
+        poll = select.poll()
+        poll.register(fd, event)
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0 or not poll.poll(math.ceil(left_s * 1000)):
+            raise TimeoutError
+
+    def _describe_end(self) -> str:
+        try:
+            code = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return "child closed its pipe"
+        if code >= 0:
+            return f"child exited with code {code}"
+        try:
+            return f"child was killed by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"child was killed by signal {-code}"

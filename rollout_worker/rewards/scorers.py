@@ -1,0 +1,389 @@
+r"""Scorers: a completion in, a reward out.
+
+A scorer is a function
+
+    score(completion: str, *, answer: str, prompt: str, item: dict, **params) -> float | dict
+
+with the text sampled, the gold answer, the question and the whole record of the source. A dict's
+`value` is the reward; its other keys are variants that are logged only. Booleans count as 0 and 1;
+anything else that is not a finite number is an error of the scorer, as is whatever it raises.
+
+Scorers run in the child processes of `reward_pool.py`; this module is what a child imports, so it
+stays free of jax and pydantic.
+"""
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import json
+import logging
+import math
+import numbers
+import os
+import re
+import traceback
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any, Literal
+
+from rollout_worker.data.procedural import make_dataset, nearest
+from rollout_worker.rewards import answers
+
+if typing.TYPE_CHECKING:
+    from rollout_worker.config import RewardFunctionConfig
+
+Scorer = Callable[..., Any]
+
+MAX_REWARD = 1e6
+"""Largest absolute reward of a scorer; what lies beyond is a mistake that would drown the rest."""
+
+DEFAULT_FORMAT = r"(?:(?!####).)*(?<![^\n])#### ?[-+]?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?%?\s*"
+"""Any text without the marker, then one line `#### number`, then nothing but white space."""
+
+
+def gsm8k_answer(
+    completion: str,
+    *,
+    answer: str,
+    prompt: str,
+    item: dict,
+    mode: Literal["strict", "lenient"] = "strict",
+) -> dict[str, float]:
+    r"""Scores 1 where the final number equals the gold answer exactly, else 0.
+
+    Args:
+        completion: read by the rules of `answers.py`.
+        answer: gold number, or a GSM8K solution that ends in `#### number`.
+        prompt: not used.
+        item: not used.
+        mode: which variant is the reward. `strict` accepts only a number after `####` or in
+            `\boxed{}`; `lenient` takes the last number of the text where there is neither.
+
+    Returns:
+        `value`, and both variants as `strict` and `lenient`.
+
+    Raises:
+        ValueError: if the gold answer is not a number.
+    """
+    gold = answers.parse_number(answers.gold_answer(answer))
+    if gold is None:
+        raise ValueError(
+            f"the gold answer {answer[-80:]!r} is not a number: gsm8k_answer compares numbers, "
+            "use math_verify or your own scorer for others"
+        )
+
+    def reward(final: answers.FinalAnswer | None) -> float:
+        value: Fraction | None = final.value if final else None
+        return 1.0 if value == gold else 0.0
+
+    variants = {
+        "strict": reward(answers.strict_answer(completion)),
+        "lenient": reward(answers.lenient_answer(completion)),
+    }
+    return {"value": variants[mode], **variants}
+
+
+def math_verify_answer(completion: str, *, answer: str, prompt: str, item: dict) -> float:
+    """Scores 1 where the math-verify library finds the completion equal to the gold answer.
+
+    The library's own timeout needs the main thread's alarm signal; it is off, since the pool
+    bounds the time from outside.
+
+    Args:
+        completion: searched for LaTeX and plain expressions by the library.
+        answer: gold expression, with or without LaTeX delimiters.
+        prompt: not used.
+        item: not used.
+
+    Raises:
+        ValueError: if the gold answer holds no expression.
+    """
+    import math_verify
+
+    # Both calls warn that a bound is missing; there is one.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    gold_text = answers.gold_answer(answer)
+    gold = math_verify.parse(f"${gold_text}$", parsing_timeout=None, raise_on_error=True)  # pyright: ignore[reportArgumentType]
+    gold = gold or math_verify.parse(gold_text, parsing_timeout=None, raise_on_error=True)  # pyright: ignore[reportArgumentType]
+    if not gold:
+        raise ValueError(f"math-verify finds no expression in the gold answer {answer[-80:]!r}")
+    found = math_verify.parse(completion, parsing_timeout=None, raise_on_error=True)  # pyright: ignore[reportArgumentType]
+    return float(math_verify.verify(gold, found, timeout_seconds=None, raise_on_error=True))
+
+
+def answer_format(
+    completion: str, *, answer: str, prompt: str, item: dict, pattern: str = DEFAULT_FORMAT
+) -> float:
+    """Scores 1 where the whole completion matches a pattern, else 0.
+
+    Args:
+        completion: matched from its first to its last character; `.` also matches a newline.
+        answer: not used.
+        prompt: not used.
+        item: not used.
+        pattern: a regular expression; the default wants one `####` in all, on a last line
+            `#### number`.
+    """
+    return 1.0 if _compile(pattern).fullmatch(completion) else 0.0
+
+
+def _compile(pattern: str) -> re.Pattern:
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except (re.error, TypeError) as error:
+        raise ValueError(f"pattern={pattern!r} is not a regular expression: {error}") from error
+
+
+def reasoning_gym_answer(
+    completion: str,
+    *,
+    answer: str,
+    prompt: str,
+    item: dict,
+    extract: Literal["marker", "whole"] = "marker",
+) -> float:
+    """Lets the reasoning-gym task of a prompt score the answer; some tasks give partial credit.
+
+    Args:
+        completion: the text sampled.
+        answer: not used; the task has its own.
+        prompt: not used.
+        item: of a `reasoning_gym:` source; its `reasoning_gym` entry says how to make the item
+            again, since what a task keeps about an item does not survive JSON.
+        extract: `marker` hands the line after the last `####` to the task and scores 0 without
+            one; `whole` hands over the completion.
+
+    Raises:
+        ValueError: if the item is of another source, or made differently here.
+    """
+    if "reasoning_gym" not in item:
+        raise ValueError("the reasoning_gym scorer needs prompts of a reasoning_gym: source")
+    text = answers.answer_text(completion) if extract == "marker" else completion
+    if text is None:
+        return 0.0
+    origin = item["reasoning_gym"]
+    dataset = _dataset(
+        origin["task"], origin["seed"], origin["size"], json.dumps(origin["params"], sort_keys=True)
+    )
+    entry = dataset[origin["index"]]
+    if entry["question"] != item["question"]:
+        raise ValueError(
+            f"item {origin['index']} of {origin['task']} has another question here than in its "
+            "prompt: the task depends on more than its seed, or versions of reasoning-gym differ"
+        )
+    return dataset.score_answer(text, entry)
+
+
+@functools.lru_cache(maxsize=16)
+def _dataset(task: str, seed: int, size: int, params: str):
+    return make_dataset(task, seed=seed, size=size, params=json.loads(params))
+
+
+class BadScorer(ValueError):
+    """A reward function of the configuration does not exist or cannot take its parameters."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BuiltIn:
+    """A scorer of ours, and the module that it uses, imported before anything is timed."""
+
+    score: Scorer
+    needs: str | None = None
+
+
+BUILT_INS = {
+    "gsm8k_answer": BuiltIn(gsm8k_answer),
+    "math_verify": BuiltIn(math_verify_answer, needs="math_verify"),
+    "format": BuiltIn(answer_format),
+    "reasoning_gym": BuiltIn(reasoning_gym_answer, needs="reasoning_gym"),
+}
+
+
+def _nearest_built_in(name: str) -> str:
+    # A colon never occurs in a built-in name; what follows it is the likelier typing error.
+    return nearest(name.rpartition(":")[2], list(BUILT_INS)) or nearest(name, list(BUILT_INS))
+
+
+def resolve(name: str) -> Scorer:
+    """Returns the scorer of a name: built-in, or `package.module:function`.
+
+    Runs the module's own code, so it is called only in a child process.
+
+    Raises:
+        BadScorer: where there is no such scorer or its module does not load, with what to do.
+    """
+    if name in BUILT_INS:
+        built_in = BUILT_INS[name]
+        if built_in.needs:
+            try:
+                importlib.import_module(built_in.needs)
+            except ImportError as error:
+                raise BadScorer(
+                    f"reward function {name!r} needs the package {built_in.needs}, which does not "
+                    f"import ({error}): install it"
+                ) from error
+        return built_in.score
+    module_name, colon, attribute = name.partition(":")
+    if not colon or not module_name or not attribute:
+        raise BadScorer(
+            f"unknown reward function {name!r}{_nearest_built_in(name)}: built in are "
+            f"{', '.join(BUILT_INS)}; your own is written package.module:function"
+        )
+    module = _import(name, module_name)
+    scorer = getattr(module, attribute, None)
+    if scorer is None:
+        public = [each for each in vars(module) if not each.startswith("_")]
+        raise BadScorer(
+            f"reward function {name!r}: module {module_name!r} ({getattr(module, '__file__', '')}) "
+            f"has no {attribute!r}{nearest(attribute, public)}"
+        )
+    if not callable(scorer) or inspect.iscoroutinefunction(scorer):
+        raise BadScorer(
+            f"reward function {name!r} must be a plain function, got {type(scorer).__name__}"
+            f"{' (async)' if callable(scorer) else ''}"
+        )
+    return scorer
+
+
+def _import(name: str, module_name: str):
+    """Imports a user's module; whatever it raises becomes one line that says where."""
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise BadScorer(
+                f"reward function {name!r}: importing {module_name!r} fails: {error}"
+                f"{_place(error)}; install it beside this package"
+            ) from error
+        raise BadScorer(
+            f"reward function {name!r}: cannot import {module_name!r} ({error}); it must be "
+            f"importable from {os.getcwd()} or installed. Built in are {', '.join(BUILT_INS)}"
+            f"{_nearest_built_in(name)}"
+        ) from error
+    # The module is foreign code: it may raise anything, SystemExit too, and that is the answer.
+    except BaseException as error:
+        text = traceback.format_exception_only(error)[-1].strip()
+        if isinstance(error, SyntaxError):
+            text = f"{type(error).__name__}: {error.msg}"
+        if isinstance(error, SystemExit):
+            text = f"it calls sys.exit({error.code!r})"
+        if isinstance(error, EOFError):
+            text += " (a reward function has no standard input)"
+        text = " ".join(text.split())
+        raise BadScorer(
+            f"reward function {name!r}: importing {module_name!r} fails: {text[:300]}"
+            f"{_place(error)}; correct the module"
+        ) from error
+
+
+def _place(error: BaseException) -> str:
+    """` (file:line)` of what a module raised while it was imported; nothing where it has none."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" ({error.filename}:{error.lineno})"
+    own = ("<frozen ", importlib.__file__, __file__)
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [
+        f"{frame.filename}:{frame.lineno}" for frame in frames if not frame.filename.startswith(own)
+    ]
+    if not places:
+        return ""
+    reached = f", reached from {places[0]}" if len(places) > 1 else ""
+    return f" ({places[-1]}{reached})"
+
+
+def check_params(name: str, scorer: Scorer, params: Mapping[str, Any]) -> None:
+    """Refuses parameters that a scorer does not take, and scorers that cannot be called.
+
+    Raises:
+        BadScorer: naming the parameter, the nearest one known, and those that the scorer takes.
+    """
+    try:
+        signature = inspect.signature(scorer)
+    except (TypeError, ValueError) as error:
+        raise BadScorer(
+            f"reward function {name!r} must be a plain function of Python: {error}"
+        ) from error
+    given = {"answer": "", "prompt": "", "item": {}}
+    own = [key for key in list(signature.parameters)[1:] if key not in given]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    for key in params:
+        if key in given:
+            raise BadScorer(f"reward function {name!r}: params must not hold {key!r}, it is given")
+        if key not in own and not takes_any:
+            raise BadScorer(
+                f"reward function {name!r} has no parameter {key!r}{nearest(key, own)}; "
+                f"it takes {own or 'none'}"
+            )
+        choices = signature.parameters.get(key)
+        if choices is not None and typing.get_origin(choices.annotation) is Literal:
+            allowed = typing.get_args(choices.annotation)
+            if params[key] not in allowed:
+                raise BadScorer(
+                    f"reward function {name!r}: {key} must be one of {list(allowed)}, "
+                    f"got {params[key]!r}"
+                )
+    try:
+        signature.bind("", **given, **params)
+    except TypeError as error:
+        raise BadScorer(
+            f"reward function {name!r} cannot be called as score(completion, answer=, prompt=, "
+            f"item=, {', '.join(f'{key}=' for key in params)}): {error}"
+        ) from error
+    if scorer is answer_format and "pattern" in params:
+        try:
+            _compile(params["pattern"])
+        except ValueError as error:
+            raise BadScorer(f"reward function {name!r}: {error}") from error
+
+
+def _number(value: Any, what: str) -> float:
+    # Real covers int, float, bool, Fraction and the scalars of numpy.
+    if not isinstance(value, numbers.Real):
+        raise ValueError(f"{what} must be a number, got {type(value).__name__} {str(value)[:80]!r}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{what} must be finite, got {number}")
+    return number
+
+
+def _bounded(reward: float) -> float:
+    if abs(reward) > MAX_REWARD:
+        raise ValueError(
+            f"a reward must lie between -{MAX_REWARD:g} and {MAX_REWARD:g}, got {reward:g}"
+        )
+    return reward
+
+
+def named_rewards(name: str, result: Any) -> dict[str, float]:
+    """Names what a scorer returned: `name` for the reward, `name/variant` for each variant.
+
+    Raises:
+        ValueError: if the result is neither a finite number nor a dict of them with `value`, if
+            the reward is beyond MAX_REWARD, or if a variant's name is no text.
+    """
+    if not isinstance(result, Mapping):
+        return {name: _bounded(_number(result, "the result"))}
+    if "value" not in result:
+        raise ValueError(f"a dict result needs the key 'value', got {sorted(map(str, result))}")
+    rewards = {name: _bounded(_number(result["value"], "the result's 'value'"))}
+    for variant, value in result.items():
+        if not isinstance(variant, str) or not variant.isprintable():
+            raise ValueError(f"the names of variants must be printable text, got {variant!r}")
+        if variant != "value":
+            rewards[f"{name}/{variant}"] = _number(value, f"the result's {variant!r}")
+    return rewards
+
+
+def resolve_weights(functions: "Sequence[RewardFunctionConfig]") -> dict[str, float]:
+    """Returns the weight of each scorer by name; variants have none and are only logged."""
+    return {function.name: function.weight for function in functions}
+
+
+def weighted_total(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    """Returns the weighted sum of one completion's rewards; each weighted scorer must be there."""
+    return math.fsum(weight * rewards[name] for name, weight in weights.items())

@@ -1,0 +1,27 @@
+"""The short form of `python -m deploy.chaos`, as a user runs it."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+
+pytestmark = [pytest.mark.slow, pytest.mark.service, pytest.mark.timeout(900)]
+
+
+def test_a_run_that_loses_processes_comes_to_the_same_parameters(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "deploy.chaos", "--short", "--folder", str(tmp_path / "chaos")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=850,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = done.stdout.strip().splitlines()[-1]
+    assert re.fullmatch(
+        r"chaos: faults 4, lost 0, duplicated 0, parameters equal, seconds \d+", last
+    )

@@ -1,0 +1,264 @@
+"""The judge of `python -m deploy.chaos` on books made by hand, its faults, and the soak's slope."""
+
+import collections
+import json
+import re
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from benchmarks.chaos import judge, soak
+from benchmarks.chaos.campaign import Campaign, compare
+from benchmarks.chaos.schedule import (
+    AT_CHECKPOINTS,
+    FIRST_STEP,
+    POINTS,
+    SHORT,
+    Kind,
+    draw,
+    recovered_by,
+)
+from services.process import failpoints
+
+STEPS = 3
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """What an orderly run of three steps with two groups each leaves."""
+
+    def write(name, lines):
+        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    groups = lambda step: [f"g{2 * step - 2:08d}", f"g{2 * step - 1:08d}"]
+    write(
+        "ledger.jsonl",
+        [
+            {"step": step, "groups": {"trained": groups(step)}, "outstanding": 0}
+            for step in range(1, STEPS + 1)
+        ],
+    )
+    write(
+        "metrics.jsonl",
+        [
+            {"step": step, "train/loss": 0.5 / step, "offpolicy/staleness_max": 0.0}
+            for step in range(1, STEPS + 1)
+        ],
+    )
+    (tmp_path / "checkpoints" / "step-00000003").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-00000003" / "manifest.json").write_text("{}")
+    (tmp_path / "checkpoints" / "step-00000003" / "certificate.json").write_text(
+        json.dumps(dict.fromkeys(judge.CERTIFIED, "00ff") | {"ledger": "of its own"})
+    )
+    (tmp_path / "checkpoints" / "step-00000002.writing").mkdir()
+    (tmp_path / "checkpoints" / "step-00000002.writing" / "manifest.json").write_text("{}")
+    (tmp_path / "export").mkdir()
+    safetensors.numpy.save_file(
+        {"w": np.array([1.0, -0.0, np.nan], np.float32)}, tmp_path / "export" / "model.safetensors"
+    )
+    return tmp_path
+
+
+def change(folder, name: str, edit) -> judge.RunFiles:
+    """Reads the run with the lines of one log edited."""
+    path = folder / name
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line) + "\n" for line in edit(lines)))
+    return judge.read_run(folder)
+
+
+EXPECTED = [f"g{index:08d}" for index in range(2 * STEPS)]
+
+
+def test_an_orderly_run_passes(folder):
+    books = judge.check_books(judge.read_run(folder), steps=STEPS, expected=EXPECTED)
+    assert books == judge.Books(lost=(), duplicated=(), problems=())
+    assert judge.check_books(judge.read_run(folder), steps=STEPS) == books
+
+
+def test_superseded_lines_and_a_line_being_written_do_not_count(folder):
+    (folder / "ledger.superseded.jsonl").write_text((folder / "ledger.jsonl").read_text())
+    with (folder / "ledger.jsonl").open("a") as file:
+        file.write('{"step": 4, "groups": {"trai')
+    assert not judge.check_books(judge.read_run(folder), steps=STEPS, expected=EXPECTED).problems
+
+
+def test_a_lost_group_is_found_with_and_without_knowing_what_to_expect(folder):
+    def lose(lines):
+        lines[1]["groups"]["trained"].pop(0)
+        return lines
+
+    run = change(folder, "ledger.jsonl", lose)
+    assert judge.check_books(run, steps=STEPS, expected=EXPECTED).lost == ("g00000002",)
+    assert judge.check_books(run, steps=STEPS).lost == ("g00000002",)
+
+
+def test_a_group_that_is_still_under_way_is_not_lost(folder):
+    def leave_open(lines):
+        lines[1]["groups"]["trained"].pop(0)
+        lines[2]["outstanding"] = 1
+        return lines
+
+    run = change(folder, "ledger.jsonl", leave_open)
+    assert judge.check_books(run, steps=STEPS).lost == ()
+    assert judge.check_books(run, steps=STEPS, expected=EXPECTED).lost == ("g00000002",)
+
+
+@pytest.mark.parametrize("state", ["trained", "dropped_stale"])
+def test_a_group_that_ended_twice_is_found(folder, state):
+    def repeat(lines):
+        lines[2]["groups"].setdefault(state, []).append("g00000001")
+        return lines
+
+    run = change(folder, "ledger.jsonl", repeat)
+    assert judge.check_books(run, steps=STEPS, expected=EXPECTED).duplicated == ("g00000001",)
+
+
+def test_a_second_delivery_that_was_refused_is_no_second_end(folder):
+    def deliver(lines):
+        lines[2]["groups"]["duplicate"] = ["g00000001"]
+        return lines
+
+    assert not judge.check_books(change(folder, "ledger.jsonl", deliver), steps=STEPS).duplicated
+
+
+@pytest.mark.parametrize(
+    "edit, message",
+    [
+        (lambda lines: lines[:-1], r"missing \[3\]"),
+        (lambda lines: [*lines, lines[-1]], r"repeated \[3\]"),
+        (lambda lines: [lines[0], lines[2], lines[1]], "in order"),
+        (lambda lines: [], "last none"),
+    ],
+)
+@pytest.mark.parametrize("name", ["ledger.jsonl", "metrics.jsonl"])
+def test_steps_must_be_there_once_and_in_order(folder, name, edit, message):
+    run = change(folder, name, edit)
+    (problem,) = judge.check_books(run, steps=STEPS).problems
+    assert problem.startswith(f"{name} should have") and re.search(message, problem)
+
+
+def test_a_run_without_its_last_checkpoint_or_its_policy_is_not_whole(folder):
+    (folder / "checkpoints" / "step-00000003" / "manifest.json").unlink()
+    (folder / "export" / "model.safetensors").unlink()
+    problems = judge.check_books(judge.read_run(folder), steps=STEPS).problems
+    assert problems == ("no checkpoint of step 3; there are []", "no policy was exported")
+
+
+def test_staleness_is_held_in_every_step():
+    metrics = [{"step": step, "offpolicy/staleness_max": float(step)} for step in (1, 2, 3)]
+    (problem,) = judge.check_staleness(metrics, 2)
+    assert problem.startswith("step 3 trained on a group 3 versions old")
+
+
+def test_parameters_are_compared_by_their_bits():
+    one = {"a": np.array([0.0, np.nan], np.float32), "b": np.ones(2, np.float32)}
+    assert judge.different_tensors(one, {k: v.copy() for k, v in one.items()}) == []
+    assert judge.different_tensors(one, one | {"a": np.array([-0.0, np.nan], np.float32)}) == ["a"]
+    assert judge.different_tensors(one, one | {"b": np.ones(2, np.float64)}) == ["b"]
+    assert judge.different_tensors(one, {"a": one["a"], "c": one["b"]}) == ["b", "c"]
+
+
+def campaign(mode: str) -> Campaign:
+    return Campaign(steps=STEPS, every_steps=1, mode=mode, faults=())
+
+
+def test_a_synchronous_campaign_wants_equal_bits_and_says_where_they_part(folder):
+    calm = judge.read_run(folder)
+    assert compare(campaign("sync"), calm, judge.read_run(folder), 0, []).passed
+
+    def drift(lines):
+        lines[1]["train/loss"] += 1e-9
+        return lines
+
+    other = change(folder, "metrics.jsonl", drift)
+    other.parameters["w"][0] = 2
+    outcome = compare(campaign("sync"), calm, other, 0, [])
+    assert not outcome.passed and outcome.parameters_equal is False
+    assert "1 tensors differ, first w" in outcome.problems[0]
+    assert "part at step 2: train/loss" in outcome.problems[1]
+    assert compare(campaign("async"), calm, other, 0, []).passed
+
+
+@pytest.mark.parametrize("part", judge.CERTIFIED)
+def test_a_checkpoint_that_differs_where_an_export_cannot_show_it_is_found(folder, part):
+    """Exports are rounded to 16 bits; the master weights and the optimiser are not."""
+    calm, other = judge.read_run(folder), judge.read_run(folder)
+    other.certificate[part] = "ff00"
+    outcome = compare(campaign("sync"), calm, other, 0, [])
+    assert outcome.parameters_equal is False
+    assert outcome.problems == (f"the last checkpoints differ in {part}",)
+    other.certificate.pop(part)
+    assert not compare(campaign("sync"), other, calm, 0, []).passed
+    assert compare(campaign("async"), calm, other, 0, []).passed
+
+
+def test_a_slow_recovery_fails_a_campaign_whose_books_are_right(folder):
+    run = judge.read_run(folder)
+    assert not compare(campaign("sync"), run, run, 1, ["fault 1: recovered in 61 s"]).passed
+
+
+def test_the_last_line_is_for_machines():
+    line = judge.last_line(faults=20, lost=0, duplicated=0, parameters_equal=True, seconds=411.7)
+    assert line == "chaos: faults 20, lost 0, duplicated 0, parameters equal, seconds 412"
+
+
+def test_equal_seeds_draw_equal_faults_and_others_draw_others():
+    drawn = [draw(seed, 20, steps=60, every_steps=5) for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_kind_is_drawn_equally_often_and_there_is_time_to_recover(seed):
+    faults = draw(seed, 20, steps=60, every_steps=5)
+    counts = collections.Counter(fault.kind for fault in faults)
+    assert len(counts) == len(Kind) and max(counts.values()) == 2
+    assert [fault.number for fault in faults] == list(range(1, 21))
+    at = [fault.step for fault in faults]
+    assert at == sorted(at) and at[0] >= FIRST_STEP
+    assert recovered_by(at, [fault.kind for fault in faults], 5) < 60
+
+
+def test_recovery_counts_the_wait_for_a_checkpoint_and_for_the_fault_before():
+    assert recovered_by([4], [Kind.DRIVER_KILLED], 5) == 6
+    assert recovered_by([4], [Kind.DISK_FULL], 5) == 6
+    assert recovered_by([5], [Kind.DISK_FULL], 5) == 11
+    assert recovered_by([3, 3], [Kind.DRIVER_KILLED, Kind.DISK_FULL], 5) == 11
+
+
+def test_more_faults_than_fit_are_refused():
+    with pytest.raises(ValueError, match="20 faults do not fit into 30 steps"):
+        draw(0, 20, steps=30, every_steps=5)
+    with pytest.raises(ValueError, match="0 faults do not fit"):
+        draw(0, 0, steps=60, every_steps=5)
+
+
+def test_every_kind_is_made_by_a_point_that_exists_or_by_hand(tmp_path):
+    for point, action in POINTS.values():
+        failpoints.arm(tmp_path, point, f"skip 2 then {action}")
+    assert set(AT_CHECKPOINTS) <= POINTS.keys() and set(SHORT) <= set(Kind)
+
+
+def samples(rss_mb, descriptors) -> list[soak.Sample]:
+    return [
+        soak.Sample(at_s=float(at), rss_bytes=int(rss_mb(at) * 1e6), descriptors=descriptors(at))
+        for at in range(600)
+    ]
+
+
+def test_growth_is_the_slope_after_the_warm_up_and_what_is_never_given_back():
+    def settling(at):
+        return 500 + min(at, 140) + 0.5 * at / 60
+
+    grown = soak.growth(samples(settling, lambda at: 40 + at % 7))
+    assert grown.mb_per_min == pytest.approx(0.5, abs=1e-3) and grown.descriptors == 0
+    assert grown.problems == []
+    leaking = soak.growth(samples(lambda at: 500 + 2 * at / 60, lambda at: 40 + at // 100 + at % 7))
+    assert leaking.mb_per_min == pytest.approx(2, abs=1e-3) and leaking.descriptors == 4
+    assert len(leaking.problems) == 2
+
+
+def test_a_soak_too_short_for_a_slope_is_refused():
+    with pytest.raises(ValueError, match="two cycles"):
+        soak.growth(samples(lambda at: 1.0, lambda at: 1)[:12])

@@ -1,0 +1,141 @@
+"""The command itself, in its own process: the TPU compiler on two layers of a narrow model."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install '.[tpu]'"
+)
+
+
+def tpu_check(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "deploy.tpu_check", *map(str, arguments)],
+        cwd=ROOT,
+        env={key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"},
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+
+
+@pytest.fixture
+def narrow_model(tmp_path):
+    """config.json of a Qwen2 with the reference model's heads and little else of its size."""
+    path = tmp_path / "config.json"
+    config = {
+        "model_type": "qwen2",
+        "vocab_size": 2048,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+    }
+    path.write_text(json.dumps(config))
+    return path
+
+
+def check_narrow(narrow_model, tmp_path, role, usable_gib, *changes):
+    """One role on two layers and without evaluation: the command's outcome and its report."""
+    report = tmp_path / "report.json"
+    without_eval = ("eval.every_steps=0", "eval.at_start=false", "eval.at_end=false")
+    done = tpu_check(
+        *("--model-config", narrow_model, "--layers", 2, "--role", role, "--json", report),
+        *("--usable-gib", usable_gib),
+        *(f"--set={one}" for one in (*without_eval, *changes)),
+    )
+    assert done.returncode in (0, 1), done.stderr
+    found = json.loads(report.read_text())
+    assert found["model"]["num_layers"] == 2
+    for program in found["programs"]:
+        assert program["error"] == ""
+        assert program["argument_bytes"] <= program["peak_bytes"] <= program["need_bytes"]
+    return done, found, {program["name"]: program for program in found["programs"]}
+
+
+# 2048 x 512 + 512 of embedding and norm; a layer has q and o of 512 x 512, k and v of 256 x 512,
+# three matrices of 1024 x 512, biases of 512 + 2 x 256 and two norms of 512.
+VECTORS = 512 + 2 * (1024 + 2 * 512)
+MATRICES = 2048 * 512 + 2 * (2 * 512 * 512 + 2 * 256 * 512 + 3 * 1024 * 512)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@needs_compiler
+def test_the_learner_compiles_and_a_chip_that_is_too_small_fails_it(narrow_model, tmp_path):
+    done, found, programs = check_narrow(narrow_model, tmp_path, "learner", usable_gib=0.05)
+    assert done.returncode == 1 and not found["fits"]
+    assert "learner does NOT fit" in done.stdout
+    assert list(programs) == ["empty", "accumulate", "apply", "snapshot", "canary"]
+    # Two float32 moments: matrices cut over four chips, vectors whole; and two int32 counts.
+    moments_bytes = 2 * 4 * (MATRICES // 4 + VECTORS) + 2 * 4
+    snapshot_bytes = 2 * (MATRICES // 4 + VECTORS)  # bfloat16
+    assert programs["accumulate"]["beside_bytes"] == moments_bytes + 2 * snapshot_bytes
+    # Small tensors are laid out in whole tiles, and each has its address.
+    assert programs["snapshot"]["output_bytes"] == pytest.approx(snapshot_bytes, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@needs_compiler
+def test_the_worker_compiles_and_fits_a_chip(narrow_model, tmp_path):
+    done, found, programs = check_narrow(narrow_model, tmp_path, "worker", usable_gib=31.25)
+    assert done.returncode == 0 and found["fits"]
+    assert "worker fits" in done.stdout
+    assert list(programs) == ["empty", "prefill", "segment"], "a kernel needs one width of cache"
+    policy_bytes = 2 * (MATRICES + VECTORS)  # bfloat16, whole on every chip
+    assert programs["segment"]["beside_bytes"] == policy_bytes
+    # 32 slots of a chip hold 1536 columns of keys and values, 2 heads of 128, in each of 2 layers.
+    cache_bytes = 2 * 2 * (32 * 1536 * 2 * 128 * 2)
+    assert programs["segment"]["peak_bytes"] >= policy_bytes + cache_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@needs_compiler
+def test_a_model_that_is_cut_over_the_chips_compiles_and_its_cache_grows(narrow_model, tmp_path):
+    changes = ("rollout.decode.tensor=4", "rollout.decode.attention=bf16")
+    _, found, programs = check_narrow(narrow_model, tmp_path, "worker", 31.25, *changes)
+    assert found["fits"]
+    assert list(programs) == ["empty", "prefill", "segment", "resize"]
+    # Norms and biases: final, two a layer, and o_proj has none; those of q, k and v are cut, and
+    # each of the two key/value heads is on two chips.
+    norms = 512 + 2 * 2 * 512
+    heads = 2 * 2 * (256 * 512 + 256)  # of keys and values, in two layers
+    cut = MATRICES - 2 * 2 * 256 * 512 + 2 * 512
+    assert programs["segment"]["beside_bytes"] == 2 * (norms + heads // 2 + cut // 4)
+    # 128 slots of 1536 columns with one head of 128 in each of 2 layers; before, half as wide.
+    cache_bytes = 2 * 2 * (128 * 1536 * 128 * 2)
+    assert programs["resize"]["argument_bytes"] == cache_bytes // 2
+    # The addresses of what is returned are returned as well.
+    assert programs["resize"]["output_bytes"] == pytest.approx(cache_bytes, abs=1024)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "arguments, part",
+    [
+        (["--set", "placement.learner.tpus=2"], "2 TPU chips for the learner"),
+        (["--set", "rollout.decode.loop=python"], "only `while` is one program"),
+        (["--config", "deploy/runs/gsm8k_smollm2_gpu.yaml"], "only runs on tpu"),
+        (["--json", "deploy"], "--json 'deploy' is a folder: name a file in it"),
+        (["--json", "no/such/x.json"], "its folder does not exist"),
+    ],
+)
+def test_a_run_that_cannot_be_checked_is_refused_with_the_reason(arguments, part):
+    done = tpu_check(*arguments)
+    assert done.returncode == 2
+    assert part in done.stderr

@@ -1,0 +1,120 @@
+"""Where runs read and write, in a checkout and in an unpacked Ray job."""
+
+import os
+import pathlib
+
+import pytest
+
+from driver.config import load_config as settings
+from driver.config import paths
+
+CONFIG = """
+model: {path: models/mine}
+data: {train: {source: data/train.jsonl}}
+eval: {at_start: false, at_end: false}
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(CONFIG)
+    return settings.load(str(file), ["run.name=mine"])
+
+
+def test_outputs_go_to_the_working_directory(config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(paths.HOME_VARIABLE, raising=False)
+    assert paths.output_folder(config) == tmp_path / "runs" / "mine"
+
+
+def test_outputs_of_a_ray_job_survive_it():
+    cwd = pathlib.Path("/tmp/ray/session/working_dir_files/_ray_pkg_0123")
+    assert paths.home({}, cwd) == pathlib.Path.home() / "tandem"
+    assert paths.home({paths.HOME_VARIABLE: "/data"}, cwd) == pathlib.Path("/data")
+
+
+def test_inputs_that_the_job_lacks_are_found_under_home(config, tmp_path, monkeypatch):
+    job, home = tmp_path / "_ray_pkg_0123", tmp_path / "home"
+    (job / "data").mkdir(parents=True)
+    (job / "data" / "train.jsonl").touch()
+    (home / "models" / "mine").mkdir(parents=True)
+    monkeypatch.chdir(job)
+    monkeypatch.setenv(paths.HOME_VARIABLE, str(home))
+    located = paths.locate(config)
+    assert located.model.path == str(home / "models" / "mine")
+    assert located.data.train.source == "data/train.jsonl", "each actor unpacks its own"
+
+
+def test_inputs_outside_a_job_become_absolute_since_actors_start_elsewhere(
+    config, tmp_path, monkeypatch
+):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
+    assert paths.locate(config).data.train.source == str(tmp_path / "data" / "train.jsonl")
+
+
+def test_a_folder_named_by_the_time_cannot_be_resumed(config):
+    run = config.run.model_copy(update={"output_dir": "runs/{time}", "resume": True})
+    with pytest.raises(paths.FolderTaken, match="--set run.output_dir=FOLDER"):
+        paths.output_folder(config.model_copy(update={"run": run}))
+
+
+def test_hub_ids_and_missing_files_pass_unchanged(config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert paths.locate(config) == config
+
+
+def test_a_folder_with_another_run_is_not_written_into(tmp_path):
+    folder = tmp_path / "new"
+    paths.check_folder(folder, resume=False)
+    assert not folder.exists(), "looking must not make it"
+    paths.hold(folder).close()
+    paths.claim(folder, resume=False)
+    (folder / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(paths.FolderTaken, match=r"it holds metrics.jsonl\): .* --resume"):
+        paths.check_folder(folder, resume=False)
+    paths.check_folder(folder, resume=True)
+
+
+def test_what_a_failed_start_left_does_not_block_the_next_try(tmp_path):
+    for name in ("status.json", "run_id", "identity.json", "error.txt"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / "metrics.jsonl").touch()
+    paths.check_folder(tmp_path, resume=False)
+
+
+def test_a_folder_below_a_file_or_without_permission_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file" / "below", pathlib.Path("/proc/nothing")):
+        with pytest.raises(paths.FolderTaken, match="choose another"):
+            paths.check_folder(folder, resume=False)
+            paths.hold(folder)
+
+
+def test_a_tilde_is_the_home_folder(config):
+    run = config.run.model_copy(update={"output_dir": "~/somewhere"})
+    changed = config.model_copy(update={"run": run})
+    assert paths.output_folder(changed) == pathlib.Path.home() / "somewhere"
+
+
+def test_a_try_that_never_took_a_step_leaves_no_groups_to_the_next(tmp_path):
+    for name in ("spool", "stacks", "control"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "spool" / "step-00000000.bin").touch()
+    (tmp_path / "postmortem-20260101T000000Z.tar.gz").touch()
+    paths.check_folder(tmp_path, resume=False)
+    paths.claim(tmp_path, resume=True)
+    assert (tmp_path / "spool").is_dir(), "a resume goes on from what was accepted"
+    paths.claim(tmp_path, resume=False)
+    assert not (tmp_path / "spool").exists()
+
+
+def test_two_drivers_never_work_in_one_folder(tmp_path):
+    folder = tmp_path / "run"
+    with paths.hold(folder):
+        with pytest.raises(paths.FolderTaken, match=f"another driver .process {os.getpid()} on "):
+            paths.hold(folder)
+        paths.check_folder(folder, resume=False)
+    paths.hold(folder).close()

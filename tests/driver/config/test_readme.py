@@ -1,0 +1,40 @@
+"""What the README shows must be what the program takes."""
+
+import pathlib
+import re
+
+from driver.cli import DEFAULT_CONFIG, parser
+from driver.config import load_config as settings
+from rollout_worker.config import RewardFunctionConfig
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+README = (ROOT / "README.md").read_text()
+
+
+def yaml_blocks() -> list[str]:
+    return re.findall(r"^ *```yaml\n(.*?)^ *```", README, re.M | re.S)
+
+
+def test_the_complete_example_loads(tmp_path):
+    (example,) = [block for block in yaml_blocks() if block.startswith("run:")]
+    file = tmp_path / "run.yaml"
+    file.write_text(example)
+    assert settings.load(str(file)).rollout.completions_per_step == 64
+
+
+def test_the_example_of_a_reward_is_a_valid_entry():
+    (example,) = [block for block in yaml_blocks() if "my_pkg" in block]
+    lines = [line.removeprefix("  ") for line in example.splitlines()]
+    entry = settings.parse_yaml("\n".join(lines))["reward"]["functions"][0]
+    assert RewardFunctionConfig(**entry).name == "my_pkg.rewards:score"
+
+
+def test_every_command_and_configuration_that_is_named_exists():
+    known = {action.dest for action in parser()._actions}
+    for option in re.findall(r"-m driver [^\n`]*?--([a-z-]+)", README):
+        assert option.replace("-", "_") in known | {"set"}, option
+    for path in {DEFAULT_CONFIG, *re.findall(r"deploy/[\w/.]+\.(?:yaml|py)", README)}:
+        assert (ROOT / path).is_file(), path
+    targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.M)
+    for target in re.findall(r"`make ([a-z0-9-]+)`", README):
+        assert target in targets, target

@@ -1,0 +1,112 @@
+"""A resume goes on with the run that the folder holds, or says why it cannot."""
+
+import json
+
+import pytest
+
+from driver.config.load_config import load
+from driver.config.resume_identity import (
+    AlreadyFinished,
+    NotResumable,
+    changed_settings,
+    check,
+    identity_of,
+    note,
+    resolved,
+)
+from models.config import ModelConfig
+
+MODEL = ModelConfig(
+    model_type="llama",
+    vocab_size=8,
+    hidden_size=4,
+    intermediate_size=8,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=2,
+)
+YAML = """
+model: {path: models/mine}
+data: {train: {source: train.jsonl}}
+eval: {at_start: false, at_end: false}
+"""
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Identities under changed settings, models and prompts."""
+    file = tmp_path / "run.yaml"
+    file.write_text(YAML)
+
+    def one(*overrides, model=MODEL, prompts="abc"):
+        return identity_of(load(str(file), overrides), model, prompts)
+
+    return one
+
+
+def test_the_same_run_may_go_on_with_other_rates_and_lengths(make, tmp_path):
+    note(tmp_path, make())
+    check(tmp_path, make("run.steps=7", "learner.optimizer.learning_rate=1e-4"), steps=7)
+
+
+@pytest.mark.parametrize(
+    "overrides, changes, message",
+    [
+        (["run.seed=5"], {}, r"another seed \(0 then, 5 now\): put run.seed back"),
+        (["learner.optimizer.name=sgd"], {}, "put learner.optimizer.name back"),
+        ([], {"prompts": "abd"}, "another prompts: put data.train, the tokenizer"),
+        ([], {"model": "eps"}, "put model.path back"),
+    ],
+)
+def test_another_run_is_refused_with_the_key_to_put_back(
+    make, tmp_path, overrides, changes, message
+):
+    import dataclasses
+
+    if changes.get("model"):
+        changes = {"model": dataclasses.replace(MODEL, rms_norm_eps=1e-4)}
+    note(tmp_path, make())
+    with pytest.raises(NotResumable, match=message):
+        check(tmp_path, make(*overrides, **changes), steps=100)
+
+
+def test_a_folder_without_a_run_is_refused(make, tmp_path):
+    with pytest.raises(NotResumable, match="holds no run of this program"):
+        check(tmp_path, make(), steps=100)
+
+
+def test_a_finished_run_says_how_to_train_on(make, tmp_path):
+    note(tmp_path, make())
+    (tmp_path / "status.json").write_text(json.dumps({"state": "finished", "step": 100}))
+    with pytest.raises(AlreadyFinished, match="run.steps a higher number"):
+        check(tmp_path, make(), steps=100)
+    check(tmp_path, make(), steps=101)
+
+
+@pytest.mark.parametrize("name", ["identity.json", "status.json"])
+@pytest.mark.parametrize("text", ["", "[]", '{"state": '])
+def test_a_damaged_file_is_named(make, tmp_path, name, text):
+    note(tmp_path, make())
+    (tmp_path / name).write_text(text)
+    with pytest.raises(NotResumable, match=f"{name} (cannot be read|holds no JSON object)"):
+        check(tmp_path, make(), steps=5)
+
+
+def test_auto_resumes_where_there_is_a_run_and_starts_one_where_there_is_none(make, tmp_path):
+    file = tmp_path / "run.yaml"
+    config = load(str(file), ["run.resume=auto"])
+    assert resolved(config, tmp_path).run.resume is False
+    note(tmp_path, make())
+    assert resolved(config, tmp_path).run.resume is True
+
+
+def test_what_a_resume_changes_is_named():
+    before = {"run": {"steps": 5, "resume": False}, "rollout": {"max_staleness": 2}, "eval": {}}
+    now = {"run": {"steps": 9, "resume": True}, "rollout": {"max_staleness": 0, "x": [1]}}
+    assert changed_settings(before, now) == [
+        "rollout.max_staleness: 2 -> 0",
+        "rollout.x: None -> [1]",
+        "run.steps: 5 -> 9",
+    ]
+    assert changed_settings(now, now) == []

@@ -1,0 +1,117 @@
+"""Joining a cluster, and asking it for room."""
+
+import contextlib
+import socket
+import time
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group_table
+
+from driver.config.run_config import PlacementConfig, Resources
+from driver.fleet.cluster import (
+    BadAddress,
+    NoCluster,
+    ResourcesNotMet,
+    WorkerRoom,
+    check_bind_host,
+    connect,
+    release,
+    reserve,
+)
+from driver.signals import StopSignal
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_a_cluster_that_is_not_there_is_named_within_seconds(monkeypatch, scheme):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"{scheme}127.0.0.1:{unused.getsockname()[1]}"
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    started = time.monotonic()
+    with pytest.raises(NoCluster, match=f"nobody answers at RAY_ADDRESS={address}"):
+        connect("test", StopSignal())
+    assert time.monotonic() - started < 10
+
+
+def test_the_job_server_is_told_from_the_head(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
+    monkeypatch.delenv("RAY_JOB_ID", raising=False)
+    with pytest.raises(NoCluster, match="is the address of the job server"):
+        connect("test", StopSignal())
+
+
+@pytest.mark.parametrize("host", ["", "999.1.1.1", "no-such-host.invalid"])
+def test_what_is_no_address_is_refused_before_anything_starts(host):
+    with pytest.raises(BadAddress, match="placement.bind_host="):
+        check_bind_host(host)
+    check_bind_host("0.0.0.0")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A Ray cluster of two hosts, which are processes here: four CPUs, and one with a chip."""
+    with contextlib.ExitStack() as stack:
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4})
+        stack.callback(cluster.shutdown)
+        cluster.add_node(num_cpus=1, num_gpus=1)
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+        stack.callback(ray.shutdown)
+        yield
+
+
+def placement(**changes):
+    sizes = {"learner": Resources(cpus=1), "rollout": Resources(cpus=1.5)}
+    return PlacementConfig(**sizes | {"resources_timeout_s": 2.0} | changes)
+
+
+def wait_for(room):
+    deadline = time.monotonic() + 20
+    while not room.is_there():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def run_room(cluster):
+    """Of a learner and one worker; 1.5 of 4 CPUs are left beside them."""
+    group = reserve(placement(resources_timeout_s=20), 1, StopSignal())
+    yield group
+    release(group)
+
+
+@pytest.mark.slow
+@pytest.mark.service
+def test_room_for_one_more_worker_is_asked_for_and_given_back(run_room):
+    first = WorkerRoom(placement(resources_timeout_s=20), "rollout-1", run_room)
+    wait_for(first)
+    second = WorkerRoom(placement(), "rollout-2", run_room)
+    asked = time.monotonic()
+    assert not second.is_there(), "it never waits"
+    assert second.waiting().startswith("waiting for room for rollout-2 (1.5 CPU), for at most 2 s")
+    assert time.monotonic() - asked < 1
+    with pytest.raises(ResourcesNotMet) as refused:
+        wait_for(second)
+    message = str(refused.value)
+    assert "cannot fit rollout-2 (1.5 CPU) within 2 s" in message
+    assert "CPU: asked 1.5, cluster has 5, free 1" in message
+    assert placement_group_table(second.group)["state"] == "REMOVED"
+    third = WorkerRoom(placement(resources_timeout_s=20), "rollout-2", run_room)
+    assert not third.is_there()
+    release(first.group)  # a drained worker leaves its room to the next
+    wait_for(third)
+    release(third.group)
+
+
+@pytest.mark.slow
+@pytest.mark.service
+def test_a_worker_on_another_host_cannot_reach_a_learner_on_loopback(run_room):
+    elsewhere = {"rollout": Resources(cpus=0, gpus=1), "resources_timeout_s": 20.0}
+    room = WorkerRoom(placement(**elsewhere), "rollout-1", run_room)
+    with pytest.raises(ResourcesNotMet, match="placed on 2 hosts, but placement.bind_host=127"):
+        wait_for(room)
+    assert placement_group_table(room.group)["state"] == "REMOVED"
+    room = WorkerRoom(placement(**elsewhere, bind_host="0.0.0.0"), "rollout-1", run_room)
+    wait_for(room)
+    release(room.group)

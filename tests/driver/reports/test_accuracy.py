@@ -1,0 +1,50 @@
+"""Intervals and pass@k against values worked out by hand."""
+
+import itertools
+
+import pytest
+
+from driver.reports.accuracy import pass_at_k, wilson_interval
+
+
+def test_wilson_interval_of_half_in_ten():
+    # z^2 = 3.8416; centre 0.5; half width 1.96 sqrt(0.025 + 0.009604) / 1.38416 = 0.263410
+    assert wilson_interval(5, 10) == pytest.approx((0.236590, 0.763410), abs=1e-6)
+
+
+def test_wilson_interval_at_the_ends_has_a_width_and_stays_inside():
+    # high = (z^2/n) / (1 + z^2/n) = 0.38416 / 1.38416
+    assert wilson_interval(0, 10) == (0.0, pytest.approx(0.277540, abs=1e-6))
+    assert wilson_interval(10, 10) == (pytest.approx(0.722460, abs=1e-6), 1.0)
+
+
+def test_wilson_interval_mirrors():
+    low, high = wilson_interval(30, 200)
+    assert wilson_interval(170, 200) == pytest.approx((1 - high, 1 - low))
+
+
+def test_wilson_interval_refuses_the_impossible():
+    for successes, n in [(0, 0), (3, 2), (-1, 2)]:
+        with pytest.raises(ValueError, match=f"successes={successes}, n={n}"):
+            wilson_interval(successes, n)
+
+
+def test_pass_at_k_by_hand():
+    assert pass_at_k(5, 2, 1) == pytest.approx(2 / 5)
+    assert pass_at_k(5, 2, 2) == pytest.approx(1 - 3 / 10)
+    assert pass_at_k(5, 2, 4) == 1.0
+    assert pass_at_k(5, 0, 5) == 0.0
+    assert 0 < pass_at_k(10_000, 1, 1) < 1
+
+
+def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_one():
+    for n, c in [(6, 1), (6, 3), (7, 7)]:
+        for k in range(1, n + 1):
+            subsets = list(itertools.combinations([True] * c + [False] * (n - c), k))
+            assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def test_pass_at_k_refuses_the_impossible():
+    for n, c, k in [(4, 1, 5), (4, 1, 0), (4, 5, 1), (4, -1, 1)]:
+        with pytest.raises(ValueError, match=f"n={n}, c={c}, k={k}"):
+            pass_at_k(n, c, k)

@@ -1,0 +1,144 @@
+"""What of a closed step stands in ledger, timeline and metrics, whatever its processes told."""
+
+import io
+import pathlib
+
+import pytest
+from rich.console import Console
+
+from driver.accounting.ledger import StepLedger
+from driver.accounting.run_state import RunBooks
+from driver.accounting.step_timing import LapBook, StepLaps
+from driver.config.load_config import load
+from driver.reports.jsonl import read_lines
+from driver.reports.metrics import MetricsLog
+from driver.reports.status import StatusFile
+from driver.reports.step_report import StepReports
+from driver.reports.timeline import Timeline
+from driver.terminal.step_table import StepView
+from services.process.phase_clock import PhaseClock
+from services.process.process_memory import ProcessMemory
+
+DEMO = str(pathlib.Path(__file__).parents[3] / "deploy" / "runs" / "demo_cpu.yaml")
+CONFIG = load(DEMO, ["log.unexplained_fraction=0.01"])
+
+
+class Driver:
+    """Reports of a run in made-up time, whose processes tell as they are asked to."""
+
+    def __init__(self, folder: pathlib.Path, monkeypatch):
+        self.now_s = 1_000.0
+        for module in ("laps", "timeline", "reporting"):
+            monkeypatch.setattr(f"driver.{module}.time.monotonic", lambda: self.now_s)
+        self.folder = folder
+        self.said = io.StringIO()
+        view = StepView("demo", Console(file=self.said, width=200))
+        self.reports = StepReports(
+            CONFIG,
+            folder,
+            metrics=MetricsLog(folder, CONFIG.log.wandb, run_id="r", config={}, warn=pytest.fail),
+            ledger=StepLedger(folder, unexplained_fraction=0.01, warn=pytest.fail),
+            timeline=Timeline(folder, enabled=True),
+            status=StatusFile(folder, run="demo", run_id="r"),
+            view=view,
+        )
+        self.reports.start_lap(self.now_s)
+        self.books = RunBooks.new(CONFIG, prompt_count=8)
+        self.laps = LapBook()
+        self.clocks: dict[str, PhaseClock] = {}
+
+    def start(self, name: str) -> None:
+        self.clocks[name] = PhaseClock(lambda: self.now_s)
+        self.laps.came(name, self.now_s, {"clock_s": self.now_s})
+
+    def work(self, seconds: float, phase: str, *names: str) -> None:
+        """Time goes on, in which these are at work and the others nowhere."""
+        open_phases = [self.clocks[name].phase(phase) for name in names]
+        for one in open_phases:
+            one.__enter__()
+        self.now_s += seconds
+        for one in open_phases:
+            one.__exit__(None, None, None)
+
+    def close(self, names, late_s: float = 0.0, **metrics: float):
+        laps = self.tell(names)
+        self.work(late_s, "idle", *self.clocks)
+        self.books.step += 1
+        memory = {"learner": ProcessMemory(host_bytes=7)}
+        return self.reports.close(self.books, metrics, laps, memory)
+
+    def tell(self, names) -> StepLaps:
+        for name, clock in self.clocks.items():
+            self.laps.hear(name, clock.lap(self.now_s), self.now_s)
+        return self.laps.close(self.now_s, names)
+
+    def line(self, name: str) -> dict:
+        return read_lines(self.folder / f"{name}.jsonl")[-1]
+
+
+@pytest.fixture
+def driver(tmp_path, monkeypatch) -> Driver:
+    return Driver(tmp_path, monkeypatch)
+
+
+def lane_s(driver: Driver, process: str) -> float:
+    lane = driver.line("timeline")["processes"].get(process, {"spans": []})
+    return sum(seconds for _, _, seconds in lane["spans"])
+
+
+def test_an_added_worker_is_not_booked_before_it_is_there_and_its_lane_agrees(driver):
+    driver.start("learner")
+    driver.tell(["learner"])
+    driver.laps.gone("rollout-0")
+    driver.work(6.0, "idle", "learner")
+    first = driver.close(["learner", "rollout-0"])
+    assert first.absent_s == {"rollout-0": 6.0} and first.wall_s == 6.0
+    assert sum(first.processes["rollout-0"].values()) == lane_s(driver, "rollout-0") == 0.0
+    driver.work(3.0, "idle", "learner")
+    driver.start("rollout-0")
+    driver.work(2.0, "decode", "learner", "rollout-0")
+    second = driver.close(["learner", "rollout-0"])
+    assert second.absent_s == {"rollout-0": 3.0} and second.warnings == ()
+    told = {phase: s for phase, s in second.processes["rollout-0"].items() if s}
+    assert told == {"decode": 2.0} and lane_s(driver, "rollout-0") == 2.0
+    driver.work(1.0, "decode", "learner", "rollout-0")
+    assert driver.close(["learner", "rollout-0"]).absent_s == {}
+
+
+def test_a_learner_that_took_anothers_place_has_a_lane_as_long_as_its_books(driver):
+    driver.start("learner")
+    driver.tell(["learner"])
+    driver.work(4.0, "forward_backward", "learner")
+    driver.laps.gone("learner")
+    driver.work(15.0, "idle")
+    driver.start("learner")
+    driver.work(2.0, "checkpoint", "learner")
+    record = driver.close(["learner"])
+    assert record.wall_s == 21.0 and record.absent_s == {"learner": 19.0}
+    assert sum(record.processes["learner"].values()) == lane_s(driver, "learner") == 2.0
+
+
+def test_a_step_ends_where_its_laps_do_however_late_it_is_closed(driver):
+    driver.start("learner")
+    driver.tell(["learner"])
+    driver.work(4.0, "idle", "learner")
+    assert driver.close(["learner"], late_s=2.5).wall_s == 4.0
+    driver.work(1.0, "idle", "learner")
+    assert driver.close(["learner"]).wall_s == 3.5
+    assert driver.line("metrics")["time/train/step_s"] == 3.5
+
+
+def test_queues_memory_and_the_rate_are_metrics_of_the_step(driver):
+    driver.start("learner")
+    driver.start("rollout-0")
+    driver.tell(["learner", "rollout-0"])
+    driver.reports.queues.look(waiting=2, out=6, policy_version=0)
+    driver.work(4.0, "decode", "learner", "rollout-0")
+    both = ["learner", "rollout-0"]
+    driver.close(both, **{"rollout/tokens": 100.0, "reward/total/mean": 0.5})
+    line = driver.line("metrics")
+    assert line["mem/learner/host_bytes"] == 7.0 and line["time/rollout-0/decode_s"] == 4.0
+    assert (line["queue/waiting_mean"], line["queue/out_max"]) == (2.0, 6.0)
+    assert line["throughput/train/decode_tokens_per_s"] == 25.0
+    assert line["time/train/step_avg_last10_s"] == 4.0
+    assert "mem/rollout-0/host_bytes" not in line, "it has not told"

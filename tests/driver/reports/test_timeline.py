@@ -1,0 +1,166 @@
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from driver.accounting.step_timing import PlacedLap, StepLaps
+from driver.reports.jsonl import read_lines
+from driver.reports.timeline import (
+    MOST_GAUGES,
+    Gauge,
+    QueueGauges,
+    Timeline,
+    queue_metrics,
+    spread,
+    timeline_record,
+)
+from services.process.phase_clock import PHASES
+from services.process.span_log import Lap, Mark, Span, seconds_of
+
+
+def placed(spans, marks=(), ahead_s=0.0) -> PlacedLap:
+    seconds = dict.fromkeys(PHASES, 0.0) | seconds_of(spans)
+    lap = Lap(
+        start_s=spans[0].start_s,
+        end_s=spans[-1].end_s,
+        taken_s=spans[-1].end_s + 0.5,
+        seconds=seconds,
+        spans=tuple(spans),
+        marks=tuple(marks),
+    )
+    return PlacedLap(lap=lap, ahead_s=ahead_s)
+
+
+def step_laps(at_s: float, **laps: PlacedLap) -> StepLaps:
+    return StepLaps(at_s=at_s, laps=laps, silent=frozenset(), gaps=frozenset())
+
+
+TWO = step_laps(
+    510.0,
+    learner=placed(
+        [Span("idle", 500.0, 507.5), Span("forward_backward", 507.5, 510.0)],
+        [Mark(500.25, "published 6"), Mark(510.0, "version 7")],
+    ),
+    worker=placed(
+        [Span("decode", 20.00004, 22.0), Span("unexplained", 22.0, 30.0)],
+        [Mark(21.0, "version 6")],
+        ahead_s=480.0,
+    ),
+)
+
+
+def test_each_process_is_placed_on_one_clock_whatever_its_own_says():
+    gauges = [Gauge(499.9, 0, 16, 6), Gauge(505.0, 12, 4, 6)]
+    record = timeline_record(7, TWO, gauges, start_s=500.0, unix_s=1_700_000_010.0)
+    idle, forward, decode, unexplained = (
+        PHASES.index(name) for name in ("idle", "forward_backward", "decode", "unexplained")
+    )
+    assert record == {
+        "step": 7,
+        "start": 1_700_000_000.0,
+        "end": 1_700_000_010.0,
+        "processes": {
+            "learner": {
+                "spans": [[idle, 0.0, 7.5], [forward, 7.5, 2.5]],
+                "marks": [[0.25, "published 6"], [10.0, "version 7"]],
+            },
+            "worker": {
+                "spans": [[decode, 0.0, 2.0], [unexplained, 2.0, 8.0]],
+                "marks": [[1.0, "version 6"]],
+            },
+        },
+        "gauges": [[-0.1, 0, 16, 6], [5.0, 12, 4, 6]],
+    }
+
+
+def test_a_step_that_is_written_late_ended_when_its_laps_did(tmp_path, monkeypatch):
+    monkeypatch.setattr("driver.reports.timeline.time.monotonic", lambda: 512.5)
+    monkeypatch.setattr("driver.reports.timeline.time.time", lambda: 1_700_000_012.5)
+    timeline = Timeline(tmp_path, enabled=True)
+    timeline.close(1, TWO, [], start_s=500.0)
+    timeline.close_log()
+    (line,) = read_lines(tmp_path / "timeline.jsonl")
+    assert (line["start"], line["end"]) == (1_700_000_000.0, 1_700_000_010.0)
+
+
+def test_a_silent_process_has_no_spans_and_the_step_is_written_all_the_same(tmp_path):
+    timeline = Timeline(tmp_path, enabled=True)
+    laps = StepLaps(
+        at_s=510.0,
+        laps={"learner": TWO.laps["learner"]},
+        silent=frozenset({"rollout-0"}),
+        gaps=frozenset({"rollout-0"}),
+    )
+    timeline.close(1, laps, [], start_s=500.0)
+    timeline.close_log()
+    (line,) = read_lines(tmp_path / "timeline.jsonl")
+    assert set(line["processes"]) == {"learner"} and line["gauges"] == []
+    assert line["end"] - line["start"] == pytest.approx(10.0)
+
+
+def test_a_resume_moves_later_lines_aside(tmp_path):
+    timeline = Timeline(tmp_path, enabled=True)
+    for step in (1, 2, 3):
+        timeline.close(step, TWO, [], start_s=500.0)
+    assert timeline.rewind(1) == 2
+    timeline.close(2, TWO, [], start_s=500.0)
+    timeline.close_log()
+    assert [line["step"] for line in read_lines(tmp_path / "timeline.jsonl")] == [1, 2]
+    aside = read_lines(tmp_path / "timeline.superseded.jsonl")
+    assert [line["step"] for line in aside] == [2, 3]
+
+
+def test_a_run_that_wants_none_has_none(tmp_path):
+    timeline = Timeline(tmp_path, enabled=False)
+    timeline.close(1, TWO, [], start_s=500.0)
+    assert timeline.rewind(0) == 0
+    timeline.close_log()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_step_of_eight_busy_workers_stays_a_short_line():
+    spans = [Span(PHASES[i % 2], i / 20, (i + 1) / 20) for i in range(200)]
+    laps = step_laps(10.0, **{f"rollout-{i}": placed(spans) for i in range(8)})
+    record = timeline_record(1, laps, [], start_s=0.0, unix_s=0.0)
+    assert len(json.dumps(record)) < 40_000
+    for lane in record["processes"].values():
+        assert sum(length for _, _, length in lane["spans"]) == pytest.approx(10.0, abs=1e-6)
+
+
+@given(st.lists(st.integers(0, 10**6), max_size=300), st.integers(2, 80))
+def test_spread_keeps_ends_and_order(moments, most):
+    gauges = [Gauge(float(t), 0, 0, 0) for t in sorted(moments)]
+    kept = spread(gauges, most)
+    assert len(kept) == min(most, len(gauges)) and kept == sorted(kept)
+    assert kept[:1] == gauges[:1] and kept[-1:] == gauges[-1:]
+
+
+def test_queues_are_looked_at_when_they_change_and_now_and_then(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("driver.reports.timeline.time.monotonic", lambda: now[0])
+    queues = QueueGauges()
+    for at, waiting, out in [(0, 0, 0), (0.01, 0, 16), (0.02, 0, 16), (0.2, 4, 12), (0.5, 4, 12)]:
+        now[0] = 100.0 + at
+        queues.look(waiting, out, 3)
+    seen = queues.take()
+    assert [round(one.at_s - 100.0, 2) for one in seen] == [0.0, 0.01, 0.2, 0.5]
+    assert queues.take() == [] and queues.newest[1:] == (4, 12, 3)
+    metrics = queue_metrics(seen, 101.0)
+    assert metrics["queue/waiting_mean"] == pytest.approx(4 * 0.8)
+    assert metrics["queue/out_mean"] == pytest.approx(16 * 0.19 + 12 * 0.8)
+    assert (metrics["queue/waiting_max"], metrics["queue/out_max"]) == (4.0, 16.0)
+    assert queue_metrics([], 101.0) == {}
+    assert queue_metrics([Gauge(5.0, 2, 3, 1)], 5.0)["queue/waiting_mean"] == 2.0
+
+
+def test_a_long_step_keeps_few_gauges():
+    queues = QueueGauges()
+    for count in range(20_000):
+        queues.look(count, 0, 1)
+    seen = queues.take()
+    assert len(seen) <= 4096 and (seen[0].waiting, seen[-1].waiting) == (0, 19_999)
+    record = timeline_record(1, TWO, seen, start_s=500.0, unix_s=0.0)
+    assert len(record["gauges"]) == MOST_GAUGES
+    assert all(math.isfinite(one[0]) for one in record["gauges"])

@@ -1,0 +1,159 @@
+"""The page of a real run in a real browser: it follows the run, changes its fleet, and stays."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from dashboard import auth
+from driver.reports.jsonl import read_lines
+from tests.chromium import Watched, chromium, open_view, wait_for, wait_until_drawn, why_missing
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+STEPS = 30
+START_S = 180.0
+END_S = 300.0
+GONE = "net::ERR_"
+"""What the browser says of a server that ends with its run."""
+SETTINGS = [
+    f"run.steps={STEPS}",
+    "rollout.workers={min: 1, max: 2}",
+    "eval.at_start=false",
+    "eval.at_end=false",
+    "checkpoint.every_steps=0",
+    "checkpoint.export_hf=false",
+    "log.dashboard.port=0",
+]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.service,
+    pytest.mark.browser,
+    pytest.mark.timeout(600),
+]
+
+
+class DemoRun:
+    """`python -m driver` with the demo's configuration, fewer steps, and one worker at first."""
+
+    def __init__(self, folder: pathlib.Path):
+        self.out = folder / "out"
+        self.log = folder / "driver.log"
+        settings = [part for one in SETTINGS for part in ("--set", one)]
+        command = [sys.executable, "-m", "driver", "--config", "deploy/runs/demo_cpu.yaml"]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [*command, *settings, "--set", f"run.output_dir={self.out}"],
+                cwd=ROOT,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def access(self) -> tuple[str, auth.Tokens]:
+        """URL and tokens, once the dashboard answers and the control service is there."""
+        deadline = time.monotonic() + START_S
+        while not (self.out / "control" / "key.pem").exists():
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, f"no control service: {self.log.read_text()}"
+            time.sleep(0.1)
+        return auth.read_access(self.out / "dashboard")
+
+    def step(self) -> int:
+        """The last one that metrics.jsonl holds; 0 before the first."""
+        return max((line["step"] for line in read_lines(self.out / "metrics.jsonl")), default=0)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+@pytest.fixture
+def run(tmp_path):
+    demo = DemoRun(tmp_path)
+    yield demo
+    demo.end()
+
+
+@pytest.fixture
+def watched(run):
+    if why := why_missing():
+        pytest.skip(why)
+    with chromium() as browser:
+        page = Watched(browser)
+        yield page
+        page.context.close()
+        page.check()
+
+
+def shown_step(page) -> int:
+    return int(page.inner_text("#header-step").split(" / ")[0].replace("–", "0"))
+
+
+def confirm(page, token: str) -> None:
+    """Fills the dialog that a change opens, and sends it."""
+    page.locator("#control-token").fill(token)
+    page.locator("#confirm-ok").click()
+
+
+def states(page) -> dict[str, str]:
+    """Worker -> state, as the fleet's table has them."""
+    rows = page.get_by_test_id("worker-row").evaluate_all(
+        "rows => rows.map(row => [row.dataset.worker, row.dataset.state])"
+    )
+    return dict(rows)
+
+
+def test_a_page_follows_a_run_changes_its_fleet_and_stays_when_it_ends(run, watched):
+    watched.allow(GONE)
+    watched.allow("status of 401")
+    page = watched.page
+    url, tokens = run.access()
+    page.goto(auth.link(url, tokens) + "#breakdown")
+    wait_until_drawn(page)
+    assert page.inner_text("#header-state").endswith("running")
+
+    wait_for(page, lambda: shown_step(page) >= 2, "two steps on the page", START_S)
+    before = shown_step(page)
+    wait_for(page, lambda: shown_step(page) > before, "a step more", START_S)
+    assert shown_step(page) <= run.step(), "the page shows what the log holds"
+
+    open_view(page, "fleet")
+    wait_for(page, lambda: len(states(page)) == 1, "the one worker")
+    page.locator("#add-worker").click()
+    confirm(page, "wrong-token")
+    refusal = page.locator("#confirm-error")
+    refusal.wait_for(state="visible")
+    assert "a change needs the control token" in refusal.inner_text()
+    confirm(page, tokens.control)
+    page.locator("#fleet-status", has_text="Accepted").wait_for()
+    wait_for(page, lambda: len(states(page)) == 2, "a second worker")
+    working = ("ready", "working")
+    is_up = lambda: all(state in working for state in states(page).values())
+    wait_for(page, lambda: is_up() or run.process.poll() is not None, "it to work", START_S)
+    assert len(states(page)) == 2 and is_up()
+    assert page.locator("#add-worker").is_disabled(), "rollout.workers.max is reached"
+
+    page.locator("[data-testid=drain][data-worker=rollout-1]").click()
+    confirm(page, tokens.control)
+    page.locator("#fleet-status", has_text="rollout-1 drains").wait_for()
+    wait_for(page, lambda: states(page).get("rollout-1", "gone") == "gone", "it to be gone", 120)
+
+    finished = page.locator("#banner[data-banner=finished]")
+    finished.wait_for(state="visible", timeout=END_S * 1e3)
+    assert run.process.wait(60) == 0, run.log.read_text()
+    page.wait_for_timeout(2000)
+    assert finished.is_visible() and page.inner_text("#header-state").endswith("finished")
+    assert page.inner_text("#header-step") == f"{STEPS} / {STEPS}"
+    open_view(page, "breakdown")
+    assert page.locator("[data-testid=breakdown-chart] canvas").first.is_visible()
+    processes = {
+        name for line in read_lines(run.out / "ledger.jsonl") for name in line["processes"]
+    }
+    assert processes == {"learner", "rollout-0", "rollout-1"}
+    assert page.locator(".row-label", has_text="rollout-1").count() == 1

@@ -1,0 +1,224 @@
+"""The dashboard of a whole run, and where a Ray cluster names it: real processes, real sockets."""
+
+import json
+import os
+import pathlib
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+
+import httpx
+import psutil
+import pytest
+
+from dashboard import auth
+from deploy import run_local
+from tests.driver.service.test_service import ROOT, Service
+from tests.tiny_model import write_tiny_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.service, pytest.mark.timeout(600)]
+
+DEADLINE_S = 120.0
+URL = "http://127.0.0.1:8470"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def test_a_run_serves_its_dashboard_to_its_end_and_writes_its_tokens_nowhere(tmp_path, model):
+    service = Service(tmp_path, model, "--set", "log.dashboard.port=0")
+    service.wait_for(lambda: "dashboard: http://" in service.text, "its dashboard")
+    url, tokens = auth.read_access(service.out / "dashboard")
+    assert f"dashboard: {url} (link with its token: python -m dashboard" in service.text
+    headers = {"authorization": f"Bearer {tokens.view}"}
+    told: list[dict] = []
+
+    def watch() -> None:
+        with httpx.Client(base_url=url, headers=headers, timeout=60, trust_env=False) as viewer:
+            with viewer.stream("GET", "/api/stream") as response:
+                for line in response.iter_lines():
+                    if line.startswith("data: "):
+                        told.append(json.loads(line.removeprefix("data: ")))
+
+    service.wait_for(lambda: answers(url), "an answer")
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    service.wait_for(lambda: (service.out / "control" / "key.pem").exists(), "its control service")
+    with httpx.Client(base_url=url, headers=headers, timeout=60, trust_env=False) as viewer:
+        service.wait_for(lambda: len(viewer.get("/api/fleet").json()["workers"]) == 2, "workers")
+        service.wait_for(lambda: viewer.get("/api/run").json()["step"] >= 2, "two steps")
+        step = viewer.get("/api/step/2").json()
+    (line,) = [line for line in service.lines("ledger") if line["step"] == 2]
+    assert step["processes"] == line["processes"] and step["groups"] == line["groups"]
+    assert service.wait() == 0, service.text
+    thread.join(30)
+    assert not thread.is_alive(), "the stream ended with the run"
+    states = [one["state"] for one in told if "steps_total" in one]
+    assert states[0] == "running" and states[-1] == "finished"
+    assert [one["step"] for one in told if "wall_s" in one][-1] == service.status["step"]
+    assert not (service.out / "dashboard").exists()
+    assert (service.out / "dashboard.log").read_text() == ""
+    left = [p for p in psutil.process_iter() if str(service.out) in " ".join(command_of(p))]
+    assert left == []
+    for path in (service.log, *(one for one in service.out.rglob("*") if one.is_file())):
+        raw = path.read_bytes()
+        assert tokens.view.encode() not in raw and tokens.control.encode() not in raw, path
+
+
+def test_the_post_mortem_of_a_run_that_failed_holds_no_token(tmp_path, model):
+    alone = ("--set", "log.dashboard.port=0", "--set", "placement.learner_restarts=0")
+    service = Service(tmp_path, model, *alone)
+    try:
+        service.wait_for_step(1)
+        url, tokens = auth.read_access(service.out / "dashboard")
+        with httpx.Client(trust_env=False) as browser:
+            assert browser.get(auth.link(url, tokens)).status_code == 303
+        os.kill(service.pid_of("learner"), signal.SIGKILL)
+        assert service.wait(120) == 1, service.text
+    finally:
+        if service.process.poll() is None:
+            os.killpg(service.process.pid, signal.SIGKILL)
+    (path,) = service.out.glob("postmortem-*.tar.gz")
+    with tarfile.open(path) as archive:
+        held = {entry.name: archive.extractfile(entry).read() for entry in archive}
+    assert any(name.endswith("dashboard.log") for name in held), list(held)
+    for name, raw in (*held.items(), (service.log.name, service.log.read_bytes())):
+        for token in (tokens.view, tokens.control):
+            assert token.encode() not in raw, name
+    listing = next(raw for name, raw in held.items() if name.endswith("files.txt"))
+    assert b"dashboard/view_token" in listing, "the tokens were there while it was written"
+    assert not (service.out / "dashboard").exists()
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/healthz", trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+SCRIPT = f"""
+import time
+from driver.fleet.cluster import connect
+from driver.signals import StopSignal
+connect("test", StopSignal(), {{"tandem_dashboard": "{URL}"}})
+print("connected", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def head(tmp_path, monkeypatch):
+    """A Ray head of our own: its job address, and the environment for whoever joins it."""
+    folder = pathlib.Path(f"/tmp/tandem-test-{secrets.token_hex(3)}")
+    folder.mkdir()
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    environment = {
+        **os.environ,
+        "PATH": f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "no_proxy": "127.0.0.1,localhost",
+    }
+    log_path = tmp_path / "head.log"
+    with log_path.open("w") as log:
+        process, address = run_local.start_head(environment, str(folder), log)
+        try:
+            run_local.wait_for_head(process, address, log_path)
+            yield address, environment, log_path
+        finally:
+            run_local.end_group(process, 3)
+            subprocess.run(["rm", "-rf", str(folder)], check=True)
+
+
+def gcs_of(log_path: pathlib.Path) -> str:
+    """Where a driver joins, once the head's log says so."""
+    found = re.search(r"ray start --address='?([\d.]+:\d+)", log_path.read_text())
+    return found[1] if found else ""
+
+
+def test_the_list_of_a_clusters_jobs_names_the_dashboard(head, tmp_path):
+    address, environment, log_path = head
+    script = tmp_path / "driver_script.py"
+    script.write_text(SCRIPT)
+    # Ray reads its token once a process, and other tests have joined other clusters in this one.
+    looking = f"import {__name__} as test; test.look_at_jobs(*__import__('sys').argv[1:])"
+    done = subprocess.run(
+        [sys.executable, "-c", looking, address, str(log_path), str(script)],
+        env={**environment, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=4 * DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def look_at_jobs(address: str, log: str, script: str) -> None:
+    """Submits the script, joins with it, and looks for the dashboard's URL in the list of jobs."""
+    from ray.job_submission import JobSubmissionClient
+
+    jobs = wait_for(lambda: JobSubmissionClient(address), "the job server")
+    submitted = wait_for(
+        lambda: jobs.submit_job(
+            entrypoint=f"{sys.executable} {script}",
+            runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
+            metadata={"owner": "me"},
+        ),
+        "an agent that takes jobs",
+    )
+    metadata = wait_for(
+        lambda: (
+            "tandem_dashboard" in (found := jobs.get_job_info(submitted).metadata or {}) and found
+        ),
+        "the metadata of the submitted job",
+    )
+    assert metadata["tandem_dashboard"] == URL and metadata["owner"] == "me"
+    (listed,) = [job for job in jobs.list_jobs() if job.submission_id == submitted]
+    assert listed.metadata == metadata
+    gcs = wait_for(lambda: gcs_of(pathlib.Path(log)), "the head's address")
+    joined = subprocess.Popen(
+        [sys.executable, script],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": gcs},
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        wait_for(
+            lambda: any(
+                job.submission_id is None and (job.metadata or {}).get("tandem_dashboard") == URL
+                for job in jobs.list_jobs()
+            ),
+            "the metadata of a driver that joined",
+        )
+    finally:
+        joined.kill()
+        joined.wait()
+    jobs.stop_job(submitted)
+
+
+def wait_for(ask, what: str):
+    """What `ask` returns once it is true."""
+    deadline, error = time.monotonic() + DEADLINE_S, None
+    while time.monotonic() < deadline:
+        try:
+            if found := ask():
+                return found
+        except (RuntimeError, ConnectionError) as not_yet:
+            error = not_yet
+        time.sleep(0.5)
+    raise AssertionError(f"waited {DEADLINE_S} s for {what}: {error}")

@@ -1,0 +1,252 @@
+"""The head's TPU kernels, interpreted on CPU; and, where the compiler is there, compiled for v6e.
+
+Dimension key:
+    C: tokens of a chunk
+    D: model width
+    V: rows of the head
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.problems import GrpoData, grpo_objective
+from kernels import choose
+from kernels.linear_objective import pallas_tpu, pallas_tpu_plan, reference, xla
+from kernels.linear_objective.schedule import SCHEDULES, HeadOptions, value_and_gradients
+from kernels.token_logprob.reference import TokenLogprob
+from kernels.token_logprob.statistics import Statistics, Support, finish, merge, slopes
+from tests.kernels.tpu_compiler import needs_compiler, run_with_compiler
+
+TILE = 16
+score = functools.partial(pallas_tpu.score, interpret=True, tile_rows=TILE)
+gradient = functools.partial(pallas_tpu.gradient, interpret=True, tile_rows=TILE)
+
+
+def problem(C, D, V, dtype=jnp.float32, seed=0):
+    """Hidden, head and ids; logits of a few nats."""
+    rng = np.random.default_rng(seed)
+    hidden_CD = jnp.asarray(rng.normal(size=(C, D)), dtype)
+    head_VD = jnp.asarray(rng.normal(size=(V, D)) * 3 / D**0.5, dtype)
+    return hidden_CD, head_VD, jnp.asarray(rng.integers(0, V, C), jnp.int32)
+
+
+def cotangents(C, seed=1):
+    return TokenLogprob(*np.random.default_rng(seed).normal(size=(3, C)).astype(np.float32))
+
+
+def both_passes(
+    passes_score, passes_gradient, hidden_CD, head_VD, ids_C, support, *, keep, **first
+):
+    """Scores, d_hidden and d_head of one chunk, by these two passes."""
+    found, kept = passes_score(hidden_CD, head_VD, ids_C, support, keep=keep, **first)
+    scored = finish(found, ids_C, support)
+    slope = slopes(scored, cotangents(len(ids_C)), support)
+    start_VD = jnp.full(head_VD.shape, 0.5, jnp.float32)
+    d_hidden_CD, d_head_VD = passes_gradient(
+        hidden_CD, head_VD, ids_C, slope, support, start_VD, kept, **first
+    )
+    return scored, d_hidden_CD, d_head_VD
+
+
+def assert_same(actual, expected, tolerance):
+    """Within `tolerance` of the largest entry of each array."""
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        size = np.abs(other, where=np.isfinite(other), out=np.zeros(other.shape)).max()
+        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * size)
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["fast", "lean"])
+@pytest.mark.parametrize("C, D, V", [(13, 24, 53), (300, 8, 32)])
+def test_passes_equal_those_of_xla(C, D, V, keep):
+    hidden_CD, head_VD, ids_C = problem(C, D, V)
+    support = Support(0.7, V - 3)
+    ids_C = ids_C.at[:4].set(jnp.array([-1, V - 2, V, V + 5]))
+    expected = both_passes(xla.score, xla.gradient, hidden_CD, head_VD, ids_C, support, keep=keep)
+    actual = both_passes(score, gradient, hidden_CD, head_VD, ids_C, support, keep=keep)
+    # float32 both, sums in another order.
+    assert_same(actual, expected, 2e-6)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_objective_equals_the_reference_whatever_inactive_tokens_hold(schedule, monkeypatch):
+    monkeypatch.setattr(pallas_tpu_plan, "TILE_ROWS", (TILE,))
+    hidden_TD, head_VD, ids_T = problem(21, 24, 53)
+    active_T = jnp.arange(21) % 3 != 1
+    rng = np.random.default_rng(2)
+    data = GrpoData(*jnp.asarray(rng.normal(size=(2, 21)) - 2, jnp.float32))
+    temperature, valid_vocab = 1.3, 50
+
+    def loss(hidden_TD, head_VD):
+        return reference.linear_objective(
+            hidden_TD,
+            head_VD,
+            ids_T,
+            active_T,
+            data,
+            grpo_objective,
+            temperature=temperature,
+            valid_vocab=valid_vocab,
+        ).loss
+
+    expected = jax.grad(loss, argnums=(0, 1))(hidden_TD, head_VD)
+    garbage_TD = jnp.where(active_T[:, None], hidden_TD, jnp.nan)
+    found = value_and_gradients(
+        garbage_TD,
+        head_VD,
+        jnp.where(active_T, ids_T, 10**6),
+        active_T,
+        data,
+        grpo_objective,
+        HeadOptions(
+            schedule=schedule,
+            impl=choose.PALLAS_INTERPRET,
+            chunk_tokens=8,
+            temperature=temperature,
+            valid_vocab=valid_vocab,
+        ),
+    )
+    assert_same((found.hidden_TD, found.head_VD), expected, 1e-5)
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["fast", "lean"])
+def test_shards_add_up_to_the_whole_head(keep):
+    hidden_CD, head_VD, ids_C = problem(9, 16, 40)
+    support = Support(1.0, 37)
+    expected = both_passes(xla.score, xla.gradient, hidden_CD, head_VD, ids_C, support, keep=keep)
+    # The first column is traced, as it is where it comes from the place of a device.
+    shard_score = jax.jit(
+        lambda first, rows: score(hidden_CD, rows, ids_C, support, first_column=first, keep=keep)
+    )
+    shards = [(jnp.int32(first), head_VD[first : first + 20]) for first in (0, 20)]
+    found, kept = zip(*(shard_score(*shard) for shard in shards), strict=True)
+    scored = finish(merge(Statistics(*map(jnp.stack, zip(*found, strict=True)))), ids_C, support)
+    slope = slopes(scored, cotangents(9), support)
+    parts = [
+        gradient(
+            hidden_CD,
+            rows,
+            ids_C,
+            slope,
+            support,
+            jnp.full(rows.shape, 0.5),
+            one,
+            first_column=first,
+        )
+        for (first, rows), one in zip(shards, kept, strict=True)
+    ]
+    d_hidden_CD = parts[0][0] + parts[1][0]
+    d_head_VD = jnp.concatenate([parts[0][1], parts[1][1]])
+    assert_same((scored, d_hidden_CD, d_head_VD), expected, 2e-6)
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["fast", "lean"])
+def test_error_in_16_bits_is_that_of_xla(keep):
+    hidden_CD, head_VD, ids_C = problem(32, 64, 200, jnp.bfloat16)
+    support = Support(1.0, 200)
+    exact = both_passes(
+        xla.score,
+        xla.gradient,
+        hidden_CD.astype(jnp.float32),
+        head_VD.astype(jnp.float32),
+        ids_C,
+        support,
+        keep=False,
+    )
+
+    def errors(score, gradient):
+        found = both_passes(score, gradient, hidden_CD, head_VD, ids_C, support, keep=keep)
+        return [
+            float(jnp.linalg.norm(one - other) / jnp.linalg.norm(other))
+            for one, other in zip(found[1:], exact[1:], strict=True)
+        ]
+
+    actual, bar = errors(score, gradient), errors(xla.score, xla.gradient)
+    # Both round the gradient of the logits to 16 bits; what is kept is rounded as well, relative
+    # to the top of its tile.
+    assert all(one <= 2 * other for one, other in zip(actual, bar, strict=True)), (actual, bar)
+
+
+def test_nan_in_a_token_reaches_its_own_gradient():
+    hidden_CD, head_VD, ids_C = problem(4, 8, 20)
+    hidden_CD = hidden_CD.at[1].set(jnp.nan)
+    scored, d_hidden_CD, _ = both_passes(
+        score, gradient, hidden_CD, head_VD, ids_C, Support(1.0, 20), keep=True
+    )
+    np.testing.assert_array_equal(jnp.isnan(scored.logprob), [False, True, False, False])
+    np.testing.assert_array_equal(jnp.isnan(d_hidden_CD).all(axis=1), [False, True, False, False])
+
+
+def test_chunk_that_cannot_fit_is_refused_with_one_that_does():
+    hidden_CD = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16)
+    head_VD = jax.ShapeDtypeStruct((1000, 4096), jnp.bfloat16)
+    with pytest.raises(ValueError, match="fewer chunk_tokens, at most 2048"):
+        pallas_tpu_plan.fitting_rows(hidden_CD, head_VD)
+
+
+COMPILE = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
+from kernels.linear_objective.ops import linear_objective
+from kernels.linear_objective.schedule import HeadOptions, value_and_gradients
+from benchmarks.problems import GrpoData, grpo_objective
+
+topology = topologies.get_topology_desc(platform="tpu", topology_name="v6e:2x4")
+bf16 = jnp.bfloat16
+"""
+ONE_CHIP = """
+at = SingleDeviceSharding(topology.devices[0])
+shape = lambda *dims, dtype=jnp.float32: jax.ShapeDtypeStruct(dims, dtype, sharding=at)
+for schedule, bound in ("fast", 0.7e9), ("lean", 0.1e9):
+    options = HeadOptions(schedule=schedule, impl="pallas_tpu")
+    step = lambda hidden, head, ids, data, grad: value_and_gradients(
+        hidden, head, ids, None, data, grpo_objective, options, head_grad_VD=grad
+    )
+    T, D, V = 8192, 4096, 151936
+    data = GrpoData(shape(T), shape(T))
+    ids, head_grad = shape(T, dtype=jnp.int32), shape(V, D)
+    compiled = jax.jit(step, donate_argnums=4).lower(
+        shape(T, D, dtype=bf16), shape(V, D, dtype=bf16), ids, data, head_grad
+    ).compile()
+    temp = compiled.memory_analysis().temp_size_in_bytes
+    assert temp < bound, (schedule, temp)
+"""
+EIGHT_CHIPS = """
+shape = (2, 2, 2)
+devices = np.array(topology.devices).reshape(shape)
+mesh = Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+T, D, V = 8192, 2048, 151936
+options = HeadOptions(schedule="lean", impl="pallas_tpu", vocab_axis="tensor")
+
+def loss(hidden, head, ids, active, data):
+    return linear_objective(
+        hidden, head, ids, active, data, grpo_objective, options,
+        mesh=mesh, token_axes=("data", "fsdp"),
+    ).loss
+
+def array(spec, dtype, *dims):
+    return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, spec))
+
+tokens = P(("data", "fsdp"))
+data = GrpoData(array(tokens, jnp.float32, T), array(tokens, jnp.float32, T))
+compiled = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(
+    array(tokens, bf16, T, D), array(P("tensor"), bf16, V, D),
+    array(tokens, jnp.int32, T), array(tokens, jnp.bool_, T), data,
+).compile()
+temp = compiled.memory_analysis().temp_size_in_bytes
+head_grad = V * D * 4 // 2
+assert temp < 2.2 * head_grad, temp
+"""
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("program", [ONE_CHIP, EIGHT_CHIPS], ids=["one chip", "eight chips"])
+def test_compiles_for_v6e_without_needless_copies(program):
+    # On one chip the bounds leave no room for a second copy of the gradient, which takes 2.49 GB;
+    # on eight there are the local sum and its reduction.
+    run_with_compiler(COMPILE + program)

@@ -1,0 +1,331 @@
+"""Checkpoints: complete or not taken, on any device count, older ones only after newer ones."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from learner.config import OptimizerConfig
+from learner.durable import checkpoint
+from learner.durable.certificate import CertificateMismatch, check_certificate, make_certificate
+from learner.durable.checkpoint import CheckpointFailed, CheckpointFolder, DamagedCheckpoint, verify
+from learner.update.mesh import make_mesh
+from learner.update.optimizer import learning_rate_schedule, make_optimizer
+from learner.update.sharding import param_specs
+from learner.update.state import abstract_state, init_state
+
+PARAMS = {
+    "embed_tokens": {"weight": np.arange(32, dtype=np.float32).reshape(8, 4)},
+    "norm": {"weight": np.ones(4, np.float32)},
+}
+RECORD = {"policy_version": 3, "cursor": {"epoch": 1, "position": 6}, "seed": 7, "ledger": [1.5]}
+
+
+def place(*, data=1, fsdp=1, params=PARAMS, name="adamw"):
+    """(state, abstract state) of these parameters on a mesh."""
+    mesh = make_mesh(data=data, fsdp=fsdp, devices=jax.devices()[: data * fsdp])
+    specs = param_specs(params, fsdp)
+    config = OptimizerConfig(name=name, schedule="cosine", warmup_steps=2)
+    optimizer = make_optimizer(config, learning_rate_schedule(config, 10))
+    return (
+        init_state(params, optimizer, mesh, specs),
+        abstract_state(params, optimizer, mesh, specs),
+    )
+
+
+def shifted(value):
+    return jax.tree.map(lambda leaf: leaf + value, PARAMS)
+
+
+def first_weight(restored):
+    return float(restored.state.params["embed_tokens"]["weight"][0, 0])
+
+
+@pytest.fixture
+def two(tmp_path):
+    """A folder that keeps two, with steps 1 and 2, whose weights start at 1 and 2."""
+    folder = CheckpointFolder(tmp_path, keep=2)
+    for step in (1, 2):
+        folder.save(step, place(params=shifted(step))[0], {**RECORD, "policy_version": step})
+    return folder, tmp_path
+
+
+def test_state_and_record_come_back_on_other_devices_C05(tmp_path):
+    state, _ = place(data=2, fsdp=4)
+    folder = CheckpointFolder(tmp_path, keep=1)
+    folder.save(5, state, RECORD)
+    for shape in (dict(fsdp=4), dict(data=1), dict(data=4, fsdp=2)):
+        _, wanted = place(**shape)
+        restored = folder.restore(wanted)
+        assert (restored.step, restored.record, restored.skipped) == (5, RECORD, [])
+        jax.tree.map(
+            lambda new, old, want: (
+                np.testing.assert_array_equal(np.array(new), np.array(old)),
+                np.testing.assert_equal(new.sharding == want.sharding, True),
+            ),
+            restored.state,
+            state,
+            wanted,
+        )
+
+
+def test_no_folder_means_no_checkpoint(tmp_path):
+    assert CheckpointFolder(tmp_path / "none", keep=1).restore(place()[1]) is None
+    assert CheckpointFolder(tmp_path, keep=1).restore(place()[1]) is None
+
+
+def files_of(folder: pathlib.Path):
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+
+def test_any_missing_file_is_noticed_C01(two):
+    _, path = two
+    newest = path / "step-00000002"
+    verify(newest)
+    for name in files_of(newest):
+        held = (newest / name).read_bytes()
+        (newest / name).unlink()
+        with pytest.raises(DamagedCheckpoint, match=f"step-00000002: .*{pathlib.Path(name).name}"):
+            verify(newest)
+        (newest / name).write_bytes(held)
+    verify(newest)
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "flipped"])
+def test_damaged_newest_is_skipped_and_named_C01(two, damage):
+    folder, path = two
+    newest = path / "step-00000002"
+    name = max(files_of(newest / "state"), key=lambda n: (newest / "state" / n).stat().st_size)
+    victim = newest / "state" / name
+    content = victim.read_bytes()
+    if damage == "missing":
+        victim.unlink()
+    elif damage == "cut":
+        victim.write_bytes(content[:-1])
+    else:
+        victim.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    restored = folder.restore(place()[1])
+    assert restored.step == 1 and first_weight(restored) == 1
+    [reason] = restored.skipped
+    assert reason.startswith("step-00000002: state/")
+
+    folder.save(2, place(params=shifted(20))[0], RECORD)
+    again = folder.restore(place()[1])
+    assert again.step == 2 and first_weight(again) == 20 and again.skipped == []
+
+
+def test_unfinished_folder_is_skipped_and_swept_by_the_next_save_C01(two):
+    folder, path = two
+    (path / "step-00000003.writing").mkdir()
+    (path / "step-00000003.writing" / "half").write_text("x")
+    restored = folder.restore(place()[1])
+    assert restored.step == 2
+    assert restored.skipped == ["step-00000003.writing: was not finished"]
+    folder.save(3, place(params=shifted(3))[0], RECORD)
+    assert sorted(p.name for p in path.iterdir()) == ["step-00000002", "step-00000003"]
+
+
+def test_replacement_cut_between_its_renames_is_undone(two):
+    folder, path = two
+    (path / "step-00000002").rename(path / "step-00000002.replaced")
+    restored = folder.restore(place()[1])
+    assert restored.step == 2 and restored.skipped == []
+
+
+def test_only_damaged_checkpoints_never_mean_a_fresh_start(two):
+    folder, path = two
+    for step in (1, 2):
+        (path / f"step-0000000{step}" / "manifest.json").unlink()
+    with pytest.raises(ValueError, match="no complete checkpoint .*step-00000002.*step-00000001"):
+        folder.restore(place()[1])
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [
+        OSError(28, "No space left on device"),
+        ValueError("RESOURCE_EXHAUSTED: Failed to write 52 bytes: No space left on device [28]"),
+    ],
+)
+def test_a_full_disk_is_called_one_and_gets_its_space_back(two, monkeypatch, raised):
+    """The second is how Orbax's storage library tells of one."""
+    folder, path = two
+
+    def disk_full(self, directory, *args, **kwargs):
+        part = pathlib.Path(f"{directory}.orbax-checkpoint-tmp")
+        part.mkdir()
+        (part / "half").write_text("x")
+        raise raised
+
+    monkeypatch.setattr(ocp.Checkpointer, "save", disk_full)
+    with pytest.raises(CheckpointFailed, match="checkpoint of step 3 .*No space left") as failure:
+        folder.save(3, place()[0], RECORD)
+    assert failure.value.errno == 28
+    assert sorted(p.name for p in path.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+def test_another_error_of_a_library_keeps_its_name(two, monkeypatch):
+    monkeypatch.setattr(ocp.Checkpointer, "save", lambda *_, **__: int("seven"))
+    with pytest.raises(ValueError, match="invalid literal"):
+        two[0].save(3, place()[0], RECORD)
+
+
+def test_a_certificate_is_kept_covered_and_given_back(tmp_path):
+    state, abstract = place(data=2, fsdp=4)
+    books = {"book": {"cursor": 6, "unfinished": [[4, 1]]}, "rewards": [0.5, None]}
+    certificate = make_certificate(state, seed=7, driver_state=books)
+    folder = CheckpointFolder(tmp_path, keep=1)
+    saved = folder.save(5, state, RECORD, certificate)
+    restored = folder.restore(place()[1])  # on one device
+    again = make_certificate(restored.state, seed=7, driver_state=json.loads(json.dumps(books)))
+    check_certificate(restored.certificate, again, "the checkpoint of step 5")
+    (saved / "certificate.json").write_text(json.dumps({**certificate.plain(), "keys": "0" * 64}))
+    with pytest.raises(DamagedCheckpoint, match="certificate.json has"):
+        verify(saved)
+
+
+@pytest.mark.parametrize(
+    "part, change",
+    [
+        ("weights", dict(params=lambda leaf: leaf.at[0].add(1e-7))),
+        ("optimizer", dict(opt_state=lambda leaf: leaf + 1)),
+        ("optimizer", dict(update_count=lambda leaf: leaf + 1)),
+        ("data_order, ledger", dict(books={"book": {"cursor": 7, "unfinished": [[4, 1]]}})),
+        ("data_order, ledger", dict(books={"book": {"cursor": 6, "unfinished": [[4, 2]]}})),
+        ("ledger", dict(books={"book": {"cursor": 6, "unfinished": [[4, 1]]}, "rewards": [1]})),
+        ("data_order, keys", dict(seed=8)),
+    ],
+)
+def test_a_certificate_names_the_part_that_differs(part, change):
+    state, _ = place()
+    books = change.pop("books", None)
+    seed = change.pop("seed", 7)
+    given = {"book": {"cursor": 6, "unfinished": [[4, 1]]}}
+    stored = make_certificate(state, seed=7, driver_state=given).plain()
+    changed = {
+        name: jax.tree.map(function, getattr(state, name)) for name, function in change.items()
+    }
+    now = make_certificate(
+        dataclasses.replace(state, **changed), seed=seed, driver_state=books or given
+    )
+    with pytest.raises(CertificateMismatch, match=f"resume certificate: {part} differ"):
+        check_certificate(stored, now, "the checkpoint of step 1")
+
+
+def test_first_checkpoint_outlives_a_failed_second_save_C02(tmp_path, monkeypatch):
+    folder = CheckpointFolder(tmp_path, keep=1)
+    folder.save(1, place(params=shifted(1))[0], RECORD)
+
+    def disk_full(self, directory, *args, **kwargs):
+        pathlib.Path(directory).mkdir()
+        (pathlib.Path(directory) / "half").write_text("x")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ocp.Checkpointer, "save", disk_full)
+        with pytest.raises(OSError, match="No space left"):
+            folder.save(2, place(params=shifted(2))[0], RECORD)
+    assert folder.complete_steps() == [1]
+
+    def unreadable(path):
+        raise DamagedCheckpoint(f"{path.name}: state/x has another sha256 than when written")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "verify", unreadable)
+        with pytest.raises(DamagedCheckpoint):
+            folder.save(2, place(params=shifted(2))[0], RECORD)
+    assert first_weight(folder.restore(place()[1])) == 1
+    folder.save(2, place(params=shifted(2))[0], RECORD)
+    assert folder.complete_steps() == [2]
+
+
+def test_kill_during_a_save_leaves_the_one_before_C01_C02(tmp_path):
+    script = textwrap.dedent(
+        """
+        import sys
+        import jax
+        import numpy as np
+        import optax
+        from learner.checkpoint import CheckpointFolder
+        from learner.mesh import make_mesh
+        from learner.update.sharding import param_specs
+        from learner.state import init_state
+
+        mesh = make_mesh(data=1, fsdp=1, devices=jax.devices()[:1])
+        noise = np.random.default_rng(0).normal(size=(4096, 4096)).astype(np.float32)
+        params = {"embed_tokens": {"weight": noise}}
+        state = init_state(params, optax.sgd(0.1), mesh, param_specs(params, 1))
+        folder = CheckpointFolder(sys.argv[1], keep=1)
+        for step in range(1, 1000):
+            folder.save(step, state, {"policy_version": step})
+            print("saved", flush=True)
+        """
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()},
+    )
+    try:
+        assert child.stdout.readline() == b"saved\n", "the child died before its first save"
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("*.writing*")):
+            assert time.monotonic() < deadline, "the child never began another save"
+            time.sleep(0.001)
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait(30)
+    folder = CheckpointFolder(tmp_path, keep=1)
+    steps = folder.complete_steps()
+    assert steps
+    for step in steps:
+        verify(tmp_path / f"step-{step:08d}")
+
+
+def test_a_save_outlives_later_checkpoints_that_a_resume_passed_over_C01_C02(tmp_path):
+    """Step 30 is damaged, the run resumes at 20 and saves 25: that one must stay."""
+    folder = CheckpointFolder(tmp_path, keep=1)
+    state, abstract = place(params=shifted(25))
+    for step in (20, 30):
+        CheckpointFolder(tmp_path, keep=2).save(step, state, RECORD)
+    next((tmp_path / "step-00000030" / "record").glob("*")).write_text("{")
+    assert folder.save(25, state, RECORD).is_dir()
+    restored = folder.restore(abstract)
+    assert restored is not None and restored.step == 25
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000025"]
+
+
+def test_keep_counts_complete_checkpoints(two):
+    folder, path = two
+    (path / "step-00000002" / "manifest.json").unlink()
+    folder.save(3, place()[0], RECORD)
+    assert folder.complete_steps() == [3, 1]
+    folder.save(4, place()[0], RECORD)
+    assert folder.complete_steps() == [4, 3]
+
+
+@pytest.mark.parametrize(
+    "change, leaf",
+    [
+        (dict(name="sgd"), "opt_state"),
+        (dict(params={**PARAMS, "norm": {"weight": np.ones(5, np.float32)}}), "norm"),
+    ],
+)
+def test_another_model_or_optimiser_is_refused_with_the_leaf(two, change, leaf):
+    with pytest.raises(ValueError, match=f"step-00000002 holds another model.*{leaf}"):
+        two[0].restore(place(**change)[1])
+
+
+def test_keep_must_leave_one():
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        CheckpointFolder("unused", keep=0)

@@ -1,0 +1,305 @@
+"""The write-ahead log: whole up to a cut, an error where damaged, each segment on its own."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+
+from learner.durable import spool as spool_module
+from learner.durable.frames import PREFIX_BYTES, DamagedFile
+from learner.durable.spool import Spool, SpoolFailed
+from learner.durable.spool_format import NOTHING_OPEN, OpenWork, UpdateRecord
+from services.trajectories.id_set import IdSet
+from services.wire import codec
+from tests.learner.builders import random_groups
+
+GROUPS = random_groups(5)
+
+
+def update(version, *group_ids, dropped=()):
+    return UpdateRecord(policy_version=version, group_ids=group_ids, dropped_ids=dropped)
+
+
+def begun(folder, run_id="run"):
+    spool = Spool(folder, run_id)
+    spool.rotate(0, lambda: NOTHING_OPEN)
+    return spool
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "spool"
+
+
+def plain(work: OpenWork):
+    groups = {name: codec.encode_group(group) for name, group in work.groups.items()}
+    return work.issued, work.updates, groups
+
+
+def test_what_was_written_is_read_in_its_order_by_the_next_process(folder):
+    spool = begun(folder)
+    spool.issued(0, "d0")
+    spool.group(GROUPS[1])
+    spool.group(GROUPS[0])
+    spool.update(update(1, "g1", "g0", dropped=("g7",)))
+    spool.issued(1, "d1")
+    spool.group(GROUPS[2])
+    work = Spool(folder, "run").read(0)
+    assert work.issued == {0: "d0", 1: "d1"}
+    assert work.updates == (update(1, "g1", "g0", dropped=("g7",)),)
+    assert list(work.groups) == ["g1", "g0", "g2"]
+    for name, group in work.groups.items():
+        assert codec.encode_group(group) == codec.encode_group(GROUPS[int(name[1:])])
+
+
+def test_nothing_is_there_before_the_first_segment(folder):
+    spool = Spool(folder, "run")
+    assert spool.is_new and spool.read(0) is None and not spool.covers(0)
+    with pytest.raises(SpoolFailed, match="no segment of the spool .*spool is open"):
+        spool.group(GROUPS[0])
+    assert not folder.exists()
+
+
+def test_what_a_checkpoint_has_is_not_open(folder):
+    spool = begun(folder)
+    for group in GROUPS:
+        spool.group(group)
+    spool.update(update(1, "g0"))
+    spool.update(update(2, "g1"))  # left nothing to train on, and made no version
+    spool.update(update(2, "g2"))
+    work = spool.read(0).beyond(1, IdSet(["g0", "g1"]))
+    assert work.updates == (update(2, "g2"),) and list(work.groups) == ["g2", "g3", "g4"]
+
+
+@pytest.mark.parametrize("cut", [1, PREFIX_BYTES - 1, PREFIX_BYTES, PREFIX_BYTES + 3])
+def test_a_last_frame_that_was_cut_is_gone_and_the_spool_goes_on_there(folder, cut):
+    spool = begun(folder)
+    spool.group(GROUPS[0])
+    whole = (folder / "step-00000000.bin").stat().st_size
+    spool.group(GROUPS[1])
+    os.truncate(folder / "step-00000000.bin", whole + cut)
+    again = Spool(folder, "run")
+    assert list(again.read(0).groups) == ["g0"]
+    again.open_last()
+    again.group(GROUPS[2])
+    assert list(Spool(folder, "run").read(0).groups) == ["g0", "g2"]
+
+
+def test_every_flipped_byte_is_an_error_that_names_file_and_byte(folder):
+    spool = begun(folder)
+    spool.issued(0, "d0")
+    start = (folder / "step-00000000.bin").stat().st_size
+    spool.update(update(1, "g0"))
+    end = (folder / "step-00000000.bin").stat().st_size
+    spool.issued(1, "d1")
+    path = folder / "step-00000000.bin"
+    content = path.read_bytes()
+    for at in range(start, end):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 0x40]) + content[at + 1 :])
+        with pytest.raises(DamagedFile, match=rf"{path}: record 2 \(byte {start}\) is damaged"):
+            Spool(folder, "run").read(0)
+    for at in range(start):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 0x40]) + content[at + 1 :])
+        with pytest.raises(DamagedFile, match=str(path)):
+            Spool(folder, "run").read(0)
+
+
+def test_only_the_last_segment_may_end_inside_a_frame(folder):
+    spool = begun(folder)
+    spool.group(GROUPS[0])
+    size = (folder / "step-00000000.bin").stat().st_size
+    spool.rotate(5, lambda: NOTHING_OPEN)
+    os.truncate(folder / "step-00000000.bin", size - 1)
+    with pytest.raises(DamagedFile, match=r"step-00000000.bin: record 1 .* is cut short, and a la"):
+        Spool(folder, "run").read(0)
+    assert Spool(folder, "run").read(5) == NOTHING_OPEN
+
+
+def test_a_segment_needs_none_before_it_and_joins_those_it_is_read_with(folder):
+    spool = begun(folder)
+    for group in GROUPS[:3]:
+        spool.group(group)
+    spool.update(update(1, "g0"))
+    still_open = OpenWork(
+        issued={1: "d1"},
+        updates=(update(2, "g1"),),
+        groups={"g1": GROUPS[1], "g2": GROUPS[2]},
+    )
+    spool.rotate(1, lambda: still_open)
+    spool.group(GROUPS[3])
+    spool.update(update(3, "g2"))
+    alone = Spool(folder, "run").read(1)
+    assert alone.updates == (update(2, "g1"), update(3, "g2"))
+    assert (list(alone.groups), alone.issued) == (["g1", "g2", "g3"], {1: "d1"})
+    joined = Spool(folder, "run").read(0)
+    assert joined.updates == (update(1, "g0"), update(2, "g1"), update(3, "g2"))
+    assert list(joined.groups) == ["g0", "g1", "g2", "g3"]
+
+
+def test_a_checkpoint_without_a_segment_of_its_own_is_followed_by_the_one_before(folder):
+    spool = begun(folder)
+    spool.group(GROUPS[0])
+    assert list(Spool(folder, "run").read(9).groups) == ["g0"]
+
+
+def test_another_course_voids_updates_and_versions_from_there_on(folder):
+    spool = begun(folder)
+    for version in (1, 2, 3):
+        spool.update(update(version, f"g{version}"))
+        spool.issued(version, f"d{version}")
+    spool.abandoned(2)
+    spool.update(update(2, "g9"))
+    work = spool.read(0)
+    assert work.updates == (update(1, "g1"), update(2, "g9")) and work.issued == {1: "d1"}
+
+
+def test_a_resumed_run_that_comes_by_a_step_again_keeps_both_segments(folder):
+    spool = begun(folder)
+    spool.rotate(2, lambda: NOTHING_OPEN)
+    spool.rotate(1, lambda: NOTHING_OPEN)  # step 2 was damaged, the run resumed and saved at 1
+    spool.group(GROUPS[0])
+    spool.rotate(2, lambda: OpenWork(issued={}, updates=(), groups={"g0": GROUPS[0]}))
+    spool.group(GROUPS[1])
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "step-00000000.bin",
+        "step-00000001.bin",
+        "step-00000002-3.bin",
+        "step-00000002.bin",
+    ]
+    for step in (1, 2):
+        assert list(Spool(folder, "run").read(step).groups) == ["g0", "g1"]
+    spool.prune(2)
+    assert [path.name for path in folder.iterdir()] == ["step-00000002-3.bin"]
+
+
+def test_pruning_leaves_what_the_oldest_checkpoint_needs(folder):
+    spool = begun(folder)
+    for step in (10, 20, 30):
+        spool.rotate(step, lambda: NOTHING_OPEN)
+    spool.prune(25)  # its own segment could not be begun
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "step-00000020.bin",
+        "step-00000030.bin",
+    ]
+    assert Spool(folder, "run").covers(25) and not Spool(folder, "run").covers(10)
+
+
+def test_a_record_that_fails_leaves_no_trace_and_the_next_one_is_whole(folder, monkeypatch):
+    spool = begun(folder)
+    spool.group(GROUPS[0])
+    path = folder / "step-00000000.bin"
+    before = path.read_bytes()
+    write = os.write
+
+    def half(descriptor, data):
+        if len(data) > 20:
+            return write(descriptor, data[:20])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(spool_module.os, "write", half)
+        with pytest.raises(SpoolFailed, match=f"cannot write to {path}: No space left") as failure:
+            spool.group(GROUPS[1])
+        assert failure.value.errno == 28 and spool.problem == str(failure.value).split("] ")[1]
+        assert path.read_bytes() == before
+        # Nothing can be taken away either: the remains lie there until the next record.
+        patched.setattr(spool_module.os, "ftruncate", lambda *_: half(0, b""))
+        with pytest.raises(SpoolFailed):
+            spool.group(GROUPS[1])
+    assert list(Spool(folder, "run").read(0).groups) == ["g0"]
+    spool.group(GROUPS[2])
+    assert spool.problem == "" and list(spool.read(0).groups) == ["g0", "g2"]
+
+
+def test_a_rotation_that_fails_leaves_the_segment_before_to_go_on(folder, monkeypatch):
+    spool = begun(folder)
+    spool.group(GROUPS[0])
+    with monkeypatch.context() as patched:
+        patched.setattr(spool_module.os, "fsync", lambda _: half_full())
+        with pytest.raises(SpoolFailed, match="cannot begin .*step-00000003.bin: No space left"):
+            spool.rotate(3, lambda: NOTHING_OPEN)
+    spool.group(GROUPS[1])
+    assert [path.name for path in folder.iterdir()] == ["step-00000000.bin"]
+    assert list(Spool(folder, "run").read(3).groups) == ["g0", "g1"]
+
+
+def half_full():
+    raise OSError(28, "No space left on device")
+
+
+def test_only_one_process_writes_and_the_next_waits_for_its_end(folder):
+    script = textwrap.dedent(
+        """
+        import sys
+        from learner.durable.spool import Spool
+        from learner.durable.spool_format import NOTHING_OPEN
+
+        spool = Spool(sys.argv[1], "run")
+        spool.claim()
+        spool.rotate(0, lambda: NOTHING_OPEN)
+        print("claimed", flush=True)
+        sys.stdin.read()
+        """
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", script, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()},
+    )
+    spool = Spool(folder, "run")
+    assert child.stdout.readline() == b"claimed\n"
+    with pytest.raises(SpoolFailed, match="spool.lock: another learner of this run has held it"):
+        spool.claim(0.1)
+    assert spool.is_new, "looked at before the other began"
+    ends = threading.Timer(0.3, child.kill)
+    ends.start()
+    spool.claim(20)
+    assert not spool.is_new and spool.problem == ""
+    child.wait(30)
+    spool.close()
+
+
+def test_the_spool_of_another_run_is_refused(folder):
+    begun(folder, "run-a")
+    with pytest.raises(DamagedFile, match="is of run 'run-a', not 'run-b': give this run another"):
+        Spool(folder, "run-b")
+    (folder / "step-00000007.bin").write_bytes(b"something else")
+    with pytest.raises(DamagedFile, match="step-00000007.bin is no segment of a spool"):
+        Spool(folder, "run-a")
+
+
+def test_what_was_answered_survives_kill_9_at_any_moment(folder):
+    script = textwrap.dedent(
+        """
+        import sys
+        from learner.durable.spool import Spool
+        from learner.durable.spool_format import NOTHING_OPEN
+        from tests.learner.builders import random_groups
+        import dataclasses
+
+        spool = Spool(sys.argv[1], "run")
+        spool.rotate(0, lambda: NOTHING_OPEN)
+        [group] = random_groups(1)
+        for number in range(10**6):
+            spool.group(dataclasses.replace(group, group_id=f"g{number}"))
+            print(number, flush=True)
+        """
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", script, str(folder)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()},
+    )
+    for _ in range(50):
+        assert child.stdout.readline(), "the child died before it was killed"
+    child.send_signal(signal.SIGKILL)
+    answered = 50 + len(child.stdout.read().split())
+    child.wait(30)
+    groups = Spool(folder, "run").read(0).groups
+    assert list(groups) == [f"g{number}" for number in range(len(groups))]
+    assert len(groups) - answered in (0, 1)

@@ -1,0 +1,289 @@
+"""The number that a worked answer ends in."""
+
+import time
+from decimal import Decimal
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_worker.rewards.answers import (
+    answer_text,
+    gold_answer,
+    lenient_answer,
+    parse_number,
+    strict_answer,
+)
+
+
+def value(answer):
+    return None if answer is None else answer.value
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("#### 57", 57),
+        ("####57", 57),
+        ("####\n\n57", 57),
+        ("#### 57 ####", 57),
+        ("##### 57", 57),
+        ("#### 57.", 57),
+        ("#### 57.0", 57),
+        ("#### 57.00 dollars.", 57),
+        ("#### .5", Fraction(1, 2)),
+        ("#### 1/2", Fraction(1, 2)),
+        ("#### 2 1/2 cups", Fraction(5, 2)),
+        ("#### -$7", -7),
+        ("#### $-7", -7),
+        ("#### \u22127", -7),
+        ("#### - 7", -7),
+        ("#### -0", 0),
+        ("#### 007", 7),
+        ("#### 25%", 25),
+        ("#### 25 \\%", 25),
+        ("#### \\$57", 57),
+        ("#### 1 000 000", 1000000),
+        ("#### 1\u202f000", 1000),
+        ("#### 1,00,000 rupees", 100000),
+        ("#### 3 million people", 3000000),
+        ("#### 1.5e3", 1500),
+        ("#### 57km", 57),
+        ("#### 57!", 57),
+        ("#### **Answer:** 57", 57),
+        ("#### The final answer is $57.", 57),
+        ("#### x = 57", 57),
+        ("#### 6*5=30", 30),
+        ("#### 2 + 3 = 5 apples", 5),
+        ("#### 57 (19+38=57)", 57),
+        ("#### 57 apples in 3 boxes", 57),
+        ("#### ~57", 57),
+        ("\\boxed{57}", 57),
+        ("$\\boxed{57}$.", 57),
+        ("#### \\boxed{57}", 57),
+        ("\\boxed{\\text{57 dollars}}", 57),
+        ("\\boxed{1{,}000}", 1000),
+        ("\\boxed{1\\,000}", 1000),
+        ("\\boxed{\\$57}", 57),
+        ("\\boxed{57\\%}", 57),
+        ("\\boxed{\\dfrac{3}{4}}", Fraction(3, 4)),
+        ("\\boxed{x = 57}", 57),
+        ("\\boxed{57\\text{ cm}^2}", 57),
+    ],
+)
+def test_strict_reads_the_number(text, expected):
+    assert value(strict_answer("first 3, then\n" + text + "\nand that is it")) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "12 or 24",
+        "12, 24",
+        "12,24",
+        "12 24",
+        "12 -> 24",
+        "12 and 24",
+        "1,23",
+        "1.2.3",
+        "3:30",
+        "10-12",
+        "2^10",
+        "2**10",
+        "5\u00b2",
+        "5 + 3",
+        "5 x 3",
+        "1/0",
+        "+-3",
+        "1e99999999999",
+        "9" * 5000,
+        "1" + ",000" * 2000,
+        "3\u0663",
+    ],
+)
+def test_what_is_not_one_number_is_an_answer_that_equals_nothing(text):
+    started_s = time.monotonic()
+    answer = strict_answer(f"7\n#### 5\nNo:\n#### {text}")
+    assert answer is not None and answer.value is None
+    assert lenient_answer(f"#### {text}").value is None, "the marker is final for lenient, too"
+    assert time.monotonic() - started_s < 1
+
+
+def test_an_exponent_is_part_of_the_number():
+    assert value(strict_answer("#### 1e999")) == 10**999
+    assert value(lenient_answer("about 1e999")) == 10**999
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "57",
+        "**57**",
+        "### 57",
+        "#### Step 3",
+        "####",
+        "#### ",
+        "",
+        "#### the rest is 57",
+        "#### \u0663",
+    ],
+)
+def test_strict_wants_a_marker_before_the_number(text):
+    assert strict_answer(text) is None
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("#### 12\n#### 30", 30),
+        ("#### 12 #### 30", 30),
+        ("\\boxed{12} no, #### 30", 30),
+        ("#### 12, no: \\boxed{30}", 30),
+        ("\\boxed{12} \\boxed{30}", 30),
+        ("#### 30\n#### Explanation\nIt is 5 less than 35.", 30),
+        ("#### 30\n####", 30),
+    ],
+)
+def test_the_last_answer_counts(text, expected):
+    assert value(strict_answer(text)) == expected
+    assert value(lenient_answer(text)) == expected
+
+
+def test_a_last_box_without_a_number_takes_the_answer_back():
+    assert strict_answer("#### 30, or rather \\boxed{none}").value is None
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("Final answer: **64**", 64),
+        ("so it is 1,234.", 1234),
+        ("costs $57.50!", Decimal("57.5")),
+        ("it fell to -7.", -7),
+        ("it fell to \u22127 degrees", -7),
+        ("10-7", 7),
+        ("10 - 7", 7),
+        ("- 7 apples", 7),
+        ("12, 18, 24", 24),
+        ("half is 1/2", Fraction(1, 2)),
+        ("that is \\frac{3}{4} of it", Fraction(3, 4)),
+        ("\u7b54\u6848\u662f57", 57),
+        ("57kg", 57),
+        ("x2 is 5, see H2O", 5),
+    ],
+)
+def test_lenient_falls_back_to_the_last_number(text, expected):
+    assert value(lenient_answer(text)) == Fraction(expected)
+
+
+@pytest.mark.parametrize("text", ["", "no number", "in 1,23", "in 1.2.3", "9" * 5000])
+def test_lenient_finds_no_part_of_a_malformed_number(text):
+    assert value(lenient_answer(text)) is None
+
+
+SPELLINGS_OF_SIGN = {True: ["-", "\u2212", "\u2013", "- "], False: ["", "+"]}
+
+
+@st.composite
+def spelled_numbers(draw):
+    """A number, and one of its spellings as a model might end an answer."""
+    number = draw(st.decimals(-(10**9), 10**9, places=draw(st.integers(0, 3))))
+    text = f"{abs(number):,f}" if draw(st.booleans()) else f"{abs(number):f}"
+    if "." in text:
+        text += "0" * draw(st.integers(0, 2))
+    elif draw(st.booleans()):
+        text += draw(st.sampled_from([".", ".0", ".00"]))
+    sign = draw(st.sampled_from(SPELLINGS_OF_SIGN[number.is_signed()]))
+    currency = draw(st.sampled_from(["", "$", "\u20ac", "\u00a3", "\\$", "US$"]))
+    text = currency + sign + text if draw(st.booleans()) else sign + currency + text
+    if not text.endswith("."):
+        text += draw(st.sampled_from(["", ".", " apples", "%", " dollars.", " km/h"]))
+    left, right = draw(
+        st.sampled_from([("", ""), ("**", "**"), ("`", "`"), ("*", "*"), ("(", ")"), ('"', '"')])
+    )
+    return Fraction(number), left + text + right
+
+
+@given(spelled_numbers())
+def test_every_spelling_of_a_number_after_the_marker_is_equal(spelled):
+    number, text = spelled
+    assert value(strict_answer(f"5 - 3 = 2\n#### {text}\nDone.")) == number
+    assert value(strict_answer(f"**#### {text}**")) == number
+    assert parse_number(text) == number
+
+
+@given(spelled_numbers())
+def test_every_spelling_of_a_number_in_a_box_is_equal(spelled):
+    number, text = spelled
+    text = text.replace("$", "\\$").replace("\\\\", "\\").replace("%", "\\%")
+    assert value(strict_answer(f"so $\\boxed{{{text}}}$ it is")) == number
+
+
+@given(st.text(st.sampled_from("0123456789#$,. \n-+*/=()\\{}eboxdfrac\u0663"), max_size=80))
+def test_any_text_is_read_without_an_exception(text):
+    strict, lenient = strict_answer(text), lenient_answer(text)
+    assert strict is None or strict == lenient
+
+
+HOSTILE = [
+    "#### ",
+    "#### x",
+    "####\n",
+    "9 ",
+    "1 000 ",
+    "1,",
+    "\\boxed{",
+    "\\frac{",
+    "=1",
+    "*1",
+    "(",
+    "$",
+    "+-",
+    "#### answer: ",
+    "= x =",
+]
+
+
+@pytest.mark.parametrize("unit", HOSTILE)
+def test_reading_time_grows_no_faster_than_the_text(unit):
+    text = "#### 1" + unit * (40_000 // len(unit))
+    started_s = time.monotonic()
+    strict_answer(text), lenient_answer(text)
+    assert time.monotonic() - started_s < 2, "quadratic reading takes a minute here"
+
+
+def test_gold_follows_the_last_marker_and_never_a_calculator_note():
+    assert gold_answer("12*105=<<12*105=1260>>1,260\n#### 5\n#### 3,780") == "3780"
+    assert gold_answer("4/2=<<4/2=2>>2 dollars\n#### 2") == "2"
+    assert gold_answer(" 48,500 ") == "48,500"
+    with pytest.raises(ValueError, match="nothing follows the last ####"):
+        gold_answer("so it is\n#### ")
+
+
+def test_answer_text_keeps_what_is_no_number():
+    assert answer_text("#### 1\n#### **[3, 1, 2]**\nok") == "[3, 1, 2]"
+    assert answer_text("no marker") is None
+
+
+@pytest.mark.shared
+def test_every_gsm8k_solution_agrees_with_its_own_gold(shared):
+    import json
+
+    lines = (shared / "data/gsm8k/test.jsonl").read_text().splitlines()
+    for line in lines:
+        solution = json.loads(line)["answer"]
+        gold = parse_number(gold_answer(solution))
+        assert gold is not None, solution
+        assert value(strict_answer(solution)) == gold
+        assert value(lenient_answer(solution.replace("####", "So"))) == gold
+
+
+@pytest.mark.parametrize(
+    "before", ["#### 1", "#### 1=", "#### -", "#### $", "#### 1 or", "\\boxed{Rs"]
+)
+@pytest.mark.parametrize("between", ["", ",", "+"])
+def test_a_long_run_of_blanks_is_read_in_time(before, between):
+    text = before + " " * 10_000 + between + " " * 10_000 + "x"
+    assert strict_answer(text) == strict_answer(before + " " + between + " x")
+    assert lenient_answer(text) == lenient_answer(before + " " + between + " x")

@@ -1,0 +1,246 @@
+"""Built-in scorers, and how names become scorers."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from rollout_worker.config import RewardFunctionConfig, SourceConfig
+from rollout_worker.data.prompts import load_prompts
+from rollout_worker.rewards import scorers as rewards
+from rollout_worker.rewards.scorers import BadScorer, check_params, named_rewards, resolve
+
+GIVEN = {"prompt": "", "item": {}}
+
+
+def score(name, completion, answer, **params):
+    return named_rewards(name, resolve(name)(completion, answer=answer, **GIVEN, **params))
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize("case_id", ["A01", "A02", "A03", "A05", "A06", "A08"])
+def test_answer_case(cases, case_id):
+    for item in cases("answers")[case_id]["items"]:
+        gold = item.get("gold", item.get("gold_solution"))
+        got = score("gsm8k_answer", item["response"], gold)
+        for column, variant in [("strict", "strict"), ("flexible", "lenient")]:
+            # The one unspecified answer is an Arabic digit; answers.py reads ASCII digits only.
+            expected = 0 if item[column] == "documented" else item[column]
+            assert got[f"gsm8k_answer/{variant}"] == expected, (item["response"][:80], variant)
+            value = score("gsm8k_answer", item["response"], gold, mode=variant)["gsm8k_answer"]
+            assert value == expected
+
+
+def test_gsm8k_answer_is_strict_unless_told():
+    assert score("gsm8k_answer", "it is 64", "64") == {
+        "gsm8k_answer": 0.0,
+        "gsm8k_answer/strict": 0.0,
+        "gsm8k_answer/lenient": 1.0,
+    }
+
+
+def test_gsm8k_answer_compares_exactly():
+    digits = "12345678901234567890"
+    assert score("gsm8k_answer", f"#### {digits}1", f"{digits}2")["gsm8k_answer"] == 0
+    assert score("gsm8k_answer", "#### 0.30", "0.3")["gsm8k_answer"] == 1
+    assert score("gsm8k_answer", "#### 1/3", "0.3333333333333333")["gsm8k_answer"] == 0
+
+
+def test_a_gold_answer_that_is_no_number_is_an_error_not_a_zero():
+    with pytest.raises(ValueError, match="gold answer 'blue' is not a number"):
+        score("gsm8k_answer", "#### blue", "blue")
+
+
+@pytest.mark.parametrize(
+    "completion, expected",
+    [
+        ("5 + 7 = 12\n#### 12", 1),
+        ("#### 12", 1),
+        ("so\n#### -1,250.50\n", 1),
+        ("so\n####12", 1),
+        ("so\n#### 12\nI hope this helps", 0),
+        ("so\n#### 12 apples", 0),
+        ("so #### 12", 0),
+        ("#### 3\nno\n#### 12", 0),
+        ("#### 12\n####", 0),
+        ("12", 0),
+        ("", 0),
+    ],
+)
+def test_default_format_wants_one_marker_line_at_the_end(completion, expected):
+    assert score("format", completion, "12") == {"format": expected}
+
+
+def test_format_matches_the_whole_completion():
+    pattern = r"<think>.*</think>\s*<answer>.*</answer>"
+    right = "<think>a\nb</think>\n<answer>3</answer>"
+    assert score("format", right, "", pattern=pattern) == {"format": 1}
+    assert score("format", right + "\njunk", "", pattern=pattern) == {"format": 0}
+    assert score("format", "junk" + right, "", pattern=pattern) == {"format": 0}
+
+
+@pytest.mark.parametrize(
+    "completion, answer, expected",
+    [
+        ("so it is $\\frac{1}{2}$", "0.5", 1),
+        ("\\boxed{x^2 + 2x + 1}", "(x+1)^2", 1),
+        ("\\boxed{72}", "48/2=<<48/2=24>>24\n#### 72", 1),
+        ("\\boxed{71}", "72", 0),
+        ("I do not know", "72", 0),
+    ],
+)
+def test_math_verify(completion, answer, expected):
+    assert score("math_verify", completion, answer) == {"math_verify": expected}
+
+
+class Words:
+    """One token per word."""
+
+    def encode_chat(self, messages):
+        return [len(word) for message in messages for word in message["content"].split()]
+
+
+def one_item(source, **keys):
+    return load_prompts(
+        SourceConfig(source=source, size=3, seed=11, skip=2, **keys),
+        tokenizer=Words(),
+        system_prompt=None,
+        question_template="{question}",
+        max_prompt_tokens=10_000,
+    ).prompts[1]
+
+
+def test_reasoning_gym_scores_with_the_task_itself():
+    # arc_agi keeps tuples in its items, which JSON does not: the item must be made again.
+    prompt = one_item("reasoning_gym:arc_agi")
+    scorer = resolve("reasoning_gym")
+    given = {"answer": "", "prompt": prompt.question, "item": prompt.item}
+    whole = scorer(prompt.item["answer"], **given, extract="whole")
+    assert whole == 1.0
+    assert scorer("no marker", **given) == 0.0
+
+    prompt = one_item("reasoning_gym:chain_sum", params={"min_terms": 2, "max_terms": 3})
+    given = {"answer": "", "prompt": prompt.question, "item": prompt.item}
+    assert scorer(f"1 + 1\n#### 1\nno\n#### **{prompt.item['answer']}**", **given) == 1.0
+    assert scorer(f"{prompt.item['answer']}\n#### wrong", **given) == 0.0
+
+
+def test_reasoning_gym_refuses_items_that_it_did_not_make():
+    with pytest.raises(ValueError, match="needs prompts of a reasoning_gym: source"):
+        score("reasoning_gym", "#### 1", "1")
+    prompt = one_item("reasoning_gym:chain_sum")
+    changed = {**prompt.item, "question": "another"}
+    with pytest.raises(ValueError, match="item 3 of chain_sum has another question"):
+        resolve("reasoning_gym")("#### 1", answer="", prompt="", item=changed)
+
+
+@pytest.mark.parametrize(
+    "result, expected",
+    [
+        (0.5, {"f": 0.5}),
+        (2, {"f": 2.0}),
+        (True, {"f": 1.0}),
+        (np.float32(0.5), {"f": 0.5}),
+        ({"value": 1, "lenient": 0.25}, {"f": 1.0, "f/lenient": 0.25}),
+    ],
+)
+def test_results_are_named(result, expected):
+    assert named_rewards("f", result) == expected
+
+
+@pytest.mark.parametrize(
+    "result, message",
+    [
+        (None, "must be a number, got NoneType"),
+        ("1.0", "must be a number, got str '1.0'"),
+        ([1.0], "must be a number, got list"),
+        (float("nan"), "must be finite, got nan"),
+        (float("inf"), "must be finite, got inf"),
+        ({"reward": 1.0}, r"needs the key 'value', got \['reward'\]"),
+        ({"value": 1.0, "why": "x"}, "'why' must be a number"),
+        (10**400, "must be finite, got inf"),
+        (1.1e6, "must lie between -1e.06 and 1e.06, got 1.1e.06"),
+        ({"value": -1e300}, "must lie between -1e.06 and 1e.06"),
+        ({"value": 1.0, "\ud800": 1.0}, "names of variants must be printable text"),
+    ],
+)
+def test_results_that_are_no_finite_number_are_errors(result, message):
+    with pytest.raises(ValueError, match=message):
+        named_rewards("f", result)
+
+
+def test_weights_and_total():
+    functions = [
+        RewardFunctionConfig(name="gsm8k_answer"),
+        RewardFunctionConfig(name="format", weight=0.25),
+        RewardFunctionConfig(name="m:f", weight=-2),
+    ]
+    weights = rewards.resolve_weights(functions)
+    assert weights == {"gsm8k_answer": 1.0, "format": 0.25, "m:f": -2.0}
+    scored = {"gsm8k_answer": 1.0, "gsm8k_answer/strict": 7.0, "format": 1.0, "m:f": 0.5}
+    assert rewards.weighted_total(scored, weights) == 1.0 + 0.25 - 1.0
+    with pytest.raises(KeyError):
+        rewards.weighted_total({"format": 1.0}, weights)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("gsm8k_anser", "unknown reward function 'gsm8k_anser' .nearest: 'gsm8k_answer'"),
+        ("math-verify", "nearest: 'math_verify'"),
+        ("nowhere.rewards:score", "cannot import 'nowhere.rewards' .No module named 'nowhere'"),
+        ("rewards_x:gsm8k_answr", "nearest: 'gsm8k_answer'"),
+        ("my_rewards:scor", "has no 'scor' .nearest: 'score'"),
+        ("my_rewards:LIMIT", "must be a plain function, got int"),
+        ("my_rewards:later", "async"),
+        (":score", "written package.module:function"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_refused_with_the_fix(tmp_path, monkeypatch, name, message):
+    (tmp_path / "my_rewards.py").write_text(
+        "LIMIT = 3\n"
+        "def score(completion, *, answer, prompt, item): return 1.0\n"
+        "async def later(completion, *, answer, prompt, item): return 1.0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(BadScorer, match=message):
+        resolve(name)
+    sys.modules.pop("my_rewards", None)
+
+
+def own(completion, *, answer, prompt, item, scale: float, shift: float = 0.0):
+    return 1.0
+
+
+def anything(completion, **given):
+    return 1.0
+
+
+def positional(completion, answer):
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    "scorer, params, message",
+    [
+        (own, {"scale": 1, "shfit": 2}, r"no parameter 'shfit' .nearest: 'shift'.; it takes"),
+        (own, {}, "missing a required argument: 'scale'"),
+        (own, {"scale": 1, "item": 2}, "must not hold 'item'"),
+        (positional, {}, "cannot be called as score"),
+        (rewards.gsm8k_answer, {"mode": "loose"}, r"one of \['strict', 'lenient'\], got 'loose'"),
+        (rewards.answer_format, {"pattern": "("}, "is not a regular expression"),
+    ],
+)
+def test_parameters_that_a_scorer_does_not_take_are_refused(scorer, params, message):
+    with pytest.raises(BadScorer, match=message):
+        check_params("my:own", scorer, params)
+
+
+def test_parameters_that_a_scorer_takes_pass():
+    check_params("my:own", own, {"scale": 2})
+    check_params("my:anything", anything, {"whatever": 2})
+
+
+def test_a_reward_at_the_bound_and_a_large_variant_pass():
+    got = named_rewards("f", {"value": -1e6, "tokens": 5e9})
+    assert got == {"f": -1e6, "f/tokens": 5e9}

@@ -1,0 +1,75 @@
+"""What a configuration makes of a worker's devices, before there are any and with them."""
+
+import jax
+import numpy as np
+import pytest
+
+from models.config import ModelConfig
+from rollout_worker.config import DecodeConfig, RolloutConfig
+from rollout_worker.engine.decode_programs import device_bytes
+from rollout_worker.engine_setup import EngineSetup
+
+MODEL = ModelConfig(
+    model_type="qwen2",
+    vocab_size=66,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    qkv_bias=True,
+    tie_word_embeddings=True,
+)
+
+
+def setup_of(*, weights_dtype="bfloat16", **decode):
+    rollout = RolloutConfig(
+        max_prompt_tokens=40,
+        max_completion_tokens=13,
+        decode=DecodeConfig(**{"slots": 8, "prefixes": 4, **decode}),
+    )
+    return EngineSetup(rollout=rollout, model=MODEL, platform="cpu", weights_dtype=weights_dtype)
+
+
+@pytest.mark.parametrize("devices, tensor", [(1, 1), (4, 1), (4, 2), (4, 4)])
+def test_sizes_without_devices_are_those_of_the_arrays_on_devices(devices, tensor):
+    setup = setup_of(tensor=tensor)
+    programs = setup.programs(setup.abstract_mesh(devices))
+    here = setup.programs(setup.mesh(jax.devices()[:devices]))
+    assert here.geometry == programs.geometry
+    assert device_bytes(here.params_struct()) == device_bytes(programs.params_struct())
+
+    slots, pool = here.empty()()
+    on_device = lambda tree: sum(
+        leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree)
+    )
+    assert on_device(slots.cache) == programs.cache_bytes(programs.geometry.widths[0])
+    assert on_device(pool) == programs.pool_bytes()
+
+
+def test_slots_and_prefixes_are_those_of_all_devices_together():
+    setup = setup_of(tensor=2, slots=12, prefixes=6)
+    programs = setup.programs(setup.abstract_mesh(6))
+    assert (programs.spec.lanes, programs.spec.slots, programs.geometry.prefixes) == (3, 4, 2)
+
+
+@pytest.mark.parametrize(
+    "weights, compute, expected",
+    [
+        ("bfloat16", "bfloat16", "bfloat16"),
+        ("float32", "bfloat16", "float32"),
+        ("bfloat16", "float32", "float32"),
+    ],
+)
+def test_the_copy_holds_every_published_value(weights, compute, expected):
+    setup = setup_of(weights_dtype=weights, compute_dtype=compute)
+    assert setup.copy_dtype == np.dtype(expected)
+
+
+def test_the_kernel_gets_one_cache_of_whole_blocks():
+    widths = lambda attention: (
+        (setup := setup_of(attention=attention)).programs(setup.abstract_mesh(1)).geometry.widths
+    )
+    assert widths("bf16") == (53,)
+    assert widths("pallas") == (128,)
