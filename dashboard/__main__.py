@@ -170,7 +170,8 @@ def _serve(folders: list[pathlib.Path], name: str, host: str, port: int | None) 
 @contextlib.contextmanager
 def _told(url: str, tokens: Tokens) -> Iterator[Callable[[], None]]:
     """Says where the dashboard is: a terminal gets the whole link, a file or pipe, which may be
-    kept as a log, only the folder where the tokens are."""
+    kept as a log, only the folder where the tokens are.
+    """
     if sys.stdout.isatty():
         link = f"dashboard: {auth.link(url, tokens)}\ncontrol token: {tokens.control}"
         yield lambda: print(link, flush=True)

@@ -39,7 +39,8 @@ class Tokens:
 
 def write_access(folder: pathlib.Path, url: str, tokens: Tokens) -> None:
     """Leaves `url`, `view_token` and `control_token` in a folder that only its owner may read, in
-    place of what is there; see `replace_private`."""
+    place of what is there; see `replace_private`.
+    """
     texts = {"url": url, "view_token": tokens.view, "control_token": tokens.control}
     replace_private(folder, {name: text.encode() for name, text in texts.items()})
 
@@ -112,6 +113,7 @@ def _bearer(headers: Mapping[str, str]) -> str:
 
 def _cookie(headers: Mapping[str, str], name: str) -> str:
     """By hand: http.cookies gives up all of them where another server on this host, whose cookies
-    come too, has set one that is not quite right."""
+    come too, has set one that is not quite right.
+    """
     pairs = (pair.strip().partition("=") for pair in headers.get("cookie", "").split(";"))
     return next((value for key, _, value in pairs if key == name), "")

@@ -135,7 +135,8 @@ def _error(status: int, text: str) -> Response:
 
 def _is_own_host(host: str) -> bool:
     """Whether a Host header names this machine by address or as localhost: a name of somebody's
-    own that leads to loopback, as in DNS rebinding, is neither."""
+    own that leads to loopback, as in DNS rebinding, is neither.
+    """
     try:
         name = urlsplit(f"//{host}").hostname or ""  # half an IPv6 address is a ValueError too
         if name != "localhost":

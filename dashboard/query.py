@@ -18,9 +18,8 @@ class Query:
     """The parameters of one request."""
 
     def __init__(self, given: Mapping[str, str], *known: str):
-        """
-        Raises:
-            BadQuery: for a name that is not known.
+        """Raises:
+        BadQuery: for a name that is not known.
         """
         for name in given:
             if name not in known:

@@ -35,7 +35,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 class _Protocol(H11Protocol):
     """Lets the application end a connection whose reader has stopped, with what is buffered, and
-    ends one whose request does not arrive within ASK_S."""
+    ends one whose request does not arrive within ASK_S.
+    """
 
     _late: TimerHandle | None = None
 
@@ -75,7 +76,8 @@ class _Protocol(H11Protocol):
 
 def most_connections() -> int:
     """So many that descriptors never run out: asyncio then writes a traceback for each connection
-    that it cannot accept, hundreds of thousands a minute, onto the disk of the run."""
+    that it cannot accept, hundreds of thousands a minute, onto the disk of the run.
+    """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return DESCRIPTORS if limit < 0 else max(limit // 4, limit - 2 * BACKLOG)
 
@@ -119,7 +121,8 @@ class DashboardServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """As uvicorn's own, but a signal is done with once it has ended the server: what stands
-        around it is to be cleared away."""
+        around it is to be cleared away.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return

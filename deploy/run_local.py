@@ -129,7 +129,8 @@ class Relay(threading.Thread):
 
 def whole_link(line: str) -> str:
     """The line that names the dashboard, with its token for a terminal: the job's own output is
-    kept in a log of the cluster, and has none."""
+    kept in a log of the cluster, and has none.
+    """
     found = DASHBOARD.match(line)
     if found is None or not sys.stdout.isatty():
         return line

@@ -56,9 +56,8 @@ class LearnerActor:
         spec: LearnerSpec,
         hand_over: Callable[[Snapshot, WeightManifest], None] | None = None,
     ):
-        """
-        Args:
-            hand_over: gets every published version for a worker in this process, the only one.
+        """Args:
+        hand_over: gets every published version for a worker in this process, the only one.
         """
         failpoints.install(spec.failpoints)
         folder = pathlib.Path(spec.checkpoint_folder).parent

@@ -69,8 +69,7 @@ class LearnerCore:
         max_completion_tokens: int,
         devices: Sequence[jax.Device] | None = None,
     ):
-        """
-        Args:
+        """Args:
             params: host arrays of any float dtype, layers stacked; also the reference policy
                 where algorithm.kl_coef is above 0.
             total_steps: calls of `update` in the whole run, which the learning rate plans with.
@@ -307,7 +306,8 @@ class LearnerCore:
 
     def _score_probe(self, dtype: str, clock: PhaseClock) -> ScoredProbe:
         """Starts the canary here, in the thread of all other programs: what needs every device must
-        come to each of them in the same order."""
+        come to each of them in the same order.
+        """
         score = self._programs.canaries[dtype]
         return ScoredProbe(
             scores=self._start(clock, "publish", f"canary {dtype}", score, self._state.params),
@@ -318,7 +318,8 @@ class LearnerCore:
     @property
     def compiled(self) -> Mapping[str, jax.stages.Compiled]:
         """The programs that have run so far: `empty`, `apply`, `accumulate <shape>` and
-        `score <shape>` for each, and `snapshot <dtype>` and `canary <dtype>`."""
+        `score <shape>` for each, and `snapshot <dtype>` and `canary <dtype>`.
+        """
         return self._compiled
 
     @property

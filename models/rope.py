@@ -88,7 +88,7 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
 
 
 def rotary(position_BT: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of every position, float32 [B, T, 1, H/2] each."""
+    """Cos and sin of every position, float32 [B, T, 1, H/2] each."""
     inverse, factor = inverse_frequencies(config)
     angle = position_BT[..., None, None].astype(jnp.float32) * jnp.asarray(inverse, jnp.float32)
     return jnp.cos(angle) * factor, jnp.sin(angle) * factor

@@ -15,7 +15,7 @@ import jinja2
 
 # Said at every start otherwise: that torch is absent, which a tokenizer does not need.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-import transformers  # noqa: E402
+import transformers
 
 from models.files.gguf import open_gguf
 from models.files.gguf_tokenizer import build_tokenizer, special_token

@@ -96,10 +96,9 @@ class RolloutActor:
     """Owns one worker, its loop and its connections; its methods may be called side by side."""
 
     def __init__(self, spec: RolloutSpec, hand_over: HandOver | None = None):
-        """
-        Args:
-            hand_over: where policy versions come from when the learner is in this process; None
-                has them fetched over the network, and served to others.
+        """Args:
+        hand_over: where policy versions come from when the learner is in this process; None
+            has them fetched over the network, and served to others.
         """
         failpoints.install(spec.failpoints)
         if hand_over is None:  # else the learner has registered the process that they share

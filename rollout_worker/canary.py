@@ -40,11 +40,10 @@ class Canary:
     """Scores the probe under a worker's parameters, and compares with what the learner found."""
 
     def __init__(self, spec: DecodeSpec, clock: PhaseClock, *, bound: float | None = None):
-        """
-        Args:
-            spec: of the engine that samples.
-            clock: gets the seconds of `compile`.
-            bound: largest gap of a logprob that passes, in nats; None takes that of the dtypes.
+        """Args:
+        spec: of the engine that samples.
+        clock: gets the seconds of `compile`.
+        bound: largest gap of a logprob that passes, in nats; None takes that of the dtypes.
         """
         self._spec = spec
         self._clock = clock

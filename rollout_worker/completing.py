@@ -33,9 +33,8 @@ class Completing:
         clock: PhaseClock,
         text: Callable[[FinishedRow], str],
     ):
-        """
-        Args:
-            text: a completion as scorers read it.
+        """Args:
+        text: a completion as scorers read it.
         """
         self._engine = engine
         self._rewards = rewards

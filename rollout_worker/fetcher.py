@@ -42,10 +42,9 @@ class Fetcher:
     """Owns the thread that pulls versions."""
 
     def __init__(self, pull: Pull, sources: Sequence[str], on_change: Callable[[], None]):
-        """
-        Args:
-            pull: blocks until the version is there.
-            on_change: called in the thread after a version came or the thread failed.
+        """Args:
+        pull: blocks until the version is there.
+        on_change: called in the thread after a version came or the thread failed.
         """
         self._pull = pull
         self._sources = tuple(sources)

@@ -288,7 +288,8 @@ class _Job:
 
     def run_now(self) -> None:
         """Runs it; an error is the caller's and the thread's, since it may have broken the
-        engine."""
+        engine.
+        """
         try:
             self.done.set_result(self._run())
         except BaseException as error:

@@ -46,12 +46,11 @@ class Pusher:
         on_result: Callable[[LeaseResult], None],
         on_failure: Callable[[], None],
     ):
-        """
-        Args:
-            connect: makes a client for an address.
-            timeout_s: how long one group may take to be handed over, a restart of the learner
-                included.
-            on_result: called in the thread for every group that the learner answered.
+        """Args:
+        connect: makes a client for an address.
+        timeout_s: how long one group may take to be handed over, a restart of the learner
+            included.
+        on_result: called in the thread for every group that the learner answered.
         """
         self._connect = connect
         self._address = address

@@ -39,14 +39,13 @@ class SampleRecords:
         per_step: int,
         reads_numbers: bool,
     ):
-        """
-        Args:
-            decode: text of token ids, special tokens visible.
-            text: a completion as the scorers read it.
-            per_step: records that the log keeps of a step, and most of those that tell something
-                which are made under one policy version; 0 makes none.
-            reads_numbers: whether `gsm8k_answer` is among the scorers, so that `parsed` says which
-                numbers it reads.
+        """Args:
+        decode: text of token ids, special tokens visible.
+        text: a completion as the scorers read it.
+        per_step: records that the log keeps of a step, and most of those that tell something
+            which are made under one policy version; 0 makes none.
+        reads_numbers: whether `gsm8k_answer` is among the scorers, so that `parsed` says which
+            numbers it reads.
         """
         self._decode = decode
         self._text = text

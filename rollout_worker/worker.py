@@ -83,9 +83,8 @@ class RolloutWorker:
         clock: PhaseClock,
         canary: Canary | None = None,
     ):
-        """
-        Args:
-            canary: proves every version that comes with scores of a probe.
+        """Args:
+        canary: proves every version that comes with scores of a probe.
         """
         self._name = name
         self._run_id = run_id

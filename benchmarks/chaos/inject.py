@@ -47,10 +47,9 @@ class Injector:
     """Does what each kind of fault stands for."""
 
     def __init__(self, job: Job, folder: str):
-        """
-        Args:
-            job: that the faults hit.
-            folder: of its failpoints.
+        """Args:
+        job: that the faults hit.
+        folder: of its failpoints.
         """
         self._job = job
         self._folder = folder
@@ -136,7 +135,8 @@ class Injector:
 
     def _scale(self, change: int, hit: Hit) -> None:
         """Asks for another number of workers, and goes on when it is reached, or steps are closed
-        meanwhile: a process takes longer to start than a step."""
+        meanwhile: a process takes longer to start than a step.
+        """
         self.settle()
         there = len(self._job.workers())
         target = min(MOST, max(FEWEST, there + change))

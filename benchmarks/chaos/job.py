@@ -35,11 +35,10 @@ class Job:
     """Owns the driver's process; the run's folder and the head outlive it."""
 
     def __init__(self, head: Head, folder: pathlib.Path, settings: Sequence[str]):
-        """
-        Args:
-            head: that every driver joins.
-            folder: of the run; the output of all its drivers goes to `driver.log` beside it.
-            settings: `section.key=value` on top of `run.yaml`.
+        """Args:
+        head: that every driver joins.
+        folder: of the run; the output of all its drivers goes to `driver.log` beside it.
+        settings: `section.key=value` on top of `run.yaml`.
         """
         self.folder = folder
         self.log = folder.with_name(f"{folder.name}.driver.log")

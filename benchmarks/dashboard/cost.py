@@ -125,7 +125,8 @@ def _run_block(
 
 def _steps(run: DemoRun, block: int) -> tuple[int, int]:
     """The first and the last that count: the one that goes on now began before, and the next one
-    is left out."""
+    is left out.
+    """
     now = run.step
     run.wait_for_step(now + 1 + block)
     return now + 2, now + 1 + block

@@ -46,7 +46,8 @@ class Seen:
 
 def seen_of(loads: Sequence[tuple[float, float, float]], updates_ms: Sequence[float]) -> Seen:
     """From page loads (first paint and drawn in seconds, bytes), of which the median counts, and
-    from live updates."""
+    from live updates.
+    """
     paint_s, drawn_s, nbytes = (statistics.median(one) for one in zip(*loads, strict=True))
     return Seen(
         paint_s=paint_s,

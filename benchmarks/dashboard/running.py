@@ -110,7 +110,8 @@ class DemoRun:
 @contextlib.contextmanager
 def demo_run(*settings: str) -> Iterator[DemoRun]:
     """The demo without evaluation, checkpoints in passing and export, until the block ends: it does
-    not end by itself."""
+    not end by itself.
+    """
     quiet = ["eval.at_start=false", "eval.at_end=false", "checkpoint.every_steps=0"]
     quiet += ["checkpoint.export_hf=false", "log.dashboard.port=0", f"run.steps={STEPS}"]
     with tempfile.TemporaryDirectory(prefix="tandem-dashboard-") as folder:

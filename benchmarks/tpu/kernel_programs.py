@@ -170,7 +170,8 @@ def lower_decode_attention(
     impl: str, prefix: str, shape: tuple[int, int, int, int, int], device: jax.Device
 ) -> jax.stages.Lowered:
     """(query [B, N, H], new key [B, K, H], new value, key cache [B, K, S, H], value cache,
-    positions; with a prefix leaders and shared columns) -> output [B, N, H] and the caches."""
+    positions; with a prefix leaders and shared columns) -> output [B, N, H] and the caches.
+    """
     B, N, K, S, H = shape
     struct = _structs_on(device)
     query, new = (struct((B, heads, H), jnp.bfloat16) for heads in (N, K))

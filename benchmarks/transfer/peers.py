@@ -29,7 +29,8 @@ LARGEST_TENSOR_BYTES = 32 * MIB
 
 def bf16_tensors(mib: int, seed: int = 0) -> dict[str, np.ndarray]:
     """Returns bfloat16 tensors of so many MiB together, normal with deviation 0.02, as in a layer
-    of a language model: an embedding and matrices of several sizes."""
+    of a language model: an embedding and matrices of several sizes.
+    """
     rng = np.random.default_rng(seed)
     left, tensors = mib * MIB, {}
     while left:

@@ -149,7 +149,8 @@ class Live:
 
     async def close(self) -> None:
         """Tells how the run stands now, answers for ASK_S after its end, and ends every stream,
-        within CLOSE_S."""
+        within CLOSE_S.
+        """
         if self.failure is None:
             with contextlib.suppress(OSError):  # then they read what was known before
                 await self.turn()

@@ -20,7 +20,8 @@ _STATUS = (
 
 def state_of_run(folder: pathlib.Path, status: Mapping[str, Any]) -> str:
     """`running`, `finished`, `failed`, `interrupted`, or `lost` where status.json says running and
-    its driver is gone; a driver on another host counts as there."""
+    its driver is gone; a driver on another host counts as there.
+    """
     state = str(status.get("state", "running"))
     pid = status.get("pid")
     if state != "running" or not isinstance(pid, int) or status.get("host") != socket.gethostname():

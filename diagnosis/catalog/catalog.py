@@ -54,7 +54,8 @@ class Metric:
 
     def read(self, name: str) -> dict[str, str] | None:
         """What stands for each word in braces in the name of a metric; None if this row does not
-        describe it."""
+        describe it.
+        """
         found = _pattern(self.name).fullmatch(name)
         return found and found.groupdict()
 

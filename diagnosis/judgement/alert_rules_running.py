@@ -171,7 +171,8 @@ def throughput(scene: Scene) -> Finding | None:
 
 def _alike(scene: Scene) -> Recent | None:
     """The recent steps that may be held against the baseline: those with as many workers, where
-    both have enough of them."""
+    both have enough of them.
+    """
     workers = len(scene.baseline.last.workers)
     steps = [facts for facts in scene.recent.steps if len(facts.workers) == workers]
     if not scene.recent.is_full or not scene.baseline.is_full or 2 * len(steps) <= WINDOW:

@@ -47,7 +47,8 @@ class Bins:
     @classmethod
     def of(cls, steps_N: np.ndarray, points: int, first: int, last: int) -> "Bins":
         """At most `points` bins of equal width between two steps; those without a step are left
-        out."""
+        out.
+        """
         size = max(1, math.ceil((last - first + 1) / points))
         bin_N = (steps_N - first) // size
         begin_B = np.flatnonzero(np.diff(bin_N, prepend=-1))

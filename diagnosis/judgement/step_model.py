@@ -48,10 +48,9 @@ class StepModel:
     def __init__(
         self, seen: Mapping[int, Sequence[Sides]], settings: RunSettings, *, hosts: int = 1
     ):
-        """
-        Args:
-            seen: settled steps, oldest first, by number of workers; at least one step.
-            hosts: how many hosts the workers are known to run on.
+        """Args:
+        seen: settled steps, oldest first, by number of workers; at least one step.
+        hosts: how many hosts the workers are known to run on.
         """
         self._seen = {n: list(steps)[-WINDOW:] for n, steps in seen.items() if steps}
         self._level = {n: median_sides(steps) for n, steps in self._seen.items()}

@@ -147,7 +147,7 @@ class WhatIf:
         for staleness in (0, 1, 2):
             if staleness != settings.max_staleness:
                 title = f"max_staleness {staleness}"
-                call = lambda staleness=staleness: model.with_staleness(n, staleness)  # noqa: E731
+                call = lambda staleness=staleness: model.with_staleness(n, staleness)
                 asked.append((f"staleness_{staleness}", title, call))
         half = settings.max_completion_tokens // 2
         title = f"at most {half} tokens a completion"

@@ -54,7 +54,8 @@ class StepFacts:
 
     def accounted_s(self, process: str) -> float:
         """Seconds that phases claim, and those in which the process was not there; those of the
-        step, where none is counted twice."""
+        step, where none is counted twice.
+        """
         return sum(self.processes[process].values()) + self.absent_s.get(process, 0.0)
 
     def metric(self, name: str) -> float:
@@ -86,7 +87,8 @@ class RunSettings:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "RunSettings":
         """Of config.yaml as plain values; a key that is absent, or has a value of another kind than
-        a run would take, takes the run's default."""
+        a run would take, takes the run's default.
+        """
 
         def get(dotted: str, default: Any) -> Any:
             here: Any = config
@@ -116,7 +118,8 @@ class RunSettings:
 
 def _is_like(value: Any, default: Any) -> bool:
     """Whether a value can stand for a default: a text for a text, a number that is not negative
-    for a number, a whole one for a whole one; None is the default of a number."""
+    for a number, a whole one for a whole one; None is the default of a number.
+    """
     if isinstance(default, str):
         return isinstance(value, str)
     kinds = int if isinstance(default, int) else int | float

@@ -65,13 +65,12 @@ class Intake:
         resample_rounds: int,
         samples: int = 0,
     ):
-        """
-        Args:
-            wanted: groups of a step.
-            resample_rounds: how many further steps' worth of prompts a step may lease to replace
-                groups of equal rewards; 0 keeps them.
-            samples: completions of a step that the log keeps; so many of the leases of a step, or
-                a few more, ask for one.
+        """Args:
+        wanted: groups of a step.
+        resample_rounds: how many further steps' worth of prompts a step may lease to replace
+            groups of equal rewards; 0 keeps them.
+        samples: completions of a step that the log keeps; so many of the leases of a step, or
+            a few more, ask for one.
         """
         self._book = book
         self._wanted = wanted

@@ -104,9 +104,8 @@ class Room:
     """A reserved place for one actor."""
 
     def __init__(self, group: PlacementGroup, bundle: int, *, shared: bool):
-        """
-        Args:
-            shared: whether others have bundles in the same group, so that it must stay.
+        """Args:
+        shared: whether others have bundles in the same group, so that it must stay.
         """
         self.group = group
         self.bundle = bundle

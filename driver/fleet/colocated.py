@@ -53,9 +53,8 @@ class Part:
     """Stands for one role of a ColocatedActor as an actor's handle does: `part.method.remote()`."""
 
     def __init__(self, process: Any, role: Role):
-        """
-        Args:
-            process: handle of the ColocatedActor.
+        """Args:
+        process: handle of the ColocatedActor.
         """
         self._process = process
         self._role = role

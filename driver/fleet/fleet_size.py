@@ -41,11 +41,10 @@ class Scaler:
         *,
         learner: Callable[[], control.LearnerStatus | None],
     ):
-        """
-        Args:
-            group: of the learner and the workers of the start.
-            box: where requests arrive and the picture of the fleet hangs.
-            learner: how the learner is, as last heard.
+        """Args:
+        group: of the learner and the workers of the start.
+        box: where requests arrive and the picture of the fleet hangs.
+        learner: how the learner is, as last heard.
         """
         self._config = config
         self._fleet = fleet

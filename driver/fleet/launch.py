@@ -1,5 +1,6 @@
 """Starts the actors of a run as `placement.mode` says: each in a process of its own, or both roles
-in one."""
+in one.
+"""
 
 from typing import Any
 

@@ -169,7 +169,8 @@ def open_dashboard(config: DashboardConfig, folder: pathlib.Path) -> Iterator[Da
 
 def _left_by_killed(folder: pathlib.Path) -> tuple[int | None, Tokens | None]:
     """Port and tokens of the dashboard that a killed driver has left; None for what is not there,
-    or was not for this user alone."""
+    or was not for this user alone.
+    """
     place = folder / auth.FOLDER
     try:
         found = place.stat()

@@ -36,7 +36,8 @@ class DecodeRate:
 
     def add(self, tokens: float, decode_s: float) -> float | None:
         """The rate with the next step, whose busiest worker decoded for so long; None where nobody
-        did, as while recorded groups train again."""
+        did, as while recorded groups train again.
+        """
         if decode_s <= 0:
             return None
         self._steps.append((tokens, decode_s))

@@ -60,12 +60,11 @@ class WandbTracker(Tracker):
         environ: MutableMapping[str, str] = os.environ,
         queue_lines: int = QUEUED_LINES,
     ):
-        """
-        Args:
-            folder: gets W&B's own folder.
-            run_id: under which a resumed run goes on.
-            init_timeout_s: bound on the start online, after which it records offline.
-            environ: where the API key is looked up and cleaned.
+        """Args:
+        folder: gets W&B's own folder.
+        run_id: under which a resumed run goes on.
+        init_timeout_s: bound on the start online, after which it records offline.
+        environ: where the API key is looked up and cleaned.
         """
         self._wandb = wandb
         self._folder = folder

@@ -98,9 +98,8 @@ class Top:
     """Follows one run and draws it."""
 
     def __init__(self, folder: pathlib.Path):
-        """
-        Raises:
-            NoRun: if the folder is not that of a run.
+        """Raises:
+        NoRun: if the folder is not that of a run.
         """
         self._folder = folder
         try:
@@ -267,7 +266,8 @@ def _picture(top: Top, console: Console) -> "_Harmless":
 
 class _Harmless:
     """Draws something without the control characters in its text: a name or an error that a run
-    has written down may hold some, and a terminal obeys them."""
+    has written down may hold some, and a terminal obeys them.
+    """
 
     def __init__(self, drawn: RenderableType):
         self._drawn = drawn

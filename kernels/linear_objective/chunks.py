@@ -39,12 +39,11 @@ class Chunks:
     """Arrays of the active tokens, to be read and written a chunk at a time."""
 
     def __init__(self, arrays: Any, active_T: jax.Array | None, *, size: int, last_size: int):
-        """
-        Args:
-            arrays: pytree of arrays [T, ..].
-            active_T: bool [T], or None where all are.
-            size: C, at most T; see `even_size`.
-            last_size: of the last chunk, where that is enough and tokens may be inactive.
+        """Args:
+        arrays: pytree of arrays [T, ..].
+        active_T: bool [T], or None where all are.
+        size: C, at most T; see `even_size`.
+        last_size: of the last chunk, where that is enough and tokens may be inactive.
         """
         T = jax.tree.leaves(arrays)[0].shape[0]
         self._C, self._last_C = size, min(size, last_size)

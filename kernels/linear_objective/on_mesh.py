@@ -26,8 +26,7 @@ class HeadOnMesh:
     """The passes, with tokens cut over `token_axes` and the head over the options' vocab_axis."""
 
     def __init__(self, options: HeadOptions, mesh: Mesh | None, token_axes: tuple[str, ...]):
-        """
-        Args:
+        """Args:
             mesh: None for one device; its other axes hold everything whole.
 
         Raises:

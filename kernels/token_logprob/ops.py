@@ -195,7 +195,8 @@ def _gradient_pass(options: Options, logits, ids, outputs, cotangents) -> jax.Ar
 
 def _on_mesh(options: Options, function, ndim: int, *, in_logits: bool):
     """The pass over each device's part. The derivative of `shard_map` itself is never taken:
-    it would divide the cotangents of what is the same on every device of the vocabulary axis."""
+    it would divide the cotangents of what is the same on every device of the vocabulary axis.
+    """
     function = functools.partial(function, options)
     if options.mesh is None:
         return function

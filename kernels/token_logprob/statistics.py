@@ -64,7 +64,7 @@ def merge_over(axis_name: str, part: Statistics) -> Statistics:
 
 
 def _rescaled(part: Statistics, top: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """total and weighted of a part, relative to the top of the whole."""
+    """Total and weighted of a part, relative to the top of the whole."""
     # A maximum may pass over NaN where the sums do not.
     seen = (part.top != -jnp.inf) | jnp.isnan(part.total)
     drop = jnp.where(seen, part.top - top, 0.0)

@@ -80,10 +80,9 @@ class CheckpointFolder:
     """Owns one folder of checkpoints. Only one process may write to it."""
 
     def __init__(self, folder: str | os.PathLike, *, keep: int):
-        """
-        Args:
-            folder: made on the first save.
-            keep: complete checkpoints that remain after a save, at least 1.
+        """Args:
+        folder: made on the first save.
+        keep: complete checkpoints that remain after a save, at least 1.
         """
         if keep < 1:
             raise ValueError(f"checkpoint.keep must be at least 1, got {keep}")

@@ -50,8 +50,7 @@ class Journal:
         capacity_bytes: int,
         max_staleness: int,
     ):
-        """
-        Args:
+        """Args:
             folder: of the spool.
             run_id: of the run.
             capacity_groups, capacity_bytes, max_staleness: as GroupBuffer has them.

@@ -13,10 +13,9 @@ class KeptGroups:
     """Owns the files of one run that hold groups as they were trained on."""
 
     def __init__(self, header: RolloutHeader, *, rejected: pathlib.Path, recorded: str | None):
-        """
-        Args:
-            rejected: folder of groups whose update was not finite; made when there is one.
-            recorded: file of the groups of every update (`rollout_file.py`); None records nothing.
+        """Args:
+        rejected: folder of groups whose update was not finite; made when there is one.
+        recorded: file of the groups of every update (`rollout_file.py`); None records nothing.
         """
         self._rejected = rejected
         self._recorder = None

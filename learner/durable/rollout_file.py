@@ -144,8 +144,7 @@ class RolloutRecorder:
     """
 
     def __init__(self, path: pathlib.Path, header: RolloutHeader):
-        """
-        Args:
+        """Args:
             path: made with the first step.
             header: of the run as it is now; its first_policy_version is filled in later.
 

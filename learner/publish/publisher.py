@@ -75,15 +75,14 @@ class Publisher:
         timeout_s: float = 600.0,
         hand_over: Callable[[Snapshot, WeightManifest], None] | None = None,
     ):
-        """
-        Args:
-            take: makes a snapshot of the current policy; called by `submit`, in its thread.
-            store: gets the versions.
-            on_issued: called with version and digest before the version becomes visible; what it
-                raises fails the publication.
-            timeout_s: bound of `submit`'s wait for the snapshots before.
-            hand_over: gets every snapshot, which is its own from then on, once the version is
-                visible; without it a snapshot is freed as it is copied.
+        """Args:
+        take: makes a snapshot of the current policy; called by `submit`, in its thread.
+        store: gets the versions.
+        on_issued: called with version and digest before the version becomes visible; what it
+            raises fails the publication.
+        timeout_s: bound of `submit`'s wait for the snapshots before.
+        hand_over: gets every snapshot, which is its own from then on, once the version is
+            visible; without it a snapshot is freed as it is copied.
         """
         self._take = take
         self._store = store

@@ -58,6 +58,7 @@ class HandOver:
 
 def _own_handle(array: jax.Array) -> jax.Array:
     """The same buffers under another handle: the copy to the host stays with the one it was read
-    from, and would live as long as this version does."""
+    from, and would live as long as this version does.
+    """
     shards = [shard.data for shard in array.addressable_shards]
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)

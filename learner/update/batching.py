@@ -61,7 +61,7 @@ class TrainSequence:
 
     @property
     def active(self) -> np.ndarray:
-        """bool [N]; whether the token is in the loss."""
+        """Bool [N]; whether the token is in the loss."""
         return self.weights > 0
 
 

@@ -45,10 +45,9 @@ class PolicyHead:
     """The head of one model on one mesh."""
 
     def __init__(self, plan: HeadPlan, mesh: Mesh, specs: Params, gather: Gather):
-        """
-        Args:
-            specs: PartitionSpec of every parameter.
-            gather: makes parameters whole, in the compute dtype (learner/update/sharding.py).
+        """Args:
+        specs: PartitionSpec of every parameter.
+        gather: makes parameters whole, in the compute dtype (learner/update/sharding.py).
         """
         self.name = "lm_head" if "lm_head" in specs else "embed_tokens"
         """The top-level tree of the parameters that holds the head."""

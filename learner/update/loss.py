@@ -44,7 +44,7 @@ class TokenTerms(NamedTuple):
 
 
 def importance_ratio(logprob: jax.Array, old_logprob: jax.Array) -> jax.Array:
-    """exp of the float32 log-ratio, which is clamped first; outside the clamp the slope is 0."""
+    """Exp of the float32 log-ratio, which is clamped first; outside the clamp the slope is 0."""
     log_ratio = logprob.astype(jnp.float32) - old_logprob.astype(jnp.float32)
     return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 

@@ -120,9 +120,7 @@ def to_named(params: Params, config: ModelConfig) -> dict[str, Any]:
         keys = [str(getattr(part, "key", getattr(part, "idx", part))) for part in path]
         if keys[0] == "lm_head":
             named[".".join(keys)] = leaf
-        elif keys[0] != "layers":
-            named["model." + ".".join(keys)] = leaf
-        elif isinstance(params["layers"], list):
+        elif keys[0] != "layers" or isinstance(params["layers"], list):
             named["model." + ".".join(keys)] = leaf
         else:
             for i in range(leaf.shape[0]):

@@ -283,7 +283,17 @@ class Lane:
 
 def empty_table(places: int, stop_ids: int) -> dict[str, np.ndarray]:
     """The arrays of `slots.Rows`, those of its sampling settings among them."""
-    integers = "order prefix group token position drawn limit top_k stop_state".split()
+    integers = [
+        "order",
+        "prefix",
+        "group",
+        "token",
+        "position",
+        "drawn",
+        "limit",
+        "top_k",
+        "stop_state",
+    ]
     return {
         **{f"{name}_R": np.zeros(places, np.int32) for name in integers},
         "temperature_R": np.ones(places, np.float32),

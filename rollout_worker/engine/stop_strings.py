@@ -67,7 +67,7 @@ def build_stop_automaton(
     prefixes = [_proper_prefixes(stops) for stops in patterns]
     S = 2 + sum(len(ordered) for ordered in prefixes)
     table_bytes = S * V * np.dtype(np.int16).itemsize
-    if table_bytes > MOST_TABLE_BYTES or S > np.iinfo(np.int16).max:
+    if table_bytes > MOST_TABLE_BYTES or np.iinfo(np.int16).max < S:
         raise ValueError(
             f"the stop strings of {len(stop_sets)} stop sets need {S} states over {V} tokens, a "
             f"table of {table_bytes / 2**20:.0f} MiB; at most {np.iinfo(np.int16).max} states and "

@@ -87,7 +87,8 @@ class _Lane(threading.Thread):
 
     def _score(self, request: ScoreRequest) -> Score:
         """Scores once more where the child died: something else may have killed it, such as a want
-        of memory, and a reward must not depend on that."""
+        of memory, and a reward must not depend on that.
+        """
         score, died = self._attempt(request)
         if died:
             log.warning("a reward child died: %s; the completion is scored once more", score.error)

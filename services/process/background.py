@@ -21,11 +21,10 @@ class Background:
         run: Callable[[], None],
         on_failure: Callable[[], None] = lambda: None,
     ):
-        """
-        Args:
-            name: of the thread, for errors and stack dumps.
-            run: ends by itself when its owner says so.
-            on_failure: wakes whoever waits for what the thread makes; called in the thread.
+        """Args:
+        name: of the thread, for errors and stack dumps.
+        run: ends by itself when its owner says so.
+        on_failure: wakes whoever waits for what the thread makes; called in the thread.
         """
         self._run = run
         self._on_failure = on_failure

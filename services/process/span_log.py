@@ -159,7 +159,8 @@ def thinned(spans: Sequence[Span], *, most: int) -> list[Span]:
 
 def _runs(lengths_s: Sequence[float], grain_s: float) -> list[int]:
     """Where runs begin, each of which has the grain: a span that has it alone is one, unless
-    shorter ones before it wait for company."""
+    shorter ones before it wait for company.
+    """
     starts: list[int] = []
     run_s = grain_s
     """Of the run that is growing."""

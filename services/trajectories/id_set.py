@@ -26,8 +26,7 @@ class IdSet:
     """Ids can be added, and none is ever taken away."""
 
     def __init__(self, plain: Iterable[str | Iterable[str]] = ()):
-        """
-        Args:
+        """Args:
             plain: as `plain` gave it, or any ids.
 
         Raises:

@@ -239,7 +239,7 @@ def _scatter(place: np.ndarray, tensor: DeltaTensor, raw: np.ndarray, name: str)
         ends = last + np.cumsum(block.astype(np.int64) + is_change)
         last = int(ends[-1])
         places = ends[is_change]
-        if len(places) and places[-1] >= len(place) or taken + len(places) > len(values):
+        if (len(places) and places[-1] >= len(place)) or taken + len(places) > len(values):
             raise ValueError(f"the delta of tensor {name!r} leads beyond its end")
         place[places] = values[taken : taken + len(places)]
         taken += len(places)

@@ -37,13 +37,12 @@ class Pull:
         patience_s: float,
         stopped: Callable[[], bool],
     ):
-        """
-        Args:
-            manifest: of the version, from whoever is believed.
-            base: a version that is held, for deltas against it; None asks for no delta.
-            pool: gives the buffer.
-            patience_s: how long a source that is not the last may lack the version or send nothing.
-            stopped: ends it early when true.
+        """Args:
+        manifest: of the version, from whoever is believed.
+        base: a version that is held, for deltas against it; None asks for no delta.
+        pool: gives the buffer.
+        patience_s: how long a source that is not the last may lack the version or send nothing.
+        stopped: ends it early when true.
         """
         self.received: collections.Counter[str] = collections.Counter()
         """Bytes by address, of all that sent some."""

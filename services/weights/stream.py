@@ -38,13 +38,12 @@ class Stream:
         deadline: Deadline,
         patience_s: float | None,
     ):
-        """
-        Args:
-            connect: opens a connection to the server.
-            wanted: what the segments are ranges of.
-            transfer: hands out segments and takes pieces.
-            deadline: of the transfer.
-            patience_s: gives up after so long without a byte; None only at the deadline.
+        """Args:
+        connect: opens a connection to the server.
+        wanted: what the segments are ranges of.
+        transfer: hands out segments and takes pieces.
+        deadline: of the transfer.
+        patience_s: gives up after so long without a byte; None only at the deadline.
         """
         self._connect = connect
         self._channel = connect()

@@ -28,7 +28,8 @@ class PushOutcome(enum.Enum):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
     """One sampled completion; when finish_reason is STOP, its last token is a stop token or
-    completes a stop string."""
+    completes a stop string.
+    """
 
     sample_index: int
     """Place in the group, from 0; part of the random key."""

@@ -31,16 +31,42 @@ LIKELY = {
 }
 """What may fill the places of a name in the code."""
 
-NAMES = """reward/gsm8k_answer/mean reward/gsm8k_answer/lenient/mean reward/my/own/mean
-reward/gsm8k_answer/disagreement reward/total/std eval/pass_at_1 eval/pass_at_16
-eval/accuracy/lenient_high time/learner/forward_backward_s time/rollout-12/weights_swap_s
-time/rollout-0/background_fetch_s time/learner/unexplained_s time/train/update_s time/eval_s
-offpolicy/staleness_0 offpolicy/staleness_17 offpolicy/is_weight_kept_min
-offpolicy/logprob_gap_kept_sequence_max funnel/contributed mem/learner/host_bytes
-mem/rollout-3/device_peak_bytes queue/waiting_max queue/out_mean rollout/completion_len_p90
-rollout/tokens_beyond_half leases/expired groups/unknown_receipt canary/gap_max weights/gb_per_s
-leases/done
-groups/malformed train/kl mem/peak_bytes_in_use_max publish/waited_s""".split()
+NAMES = [
+    "reward/gsm8k_answer/mean",
+    "reward/gsm8k_answer/lenient/mean",
+    "reward/my/own/mean",
+    "reward/gsm8k_answer/disagreement",
+    "reward/total/std",
+    "eval/pass_at_1",
+    "eval/pass_at_16",
+    "eval/accuracy/lenient_high",
+    "time/learner/forward_backward_s",
+    "time/rollout-12/weights_swap_s",
+    "time/rollout-0/background_fetch_s",
+    "time/learner/unexplained_s",
+    "time/train/update_s",
+    "time/eval_s",
+    "offpolicy/staleness_0",
+    "offpolicy/staleness_17",
+    "offpolicy/is_weight_kept_min",
+    "offpolicy/logprob_gap_kept_sequence_max",
+    "funnel/contributed",
+    "mem/learner/host_bytes",
+    "mem/rollout-3/device_peak_bytes",
+    "queue/waiting_max",
+    "queue/out_mean",
+    "rollout/completion_len_p90",
+    "rollout/tokens_beyond_half",
+    "leases/expired",
+    "groups/unknown_receipt",
+    "canary/gap_max",
+    "weights/gb_per_s",
+    "leases/done",
+    "groups/malformed",
+    "train/kl",
+    "mem/peak_bytes_in_use_max",
+    "publish/waited_s",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)

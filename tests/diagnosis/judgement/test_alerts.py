@@ -181,10 +181,22 @@ def test_a_healthy_run_has_no_alert():
     assert not run(habit(150)).standing
 
 
-WINDOWED = (
-    "learner_waits workers_wait compiles unexplained weights zero_variance truncated clipped"
-    " logprob_gap disagreement slow_worker step_time throughput entropy"
-).split()
+WINDOWED = [
+    "learner_waits",
+    "workers_wait",
+    "compiles",
+    "unexplained",
+    "weights",
+    "zero_variance",
+    "truncated",
+    "clipped",
+    "logprob_gap",
+    "disagreement",
+    "slow_worker",
+    "step_time",
+    "throughput",
+    "entropy",
+]
 
 
 @pytest.mark.parametrize("name", WINDOWED)

@@ -262,7 +262,7 @@ def test_a_row_that_is_not_finite_harms_only_itself(value, temperature):
     healthy = draws(logits_BV, rows, valid_vocab=300)
     logits_BV[::2, 123] = value
     token_B, logprob_B = draws(logits_BV, rows, valid_vocab=300)
-    assert ((0 <= token_B) & (token_B < 300)).all()
+    assert ((token_B >= 0) & (token_B < 300)).all()
     assert np.isnan(logprob_B[::2]).all()
     np.testing.assert_array_equal(token_B[1::2], healthy[0][1::2])
     np.testing.assert_array_equal(logprob_B[1::2], healthy[1][1::2])
@@ -270,7 +270,7 @@ def test_a_row_that_is_not_finite_harms_only_itself(value, temperature):
 
 def test_a_row_without_any_possible_token_says_so():
     token_B, logprob_B = draws(np.full((7, 80), -np.inf), [*OPTIONS.values()])
-    assert ((0 <= token_B) & (token_B < 80)).all()
+    assert ((token_B >= 0) & (token_B < 80)).all()
     np.testing.assert_array_equal(logprob_B, -np.inf)
 
 

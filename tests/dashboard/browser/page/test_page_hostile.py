@@ -12,7 +12,7 @@ from tests.dashboard.browser.page_server import Served
 
 pytestmark = pytest.mark.browser
 
-VIEWS = "breakdown timeline learning trust samples fleet what_if alerts".split()
+VIEWS = ["breakdown", "timeline", "learning", "trust", "samples", "fleet", "what_if", "alerts"]
 SCRIPT, IMAGE, ANSI, TURNED, SVG = HOSTILE
 
 

@@ -9,7 +9,7 @@ from tests.dashboard import served as in_thread
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
-VIEWS = "breakdown timeline learning trust samples fleet what_if alerts".split()
+VIEWS = ["breakdown", "timeline", "learning", "trust", "samples", "fleet", "what_if", "alerts"]
 STEPS = 3000
 """Of the run; 10,000 have been tried, which took two minutes."""
 AT_ONCE = 15

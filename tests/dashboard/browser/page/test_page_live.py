@@ -227,7 +227,16 @@ def test_a_run_rewound_while_nobody_answered_is_read_anew(run, handed, watch, tm
 def test_a_run_without_a_step_says_what_it_waits_for(tmp_path, serve, watch):
     made = MadeRun(tmp_path / "run", Plan(steps=30))
     page = watch(serve("--run", made.folder), "breakdown").page
-    for view in "breakdown timeline learning trust samples fleet what_if alerts".split():
+    for view in [
+        "breakdown",
+        "timeline",
+        "learning",
+        "trust",
+        "samples",
+        "fleet",
+        "what_if",
+        "alerts",
+    ]:
         open_view(page, view)
         assert page.locator(f"#view-{view}").inner_text().strip(), view
     for view in ("breakdown", "timeline", "learning"):

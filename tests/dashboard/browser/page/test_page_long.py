@@ -10,7 +10,7 @@ from tests.dashboard.browser.reading import says
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
-VIEWS = "breakdown timeline learning trust samples fleet what_if alerts".split()
+VIEWS = ["breakdown", "timeline", "learning", "trust", "samples", "fleet", "what_if", "alerts"]
 MOST_BYTES = 3e6
 MOST_NODES = 6000
 MOST_POINTS = 900

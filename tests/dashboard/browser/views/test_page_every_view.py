@@ -8,7 +8,7 @@ from tests.chromium import open_view, wait_until_drawn
 
 pytestmark = pytest.mark.browser
 
-VIEWS = "breakdown timeline learning trust samples fleet what_if alerts".split()
+VIEWS = ["breakdown", "timeline", "learning", "trust", "samples", "fleet", "what_if", "alerts"]
 LEAST_CONTRAST = 4.5
 """Of text, WCAG 2.2 criterion 1.4.3 (AA)."""
 _CONTRAST = """
