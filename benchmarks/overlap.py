@@ -33,7 +33,7 @@ rollout:
   max_staleness: {staleness}
   decode: {{slots: 16}}
 reward:
-  functions: [{{name: "deploy.overlap:score", params: {{seconds: {seconds}}}}}]
+  functions: [{{name: "benchmarks.overlap:score", params: {{seconds: {seconds}}}}}]
   processes: 16
   timeout_s: 120
 learner: {{microbatch_tokens: 512, updates_per_batch: {updates}}}
