@@ -21,7 +21,7 @@ from diagnosis.records.columns import number
 from diagnosis.records.facts import StepFacts
 from diagnosis.records.run_log import RunLog
 from services.control.messages import WorkerState
-from services.process.phase_clock import PHASES
+from services.process.phases import PHASES
 from services.wire.strict_json import encodable
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

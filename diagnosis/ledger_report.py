@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 
 from diagnosis.records.facts import StepFacts
 from diagnosis.records.run_log import RunLog
-from services.process.phase_clock import UNEXPLAINED
+from services.process.phases import UNEXPLAINED
 
 BOUND = 0.01
 UNEXPLAINED_BOUND = 0.05

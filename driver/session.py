@@ -233,7 +233,7 @@ class Session:
         if not self._crewed:
             self._supervisor.start_workers(self._config.rollout.workers.at_start)
             self._supervisor.before_turn = self._before_turn
-            self._reports.start_lap(self._supervisor.laps().at_s)
+            self._reports.start_step(self._supervisor.collect_timing().at_s)
         self._agreed = self._crewed = True
 
     def _resume(self) -> dict[int, str]:
@@ -383,7 +383,7 @@ class Session:
     def _close_step(self, metrics: dict[str, float]) -> None:
         """Asks everybody for their seconds, and closes the books of the step."""
         self._look_at_queues()
-        laps = self._supervisor.laps()
-        record = self._reports.close(self._books, metrics, laps, self._supervisor.memory())
+        timings = self._supervisor.collect_timing()
+        record = self._reports.close(self._books, metrics, timings, self._supervisor.memory())
         self._books.open = None
-        self._scaler.judge(record, set(laps.gaps & record.processes.keys()) - {LEARNER})
+        self._scaler.judge(record, set(timings.gaps & record.processes.keys()) - {LEARNER})

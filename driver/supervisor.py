@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from driver.accounting.step_timing import LEARNER, LapTaker, StepLaps
+from driver.accounting.step_timing import LEARNER, RunTiming, TimingCollector
 from driver.config.run_config import RunConfig
 from driver.errors import RunError
 from driver.fleet import actors
@@ -69,7 +69,7 @@ class Supervisor:
         self._watch: Any = None
         self._watch_at = 0.0
         self._watch_asked = 0.0
-        self._laps = LapTaker()
+        self._timing = TimingCollector()
         self.about: dict[str, Any] = {}
         """What the learner says of itself."""
         self.health: LearnerHealth | None = None
@@ -122,18 +122,18 @@ class Supervisor:
     def _begin_learner(self, spec: LearnerSpec) -> dict[str, Any]:
         room = Room(self._group, 0, shared=True)
         self._learner = self._launcher.learner(spec, room)
-        self._laps.book.gone(LEARNER)
+        self._timing.book.gone(LEARNER)
         self.health = None
         self._watch, self._watch_at = None, math.inf  # it is asked nothing else before it serves
         asked_s = time.monotonic()
         self.about = self.learner("describe", timeout_s=self._config.placement.startup_timeout_s)
-        self._laps.book.came(LEARNER, asked_s, self.about)
+        self._timing.book.came(LEARNER, asked_s, self.about)
         self._watch_at = 0.0
         return self.about
 
     def make_fleet(self, make_spec: Callable[[str], RolloutSpec], events: FleetEvents) -> Fleet:
         """A fleet without workers."""
-        self._fleet = Fleet(self._config, self._launcher, make_spec, events, self._laps)
+        self._fleet = Fleet(self._config, self._launcher, make_spec, events, self._timing)
         return self._fleet
 
     def start_workers(self, count: int) -> None:
@@ -240,18 +240,18 @@ class Supervisor:
                     self.fleet.lost_while(worker, error)
         return results
 
-    def laps(self) -> StepLaps:
+    def collect_timing(self) -> RunTiming:
         """What every process did since the last call, up to the moment of this one."""
         there = {worker.name: worker.actor for worker in self.fleet.running()}
         try:
-            return self._laps.take(
+            return self._timing.take(
                 {LEARNER: self._learner, **there},
                 [LEARNER, *self.fleet.workers],
                 timeout_s=self._config.placement.step_timeout_s,
                 check=self._stop.check,
             )
         except GONE as error:
-            raise self._lost(error, "lap") from error
+            raise self._lost(error, "take_timing") from error
 
     def learner_status(self) -> LearnerStatus | None:
         """The learner as it was last heard; None before the first served."""

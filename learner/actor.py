@@ -2,8 +2,8 @@
 
 A plain class, so that it runs in a Ray actor (driver/supervisor.py) or in any other process. It
 moves data and decides nothing. Its methods may be called from several threads: those that work
-wait for each other, and those that only tell (`lap`, `reports`, `counts`, `health`) answer while
-one of them runs.
+wait for each other, and those that only report (`take_timing`, `reports`, `counts`, `health`)
+answer while one of them runs.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from models.tokenizer import load_tokenizer
 from services.process import failpoints, stacks
 from services.process.phase_clock import PhaseClock
 from services.process.process_memory import process_memory
-from services.process.span_log import Lap
+from services.process.span_log import StepTiming
 from services.trajectories.group_report import GroupReport
 from services.trajectories.id_set import PlainIds
 from services.weights.store import WeightStore
@@ -121,7 +121,7 @@ class LearnerActor:
         # What is here now stays; without it a look for garbage after an update takes a millisecond.
         gc.collect()
         gc.freeze()
-        self._clock.lap()  # until here it was not there, as far as a step's books are concerned
+        self._clock.take_timing()  # time before this belongs to no step
         self._idle.enter_context(self._clock.phase("idle"))
 
     def describe(self) -> dict[str, Any]:
@@ -245,9 +245,9 @@ class LearnerActor:
             named = self._core.named_weights("bfloat16")
             save_model(pathlib.Path(folder), self._model, named, self._tokenizer)
 
-    def lap(self, until_s: float | None = None) -> Lap:
-        """What the learner did since the lap before; as `PhaseClock.lap`."""
-        return self._clock.lap(until_s)
+    def take_timing(self, until_s: float | None = None) -> StepTiming:
+        """What the learner did since the previous timing; as `PhaseClock.take_timing`."""
+        return self._clock.take_timing(until_s)
 
     def reports(self, group_ids: Sequence[str] | None = None) -> list[GroupReport]:
         """The accepted groups that wait, in order of arrival: those asked for, or all."""

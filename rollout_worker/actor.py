@@ -35,7 +35,7 @@ from rollout_worker.worker import CanaryFailed, RolloutWorker
 from services.process import failpoints, stacks
 from services.process.phase_clock import PhaseClock
 from services.process.process_memory import process_memory
-from services.process.span_log import Lap
+from services.process.span_log import StepTiming
 from services.trajectories.client import TrajectoryClient
 from services.weights.replica import PullStats, Replica
 from services.wire.health import check_serving
@@ -169,7 +169,7 @@ class RolloutActor:
                 chunk_bytes=spec.chunk_bytes,
             )
         self._devices = devices
-        self._clock.lap()  # until here it was not there, as far as a step's books are concerned
+        self._clock.take_timing()  # time before this belongs to no step
         self._loop = WorkLoop(
             self._worker,
             self._clock,
@@ -229,9 +229,9 @@ class RolloutActor:
 
         return self._loop.call(policy_version, run, timeout_s)
 
-    def lap(self, until_s: float | None = None) -> Lap:
-        """What the worker did since the lap before; as `PhaseClock.lap`."""
-        return self._clock.lap(until_s)
+    def take_timing(self, until_s: float | None = None) -> StepTiming:
+        """What the worker did since the previous timing; as `PhaseClock.take_timing`."""
+        return self._clock.take_timing(until_s)
 
     def close(self) -> None:
         """Ends the threads, the reward processes and the connections."""

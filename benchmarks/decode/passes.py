@@ -143,7 +143,7 @@ class Bench:
                 over all at once.
         """
         self.engine.counts = EngineCounts()
-        self._clock.lap()
+        self._clock.take_timing()
         turns, rows = [], []
         started = time.perf_counter()
         for first in range(0, len(requests), batch or len(requests)):
@@ -151,7 +151,7 @@ class Bench:
             while self.engine.pending:
                 turns.append(self._turn(rows))
         seconds = time.perf_counter() - started
-        phases = self._clock.lap().seconds
+        phases = self._clock.take_timing().seconds
         return Pass(
             seconds=seconds,
             prefill_s=phases["prefill"],

@@ -30,7 +30,7 @@ from benchmarks.made_run.made_steps import (
 from benchmarks.made_run.made_texts import HOSTILE, evaluation, samples
 from driver.config.yaml_text import dump_yaml
 from driver.reports.jsonl import strict_line
-from services.process.phase_clock import PHASES
+from services.process.phases import PHASES
 
 STARTED = 1_795_000_000.0
 """Unix seconds at which a run that is written at once has started."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from services.process.phase_clock import PHASES, UNEXPLAINED
+from services.process.phases import PHASES, UNEXPLAINED
 
 COMPLETIONS = 128
 DECODE_S = 1.8

@@ -8,7 +8,7 @@ from typing import Any
 from dashboard.openapi import VERSION
 from diagnosis.records.facts import LEARNER
 from diagnosis.records.run_log import RunLog
-from services.process.phase_clock import PHASES
+from services.process.phases import PHASES
 from services.process.stacks import read_processes, state_of
 
 _STATUS = (

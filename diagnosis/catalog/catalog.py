@@ -14,7 +14,7 @@ from typing import Any
 
 from diagnosis.catalog.catalog_learning import LEARNING_ROWS
 from diagnosis.catalog.catalog_running import RUNNING_ROWS
-from services.process.phase_clock import PHASES
+from services.process.phases import PHASES
 
 BRACES = re.compile(r"\{(\w+)\}")
 _PLACES = {

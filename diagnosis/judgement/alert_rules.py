@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from diagnosis.judgement.breakdown import busiest_worker, waiting_share
 from diagnosis.judgement.recent import Recent, percent
 from diagnosis.records.facts import LEARNER, StepFacts
-from services.process.phase_clock import UNEXPLAINED
+from services.process.phases import UNEXPLAINED
 
 BAD, WARN, INFO = "bad", "warn", "info"
 

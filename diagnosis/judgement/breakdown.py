@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from diagnosis.catalog.catalog import PHASE_ROWS
 from diagnosis.records.facts import LEARNER, StepFacts
-from services.process.phase_clock import UNEXPLAINED, WAITS
+from services.process.phases import UNEXPLAINED, WAITS
 
 OTHER = "other"
 """Seconds of a step that its critical path does not explain."""

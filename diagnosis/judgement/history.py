@@ -18,7 +18,7 @@ from diagnosis.catalog.catalog import charted
 from diagnosis.judgement.breakdown import OTHER
 from diagnosis.records.facts import LEARNER
 from diagnosis.records.run_log import RunLog
-from services.process.phase_clock import PHASES, UNEXPLAINED, WAITS
+from services.process.phases import PHASES, UNEXPLAINED, WAITS
 from services.wire.strict_json import number_text
 
 POINTS = 600

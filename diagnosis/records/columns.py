@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from services.process.phase_clock import PHASES, UNEXPLAINED
+from services.process.phases import PHASES, UNEXPLAINED
 from services.wire.strict_json import NUMBERS
 
 GROW_ROWS = 2048

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from services.process.phase_clock import UNEXPLAINED, WAITS
+from services.process.phases import UNEXPLAINED, WAITS
 
 LEARNER = "learner"
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from diagnosis.records.columns import number
-from services.process.phase_clock import PHASES
+from services.process.phases import PHASES
 
 DECIMALS = 4
 """Of seconds."""

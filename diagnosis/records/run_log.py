@@ -22,7 +22,7 @@ from ruamel.yaml.error import YAMLError
 from diagnosis.records.columns import LedgerTable, MetricsTable, phase_metric
 from diagnosis.records.facts import LEARNER, RunSettings, StepFacts
 from diagnosis.records.tail import Seen, Tail, parse_line, read_line
-from services.process.phase_clock import PHASES
+from services.process.phases import PHASES
 
 MOST_VALUES = 100_000
 """Of a configuration."""

@@ -14,7 +14,7 @@ from diagnosis.records.columns import number
 from diagnosis.records.facts import LEARNER
 from diagnosis.records.run_log import RunLog, natural
 from diagnosis.records.tail import Seen, Tail, parse_line
-from services.process.phase_clock import PHASES
+from services.process.phases import PHASES
 
 LAST_S = 60.0
 """Shown where nothing is asked for."""

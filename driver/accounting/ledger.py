@@ -13,7 +13,7 @@ from typing import Any
 
 from driver.accounting.leases import LeaseBook, LedgerError
 from driver.reports.jsonl import JsonlLog
-from services.process.phase_clock import PHASES, UNEXPLAINED
+from services.process.phases import PHASES, UNEXPLAINED
 
 ROUNDING_S = 1e-6
 """Seconds that sums of floats may be off; no overlap."""

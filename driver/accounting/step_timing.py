@@ -15,7 +15,7 @@ import ray
 
 from driver.fleet import actors as ray_actors
 from driver.fleet.actors import GONE, ActorFailed, NoAnswer
-from services.process.span_log import Lap
+from services.process.span_log import StepTiming
 
 LEARNER = "learner"
 WORKER_S = 5.0
@@ -59,21 +59,21 @@ class ClockGap:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlacedLap:
+class PlacedTiming:
     """What one process did, and where that lies on the driver's clock."""
 
-    lap: Lap
+    timing: StepTiming
     ahead_s: float
     """To be added to its times."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StepLaps:
+class RunTiming:
     """What all processes did up to one moment."""
 
     at_s: float
     """The moment, on the driver's monotonic clock."""
-    laps: dict[str, PlacedLap]
+    by_process: dict[str, PlacedTiming]
     """Of those that answered."""
     silent: frozenset[str]
     """Processes of the run that said nothing: they are not there yet, or did not answer."""
@@ -82,17 +82,17 @@ class StepLaps:
 
     def seconds(self) -> dict[str, dict[str, float]]:
         """By process and phase; nothing for those that said nothing."""
-        told = {name: dict(placed.lap.seconds) for name, placed in self.laps.items()}
+        told = {name: dict(placed.timing.seconds) for name, placed in self.by_process.items()}
         return told | {name: {} for name in self.silent}
 
 
-class LapBook:
-    """Who came and went since the last lap, and what was told but is in no step yet."""
+class TimingTable:
+    """Who came and went since the last timing, and what was told but is in no step yet."""
 
     def __init__(self):
         self._clocks: dict[str, ClockGap] = {}
         self._gaps: set[str] = set()
-        self._told: dict[str, Lap] = {}
+        self._told: dict[str, StepTiming] = {}
 
     def came(self, name: str, asked_s: float, about: Mapping[str, Any]) -> None:
         """A process has just said of itself that it is ready, asked at `asked_s`."""
@@ -109,13 +109,13 @@ class LapBook:
         """A moment of the driver's clock on that of a process."""
         return at_s - self._clocks[name].seconds
 
-    def hear(self, name: str, lap: Lap, asked_s: float) -> None:
-        """Takes a lap that has just arrived; it counts in the next step that is closed."""
-        self._clocks[name].learn(asked_s, lap.taken_s, time.monotonic())
+    def hear(self, name: str, timing: StepTiming, asked_s: float) -> None:
+        """Takes a timing that has just arrived; it counts in the next step that is closed."""
+        self._clocks[name].learn(asked_s, timing.taken_s, time.monotonic())
         before = self._told.get(name)
-        self._told[name] = lap if before is None else before.followed_by(lap)
+        self._told[name] = timing if before is None else before.followed_by(timing)
 
-    def close(self, at_s: float, names: Collection[str]) -> StepLaps:
+    def close(self, at_s: float, names: Collection[str]) -> RunTiming:
         """Gives away what was told for one step.
 
         Args:
@@ -124,28 +124,28 @@ class LapBook:
         told, self._told = self._told, {}
         silent = frozenset(name for name in names if name not in told)
         gaps, self._gaps = self._gaps, set()
-        return StepLaps(
+        return RunTiming(
             at_s=at_s,
-            laps={
-                name: PlacedLap(lap=lap, ahead_s=self._clocks[name].seconds)
-                for name, lap in told.items()
+            by_process={
+                name: PlacedTiming(timing=timing, ahead_s=self._clocks[name].seconds)
+                for name, timing in told.items()
             },
             silent=silent,
             gaps=frozenset(gaps | silent),
         )
 
 
-class LapTaker:
-    """Asks the actors of a run for their laps."""
+class TimingCollector:
+    """Asks the actors of a run for their timings."""
 
     def __init__(self):
-        self.book = LapBook()
+        self.book = TimingTable()
         self._open: dict[Any, tuple[str, float]] = {}
         """Calls under way: of whom, and asked when."""
 
     def ask(self, name: str, actor: Any, at_s: float) -> None:
         """Asks a process for what it did up to a moment of the driver's clock."""
-        call = actor.lap.remote(self.book.until_s(name, at_s))
+        call = actor.take_timing.remote(self.book.until_s(name, at_s))
         self._open[call] = (name, time.monotonic())
 
     def take(
@@ -155,8 +155,8 @@ class LapTaker:
         *,
         timeout_s: float,
         check: Callable[[], None],
-    ) -> StepLaps:
-        """The laps of all processes up to now.
+    ) -> RunTiming:
+        """The timings of all processes up to now.
 
         What was told before this fails is not lost: the next call has it.
 
@@ -182,14 +182,14 @@ class LapTaker:
             if self._open:
                 check()
             if self._open and late_s > timeout_s:
-                raise NoAnswer(f"the learner did not answer 'lap' within {timeout_s:g} s")
+                raise NoAnswer(f"the learner did not answer 'take_timing' within {timeout_s:g} s")
         return self.book.close(at_s, names)
 
     def _hear(self, ended: Collection[Any]) -> None:
         for call in ended:
             name, asked_s = self._open.pop(call)
             try:
-                self.book.hear(name, ray_actors.result_of(call, name, "lap"), asked_s)
+                self.book.hear(name, ray_actors.result_of(call, name, "take_timing"), asked_s)
             except (*GONE, ActorFailed):
                 if name == LEARNER:
                     raise

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from diagnosis.records.facts import LEARNER
-from services.process.phase_clock import WAITS
+from services.process.phases import WAITS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

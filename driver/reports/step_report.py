@@ -10,7 +10,7 @@ from typing import Any
 from driver.accounting.intake import StepBatch
 from driver.accounting.ledger import StepLedger, StepRecord
 from driver.accounting.run_state import RunBooks
-from driver.accounting.step_timing import StepLaps
+from driver.accounting.step_timing import RunTiming
 from driver.config.run_config import RunConfig
 from driver.reports.metrics import MetricsLog
 from driver.reports.status import StatusFile
@@ -67,7 +67,7 @@ class StepReports:
         self._view = view
         self._step_s: list[float] = []
         self._decoded = DecodeRate(config.rollout.max_staleness)
-        self._lap_started = time.monotonic()
+        self._step_started = time.monotonic()
         self._transfers: list[Mapping[str, Any]] = []
         self._canary_gaps: list[float] = []
         self._background_s: dict[str, float] = {}
@@ -76,9 +76,9 @@ class StepReports:
         self.say = view.say
         """Shows one line."""
 
-    def start_lap(self, at_s: float) -> None:
+    def start_step(self, at_s: float) -> None:
         """The seconds of the first step count from this moment of the monotonic clock."""
-        self._lap_started = at_s
+        self._step_started = at_s
 
     def joined(self, about: Mapping[str, Any], *, again: bool) -> None:
         """Shows that a process serves, and where and on what it runs."""
@@ -140,24 +140,24 @@ class StepReports:
         self,
         books: RunBooks,
         metrics: dict[str, float],
-        laps: StepLaps,
+        timings: RunTiming,
         memory: Mapping[str, ProcessMemory],
     ) -> StepRecord:
         """Adds up the seconds since the last step was closed, and writes everything down.
 
         Args:
-            laps: of every process; the step ends where they do.
+            timings: of every process; the step ends where they do.
             memory: of every process that has told.
         """
-        started_s, self._lap_started = self._lap_started, laps.at_s
-        wall_s = laps.at_s - started_s
+        started_s, self._step_started = self._step_started, timings.at_s
+        wall_s = timings.at_s - started_s
         record = self._ledger.close(
-            books.step, laps.seconds(), wall_s=wall_s, book=books.leases, gaps=laps.gaps
+            books.step, timings.seconds(), wall_s=wall_s, book=books.leases, gaps=timings.gaps
         )
         gauges = self.queues.take()
-        self._timeline.close(books.step, laps, gauges, start_s=started_s)
+        self._timeline.close(books.step, timings, gauges, start_s=started_s)
         metrics = metrics | {"time/train/step_s": wall_s} | self._take_background()
-        metrics |= queue_metrics(gauges, laps.at_s)
+        metrics |= queue_metrics(gauges, timings.at_s)
         for process, held in memory.items():
             metrics |= held.metrics(process)
         metrics |= {f"leases/{name}": float(n) for name, n in books.leases.lease_totals.items()}

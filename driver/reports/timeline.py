@@ -9,9 +9,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from driver.accounting.step_timing import PlacedLap, StepLaps
+from driver.accounting.step_timing import PlacedTiming, RunTiming
 from driver.reports.jsonl import JsonlLog
-from services.process.phase_clock import PHASES
+from services.process.phases import PHASES
 
 GAUGE_S = 0.25
 """Between two notes of queues that do not change."""
@@ -85,19 +85,19 @@ def spread(gauges: Sequence[Gauge], most: int) -> list[Gauge]:
 
 
 def timeline_record(
-    step: int, laps: StepLaps, gauges: Sequence[Gauge], *, start_s: float, unix_s: float
+    step: int, timings: RunTiming, gauges: Sequence[Gauge], *, start_s: float, unix_s: float
 ) -> dict[str, Any]:
     """One step, as it stands in timeline.jsonl; times are seconds after its start.
 
     Args:
         start_s: where the step began, on the driver's monotonic clock.
-        unix_s: Unix time of laps.at_s.
+        unix_s: Unix time of timings.at_s.
     """
     return {
         "step": step,
-        "start": unix_s - (laps.at_s - start_s),
+        "start": unix_s - (timings.at_s - start_s),
         "end": unix_s,
-        "processes": {name: _lane(lap, start_s) for name, lap in laps.laps.items()},
+        "processes": {name: _lane(timing, start_s) for name, timing in timings.by_process.items()},
         "gauges": [
             [round(at_s - start_s, DECIMALS), *counts]
             for at_s, *counts in spread(gauges, MOST_GAUGES)
@@ -111,11 +111,13 @@ class Timeline:
     def __init__(self, folder: pathlib.Path, *, enabled: bool):
         self._log = JsonlLog(folder / "timeline.jsonl") if enabled else None
 
-    def close(self, step: int, laps: StepLaps, gauges: Sequence[Gauge], *, start_s: float) -> None:
-        """Writes a step down whose laps were just taken."""
+    def close(
+        self, step: int, timings: RunTiming, gauges: Sequence[Gauge], *, start_s: float
+    ) -> None:
+        """Writes a step down whose timings were just taken."""
         if self._log is not None:
-            unix_s = time.time() - (time.monotonic() - laps.at_s)
-            self._log.append(timeline_record(step, laps, gauges, start_s=start_s, unix_s=unix_s))
+            unix_s = time.time() - (time.monotonic() - timings.at_s)
+            self._log.append(timeline_record(step, timings, gauges, start_s=start_s, unix_s=unix_s))
 
     def rewind(self, step: int) -> int:
         """Goes on after this step; returns how many later lines moved aside."""
@@ -126,14 +128,14 @@ class Timeline:
             self._log.close()
 
 
-def _lane(placed: PlacedLap, start_s: float) -> dict[str, Any]:
+def _lane(placed: PlacedTiming, start_s: float) -> dict[str, Any]:
     shift_s = placed.ahead_s - start_s
-    moments = [round(span.start_s + shift_s, DECIMALS) for span in placed.lap.spans]
-    moments.append(round(placed.lap.end_s + shift_s, DECIMALS))
-    spans = zip(placed.lap.spans, moments[:-1], moments[1:], strict=True)
+    moments = [round(span.start_s + shift_s, DECIMALS) for span in placed.timing.spans]
+    moments.append(round(placed.timing.end_s + shift_s, DECIMALS))
+    spans = zip(placed.timing.spans, moments[:-1], moments[1:], strict=True)
     return {
         "spans": [
             [_INDEX[span.phase], start, round(end - start, DECIMALS)] for span, start, end in spans
         ],
-        "marks": [[round(at_s + shift_s, DECIMALS), text] for at_s, text in placed.lap.marks],
+        "marks": [[round(at_s + shift_s, DECIMALS), text] for at_s, text in placed.timing.marks],
     }

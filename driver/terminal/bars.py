@@ -15,7 +15,7 @@ from rich.text import Text
 from diagnosis.judgement.breakdown import OTHER, PHASE_GROUPS, by_group, critical_path
 from diagnosis.judgement.judge import duration
 from diagnosis.records.facts import LEARNER, StepFacts
-from services.process.phase_clock import UNEXPLAINED
+from services.process.phases import UNEXPLAINED
 
 WAITING = "waiting"
 ORDER = (*PHASE_GROUPS, OTHER)

@@ -1,7 +1,8 @@
 """Which phase of a step every second of this process belongs to.
 
-A clock gives each moment to exactly one phase, so the phases of a lap add up to its wall time;
-moments outside every phase are `unexplained`. What was when goes with each lap (`span_log.py`).
+A clock gives each moment to exactly one phase, so the phases of a step timing add up to its wall
+time; moments outside every phase are `unexplained`. What happened when goes with each timing
+(`span_log.py`).
 """
 
 import contextlib
@@ -10,39 +11,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
+from services.process.phases import PHASES, UNEXPLAINED
 from services.process.span_log import (
     MOST_MARKS,
     MOST_SPANS,
-    Lap,
     Mark,
     SpanLog,
+    StepTiming,
     seconds_of,
     thinned,
 )
-
-PHASES: tuple[str, ...] = (
-    "prefill",
-    "decode",
-    "reward",
-    "serialise",
-    "wire",
-    "queue_wait",
-    "weights_wait",
-    "weights_swap",
-    "forward_backward",
-    "optimizer",
-    "publish",
-    "compile",
-    "checkpoint",
-    "eval",
-    "idle",
-    "unexplained",
-)
-"""Phases of the step ledger; `unexplained` is the rest and cannot be entered."""
-
-UNEXPLAINED = "unexplained"
-WAITS = ("idle", "queue_wait", "weights_wait")
-"""Phases in which a process waits for another one."""
 
 
 class PhaseClock:
@@ -53,7 +31,7 @@ class PhaseClock:
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic):
-        """Starts the first lap.
+        """Starts the first timing interval.
 
         Args:
             now: seconds that never run backwards.
@@ -64,7 +42,7 @@ class PhaseClock:
         self._open: list[str] = []
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._earlier = dict.fromkeys(PHASES, 0.0)
-        """Of all laps that have ended."""
+        """Of all intervals that have ended."""
         self._charged_until = now()
         self._log = SpanLog(self._charged_until)
         self._marks: deque[Mark] = deque(maxlen=MOST_MARKS)
@@ -98,13 +76,13 @@ class PhaseClock:
         with self._lock:
             self._marks.append(Mark(self._now(), text))
 
-    def lap(self, until_s: float | None = None) -> Lap:
-        """Ends the lap, with the phases that are open going on in the next; from any thread.
+    def take_timing(self, until_s: float | None = None) -> StepTiming:
+        """Ends the interval and returns its timing; open phases go on. For any thread.
 
         Args:
             until_s: the moment at which it is to end, on this clock; later seconds belong to the
-                next lap. None is now, and so is a moment to come; one before this lap gives an
-                empty one.
+                next interval. None is now, and so is a future moment; one before this
+                interval gives an empty timing.
         """
         with self._lock:
             self._charge()
@@ -118,7 +96,7 @@ class PhaseClock:
             marks = tuple(mark for mark in self._marks if mark.at_s <= end_s)
             for _ in marks:
                 self._marks.popleft()
-        return Lap(
+        return StepTiming(
             start_s=start_s,
             end_s=end_s,
             taken_s=taken_s,
@@ -128,13 +106,13 @@ class PhaseClock:
         )
 
     def peek(self) -> dict[str, float]:
-        """Seconds of the lap so far for every phase, without ending it."""
+        """Seconds of the interval so far for every phase, without ending it."""
         with self._lock:
             self._charge()
             return dict(self._seconds)
 
     def total(self) -> dict[str, float]:
-        """Seconds since the start for every phase, whatever laps ended meanwhile."""
+        """Seconds since the start for every phase, whatever intervals ended meanwhile."""
         with self._lock:
             self._charge()
             return {phase: self._earlier[phase] + self._seconds[phase] for phase in PHASES}

@@ -1,6 +1,6 @@
 """What a process did when: spans of phases that touch each other, and marks between them.
 
-`PhaseClock` writes them; a lap takes them, thinned to as many as a page can show.
+`PhaseClock` writes them; a `StepTiming` carries them, thinned to the number that a page can show.
 """
 
 import dataclasses
@@ -8,15 +8,15 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 MOST_SPANS = 200
-"""Of a lap."""
+"""Per step timing."""
 MOST_MARKS = 100
-"""Of a lap; the newest stay."""
+"""Per step timing; the newest stay."""
 LEAST_SPAN_S = 5e-4
 """A shorter span is nothing that a person could see in a step."""
 FINEST_SHARE = 1 / 2000
-"""Nor is a smaller share of the lap."""
+"""Nor is a smaller share of the interval."""
 _MOST_KEPT = 4096
-"""Spans between two laps: with more, those that are not among the newest are thinned."""
+"""Spans between two timings; with more, those that are not among the newest are thinned."""
 _NEWEST = 1024
 _THINNED = 512
 
@@ -37,23 +37,23 @@ class Mark(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Lap:
+class StepTiming:
     """What a process did from one moment to another, on its own monotonic clock."""
 
     start_s: float
     end_s: float
     taken_s: float
-    """When it was told; later than end_s where an earlier moment was asked for."""
+    """When it was taken; later than end_s where an earlier moment was asked for."""
     seconds: dict[str, float]
     """By phase, all of PHASES; they add up to end_s - start_s."""
     spans: tuple[Span, ...] = ()
     """From start_s to end_s without a hole, at most MOST_SPANS: roughly what `seconds` adds up."""
     marks: tuple[Mark, ...] = ()
 
-    def followed_by(self, later: "Lap") -> "Lap":
+    def followed_by(self, later: "StepTiming") -> "StepTiming":
         """Both as one."""
         spans = thinned((*self.spans, *later.spans), most=MOST_SPANS)
-        return Lap(
+        return StepTiming(
             start_s=self.start_s,
             end_s=later.end_s,
             taken_s=later.taken_s,

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from services.process.phase_clock import PHASES
+from services.process.phases import PHASES
 from services.wire.messages import Completion, Group
 
 LOGPROB_ROUNDING = 1e-5

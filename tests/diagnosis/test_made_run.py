@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks.made_run.made_run import make_run
-from services.process.phase_clock import PHASES
+from services.process.phases import PHASES
 
 
 def lines(path):

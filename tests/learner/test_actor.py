@@ -329,7 +329,9 @@ def test_what_only_tells_answers_while_an_update_waits(start, tmp_path):
     thread.start()
     while learner.health().doing != "update":
         assert thread.is_alive()
-    assert learner.lap() and learner.reports() == [] and learner.health().counts.waiting == 0
+    assert (
+        learner.take_timing() and learner.reports() == [] and learner.health().counts.waiting == 0
+    )
     push(learner, groups_of(learner, 1))
     thread.join(WAIT_S)
     assert learner.health().policy_version == 1

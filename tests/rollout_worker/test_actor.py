@@ -220,15 +220,15 @@ def test_evaluation_does_not_move_the_training_draws(pair):
         np.testing.assert_array_equal(one.token_ids, other.token_ids)
 
 
-def test_laps_add_up_and_know_their_phases(pair):
+def test_timings_add_up_and_know_their_phases(pair):
     learner, worker = pair
     for actor in pair:
-        actor.lap()
+        actor.take_timing()
     version = worker._worker.policy_version
     worker.evaluate(range(2), version, 1, GREEDY, 60.0)
-    lap = worker.lap().seconds
-    assert lap["eval"] > 0 and lap["decode"] == 0, "an evaluation is booked as one"
-    assert learner.lap().seconds["idle"] > 0
+    timing = worker.take_timing().seconds
+    assert timing["eval"] > 0 and timing["decode"] == 0, "an evaluation is booked as one"
+    assert learner.take_timing().seconds["idle"] > 0
 
 
 def test_groups_come_one_by_one_while_others_are_decoded_and_who_leaves_ends_them(pair):

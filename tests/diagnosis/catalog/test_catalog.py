@@ -6,7 +6,7 @@ import re
 import pytest
 
 from diagnosis.catalog import catalog
-from services.process.phase_clock import PHASES
+from services.process.phases import PHASES
 
 ROOT = pathlib.Path(__file__).parents[3]
 WRITERS = (

@@ -11,7 +11,7 @@ from diagnosis.judgement.breakdown import (
     is_overlapped,
     path_parts,
 )
-from services.process.phase_clock import PHASES
+from services.process.phases import PHASES
 from tests.diagnosis.judgement.step_facts import step
 
 SYNCHRONOUS = step(

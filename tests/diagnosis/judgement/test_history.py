@@ -12,7 +12,7 @@ from benchmarks.made_run.made_steps import Plan
 from diagnosis.judgement.breakdown import OTHER, critical_path
 from diagnosis.judgement.history import PATH_PHASES, critical_paths, history, round_digits
 from diagnosis.records.run_log import RunLog
-from services.process.phase_clock import PHASES
+from services.process.phases import PHASES
 
 
 def read(folder):

@@ -12,7 +12,7 @@ from benchmarks.made_run.made_run import MadeRun, make_run
 from benchmarks.made_run.made_steps import Plan
 from diagnosis.records.run_log import RunLog
 from driver.reports.jsonl import JsonlLog
-from services.process.phase_clock import PHASES
+from services.process.phases import PHASES
 
 
 @pytest.fixture

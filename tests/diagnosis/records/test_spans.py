@@ -10,7 +10,7 @@ from benchmarks.made_run.made_steps import Plan
 from diagnosis.records import lanes, spans
 from diagnosis.records.run_log import RunLog
 from diagnosis.records.spans import Spans
-from services.process.phase_clock import PHASES
+from services.process.phases import PHASES
 
 DECODE = PHASES.index("decode")
 

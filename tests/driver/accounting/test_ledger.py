@@ -5,7 +5,7 @@ import pytest
 from driver.accounting.leases import LeaseBook, LedgerError, TrajectoryState
 from driver.accounting.ledger import StepLedger
 from driver.reports.jsonl import read_lines
-from services.process.phase_clock import PHASES
+from services.process.phases import PHASES
 
 TRAINED = TrajectoryState.TRAINED
 

@@ -1,4 +1,4 @@
-"""Laps of processes whose clocks differ and who answer late: every step's seconds add up."""
+"""Timings of processes whose clocks differ and who answer late: every step's seconds add up."""
 
 import itertools
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from driver.accounting.step_timing import LEARNER, ClockGap, LapBook, LapTaker
+from driver.accounting.step_timing import LEARNER, ClockGap, TimingCollector, TimingTable
 from services.process.phase_clock import PhaseClock
 
 
@@ -27,7 +27,7 @@ class Process:
         self._behind_s = behind_s
         self.clock = PhaseClock(lambda: driver.s - behind_s)
         self.late_s = 0.0
-        self.lap = self
+        self.take_timing = self
         self.alive = True
 
     def about(self) -> dict[str, float]:
@@ -45,11 +45,11 @@ class Answer:
     def get(self):
         if not self._process.alive:
             raise ConnectionError("gone")
-        return self._process.clock.lap(self._until_s)
+        return self._process.clock.take_timing(self._until_s)
 
 
 class Run:
-    """A learner and workers under one LapTaker, in made-up time."""
+    """A learner and workers under one TimingCollector, in made-up time."""
 
     def __init__(self, monkeypatch, behind_s: dict[str, float]):
         self.now = Time(1_000.0)
@@ -60,7 +60,7 @@ class Run:
             "driver.accounting.step_timing.ray_actors.result_of", lambda call, who, what: call.get()
         )
         self.silent: set[str] = set()
-        self.taker = LapTaker()
+        self.taker = TimingCollector()
         self.processes: dict[str, Process] = {}
         for name, seconds in behind_s.items():
             self.start(name, seconds)
@@ -114,13 +114,13 @@ def test_late_answers_count_no_second_twice(monkeypatch, behind_s):
     for late_s in (0.0, 0.25, 3.0, 0.0, 0.5):
         run.processes["rollout-0"].late_s = late_s
         run.work(8.0)
-        laps = run.take()
-        assert laps.gaps == frozenset()
-        assert laps.laps["rollout-0"].ahead_s == pytest.approx(behind_s, abs=1e-9)
-        for seconds in laps.seconds().values():
-            assert sum(seconds.values()) == pytest.approx(laps.at_s - before_s, abs=1e-9)
-            assert seconds["decode"] == pytest.approx(laps.at_s - before_s, abs=1e-9)
-        before_s = laps.at_s
+        timings = run.take()
+        assert timings.gaps == frozenset()
+        assert timings.by_process["rollout-0"].ahead_s == pytest.approx(behind_s, abs=1e-9)
+        for seconds in timings.seconds().values():
+            assert sum(seconds.values()) == pytest.approx(timings.at_s - before_s, abs=1e-9)
+            assert seconds["decode"] == pytest.approx(timings.at_s - before_s, abs=1e-9)
+        before_s = timings.at_s
 
 
 def test_a_worker_that_says_nothing_has_a_gap_and_the_next_step_is_whole_again(monkeypatch):
@@ -128,15 +128,17 @@ def test_a_worker_that_says_nothing_has_a_gap_and_the_next_step_is_whole_again(m
     run.take()
     run.silent = {"rollout-0"}
     run.work(8.0)
-    laps = run.take()
-    assert laps.silent == laps.gaps == {"rollout-0"} and laps.seconds()["rollout-0"] == {}
-    assert 5.0 <= run.now.s - laps.at_s < 6.0, "it was waited for"
+    timings = run.take()
+    assert timings.silent == timings.gaps == {"rollout-0"} and timings.seconds()["rollout-0"] == {}
+    assert 5.0 <= run.now.s - timings.at_s < 6.0, "it was waited for"
     run.silent = set()
-    run.processes["rollout-0"].clock.lap(laps.at_s)  # the question that was still in its queue
+    run.processes["rollout-0"].clock.take_timing(
+        timings.at_s
+    )  # the question that was still in its queue
     run.work(8.0)
     later = run.take()
     assert later.gaps == frozenset()
-    assert sum(later.seconds()["rollout-0"].values()) == later.at_s - laps.at_s
+    assert sum(later.seconds()["rollout-0"].values()) == later.at_s - timings.at_s
 
 
 def test_who_came_or_went_has_a_gap_and_its_last_seconds_count(monkeypatch):
@@ -148,9 +150,9 @@ def test_who_came_or_went_has_a_gap_and_its_last_seconds_count(monkeypatch):
     run.start("rollout-1")
     run.work(2.0)
     monkeypatch.setattr(Run, "_name", lambda self, call: "any")
-    laps = run.take()
-    assert laps.gaps == {"rollout-0", "rollout-1"}
-    decode_s = {name: seconds["decode"] for name, seconds in laps.seconds().items()}
+    timings = run.take()
+    assert timings.gaps == {"rollout-0", "rollout-1"}
+    decode_s = {name: seconds["decode"] for name, seconds in timings.seconds().items()}
     assert decode_s == {LEARNER: 6.0, "rollout-0": 4.0, "rollout-1": 2.0}
     run.work(1.0)
     assert run.take().gaps == frozenset()
@@ -165,10 +167,10 @@ def test_what_was_told_before_the_learner_died_is_in_the_next_step(monkeypatch):
         run.take()
     run.start(LEARNER)
     run.work(2.0)
-    laps = run.take()
-    assert laps.gaps == {LEARNER}
-    seconds = laps.seconds()["rollout-0"]
-    assert sum(seconds.values()) == laps.at_s - start_s == seconds["decode"]
+    timings = run.take()
+    assert timings.gaps == {LEARNER}
+    seconds = timings.seconds()["rollout-0"]
+    assert sum(seconds.values()) == timings.at_s - start_s == seconds["decode"]
 
 
 def test_a_signal_ends_the_wait_and_loses_nothing(monkeypatch):
@@ -182,15 +184,15 @@ def test_a_signal_ends_the_wait_and_loses_nothing(monkeypatch):
 
     with pytest.raises(KeyboardInterrupt):
         run.take(check=interrupt)
-    laps = run.take()
-    for seconds in laps.seconds().values():
-        assert sum(seconds.values()) == laps.at_s - start_s
+    timings = run.take()
+    for seconds in timings.seconds().values():
+        assert sum(seconds.values()) == timings.at_s - start_s
 
 
 def test_a_learner_that_does_not_answer_is_named(monkeypatch):
     run = Run(monkeypatch, {LEARNER: 0.0, "rollout-0": 0.0})
     run.silent = {LEARNER}
-    with pytest.raises(Exception, match="the learner did not answer 'lap' within 60 s"):
+    with pytest.raises(Exception, match="the learner did not answer 'take_timing' within 60 s"):
         run.take()
 
 
@@ -225,10 +227,10 @@ def test_a_host_that_slept_is_believed_again():
 
 
 def test_a_book_forgets_what_an_earlier_process_of_that_name_told():
-    book = LapBook()
+    book = TimingTable()
     clock = PhaseClock()
-    book.came("rollout-0", clock.lap().taken_s, {"clock_s": clock.lap().taken_s})
-    book.hear("rollout-0", clock.lap(), clock.lap().taken_s)
-    book.came("rollout-0", clock.lap().taken_s, {"clock_s": clock.lap().taken_s})
-    laps = book.close(0.0, ["rollout-0"])
-    assert laps.silent == laps.gaps == {"rollout-0"}
+    book.came("rollout-0", clock.take_timing().taken_s, {"clock_s": clock.take_timing().taken_s})
+    book.hear("rollout-0", clock.take_timing(), clock.take_timing().taken_s)
+    book.came("rollout-0", clock.take_timing().taken_s, {"clock_s": clock.take_timing().taken_s})
+    timings = book.close(0.0, ["rollout-0"])
+    assert timings.silent == timings.gaps == {"rollout-0"}

@@ -82,14 +82,16 @@ class Process:
 
     def __init__(self):
         self.actor = ColocatedActor.__new__(ColocatedActor)
-        self.actor._actors = {Role.LEARNER: types.SimpleNamespace(lap=lambda: {"idle": 1.0})}
+        self.actor._actors = {
+            Role.LEARNER: types.SimpleNamespace(take_timing=lambda: {"idle": 1.0})
+        }
         self.call = types.SimpleNamespace(remote=self.actor.call)
 
 
 def test_each_part_reaches_its_own_role_and_only_the_learner_ends_the_process(monkeypatch):
     process = Process()
     learner, worker = Part(process, Role.LEARNER), Part(process, Role.WORKER)
-    assert learner.lap.remote() == {"idle": 1.0}
+    assert learner.take_timing.remote() == {"idle": 1.0}
     with pytest.raises(RuntimeError, match="the worker of this process has not started"):
         worker.order.remote("leases")
     process.actor._actors[Role.WORKER] = types.SimpleNamespace(order=lambda orders: [orders])

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from driver.accounting.ledger import StepLedger
 from driver.accounting.run_state import RunBooks
-from driver.accounting.step_timing import LapBook, StepLaps
+from driver.accounting.step_timing import RunTiming, TimingTable
 from driver.config.load_config import load
 from driver.reports.jsonl import read_lines
 from driver.reports.metrics import MetricsLog
@@ -28,7 +28,7 @@ class Driver:
 
     def __init__(self, folder: pathlib.Path, monkeypatch):
         self.now_s = 1_000.0
-        for module in ("laps", "timeline", "reporting"):
+        for module in ("accounting.step_timing", "reports.timeline", "reports.step_report"):
             monkeypatch.setattr(f"driver.{module}.time.monotonic", lambda: self.now_s)
         self.folder = folder
         self.said = io.StringIO()
@@ -42,14 +42,14 @@ class Driver:
             status=StatusFile(folder, run="demo", run_id="r"),
             view=view,
         )
-        self.reports.start_lap(self.now_s)
+        self.reports.start_step(self.now_s)
         self.books = RunBooks.new(CONFIG, prompt_count=8)
-        self.laps = LapBook()
+        self.timings = TimingTable()
         self.clocks: dict[str, PhaseClock] = {}
 
     def start(self, name: str) -> None:
         self.clocks[name] = PhaseClock(lambda: self.now_s)
-        self.laps.came(name, self.now_s, {"clock_s": self.now_s})
+        self.timings.came(name, self.now_s, {"clock_s": self.now_s})
 
     def work(self, seconds: float, phase: str, *names: str) -> None:
         """Time goes on, in which these are at work and the others nowhere."""
@@ -61,16 +61,16 @@ class Driver:
             one.__exit__(None, None, None)
 
     def close(self, names, late_s: float = 0.0, **metrics: float):
-        laps = self.tell(names)
+        timings = self.tell(names)
         self.work(late_s, "idle", *self.clocks)
         self.books.step += 1
         memory = {"learner": ProcessMemory(host_bytes=7)}
-        return self.reports.close(self.books, metrics, laps, memory)
+        return self.reports.close(self.books, metrics, timings, memory)
 
-    def tell(self, names) -> StepLaps:
+    def tell(self, names) -> RunTiming:
         for name, clock in self.clocks.items():
-            self.laps.hear(name, clock.lap(self.now_s), self.now_s)
-        return self.laps.close(self.now_s, names)
+            self.timings.hear(name, clock.take_timing(self.now_s), self.now_s)
+        return self.timings.close(self.now_s, names)
 
     def line(self, name: str) -> dict:
         return read_lines(self.folder / f"{name}.jsonl")[-1]
@@ -89,7 +89,7 @@ def lane_s(driver: Driver, process: str) -> float:
 def test_an_added_worker_is_not_booked_before_it_is_there_and_its_lane_agrees(driver):
     driver.start("learner")
     driver.tell(["learner"])
-    driver.laps.gone("rollout-0")
+    driver.timings.gone("rollout-0")
     driver.work(6.0, "idle", "learner")
     first = driver.close(["learner", "rollout-0"])
     assert first.absent_s == {"rollout-0": 6.0} and first.wall_s == 6.0
@@ -109,7 +109,7 @@ def test_a_learner_that_took_anothers_place_has_a_lane_as_long_as_its_books(driv
     driver.start("learner")
     driver.tell(["learner"])
     driver.work(4.0, "forward_backward", "learner")
-    driver.laps.gone("learner")
+    driver.timings.gone("learner")
     driver.work(15.0, "idle")
     driver.start("learner")
     driver.work(2.0, "checkpoint", "learner")
@@ -118,7 +118,7 @@ def test_a_learner_that_took_anothers_place_has_a_lane_as_long_as_its_books(driv
     assert sum(record.processes["learner"].values()) == lane_s(driver, "learner") == 2.0
 
 
-def test_a_step_ends_where_its_laps_do_however_late_it_is_closed(driver):
+def test_a_step_ends_where_its_timings_do_however_late_it_is_closed(driver):
     driver.start("learner")
     driver.tell(["learner"])
     driver.work(4.0, "idle", "learner")

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from driver.accounting.step_timing import PlacedLap, StepLaps
+from driver.accounting.step_timing import PlacedTiming, RunTiming
 from driver.reports.jsonl import read_lines
 from driver.reports.timeline import (
     MOST_GAUGES,
@@ -16,13 +16,13 @@ from driver.reports.timeline import (
     spread,
     timeline_record,
 )
-from services.process.phase_clock import PHASES
-from services.process.span_log import Lap, Mark, Span, seconds_of
+from services.process.phases import PHASES
+from services.process.span_log import Mark, Span, StepTiming, seconds_of
 
 
-def placed(spans, marks=(), ahead_s=0.0) -> PlacedLap:
+def placed(spans, marks=(), ahead_s=0.0) -> PlacedTiming:
     seconds = dict.fromkeys(PHASES, 0.0) | seconds_of(spans)
-    lap = Lap(
+    timing = StepTiming(
         start_s=spans[0].start_s,
         end_s=spans[-1].end_s,
         taken_s=spans[-1].end_s + 0.5,
@@ -30,14 +30,14 @@ def placed(spans, marks=(), ahead_s=0.0) -> PlacedLap:
         spans=tuple(spans),
         marks=tuple(marks),
     )
-    return PlacedLap(lap=lap, ahead_s=ahead_s)
+    return PlacedTiming(timing=timing, ahead_s=ahead_s)
 
 
-def step_laps(at_s: float, **laps: PlacedLap) -> StepLaps:
-    return StepLaps(at_s=at_s, laps=laps, silent=frozenset(), gaps=frozenset())
+def run_timing(at_s: float, **timings: PlacedTiming) -> RunTiming:
+    return RunTiming(at_s=at_s, by_process=timings, silent=frozenset(), gaps=frozenset())
 
 
-TWO = step_laps(
+TWO = run_timing(
     510.0,
     learner=placed(
         [Span("idle", 500.0, 507.5), Span("forward_backward", 507.5, 510.0)],
@@ -75,7 +75,7 @@ def test_each_process_is_placed_on_one_clock_whatever_its_own_says():
     }
 
 
-def test_a_step_that_is_written_late_ended_when_its_laps_did(tmp_path, monkeypatch):
+def test_a_step_that_is_written_late_ended_when_its_timings_did(tmp_path, monkeypatch):
     monkeypatch.setattr("driver.reports.timeline.time.monotonic", lambda: 512.5)
     monkeypatch.setattr("driver.reports.timeline.time.time", lambda: 1_700_000_012.5)
     timeline = Timeline(tmp_path, enabled=True)
@@ -87,13 +87,13 @@ def test_a_step_that_is_written_late_ended_when_its_laps_did(tmp_path, monkeypat
 
 def test_a_silent_process_has_no_spans_and_the_step_is_written_all_the_same(tmp_path):
     timeline = Timeline(tmp_path, enabled=True)
-    laps = StepLaps(
+    timings = RunTiming(
         at_s=510.0,
-        laps={"learner": TWO.laps["learner"]},
+        by_process={"learner": TWO.by_process["learner"]},
         silent=frozenset({"rollout-0"}),
         gaps=frozenset({"rollout-0"}),
     )
-    timeline.close(1, laps, [], start_s=500.0)
+    timeline.close(1, timings, [], start_s=500.0)
     timeline.close_log()
     (line,) = read_lines(tmp_path / "timeline.jsonl")
     assert set(line["processes"]) == {"learner"} and line["gauges"] == []
@@ -122,8 +122,8 @@ def test_a_run_that_wants_none_has_none(tmp_path):
 
 def test_a_step_of_eight_busy_workers_stays_a_short_line():
     spans = [Span(PHASES[i % 2], i / 20, (i + 1) / 20) for i in range(200)]
-    laps = step_laps(10.0, **{f"rollout-{i}": placed(spans) for i in range(8)})
-    record = timeline_record(1, laps, [], start_s=0.0, unix_s=0.0)
+    timings = run_timing(10.0, **{f"rollout-{i}": placed(spans) for i in range(8)})
+    record = timeline_record(1, timings, [], start_s=0.0, unix_s=0.0)
     assert len(json.dumps(record)) < 40_000
     for lane in record["processes"].values():
         assert sum(length for _, _, length in lane["spans"]) == pytest.approx(10.0, abs=1e-6)

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import safetensors.numpy
 
-from services.process.phase_clock import PHASES
+from services.process.phases import PHASES
 from tests.tiny_model import write_tiny_model
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]

@@ -28,7 +28,7 @@ def folder(tmp_path):
 
 def reach_in_a_process(folder, name: str, **options) -> subprocess.Popen:
     code = (
-        "import sys; from services import failpoints; failpoints.install(sys.argv[1]); "
+        "import sys; from services.process import failpoints; failpoints.install(sys.argv[1]); "
         "failpoints.reach(sys.argv[2]); print('passed', flush=True)"
     )
     return subprocess.Popen([sys.executable, "-c", code, str(folder), name], cwd=ROOT, **options)

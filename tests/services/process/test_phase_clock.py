@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.process.phase_clock import PHASES, PhaseClock
+from services.process.phase_clock import PhaseClock
+from services.process.phases import PHASES
 from services.process.span_log import MOST_SPANS, Mark, Span, seconds_of, thinned
 
 
@@ -20,8 +21,8 @@ class FakeTime:
         return self.s
 
 
-def nonzero(lap: dict[str, float]) -> dict[str, float]:
-    return {phase: seconds for phase, seconds in lap.items() if seconds}
+def nonzero(timing: dict[str, float]) -> dict[str, float]:
+    return {phase: seconds for phase, seconds in timing.items() if seconds}
 
 
 def test_nested_phase_pauses_the_outer_one():
@@ -34,20 +35,20 @@ def test_nested_phase_pauses_the_outer_one():
             now.s += 4.0
         now.s += 8.0
     now.s += 16.0
-    lap = clock.lap().seconds
-    assert nonzero(lap) == {"decode": 10.0, "compile": 4.0, "unexplained": 17.0}
-    assert tuple(lap) == PHASES
+    timing = clock.take_timing().seconds
+    assert nonzero(timing) == {"decode": 10.0, "compile": 4.0, "unexplained": 17.0}
+    assert tuple(timing) == PHASES
 
 
-def test_lap_inside_a_phase_splits_it():
+def test_a_timing_inside_a_phase_splits_it():
     now = FakeTime()
     clock = PhaseClock(now)
     with clock.phase("idle"):
         now.s += 3.0
-        assert nonzero(clock.lap().seconds) == {"idle": 3.0}
+        assert nonzero(clock.take_timing().seconds) == {"idle": 3.0}
         now.s += 5.0
-    assert nonzero(clock.lap().seconds) == {"idle": 5.0}
-    assert nonzero(clock.lap().seconds) == {}
+    assert nonzero(clock.take_timing().seconds) == {"idle": 5.0}
+    assert nonzero(clock.take_timing().seconds) == {}
 
 
 def test_phase_that_raises_is_closed():
@@ -57,7 +58,7 @@ def test_phase_that_raises_is_closed():
         now.s += 1.0
         raise KeyError
     now.s += 2.0
-    assert nonzero(clock.lap().seconds) == {"reward": 1.0, "unexplained": 2.0}
+    assert nonzero(clock.take_timing().seconds) == {"reward": 1.0, "unexplained": 2.0}
 
 
 programs = st.recursive(
@@ -82,35 +83,38 @@ def test_phases_add_up_to_wall_time_and_spans_to_phases(program):
     now = FakeTime()
     clock = PhaseClock(now)
     play(clock, now, program)
-    lap = clock.lap()
-    assert sum(lap.seconds.values()) == now.s - 100.0 == lap.end_s - lap.start_s
-    assert seconds_of(lap.spans) == nonzero(lap.seconds)
-    ends = [100.0, *(span.end_s for span in lap.spans)]
-    assert [span.start_s for span in lap.spans] == ends[:-1] and ends[-1] == now.s
-    assert all(one.phase != next_.phase for one, next_ in itertools.pairwise(lap.spans))
+    timing = clock.take_timing()
+    assert sum(timing.seconds.values()) == now.s - 100.0 == timing.end_s - timing.start_s
+    assert seconds_of(timing.spans) == nonzero(timing.seconds)
+    ends = [100.0, *(span.end_s for span in timing.spans)]
+    assert [span.start_s for span in timing.spans] == ends[:-1] and ends[-1] == now.s
+    assert all(one.phase != next_.phase for one, next_ in itertools.pairwise(timing.spans))
 
 
 @given(st.lists(programs, max_size=3), st.lists(st.integers(0, 400), min_size=1, max_size=4))
-def test_laps_that_end_at_earlier_moments_tile_the_time(parts, moments):
+def test_timings_that_end_at_earlier_moments_tile_the_time(parts, moments):
     """Whatever moments are asked for, no second is lost or counted twice."""
     now = FakeTime()
     clock = PhaseClock(now)
-    laps = []
+    timings = []
     for part, moment in itertools.zip_longest(parts, moments):
         if part is not None:
             play(clock, now, part)
         if moment is not None:
-            laps.append(clock.lap(100.0 + moment / 8))
-            assert laps[-1].end_s == min(now.s, max(laps[-1].start_s, 100.0 + moment / 8))
-    laps.append(clock.lap())
-    assert [lap.start_s for lap in laps] == [100.0, *(lap.end_s for lap in laps[:-1])]
-    for lap in laps:
-        assert sum(lap.seconds.values()) == lap.end_s - lap.start_s
-        assert seconds_of(lap.spans) == nonzero(lap.seconds)
+            timings.append(clock.take_timing(100.0 + moment / 8))
+            assert timings[-1].end_s == min(now.s, max(timings[-1].start_s, 100.0 + moment / 8))
+    timings.append(clock.take_timing())
+    assert [timing.start_s for timing in timings] == [
+        100.0,
+        *(timing.end_s for timing in timings[:-1]),
+    ]
+    for timing in timings:
+        assert sum(timing.seconds.values()) == timing.end_s - timing.start_s
+        assert seconds_of(timing.spans) == nonzero(timing.seconds)
     assert sum(nonzero(clock.total()).values()) == now.s - 100.0
 
 
-def test_a_lap_may_end_before_it_is_taken():
+def test_a_timing_may_end_before_it_is_taken():
     now = FakeTime()
     clock = PhaseClock(now)
     with clock.phase("decode"):
@@ -119,13 +123,13 @@ def test_a_lap_may_end_before_it_is_taken():
     with clock.phase("idle"):
         now.s += 2.0
         clock.mark("version 4")
-        lap = clock.lap(until_s=105.0)
-        assert nonzero(lap.seconds) == {"decode": 4.0, "idle": 1.0}
-        assert lap.spans == (Span("decode", 100.0, 104.0), Span("idle", 104.0, 105.0))
-        assert lap.marks == (Mark(104.0, "version 3"),)
-        assert (lap.end_s, lap.taken_s) == (105.0, 106.0)
+        timing = clock.take_timing(until_s=105.0)
+        assert nonzero(timing.seconds) == {"decode": 4.0, "idle": 1.0}
+        assert timing.spans == (Span("decode", 100.0, 104.0), Span("idle", 104.0, 105.0))
+        assert timing.marks == (Mark(104.0, "version 3"),)
+        assert (timing.end_s, timing.taken_s) == (105.0, 106.0)
         now.s += 8.0
-    rest = clock.lap()
+    rest = clock.take_timing()
     assert nonzero(rest.seconds) == {"idle": 9.0} and rest.marks == (Mark(106.0, "version 4"),)
 
 
@@ -140,12 +144,12 @@ def test_a_clock_that_nobody_asks_keeps_few_spans_and_every_second():
         clock.mark("version 1")
     kept = len(clock._log._ends)
     assert kept <= 4096
-    lap = clock.lap(until_s=100.0)
-    assert lap.end_s > 3_000.0, "thinned seconds are not cut: it ends as early as it can"
-    rest = clock.lap()
-    whole = lap.followed_by(rest)
+    timing = clock.take_timing(until_s=100.0)
+    assert timing.end_s > 3_000.0, "thinned seconds are not cut: it ends as early as it can"
+    rest = clock.take_timing()
+    whole = timing.followed_by(rest)
     assert nonzero(whole.seconds) == {"decode": 2_500.0, "reward": 1_250.0}
-    assert len(lap.spans) <= MOST_SPANS and len(whole.spans) <= MOST_SPANS
+    assert len(timing.spans) <= MOST_SPANS and len(whole.spans) <= MOST_SPANS
     assert len(whole.marks) <= 100
     assert seconds_of(whole.spans)["reward"] == pytest.approx(1_250.0, rel=0.05)
 
@@ -196,7 +200,7 @@ def test_long_spans_stay_and_a_minority_of_short_ones_shows():
     assert thinned(found, most=200) == found, "what is thin stays as it is"
 
 
-def test_a_mark_waits_while_a_lap_is_taken():
+def test_a_mark_waits_while_a_timing_is_taken():
     clock = PhaseClock()
     thread = threading.Thread(target=clock.mark, args=["version 1"])
     with clock._lock:
@@ -204,7 +208,7 @@ def test_a_mark_waits_while_a_lap_is_taken():
         thread.join(0.05)
         assert thread.is_alive() and not clock._marks
     thread.join()
-    assert [mark.text for mark in clock.lap().marks] == ["version 1"]
+    assert [mark.text for mark in clock.take_timing().marks] == ["version 1"]
 
 
 @pytest.mark.parametrize("name", ["decoding", "unexplained", ""])
@@ -214,17 +218,17 @@ def test_unknown_phase_is_an_error(name):
         pass
 
 
-def test_another_thread_cannot_enter_a_phase_of_an_open_clock_but_may_end_its_lap():
+def test_another_thread_cannot_enter_a_phase_of_an_open_clock_but_may_end_its_timing():
     now = FakeTime()
     clock = PhaseClock(now)
-    errors, laps = [], []
+    errors, timings = [], []
 
     def intrude():
         try:
             clock.phase("wire").__enter__()
         except RuntimeError as error:
             errors.append(str(error))
-        laps.append(clock.lap().seconds)
+        timings.append(clock.take_timing().seconds)
 
     with clock.phase("decode"):
         now.s += 2.0
@@ -233,8 +237,10 @@ def test_another_thread_cannot_enter_a_phase_of_an_open_clock_but_may_end_its_la
         thread.join()
         now.s += 3.0
     assert len(errors) == 1 and "intruder" in errors[0] and "'decode'" in errors[0]
-    assert nonzero(laps[0]) == {"decode": 2.0} and nonzero(clock.lap().seconds) == {"decode": 3.0}
-    assert nonzero(clock.total()) == {"decode": 5.0}, "whatever laps ended"
+    assert nonzero(timings[0]) == {"decode": 2.0} and nonzero(clock.take_timing().seconds) == {
+        "decode": 3.0
+    }
+    assert nonzero(clock.total()) == {"decode": 5.0}, "whatever timings ended"
 
 
 def test_another_thread_may_use_a_closed_clock():
@@ -248,11 +254,11 @@ def test_another_thread_may_use_a_closed_clock():
     thread = threading.Thread(target=use)
     thread.start()
     thread.join()
-    assert nonzero(clock.lap().seconds) == {"wire": 1.0}
+    assert nonzero(clock.take_timing().seconds) == {"wire": 1.0}
 
 
 def test_real_time_is_measured():
     clock = PhaseClock()
     with clock.phase("idle"):
         time.sleep(0.02)
-    assert clock.lap().seconds["idle"] >= 0.02
+    assert clock.take_timing().seconds["idle"] >= 0.02

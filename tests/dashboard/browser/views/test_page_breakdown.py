@@ -4,7 +4,7 @@ import pytest
 
 from diagnosis.judgement.breakdown import OTHER, critical_path
 from diagnosis.records.facts import StepFacts
-from services.process.phase_clock import UNEXPLAINED
+from services.process.phases import UNEXPLAINED
 from tests.chromium import table_rows, wait_until
 from tests.dashboard.browser.reading import says
 

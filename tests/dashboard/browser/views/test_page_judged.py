@@ -5,7 +5,7 @@ import urllib.request
 
 import pytest
 
-from services.process.phase_clock import UNEXPLAINED, WAITS
+from services.process.phases import UNEXPLAINED, WAITS
 from tests.dashboard.browser.reading import says
 
 pytestmark = pytest.mark.browser

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from benchmarks.made_run.made_run import MadeRun, Plan
-from services.process.phase_clock import PHASES
+from services.process.phases import PHASES
 from tests.chromium import open_view, table_rows, wait_until
 from tests.dashboard.browser.reading import says
 
