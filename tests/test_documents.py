@@ -1,0 +1,40 @@
+"""Every file, module and make target that a document names exists."""
+
+import importlib.util
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+DOCUMENTS = sorted(
+    str(path.relative_to(ROOT))
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("tests/*.md")]
+)
+PATH = re.compile(r"(?<![\w./<-])((?:[a-z_]+/)+[\w.-]*\w\.(?:py|md|json|yaml|jpg|proto))\b")
+COMMAND = re.compile(r"python -m ([a-z_0-9]+(?:\.[a-z_0-9]+)*)")
+TARGET = re.compile(r"`make ([a-z-]+)`")
+OF_READERS = {"my_pkg/rewards.py"}
+"""Paths that a reader makes himself."""
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_file_that_a_document_names_is_there(document):
+    named = set(PATH.findall((ROOT / document).read_text())) - OF_READERS
+    missing = [name for name in sorted(named) if not _exists(document, name)]
+    assert missing == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_command_that_a_document_names_is_there(document):
+    text = (ROOT / document).read_text()
+    modules = sorted(set(COMMAND.findall(text)))
+    assert [name for name in modules if importlib.util.find_spec(name) is None] == []
+    targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert sorted(set(TARGET.findall(text)) - set(targets)) == []
+
+
+def _exists(document: str, name: str) -> bool:
+    """A path counts from the root or from the document's own folder; those of a run are its own."""
+    folders = (ROOT, (ROOT / document).parent)
+    return name.startswith("runs/") or any((folder / name).exists() for folder in folders)
