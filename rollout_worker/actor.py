@@ -178,11 +178,11 @@ class RolloutActor:
                 lambda address: TrajectoryClient(address, spec.credentials),
                 spec.learner_address,
                 timeout_s=spec.timeout_s,
+                samples=self._samples,
                 on_result=ended,
                 on_failure=wake,
             ),
             swap=self._swap,
-            samples=self._samples,
             memory=lambda: process_memory(device_memory(devices)),
             weights_timeout_s=spec.timeout_s,
         )

@@ -1,32 +1,33 @@
-"""The loop of a rollout worker: takes leases, holds the version they ask for, decodes, hands on.
+"""The loop of a rollout worker: begins leased groups under the version they ask for, pushes them.
 
-One thread owns device and ledger clock. Weights come and groups go in threads beside it
-(`fetcher.py`, `pusher.py`); calls from the driver only leave something in the inbox or take
-something from the outbox.
+One thread owns the device and the phase clock. Weights arrive and groups leave in threads beside it
+(`fetcher.py`, `pusher.py`). Calls from the driver change the table of leases, or collect results,
+and return at once.
 
-A newer version is swapped in when no group is being decoded, its scores apart: groups end under the
-version they began with, and none begins while a swap is due.
+A newer version is swapped in when no group is being decoded (scores may be pending): groups end
+under the version they began with, and none begins while a swap is due.
 """
 
 import collections
 import concurrent.futures
-import functools
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from rollout_worker.fetcher import Fetched, Fetcher, Patience
 from rollout_worker.lease_records import LeaseOutcome, LeaseResult, News, Orders, WorkerState
-from rollout_worker.pusher import Finished, Pusher
+from rollout_worker.leased_group import LeasedGroup
+from rollout_worker.pusher import Pusher
 from rollout_worker.worker import RolloutWorker
 from services.process import failpoints
 from services.process.background import Background
 from services.process.phase_clock import PhaseClock
 from services.process.process_memory import ProcessMemory
-from services.wire.messages import Group, Lease
+from services.wire.messages import Lease
 
-LOOK_S = 0.2
-"""How long a wait inside the loop may keep it from its inbox."""
+POLL_S = 0.2
+"""How long a wait inside the loop may delay what the driver asks for."""
 
 
 class WorkLoop:
@@ -38,9 +39,10 @@ class WorkLoop:
         clock: PhaseClock,
         *,
         make_fetcher: Callable[[Callable[[], None]], Fetcher],
-        make_pusher: Callable[[Callable[[LeaseResult], None], Callable[[], None]], Pusher],
+        make_pusher: Callable[
+            [Callable[[LeasedGroup, LeaseResult], None], Callable[[], None]], Pusher
+        ],
         swap: Callable[[Fetched], None],
-        samples: Callable[[Group, Lease], tuple[dict[str, Any], ...]],
         memory: Callable[[], ProcessMemory],
         weights_timeout_s: float,
     ):
@@ -48,31 +50,25 @@ class WorkLoop:
 
         Args:
             swap: puts a fetched version on the device and proves it, or raises.
-            samples: makes what is logged of a group, in the thread that pushes.
-            memory: what this process holds now.
+            memory: memory of this process and of its devices now.
             weights_timeout_s: how long a lease may wait for the version that it asks for.
         """
         self._worker = worker
         self._clock = clock
         self._swap = swap
-        self._samples = samples
         self._memory = memory
         self._patience = Patience(weights_timeout_s)
         self._weights_timeout_s = weights_timeout_s
         self._changed = threading.Condition()
-        self._inbox: collections.deque[Lease] = collections.deque()
-        self._leases: dict[str, Lease] = {}
-        """Not ended, by group id; those in the inbox included."""
-        self._cancelled: set[tuple[str, int]] = set()
-        """Group id and attempt."""
+        self._groups: dict[str, LeasedGroup] = {}
+        """Leases that have not ended, by group id, in the order in which they arrived."""
         self._jobs: collections.deque[_Job] = collections.deque()
         self._results: list[LeaseResult] = []
-        self._transfers: list[dict[str, Any]] = []
         self._draining = False
         self._refetch = False
         self._closed = False
         self._fetcher = make_fetcher(self._wake)
-        self._pusher = make_pusher(self._ended, self._wake)
+        self._pusher = make_pusher(self._record_result, self._wake)
         self._thread = Background("rollout-loop", self._run, self._wake)
 
     def order(self, orders: Orders) -> None:
@@ -87,22 +83,17 @@ class WorkLoop:
         if orders.sources is not None:
             self._fetcher.use(orders.sources)
         with self._changed:
-            for group_id in orders.cancel:
-                if group_id in self._leases:
-                    attempt = self._leases.pop(group_id).attempt
-                    self._pusher.cancel(group_id, attempt)
-                    self._cancelled.add((group_id, attempt))
-            self._inbox = collections.deque(x for x in self._inbox if x.group_id in self._leases)
+            for group_id in (*orders.cancel, *(lease.group_id for lease in orders.leases)):
+                if (leased := self._groups.pop(group_id, None)) is not None:
+                    leased.cancelled = True
             self._draining = self._draining or orders.drain
             self._refetch = self._refetch or orders.refetch
             for lease in orders.leases:
-                self._leases[lease.group_id] = lease
-                self._inbox.append(lease)
+                self._groups[lease.group_id] = LeasedGroup(lease)
             if self._draining:
-                while self._inbox:
-                    lease = self._inbox.popleft()
-                    del self._leases[lease.group_id]
-                    self._results.append(_returned(lease))
+                for leased in self._waiting():
+                    del self._groups[leased.lease.group_id]
+                    self._results.append(_returned(leased.lease))
             self._changed.notify_all()
 
     def news(self, wait_s: float) -> News:
@@ -121,7 +112,7 @@ class WorkLoop:
                 policy_version=self._worker.policy_version,
                 weight_digest=self._worker.weight_digest,
                 canary_gap=self._worker.canary_gap,
-                held=len(self._leases),
+                held=len(self._groups),
                 results=tuple(results),
                 background_s={"fetch": fetch_s, "push": self._pusher.take_seconds()},
                 transfers=tuple(transfers),
@@ -169,8 +160,8 @@ class WorkLoop:
             raise
 
     def _turn(self) -> None:
-        self._give_up_cancelled()
-        if self._refetch and not self._worker.held:
+        self._worker.drop_cancelled()
+        if self._refetch and not self._worker.busy:
             self._refetch = False
             self._worker.policy_version = -1
             self._fetcher.forget()
@@ -178,14 +169,15 @@ class WorkLoop:
             if not self._worker.decoding:
                 self._swap_in()
         elif self._jobs:
-            if not self._worker.held:
+            if not self._worker.busy:
                 self._jobs.popleft().run_now()
         else:
-            self._begin()
-        if self._worker.held:
+            self._begin_groups()
+        if self._worker.busy:
             failpoints.reach("worker.decode")
-            for group in self._worker.advance(LOOK_S):
-                self._hand_on(group)
+            for leased in self._worker.advance(POLL_S):
+                if not leased.cancelled:
+                    self._pusher.put_group(leased)
 
     def _swap_is_due(self) -> bool:
         ready = self._fetcher.ready
@@ -208,7 +200,8 @@ class WorkLoop:
             )
         with self._clock.phase("weights_wait"), self._changed:
             self._changed.wait_for(
-                lambda: self._fetcher.ready is not None or self._closed or self._cancelled, LOOK_S
+                lambda: self._fetcher.ready is not None or self._closed or self._wanted() != wanted,
+                POLL_S,
             )
 
     def _wanted(self) -> int:
@@ -216,47 +209,41 @@ class WorkLoop:
         with self._changed:
             if self._jobs:
                 return self._jobs[0].min_version
-            return self._inbox[0].min_policy_version if self._inbox else -1
+            waiting = self._waiting()
+            return waiting[0].lease.min_policy_version if waiting else -1
 
-    def _begin(self) -> None:
+    def _waiting(self) -> list[LeasedGroup]:
+        """Leases that have not begun; to be called under the lock."""
+        return [leased for leased in self._groups.values() if not leased.begun]
+
+    def _begin_groups(self) -> None:
+        """Begins the leases that the current version suffices for, up to the first that waits."""
         with self._changed:
             held = self._worker.policy_version
-            begun = []
-            while self._inbox and self._inbox[0].min_policy_version <= held:
-                begun.append(self._inbox.popleft())
-        if begun:
-            self._worker.take(begun)
-
-    def _hand_on(self, group: Group) -> None:
-        with self._changed:
-            lease = self._leases.get(group.group_id)
-        if lease is not None and lease.attempt == group.attempt:
-            self._pusher.put(Finished(group, functools.partial(self._samples, group, lease)))
-
-    def _give_up_cancelled(self) -> None:
-        with self._changed:
-            cancelled, self._cancelled = self._cancelled, set()
-        if cancelled:
-            self._worker.give_up(cancelled)
+            due = list(
+                itertools.takewhile(lambda x: x.lease.min_policy_version <= held, self._waiting())
+            )
+            for leased in due:
+                leased.begun = True  # under the lock: from here on a drain does not return it
+        if due:
+            self._worker.begin_groups(due)
 
     def _wait_for_work(self) -> None:
         with self._changed:
             self._changed.wait_for(
                 lambda: bool(
                     self._closed
-                    or self._inbox
+                    or self._waiting()
                     or self._jobs
-                    or self._cancelled
-                    or self._worker.held
+                    or self._worker.busy
                     or self._fetcher.ready
                 )
             )
 
-    def _ended(self, result: LeaseResult) -> None:
+    def _record_result(self, leased: LeasedGroup, result: LeaseResult) -> None:
         with self._changed:
-            lease = self._leases.get(result.group_id)
-            if lease is not None and lease.attempt == result.attempt:
-                del self._leases[result.group_id]
+            if self._groups.get(result.group_id) is leased:
+                del self._groups[result.group_id]
                 self._results.append(result)
             self._changed.notify_all()
 
@@ -274,8 +261,8 @@ class WorkLoop:
 
     def _state(self) -> WorkerState:
         if self._draining:
-            return WorkerState.DRAINING if self._leases else WorkerState.DRAINED
-        return WorkerState.WORKING if self._leases else WorkerState.READY
+            return WorkerState.DRAINING if self._groups else WorkerState.DRAINED
+        return WorkerState.WORKING if self._groups else WorkerState.READY
 
 
 class _Job:

@@ -1,10 +1,9 @@
-"""Hands finished groups to the learner while the device decodes the next ones.
+"""Pushes finished groups to the learner while the device decodes the next ones.
 
 One thread, one group after the other. A learner that is away or full is waited for, up to a
 deadline that names the group; what the learner refuses for another reason than age is an error.
 """
 
-import dataclasses
 import queue
 import threading
 import time
@@ -12,26 +11,18 @@ from collections.abc import Callable
 from typing import Any
 
 from rollout_worker.lease_records import LeaseOutcome, LeaseResult
+from rollout_worker.leased_group import LeasedGroup
 from services.process import failpoints
 from services.process.background import Background
 from services.trajectories.client import PackedGroup, PushFailed, TrajectoryClient, pack_group
 from services.trajectories.group_report import report_of
 from services.trajectories.receipts import StaleGroup
-from services.wire.messages import Group
+from services.wire.messages import Group, Lease
 
 QUEUED_GROUPS = 64
 """Finished groups that may wait; then decoding waits too."""
 ATTEMPT_S = 20.0
 """One attempt to push; a learner that was replaced is dialled at the next."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Finished:
-    """A group to be pushed."""
-
-    group: Group
-    samples: Callable[[], tuple[dict[str, Any], ...]]
-    """Makes what is logged of it; called in the thread, once the learner has taken it."""
 
 
 class Pusher:
@@ -43,41 +34,41 @@ class Pusher:
         address: str,
         *,
         timeout_s: float,
-        on_result: Callable[[LeaseResult], None],
+        samples: Callable[[Group, Lease], tuple[dict[str, Any], ...]],
+        on_result: Callable[[LeasedGroup, LeaseResult], None],
         on_failure: Callable[[], None],
     ):
         """Args:
         connect: makes a client for an address.
-        timeout_s: how long one group may take to be handed over, a restart of the learner
-            included.
+        timeout_s: how long one group may take to be pushed, a restart of the learner included.
+        samples: makes what is logged of a group; called in the thread, once the learner has
+            accepted it.
         on_result: called in the thread for every group that the learner answered.
         """
         self._connect = connect
         self._address = address
         self._client = connect(address)
         self._timeout_s = timeout_s
+        self._samples = samples
         self._on_result = on_result
-        self._queue: queue.Queue[Finished | None] = queue.Queue(QUEUED_GROUPS)
+        self._queue: queue.Queue[LeasedGroup | None] = queue.Queue(QUEUED_GROUPS)
         self._lock = threading.Lock()
-        self._queued: set[tuple[str, int]] = set()
-        """Group id and attempt; a lease that was cancelled may come again under the same."""
-        self._cancelled: set[tuple[str, int]] = set()
         self._seconds = 0.0
         self._closed = threading.Event()
         self._thread = Background("group-pusher", self._run, on_failure)
 
-    def put(self, finished: Finished) -> None:
-        """Queues a group; waits while too many are queued.
+    def put_group(self, leased: LeasedGroup) -> None:
+        """Queues a complete group; waits while too many are queued.
+
+        One that is cancelled while it is queued is dropped silently.
 
         Raises:
             BackgroundFailed: if the thread has failed.
         """
-        with self._lock:
-            self._queued.add((finished.group.group_id, finished.group.attempt))
         while True:
             self._thread.check()
             try:
-                return self._queue.put(finished, timeout=0.5)
+                return self._queue.put(leased, timeout=0.5)
             except queue.Full:
                 continue
 
@@ -89,11 +80,6 @@ class Pusher:
     def check(self) -> None:
         """Raises BackgroundFailed if the thread has failed."""
         self._thread.check()
-
-    def cancel(self, group_id: str, attempt: int) -> None:
-        """Drops a group that is still queued, silently."""
-        with self._lock:
-            self._cancelled |= self._queued & {(group_id, attempt)}
 
     def connect(self, address: str) -> None:
         """Pushes to another address from the next attempt on."""
@@ -120,27 +106,23 @@ class Pusher:
         self._client.close()
 
     def _run(self) -> None:
-        while (finished := self._queue.get()) is not None and not self._closed.is_set():
+        while (leased := self._queue.get()) is not None and not self._closed.is_set():
+            if leased.cancelled:
+                continue
+            group = leased.group
+            assert group is not None
             started = time.monotonic()
-            group = finished.group
-            key = (group.group_id, group.attempt)
-            with self._lock:
-                self._queued.discard(key)
-                cancelled = key in self._cancelled
-                self._cancelled.discard(key)
-            if not cancelled:
-                failpoints.reach("worker.push")
-                outcome = self._push(pack_group(group))
-                accepted = outcome is LeaseOutcome.ACCEPTED
-                self._on_result(
-                    LeaseResult(
-                        group_id=group.group_id,
-                        attempt=group.attempt,
-                        outcome=outcome,
-                        report=report_of(group),
-                        samples=finished.samples() if accepted else (),
-                    )
-                )
+            failpoints.reach("worker.push")
+            outcome = self._push(pack_group(group))
+            accepted = outcome is LeaseOutcome.ACCEPTED
+            result = LeaseResult(
+                group_id=group.group_id,
+                attempt=group.attempt,
+                outcome=outcome,
+                report=report_of(group),
+                samples=self._samples(group, leased.lease) if accepted else (),
+            )
+            self._on_result(leased, result)
             with self._lock:
                 self._seconds += time.monotonic() - started
 

@@ -1,12 +1,14 @@
 """The core of a rollout worker: leases in, scored groups out, under one policy version.
 
-It holds the engine, the prompts and the books of what is being decoded and scored. It opens no
-socket and knows no Ray: `actor.py` moves what comes and goes.
+The engine decodes a prompt's completions on the device; then child processes score them, while the
+engine goes on with other prompts. It opens no socket and knows no Ray: `loop.py` decides when a
+group begins, `actor.py` connects the process.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -14,16 +16,16 @@ import numpy as np
 from models.files.checkpoint import from_named
 from models.tokenizer import Tokenizer
 from rollout_worker.canary import Canary
-from rollout_worker.completing import Completed, Completing
 from rollout_worker.config import RolloutConfig
 from rollout_worker.data.prompts import Prompt, PromptSet
 from rollout_worker.engine.decode_request import FinishedRow, Request, SamplingSettings
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine_setup import STOP_STRINGS_SET
-from rollout_worker.rewards.reward_pool import RewardPool, Score
+from rollout_worker.leased_group import LeasedGroup
+from rollout_worker.rewards.reward_pool import PendingScores, RewardPool, Score, ScoreRequest
 from services.process.phase_clock import PhaseClock
 from services.weights.digest import tree_digest
-from services.wire.messages import Completion, FinishReason, Group, Lease, WeightManifest
+from services.wire.messages import Completion, FinishReason, Group, WeightManifest
 
 EVAL_STREAM = 2**31 - 1
 """Folded into the run's key for evaluation, so that it never repeats a training draw."""
@@ -50,19 +52,32 @@ class WeightDigestMismatch(RuntimeError):
     """The arrays on the device are not the published ones."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Begun:
-    """A group in the making."""
-
-    lease: Lease
-    policy_version: int
-    weight_digest: str
-    clock_s: dict[str, float]
-    """Seconds by phase of the clock when it was taken."""
-
-
 class CanaryFailed(RuntimeError):
     """A probe has other logprobs here than at the learner, under the same weights."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Task:
+    """One prompt whose completions are decoded, then scored together."""
+
+    request: Request
+    prompt: Prompt
+    policy_version: int
+    """Under which it began, and ends."""
+    weight_digest: str
+    clock_s: dict[str, float]
+    """Seconds by phase of the clock when it began."""
+    leased: LeasedGroup | None = None
+    """None in an evaluation."""
+    rows: list[FinishedRow] = dataclasses.field(default_factory=list)
+    """Completions that have ended; in the order of their samples once all have."""
+    scores: PendingScores | None = None
+    """None while completions are decoded."""
+
+    def wait_scores(self) -> list[Score]:
+        """One score per completion, in the order of `rows`; raises as `PendingScores.wait`."""
+        assert self.scores is not None
+        return self.scores.wait()
 
 
 class RolloutWorker:
@@ -98,11 +113,10 @@ class RolloutWorker:
         self._held_out = held_out
         self._clock = clock
         self._canary = canary
-        self._completing = Completing(
-            engine, rewards, clock, lambda row: self.text(row.token_ids, row.finish_reason)
-        )
-        self._begun: dict[str, _Begun] = {}
-        """The groups in the making, by request id."""
+        self._rewards = rewards
+        self._tasks: dict[str, _Task] = {}
+        """What is being decoded or scored, by request id."""
+        self._request_numbers = itertools.count()
         self.policy_version = -1
         """-1 until the first weights arrive."""
         self.weight_digest = ""
@@ -143,75 +157,57 @@ class RolloutWorker:
         self.weight_digest = digest
 
     @property
-    def held(self) -> frozenset[tuple[str, int]]:
-        """Group id and attempt of the leases that were taken and are not complete."""
-        leases = [begun.lease for begun in self._begun.values()]
-        return frozenset((lease.group_id, lease.attempt) for lease in leases)
+    def busy(self) -> bool:
+        """Whether a group that was begun is not complete."""
+        return bool(self._tasks)
 
     @property
     def decoding(self) -> bool:
-        """Whether a group is not decoded, so that a swap would change the policy under it."""
-        return self._completing.decoding
+        """Whether a group is not decoded, so that a swap would change the policy under it.
 
-    def take(self, leases: Sequence[Lease]) -> None:
-        """Starts groups under the current policy version, beside those that are in the making.
-
-        Args:
-            leases: of groups that are not held.
+        The other groups wait for their scores only.
         """
-        leased = {_request_id(lease): lease for lease in leases}
-        prompts = {name: self._train.prompts[lease.position] for name, lease in leased.items()}
-        sampling = SamplingSettings(temperature=self._rollout.temperature)
-        self._completing.submit(
-            [
-                self._request(
-                    request_id,
-                    prompts[request_id],
-                    epoch=lease.epoch,
-                    samples=self._rollout.completions_per_prompt,
-                    key_data=self._train_key,
-                    sampling=sampling,
-                )
-                for request_id, lease in leased.items()
-            ],
-            prompts,
-        )
-        for request_id, lease in leased.items():
-            self._begun[request_id] = _Begun(
-                lease, self.policy_version, self.weight_digest, self._clock.total()
-            )
+        return any(task.scores is None for task in self._tasks.values())
 
-    def advance(self, wait_s: float | None = None) -> list[Group]:
+    def begin_groups(self, groups: Sequence[LeasedGroup]) -> None:
+        """Starts groups under the current policy version, beside those that are under way.
+
+        Raises:
+            ValueError: if one does not fit the engine. None is begun then.
+        """
+        sampling = SamplingSettings(temperature=self._rollout.temperature)
+        tasks = []
+        for leased in groups:
+            lease = leased.lease
+            # Not the attempt: an aborted request keeps its id in the engine until its rows have
+            # left their slots, and the same attempt may be leased again meanwhile.
+            request_id = f"{lease.group_id}/{next(self._request_numbers)}"
+            task = self._task(
+                request_id,
+                self._train.prompts[lease.position],
+                epoch=lease.epoch,
+                samples=self._rollout.completions_per_prompt,
+                key_data=self._train_key,
+                sampling=sampling,
+            )
+            task.leased = leased
+            tasks.append(task)
+        self._submit(tasks)
+
+    def advance(self, wait_s: float | None = None) -> list[LeasedGroup]:
         """One turn of the engine; returns the groups that are complete now, in any order.
 
         Args:
-            wait_s: as `Completing.advance` takes it.
+            wait_s: where nothing is left to decode: how long to wait for scores, None as long as
+                the scorers' own bounds allow.
         """
-        return [self._group(done) for done in self._completing.advance(None, wait_s)]
+        return [self._complete(task) for task in self._advance(None, wait_s)]
 
-    def give_up(self, held: Iterable[tuple[str, int]]) -> None:
-        """Ends groups that nobody waits for, named as `held` names them."""
-        gone = {f"{group_id}/{attempt}" for group_id, attempt in held} & self._begun.keys()
-        self._completing.give_up(gone)
-        for request_id in gone:
-            del self._begun[request_id]
-
-    def rollout(self, leases: Sequence[Lease]) -> Iterator[Group]:
-        """Samples and scores groups; each is yielded as soon as it is complete, in any order.
-
-        The device goes on decoding while the caller has a group. Whoever stops iterating ends
-        what is left.
-
-        Args:
-            leases: of different groups, any number.
-        """
-        self.give_up(self.held)  # of what a call left that failed, which is nobody's
-        self.take(leases)
-        try:
-            while self.held:
-                yield from self.advance()
-        finally:
-            self.give_up(self.held)
+    def drop_cancelled(self) -> None:
+        """Ends the groups that were cancelled; the others go on."""
+        gone = [task for task in self._tasks.values() if task.leased and task.leased.cancelled]
+        if gone:
+            self._abort(gone)
 
     def evaluate(
         self, positions: Sequence[int], *, samples: int, sampling: SamplingSettings
@@ -224,30 +220,29 @@ class RolloutWorker:
         Returns:
             one item per completion, in the order of positions and samples.
         """
-        prompts = {f"held out {place}": self._held_out.prompts[place] for place in positions}
-        requests = [
-            self._request(
-                request_id,
-                prompt,
+        self._abort(self._tasks.values(), "eval")  # of a call that failed
+        tasks = [
+            self._task(
+                f"held out {place}",
+                self._held_out.prompts[place],
                 epoch=0,
                 samples=samples,
                 key_data=self._eval_key,
                 sampling=sampling,
             )
-            for request_id, prompt in prompts.items()
+            for place in positions
         ]
-        self._completing.give_up(self._completing.pending, "eval")
-        self._completing.submit(requests, prompts)
-        items = {}
+        self._submit(tasks)
         try:
-            while self._completing.pending:
-                for done in self._completing.advance("eval"):
-                    prompt = prompts[done.request_id]
-                    scored = zip(done.rows, done.pending.wait(), strict=True)
-                    items[done.request_id] = [self._item(prompt, row, one) for row, one in scored]
+            while self._tasks:
+                self._advance("eval")
         finally:
-            self._completing.give_up(self._completing.pending, "eval")
-        return [item for request_id in prompts for item in items[request_id]]
+            self._abort(self._tasks.values(), "eval")
+        return [
+            self._item(task.prompt, row, score)
+            for task in tasks
+            for row, score in zip(task.rows, task.wait_scores(), strict=True)
+        ]
 
     def text(self, token_ids: np.ndarray, finish_reason: FinishReason) -> str:
         """A completion as people and scorers read it: without the stop token that ended it.
@@ -257,7 +252,64 @@ class RolloutWorker:
         ended = finish_reason is FinishReason.STOP and token_ids[-1] in self._tokenizer.stop_ids
         return self._tokenizer.decode(token_ids[: -1 if ended else None].tolist())
 
-    def _request(
+    def _submit(self, tasks: Sequence[_Task]) -> None:
+        self._engine.submit([task.request for task in tasks])
+        self._tasks |= {task.request.request_id: task for task in tasks}
+
+    def _advance(self, account: str | None, wait_s: float | None = None) -> list[_Task]:
+        """One turn of the engine; returns the tasks that are decoded and scored now.
+
+        Args:
+            account: ledger phase for its time, instead of `prefill`, `decode` and `reward`.
+        """
+        if self.decoding:
+            with self._clock.phase(account or "decode"):
+                finished = self._engine.step(account)
+            for row in finished:
+                task = self._tasks.get(row.request_id)  # None if it was cancelled meanwhile
+                if task is not None:
+                    task.rows.append(row)
+                    if len(task.rows) == len(task.request.samples):
+                        with self._clock.phase(account or "reward"):
+                            self._start_scoring(task)
+        elif self._tasks:
+            with self._clock.phase(account or "reward"):
+                first = next(iter(self._tasks.values()))
+                assert first.scores is not None
+                first.scores.wait_done(wait_s)
+        ready = [task for task in self._tasks.values() if task.scores and task.scores.done]
+        for task in ready:
+            del self._tasks[task.request.request_id]
+        return ready
+
+    def _start_scoring(self, task: _Task) -> None:
+        task.rows.sort(key=lambda row: row.sample_index)
+        task.scores = self._rewards.submit(
+            [
+                ScoreRequest(
+                    completion=self.text(row.token_ids, row.finish_reason),
+                    answer=task.prompt.answer,
+                    prompt=task.prompt.question,
+                    item=task.prompt.item,
+                )
+                for row in task.rows
+            ]
+        )
+
+    def _abort(self, tasks: Iterable[_Task], account: str | None = None) -> None:
+        """Ends tasks whose result no caller wants; the others go on.
+
+        An engine that failed is left alone, so that the error which is reported is its own.
+        """
+        for task in list(tasks):
+            del self._tasks[task.request.request_id]
+            if task.scores is None:
+                self._engine.abort(task.request.request_id)
+        while not self.decoding and self._engine.usable and self._engine.pending:
+            with self._clock.phase(account or "decode"):
+                self._engine.step(account)
+
+    def _task(
         self,
         request_id: str,
         prompt: Prompt,
@@ -266,8 +318,8 @@ class RolloutWorker:
         samples: int,
         key_data: np.ndarray,
         sampling: SamplingSettings,
-    ) -> Request:
-        return Request(
+    ) -> _Task:
+        request = Request(
             request_id=request_id,
             token_ids=prompt.token_ids,
             prompt_id=prompt.prompt_id,
@@ -278,28 +330,31 @@ class RolloutWorker:
             sampling=sampling,
             stop_set=STOP_STRINGS_SET if self._rollout.stop_strings else 0,
         )
+        return _Task(request, prompt, self.policy_version, self.weight_digest, self._clock.total())
 
-    def _group(self, done: Completed) -> Group:
-        begun = self._begun.pop(done.request_id)
-        lease = begun.lease
-        prompt = self._train.prompts[lease.position]
-        versions = {int(version) for row in done.rows for version in row.versions}
-        assert versions == {begun.policy_version}, (lease.group_id, versions, begun.policy_version)
+    def _complete(self, task: _Task) -> LeasedGroup:
+        """Makes the group of a task whose completions are scored."""
+        leased = task.leased
+        assert leased is not None
+        lease = leased.lease
+        versions = {int(version) for row in task.rows for version in row.versions}
+        assert versions == {task.policy_version}, (lease.group_id, versions, task.policy_version)
         after = self._clock.total()
-        phase_s = {phase: after[phase] - begun.clock_s[phase] for phase in after}
-        return Group(
+        phase_s = {phase: after[phase] - task.clock_s[phase] for phase in after}
+        leased.group = Group(
             run_id=self._run_id,
             group_id=lease.group_id,
             attempt=lease.attempt,
-            prompt_id=prompt.prompt_id,
+            prompt_id=task.prompt.prompt_id,
             epoch=lease.epoch,
-            policy_version=begun.policy_version,
-            weight_digest=begun.weight_digest,
+            policy_version=task.policy_version,
+            weight_digest=task.weight_digest,
             worker=self._name,
-            prompt_token_ids=prompt.token_ids,
-            completions=tuple(map(_completion, done.rows, done.pending.wait())),
+            prompt_token_ids=task.prompt.token_ids,
+            completions=tuple(map(_completion, task.rows, task.wait_scores())),
             phase_s={phase: seconds for phase, seconds in phase_s.items() if seconds > 0},
         )
+        return leased
 
     def _item(self, prompt: Prompt, row: FinishedRow, score: Score) -> EvalItem:
         return EvalItem(
@@ -327,11 +382,6 @@ def _completion(row: FinishedRow, score: Score) -> Completion:
         total_reward=score.total,
         reward_error=score.error,
     )
-
-
-def _request_id(lease: Lease) -> str:
-    """A lease that was given up leaves its id in the engine for a moment: attempts differ."""
-    return f"{lease.group_id}/{lease.attempt}"
 
 
 def _key_data(key: jax.Array) -> np.ndarray:

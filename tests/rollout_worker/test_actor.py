@@ -23,6 +23,7 @@ from rollout_worker.config import (
 )
 from rollout_worker.engine.decode_request import SamplingSettings
 from rollout_worker.lease_records import LeaseOutcome, Orders, WorkerState
+from rollout_worker.leased_group import LeasedGroup
 from rollout_worker.rewards.reward_pool import Score
 from rollout_worker.worker import WeightDigestMismatch
 from services.process.background import BackgroundFailed
@@ -144,8 +145,21 @@ def on_loop(worker, run, version=0):
 
 def rolled_out(worker, *indices):
     """Groups of the worker's core, in the order of the leases."""
-    groups = on_loop(worker, lambda: list(worker._worker.rollout(leases(*indices))))
+    groups = on_loop(worker, lambda: list(complete(worker._worker, *indices)))
     return sorted(groups, key=lambda group: group.group_id)
+
+
+def complete(core, *indices):
+    """Yields each group as soon as it is complete; ends the others when the caller leaves."""
+    begun = [LeasedGroup(lease) for lease in leases(*indices)]
+    core.begin_groups(begun)
+    try:
+        while core.busy:
+            yield from (leased.group for leased in core.advance())
+    finally:
+        for leased in begun:
+            leased.cancelled = True
+        core.drop_cancelled()
 
 
 def test_a_step_goes_round(pair):
@@ -194,7 +208,7 @@ def test_a_draining_worker_returns_what_it_has_not_begun(model, authority, pair)
         on_loop(worker, lambda: None)
         begun, waits = leases(13), leases(14, version=10**6)
         worker.order(Orders(leases=(*begun, *waits)))
-        while "g00000013" in worker._loop._leases:
+        while "g00000013" in worker._loop._groups:
             time.sleep(0.01)
         worker.order(Orders(drain=True))
         news = worker.news(5.0)
@@ -236,9 +250,9 @@ def test_groups_come_one_by_one_while_others_are_decoded_and_who_leaves_ends_the
     core = worker._worker
 
     def run():
-        every = {group.group_id: group for group in core.rollout(leases(*range(8)))}
+        every = {group.group_id: group for group in complete(core, *range(8))}
         assert sorted(every) == [f"g{i:08d}" for i in range(8)]
-        groups = core.rollout(leases(*range(8)))
+        groups = complete(core, *range(8))
         first = next(groups)
         assert core._engine.pending, "the rest is still to be decoded"
         groups.close()
@@ -294,10 +308,10 @@ def test_an_engine_that_fails_is_heard_of_by_its_own_error(pair, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(core._engine.device, "segment", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                list(core.rollout(leases(6)))
+                list(complete(core, 6))
         current = worker._pull(core.policy_version, [learner.describe()["address"]], 5.0)
         core.swap(current.manifest, current.named)
-        return list(core.rollout(leases(6)))
+        return list(complete(core, 6))
 
     (after,) = on_loop(worker, run)
     for one, other in zip(after.completions, before.completions, strict=True):
@@ -308,7 +322,7 @@ def test_an_engine_that_fails_is_heard_of_by_its_own_error(pair, monkeypatch):
 def test_slow_scorers_do_not_hold_up_decoding(pair, monkeypatch):
     learner, worker = pair
     core = worker._worker
-    monkeypatch.setattr(core._completing, "_rewards", LateScorers(expected=8 * G))
+    monkeypatch.setattr(core, "_rewards", LateScorers(expected=8 * G))
     assert len(rolled_out(worker, *range(8))) == 8
 
 

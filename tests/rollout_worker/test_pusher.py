@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from rollout_worker.lease_records import LeaseOutcome
-from rollout_worker.pusher import Finished, Pusher
-from services.wire.messages import Completion, FinishReason, Group, PushOutcome
+from rollout_worker.leased_group import LeasedGroup
+from rollout_worker.pusher import Pusher
+from services.wire.messages import Completion, FinishReason, Group, Lease, PushOutcome
 
 
 class Line:
@@ -56,14 +57,15 @@ def pusher(line, results):
         lambda address: line,
         "learner:1",
         timeout_s=10,
-        on_result=results.append,
+        samples=lambda group, lease: (),
+        on_result=lambda leased, result: results.append(result),
         on_failure=lambda: None,
     )
     yield pusher
     pusher.close()
 
 
-def finished(group_id: str, attempt: int = 0) -> Finished:
+def finished(group_id: str, attempt: int = 0) -> LeasedGroup:
     completion = Completion(
         sample_index=0,
         token_ids=np.array([1], np.int32),
@@ -85,30 +87,27 @@ def finished(group_id: str, attempt: int = 0) -> Finished:
         completions=(completion,),
         phase_s={},
     )
-    return Finished(group, tuple)
+    lease = Lease(group_id=group_id, attempt=attempt, epoch=0, position=0)
+    return LeasedGroup(lease, begun=True, group=group)
 
 
 def test_a_cancelled_group_that_is_queued_is_dropped_and_the_others_are_not(pusher, line, results):
-    for group_id in ("a", "b", "c"):
-        pusher.put(finished(group_id))
-    pusher.cancel("b", 0)
-    pusher.cancel("c", 1)
+    groups = [finished(group_id) for group_id in ("a", "b", "c")]
+    for group in groups:
+        pusher.put_group(group)
+    groups[1].cancelled = True
     line.open.set()
     assert results.reached(2)
     assert line.pushed == [("a", 0), ("c", 0)]
     assert [result.outcome for result in results] == [LeaseOutcome.ACCEPTED] * 2
 
 
-def test_a_group_that_was_cancelled_before_it_was_queued_may_come_under_the_same_name(
-    pusher, line, results
-):
-    """As after the restart of a learner whose books begin again at a checkpoint."""
+def test_a_group_may_come_again_under_the_name_of_one_that_was_cancelled(pusher, line, results):
+    """As after the restart of a learner whose groups are counted again from a checkpoint."""
+    first, again = finished("a"), finished("a")
+    first.cancelled = True
+    for group in (first, again, finished("b")):
+        pusher.put_group(group)
     line.open.set()
-    pusher.put(finished("a"))
-    assert results.reached(1)
-    pusher.cancel("a", 0)
-    pusher.cancel("b", 0)
-    pusher.put(finished("a"))
-    pusher.put(finished("b"))
-    assert results.reached(3)
-    assert line.pushed == [("a", 0), ("a", 0), ("b", 0)]
+    assert results.reached(2)
+    assert line.pushed == [("a", 0), ("b", 0)]

@@ -1,0 +1,159 @@
+"""The table of leases of one worker: what ends, under which record, and what is returned."""
+
+import threading
+
+import pytest
+
+from rollout_worker.fetcher import Fetcher
+from rollout_worker.lease_records import LeaseOutcome, LeaseResult, Orders, WorkerState
+from rollout_worker.loop import WorkLoop
+from services.process.phase_clock import PhaseClock
+from services.process.process_memory import process_memory
+from services.wire.messages import Lease
+
+
+class Core:
+    """Stands for a RolloutWorker whose groups are complete when a test says so."""
+
+    policy_version = 0
+    weight_digest = ""
+    canary_gap = 0.0
+    decoding = False
+
+    def __init__(self):
+        self.begun = []
+        self.complete = threading.Event()
+
+    @property
+    def busy(self):
+        return bool(self.begun)
+
+    def begin_groups(self, groups):
+        self.begun += groups
+
+    def drop_cancelled(self):
+        self.begun = [leased for leased in self.begun if not leased.cancelled]
+
+    def advance(self, wait_s):
+        if not self.complete.wait(0.01):
+            return []
+        done, self.begun = self.begun, []
+        return done
+
+
+class Pushes:
+    """Stands for a Pusher; a test says when, and how, a group is answered."""
+
+    failure = None
+
+    def __init__(self, on_result):
+        self.groups = []
+        self.came = threading.Condition()
+        self._on_result = on_result
+
+    def put_group(self, leased):
+        with self.came:
+            self.groups.append(leased)
+            self.came.notify_all()
+
+    def wait_for(self, count):
+        with self.came:
+            assert self.came.wait_for(lambda: len(self.groups) >= count, 300)
+
+    def answer(self, leased, outcome=LeaseOutcome.ACCEPTED):
+        lease = leased.lease
+        result = LeaseResult(
+            group_id=lease.group_id, attempt=lease.attempt, outcome=outcome, report=None
+        )
+        self._on_result(leased, result)
+
+    def check(self):
+        pass
+
+    def take_seconds(self):
+        return 0.0
+
+    def close(self):
+        pass
+
+
+def no_version(min_version, sources, wait_s):
+    raise TimeoutError("no newer version")
+
+
+@pytest.fixture
+def core():
+    return Core()
+
+
+@pytest.fixture
+def loop(core):
+    loop = WorkLoop(
+        core,
+        PhaseClock(),
+        make_fetcher=lambda wake: Fetcher(no_version, ("learner:1",), wake),
+        make_pusher=lambda ended, wake: Pushes(ended),
+        swap=lambda fetched: None,
+        memory=lambda: process_memory(None),
+        weights_timeout_s=300,
+    )
+    yield loop
+    core.complete.set()
+    loop.close()
+
+
+def lease(group_id, attempt=0, version=0):
+    return Lease(
+        group_id=group_id, attempt=attempt, epoch=0, position=0, min_policy_version=version
+    )
+
+
+def test_a_lease_ends_with_the_answer_to_its_own_group(loop, core):
+    """Not with that to an earlier lease of the same group and attempt, which was cancelled."""
+    core.complete.set()
+    loop.order(Orders(leases=(lease("a"),)))
+    loop._pusher.wait_for(1)
+    loop.order(Orders(cancel=("a",), leases=(lease("a"),)))
+    loop._pusher.wait_for(2)
+    first, second = loop._pusher.groups
+    loop._pusher.answer(first, LeaseOutcome.STALE)
+    news = loop.news(0.0)
+    assert news.results == () and news.held == 1
+    loop._pusher.answer(second)
+    news = loop.news(0.0)
+    assert [result.outcome for result in news.results] == [LeaseOutcome.ACCEPTED]
+    assert news.held == 0 and news.state is WorkerState.READY
+
+
+def test_a_cancelled_group_is_neither_pushed_nor_counted(loop, core):
+    loop.order(Orders(leases=(lease("a"), lease("b"))))
+    loop.order(Orders(cancel=("a",)))
+    assert loop.news(0.0).held == 1
+    core.complete.set()
+    loop._pusher.wait_for(1)
+    loop.order(Orders(leases=(lease("c"),)))
+    loop._pusher.wait_for(2)
+    assert [leased.lease.group_id for leased in loop._pusher.groups] == ["b", "c"]
+
+
+def test_a_lease_that_comes_again_without_being_cancelled_replaces_the_first(loop, core):
+    loop.order(Orders(leases=(lease("a"),)))
+    loop.order(Orders(leases=(lease("a", attempt=1),)))
+    core.complete.set()
+    loop._pusher.wait_for(1)
+    assert [leased.lease.attempt for leased in loop._pusher.groups] == [1]
+    assert loop.news(0.0).held == 1
+
+
+def test_groups_begin_in_order_and_none_overtakes_one_that_waits_for_a_version(loop, core):
+    core.complete.set()
+    given = (lease("a"), lease("b", version=1), lease("c"))
+    loop.order(Orders(leases=given))
+    loop._pusher.wait_for(1)
+    loop.order(Orders(drain=True))
+    news = loop.news(0.0)
+    ends = {result.group_id: result.outcome for result in news.results}
+    assert ends == {"b": LeaseOutcome.RETURNED, "c": LeaseOutcome.RETURNED}
+    assert news.state is WorkerState.DRAINING
+    loop._pusher.answer(loop._pusher.groups[0])
+    assert loop.news(0.0).state is WorkerState.DRAINED
