@@ -1,8 +1,8 @@
 """The step loop of a run.
 
-A step is: enough groups, an update, closed books. Workers make the groups of later steps meanwhile,
-as far as `rollout.max_staleness` lets them (`intake.py`). A learner that dies is replaced, and the
-steps since its last checkpoint are taken again with the groups that were recorded.
+A step is: enough groups, an update, closed accounting. Workers make the groups of later steps
+meanwhile, as far as `rollout.max_staleness` lets them (`intake.py`). A learner that dies is
+replaced, and the steps since its last checkpoint are taken again with the recorded groups.
 """
 
 import pathlib
@@ -14,7 +14,7 @@ from ray.util.placement_group import PlacementGroup
 
 from driver.accounting.intake import StepBatch
 from driver.accounting.leases import LeaseState, TrajectoryState
-from driver.accounting.run_state import RunBooks
+from driver.accounting.run_state import RunState
 from driver.accounting.step_timing import LEARNER
 from driver.config import load_config as settings
 from driver.config.plan import Prepared
@@ -64,7 +64,7 @@ class Session:
         self._reports = reports
         self._say = reports.say
         self._held_out = min(config.eval.prompts or prepared.held_out, prepared.held_out)
-        self._books = RunBooks.new(config, prepared.prompts)
+        self._state = RunState.new(config, prepared.prompts)
         self._leasing = False
         self._crewed = False
         """Whether the workers of the start were there once."""
@@ -96,7 +96,7 @@ class Session:
                 self._learner["address"],
             ),
             FleetEvents(
-                ended=lambda result: self._books.intake.add(result),
+                ended=lambda result: self._state.intake.record_result(result),
                 lost=self._take_back,
                 news=self._hear,
                 joined=self._join,
@@ -132,37 +132,37 @@ class Session:
         try:
             if not self._agreed:
                 raise LearnerLost("the learner was not ready")
-            if self._books.open is not None:
-                self._close_step(self._books.open)
+            if self._state.open is not None:
+                self._close_step(self._state.open)
             self._save()
         except LearnerLost as error:
             self._say(f"no checkpoint was written, {error}: --resume goes on from the record")
 
     def summarise(self) -> None:
         """Prints what the run came to; the last line is for machines."""
-        self._reports.summarise(self._books)
+        self._reports.summarise(self._state)
 
     def sources(self) -> Sources:
         """What a post-mortem cannot find in the run's folder."""
-        tables = self._supervisor.tables() | {"leases": self._books.leases.lease_totals}
+        tables = self._supervisor.tables() | {"leases": self._state.leases.lease_totals}
         return Sources(
             config=settings.dump(self._config), tables=tables, worker_errors=self._worker_errors
         )
 
     def _train(self) -> None:
         """Takes every step that is left, after an evaluation that is due or was cut short."""
-        books, every = self._books, self._config.checkpoint.every_steps
+        state, every = self._state, self._config.checkpoint.every_steps
         self._leasing = True
         steps, evaluation = self._config.run.steps, self._config.eval
-        if is_due(books.step, steps, evaluation) and books.step not in books.accuracy:
+        if is_due(state.step, steps, evaluation) and state.step not in state.accuracy:
             self._close_step(self._evaluate())
-        while books.step < steps:
-            books.open = self._train_step(books.step + 1)
-            books.step += 1
-            if is_due(books.step, steps, evaluation):
-                books.open |= self._evaluate()
-            self._close_step(books.open)
-            if every and books.step % every == 0 and books.step < steps:
+        while state.step < steps:
+            state.open = self._train_step(state.step + 1)
+            state.step += 1
+            if is_due(state.step, steps, evaluation):
+                state.open |= self._evaluate()
+            self._close_step(state.open)
+            if every and state.step % every == 0 and state.step < steps:
                 self._save_in_passing()
 
     def _finish(self) -> None:
@@ -178,14 +178,14 @@ class Session:
         except ActorFailed as error:
             if "CheckpointFailed" not in str(error):
                 raise
-            self._warn(f"step {self._books.step}: {error}; the run goes on from the one before")
+            self._warn(f"step {self._state.step}: {error}; the run goes on from the one before")
 
     def _save(self) -> None:
         """Writes a checkpoint of the last closed step, books included."""
-        books = self._books
-        state = books.state(self._reports.ledger_state())
-        self._supervisor.learner("save", books.step, state, timeout_s=self._wait_s)
-        self._reports.saved(books.step)
+        state = self._state
+        kept = state.checkpoint_state(self._reports.ledger_state())
+        self._supervisor.learner("save", state.step, kept, timeout_s=self._wait_s)
+        self._reports.record_checkpoint(state.step)
 
     @property
     def _wait_s(self) -> float:
@@ -194,7 +194,7 @@ class Session:
     @property
     def _steps_left(self) -> int:
         """Steps that are not trained; one whose update is under way is among them."""
-        return self._config.run.steps - self._books.step
+        return self._config.run.steps - self._state.step
 
     def _learner_spec(self) -> LearnerSpec:
         return learner_spec(
@@ -221,8 +221,8 @@ class Session:
         """
         fleet = self._supervisor.fleet
         issued = self._resume() if again or self._config.run.resume else {}
-        self._reports.joined(self._learner, again=False)
-        self._books.policy_version = self._supervisor.learner(
+        self._reports.show_joined(self._learner, again=False)
+        self._state.policy_version = self._supervisor.learner(
             "publish", timeout_s=self._config.placement.startup_timeout_s
         )
         fleet.order_all(Orders(learner_address=self._learner["address"]))
@@ -233,7 +233,7 @@ class Session:
         if not self._crewed:
             self._supervisor.start_workers(self._config.rollout.workers.at_start)
             self._supervisor.before_turn = self._before_turn
-            self._reports.start_step(self._supervisor.collect_timing().at_s)
+            self._reports.start_step(self._supervisor.step_timings().at_s)
         self._agreed = self._crewed = True
 
     def _resume(self) -> dict[int, str]:
@@ -249,15 +249,15 @@ class Session:
         for reason in restored.skipped if restored else ():
             self._warn(f"checkpoint skipped: {reason}")
         if restored is None:
-            self._books = RunBooks.new(self._config, self._prepared.prompts)
+            self._state = RunState.new(self._config, self._prepared.prompts)
         else:
-            self._books = RunBooks.restored(self._config, self._prepared.prompts, restored)
+            self._state = RunState.restored(self._config, self._prepared.prompts, restored)
         if restored is None or restored.driver_state is None:
             self._reports.rewind(BEFORE_ALL, {"totals": {}})
             self._say(f"no checkpoint in {self._folder} yet: starting anew")
         else:
             moved = self._reports.rewind(restored.step, restored.driver_state["ledger"])
-            self._reports.saved(restored.step)
+            self._reports.record_checkpoint(restored.step)
             self._say(
                 f"resumed at step {restored.step}, policy version {restored.policy_version}; "
                 f"{moved} later log lines moved to *.superseded.jsonl"
@@ -272,20 +272,22 @@ class Session:
 
     def _before_turn(self) -> None:
         """Gives out as much work as there may be, and keeps the fleet at its size."""
-        books, fleet = self._books, self._supervisor.fleet
-        self._scaler.turn(books.step, self._reports.queues.newest)
-        if self._leasing and not books.replay:
+        state, fleet = self._state, self._supervisor.fleet
+        self._scaler.turn(state.step, self._reports.queues.newest)
+        if self._leasing and not state.replay:
             room = fleet.room()
-            fleet.grant(books.intake.lease(room, books.policy_version, self._steps_left))
+            fleet.grant(state.intake.grant_leases(room, state.policy_version, self._steps_left))
         self._look_at_queues()
 
     def _look_at_queues(self) -> None:
-        books = self._books
-        self._reports.queues.look(books.intake.waiting, books.leases.out, books.policy_version)
+        state = self._state
+        self._reports.queues.record_counts(
+            state.intake.waiting, state.leases.out, state.policy_version
+        )
 
     def _take_back(self, group_ids: Sequence[str], expired: bool) -> None:
         how = LeaseState.EXPIRED if expired else LeaseState.RETURNED
-        self._books.leases.give_back(group_ids, how)
+        self._state.leases.return_leases(group_ids, how)
 
     def _join(self, worker: Worker) -> None:
         digest = worker.about["prompts_digest"]
@@ -295,7 +297,7 @@ class Session:
                 f"driver from data.train.source={self._config.data.train.source}: every host "
                 "needs the same data and tokenizer"
             )
-        self._reports.joined(worker.about, again=worker.restarts > 0)
+        self._reports.show_joined(worker.about, again=worker.restarts > 0)
         self._supervisor.fleet.tell_sources(self._learner["address"])
 
     def _left(self, worker: Worker) -> None:
@@ -303,7 +305,7 @@ class Session:
         self._supervisor.fleet.tell_sources(self._learner["address"])
 
     def _hear(self, worker: Worker, news: News) -> None:
-        self._reports.hear(worker.name, news)
+        self._reports.record_news(worker.name, news)
 
     def _warn(self, text: str) -> None:
         self._worker_errors.append(text)
@@ -311,20 +313,20 @@ class Session:
 
     def _gather(self) -> StepBatch:
         """Waits until a step can be taken."""
-        books = self._books
-        if books.replay:
-            record = books.replay[0]  # while it stands there, nothing is leased
+        state = self._state
+        if state.replay:
+            record = state.replay[0]  # while it stands there, nothing is leased
             reports = self._reports_of([*record.group_ids, *record.dropped_ids])
-            batch = books.intake.repeat(record.group_ids, record.dropped_ids, reports)
-            books.replay.popleft()
+            batch = state.intake.repeat_batch(record.group_ids, record.dropped_ids, reports)
+            state.replay.popleft()
             return batch
-        while not books.intake.ready(books.policy_version, self._steps_left):
+        while not state.intake.is_ready(state.policy_version, self._steps_left):
             self._supervisor.turn()
-            if unconfirmed := sorted(books.intake.unconfirmed):
-                books.intake.adopt(self._reports_of(unconfirmed))
+            if unconfirmed := sorted(state.intake.unconfirmed):
+                state.intake.adopt_reports(self._reports_of(unconfirmed))
                 # What the learner does not have any more has ended meanwhile.
-                books.intake.unconfirmed.difference_update(unconfirmed)
-        return books.intake.take(books.policy_version)
+                state.intake.unconfirmed.difference_update(unconfirmed)
+        return state.intake.take_batch(state.policy_version)
 
     def _reports_of(self, group_ids: list[str]) -> list[GroupReport]:
         return self._supervisor.learner("reports", group_ids, timeout_s=self._wait_s)
@@ -337,7 +339,7 @@ class Session:
         failpoints.reach("driver.step")
         self._supervisor.check_stop()  # a step whose groups are there already waits for nothing
         started = time.monotonic()
-        books, batch = self._books, self._gather()
+        state, batch = self._state, self._gather()
         rollout_s = time.monotonic() - started
         metrics: dict[str, float] = {"train/update_skipped": 1.0}
         if batch.kept or batch.dropped:
@@ -349,18 +351,18 @@ class Session:
                 timeout_s=2 * self._wait_s,
                 interruptible=False,
             )
-            books.intake.discard(report.disowned)
+            state.intake.discard_groups(report.disowned)
             for group_id, outcome in report.outcomes.items():
-                books.leases.end(group_id, TrajectoryState(outcome))
+                state.leases.end_group(group_id, TrajectoryState(outcome))
             if report.replayed == "different":
-                self._reports.different(step, report)
-            books.policy_version = report.policy_version
+                self._reports.show_divergence(step, report)
+            state.policy_version = report.policy_version
             metrics = report.metrics
         metrics |= batch.metrics()
         update_s = time.monotonic() - started - rollout_s
-        self._reports.samples(step, batch.samples)
-        books.rewards.append(metrics["reward/total/mean"])
-        self._reports.notable(step, batch, metrics)
+        self._reports.write_samples(step, batch.samples)
+        state.rewards.append(metrics["reward/total/mean"])
+        self._reports.show_problems(step, batch, metrics)
         return metrics | {
             "time/train/rollout_generate_s": rollout_s,
             "time/train/update_s": update_s,
@@ -371,19 +373,19 @@ class Session:
     def _evaluate(self) -> dict[str, float]:
         """Scores the held-out prompts under the current policy and notes every item."""
         started = time.monotonic()
-        items = self._supervisor.evaluate(range(self._held_out), self._books.policy_version)
+        items = self._supervisor.evaluate(range(self._held_out), self._state.policy_version)
         items.sort(key=lambda item: (item["prompt_id"], item["sample_index"]))
-        self._reports.evaluation(self._books.step, items)
+        self._reports.write_evaluation(self._state.step, items)
         scorer = self._config.reward.functions[0].name
         metrics = eval_metrics(items, scorer=scorer, pass_k=self._config.eval.pass_k)
         right = round(metrics["eval/accuracy/strict"] * len(items))
-        self._books.accuracy[self._books.step] = Accuracy(correct=right, total=len(items))
+        self._state.accuracy[self._state.step] = Accuracy(correct=right, total=len(items))
         return metrics | {"time/eval_s": time.monotonic() - started}
 
     def _close_step(self, metrics: dict[str, float]) -> None:
         """Asks everybody for their seconds, and closes the books of the step."""
         self._look_at_queues()
-        timings = self._supervisor.collect_timing()
-        record = self._reports.close(self._books, metrics, timings, self._supervisor.memory())
-        self._books.open = None
+        timings = self._supervisor.step_timings()
+        record = self._reports.close_step(self._state, metrics, timings, self._supervisor.memory())
+        self._state.open = None
         self._scaler.judge(record, set(timings.gaps & record.processes.keys()) - {LEARNER})

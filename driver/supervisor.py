@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from driver.accounting.step_timing import LEARNER, RunTiming, TimingCollector
+from driver.accounting.step_timing import LEARNER, RunTiming
 from driver.config.run_config import RunConfig
 from driver.errors import RunError
 from driver.fleet import actors
@@ -24,6 +24,7 @@ from driver.fleet.actors import GONE, POLL_S, ActorFailed, LearnerLost, NoAnswer
 from driver.fleet.fleet import Fleet, FleetEvents
 from driver.fleet.fleet_snapshot import learner_status
 from driver.fleet.launch import Launcher
+from driver.fleet.timing_collector import TimingCollector
 from driver.signals import StopSignal
 from learner.learner_records import LearnerHealth
 from learner.learner_spec import LearnerSpec
@@ -69,7 +70,7 @@ class Supervisor:
         self._watch: Any = None
         self._watch_at = 0.0
         self._watch_asked = 0.0
-        self._timing = TimingCollector()
+        self._timings = TimingCollector()
         self.about: dict[str, Any] = {}
         """What the learner says of itself."""
         self.health: LearnerHealth | None = None
@@ -122,18 +123,18 @@ class Supervisor:
     def _begin_learner(self, spec: LearnerSpec) -> dict[str, Any]:
         room = Room(self._group, 0, shared=True)
         self._learner = self._launcher.learner(spec, room)
-        self._timing.book.gone(LEARNER)
+        self._timings.table.remove_process(LEARNER)
         self.health = None
         self._watch, self._watch_at = None, math.inf  # it is asked nothing else before it serves
         asked_s = time.monotonic()
         self.about = self.learner("describe", timeout_s=self._config.placement.startup_timeout_s)
-        self._timing.book.came(LEARNER, asked_s, self.about)
+        self._timings.table.add_process(LEARNER, asked_s, self.about)
         self._watch_at = 0.0
         return self.about
 
     def make_fleet(self, make_spec: Callable[[str], RolloutSpec], events: FleetEvents) -> Fleet:
         """A fleet without workers."""
-        self._fleet = Fleet(self._config, self._launcher, make_spec, events, self._timing)
+        self._fleet = Fleet(self._config, self._launcher, make_spec, events, self._timings)
         return self._fleet
 
     def start_workers(self, count: int) -> None:
@@ -240,11 +241,11 @@ class Supervisor:
                     self.fleet.lost_while(worker, error)
         return results
 
-    def collect_timing(self) -> RunTiming:
+    def step_timings(self) -> RunTiming:
         """What every process did since the last call, up to the moment of this one."""
         there = {worker.name: worker.actor for worker in self.fleet.running()}
         try:
-            return self._timing.take(
+            return self._timings.collect(
                 {LEARNER: self._learner, **there},
                 [LEARNER, *self.fleet.workers],
                 timeout_s=self._config.placement.step_timeout_s,

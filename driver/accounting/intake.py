@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from driver.accounting.leases import LeaseBook, TrajectoryState
+from driver.accounting.leases import LeaseTable, TrajectoryState
 from rollout_worker.lease_records import LeaseOutcome, LeaseResult
 from services.trajectories.group_report import GroupReport
 from services.wire.messages import Lease
@@ -58,7 +58,7 @@ class Intake:
 
     def __init__(
         self,
-        book: LeaseBook,
+        leases: LeaseTable,
         *,
         wanted: int,
         max_staleness: int,
@@ -72,7 +72,7 @@ class Intake:
         samples: completions of a step that the log keeps; so many of the leases of a step, or
             a few more, ask for one.
         """
-        self._book = book
+        self._leases = leases
         self._wanted = wanted
         self._max_staleness = max_staleness
         self._rounds = resample_rounds
@@ -93,7 +93,7 @@ class Intake:
         """Groups that may train."""
         return len(self._waiting)
 
-    def lease(self, count: int, policy_version: int, steps_left: int) -> list[Lease]:
+    def grant_leases(self, count: int, policy_version: int, steps_left: int) -> list[Lease]:
         """Leases at most so many groups, and no more than may be under way.
 
         Each names the oldest version that it can be sampled under and still train in its turn.
@@ -105,44 +105,44 @@ class Intake:
         self._expire(policy_version)
         leases = []
         for _ in range(min(count, self._allowance(steps_left))):
-            turn = policy_version + self._book.outstanding // self._wanted
-            (lease,) = self._book.lease(1, max(0, turn - self._max_staleness))
+            turn = policy_version + self._leases.outstanding // self._wanted
+            (lease,) = self._leases.grant_leases(1, max(0, turn - self._max_staleness))
             logged = bool(self._logged_every) and self._leased % self._logged_every == 0
             leases.append(dataclasses.replace(lease, logged=logged))
             self._granted += 1
             self._leased += 1
         return leases
 
-    def add(self, result: LeaseResult) -> None:
+    def record_result(self, result: LeaseResult) -> None:
         """Books how one lease ended, unless it was given back."""
         if result.outcome is LeaseOutcome.STALE:
-            self._book.end(result.group_id, TrajectoryState.DROPPED_STALE)
+            self._leases.end_group(result.group_id, TrajectoryState.DROPPED_STALE)
         elif result.outcome is LeaseOutcome.DUPLICATE:
-            self._book.end(result.group_id, TrajectoryState.DUPLICATE)
-            if self._book.hold(result.group_id):
+            self._leases.end_group(result.group_id, TrajectoryState.DUPLICATE)
+            if self._leases.mark_held(result.group_id):
                 self.unconfirmed.add(result.group_id)
         else:
             assert result.outcome is LeaseOutcome.ACCEPTED and result.report is not None
-            if self._book.hold(result.group_id):
+            if self._leases.mark_held(result.group_id):
                 self._admit(result.report)
                 self._samples += result.samples
 
-    def adopt(self, reports: Iterable[GroupReport]) -> None:
+    def adopt_reports(self, reports: Iterable[GroupReport]) -> None:
         """Takes groups over that the learner reports to hold."""
         for report in reports:
             self.unconfirmed.discard(report.group_id)
-            self._book.adopt([report.group_id])
+            self._leases.adopt_groups([report.group_id])
             self._admit(report)
 
-    def ready(self, policy_version: int, steps_left: int) -> bool:
+    def is_ready(self, policy_version: int, steps_left: int) -> bool:
         """Whether a step can be taken: enough groups, or no way to more of them."""
         if self.unconfirmed:
             return False
         if len(self._admissible(policy_version)) >= self._wanted:
             return True
-        return self._book.out == 0 and self._allowance(steps_left) == 0
+        return self._leases.out == 0 and self._allowance(steps_left) == 0
 
-    def take(self, policy_version: int) -> StepBatch:
+    def take_batch(self, policy_version: int) -> StepBatch:
         """Gives away the oldest groups that may train."""
         self._expire(policy_version)
         kept = sorted(self._admissible(policy_version)[: self._wanted])
@@ -157,7 +157,7 @@ class Intake:
         self._dropped, self._arrived_tokens, self._samples, self._granted = {}, 0, [], 0
         return batch
 
-    def repeat(
+    def repeat_batch(
         self, kept: Sequence[str], dropped: Sequence[str], reports: Sequence[GroupReport]
     ) -> StepBatch:
         """The batch of a step that is trained again, as it was recorded.
@@ -165,9 +165,9 @@ class Intake:
         Args:
             reports: of these groups, as the learner gives them.
         """
-        self._book.adopt([*kept, *dropped])
-        for group_id in filter(self._book.holds, dropped):  # others ended before the checkpoint
-            self._book.end(group_id, TrajectoryState.DROPPED_ZERO_VARIANCE)
+        self._leases.adopt_groups([*kept, *dropped])
+        for group_id in filter(self._leases.is_held, dropped):  # others ended before the checkpoint
+            self._leases.end_group(group_id, TrajectoryState.DROPPED_ZERO_VARIANCE)
         return StepBatch(
             kept=list(kept),
             dropped=list(dropped),
@@ -175,8 +175,8 @@ class Intake:
             arrived_tokens=sum(report.completion_tokens for report in reports),
         )
 
-    def discard(self, group_ids: Iterable[str]) -> None:
-        """Leaves out groups that the learner has given up; the caller books them."""
+    def discard_groups(self, group_ids: Iterable[str]) -> None:
+        """Leaves out groups that the learner has given up; the caller records how they end."""
         for group_id in group_ids:
             self._waiting.pop(group_id, None)
 
@@ -184,13 +184,13 @@ class Intake:
         """Ends what has grown too old while it waited."""
         fresh = set(self._admissible(policy_version))
         for group_id in [group_id for group_id in self._waiting if group_id not in fresh]:
-            self._book.end(group_id, TrajectoryState.DROPPED_STALE)
+            self._leases.end_group(group_id, TrajectoryState.DROPPED_STALE)
             self._dropped[group_id] = self._waiting.pop(group_id)
 
     def _admit(self, report: GroupReport) -> None:
         self._arrived_tokens += report.completion_tokens
         if self._rounds and report.zero_variance:
-            self._book.end(report.group_id, TrajectoryState.DROPPED_ZERO_VARIANCE)
+            self._leases.end_group(report.group_id, TrajectoryState.DROPPED_ZERO_VARIANCE)
             self._dropped[report.group_id] = report
         else:
             self._waiting[report.group_id] = report
@@ -206,7 +206,7 @@ class Intake:
 
     def _allowance(self, steps_left: int) -> int:
         under_way = min(self._max_staleness + 1, steps_left) * self._wanted
-        allowed = under_way - self._book.outstanding
+        allowed = under_way - self._leases.outstanding
         if self._rounds:
             allowed = min(allowed, (self._rounds + 1) * self._wanted - self._granted)
         return max(0, allowed)

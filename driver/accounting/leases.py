@@ -21,7 +21,7 @@ from services.wire.messages import Lease
 
 
 class LedgerError(RuntimeError):
-    """The books do not balance: a fault in this program, not in the user's input."""
+    """The accounting of groups or seconds does not add up: a bug in this program."""
 
 
 class TrajectoryState(enum.Enum):
@@ -46,7 +46,7 @@ class LeaseState(enum.Enum):
     """Taken away from a worker that was lost or too slow."""
 
 
-class LeaseBook:
+class LeaseTable:
     """The data cursor, the leases that are out, and how every lease and every group ended."""
 
     def __init__(self, *, seed: int, prompt_count: int):
@@ -91,7 +91,7 @@ class LeaseBook:
         """Leases of this process's life by how they ended, and those that are `out`."""
         return {state.value: n for state, n in self._leases.items()} | {"out": len(self._out)}
 
-    def lease(self, count: int, min_policy_version: int = 0) -> list[Lease]:
+    def grant_leases(self, count: int, min_policy_version: int = 0) -> list[Lease]:
         """Leases the next groups: first what came back unfinished, then new prompts, in order.
 
         Args:
@@ -106,7 +106,7 @@ class LeaseBook:
         self._granted += len(attempts)
         return [self._lease(i, attempt, min_policy_version) for i, attempt in attempts.items()]
 
-    def give_back(self, group_ids: Iterable[str], how: LeaseState) -> int:
+    def return_leases(self, group_ids: Iterable[str], how: LeaseState) -> int:
         """Takes leases back that are out, to be granted again first; returns how many were."""
         indices = [index for index in map(_index_of, group_ids) if index in self._out]
         for index in indices:
@@ -114,7 +114,7 @@ class LeaseBook:
         self._leases[how] += len(indices)
         return len(indices)
 
-    def hold(self, group_id: str) -> bool:
+    def mark_held(self, group_id: str) -> bool:
         """Notes that the learner has a group; False if it was known, or has ended.
 
         Raises:
@@ -130,14 +130,14 @@ class LeaseBook:
             return True
         return False
 
-    def holds(self, group_id: str) -> bool:
+    def is_held(self, group_id: str) -> bool:
         """Whether the learner has the group, and it has not ended."""
         return _index_of(group_id) in self._held
 
-    def adopt(self, group_ids: Iterable[str]) -> None:
-        """Takes over groups that a learner holds which outlived these books.
+    def adopt_groups(self, group_ids: Iterable[str]) -> None:
+        """Adds groups that the learner still holds and that are newer than this restored table.
 
-        What lies between them and was never leased by these books waits to be leased again.
+        Earlier indices that this table never leased wait to be leased again.
         """
         for index in sorted(index for index in map(_index_of, group_ids) if index is not None):
             while self._cursor <= index:
@@ -146,7 +146,7 @@ class LeaseBook:
             if index in self._returned:
                 self._held[index] = self._returned.pop(index)
 
-    def end(self, group_id: str, state: TrajectoryState) -> TrajectoryState:
+    def end_group(self, group_id: str, state: TrajectoryState) -> TrajectoryState:
         """Notes what became of one delivery of a group.
 
         Returns:
@@ -157,7 +157,7 @@ class LeaseBook:
         """
         index = self._known(group_id, f"ended as {state.value}")
         if state is not TrajectoryState.DUPLICATE:
-            self.hold(group_id)
+            self.mark_held(group_id)
             if index in self._held:
                 del self._held[index]
             else:
@@ -166,7 +166,7 @@ class LeaseBook:
         self._recent[state].append(group_id)
         return state
 
-    def check(self) -> None:
+    def check_conservation(self) -> None:
         """Holds the laws of conservation, of groups and of leases.
 
         Raises:
@@ -187,7 +187,7 @@ class LeaseBook:
                 f"{self.lease_totals}"
             )
 
-    def take_recent(self) -> dict[str, list[str]]:
+    def take_ended_groups(self) -> dict[str, list[str]]:
         """Group ids by state since the last call; empty states are left out."""
         recent = {state.value: ids for state, ids in self._recent.items() if ids}
         self._recent = {state: [] for state in TrajectoryState}
@@ -205,8 +205,8 @@ class LeaseBook:
         }
 
     @classmethod
-    def restore(cls, state: Mapping[str, Any], *, seed: int, prompt_count: int) -> "LeaseBook":
-        """The book of a checkpoint; what was out when it was written is leased again first.
+    def restore(cls, state: Mapping[str, Any], *, seed: int, prompt_count: int) -> "LeaseTable":
+        """The table of a checkpoint; what was out when it was written is leased again first.
 
         Raises:
             ValueError: if seed or data are not those of the checkpoint, since the order of the
@@ -219,12 +219,12 @@ class LeaseBook:
                     f"the checkpoint was made with {name}={state[name]}, this run has "
                     f"{name}={value}: resume with the same data and seed, or start a new run"
                 )
-        book = cls(seed=seed, prompt_count=prompt_count)
-        book._cursor = state["cursor"]
-        book._returned = {index: attempt for index, attempt in state["unfinished"]}
-        book._totals = {s: state["totals"][s.value] for s in TrajectoryState}
-        book.check()
-        return book
+        table = cls(seed=seed, prompt_count=prompt_count)
+        table._cursor = state["cursor"]
+        table._returned = {index: attempt for index, attempt in state["unfinished"]}
+        table._totals = {s: state["totals"][s.value] for s in TrajectoryState}
+        table.check_conservation()
+        return table
 
     def _known(self, group_id: str, what: str) -> int:
         index = _index_of(group_id)

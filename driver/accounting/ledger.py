@@ -2,7 +2,7 @@
 phase claims is `unexplained`. A process that was not there all the time has no phase for the rest:
 it was neither idle nor waiting, and that rest is told apart.
 
-What the books note at the end of a step, groups included (`leases.py`), goes into ledger.jsonl.
+Each closed step is one line of ledger.jsonl, with the groups that ended in it (`leases.py`).
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from driver.accounting.leases import LeaseBook, LedgerError
+from driver.accounting.leases import LeaseTable, LedgerError
 from driver.reports.jsonl import JsonlLog
 from services.process.phases import PHASES, UNEXPLAINED
 
@@ -59,13 +59,13 @@ class StepLedger:
         self._warn = warn
         self._totals: dict[str, dict[str, float]] = {}
 
-    def close(
+    def close_step(
         self,
         step: int,
         processes: Mapping[str, Mapping[str, float]],
         *,
         wall_s: float,
-        book: LeaseBook,
+        leases: LeaseTable,
         gaps: Collection[str] = (),
     ) -> StepRecord:
         """Books one step.
@@ -75,14 +75,14 @@ class StepLedger:
             processes: seconds by phase of every process; phases that are absent count 0, and the
                 process's own `unexplained` is computed anew from wall_s.
             wall_s: seconds that the step took on the driver's clock.
-            book: its groups are checked for conservation, and those that ended are listed.
+            leases: its groups are checked for conservation, and those that ended are listed.
             gaps: processes that cannot tell of the whole step; what they tell stays as it is.
 
         Raises:
             LedgerError: if a phase is unknown, a number of seconds is impossible, or groups got
                 lost or counted twice.
         """
-        book.check()
+        leases.check_conservation()
         rows, overlap_s, absent_s, warnings = {}, {}, {}, []
         for process, phase_s in processes.items():
             row, over_s = _balance(step, process, phase_s, wall_s)
@@ -100,8 +100,8 @@ class StepLedger:
             processes=rows,
             overlap_s=overlap_s,
             absent_s=absent_s,
-            groups=book.take_recent(),
-            outstanding=book.outstanding,
+            groups=leases.take_ended_groups(),
+            outstanding=leases.outstanding,
             warnings=tuple(warnings),
         )
         self._log.append(dataclasses.asdict(record))
@@ -125,6 +125,7 @@ class StepLedger:
         return self._log.rewind(step)
 
     def close_log(self) -> None:
+        """Closes ledger.jsonl."""
         self._log.close()
 
     def _oddities(

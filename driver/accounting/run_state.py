@@ -10,17 +10,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from driver.accounting.intake import Intake
-from driver.accounting.leases import LeaseBook
+from driver.accounting.leases import LeaseTable
 from driver.config.run_config import RunConfig
 from driver.terminal.step_table import Accuracy
 from learner.learner_records import RecordedUpdate, Restored
 
 
 @dataclasses.dataclass(kw_only=True)
-class RunBooks:
+class RunState:
     """The books of one run, at one moment."""
 
-    leases: LeaseBook
+    leases: LeaseTable
     intake: Intake
     step: int = 0
     """Last step whose update was made."""
@@ -36,12 +36,12 @@ class RunBooks:
     """Metrics of a step that is trained but not yet closed."""
 
     @classmethod
-    def new(cls, config: RunConfig, prompt_count: int) -> "RunBooks":
+    def new(cls, config: RunConfig, prompt_count: int) -> "RunState":
         """Of a run that has not taken a step."""
-        return cls._of(config, LeaseBook(seed=config.run.seed, prompt_count=prompt_count))
+        return cls._of(config, LeaseTable(seed=config.run.seed, prompt_count=prompt_count))
 
     @classmethod
-    def restored(cls, config: RunConfig, prompt_count: int, restored: Restored) -> "RunBooks":
+    def restored(cls, config: RunConfig, prompt_count: int, restored: Restored) -> "RunState":
         """As a checkpoint has them, with what the learner wrote down since.
 
         Raises:
@@ -49,18 +49,20 @@ class RunBooks:
         """
         state = restored.driver_state
         if state is None:
-            books = cls.new(config, prompt_count)
+            run = cls.new(config, prompt_count)
         else:
-            book = LeaseBook.restore(state["book"], seed=config.run.seed, prompt_count=prompt_count)
-            books = cls._of(config, book)
-            books.rewards = [math.nan if r is None else r for r in state["rewards"]]
-            books.accuracy = {s: Accuracy(correct=c, total=n) for s, c, n in state["accuracy"]}
-        books.step, books.policy_version = restored.step, restored.policy_version
-        books.replay = deque(restored.replay)
-        books.intake.adopt(restored.waiting)
-        return books
+            leases = LeaseTable.restore(
+                state["book"], seed=config.run.seed, prompt_count=prompt_count
+            )
+            run = cls._of(config, leases)
+            run.rewards = [math.nan if r is None else r for r in state["rewards"]]
+            run.accuracy = {s: Accuracy(correct=c, total=n) for s, c, n in state["accuracy"]}
+        run.step, run.policy_version = restored.step, restored.policy_version
+        run.replay = deque(restored.replay)
+        run.intake.adopt(restored.waiting)
+        return run
 
-    def state(self, ledger: Mapping[str, Any]) -> dict[str, Any]:
+    def checkpoint_state(self, ledger: Mapping[str, Any]) -> dict[str, Any]:
         """What a checkpoint keeps, as plain JSON values."""
         return {
             "book": self.leases.state(),
@@ -70,7 +72,7 @@ class RunBooks:
         }
 
     @classmethod
-    def _of(cls, config: RunConfig, leases: LeaseBook) -> "RunBooks":
+    def _of(cls, config: RunConfig, leases: LeaseTable) -> "RunState":
         algorithm = config.algorithm
         resample = algorithm.zero_variance == "resample"
         intake = Intake(

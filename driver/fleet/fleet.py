@@ -15,13 +15,13 @@ from typing import Any
 
 import ray
 
-from driver.accounting.step_timing import TimingCollector
 from driver.config.run_config import RunConfig
 from driver.errors import RunError
 from driver.fleet import actors
 from driver.fleet.actors import GONE, ActorFailed, LearnerLost, NoAnswer, Room
 from driver.fleet.fleet_records import FleetEvents, FleetState, Worker
 from driver.fleet.launch import Launcher
+from driver.fleet.timing_collector import TimingCollector
 from rollout_worker.actor import RolloutSpec
 from rollout_worker.lease_records import LeaseOutcome, News, Orders, WorkerState
 from services.weights.relay_tree import ancestors, relay_tree
@@ -56,7 +56,7 @@ class Fleet:
         self._launcher = launcher
         self._make_spec = make_spec
         self._events = events
-        self._timing = timings
+        self._timings = timings
         self.workers: dict[str, Worker] = {}
         self._next_index = 0
         self._proved = False
@@ -222,7 +222,7 @@ class Fleet:
         spec = self._make_spec(worker.name)
         worker.actor, worker.call = self._launcher.worker(spec, worker.room)
         worker.asked_at = time.monotonic()
-        self._timing.book.gone(worker.name)
+        self._timings.table.remove_process(worker.name)
 
     def _ask(self, worker: Worker) -> None:
         worker.call = worker.actor.news.remote(NEWS_S)
@@ -244,7 +244,7 @@ class Fleet:
         if starting:
             self._proved = True
             worker.about = answer
-            self._timing.book.came(worker.name, worker.asked_at, answer)
+            self._timings.table.add_process(worker.name, worker.asked_at, answer)
             worker.state = FleetState.READY
             self._events.joined(worker)
         else:
@@ -316,7 +316,7 @@ class Fleet:
         actors.kill(worker.actor)
         worker.actor, worker.call, worker.memory, worker.policy_version = None, None, None, -1
         worker.last_error = str(error) if isinstance(error, RunError) else actors.message_of(error)
-        self._timing.book.gone(worker.name)
+        self._timings.table.remove_process(worker.name)
         if leases:
             self._events.lost(leases, True)
 
@@ -342,10 +342,10 @@ class Fleet:
     def _remove(self, worker: Worker) -> None:
         if worker.actor is not None:
             if worker.state is FleetState.DRAINING:
-                self._timing.ask(worker.name, worker.actor, time.monotonic())
+                self._timings.request(worker.name, worker.actor, time.monotonic())
             worker.actor.close.remote()
             self._leaving.append((worker.actor, time.monotonic() + LEAVE_S))
-        self._timing.book.gone(worker.name)
+        self._timings.table.remove_process(worker.name)
         del self.workers[worker.name]
         self._events.left(worker)
 

@@ -1,4 +1,4 @@
-"""What a run says of itself: closes each step's books, writes them down, shows them, sums up."""
+"""What a run says of itself: closes each step's state, writes them down, shows them, sums up."""
 
 import math
 import pathlib
@@ -9,7 +9,7 @@ from typing import Any
 
 from driver.accounting.intake import StepBatch
 from driver.accounting.ledger import StepLedger, StepRecord
-from driver.accounting.run_state import RunBooks
+from driver.accounting.run_state import RunState
 from driver.accounting.step_timing import RunTiming
 from driver.config.run_config import RunConfig
 from driver.reports.metrics import MetricsLog
@@ -34,7 +34,7 @@ class DecodeRate:
     def __init__(self, max_staleness: int):
         self._steps: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS if max_staleness else 1)
 
-    def add(self, tokens: float, decode_s: float) -> float | None:
+    def add_step(self, tokens: float, decode_s: float) -> float | None:
         """The rate with the next step, whose busiest worker decoded for so long; None where nobody
         did, as while recorded groups train again.
         """
@@ -80,14 +80,14 @@ class StepReports:
         """The seconds of the first step count from this moment of the monotonic clock."""
         self._step_started = at_s
 
-    def joined(self, about: Mapping[str, Any], *, again: bool) -> None:
+    def show_joined(self, about: Mapping[str, Any], *, again: bool) -> None:
         """Shows that a process serves, and where and on what it runs."""
         self.say(
             f"{about['name']} {'is back' if again else 'is ready'}: {about['devices']}, process "
             f"{about['pid']} on {about['host']}"
         )
 
-    def hear(self, worker: str, news: News) -> None:
+    def record_news(self, worker: str, news: News) -> None:
         """Keeps what a worker tells beside the ends of its leases for the step that is open."""
         self._transfers += news.transfers
         if not math.isnan(news.canary_gap):
@@ -96,14 +96,14 @@ class StepReports:
             name = f"time/{worker}/background_{thread}_s"
             self._background_s[name] = self._background_s.get(name, 0.0) + seconds
 
-    def different(self, step: int, report: UpdateReport) -> None:
+    def show_divergence(self, step: int, report: UpdateReport) -> None:
         """Shows that a recorded update did not make the version that it had made."""
         self.say(
             f"step {step}: made again from the record, policy version {report.policy_version} came "
             f"out different; {len(report.disowned)} groups that rest on what it was are dropped"
         )
 
-    def notable(self, step: int, batch: StepBatch, metrics: Mapping[str, float]) -> None:
+    def show_problems(self, step: int, batch: StepBatch, metrics: Mapping[str, float]) -> None:
         """Shows what of a step a person should hear at once."""
         if problem := batch.reward_problem():
             self.say(f"step {step}: {problem}")
@@ -113,16 +113,16 @@ class StepReports:
                 "was not finite (then its groups are in rejected/)"
             )
 
-    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+    def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Writes a few completions of a step down."""
         chosen = choose_samples(samples, self._config.log.samples_per_step)
         self._metrics.log_samples(step, chosen)
 
-    def evaluation(self, step: int, items: Sequence[Mapping[str, Any]]) -> None:
+    def write_evaluation(self, step: int, items: Sequence[Mapping[str, Any]]) -> None:
         """Writes every held-out completion down."""
         self._metrics.log_eval(step, items)
 
-    def saved(self, step: int) -> None:
+    def record_checkpoint(self, step: int) -> None:
         """Notes a checkpoint."""
         self._status.progress(step, last_checkpoint=step)
 
@@ -136,9 +136,9 @@ class StepReports:
         moved = self._metrics.resume_at(step) + self._timeline.rewind(step)
         return moved + self._ledger.restore(ledger_state, step=step)
 
-    def close(
+    def close_step(
         self,
-        books: RunBooks,
+        state: RunState,
         metrics: dict[str, float],
         timings: RunTiming,
         memory: Mapping[str, ProcessMemory],
@@ -151,36 +151,36 @@ class StepReports:
         """
         started_s, self._step_started = self._step_started, timings.at_s
         wall_s = timings.at_s - started_s
-        record = self._ledger.close(
-            books.step, timings.seconds(), wall_s=wall_s, book=books.leases, gaps=timings.gaps
+        record = self._ledger.close_step(
+            state.step, timings.seconds(), wall_s=wall_s, leases=state.leases, gaps=timings.gaps
         )
-        gauges = self.queues.take()
-        self._timeline.close(books.step, timings, gauges, start_s=started_s)
+        gauges = self.queues.take_gauges()
+        self._timeline.record_step(state.step, timings, gauges, start_s=started_s)
         metrics = metrics | {"time/train/step_s": wall_s} | self._take_background()
         metrics |= queue_metrics(gauges, timings.at_s)
         for process, held in memory.items():
             metrics |= held.metrics(process)
-        metrics |= {f"leases/{name}": float(n) for name, n in books.leases.lease_totals.items()}
+        metrics |= {f"leases/{name}": float(n) for name, n in state.leases.lease_totals.items()}
         if "rollout/tokens" in metrics:
             self._step_s.append(wall_s)
             recent = self._step_s[-RECENT_STEPS:]
             metrics["time/train/step_avg_last10_s"] = sum(recent) / len(recent)
             slowest = max(p["prefill"] + p["decode"] for p in record.processes.values())
-            if rate := self._decoded.add(metrics["rollout/tokens"], slowest):
+            if rate := self._decoded.add_step(metrics["rollout/tokens"], slowest):
                 metrics["throughput/train/decode_tokens_per_s"] = rate
         for process, phases in record.processes.items():
             metrics |= {f"time/{process}/{phase}_s": s for phase, s in phases.items() if s > 0}
-        written = self._metrics.log(books.step, metrics)
+        written = self._metrics.log(state.step, metrics)
         if names := ", ".join(written.get("nonfinite", ())):
-            self.say(f"step {books.step}: not finite: {names}")
-        self._status.progress(books.step)
-        self._view.show(step_row(metrics, record, self._config.run.steps))
+            self.say(f"step {state.step}: not finite: {names}")
+        self._status.progress(state.step)
+        self._view.add_step(step_row(metrics, record, self._config.run.steps))
         return record
 
-    def summarise(self, books: RunBooks) -> None:
+    def summarise(self, state: RunState) -> None:
         """Prints what the run came to; the last line is for machines."""
         outputs = {"status, metrics, ledger, samples, eval, checkpoints": str(self._folder)}
-        if books.step < self._config.run.steps:
+        if state.step < self._config.run.steps:
             outputs["to go on, add to the same command"] = (
                 f"--set run.output_dir={self._folder} --resume"
             )
@@ -188,11 +188,11 @@ class StepReports:
             outputs["policy as a Hugging Face folder"] = str(self._folder / "export")
         if self._config.log.dashboard.enabled:
             outputs["to look at it again"] = f"python -m dashboard --run {self._folder}"
-        after = [accuracy for step, accuracy in sorted(books.accuracy.items()) if step > 0]
+        after = [accuracy for step, accuracy in sorted(state.accuracy.items()) if step > 0]
         summary = RunSummary(
             name=self._config.run.name,
-            rewards=books.rewards,
-            accuracy_before=books.accuracy.get(0),
+            rewards=state.rewards,
+            accuracy_before=state.accuracy.get(0),
             accuracy_after=after[-1] if after else None,
             seconds=time.time() - self._status.current.started,
             outputs=outputs,

@@ -42,7 +42,7 @@ class QueueGauges:
         self._seen: list[Gauge] = []
         self.newest = Gauge(time.monotonic(), 0, 0, -1)
 
-    def look(self, waiting: int, out: int, policy_version: int) -> None:
+    def record_counts(self, waiting: int, out: int, policy_version: int) -> None:
         """Notes how the queues are now, where that is new or was not said for a while."""
         before, self.newest = self.newest, Gauge(time.monotonic(), waiting, out, policy_version)
         changed = self.newest[1:] != before[1:]
@@ -51,7 +51,7 @@ class QueueGauges:
         if len(self._seen) > _MOST_KEPT:
             self._seen = spread(self._seen, _MOST_KEPT // 2)
 
-    def take(self) -> list[Gauge]:
+    def take_gauges(self) -> list[Gauge]:
         """What was seen since the last call."""
         seen, self._seen = self._seen, []
         return seen
@@ -97,7 +97,7 @@ def timeline_record(
         "step": step,
         "start": unix_s - (timings.at_s - start_s),
         "end": unix_s,
-        "processes": {name: _lane(timing, start_s) for name, timing in timings.by_process.items()},
+        "processes": {name: _track(timing, start_s) for name, timing in timings.by_process.items()},
         "gauges": [
             [round(at_s - start_s, DECIMALS), *counts]
             for at_s, *counts in spread(gauges, MOST_GAUGES)
@@ -111,7 +111,7 @@ class Timeline:
     def __init__(self, folder: pathlib.Path, *, enabled: bool):
         self._log = JsonlLog(folder / "timeline.jsonl") if enabled else None
 
-    def close(
+    def record_step(
         self, step: int, timings: RunTiming, gauges: Sequence[Gauge], *, start_s: float
     ) -> None:
         """Writes a step down whose timings were just taken."""
@@ -128,7 +128,7 @@ class Timeline:
             self._log.close()
 
 
-def _lane(placed: PlacedTiming, start_s: float) -> dict[str, Any]:
+def _track(placed: PlacedTiming, start_s: float) -> dict[str, Any]:
     shift_s = placed.ahead_s - start_s
     moments = [round(span.start_s + shift_s, DECIMALS) for span in placed.timing.spans]
     moments.append(round(placed.timing.end_s + shift_s, DECIMALS))

@@ -97,7 +97,7 @@ def step_row(metrics: Mapping[str, float], record: StepRecord, total_steps: int)
 
 
 class StepView:
-    """Owns the terminal while steps run: `with StepView(name) as view: view.show(row)`."""
+    """Owns the terminal while steps run: `with StepView(name) as view: view.add_step(row)`."""
 
     def __init__(self, name: str, console: Console | None = None):
         self._name = name
@@ -117,7 +117,7 @@ class StepView:
             self._live.stop()
             self._live = None
 
-    def show(self, row: StepRow) -> None:
+    def add_step(self, row: StepRow) -> None:
         """Adds one step."""
         self._rows.append(row)
         self._shown += 1

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from driver.accounting.intake import Intake
-from driver.accounting.leases import LeaseBook
+from driver.accounting.leases import LeaseTable
 from rollout_worker.lease_records import LeaseOutcome, LeaseResult
 from services.trajectories.group_report import GroupReport
 
@@ -39,9 +39,9 @@ def ended(lease, version, outcome=ACCEPTED, **told):
 
 
 def intake_of(*, wanted=3, staleness=0, rounds=0, samples=0):
-    book = LeaseBook(seed=0, prompt_count=100)
-    return book, Intake(
-        book, wanted=wanted, max_staleness=staleness, resample_rounds=rounds, samples=samples
+    table = LeaseTable(seed=0, prompt_count=100)
+    return table, Intake(
+        table, wanted=wanted, max_staleness=staleness, resample_rounds=rounds, samples=samples
     )
 
 
@@ -49,61 +49,61 @@ def ids(*indices):
     return [f"g{index:08d}" for index in indices]
 
 
-def train(book, batch):
+def train(table, batch):
     from driver.accounting.leases import TrajectoryState
 
     for group_id in batch.kept:
-        book.end(group_id, TrajectoryState.TRAINED)
+        table.end_group(group_id, TrajectoryState.TRAINED)
 
 
 def test_groups_stand_in_the_order_of_the_data_whoever_was_faster():
     _, intake = intake_of()
-    for lease in reversed(intake.lease(MANY, 0, 5)):
-        assert not intake.ready(0, 5)
-        intake.add(ended(lease, 0))
-    assert intake.ready(0, 5)
-    batch = intake.take(0)
+    for lease in reversed(intake.grant_leases(MANY, 0, 5)):
+        assert not intake.is_ready(0, 5)
+        intake.record_result(ended(lease, 0))
+    assert intake.is_ready(0, 5)
+    batch = intake.take_batch(0)
     assert batch.kept == ids(0, 1, 2) and batch.dropped == []
     assert batch.metrics()["rollout/tokens"] == 30 and len(batch.samples) == 3
 
 
 def test_synchronous_mode_leases_one_step_at_a_time_under_its_own_version():
-    book, intake = intake_of()
-    leases = intake.lease(2, 7, 5)
+    table, intake = intake_of()
+    leases = intake.grant_leases(2, 7, 5)
     assert len(leases) == 2, "no more than there is room for"
-    leases += intake.lease(MANY, 7, 5)
+    leases += intake.grant_leases(MANY, 7, 5)
     assert [lease.min_policy_version for lease in leases] == [7, 7, 7]
     for lease in leases:
-        intake.add(ended(lease, 7))
-    batch = intake.take(7)
-    assert intake.lease(MANY, 7, 5) == [], "not before the update has ended"
-    train(book, batch)
-    assert [lease.min_policy_version for lease in intake.lease(MANY, 8, 4)] == [8, 8, 8]
+        intake.record_result(ended(lease, 7))
+    batch = intake.take_batch(7)
+    assert intake.grant_leases(MANY, 7, 5) == [], "not before the update has ended"
+    train(table, batch)
+    assert [lease.min_policy_version for lease in intake.grant_leases(MANY, 8, 4)] == [8, 8, 8]
 
 
 def test_with_staleness_later_steps_are_made_ahead_under_versions_that_will_still_do():
     _, intake = intake_of(staleness=2)
-    leases = intake.lease(MANY, 5, MANY)
+    leases = intake.grant_leases(MANY, 5, MANY)
     assert len(leases) == 9, "three steps: the one that is due and two ahead"
     assert [lease.min_policy_version for lease in leases] == [3, 3, 3, 4, 4, 4, 5, 5, 5]
     for lease in leases[:3]:
-        intake.add(ended(lease, 5))
-    intake.take(5)
-    assert intake.lease(MANY, 5, MANY) == [], "groups in training count until they have ended"
+        intake.record_result(ended(lease, 5))
+    intake.take_batch(5)
+    assert intake.grant_leases(MANY, 5, MANY) == [], "groups in training count until they end"
 
 
 def test_a_step_tells_of_its_own_groups_and_counts_the_tokens_that_came_since_the_last():
     _, intake = intake_of(staleness=1)
-    for index, lease in enumerate(intake.lease(MANY, 0, MANY)):
-        intake.add(ended(lease, 0, reward=float(index // 3)))
-    first, second = intake.take(0), intake.take(1)
+    for index, lease in enumerate(intake.grant_leases(MANY, 0, MANY)):
+        intake.record_result(ended(lease, 0, reward=float(index // 3)))
+    first, second = intake.take_batch(0), intake.take_batch(1)
     assert [batch.metrics()["reward/total/mean"] for batch in (first, second)] == [0.0, 1.0]
     assert [batch.metrics()["rollout/tokens"] for batch in (first, second)] == [60, 0]
 
 
 def test_nothing_is_leased_beyond_the_last_step():
     _, intake = intake_of(staleness=2)
-    assert len(intake.lease(MANY, 5, 1)) == 3
+    assert len(intake.grant_leases(MANY, 5, 1)) == 3
 
 
 def test_case_r07_old_groups_are_dropped_and_counted_and_the_oldest_that_may_train_come_first(
@@ -115,41 +115,43 @@ def test_case_r07_old_groups_are_dropped_and_counted_and_the_oldest_that_may_tra
     for one in case["input"]["trajectories"]:
         oldest = groups.get(one["group"], one["version"])
         groups[one["group"]] = min(oldest, one["version"])
-    book, intake = intake_of(wanted=2, staleness=limit)
+    table, intake = intake_of(wanted=2, staleness=limit)
     names = {}
-    for (name, version), lease in zip(groups.items(), intake.lease(3, learner, 5), strict=True):
+    for (name, version), lease in zip(
+        groups.items(), intake.grant_leases(3, learner, 5), strict=True
+    ):
         names[lease.group_id] = name
-        intake.add(ended(lease, version))
-    batch = intake.take(learner)
+        intake.record_result(ended(lease, version))
+    batch = intake.take_batch(learner)
     assert sorted(names[g] for g in batch.kept) == case["expected"]["used_groups"]
     assert [names[g] for g in batch.dropped] == case["expected"]["dropped_stale_groups"]
-    assert book.totals["dropped_stale"] == 1
+    assert table.totals["dropped_stale"] == 1
 
 
 def test_what_grew_too_old_makes_room_for_new_prompts():
-    book, intake = intake_of(staleness=1)
-    for lease in intake.lease(MANY, 0, MANY):
-        intake.add(ended(lease, 0))
-    train(book, intake.take(0))
-    train(book, intake.take(1))
-    late = intake.lease(MANY, 2, MANY)
+    table, intake = intake_of(staleness=1)
+    for lease in intake.grant_leases(MANY, 0, MANY):
+        intake.record_result(ended(lease, 0))
+    train(table, intake.take_batch(0))
+    train(table, intake.take_batch(1))
+    late = intake.grant_leases(MANY, 2, MANY)
     for lease in late[:2]:
-        intake.add(ended(lease, 2))
-    intake.add(ended(late[2], 1))
-    assert [lease.min_policy_version for lease in intake.lease(MANY, 4, MANY)][-1] >= 4
-    assert book.totals["dropped_stale"] == 3
+        intake.record_result(ended(lease, 2))
+    intake.record_result(ended(late[2], 1))
+    assert [lease.min_policy_version for lease in intake.grant_leases(MANY, 4, MANY)][-1] >= 4
+    assert table.totals["dropped_stale"] == 3
 
 
 def test_equal_rewards_are_replaced_only_where_asked():
     told = {1: dict(equal=True, reward=1.0), 3: dict(equal=True, reward=0.0)}
     for rounds, kept, dropped in ((0, ids(0, 1, 2), []), (4, ids(0, 2, 4), ids(1, 3))):
-        book, intake = intake_of(rounds=rounds)
-        while not intake.ready(0, 5):
-            for lease in intake.lease(MANY, 0, 5):
-                intake.add(ended(lease, 0, **told.get(int(lease.group_id[1:]), {})))
-        batch = intake.take(0)
+        table, intake = intake_of(rounds=rounds)
+        while not intake.is_ready(0, 5):
+            for lease in intake.grant_leases(MANY, 0, 5):
+                intake.record_result(ended(lease, 0, **told.get(int(lease.group_id[1:]), {})))
+        batch = intake.take_batch(0)
         assert batch.kept == kept and batch.dropped == dropped
-        assert book.totals["dropped_zero_variance"] == len(dropped)
+        assert table.totals["dropped_zero_variance"] == len(dropped)
         if rounds:
             metrics = batch.metrics()
             assert metrics["rollout/zero_variance_fraction"] == pytest.approx(2 / 5)
@@ -157,13 +159,13 @@ def test_equal_rewards_are_replaced_only_where_asked():
 
 
 def test_replacing_ends_after_its_rounds_and_the_step_trains_on_fewer():
-    book, intake = intake_of(wanted=2, rounds=1)
-    while not intake.ready(0, 5):
-        for lease in intake.lease(MANY, 0, 5):
-            intake.add(ended(lease, 0, equal=lease.group_id != "g00000001"))
-    batch = intake.take(0)
+    table, intake = intake_of(wanted=2, rounds=1)
+    while not intake.is_ready(0, 5):
+        for lease in intake.grant_leases(MANY, 0, 5):
+            intake.record_result(ended(lease, 0, equal=lease.group_id != "g00000001"))
+    batch = intake.take_batch(0)
     assert batch.kept == ids(1) and batch.dropped == ids(0, 2, 3)
-    assert book.cursor == 4, "two steps' worth of prompts at most"
+    assert table.cursor == 4, "two steps' worth of prompts at most"
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -171,59 +173,59 @@ def test_which_groups_are_replaced_does_not_depend_on_who_is_faster(seed):
     """The same groups train, in any order of arrival and with any room for leases."""
 
     def run(order):
-        book, intake = intake_of(wanted=4, rounds=2)
+        table, intake = intake_of(wanted=4, rounds=2)
         out = []
-        while not intake.ready(0, 5):
-            out += intake.lease(order.randint(1, 3), 0, 5)
+        while not intake.is_ready(0, 5):
+            out += intake.grant_leases(order.randint(1, 3), 0, 5)
             if out and order.random() < 0.7:
                 lease = out.pop(order.randrange(len(out)))
                 equal = random.Random(f"{seed} {lease.group_id}").random() < 0.5
-                intake.add(ended(lease, 0, equal=equal))
-        batch = intake.take(0)
-        return batch.kept, batch.dropped, book.cursor
+                intake.record_result(ended(lease, 0, equal=equal))
+        batch = intake.take_batch(0)
+        return batch.kept, batch.dropped, table.cursor
 
     assert len({str(run(random.Random(order))) for order in range(20)}) == 1
 
 
 def test_a_duplicate_is_of_a_group_that_the_learner_must_speak_for():
-    book, intake = intake_of(wanted=1)
-    (lease,) = intake.lease(1, 0, 5)
-    intake.add(ended(lease, 0, DUPLICATE))
-    assert intake.unconfirmed == {lease.group_id} and not intake.ready(0, 5)
-    intake.adopt([report_of(lease.group_id, 0)])
-    assert intake.ready(0, 5) and intake.take(0).kept == [lease.group_id]
-    assert book.totals["duplicate"] == 1
-    book.check()
+    table, intake = intake_of(wanted=1)
+    (lease,) = intake.grant_leases(1, 0, 5)
+    intake.record_result(ended(lease, 0, DUPLICATE))
+    assert intake.unconfirmed == {lease.group_id} and not intake.is_ready(0, 5)
+    intake.adopt_reports([report_of(lease.group_id, 0)])
+    assert intake.is_ready(0, 5) and intake.take_batch(0).kept == [lease.group_id]
+    assert table.totals["duplicate"] == 1
+    table.check_conservation()
 
 
 def test_a_group_that_the_learner_refused_for_its_age_gives_its_place_to_the_next():
-    book, intake = intake_of(wanted=1)
-    (lease,) = intake.lease(1, 0, 5)
-    intake.add(ended(lease, 0, STALE))
-    assert [lease.group_id for lease in intake.lease(1, 0, 5)] == ids(1)
-    assert book.totals["dropped_stale"] == 1
+    table, intake = intake_of(wanted=1)
+    (lease,) = intake.grant_leases(1, 0, 5)
+    intake.record_result(ended(lease, 0, STALE))
+    assert [lease.group_id for lease in intake.grant_leases(1, 0, 5)] == ids(1)
+    assert table.totals["dropped_stale"] == 1
 
 
 def test_recorded_updates_are_repeated_as_they_were():
-    book, intake = intake_of(wanted=2, rounds=3)
-    book.lease(1)
+    table, intake = intake_of(wanted=2, rounds=3)
+    table.grant_leases(1)
     reports = [report_of(group_id, 0) for group_id in ids(0, 2, 3)]
-    batch = intake.repeat(ids(0, 3), ids(2), reports)
+    batch = intake.repeat_batch(ids(0, 3), ids(2), reports)
     assert batch.kept == ids(0, 3) and batch.metrics()["rollout/tokens"] == 30
-    train(book, batch)
-    assert [lease.group_id for lease in intake.lease(MANY, 1, 5)] == ids(1, 4)
-    book.check()
+    train(table, batch)
+    assert [lease.group_id for lease in intake.grant_leases(MANY, 1, 5)] == ids(1, 4)
+    table.check_conservation()
 
 
 def test_completions_that_could_not_be_scored_are_said():
     _, intake = intake_of(wanted=2)
-    first, second = intake.lease(2, 0, 5)
-    intake.add(ended(first, 0))
-    intake.add(ended(second, 0, scored=0))
-    batch = intake.take(0)
+    first, second = intake.grant_leases(2, 0, 5)
+    intake.record_result(ended(first, 0))
+    intake.record_result(ended(second, 0, scored=0))
+    batch = intake.take_batch(0)
     assert batch.reward_problem().startswith("completions of 1 of 2 groups could not be scored")
     assert batch.metrics()["reward/total/mean"] == 0.5
-    assert math.isnan(intake.take(0).metrics()["reward/total/mean"])
+    assert math.isnan(intake.take_batch(0).metrics()["reward/total/mean"])
 
 
 @pytest.mark.parametrize(
@@ -238,24 +240,24 @@ def test_completions_that_could_not_be_scored_are_said():
     ],
 )
 def test_so_many_leases_of_every_step_ask_for_a_sample_or_a_few_more(wanted, samples, logged):
-    book, intake = intake_of(wanted=wanted, samples=samples)
+    table, intake = intake_of(wanted=wanted, samples=samples)
     for version in range(3):
         leases = []
-        while new := intake.lease(2, version, 5):
+        while new := intake.grant_leases(2, version, 5):
             leases += new
         marked = [index for index, lease in enumerate(leases) if lease.logged]
         assert len(leases) == wanted and len(marked) >= min(samples, wanted)
         if version == 0:
             assert " ".join(map(str, marked)) == logged
         for lease in leases:
-            intake.add(ended(lease, version))
-        train(book, intake.take(version))
+            intake.record_result(ended(lease, version))
+        train(table, intake.take_batch(version))
 
 
 def test_samples_of_a_group_that_was_taken_twice_are_those_of_the_first():
     _, intake = intake_of(wanted=1)
-    (lease,) = intake.lease(1, 0, 5)
-    intake.add(ended(lease, 0))
-    intake.add(ended(lease, 0, DUPLICATE))
-    intake.adopt([report_of(lease.group_id, 0)])
-    assert len(intake.take(0).samples) == 1
+    (lease,) = intake.grant_leases(1, 0, 5)
+    intake.record_result(ended(lease, 0))
+    intake.record_result(ended(lease, 0, DUPLICATE))
+    intake.adopt_reports([report_of(lease.group_id, 0)])
+    assert len(intake.take_batch(0).samples) == 1

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from driver.accounting.leases import LeaseBook, LedgerError, TrajectoryState
+from driver.accounting.leases import LeaseTable, LedgerError, TrajectoryState
 from driver.accounting.ledger import StepLedger
 from driver.reports.jsonl import read_lines
 from services.process.phases import PHASES
@@ -15,32 +15,32 @@ def open_ledger(folder, warnings=None, fraction=0.05):
     return StepLedger(folder, unexplained_fraction=fraction, warn=warn)
 
 
-def book_of(count=10, seed=0):
-    return LeaseBook(seed=seed, prompt_count=count)
+def table_of(count=10, seed=0):
+    return LeaseTable(seed=seed, prompt_count=count)
 
 
 def through_json(state):
     return json.loads(json.dumps(state))
 
 
-def train(book, leases):
+def train(table, leases):
     for lease in leases:
-        assert book.end(lease.group_id, TRAINED) is TRAINED
+        assert table.end_group(lease.group_id, TRAINED) is TRAINED
 
 
 def test_phases_of_every_process_add_up_to_the_step(tmp_path):
     ledger = open_ledger(tmp_path)
-    book = book_of()
-    leases = book.lease(2)
-    train(book, leases)
-    record = ledger.close(
+    table = table_of()
+    leases = table.grant_leases(2)
+    train(table, leases)
+    record = ledger.close_step(
         4,
         {
             "learner": {"forward_backward": 6.0, "idle": 3.75, "unexplained": 0.2},
             "rollout-0": {"decode": 3.5, "idle": 6.5},
         },
         wall_s=10.0,
-        book=book,
+        leases=table,
     )
     for row in record.processes.values():
         assert set(row) == set(PHASES)
@@ -56,9 +56,9 @@ def test_phases_of_every_process_add_up_to_the_step(tmp_path):
 def test_seconds_without_a_phase_warn_above_the_threshold(tmp_path):
     warnings = []
     ledger = open_ledger(tmp_path, warnings)
-    ledger.close(1, {"learner": {"idle": 9.5}}, wall_s=10.0, book=book_of())
+    ledger.close_step(1, {"learner": {"idle": 9.5}}, wall_s=10.0, leases=table_of())
     assert warnings == []
-    record = ledger.close(2, {"learner": {"idle": 9.4}}, wall_s=10.0, book=book_of())
+    record = ledger.close_step(2, {"learner": {"idle": 9.4}}, wall_s=10.0, leases=table_of())
     assert warnings == [
         "step 2: 0.60 of 10.00 s of learner belong to no phase; log.unexplained_fraction=0.05 "
         "allows 0.50 s"
@@ -69,8 +69,8 @@ def test_seconds_without_a_phase_warn_above_the_threshold(tmp_path):
 def test_seconds_counted_twice_warn_and_are_kept(tmp_path):
     warnings = []
     ledger = open_ledger(tmp_path, warnings)
-    record = ledger.close(
-        1, {"rollout-1": {"decode": 8.0, "wire": 3.0}}, wall_s=10.0, book=book_of()
+    record = ledger.close_step(
+        1, {"rollout-1": {"decode": 8.0, "wire": 3.0}}, wall_s=10.0, leases=table_of()
     )
     assert record.overlap_s == {"rollout-1": 1.0}
     row = record.processes["rollout-1"]
@@ -81,7 +81,7 @@ def test_seconds_counted_twice_warn_and_are_kept(tmp_path):
 def test_a_process_that_was_not_there_has_no_phase_for_that_and_no_warning(tmp_path):
     """Neither idle nor unexplained: it started in that step, and told what it did since."""
     ledger = open_ledger(tmp_path)
-    record = ledger.close(
+    record = ledger.close_step(
         1,
         {
             "learner": {"idle": 10.0},
@@ -90,7 +90,7 @@ def test_a_process_that_was_not_there_has_no_phase_for_that_and_no_warning(tmp_p
             "rollout-2": {"decode": 10.0},
         },
         wall_s=10.0,
-        book=book_of(),
+        leases=table_of(),
         gaps={"rollout-0", "rollout-1", "rollout-2", "rollout-7"},
     )
     assert record.absent_s == {"rollout-0": 10.0, "rollout-1": 6.75}
@@ -114,26 +114,28 @@ def test_a_process_that_was_not_there_has_no_phase_for_that_and_no_warning(tmp_p
 def test_impossible_seconds_are_refused(tmp_path, phase_s, wall_s, message):
     ledger = open_ledger(tmp_path)
     with pytest.raises(LedgerError, match=message):
-        ledger.close(3, {"learner": phase_s}, wall_s=wall_s, book=book_of())
+        ledger.close_step(3, {"learner": phase_s}, wall_s=wall_s, leases=table_of())
     assert read_lines(tmp_path / "ledger.jsonl") == []
 
 
 def test_totals_and_lines_go_on_from_the_checkpoint(tmp_path):
-    ledger, book = open_ledger(tmp_path), book_of()
+    ledger, table = open_ledger(tmp_path), table_of()
     saved = {}
     for step in (1, 2, 3):
-        train(book, book.lease(2))
-        ledger.close(step, {"learner": {"optimizer": 1.0, "idle": 1.0}}, wall_s=2.0, book=book)
+        train(table, table.grant_leases(2))
+        ledger.close_step(
+            step, {"learner": {"optimizer": 1.0, "idle": 1.0}}, wall_s=2.0, leases=table
+        )
         if step == 2:
-            saved = through_json({"ledger": ledger.state(), "book": book.state()})
+            saved = through_json({"ledger": ledger.state(), "book": table.state()})
     ledger.close_log()
 
     ledger = open_ledger(tmp_path)
-    book = LeaseBook.restore(saved["book"], seed=0, prompt_count=10)
+    table = LeaseTable.restore(saved["book"], seed=0, prompt_count=10)
     assert ledger.restore(saved["ledger"], step=2) == 1
     assert ledger.totals["learner"]["optimizer"] == 2.0
-    train(book, book.lease(2))
-    ledger.close(3, {"learner": {"optimizer": 1.5, "idle": 0.5}}, wall_s=2.0, book=book)
+    train(table, table.grant_leases(2))
+    ledger.close_step(3, {"learner": {"optimizer": 1.5, "idle": 0.5}}, wall_s=2.0, leases=table)
     assert ledger.totals["learner"]["optimizer"] == 3.5
     lines = read_lines(tmp_path / "ledger.jsonl")
     ended = [group_id for line in lines for group_id in line["groups"]["trained"]]

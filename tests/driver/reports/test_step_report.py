@@ -1,4 +1,4 @@
-"""What of a closed step stands in ledger, timeline and metrics, whatever its processes told."""
+"""What ledger, timeline and metrics hold of a closed step, with processes that join and leave."""
 
 import io
 import pathlib
@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from driver.accounting.ledger import StepLedger
-from driver.accounting.run_state import RunBooks
+from driver.accounting.run_state import RunState
 from driver.accounting.step_timing import RunTiming, TimingTable
 from driver.config.load_config import load
 from driver.reports.jsonl import read_lines
@@ -24,12 +24,11 @@ CONFIG = load(DEMO, ["log.unexplained_fraction=0.01"])
 
 
 class Driver:
-    """Reports of a run in made-up time, whose processes tell as they are asked to."""
+    """Reports of a run in simulated time, whose processes report when they are asked."""
 
     def __init__(self, folder: pathlib.Path, monkeypatch):
         self.now_s = 1_000.0
-        for module in ("accounting.step_timing", "reports.timeline", "reports.step_report"):
-            monkeypatch.setattr(f"driver.{module}.time.monotonic", lambda: self.now_s)
+        monkeypatch.setattr("time.monotonic", lambda: self.now_s)
         self.folder = folder
         self.said = io.StringIO()
         view = StepView("demo", Console(file=self.said, width=200))
@@ -43,16 +42,16 @@ class Driver:
             view=view,
         )
         self.reports.start_step(self.now_s)
-        self.books = RunBooks.new(CONFIG, prompt_count=8)
+        self.state = RunState.new(CONFIG, prompt_count=8)
         self.timings = TimingTable()
         self.clocks: dict[str, PhaseClock] = {}
 
     def start(self, name: str) -> None:
         self.clocks[name] = PhaseClock(lambda: self.now_s)
-        self.timings.came(name, self.now_s, {"clock_s": self.now_s})
+        self.timings.add_process(name, self.now_s, {"clock_s": self.now_s})
 
     def work(self, seconds: float, phase: str, *names: str) -> None:
-        """Time goes on, in which these are at work and the others nowhere."""
+        """Advances time, with these processes in one phase and the others not running."""
         open_phases = [self.clocks[name].phase(phase) for name in names]
         for one in open_phases:
             one.__enter__()
@@ -61,16 +60,16 @@ class Driver:
             one.__exit__(None, None, None)
 
     def close(self, names, late_s: float = 0.0, **metrics: float):
-        timings = self.tell(names)
+        timings = self.collect(names)
         self.work(late_s, "idle", *self.clocks)
-        self.books.step += 1
+        self.state.step += 1
         memory = {"learner": ProcessMemory(host_bytes=7)}
-        return self.reports.close(self.books, metrics, timings, memory)
+        return self.reports.close_step(self.state, metrics, timings, memory)
 
-    def tell(self, names) -> RunTiming:
+    def collect(self, names) -> RunTiming:
         for name, clock in self.clocks.items():
-            self.timings.hear(name, clock.take_timing(self.now_s), self.now_s)
-        return self.timings.close(self.now_s, names)
+            self.timings.add_timing(name, clock.take_timing(self.now_s), self.now_s)
+        return self.timings.close_step(self.now_s, names)
 
     def line(self, name: str) -> dict:
         return read_lines(self.folder / f"{name}.jsonl")[-1]
@@ -81,46 +80,46 @@ def driver(tmp_path, monkeypatch) -> Driver:
     return Driver(tmp_path, monkeypatch)
 
 
-def lane_s(driver: Driver, process: str) -> float:
-    lane = driver.line("timeline")["processes"].get(process, {"spans": []})
-    return sum(seconds for _, _, seconds in lane["spans"])
+def track_s(driver: Driver, process: str) -> float:
+    track = driver.line("timeline")["processes"].get(process, {"spans": []})
+    return sum(seconds for _, _, seconds in track["spans"])
 
 
-def test_an_added_worker_is_not_booked_before_it_is_there_and_its_lane_agrees(driver):
+def test_an_added_worker_counts_from_its_start_and_its_track_agrees(driver):
     driver.start("learner")
-    driver.tell(["learner"])
-    driver.timings.gone("rollout-0")
+    driver.collect(["learner"])
+    driver.timings.remove_process("rollout-0")
     driver.work(6.0, "idle", "learner")
     first = driver.close(["learner", "rollout-0"])
     assert first.absent_s == {"rollout-0": 6.0} and first.wall_s == 6.0
-    assert sum(first.processes["rollout-0"].values()) == lane_s(driver, "rollout-0") == 0.0
+    assert sum(first.processes["rollout-0"].values()) == track_s(driver, "rollout-0") == 0.0
     driver.work(3.0, "idle", "learner")
     driver.start("rollout-0")
     driver.work(2.0, "decode", "learner", "rollout-0")
     second = driver.close(["learner", "rollout-0"])
     assert second.absent_s == {"rollout-0": 3.0} and second.warnings == ()
-    told = {phase: s for phase, s in second.processes["rollout-0"].items() if s}
-    assert told == {"decode": 2.0} and lane_s(driver, "rollout-0") == 2.0
+    spent = {phase: s for phase, s in second.processes["rollout-0"].items() if s}
+    assert spent == {"decode": 2.0} and track_s(driver, "rollout-0") == 2.0
     driver.work(1.0, "decode", "learner", "rollout-0")
     assert driver.close(["learner", "rollout-0"]).absent_s == {}
 
 
-def test_a_learner_that_took_anothers_place_has_a_lane_as_long_as_its_books(driver):
+def test_a_replacement_learner_has_a_track_as_long_as_its_seconds(driver):
     driver.start("learner")
-    driver.tell(["learner"])
+    driver.collect(["learner"])
     driver.work(4.0, "forward_backward", "learner")
-    driver.timings.gone("learner")
+    driver.timings.remove_process("learner")
     driver.work(15.0, "idle")
     driver.start("learner")
     driver.work(2.0, "checkpoint", "learner")
     record = driver.close(["learner"])
     assert record.wall_s == 21.0 and record.absent_s == {"learner": 19.0}
-    assert sum(record.processes["learner"].values()) == lane_s(driver, "learner") == 2.0
+    assert sum(record.processes["learner"].values()) == track_s(driver, "learner") == 2.0
 
 
 def test_a_step_ends_where_its_timings_do_however_late_it_is_closed(driver):
     driver.start("learner")
-    driver.tell(["learner"])
+    driver.collect(["learner"])
     driver.work(4.0, "idle", "learner")
     assert driver.close(["learner"], late_s=2.5).wall_s == 4.0
     driver.work(1.0, "idle", "learner")
@@ -131,8 +130,8 @@ def test_a_step_ends_where_its_timings_do_however_late_it_is_closed(driver):
 def test_queues_memory_and_the_rate_are_metrics_of_the_step(driver):
     driver.start("learner")
     driver.start("rollout-0")
-    driver.tell(["learner", "rollout-0"])
-    driver.reports.queues.look(waiting=2, out=6, policy_version=0)
+    driver.collect(["learner", "rollout-0"])
+    driver.reports.queues.record_counts(waiting=2, out=6, policy_version=0)
     driver.work(4.0, "decode", "learner", "rollout-0")
     both = ["learner", "rollout-0"]
     driver.close(both, **{"rollout/tokens": 100.0, "reward/total/mean": 0.5})
@@ -141,4 +140,4 @@ def test_queues_memory_and_the_rate_are_metrics_of_the_step(driver):
     assert (line["queue/waiting_mean"], line["queue/out_max"]) == (2.0, 6.0)
     assert line["throughput/train/decode_tokens_per_s"] == 25.0
     assert line["time/train/step_avg_last10_s"] == 4.0
-    assert "mem/rollout-0/host_bytes" not in line, "it has not told"
+    assert "mem/rollout-0/host_bytes" not in line, "it has not reported"

@@ -33,11 +33,11 @@ def placed(spans, marks=(), ahead_s=0.0) -> PlacedTiming:
     return PlacedTiming(timing=timing, ahead_s=ahead_s)
 
 
-def run_timing(at_s: float, **timings: PlacedTiming) -> RunTiming:
-    return RunTiming(at_s=at_s, by_process=timings, silent=frozenset(), gaps=frozenset())
+def step_timings(at_s: float, **processes: PlacedTiming) -> RunTiming:
+    return RunTiming(at_s=at_s, by_process=processes, silent=frozenset(), gaps=frozenset())
 
 
-TWO = run_timing(
+TWO = step_timings(
     510.0,
     learner=placed(
         [Span("idle", 500.0, 507.5), Span("forward_backward", 507.5, 510.0)],
@@ -51,7 +51,7 @@ TWO = run_timing(
 )
 
 
-def test_each_process_is_placed_on_one_clock_whatever_its_own_says():
+def test_every_process_is_aligned_to_the_drivers_clock():
     gauges = [Gauge(499.9, 0, 16, 6), Gauge(505.0, 12, 4, 6)]
     record = timeline_record(7, TWO, gauges, start_s=500.0, unix_s=1_700_000_010.0)
     idle, forward, decode, unexplained = (
@@ -79,7 +79,7 @@ def test_a_step_that_is_written_late_ended_when_its_timings_did(tmp_path, monkey
     monkeypatch.setattr("driver.reports.timeline.time.monotonic", lambda: 512.5)
     monkeypatch.setattr("driver.reports.timeline.time.time", lambda: 1_700_000_012.5)
     timeline = Timeline(tmp_path, enabled=True)
-    timeline.close(1, TWO, [], start_s=500.0)
+    timeline.record_step(1, TWO, [], start_s=500.0)
     timeline.close_log()
     (line,) = read_lines(tmp_path / "timeline.jsonl")
     assert (line["start"], line["end"]) == (1_700_000_000.0, 1_700_000_010.0)
@@ -93,7 +93,7 @@ def test_a_silent_process_has_no_spans_and_the_step_is_written_all_the_same(tmp_
         silent=frozenset({"rollout-0"}),
         gaps=frozenset({"rollout-0"}),
     )
-    timeline.close(1, timings, [], start_s=500.0)
+    timeline.record_step(1, timings, [], start_s=500.0)
     timeline.close_log()
     (line,) = read_lines(tmp_path / "timeline.jsonl")
     assert set(line["processes"]) == {"learner"} and line["gauges"] == []
@@ -103,18 +103,18 @@ def test_a_silent_process_has_no_spans_and_the_step_is_written_all_the_same(tmp_
 def test_a_resume_moves_later_lines_aside(tmp_path):
     timeline = Timeline(tmp_path, enabled=True)
     for step in (1, 2, 3):
-        timeline.close(step, TWO, [], start_s=500.0)
+        timeline.record_step(step, TWO, [], start_s=500.0)
     assert timeline.rewind(1) == 2
-    timeline.close(2, TWO, [], start_s=500.0)
+    timeline.record_step(2, TWO, [], start_s=500.0)
     timeline.close_log()
     assert [line["step"] for line in read_lines(tmp_path / "timeline.jsonl")] == [1, 2]
     aside = read_lines(tmp_path / "timeline.superseded.jsonl")
     assert [line["step"] for line in aside] == [2, 3]
 
 
-def test_a_run_that_wants_none_has_none(tmp_path):
+def test_a_disabled_timeline_writes_no_file(tmp_path):
     timeline = Timeline(tmp_path, enabled=False)
-    timeline.close(1, TWO, [], start_s=500.0)
+    timeline.record_step(1, TWO, [], start_s=500.0)
     assert timeline.rewind(0) == 0
     timeline.close_log()
     assert list(tmp_path.iterdir()) == []
@@ -122,11 +122,11 @@ def test_a_run_that_wants_none_has_none(tmp_path):
 
 def test_a_step_of_eight_busy_workers_stays_a_short_line():
     spans = [Span(PHASES[i % 2], i / 20, (i + 1) / 20) for i in range(200)]
-    timings = run_timing(10.0, **{f"rollout-{i}": placed(spans) for i in range(8)})
+    timings = step_timings(10.0, **{f"rollout-{i}": placed(spans) for i in range(8)})
     record = timeline_record(1, timings, [], start_s=0.0, unix_s=0.0)
     assert len(json.dumps(record)) < 40_000
-    for lane in record["processes"].values():
-        assert sum(length for _, _, length in lane["spans"]) == pytest.approx(10.0, abs=1e-6)
+    for track in record["processes"].values():
+        assert sum(length for _, _, length in track["spans"]) == pytest.approx(10.0, abs=1e-6)
 
 
 @given(st.lists(st.integers(0, 10**6), max_size=300), st.integers(2, 80))
@@ -137,16 +137,16 @@ def test_spread_keeps_ends_and_order(moments, most):
     assert kept[:1] == gauges[:1] and kept[-1:] == gauges[-1:]
 
 
-def test_queues_are_looked_at_when_they_change_and_now_and_then(monkeypatch):
+def test_queues_are_recorded_when_they_change_and_from_time_to_time(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("driver.reports.timeline.time.monotonic", lambda: now[0])
     queues = QueueGauges()
     for at, waiting, out in [(0, 0, 0), (0.01, 0, 16), (0.02, 0, 16), (0.2, 4, 12), (0.5, 4, 12)]:
         now[0] = 100.0 + at
-        queues.look(waiting, out, 3)
-    seen = queues.take()
+        queues.record_counts(waiting, out, 3)
+    seen = queues.take_gauges()
     assert [round(one.at_s - 100.0, 2) for one in seen] == [0.0, 0.01, 0.2, 0.5]
-    assert queues.take() == [] and queues.newest[1:] == (4, 12, 3)
+    assert queues.take_gauges() == [] and queues.newest[1:] == (4, 12, 3)
     metrics = queue_metrics(seen, 101.0)
     assert metrics["queue/waiting_mean"] == pytest.approx(4 * 0.8)
     assert metrics["queue/out_mean"] == pytest.approx(16 * 0.19 + 12 * 0.8)
@@ -158,8 +158,8 @@ def test_queues_are_looked_at_when_they_change_and_now_and_then(monkeypatch):
 def test_a_long_step_keeps_few_gauges():
     queues = QueueGauges()
     for count in range(20_000):
-        queues.look(count, 0, 1)
-    seen = queues.take()
+        queues.record_counts(count, 0, 1)
+    seen = queues.take_gauges()
     assert len(seen) <= 4096 and (seen[0].waiting, seen[-1].waiting) == (0, 19_999)
     record = timeline_record(1, TWO, seen, start_s=500.0, unix_s=0.0)
     assert len(record["gauges"]) == MOST_GAUGES

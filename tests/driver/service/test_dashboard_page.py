@@ -134,7 +134,10 @@ def test_a_page_follows_a_run_changes_its_fleet_and_stays_when_it_ends(run, watc
     page.locator("#fleet-status", has_text="Accepted").wait_for()
     wait_for(page, lambda: len(states(page)) == 2, "a second worker")
     working = ("ready", "working")
-    is_up = lambda: all(state in working for state in states(page).values())
+
+    def is_up():
+        return all(state in working for state in states(page).values())
+
     wait_for(page, lambda: is_up() or run.process.poll() is not None, "it to work", START_S)
     assert len(states(page)) == 2 and is_up()
     assert page.locator("#add-worker").is_disabled(), "rollout.workers.max is reached"

@@ -5,7 +5,7 @@ import weakref
 import pytest
 from rich.console import Console
 
-from driver.accounting.ledger import LeaseBook, StepLedger
+from driver.accounting.ledger import LeaseTable, StepLedger
 from driver.terminal.step_table import (
     COLUMNS,
     HEADER_EVERY,
@@ -35,7 +35,7 @@ PROCESSES = {
 @pytest.fixture
 def record(tmp_path):
     ledger = StepLedger(tmp_path, unexplained_fraction=1.0, warn=pytest.fail)
-    return ledger.close(3, PROCESSES, wall_s=8.5, book=LeaseBook(seed=0, prompt_count=4))
+    return ledger.close_step(3, PROCESSES, wall_s=8.5, leases=LeaseTable(seed=0, prompt_count=4))
 
 
 def test_row_shows_the_slowest_worker_and_the_learner(record):
@@ -71,7 +71,7 @@ def test_without_a_terminal_each_step_is_one_line_under_a_repeated_header(record
     row = step_row(METRICS, record, 60)
     with StepView("demo", Console(file=out, force_terminal=False)) as view:
         for _ in range(HEADER_EVERY + 1):
-            view.show(row)
+            view.add_step(row)
     lines = out.getvalue().splitlines()
     assert len(lines) == HEADER_EVERY + 3
     assert lines[0] == lines[HEADER_EVERY + 1] == plain_line(COLUMNS)
@@ -84,7 +84,7 @@ def test_a_terminal_gets_one_table_that_keeps_the_last_steps(record):
     console = Console(file=out, force_terminal=True, width=150, height=60)
     with StepView("demo", console) as view:
         for _ in range(25):
-            view.show(step_row(METRICS, record, 60))
+            view.add_step(step_row(METRICS, record, 60))
     assert "the first 5 steps are in metrics.jsonl" in out.getvalue()
 
 
@@ -92,11 +92,11 @@ def test_steps_that_are_no_longer_shown_are_not_kept(record):
     with StepView("demo", Console(file=io.StringIO(), force_terminal=False)) as view:
         first = step_row(METRICS, record, 60)
         kept = weakref.ref(first)
-        view.show(first)
+        view.add_step(first)
         del first
         for _ in range(LIVE_ROWS):
             assert kept() is not None
-            view.show(step_row(METRICS, record, 60))
+            view.add_step(step_row(METRICS, record, 60))
         assert kept() is None
 
 
@@ -104,7 +104,7 @@ def test_a_terminal_shows_bars_of_the_last_step_and_the_time_left(record):
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=150, height=60, color_system=None)
     with StepView("demo", console) as view:
-        view.show(step_row(METRICS, record, 60))
+        view.add_step(step_row(METRICS, record, 60))
     text = out.getvalue()
     assert "step 3 of 60" in text and "about 8 min 4 s left" in text  # 57 steps of 8.5 s
     for name in ("learner", "rollout-0", "rollout-1", "critical path"):
@@ -121,9 +121,9 @@ def test_the_time_left_is_by_usual_steps_and_not_by_the_start_or_an_evaluation(r
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=150, height=60, color_system=None)
     with StepView("demo", console) as view:
-        view.show(step_row({}, evaluated, 60))
+        view.add_step(step_row({}, evaluated, 60))
         for one in (start, record, record):
-            view.show(step_row(METRICS, one, 60))
+            view.add_step(step_row(METRICS, one, 60))
     assert out.getvalue().rstrip().split("step 3 of 60")[-1].count("about 8 min 4 s left") == 1
 
 
@@ -132,7 +132,7 @@ def test_a_low_terminal_gives_up_rows_of_the_table_for_the_bars(record):
     console = Console(file=out, force_terminal=True, width=150, height=24, color_system=None)
     with StepView("demo", console) as view:
         for _ in range(15):
-            view.show(step_row(METRICS, record, 60))
+            view.add_step(step_row(METRICS, record, 60))
     last = out.getvalue()[out.getvalue().rindex("demo") :]
     assert "the first 5 steps are in metrics.jsonl" in last and "critical path" in last
 
@@ -143,7 +143,7 @@ def test_where_the_sides_overlap_the_row_shows_the_longer_one_and_what_it_waited
         "learner": {"forward_backward": 3.0, "queue_wait": 1.0},
         "rollout-0": {"decode": 3.5, "idle": 0.5},
     }
-    record = ledger.close(3, processes, wall_s=4.0, book=LeaseBook(seed=0, prompt_count=4))
+    record = ledger.close_step(3, processes, wall_s=4.0, leases=LeaseTable(seed=0, prompt_count=4))
     row = step_row(METRICS, record, 60)
     assert (row.phase_s["decode"], row.phase_s["update"], row.phase_s["other"]) == (3.5, 0.5, 0.0)
 

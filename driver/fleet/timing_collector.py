@@ -1,0 +1,79 @@
+"""Collects step timings from the actors of a run."""
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import ray
+
+from driver.accounting.step_timing import LEARNER, RunTiming, TimingTable
+from driver.fleet import actors as ray_actors
+from driver.fleet.actors import GONE, ActorFailed, NoAnswer
+
+WORKER_S = 5.0
+"""How long a step may wait for a worker's seconds."""
+SIGNAL_POLL_S = 0.5
+"""Between two checks for a signal."""
+
+
+class TimingCollector:
+    """Requests timings from actors and adds what arrives to a table."""
+
+    def __init__(self):
+        self.table = TimingTable()
+        self._open: dict[Any, tuple[str, float]] = {}
+        """Process and time of the request, by the call that is under way."""
+
+    def request(self, name: str, actor: Any, at_s: float) -> None:
+        """Asks a process for what it did up to a moment of the driver's clock."""
+        call = actor.take_timing.remote(self.table.local_s(name, at_s))
+        self._open[call] = (name, time.monotonic())
+
+    def collect(
+        self,
+        actors: Mapping[str, Any],
+        names: Collection[str],
+        *,
+        timeout_s: float,
+        check: Callable[[], None],
+    ) -> RunTiming:
+        """Returns the timings of all processes up to now.
+
+        Timings that arrived before a failure are kept for the next call.
+
+        Args:
+            actors: the running ones, the learner among them.
+            names: all processes of the run.
+            timeout_s: how long the learner may take.
+            check: called while it waits; raises to end the wait.
+
+        Raises:
+            RayActorError, WorkerCrashedError: if the learner's process is gone.
+            ActorFailed: if it raised an error of its own.
+            NoAnswer: if it does not answer.
+        """
+        at_s = time.monotonic()
+        for name, actor in actors.items():
+            self.request(name, actor, at_s)
+        while self._open:
+            self._receive(ray.wait([*self._open], timeout=SIGNAL_POLL_S)[0])
+            late_s = time.monotonic() - at_s
+            if late_s > WORKER_S:
+                self._open = {c: who for c, who in self._open.items() if who[0] == LEARNER}
+            if self._open:
+                check()
+            if self._open and late_s > timeout_s:
+                raise NoAnswer(f"the learner did not answer 'take_timing' within {timeout_s:g} s")
+        return self.table.close_step(at_s, names)
+
+    def _receive(self, ended: Collection[Any]) -> None:
+        for call in ended:
+            name, asked_s = self._open.pop(call)
+            try:
+                self.table.add_timing(
+                    name, ray_actors.result_of(call, name, "take_timing"), asked_s
+                )
+            except (*GONE, ActorFailed):
+                if name == LEARNER:
+                    raise
+                # The fleet notices the loss of a worker by its other calls.

@@ -1,0 +1,195 @@
+"""Processes whose clocks differ and that answer late: every step's seconds add up."""
+
+import pytest
+
+from driver.accounting.step_timing import LEARNER
+from driver.fleet.timing_collector import TimingCollector
+from services.process.phase_clock import PhaseClock
+
+
+class Time:
+    def __init__(self, s: float):
+        self.s = s
+
+    def __call__(self) -> float:
+        return self.s
+
+
+class Process:
+    """A process whose clock is behind the driver's by `behind_s`, and its Ray handle: a call is its
+    result."""
+
+    def __init__(self, driver: Time, behind_s: float):
+        self._driver = driver
+        self._behind_s = behind_s
+        self.clock = PhaseClock(lambda: driver.s - behind_s)
+        self.late_s = 0.0
+        self.take_timing = self
+        self.alive = True
+
+    def about(self) -> dict[str, float]:
+        return {"clock_s": self._driver.s - self._behind_s}
+
+    def remote(self, until_s: float):
+        return Answer(self, until_s)
+
+
+class Answer:
+    def __init__(self, process: Process, until_s: float):
+        self._process = process
+        self._until_s = until_s
+
+    def get(self):
+        if not self._process.alive:
+            raise ConnectionError("gone")
+        return self._process.clock.take_timing(self._until_s)
+
+
+class Run:
+    """A learner and workers under one TimingCollector, in made-up time."""
+
+    def __init__(self, monkeypatch, behind_s: dict[str, float]):
+        self.now = Time(1_000.0)
+        monkeypatch.setattr("driver.fleet.timing_collector.time.monotonic", self.now)
+        monkeypatch.setattr("driver.fleet.timing_collector.GONE", (ConnectionError,))
+        monkeypatch.setattr("driver.fleet.timing_collector.ray.wait", self._wait)
+        monkeypatch.setattr(
+            "driver.fleet.timing_collector.ray_actors.result_of", lambda call, who, what: call.get()
+        )
+        self.silent: set[str] = set()
+        self.collector = TimingCollector()
+        self.processes: dict[str, Process] = {}
+        for name, seconds in behind_s.items():
+            self.start(name, seconds)
+
+    def start(self, name: str, behind_s: float = 0.0) -> None:
+        process = self.processes[name] = Process(self.now, behind_s)
+        self.collector.table.add_process(name, self.now.s, process.about())
+
+    def collect(self, check=lambda: None):
+        return self.collector.collect(
+            self.processes, [*self.processes], timeout_s=60.0, check=check
+        )
+
+    def work(self, seconds: float) -> None:
+        """Every process decodes so long."""
+        with Decoding(process.clock for process in self.processes.values()):
+            self.now.s += seconds
+
+    def _wait(self, calls, timeout):
+        """Each call ends as late as its process says, which is busy in between."""
+        speaking = [c for c in calls if self._name(c) not in self.silent]
+        if not speaking:
+            self.now.s += timeout
+            return [], calls
+        call = min(speaking, key=lambda c: c._process.late_s)
+        with Decoding(process.clock for process in self.processes.values()):
+            self.now.s += call._process.late_s
+        return [call], [c for c in calls if c is not call]
+
+    def _name(self, call: Answer) -> str:
+        return next(name for name, one in self.processes.items() if one is call._process)
+
+
+class Decoding:
+    """All clocks in phase decode."""
+
+    def __init__(self, clocks):
+        self._phases = [clock.phase("decode") for clock in clocks]
+
+    def __enter__(self):
+        for phase in self._phases:
+            phase.__enter__()
+
+    def __exit__(self, *error):
+        for phase in reversed(self._phases):
+            phase.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("behind_s", [0.0, 700.0, -700.0], ids=["same host", "behind", "ahead"])
+def test_late_answers_count_no_second_twice(monkeypatch, behind_s):
+    run = Run(monkeypatch, {LEARNER: 0.0, "rollout-0": behind_s})
+    before_s = run.collect().at_s
+    for late_s in (0.0, 0.25, 3.0, 0.0, 0.5):
+        run.processes["rollout-0"].late_s = late_s
+        run.work(8.0)
+        timings = run.collect()
+        assert timings.gaps == frozenset()
+        assert timings.by_process["rollout-0"].ahead_s == pytest.approx(behind_s, abs=1e-9)
+        for seconds in timings.seconds().values():
+            assert sum(seconds.values()) == pytest.approx(timings.at_s - before_s, abs=1e-9)
+            assert seconds["decode"] == pytest.approx(timings.at_s - before_s, abs=1e-9)
+        before_s = timings.at_s
+
+
+def test_a_silent_worker_has_a_gap_and_the_next_step_is_whole_again(monkeypatch):
+    run = Run(monkeypatch, {LEARNER: 0.0, "rollout-0": 0.0})
+    run.collect()
+    run.silent = {"rollout-0"}
+    run.work(8.0)
+    timings = run.collect()
+    assert timings.silent == timings.gaps == {"rollout-0"} and timings.seconds()["rollout-0"] == {}
+    assert 5.0 <= run.now.s - timings.at_s < 6.0, "it was waited for"
+    run.silent = set()
+    run.processes["rollout-0"].clock.take_timing(
+        timings.at_s
+    )  # the request that was still in its queue
+    run.work(8.0)
+    later = run.collect()
+    assert later.gaps == frozenset()
+    assert sum(later.seconds()["rollout-0"].values()) == later.at_s - timings.at_s
+
+
+def test_a_process_that_joined_or_left_has_a_gap_and_its_last_seconds_count(monkeypatch):
+    run = Run(monkeypatch, {LEARNER: 0.0, "rollout-0": 0.0})
+    assert run.collect().gaps == {LEARNER, "rollout-0"}, "both have just joined"
+    run.work(4.0)
+    run.collector.request("rollout-0", run.processes.pop("rollout-0"), run.now.s)
+    run.collector.table.remove_process("rollout-0")
+    run.start("rollout-1")
+    run.work(2.0)
+    monkeypatch.setattr(Run, "_name", lambda self, call: "any")
+    timings = run.collect()
+    assert timings.gaps == {"rollout-0", "rollout-1"}
+    decode_s = {name: seconds["decode"] for name, seconds in timings.seconds().items()}
+    assert decode_s == {LEARNER: 6.0, "rollout-0": 4.0, "rollout-1": 2.0}
+    run.work(1.0)
+    assert run.collect().gaps == frozenset()
+
+
+def test_timings_that_arrived_before_the_learner_died_are_in_the_next_step(monkeypatch):
+    run = Run(monkeypatch, {LEARNER: 0.0, "rollout-0": 0.0})
+    start_s = run.collect().at_s
+    run.work(4.0)
+    run.processes[LEARNER].alive, run.processes[LEARNER].late_s = False, 1.0
+    with pytest.raises(ConnectionError):
+        run.collect()
+    run.start(LEARNER)
+    run.work(2.0)
+    timings = run.collect()
+    assert timings.gaps == {LEARNER}
+    seconds = timings.seconds()["rollout-0"]
+    assert sum(seconds.values()) == timings.at_s - start_s == seconds["decode"]
+
+
+def test_a_signal_ends_the_wait_and_loses_nothing(monkeypatch):
+    run = Run(monkeypatch, {LEARNER: 0.0, "rollout-0": 0.0})
+    start_s = run.collect().at_s
+    run.work(4.0)
+    run.processes[LEARNER].late_s = 1.0
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run.collect(check=interrupt)
+    timings = run.collect()
+    for seconds in timings.seconds().values():
+        assert sum(seconds.values()) == timings.at_s - start_s
+
+
+def test_a_learner_that_does_not_answer_is_named(monkeypatch):
+    run = Run(monkeypatch, {LEARNER: 0.0, "rollout-0": 0.0})
+    run.silent = {LEARNER}
+    with pytest.raises(Exception, match="the learner did not answer 'take_timing' within 60 s"):
+        run.collect()
