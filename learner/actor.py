@@ -37,6 +37,8 @@ from services.process.process_memory import process_memory
 from services.process.span_log import StepTiming
 from services.trajectories.group_report import GroupReport
 from services.trajectories.id_set import PlainIds
+from services.trajectories.service import trajectory_service
+from services.weights.service import weight_service
 from services.weights.store import WeightStore
 from services.wire.messages import Group, WeightManifest
 from services.wire.server import Server
@@ -111,11 +113,12 @@ class LearnerActor:
         )
         self._server = Server(
             spec.credentials,
-            weight_store=self._weights,
-            group_buffer=self._journal.buffer,
+            [
+                weight_service(self._weights, chunk_bytes=spec.chunk_bytes),
+                trajectory_service(self._journal.buffer),
+            ],
             host=spec.bind_host,
             port=spec.port,
-            chunk_bytes=spec.chunk_bytes,
         )
         self._idle = contextlib.ExitStack()
         # What is here now stays; without it a look for garbage after an update takes a millisecond.

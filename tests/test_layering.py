@@ -68,12 +68,6 @@ ENTRIES = {
 """Files that only start a program of `benchmarks`, under the name that users know."""
 
 NOT_YET = {
-    ("services.wire", "services.weights"),
-    ("services.wire", "services.trajectories"),
-    ("diagnosis", "services.process"),
-    ("diagnosis.catalog", "services.process"),
-    ("diagnosis.records", "services.process"),
-    ("diagnosis.judgement", "services.process"),
     ("learner.update", "learner.publish"),
     ("learner.durable", "learner.core"),
     ("learner.durable", "learner.learner_records"),

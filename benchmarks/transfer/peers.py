@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from services.weights.replica import PullStats, Replica
+from services.weights.service import weight_service
 from services.weights.store import WeightStore
 from services.wire.server import SERVER_OPTIONS, Server
 from services.wire.tls import Credentials
@@ -98,7 +99,7 @@ def learner(
     store = WeightStore(RUN_ID, keep_versions=2 if deltas else 1, deltas=deltas)
     tensors = bf16_tensors(mib)
     bare, bare_port = _bare_server(store, credentials)
-    with Server(credentials, weight_store=store, chunk_bytes=chunk_bytes) as server:
+    with Server(credentials, [weight_service(store, chunk_bytes=chunk_bytes)]) as server:
         pipe.send((server.address, f"127.0.0.1:{bare_port}"))
         for command in _commands(pipe):
             if command[0] == "publish":

@@ -25,9 +25,9 @@ from services.control.messages import (
     ScalingPolicy,
     WorkerState,
 )
-from services.control.service import ControlServer
+from services.control.service import THREADS, control_service
 from services.wire.reachable import ANY_HOST, is_loopback
-from services.wire.server import join_address
+from services.wire.server import Server, join_address
 from services.wire.tls import Credentials, RunAuthority
 
 STOP_GRACE_S = 1.0
@@ -198,7 +198,7 @@ def offer_control(
     """
     everywhere = bind_host in ANY_HOST
     host = bind_host if everywhere or is_loopback(bind_host) else driver_host
-    server = ControlServer(authority.issue("driver"), box, host=host)
+    server = Server(authority.issue("driver"), [control_service(box)], host=host, threads=THREADS)
     try:
         address = join_address(driver_host, server.port) if everywhere else server.address
         control_access.write_access(folder, address, authority.issue("control"))

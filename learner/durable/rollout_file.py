@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from learner.config import AlgorithmConfig, LearnerConfig, validated
 from learner.durable.frames import PREFIX_BYTES, DamagedFile, frame, read_frame
-from services.wire import codec
+from services.trajectories import codec
 from services.wire.messages import Group
 
 FORMAT_VERSION = 1

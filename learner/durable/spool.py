@@ -35,7 +35,7 @@ from learner.durable.spool_format import (
     read_segments,
     segments_since,
 )
-from services.wire import codec
+from services.trajectories import codec
 from services.wire.messages import Group
 
 log = logging.getLogger(__name__)

@@ -31,8 +31,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from learner.durable.frames import DamagedFile, frame, read_frame
+from services.trajectories import codec
 from services.trajectories.id_set import IdSet
-from services.wire import codec
 from services.wire.messages import Group
 
 MAGIC = b"tandem spool 1 \n"

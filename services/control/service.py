@@ -1,6 +1,5 @@
-"""The driver's own gRPC server: lets a person or the dashboard change the number of workers."""
+"""What the driver serves over gRPC: a person or the dashboard changes the number of workers."""
 
-import concurrent.futures
 from typing import NoReturn
 
 import grpc
@@ -13,20 +12,30 @@ from services.control.messages import (
     encode_fleet,
 )
 from services.pb import control_pb2, control_pb2_grpc
-from services.wire.server import SERVER_OPTIONS, bind_secure, join_address
-from services.wire.tls import Credentials
+from services.wire.server import Service
 
 CALLERS = ("control", "driver")
 """Common names of the certificates that may call."""
 THREADS = 8
-"""Calls served at a time."""
+"""Enough for a server of the driver."""
 LONGEST_WAIT_S = 60.0
 """For the driver's loop, whatever the caller's deadline."""
 WAIT_FRACTION = 0.9
 """Share of the caller's time that the driver may take, so that a refusal is in time."""
 
 
-class ControlServicer(control_pb2_grpc.ControlServiceServicer):
+def control_service(handler: ControlHandler) -> Service:
+    """Offers a run's driver to those who may control it."""
+    servicer = _ControlServicer(handler)
+    return Service(
+        name=control_pb2.DESCRIPTOR.services_by_name["ControlService"].full_name,
+        register=lambda server: control_pb2_grpc.add_ControlServiceServicer_to_server(
+            servicer, server
+        ),
+    )
+
+
+class _ControlServicer(control_pb2_grpc.ControlServiceServicer):
     """Checks who calls, asks the handler, and maps its errors to status codes."""
 
     def __init__(self, handler: ControlHandler):
@@ -51,53 +60,6 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     def GetFleet(self, request, context):
         _check_caller(context)
         return encode_fleet(self._handler.fleet())
-
-
-class ControlServer:
-    """Listens from construction to `stop`; a context manager."""
-
-    def __init__(
-        self,
-        credentials: Credentials,
-        handler: ControlHandler,
-        *,
-        host: str = "127.0.0.1",
-        port: int = 0,
-    ):
-        """Listens at once.
-
-        Args:
-            credentials: of the driver; callers must show a certificate of the same authority.
-            handler: is asked.
-            host: address to listen on.
-            port: 0 takes a free one.
-
-        Raises:
-            PortUnavailable: naming host and port.
-        """
-        pool = concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix="control")
-        self._server = grpc.server(pool, options=SERVER_OPTIONS)
-        control_pb2_grpc.add_ControlServiceServicer_to_server(
-            ControlServicer(handler), self._server
-        )
-        self.host = host
-        self.port = bind_secure(self._server, host, port, credentials)
-        self._server.start()
-
-    @property
-    def address(self) -> str:
-        """`host:port` as bound."""
-        return join_address(self.host, self.port)
-
-    def stop(self, grace_s: float) -> None:
-        """Takes no new calls, lets running ones end for so long, then cancels them."""
-        self._server.stop(grace_s).wait()
-
-    def __enter__(self) -> "ControlServer":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.stop(grace_s=0)
 
 
 _STATUS: dict[type[Exception], grpc.StatusCode] = {

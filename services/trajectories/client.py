@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import grpc
 
 from services.pb import trajectories_pb2, trajectories_pb2_grpc
+from services.trajectories import codec
 from services.trajectories.group_buffer import BufferFull
 from services.trajectories.receipts import StaleGroup, UnknownReceipt
-from services.wire import codec
 from services.wire.channel import PIECE_BYTES, Backoff, Deadline, open_channel
 from services.wire.messages import Group, PushOutcome
 from services.wire.tls import Credentials

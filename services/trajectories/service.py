@@ -7,35 +7,46 @@ import grpc
 import numpy as np
 
 from services.pb import trajectories_pb2, trajectories_pb2_grpc
+from services.trajectories import codec
 from services.trajectories.group_buffer import BufferFull, GroupBuffer, NotStored
 from services.trajectories.receipts import NotOpen, StaleGroup, UnknownReceipt
-from services.wire import codec
 from services.wire.messages import Group, PushOutcome
+from services.wire.server import Service
 
 MAX_GROUP_BYTES = 512 * 2**20
 DETAILS_CHARS = 1000
 """Longest error text sent back: gRPC refuses trailers above 8 KiB."""
 
 
-class TrajectoryServicer(trajectories_pb2_grpc.TrajectoryServiceServicer):
+def trajectory_service(buffer: GroupBuffer, *, max_group_bytes: int = MAX_GROUP_BYTES) -> Service:
+    """Offers a group buffer to the workers.
+
+    Args:
+        buffer: where groups go.
+        max_group_bytes: largest serialised group taken in.
+    """
+    servicer = _TrajectoryServicer(buffer, max_group_bytes)
+    return Service(
+        name=codec.TRAJECTORY_SERVICE,
+        register=lambda server: trajectories_pb2_grpc.add_TrajectoryServiceServicer_to_server(
+            servicer, server
+        ),
+    )
+
+
+class _TrajectoryServicer(trajectories_pb2_grpc.TrajectoryServiceServicer):
     """Assembles, decodes, offers, and maps refusals to status codes."""
 
-    def __init__(self, buffer: GroupBuffer, *, max_group_bytes: int = MAX_GROUP_BYTES):
-        """Shares the buffer with the learner.
-
-        Args:
-            buffer: where groups go.
-            max_group_bytes: largest serialised group taken in.
-        """
+    def __init__(self, buffer: GroupBuffer, max_group_bytes: int):
         self._buffer = buffer
         self._max_group_bytes = max_group_bytes
 
     def PushGroup(self, request_iterator, context):
         try:
-            header = read_header(request_iterator, self._max_group_bytes)
+            header = _read_header(request_iterator, self._max_group_bytes)
             if self._buffer.put_duplicate(header.run_id, header.group_id):
                 return self._response(PushOutcome.DUPLICATE)
-            group = read_group(header, request_iterator)
+            group = _read_group(header, request_iterator)
         except ValueError as error:
             self._buffer.put_malformed()
             _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, error)
@@ -62,7 +73,7 @@ class TrajectoryServicer(trajectories_pb2_grpc.TrajectoryServiceServicer):
         )
 
 
-def read_header(
+def _read_header(
     requests: Iterator[trajectories_pb2.PushGroupRequest], max_group_bytes: int
 ) -> trajectories_pb2.PushGroupHeader:
     """Returns the header of a push.
@@ -80,7 +91,7 @@ def read_header(
     return first.header
 
 
-def read_group(
+def _read_group(
     header: trajectories_pb2.PushGroupHeader,
     requests: Iterator[trajectories_pb2.PushGroupRequest],
 ) -> Group:

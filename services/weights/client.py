@@ -14,12 +14,12 @@ import grpc
 import numpy as np
 
 from services.pb import weights_pb2, weights_pb2_grpc
+from services.weights import codec
 from services.weights.buffer_pool import BufferPool
 from services.weights.delta import DeltaManifest, check_delta
 from services.weights.digest import HASH_THREADS, check_manifest
 from services.weights.stream import Stream, Wanted, status_of
 from services.weights.transfer import NotHeld, Transfer, Unreachable, WeightTransferError
-from services.wire import codec
 from services.wire.channel import Deadline, open_channel
 from services.wire.messages import WeightManifest
 from services.wire.tls import Credentials

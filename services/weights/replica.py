@@ -16,6 +16,7 @@ import numpy as np
 
 from services.weights.client import POLL_S, WAIT_FRACTION, Answer, WeightClient
 from services.weights.pull import Pull
+from services.weights.service import weight_service
 from services.weights.store import HeldVersion, UnknownVersion, WeightStore
 from services.weights.transfer import Unreachable, WeightTransferError, arrays_of
 from services.wire.channel import PIECE_BYTES, Deadline
@@ -106,9 +107,8 @@ class Replica:
         self._clients: dict[str, WeightClient] = {}
         self._pulling = threading.Lock()
         self._closed = threading.Event()
-        self._server = Server(
-            credentials, weight_store=self.store, host=host, port=port, chunk_bytes=chunk_bytes
-        )
+        service = weight_service(self.store, chunk_bytes=chunk_bytes)
+        self._server = Server(credentials, [service], host=host, port=port)
 
     @property
     def address(self) -> str:

@@ -8,21 +8,35 @@ import grpc
 
 from services.pb import weights_pb2, weights_pb2_grpc
 from services.process import failpoints
+from services.weights import codec
 from services.weights.store import HeldVersion, UnknownDelta, UnknownVersion, WeightStore
-from services.wire import codec
 from services.wire.channel import PIECE_BYTES
+from services.wire.server import THREADS, Service
 
 LONGEST_WAIT_S = 20.0
 """Longest time a GetManifest call is held; callers ask again."""
 
 
-class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
+def weight_service(store: WeightStore, *, chunk_bytes: int = PIECE_BYTES) -> Service:
+    """Offers the versions of a store.
+
+    Args:
+        store: what is served.
+        chunk_bytes: data bytes of one message of a weight stream.
+    """
+    servicer = _WeightServicer(store, chunk_bytes=chunk_bytes, max_waiting=THREADS // 2)
+    return Service(
+        name=codec.WEIGHT_SERVICE,
+        register=lambda server: _add_to(servicer, server),
+        close=servicer.close,
+    )
+
+
+class _WeightServicer(weights_pb2_grpc.WeightServiceServicer):
     """Decodes, asks the store, and maps its errors to status codes."""
 
-    def __init__(
-        self, store: WeightStore, *, chunk_bytes: int = PIECE_BYTES, max_waiting: int = 16
-    ):
-        """Shares the store with whoever publishes.
+    def __init__(self, store: WeightStore, *, chunk_bytes: int, max_waiting: int):
+        """Shares the store with its publisher.
 
         Args:
             store: what is served.
@@ -110,7 +124,7 @@ class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
 
     @contextlib.contextmanager
     def _waiting(self, wait_s: float):
-        """Gives how long a call may be held: not at all where as many as may wait do."""
+        """Yields how long a call may be held: 0 where `max_waiting` calls are held already."""
         waits = self._may_wait.acquire(blocking=False)
         try:
             yield min(wait_s, LONGEST_WAIT_S) if waits else 0.0
@@ -126,7 +140,7 @@ class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
             )
 
 
-def add_weight_service(servicer: WeightServicer, server: grpc.Server) -> None:
+def _add_to(servicer: _WeightServicer, server: grpc.Server) -> None:
     """Registers the servicer as the generated function would, but for the faster piece codec."""
     server.add_generic_rpc_handlers(
         [

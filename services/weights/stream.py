@@ -12,8 +12,8 @@ import grpc
 
 from services.pb import weights_pb2
 from services.process import failpoints
+from services.weights import codec
 from services.weights.transfer import Transfer, Unreachable
-from services.wire import codec
 from services.wire.channel import Backoff, Deadline
 
 

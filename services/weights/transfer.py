@@ -12,8 +12,8 @@ import threading
 
 import numpy as np
 
+from services.weights.codec import Piece
 from services.weights.digest import checksum, wire_dtype
-from services.wire.codec import Piece
 from services.wire.messages import TensorSpec, WeightManifest
 
 SEGMENT_BYTES = 128 * 2**20

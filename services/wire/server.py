@@ -1,18 +1,14 @@
 """One gRPC server for everything that a process offers to the run."""
 
 import concurrent.futures
+import dataclasses
 import socket
+from collections.abc import Callable, Sequence
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from services.pb import trajectories_pb2_grpc
-from services.trajectories.group_buffer import GroupBuffer
-from services.trajectories.service import MAX_GROUP_BYTES, TrajectoryServicer
-from services.weights.service import WeightServicer, add_weight_service
-from services.weights.store import WeightStore
-from services.wire.channel import PIECE_BYTES, SHARED_OPTIONS
-from services.wire.codec import TRAJECTORY_SERVICE, WEIGHT_SERVICE
+from services.wire.channel import SHARED_OPTIONS
 from services.wire.tls import Credentials
 
 THREADS = 64
@@ -30,53 +26,53 @@ class PortUnavailable(OSError):
     """The server could not listen where it was told to."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Service:
+    """What a server needs to offer one gRPC service."""
+
+    name: str
+    """Full name, such as `tandem.v1.WeightService`, under which health checks find it."""
+    register: Callable[[grpc.Server], object]
+    """Adds the handlers of the service to a server that has not started."""
+    close: Callable[[], None] = lambda: None
+    """Ends the calls that the service holds open, now and from now on."""
+
+
 class Server:
     """Listens from construction to `stop`; a context manager."""
 
     def __init__(
         self,
         credentials: Credentials,
+        services: Sequence[Service],
         *,
-        weight_store: WeightStore,
-        group_buffer: GroupBuffer | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
-        chunk_bytes: int = PIECE_BYTES,
-        max_group_bytes: int = MAX_GROUP_BYTES,
+        threads: int = THREADS,
     ):
         """Listens at once.
 
         Args:
             credentials: of this process; peers must show a certificate of the same authority.
-            weight_store: served as the weight service.
-            group_buffer: served as the trajectory service; None leaves it out, as on every learner
-                host but the first.
+            services: to offer, beside the health service.
             host: address to listen on: `0.0.0.0` for all.
             port: 0 takes a free one.
-            chunk_bytes: data bytes of one message of a weight stream.
-            max_group_bytes: largest serialised group taken in.
+            threads: calls served at a time.
 
         Raises:
             PortUnavailable: naming host and port.
         """
-        pool = concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix="grpc")
+        pool = concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="grpc")
         self._server = grpc.server(pool, options=SERVER_OPTIONS)
-        self._weights = WeightServicer(
-            weight_store, chunk_bytes=chunk_bytes, max_waiting=THREADS // 2
-        )
+        self._services = tuple(services)
         self._health = health.HealthServicer()
-        add_weight_service(self._weights, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = ["", WEIGHT_SERVICE]
-        if group_buffer is not None:
-            trajectories_pb2_grpc.add_TrajectoryServiceServicer_to_server(
-                TrajectoryServicer(group_buffer, max_group_bytes=max_group_bytes), self._server
-            )
-            names.append(TRAJECTORY_SERVICE)
+        for service in self._services:
+            service.register(self._server)
         self.host = host
-        self.port = bind_secure(self._server, host, port, credentials)
+        self.port = _bind_secure(self._server, host, port, credentials)
         self._server.start()
-        for name in names:
+        for name in ("", *(service.name for service in self._services)):
             self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
     @property
@@ -87,7 +83,8 @@ class Server:
     def stop(self, grace_s: float) -> None:
         """Takes no new calls, lets running ones end for so long, then cancels them."""
         self._health.enter_graceful_shutdown()
-        self._weights.close()
+        for service in self._services:
+            service.close()
         self._server.stop(grace_s).wait()
 
     def __enter__(self) -> "Server":
@@ -97,7 +94,7 @@ class Server:
         self.stop(grace_s=0)
 
 
-def bind_secure(server: grpc.Server, host: str, port: int, credentials: Credentials) -> int:
+def _bind_secure(server: grpc.Server, host: str, port: int, credentials: Credentials) -> int:
     """Makes a server listen for peers of its run; it takes calls once it is started.
 
     gRPC may report a failed bind by an error or by port 0.

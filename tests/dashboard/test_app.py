@@ -21,7 +21,8 @@ from services.control.messages import (
     WorkerState,
     WorkerStatus,
 )
-from services.control.service import ControlServer
+from services.control.service import control_service
+from services.wire.server import Server
 from tests.dashboard.served import events, served, strict, until
 
 GETS = (
@@ -245,7 +246,7 @@ class Driver:
 @pytest.fixture
 def driver(running, authority):
     driver = Driver()
-    with ControlServer(authority.issue("driver"), driver) as server:
+    with Server(authority.issue("driver"), [control_service(driver)]) as server:
         write_access(running.folder, server.address, authority.issue("control"))
         yield driver
 
@@ -308,7 +309,7 @@ def test_a_connection_is_opened_anew_after_a_driver_was_replaced(running, author
     link, driver = FleetLink(running.folder), Driver()
     assert "is not there" in link.look()["why"]
     for _ in range(2):
-        with ControlServer(authority.issue("driver"), driver) as server:
+        with Server(authority.issue("driver"), [control_service(driver)]) as server:
             write_access(running.folder, server.address, authority.issue("control"))
             until(lambda: link.look()["available"], "the driver")
     link.close()

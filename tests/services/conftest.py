@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 
 from services.trajectories.group_buffer import GroupBuffer
+from services.trajectories.service import trajectory_service
 from services.weights.replica import Replica
+from services.weights.service import weight_service
 from services.weights.store import WeightStore
+from services.wire.channel import PIECE_BYTES
 from services.wire.messages import Completion, FinishReason, Group
 from services.wire.server import Server
 from services.wire.tls import RunAuthority
@@ -82,14 +85,13 @@ def serve(authority):
     """Starts servers of the learner, and stops them at the end of the test."""
     with contextlib.ExitStack() as servers:
 
-        def start(*, store=None, buffer=None, **options) -> Server:
-            server = Server(
-                authority.issue("learner"),
-                weight_store=store or WeightStore(RUN_ID, 2),
-                group_buffer=buffer,
-                **options,
-            )
-            return servers.enter_context(server)
+        def start(
+            *, store=None, buffer=None, port=0, chunk_bytes=PIECE_BYTES, **trajectories
+        ) -> Server:
+            services = [weight_service(store or WeightStore(RUN_ID, 2), chunk_bytes=chunk_bytes)]
+            if buffer is not None:
+                services.append(trajectory_service(buffer, **trajectories))
+            return servers.enter_context(Server(authority.issue("learner"), services, port=port))
 
         yield start
 

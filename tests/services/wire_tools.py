@@ -13,6 +13,7 @@ import numpy as np
 
 from services.weights.client import WeightClient
 from services.weights.replica import Replica
+from services.weights.service import weight_service
 from services.weights.store import WeightStore
 from services.wire.messages import Group
 from services.wire.server import Server
@@ -129,7 +130,7 @@ def serve_for_ever(credentials, run_id, version, tensors, chunk_bytes, ports) ->
     """A learner in a process of its own, to be killed: sends its port through the queue."""
     store = WeightStore(run_id, 1)
     store.publish(version, tensors)
-    server = Server(credentials, weight_store=store, chunk_bytes=chunk_bytes)
+    server = Server(credentials, [weight_service(store, chunk_bytes=chunk_bytes)])
     ports.put(server.port)
     threading.Event().wait()
 

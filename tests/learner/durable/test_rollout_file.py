@@ -18,7 +18,7 @@ from learner.durable.rollout_file import (
     read_groups,
     scan,
 )
-from services.wire import codec
+from services.trajectories import codec
 from services.wire.messages import Group
 from tests.learner.builders import make_completion, make_group, random_groups
 

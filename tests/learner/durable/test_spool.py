@@ -13,8 +13,8 @@ from learner.durable import spool as spool_module
 from learner.durable.frames import PREFIX_BYTES, DamagedFile
 from learner.durable.spool import Spool, SpoolFailed
 from learner.durable.spool_format import NOTHING_OPEN, OpenWork, UpdateRecord
+from services.trajectories import codec
 from services.trajectories.id_set import IdSet
-from services.wire import codec
 from tests.learner.builders import random_groups
 
 GROUPS = random_groups(5)

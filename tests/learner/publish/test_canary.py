@@ -32,8 +32,8 @@ from rollout_worker.canary import BOUNDS, Canary
 from rollout_worker.engine.layout import Layout, make_mesh
 from rollout_worker.engine.slots import DecodeSpec
 from services.process.phase_clock import PhaseClock
+from services.weights import codec
 from services.weights.store import WeightStore
-from services.wire import codec
 from tests.learner import builders
 from tests.learner.builders import TINY, make_core
 

@@ -18,9 +18,10 @@ from services.control.messages import (
     WorkerState,
     WorkerStatus,
 )
-from services.control.service import ControlServer
+from services.control.service import control_service
 from services.pb import control_pb2, control_pb2_grpc
 from services.wire.channel import CLIENT_OPTIONS
+from services.wire.server import Server
 from services.wire.tls import Credentials, RunAuthority
 
 FLEET = Fleet(
@@ -106,7 +107,7 @@ def handler():
 
 @pytest.fixture
 def server(authority, handler):
-    with ControlServer(authority.issue("driver"), handler) as server:
+    with Server(authority.issue("driver"), [control_service(handler)]) as server:
         yield server
 
 

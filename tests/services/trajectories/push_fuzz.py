@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator, Mapping
 import grpc
 
 from services.pb import trajectories_pb2
+from services.trajectories import codec
 from services.trajectories.buffer_records import BufferCounts
 from services.trajectories.group_buffer import GroupBuffer
-from services.weights.store import WeightStore
-from services.wire import codec
+from services.trajectories.service import trajectory_service
 from services.wire.channel import CLIENT_OPTIONS, open_channel
 from services.wire.server import Server
 from services.wire.tls import Credentials, RunAuthority
@@ -98,9 +98,7 @@ def run_fuzz(
                         say(f"{sum(answers.values())} of {messages}")
 
     with (
-        Server(
-            authority.issue("learner"), weight_store=WeightStore(RUN_ID, 1), group_buffer=buffer
-        ) as server,
+        Server(authority.issue("learner"), [trajectory_service(buffer)]) as server,
         concurrent.futures.ThreadPoolExecutor(THREADS) as pool,
     ):
         for done in [pool.submit(send, part) for part in range(THREADS)]:

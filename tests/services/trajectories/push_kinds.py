@@ -13,8 +13,8 @@ import grpc
 import numpy as np
 
 from services.pb import trajectories_pb2
+from services.trajectories import codec
 from services.trajectories.service import MAX_GROUP_BYTES
-from services.wire import codec
 from services.wire.channel import MESSAGE_CAP_BYTES
 from services.wire.messages import Completion, FinishReason, Group
 

@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.pb import trajectories_pb2, trajectories_pb2_grpc
+from services.trajectories import codec
 from services.trajectories.client import TrajectoryClient
 from services.trajectories.group_buffer import BufferFull, GroupBuffer
 from services.trajectories.receipts import StaleGroup, UnknownReceipt
-from services.weights.store import WeightStore
-from services.wire import codec
+from services.trajectories.service import trajectory_service
 from services.wire.channel import open_channel
 from services.wire.messages import PushOutcome
 from services.wire.server import Server
@@ -283,9 +283,8 @@ def fuzzed(authority, credentials, make_buffer):
     """A server that lives through all examples, its buffer, and a channel without a codec."""
     buffer = make_buffer()
     buffer.issue(0, DIGEST)
-    store = WeightStore("run-a", 1)
     with (
-        Server(authority.issue("learner"), weight_store=store, group_buffer=buffer) as server,
+        Server(authority.issue("learner"), [trajectory_service(buffer)]) as server,
         open_channel(server.address, credentials) as channel,
     ):
         yield buffer, channel.stream_unary(f"/{codec.TRAJECTORY_SERVICE}/PushGroup"), channel

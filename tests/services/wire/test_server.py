@@ -6,9 +6,11 @@ import pytest
 
 from services.pb import weights_pb2, weights_pb2_grpc
 from services.trajectories.client import TrajectoryClient
+from services.trajectories.codec import TRAJECTORY_SERVICE
+from services.weights.codec import WEIGHT_SERVICE
+from services.weights.service import weight_service
 from services.weights.store import WeightStore
 from services.wire.channel import CLIENT_OPTIONS, MESSAGE_CAP_BYTES, open_channel
-from services.wire.codec import TRAJECTORY_SERVICE, WEIGHT_SERVICE
 from services.wire.health import NotServing, check_serving
 from services.wire.server import SERVER_OPTIONS, PortUnavailable, Server
 from services.wire.tls import RunAuthority
@@ -43,7 +45,7 @@ def test_g03_second_server_on_a_port_fails_and_the_first_lives(
 ):
     store = WeightStore("other-run", 1)
     with pytest.raises(PortUnavailable, match=f"cannot listen on {host} port {server.port}"):
-        Server(authority.issue("learner"), weight_store=store, host=host, port=server.port)
+        Server(authority.issue("learner"), [weight_service(store)], host=host, port=server.port)
     check_serving(server.address, credentials, timeout_s=10)
 
 
@@ -51,14 +53,14 @@ def test_g03_port_held_by_a_stranger_is_named(authority):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(PortUnavailable, match=f"port {port}"):
-            Server(authority.issue("learner"), weight_store=WeightStore("r", 1), port=port)
+            Server(authority.issue("learner"), [weight_service(WeightStore("r", 1))], port=port)
 
 
 def test_port_is_free_again_after_stop(authority, credentials):
     store = WeightStore("r", 1)
-    first = Server(authority.issue("learner"), weight_store=store)
+    first = Server(authority.issue("learner"), [weight_service(store)])
     first.stop(grace_s=0)
-    with Server(authority.issue("learner"), weight_store=store, port=first.port) as second:
+    with Server(authority.issue("learner"), [weight_service(store)], port=first.port) as second:
         check_serving(second.address, credentials, timeout_s=10)
 
 

@@ -16,7 +16,8 @@ from services.control.messages import (
     WorkerState,
     WorkerStatus,
 )
-from services.control.service import ControlServer
+from services.control.service import control_service
+from services.wire.server import Server
 from tests.chromium import wait_for
 from tests.dashboard.browser.page_server import Handed
 from tests.dashboard.browser.reading import says
@@ -104,7 +105,7 @@ def driver(tmp_path, authority):
         run.write_step()
     run.progress()
     driver = Driver()
-    with ControlServer(authority.issue("driver"), driver) as server:
+    with Server(authority.issue("driver"), [control_service(driver)]) as server:
         write_access(run.folder, server.address, authority.issue("control"))
         driver.folder = run.folder
         yield driver

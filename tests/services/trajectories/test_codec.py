@@ -1,0 +1,78 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from services.trajectories import codec
+from services.wire.messages import Completion, FinishReason, Group
+from tests.services.wire_tools import same_group
+
+INT64 = st.integers(-(2**63), 2**63 - 1)
+LENGTH = st.integers(0, 20)
+TEXT = st.text(max_size=8)
+REWARDS = st.dictionaries(TEXT, st.floats(), max_size=3)
+
+
+@st.composite
+def completions(draw) -> Completion:
+    T = draw(LENGTH)
+    return Completion(
+        sample_index=draw(INT64),
+        token_ids=draw(hnp.arrays(np.int32, T)),
+        behavior_logprobs=draw(hnp.arrays(np.float32, T, elements=st.floats(width=32))),
+        finish_reason=draw(st.sampled_from(FinishReason)),
+        rewards=draw(REWARDS),
+        total_reward=draw(st.floats()),
+        reward_error=draw(TEXT),
+    )
+
+
+GROUPS = st.builds(
+    Group,
+    run_id=TEXT,
+    group_id=TEXT,
+    attempt=INT64,
+    prompt_id=INT64,
+    epoch=INT64,
+    policy_version=INT64,
+    weight_digest=TEXT,
+    worker=TEXT,
+    prompt_token_ids=LENGTH.flatmap(lambda P: hnp.arrays(np.int32, P)),
+    completions=st.lists(completions(), max_size=3).map(tuple),
+    phase_s=REWARDS,
+)
+
+
+@given(GROUPS)
+def test_group_round_trip_is_exact(group):
+    assert same_group(codec.decode_group(codec.encode_group(group)), group)
+
+
+@given(st.binary(max_size=200))
+def test_bytes_that_are_no_group_are_value_errors(raw):
+    try:
+        codec.decode_group(raw)
+    except ValueError:
+        pass
+
+
+def test_received_arrays_are_writable(make_group):
+    group = codec.decode_group(codec.encode_group(make_group()))
+    group.prompt_token_ids[0] = 9
+    group.completions[0].token_ids[0] = 9
+    group.completions[0].behavior_logprobs[0] = -9.0
+    assert group.completions[1].token_ids[0] == 11
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"token_ids": np.array([1, 2, 3])},
+        {"behavior_logprobs": np.array([-1.0, -1.0, -1.0])},
+        {"token_ids": np.zeros((3, 1), np.int32)},
+    ],
+)
+def test_array_that_would_be_converted_is_refused(changes, make_group, make_completion):
+    with pytest.raises(ValueError, match="must be (int32|float32) of one dimension"):
+        codec.encode_group(make_group(completions=(make_completion(**changes),)))
