@@ -107,9 +107,6 @@ class DecodeConfig(Section):
     are the same to the last bit whatever else its worker decodes. Caches of up to 384 columns and
     those of the Pallas kernel have one width anyway; a wider one costs attention over all its
     columns in every token step."""
-    on_swap: Literal["finish", "restart", "continue"] = "finish"
-    """What becomes of completions in the making when a policy version arrives: they end under
-    the old one, are drawn anew, or go on under the new one."""
     compile_budget: int | None = Field(default=None, ge=1, le=100_000)
     """Programs that a worker may compile; null derives what the sizes can come to need."""
     over_budget: Literal["warn", "error"] = "warn"
@@ -215,15 +212,6 @@ class RolloutConfig(Section):
                 f"max_prompt_tokens={self.max_prompt_tokens} + max_completion_tokens="
                 f"{self.max_completion_tokens} = {needed} positions, but the KV cache holds "
                 f"decode.cache_tokens={self.cache_tokens}: raise it or lower one of the two"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_on_swap(self):
-        if self.decode.on_swap == "continue":
-            raise ValueError(
-                "decode.on_swap=continue draws one completion under several policy versions, and "
-                "a group that is trained on has one: set it to finish or restart"
             )
         return self
 

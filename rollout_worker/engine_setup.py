@@ -20,7 +20,6 @@ from models.config import ModelConfig
 from models.tokenizer import Tokenizer
 from rollout_worker.config import RolloutConfig
 from rollout_worker.engine.decode_programs import DecodePrograms
-from rollout_worker.engine.decode_request import OnSwap
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.engine_limits import EngineLimits, geometry_of
 from rollout_worker.engine.layout import AXES, Layout, check_tensor_parallel, make_mesh
@@ -178,7 +177,6 @@ class EngineSetup:
             prefixes=None if decode.prefixes is None else decode.prefixes // lanes,
             stop_ids=max(MOST_STOP_IDS, stop_ids),
             invariant=decode.invariant,
-            on_swap=OnSwap(decode.on_swap),
             compile_budget=decode.compile_budget,
             over_budget=decode.over_budget,
         )

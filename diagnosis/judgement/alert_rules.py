@@ -192,9 +192,11 @@ def aborted(scene: Scene) -> Finding | None:
     share = scene.recent.median("rollout/aborted_fraction")
     if not scene.beyond(share, 0.05, 0.02):
         return None
-    text = f"{percent(share)} of the completions were broken off before their end"
     return Finding(
-        WARN, text, "rollout.decode.on_swap=finish lets them end under their version", "learning"
+        WARN,
+        f"{percent(share)} of the completions were aborted before their end",
+        "a group that is trained on should have none: look for errors in the workers' logs",
+        "learning",
     )
 
 

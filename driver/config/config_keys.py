@@ -72,15 +72,20 @@ OTHER_NAMES = {
 """Names that other systems use, and ours: only for the hint beside an unknown key."""
 
 
-NOT_IN_TRAINING = {
+ABSENT_KEYS = {
     f"rollout.{name}": (
         "is no setting of training: the learner scores every token under the whole distribution, "
         f"and one cut off by {name} has another support; leave it out (eval.{name} is there for "
         "evaluation)"
     )
     for name in ("top_k", "top_p", "min_p")
+} | {
+    "rollout.decode.on_swap": (
+        "unknown key; it was removed, since it had no effect: a worker takes a new policy version "
+        "only when it decodes nothing; leave it out"
+    )
 }
-"""Keys that are missed on purpose, and why."""
+"""Keys that do not exist on purpose, or no longer, and why."""
 
 
 def fields_of(model: type[BaseModel]) -> dict[str, Key]:

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from ruamel.yaml.error import YAMLError
 
-from driver.config.config_keys import NOT_IN_TRAINING, Key, Kind, fields_of, nearest, resolve
+from driver.config.config_keys import ABSENT_KEYS, Key, Kind, fields_of, nearest, resolve
 from driver.config.run_config import RunConfig
 from driver.config.yaml_text import dump_yaml, parse_yaml, yaml_problem
 from driver.errors import RunError
@@ -326,8 +326,8 @@ def _rule(detail: Any) -> str:
 def _unknown(dotted: str) -> str:
     if _SECRET_NAME.match(dotted.rpartition(".")[2]):
         return "unknown key; secrets are read from the environment (WANDB_API_KEY), never from here"
-    if dotted in NOT_IN_TRAINING:
-        return NOT_IN_TRAINING[dotted]
+    if dotted in ABSENT_KEYS:
+        return ABSENT_KEYS[dotted]
     hint = nearest(dotted)
     return f"unknown key; did you mean {hint}?" if hint else "unknown key"
 

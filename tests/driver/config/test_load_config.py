@@ -318,7 +318,7 @@ def test_flow_collections_in_overrides(minimal):
         ("run..steps=1", "write it as --set section.key=value"),
         ("learner.microbatch_tokens=100", "cannot hold one sequence"),
         ("rollout.decode.cache_tokens=8", "1536 positions, but the KV cache holds"),
-        ("rollout.decode.on_swap=continue", "set it to finish or restart"),
+        ("rollout.decode.on_swap=continue", "it was removed, since it had no effect"),
         ("rollout.decode.batch_rows=12", "unknown key; did you mean rollout.decode.slots?"),
         ("rollout.stop_strings=####", "is a comment in YAML: quote what is text"),
         ("rollout.decode.attention=float8", "none of 'auto', 'bf16', 'f32' or 'pallas'"),
