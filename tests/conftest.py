@@ -3,18 +3,14 @@
 import json
 import os
 import pathlib
-import tempfile
 
 import pytest
 
+from tests import compiled_programs
+
 os.environ["JAX_PLATFORMS"] = "cpu"
-# The same small programs are compiled again and again, by files and by the processes of a service:
-# what one of them has compiled, the others read. Every process inherits the folder.
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    _compiled = tempfile.TemporaryDirectory(prefix="tandem-compiled-")
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "0"
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # else a process of pytest-xdist, or the user's
+    compiled_programs.share_folder()
 
 import hypothesis
 import jax
