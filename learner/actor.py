@@ -78,18 +78,8 @@ class LearnerActor:
         loaded = load_model(spec.model_path)
         self._model = loaded.config
         self._valid_vocab = min(self._tokenizer.vocab_size, loaded.config.vocab_size)
-        self._core = LearnerCore(
-            algorithm=spec.algorithm,
-            learner=spec.learner,
-            model_config=loaded.config,
-            params=loaded.params,
-            total_steps=spec.total_steps,
-            temperature=spec.temperature,
-            valid_vocab=self._valid_vocab,
-            max_completion_tokens=spec.max_completion_tokens,
-            devices=self._devices,
-        )
         self._header = rollout_header(spec, loaded, self._valid_vocab)
+        self._core = LearnerCore(self._header, loaded.config, loaded.params, devices=self._devices)
         self._kept = KeptGroups(
             self._header, rejected=folder / "rejected", recorded=spec.rollouts_file
         )

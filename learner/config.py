@@ -1,34 +1,11 @@
 """What the learner needs: the objective (`algorithm`) and the update (`learner`)."""
 
-from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+import dataclasses
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-
-class Section(BaseModel):
-    """A frozen configuration section that forbids unknown keys and non-finite numbers."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-S = TypeVar("S", bound=Section)
-
-
-def validated(kind: type[S], values: Mapping[str, Any]) -> S:
-    """A section from plain values that were written by a program.
-
-    Raises:
-        ValueError: one line with every key at fault.
-    """
-    try:
-        return kind.model_validate(values)
-    except ValidationError as error:
-        faults = []
-        for fault in error.errors():
-            key, said = ".".join(map(str, fault["loc"])), fault["msg"].removeprefix("Value error, ")
-            faults.append(f"{key}: {said}" if key else said)
-        raise ValueError("; ".join(faults)) from None
+from services.process.config_section import Section
 
 
 class OffPolicyConfig(Section):
@@ -135,3 +112,19 @@ class LearnerConfig(Section):
                 "set lm_head to logits, or loss_impl to auto"
             )
         return self
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """What a learner needs to train, beside the model and its devices."""
+
+    algorithm: AlgorithmConfig
+    learner: LearnerConfig
+    total_steps: int
+    """Batches of the whole run, which the learning rate plans with."""
+    temperature: float
+    """Of the rollout."""
+    valid_vocab: int | None
+    """Ids below it can be sampled; None for the whole embedding."""
+    max_completion_tokens: int
+    """Of the rollout; the constant of aggregation `constant`."""

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from learner.config import AlgorithmConfig, LearnerConfig
+from learner.config import TrainingSettings
 from learner.publish.canary import ScoredProbe
-from learner.publish.snapshot import WIRE_DTYPES, Snapshot
+from learner.publish.snapshot import PUBLISH_DTYPES, Snapshot
 from learner.update.batching import (
     MicroBatch,
     Packing,
@@ -58,52 +58,35 @@ class LearnerCore:
 
     def __init__(
         self,
-        *,
-        algorithm: AlgorithmConfig,
-        learner: LearnerConfig,
+        settings: TrainingSettings,
         model_config: ModelConfig,
         params: Params,
-        total_steps: int,
-        temperature: float,
-        valid_vocab: int | None,
-        max_completion_tokens: int,
+        *,
         devices: Sequence[jax.Device] | None = None,
     ):
         """Args:
             params: host arrays of any float dtype, layers stacked; also the reference policy
                 where algorithm.kl_coef is above 0.
-            total_steps: calls of `update` in the whole run, which the learning rate plans with.
-            temperature: that of the rollout.
-            valid_vocab: ids below it can be sampled; None for the whole embedding.
-            max_completion_tokens: that of the rollout; the constant of aggregation `constant`.
             devices: None takes every device of the default platform.
 
         Raises:
             ValueError: if mesh or schedule cannot work, with the numbers.
         """
+        algorithm, learner = settings.algorithm, settings.learner
         self._lock = threading.Lock()
         self._config = model_config
         self._learner = learner
-        self._valid_vocab = valid_vocab
+        self._valid_vocab = settings.valid_vocab
         self._devices = jax.devices() if devices is None else list(devices)
         self._precision = precision(jnp.dtype(learner.compute_dtype), self._devices[0].platform)
-        self._programs = make_programs(
-            params,
-            model_config,
-            algorithm=algorithm,
-            learner=learner,
-            total_steps=total_steps,
-            temperature=temperature,
-            valid_vocab=valid_vocab,
-            devices=self._devices,
-        )
+        self._programs = make_programs(params, model_config, settings, devices=self._devices)
         self._rules = SelectionRules(
             advantage=algorithm.advantage,
             advantage_eps=algorithm.advantage_eps,
             aggregation=algorithm.aggregation,
             zero_variance=algorithm.zero_variance,
             truncated=algorithm.truncated,
-            max_completion_tokens=max_completion_tokens,
+            max_completion_tokens=settings.max_completion_tokens,
         )
         self._packing = Packing(learner.microbatch_tokens, len(self._devices))
         self._correction = Correction(**algorithm.off_policy.model_dump())
@@ -276,10 +259,10 @@ class LearnerCore:
         Raises:
             ValueError: if dtype is neither `bfloat16` nor `float32`.
         """
-        _check_wire_dtype(dtype)
+        _check_dtype(dtype)
         with self._lock:
             host = jax.tree.map(
-                lambda leaf: np.array(leaf.astype(WIRE_DTYPES[dtype])), self._state.params
+                lambda leaf: np.array(leaf.astype(PUBLISH_DTYPES[dtype])), self._state.params
             )
         return to_named(host, self._config)
 
@@ -295,7 +278,7 @@ class LearnerCore:
         Raises:
             ValueError: if dtype is neither `bfloat16` nor `float32`.
         """
-        _check_wire_dtype(dtype)
+        _check_dtype(dtype)
         with self._lock:
             take = self._programs.snapshots[dtype]
             return Snapshot(
@@ -339,6 +322,6 @@ class LearnerCore:
             self.policy_version = policy_version
 
 
-def _check_wire_dtype(dtype: str) -> None:
-    if dtype not in WIRE_DTYPES:
-        raise ValueError(f"dtype must be one of {sorted(WIRE_DTYPES)}, got {dtype!r}")
+def _check_dtype(dtype: str) -> None:
+    if dtype not in PUBLISH_DTYPES:
+        raise ValueError(f"dtype must be one of {sorted(PUBLISH_DTYPES)}, got {dtype!r}")

@@ -2,15 +2,10 @@
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_serializer, model_validator
+from pydantic import Field, model_serializer, model_validator
 
 from rollout_worker.data.procedural import MAX_ITEMS, PREFIX
-
-
-class Section(BaseModel):
-    """A frozen configuration section that forbids unknown keys and non-finite numbers."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+from services.process.config_section import Section
 
 
 class SourceConfig(Section):

@@ -21,8 +21,9 @@ from benchmarks.ab.interrupt import Interrupted, Interrupts
 from benchmarks.ab.report import Report, plain, text
 from benchmarks.ab.runs import Implementation, Job, RunFailed, RunResult, WrongInput
 from benchmarks.report_file import check_report_file
-from learner.config import LearnerConfig, validated
+from learner.config import LearnerConfig
 from learner.durable.rollout_file import Contents, scan
+from services.process.config_section import validated
 
 Launch = Callable[[Job], RunResult]
 

@@ -23,11 +23,12 @@ import numpy as np
 
 from benchmarks.ab.runs import Job, RunResult, StepResult, WrongInput
 from kernels import choose
-from learner.config import LearnerConfig, validated
+from learner.config import LearnerConfig
 from learner.core import LearnerCore
 from learner.durable.rollout_file import RolloutHeader, read_groups, scan
 from models.files.checkpoint import load_model
 from models.transformer import Params
+from services.process.config_section import validated
 from services.process.phase_clock import PhaseClock
 
 PEAK_METRIC = "mem/peak_bytes_in_use_max"
@@ -96,17 +97,9 @@ def _make_core(job: Job, header: RolloutHeader, devices: Sequence[jax.Device]) -
                 f"the model has {loaded.config.vocab_size} token ids, the rollouts were sampled "
                 f"from {header.valid_vocab}: it is not the model of the run"
             )
-        return LearnerCore(
-            algorithm=header.algorithm,
-            learner=validated(LearnerConfig, {**job.learner, **chosen}),
-            model_config=loaded.config,
-            params=loaded.params,
-            total_steps=header.total_steps,
-            temperature=header.temperature,
-            valid_vocab=header.valid_vocab,
-            max_completion_tokens=header.max_completion_tokens,
-            devices=devices,
-        )
+        learner = validated(LearnerConfig, {**job.learner, **chosen})
+        settings = dataclasses.replace(header, learner=learner)
+        return LearnerCore(settings, loaded.config, loaded.params, devices=devices)
     except ValueError as error:
         raise WrongInput(f"{job.implementation.name} with model {job.model}: {error}") from error
 

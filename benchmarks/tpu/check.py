@@ -35,7 +35,8 @@ from benchmarks.tpu.fit import HEADER, V6E_USABLE_BYTES, Program, table_row, ver
 from driver.config.load_config import ConfigError, load
 from driver.config.plan import Plan, asked_devices, derive
 from driver.config.run_config import RunConfig
-from learner.publish.snapshot import WIRE_DTYPES
+from learner.config import TrainingSettings
+from learner.publish.snapshot import PUBLISH_DTYPES
 from learner.update.compiled_update import make_programs
 from models.config import ModelConfig
 from models.files.hf_config import from_hf
@@ -98,11 +99,14 @@ def learner_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Itera
     programs = make_programs(
         abstract_params(model),
         model,
-        algorithm=config.algorithm,
-        learner=config.learner,
-        total_steps=config.run.steps,
-        temperature=config.rollout.temperature,
-        valid_vocab=_valid_vocab(model),
+        TrainingSettings(
+            algorithm=config.algorithm,
+            learner=config.learner,
+            total_steps=config.run.steps,
+            temperature=config.rollout.temperature,
+            valid_vocab=_valid_vocab(model),
+            max_completion_tokens=config.rollout.max_completion_tokens,
+        ),
         devices=topology_devices(plan.devices.learner),
     )
     state = programs.abstract_state
@@ -112,7 +116,7 @@ def learner_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Itera
         reference = jax.tree.map(lambda leaf: _struct(leaf, dtype=dtype), state.params)
     moments_bytes, reference_bytes = device_bytes(state.opt_state), device_bytes(reference)
     wire = config.weights.dtype
-    published = jax.tree.map(lambda leaf: _struct(leaf, dtype=WIRE_DTYPES[wire]), state.params)
+    published = jax.tree.map(lambda leaf: _struct(leaf, dtype=PUBLISH_DTYPES[wire]), state.params)
     snapshot_bytes = device_bytes(published)
     compile_ = functools.partial(compile_program, "learner")
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels.token_logprob.reference import token_logprob
-from learner.config import AlgorithmConfig, LearnerConfig, OptimizerConfig
+from learner.config import AlgorithmConfig, LearnerConfig, OptimizerConfig, TrainingSettings
 from learner.core import LearnerCore
 from models.files.checkpoint import LoadedModel, load_model
 from models.transformer import forward, head_weight, logits, packed_attend
@@ -76,21 +76,19 @@ def main(argv: list[str] | None = None) -> int:
 
 def deltas(loaded: LoadedModel, arguments: argparse.Namespace) -> Iterator[DeltaRow]:
     """Trains, and compares each version with the one before it."""
-    core = LearnerCore(
+    settings = TrainingSettings(
         algorithm=AlgorithmConfig(),
         learner=LearnerConfig(
             microbatch_tokens=GROUP_SIZE * (PROMPT_TOKENS + arguments.tokens),
             compute_dtype="float32",
             optimizer=OptimizerConfig(learning_rate=arguments.lr),
         ),
-        model_config=loaded.config,
-        params=loaded.params,
         total_steps=arguments.updates,
         temperature=1.0,
         valid_vocab=None,
         max_completion_tokens=arguments.tokens,
-        devices=jax.devices()[:1],
     )
+    core = LearnerCore(settings, loaded.config, loaded.params, devices=jax.devices()[:1])
     rng = np.random.default_rng(arguments.seed)
     specs, before = flat(core.named_weights("bfloat16"))
     for _ in range(arguments.updates):

@@ -8,9 +8,10 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from learner.config import AlgorithmConfig, LearnerConfig, Section
+from learner.config import AlgorithmConfig, LearnerConfig
 from rollout_worker.config import DataConfig, RewardConfig, RolloutConfig
 from rollout_worker.engine.decode_request import SamplingSettings
+from services.process.config_section import Section
 
 WEEK_S = 604_800.0
 """Longest wait of a run: past it a deadline is as good as none."""

@@ -93,17 +93,7 @@ def answer(run_folder: pathlib.Path, question: Question) -> Answer:
     header = question.header
     devices = require_platform(question.platform)
     loaded = load_model(header.model_folder or header.model_path)
-    core = LearnerCore(
-        algorithm=header.algorithm,
-        learner=header.learner,
-        model_config=loaded.config,
-        params=loaded.params,
-        total_steps=header.total_steps,
-        temperature=header.temperature,
-        valid_vocab=header.valid_vocab,
-        max_completion_tokens=header.max_completion_tokens,
-        devices=devices,
-    )
+    core = LearnerCore(header, loaded.config, loaded.params, devices=devices)
     checkpoints = CheckpointFolder(run_folder / CHECKPOINTS, keep=1)
     found = checkpoints.restore(core.abstract_state, only_step=question.step)
     if found is None:

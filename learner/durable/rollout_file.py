@@ -20,8 +20,9 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from learner.config import AlgorithmConfig, LearnerConfig, validated
+from learner.config import AlgorithmConfig, LearnerConfig, TrainingSettings
 from learner.durable.frames import PREFIX_BYTES, DamagedFile, frame, read_frame
+from services.process.config_section import validated
 from services.trajectories import codec
 from services.wire.messages import Group
 
@@ -34,7 +35,7 @@ _SECTIONS = {"algorithm": AlgorithmConfig, "learner": LearnerConfig}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RolloutHeader:
+class RolloutHeader(TrainingSettings):
     """The run that trained on the groups: what a learner needs to do it again."""
 
     run_id: str
@@ -43,12 +44,6 @@ class RolloutHeader:
     """As the run has it: HF folder, .gguf file or hub id."""
     model_folder: str | None
     """Where the weights lay; of a hub id its snapshot, which names the revision. None for .gguf."""
-    algorithm: AlgorithmConfig
-    learner: LearnerConfig
-    temperature: float
-    valid_vocab: int | None
-    max_completion_tokens: int
-    total_steps: int
     first_policy_version: int = 0
     """The version that trained on the first step of the file."""
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -19,12 +18,10 @@ from learner.update.sharding import STACKED
 from models.config import ModelConfig
 from models.files.checkpoint import to_named
 from models.transformer import Params
+from services.weights.digest import wire_dtype
 
-WIRE_DTYPES = {
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float32": np.dtype(np.float32),
-}
-"""What parameters may be published or exported as, by name."""
+PUBLISH_DTYPES = {name: wire_dtype(name) for name in ("bfloat16", "float32")}
+"""What parameters may be published or exported as, by name; some of all that can travel."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +60,7 @@ def make_snapshots(params: Params, config: ModelConfig) -> Mapping[str, Callable
 
         return jax.jit(snapshot, out_shardings=shardings)
 
-    return {name: build(dtype) for name, dtype in WIRE_DTYPES.items()}
+    return {name: build(dtype) for name, dtype in PUBLISH_DTYPES.items()}
 
 
 def _listed(params: Params) -> Params:

@@ -15,9 +15,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kernels import choose
-from learner.config import AlgorithmConfig, LearnerConfig
+from learner.config import TrainingSettings
 from learner.publish.canary import make_canary
-from learner.publish.snapshot import WIRE_DTYPES, make_snapshots
+from learner.publish.snapshot import PUBLISH_DTYPES, make_snapshots
 from learner.update.batching import MicroBatch
 from learner.update.head import HeadPlan
 from learner.update.loss import Objective
@@ -77,24 +77,19 @@ class LearnerPrograms:
 def make_programs(
     params: Params,
     model_config: ModelConfig,
+    settings: TrainingSettings,
     *,
-    algorithm: AlgorithmConfig,
-    learner: LearnerConfig,
-    total_steps: int,
-    temperature: float,
-    valid_vocab: int | None,
     devices: Sequence[jax.Device],
 ) -> LearnerPrograms:
     """Builds the programs of one learner; nothing is compiled or allocated yet.
 
     Args:
         params: arrays or shape structs, layers stacked.
-        total_steps: batches of the whole run, which the learning rate plans with.
-        temperature, valid_vocab: of the sampled distribution; None for the whole embedding.
 
     Raises:
         ValueError: if mesh or schedule cannot work, with the numbers.
     """
+    algorithm, learner = settings.algorithm, settings.learner
     mesh = make_mesh(data=learner.mesh.data, fsdp=learner.mesh.fsdp, devices=devices)
     specs = param_specs(params, mesh.shape["fsdp"])
     objective = Objective(
@@ -108,13 +103,14 @@ def make_programs(
         head=HeadPlan(
             schedule=learner.lm_head,
             impl=choose.resolve(learner.loss_impl, devices[0].platform),
-            temperature=temperature,
-            valid_vocab=valid_vocab,
+            temperature=settings.temperature,
+            valid_vocab=settings.valid_vocab,
         ),
         compute_dtype=jnp.dtype(learner.compute_dtype),
         remat=learner.remat,
     )
-    schedule = learning_rate_schedule(learner.optimizer, total_steps * learner.updates_per_batch)
+    updates = settings.total_steps * learner.updates_per_batch
+    schedule = learning_rate_schedule(learner.optimizer, updates)
     optimizer = make_optimizer(learner.optimizer, schedule)
     state = abstract_state(params, optimizer, mesh, specs)
     return LearnerPrograms(
@@ -139,6 +135,6 @@ def make_programs(
                 compute_dtype=options.compute_dtype,
                 wire_dtype=dtype,
             )
-            for name, dtype in WIRE_DTYPES.items()
+            for name, dtype in PUBLISH_DTYPES.items()
         },
     )

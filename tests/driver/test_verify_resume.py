@@ -23,8 +23,8 @@ def compiled():
 
 @pytest.fixture(autouse=True)
 def same_programs_on_one_device(monkeypatch, compiled):
-    def make(**settings):
-        core = LearnerCore(**settings)
+    def make(*args, **options):
+        core = LearnerCore(*args, **options)
         core._compiled = compiled
         return core
 

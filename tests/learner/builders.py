@@ -5,7 +5,13 @@ import functools
 import jax
 import numpy as np
 
-from learner.config import AlgorithmConfig, LearnerConfig, MeshConfig, OptimizerConfig
+from learner.config import (
+    AlgorithmConfig,
+    LearnerConfig,
+    MeshConfig,
+    OptimizerConfig,
+    TrainingSettings,
+)
 from learner.core import LearnerCore
 from models.config import ModelConfig
 from models.transformer import init_params
@@ -95,7 +101,7 @@ def make_core(
     **learner,
 ):
     learner = {"compute_dtype": "float32", "remat": False, **learner}
-    return LearnerCore(
+    settings = TrainingSettings(
         algorithm=AlgorithmConfig(**(algorithm or {})),
         learner=LearnerConfig(
             microbatch_tokens=microbatch_tokens,
@@ -103,11 +109,10 @@ def make_core(
             optimizer=OptimizerConfig(**{"learning_rate": 1e-2, **(optimizer or {})}),
             **learner,
         ),
-        model_config=config,
-        params=host_params(config) if params is None else params,
         total_steps=total_steps,
         temperature=0.8,
         valid_vocab=config.vocab_size - 2,
         max_completion_tokens=16,
-        devices=jax.devices()[: data * fsdp],
     )
+    params = host_params(config) if params is None else params
+    return LearnerCore(settings, config, params, devices=jax.devices()[: data * fsdp])

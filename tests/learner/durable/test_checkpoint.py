@@ -256,10 +256,10 @@ def test_kill_during_a_save_leaves_the_one_before_C01_C02(tmp_path):
         import jax
         import numpy as np
         import optax
-        from learner.checkpoint import CheckpointFolder
-        from learner.mesh import make_mesh
+        from learner.durable.checkpoint import CheckpointFolder
+        from learner.update.mesh import make_mesh
         from learner.update.sharding import param_specs
-        from learner.state import init_state
+        from learner.update.state import init_state
 
         mesh = make_mesh(data=1, fsdp=1, devices=jax.devices()[:1])
         noise = np.random.default_rng(0).normal(size=(4096, 4096)).astype(np.float32)

@@ -12,7 +12,7 @@ import pytest
 
 from learner.publish.canary import ScoredProbe, make_canary
 from learner.publish.publisher import Publisher
-from learner.publish.snapshot import WIRE_DTYPES
+from learner.publish.snapshot import PUBLISH_DTYPES
 from learner.update.head import HeadPlan
 from learner.update.mesh import make_mesh as learner_mesh
 from learner.update.sharding import param_specs
@@ -79,7 +79,7 @@ def published(compute=F32, wire=F32, *, data=1, fsdp=1, lm_head="fast"):
         MODEL,
         head=HeadPlan(lm_head, "xla", temperature=0.7, valid_vocab=VALID_VOCAB),
         compute_dtype=jnp.dtype(compute),
-        wire_dtype=WIRE_DTYPES[wire],
+        wire_dtype=PUBLISH_DTYPES[wire],
     )
     params = place_params(host_params(), mesh, specs, jnp.float32)
     scores = jax.jit(canary).lower(params).compile()(params)
@@ -105,7 +105,7 @@ def worker(compute=F32, wire=F32, *, data=1, tensor=1, model=MODEL, valid_vocab=
 
 
 def live_copy(layout, wire=F32):
-    wired = jax.tree.map(lambda leaf: leaf.astype(WIRE_DTYPES[wire]), host_params())
+    wired = jax.tree.map(lambda leaf: leaf.astype(PUBLISH_DTYPES[wire]), host_params())
     return layout.to_inference(wired)
 
 

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from learner.config import AlgorithmConfig, OffPolicyConfig, validated
+from learner.config import AlgorithmConfig, OffPolicyConfig
 from learner.update import loss as loss_lib
 from learner.update.batching import Packing, SelectionRules, pack, select, unpack
 from learner.update.off_policy import Correction, correct, off_policy_metrics, weigh
 from learner.update.update_metrics import group_metrics
+from services.process.config_section import validated
 from services.process.phase_clock import PhaseClock
 from tests.learner.builders import make_completion, make_core, make_group, random_groups
 
