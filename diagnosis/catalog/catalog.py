@@ -1,8 +1,7 @@
 """What every metric and phase of a run means: title, unit, description, and where it is shown.
 
-The rows stand in `catalog_learning.py` (is it learning, can it be trusted) and in
-`catalog_running.py` (where the time and the memory go). A word in braces stands for what differs
-between runs: `{scorer}` for the name of a reward function, `{process}` for `learner` or a worker.
+`metric_rows.py` has the rows. A word in braces stands for what differs between runs: `{scorer}`
+for the name of a reward function, `{process}` for `learner` or a worker.
 """
 
 import dataclasses
@@ -12,8 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from diagnosis.catalog.catalog_learning import LEARNING_ROWS
-from diagnosis.catalog.catalog_running import RUNNING_ROWS
+from diagnosis.catalog.metric_rows import METRIC_ROWS
 from services.process.phases import PHASES
 
 BRACES = re.compile(r"\{(\w+)\}")
@@ -106,7 +104,7 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 
 def _read(rows: str) -> Iterator[Metric]:
-    """The metrics of a text as `catalog_learning.py` explains it."""
+    """The metrics of a text as `metric_rows.py` explains it."""
     view, group = "", ""
     lines = rows.strip().splitlines()
     for at, line in enumerate(lines):
@@ -126,7 +124,7 @@ def _read(rows: str) -> Iterator[Metric]:
             )
 
 
-METRICS: tuple[Metric, ...] = (*_read(LEARNING_ROWS), *_read(RUNNING_ROWS))
+METRICS: tuple[Metric, ...] = tuple(_read(METRIC_ROWS))
 _EXACT = {metric.name: metric for metric in METRICS if not metric.is_pattern}
 _PATTERNS = tuple(metric for metric in METRICS if metric.is_pattern)
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from diagnosis.judgement.alerts import Alerts
+from diagnosis.judgement.alerts.alerts import Alerts
 from diagnosis.judgement.breakdown import bottleneck, usual_step_s, without_starts
 from diagnosis.judgement.recent import WINDOW, Recent
 from diagnosis.judgement.trust import trust
@@ -41,7 +41,7 @@ class Judge:
         self._last_step = facts.step
         self._pending.append(facts)
         if len(self._pending) > JUDGED:
-            self._alerts.add(self._pending.popleft(), judge=False)
+            self._alerts.add_step(self._pending.popleft(), judge=False)
         self._what_if.add(facts, starting=self._starting)
         if facts.trained:
             self._recent.append(facts)
@@ -64,7 +64,7 @@ class Judge:
             status: of status.json; `state` is read.
         """
         while self._pending:
-            self._alerts.add(self._pending.popleft())
+            self._alerts.add_step(self._pending.popleft())
         recent = Recent(tuple(self._recent), self._settings)
         found = bottleneck(without_starts(recent.steps))
         return {

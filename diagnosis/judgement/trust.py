@@ -154,7 +154,7 @@ def _zero_variance(recent: Recent) -> Check:
         "",
         0.5,
         _above(value, 0.5, 0.9),
-        f"{percent(value)} of the groups have equal rewards and teach nothing",
+        f"{percent(value)} of the groups have equal rewards and no learning signal",
         [name],
     )
 

@@ -14,8 +14,16 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from diagnosis.judgement.step_model import ENOUGH, WINDOW, Forecast, StepModel
-from diagnosis.judgement.step_sides import Settling, Sides, median_sides, sides_of
+from diagnosis.judgement.settling import Settling
+from diagnosis.judgement.step_model import (
+    ENOUGH,
+    WINDOW,
+    Forecast,
+    Sides,
+    StepModel,
+    median_sides,
+    sides_of,
+)
 from diagnosis.records.facts import RunSettings, StepFacts
 
 PAST = 50

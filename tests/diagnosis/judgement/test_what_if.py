@@ -5,8 +5,8 @@ import statistics
 
 import pytest
 
-from diagnosis.judgement.step_model import StepModel
-from diagnosis.judgement.step_sides import Settling, sides_of
+from diagnosis.judgement.settling import Settling
+from diagnosis.judgement.step_model import StepModel, sides_of
 from diagnosis.judgement.what_if import Prediction, WhatIf
 from tests.diagnosis.judgement.queue_run import Plant
 from tests.diagnosis.judgement.step_facts import settings, step

@@ -1,10 +1,10 @@
-"""For every alert what raises it, what leaves it silent, and that no single step does either."""
+"""For every alert: what raises it, what does not, and that a single step does neither."""
 
 import math
 
 import pytest
 
-from diagnosis.judgement.alerts import RULES, Alerts
+from diagnosis.judgement.alerts.alerts import RULES, Alerts
 from tests.diagnosis.judgement.step_facts import settings, step
 
 GB = 1e9
@@ -13,7 +13,7 @@ GB = 1e9
 def run(steps, with_settings=None) -> Alerts:
     alerts = Alerts(with_settings or settings())
     for facts in steps:
-        alerts.add(facts)
+        alerts.add_step(facts)
     return alerts
 
 
@@ -75,7 +75,7 @@ RAISED = {
     ),
     "zero_variance": (
         habit(metrics={"rollout/zero_variance_fraction": 0.6}),
-        "60 % of the groups have equal rewards and teach nothing",
+        "60 % of the groups have equal rewards and no learning signal",
     ),
     "truncated": (
         habit(metrics={"rollout/truncated_fraction": 0.3}),
@@ -88,11 +88,11 @@ RAISED = {
     ),
     "disagreement": (
         habit(metrics={"reward/gsm8k_answer/disagreement": 0.25}),
-        "gsm8k_answer: strict and lenient parser differ in 25 %",
+        "gsm8k_answer: strict and lenient parser disagree on 25 %",
     ),
-    "entropy": (COLLAPSE, "entropy fell to 3.3 % of what it was (0.01 nats a token)"),
+    "entropy": (COLLAPSE, "entropy fell to 3.3 % of its first value (0.01 nats a token)"),
     "reward_fell": (FALLEN, "the reward fell from 0.5 to 0.2 within the last 27 steps"),
-    "grad_norm": (SPIKE, "the gradient norm jumped to 50, usual are 1"),
+    "grad_norm": (SPIKE, "the gradient norm jumped to 50; the usual value is 1"),
     "nonfinite": ([step(1, metrics={"train/loss": math.nan})], "not finite in the last 1 steps: "),
     "skipped": ([step(1, metrics={"train/update_skipped": 1.0})], "1 of the last 1 steps made no"),
     "clipped": (
@@ -101,27 +101,27 @@ RAISED = {
     ),
     "logprob_gap": (
         habit(metrics={"offpolicy/logprob_gap_mean": 0.05}),
-        "learner and sampler differ by 0.05 nats a token; usual are below 0.02",
+        "learner and sampler differ by 0.05 nats a token; below 0.02 is usual",
     ),
     "canary": (habit(metrics={"canary/gap_max": 0.4}), "0.4 nats apart, 0.1 are allowed"),
-    "stale": (STALE, "18 groups of the last 10 steps were too old to train on, 10 % of the work"),
+    "stale": (STALE, "18 groups of the last 10 steps were too old to train on, 10 % of all"),
     "receipts": (REFUSED, "the learner refused 3 groups of the last 7 steps"),
     "ledger": (
         habit(workers=[{"decode": 2.2, "idle": 0.0}, {"decode": 0.9}]),
         "the phases of rollout-0 are 10 % off its wall time",
     ),
-    "restarts": (RESTARTED, "restarts in the last 10 steps: 1 of the workers"),
+    "restarts": (RESTARTED, "restarts in the last 10 steps: workers 1"),
     "slow_worker": (
         habit(workers=[{"decode": 0.4}, {"decode": 1.0}, {"decode": 0.4}]),
-        "rollout-1 is at work 50 % of the step, the other workers 20 %",
+        "rollout-1 is busy 50 % of the step, the other workers 20 %",
     ),
     "step_time": (
         SLOWER,
-        "4.00 s, 2.0 times the 2.00 s that its tokens took from step 2",
+        "4.00 s, 2.0 times the 2.00 s expected for its tokens (baseline: step 2 and later)",
     ),
     "throughput": (
         HALF_SPEED,
-        "200 tokens/s; for so many tokens it was 500 from step 2 on",
+        "200 tokens/s; 500 are expected for this number of tokens (baseline: step 2",
     ),
     "saving": (SAVING, "checkpoints take 15 % of the last 30 steps"),
     "evaluating": (EVALUATING_MUCH, "evaluations take 35 % of the last 40 steps"),
@@ -223,7 +223,7 @@ def test_an_alert_stands_until_its_number_is_well_below_the_threshold():
         ((0.01, 0.0, 1.0), "almost every reward is the lowest, 0", "data.system_prompt"),
         ((0.95, 0.0, 1.0), "almost every reward is the highest, 1", "harder prompts"),
         ((1.0, 1.0, 1.0), "every reward is 1", "read samples"),
-        ((0.5, 0.0, 1.0), "teach nothing", "more completions a prompt"),
+        ((0.5, 0.0, 1.0), "no learning signal", "more completions a prompt"),
     ],
 )
 def test_advice_on_equal_rewards_fits_what_they_are(rewards, said, advised):
@@ -245,7 +245,7 @@ def test_an_alert_says_since_when_it_stands_and_is_sorted_by_weight():
     assert found[0]["view"] == "trust" and "train/loss" in found[0]["text"]
 
 
-def test_a_run_without_a_step_for_long_is_told_once_it_should_have_come():
+def test_a_run_without_a_step_for_long_raises_an_alert_once_one_is_overdue():
     alerts = run(habit(10))  # 2 s a step; the last was closed at 1020
     assert not alerts.all(1070.0, running=True)
     (found,) = alerts.all(1090.0, running=True)
@@ -255,7 +255,7 @@ def test_a_run_without_a_step_for_long_is_told_once_it_should_have_come():
     assert not alerts.all(2000.0, running=False)
 
 
-def test_a_slow_run_is_given_the_time_that_its_steps_take():
+def test_a_slow_run_has_the_time_that_its_steps_usually_take():
     slow = run(
         habit(10, wall_s=100.0, learner={"forward_backward": 70.0}, workers=[{"decode": 29.0}])
     )
@@ -334,7 +334,7 @@ def test_advice_on_equal_rewards_names_the_setting_only_where_it_is_not_used():
     assert "=mask" not in masked.finding.advice
 
 
-def test_a_worker_that_has_just_come_is_not_called_slow():
+def test_a_new_worker_is_not_called_slow():
     steps = habit(12, workers=[{"decode": 1.0}, {"idle": 2.0}])
     assert "slow_worker" not in run(steps).standing
 

@@ -1,8 +1,8 @@
-"""Step time and tokens a second are held against steps that are like them, and come and go."""
+"""Step time and tokens a second are compared with similar steps; the alerts come and go."""
 
 import itertools
 
-from diagnosis.judgement.alerts import Alerts
+from diagnosis.judgement.alerts.alerts import Alerts
 from tests.diagnosis.judgement.step_facts import settings, step
 
 TIMES = ("step_time", "throughput")
@@ -21,7 +21,7 @@ def paced(count, *, workers=2, wall_s=2.0, tokens=1000.0, per_s=500.0, first=1):
 def followed(*parts) -> Alerts:
     alerts = Alerts(settings())
     for facts in itertools.chain(*parts):
-        alerts.add(facts)
+        alerts.add_step(facts)
     return alerts
 
 
@@ -65,7 +65,7 @@ def test_another_number_of_workers_has_a_baseline_of_its_own():
     assert standing(paced(12), fewer, slow) >= set(TIMES)
 
 
-def test_steps_with_a_worker_lost_are_not_held_against_those_with_all():
+def test_steps_with_a_worker_lost_are_not_compared_with_those_with_all():
     """Every other step has lost one, so that none settles with the workers that are left."""
     odd = [
         facts

@@ -1,60 +1,73 @@
-"""Alerts of a run in plain words: which stand, since when, and how urgent they are.
+"""The alerts of a run: which are active, since which step, and how severe they are.
 
-The rules are in `alert_rules.py` and `alert_rules_running.py`; here is their memory. Every trained
-step is judged once, so that an alert has the step since which it stands.
+Every trained step is judged once, so that an alert knows the step at which it was raised.
 """
 
 import dataclasses
 import statistics
 from collections import deque
-from collections.abc import Mapping
 from typing import Any
 
-from diagnosis.judgement import alert_rules as rules
-from diagnosis.judgement.alert_rules import BAD, INFO, WARN, Finding, Rule, Scene
-from diagnosis.judgement.alert_rules_running import RUNNING_RULES
+from diagnosis.judgement.alerts import learning_rules, process_rules, time_rules
+from diagnosis.judgement.alerts.rule import BAD, INFO, WARN, Finding, Rule, Scene
 from diagnosis.judgement.recent import WINDOW, Recent
-from diagnosis.judgement.step_sides import Settling
+from diagnosis.judgement.settling import Settling
 from diagnosis.records.facts import RunSettings, StepFacts
 
 RULES: dict[str, Rule] = {
-    "learner_waits": rules.learner_waits,
-    "workers_wait": rules.workers_wait,
-    "compiles": rules.compiles,
-    "unexplained": rules.unexplained,
-    "weights": rules.weights,
-    "zero_variance": rules.zero_variance,
-    "truncated": rules.truncated,
-    "aborted": rules.aborted,
-    "reward_errors": rules.reward_errors,
-    "disagreement": rules.disagreement,
-    "entropy": rules.entropy,
-    "reward_fell": rules.reward_fell,
-    "grad_norm": rules.grad_norm,
-    "nonfinite": rules.nonfinite,
-    "skipped": rules.skipped,
-    "clipped": rules.clipped,
-    **RUNNING_RULES,
+    rule.__name__: rule
+    for rule in (
+        time_rules.learner_waits,
+        time_rules.workers_wait,
+        time_rules.compiles,
+        time_rules.unexplained,
+        time_rules.weights,
+        learning_rules.zero_variance,
+        learning_rules.truncated,
+        learning_rules.aborted,
+        learning_rules.reward_errors,
+        learning_rules.disagreement,
+        learning_rules.entropy,
+        learning_rules.reward_fell,
+        learning_rules.grad_norm,
+        learning_rules.nonfinite,
+        learning_rules.skipped,
+        learning_rules.clipped,
+        learning_rules.logprob_gap,
+        process_rules.canary,
+        process_rules.stale,
+        process_rules.receipts,
+        time_rules.ledger,
+        process_rules.restarts,
+        process_rules.slow_worker,
+        time_rules.step_time,
+        time_rules.throughput,
+        time_rules.saving,
+        time_rules.evaluating,
+        process_rules.memory,
+    )
 }
+"""By the id of the alert; alerts of equal severity and age are listed in this order."""
 LONG = 100
 FEWEST = 5
-"""Trained steps before a rule is asked; what goes wrong at once shows in the first ones."""
+"""Trained steps before a rule is evaluated."""
 AT_ONCE = ("nonfinite", "skipped", "restarts", "reward_errors", "canary", "receipts")
-"""Rules that are asked from the first step on."""
+"""Rules that are evaluated from the first step on."""
 SILENT_S = 60.0
-"""No step for less than this is nothing to speak of."""
+"""A shorter time without a step raises no alert."""
 _ORDER = {BAD: 0, WARN: 1, INFO: 2}
 
 
 @dataclasses.dataclass
 class Alert:
-    """One alert that stands."""
+    """An active alert."""
 
     id: str
     finding: Finding
     since_step: int
 
     def json(self) -> dict[str, Any]:
+        """One of `alerts` of /api/judgement."""
         return {"id": self.id, **dataclasses.asdict(self.finding), "since_step": self.since_step}
 
 
@@ -72,11 +85,11 @@ class Alerts:
         self._last_time: float | None = None
         self.standing: dict[str, Alert] = {}
 
-    def add(self, facts: StepFacts, *, judge: bool = True) -> None:
+    def add_step(self, facts: StepFacts, *, judge: bool = True) -> None:
         """Takes the next step.
 
         Args:
-            judge: whether the rules are asked; steps of long ago need not be judged.
+            judge: whether the rules are evaluated; old steps only serve as history.
         """
         self._last_step, self._last_time = facts.step, facts.time
         if not facts.trained:
@@ -93,11 +106,11 @@ class Alerts:
             self._judge()
 
     def all(self, now: float, *, running: bool) -> list[dict[str, Any]]:
-        """Every alert that stands, worst first, the older of equals first.
+        """Every active alert: the most severe first, then the oldest.
 
         Args:
             now: Unix seconds.
-            running: whether a step should come; in a run that is over nobody waits for one.
+            running: whether the run goes on, so that more steps are expected.
         """
         standing = list(self.standing.values())
         if running and (silent := self._silence(now)):
@@ -126,7 +139,7 @@ class Alerts:
         self.standing = standing
 
     def _silence(self, now: float) -> Finding | None:
-        """No step for five times as long as a step usually takes, and a minute at least."""
+        """No step for five times the usual step time, and for at least a minute."""
         if self._last_time is None:
             return None
         silent_s = now - self._last_time
@@ -139,12 +152,7 @@ class Alerts:
         return Finding(
             severity,
             f"no step for {silent_s:.0f} s; a step usually takes {usual_s:.1f} s",
-            "see in Fleet who is at work: a process may compile, restart, evaluate or hang; "
-            "placement.step_timeout_s bounds the wait",
+            "Fleet shows what each process does: it may compile, restart, evaluate or hang; "
+            "placement.step_timeout_s limits the wait",
             "fleet",
         )
-
-
-def worst(alerts: list[Mapping[str, Any]]) -> str:
-    """The severity of the worst alert; empty without one."""
-    return min((alert["severity"] for alert in alerts), key=lambda s: _ORDER[s], default="")
