@@ -71,7 +71,7 @@ def _run_tracked(
         ExitCode(code), "ended at once by a second signal, without a checkpoint"
     )
     with status.tracked(), _readable(folder), contextlib.ExitStack() as stack:
-        view = stack.enter_context(StepView(config.run.name))
+        view = stack.enter_context(StepView(config.run.name, config.run.steps))
         view.say(f"run {run_id}: outputs in {folder}")
         record_code(folder, resume=bool(config.run.resume))
         if dashboard is not None:
@@ -115,13 +115,16 @@ def _run_tracked(
             prepared=prepared,
             supervisor=supervisor,
             reports=StepReports(
-                config,
+                config.run,
+                config.log,
                 folder,
+                max_staleness=config.rollout.max_staleness,
                 metrics=metrics,
                 ledger=ledger,
                 timeline=timeline,
                 status=status,
-                view=view,
+                say=view.say,
+                show_step=view.add_step,
             ),
         )
         stack.enter_context(_post_mortem(folder, session, view))

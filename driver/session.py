@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import ray
 from ray.util.placement_group import PlacementGroup
 
+from driver.accounting.accuracy import Accuracy
 from driver.accounting.intake import StepBatch
 from driver.accounting.leases import LeaseState, TrajectoryState
 from driver.accounting.run_state import RunState
@@ -29,7 +30,6 @@ from driver.postmortem.evidence import Sources
 from driver.reports.evaluation import eval_metrics, is_due
 from driver.reports.step_report import StepReports
 from driver.supervisor import LearnerLost, Supervisor, with_port
-from driver.terminal.step_table import Accuracy
 from learner.learner_records import Restored
 from learner.learner_spec import LearnerSpec
 from rollout_worker.lease_records import News, Orders

@@ -28,8 +28,8 @@ from benchmarks.made_run.made_steps import (
     without_holes,
 )
 from benchmarks.made_run.made_texts import HOSTILE, evaluation, samples
+from driver.accounting.jsonl import strict_line
 from driver.config.yaml_text import dump_yaml
-from driver.reports.jsonl import strict_line
 from services.process.phases import PHASES
 
 STARTED = 1_795_000_000.0

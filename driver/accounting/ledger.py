@@ -11,8 +11,8 @@ import pathlib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from driver.accounting.jsonl import JsonlLog
 from driver.accounting.leases import LeaseTable, LedgerError
-from driver.reports.jsonl import JsonlLog
 from services.process.phases import PHASES, UNEXPLAINED
 
 ROUNDING_S = 1e-6

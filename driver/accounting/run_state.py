@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from driver.accounting.accuracy import Accuracy
 from driver.accounting.intake import Intake
 from driver.accounting.leases import LeaseTable
 from driver.config.run_config import RunConfig
-from driver.terminal.step_table import Accuracy
 from learner.learner_records import RecordedUpdate, Restored
 
 

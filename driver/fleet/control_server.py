@@ -3,7 +3,7 @@
 Requests arrive in threads of the control service and are answered by the driver's own loop, which
 alone starts and drains workers: `ControlBox` is the mailbox between them. `offer_control` opens the
 service and leaves address and credentials in `<run>/control/` for as long as the run lasts;
-`read_access` finds them.
+`services.control.access.read_access` finds them.
 """
 
 import concurrent.futures
@@ -13,7 +13,6 @@ import pathlib
 import threading
 from collections.abc import Iterator
 
-from driver.errors import RunError
 from rollout_worker.config import WorkersConfig
 from services.control import access as control_access
 from services.control.messages import (
@@ -28,7 +27,7 @@ from services.control.messages import (
 from services.control.service import THREADS, control_service
 from services.wire.reachable import ANY_HOST, is_loopback
 from services.wire.server import Server, join_address
-from services.wire.tls import Credentials, RunAuthority
+from services.wire.tls import RunAuthority
 
 STOP_GRACE_S = 1.0
 """For an answer that is on its way when the run ends."""
@@ -167,10 +166,6 @@ class ControlBox:
         return accepted
 
 
-class NotControllable(RunError):
-    """The folder holds no run that can be talked to; the message says why."""
-
-
 @contextlib.contextmanager
 def offer_control(
     folder: pathlib.Path,
@@ -207,15 +202,3 @@ def offer_control(
         box.close("the run is ending")
         control_access.remove_access(folder)
         server.stop(STOP_GRACE_S)
-
-
-def read_access(folder: pathlib.Path) -> tuple[str, Credentials]:
-    """Address and credentials that the run in this folder has left.
-
-    Raises:
-        NotControllable: if they are not there or not for this user.
-    """
-    try:
-        return control_access.read_access(folder)
-    except control_access.NoAccess as error:
-        raise NotControllable(str(error)) from error

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from ray.util.placement_group import PlacementGroup
 
 from driver.accounting.ledger import StepRecord
+from driver.accounting.queue_gauges import Gauge
 from driver.config.run_config import RunConfig
 from driver.fleet.actors import Room
 from driver.fleet.balance import BalanceRule, BalanceState, balance, waits_of
@@ -18,7 +19,6 @@ from driver.fleet.cluster import ResourcesNotMet, WorkerRoom, release
 from driver.fleet.control_server import ControlBox, Drain, Request, new_target
 from driver.fleet.fleet import Fleet, FleetState, Worker
 from driver.fleet.fleet_snapshot import worker_status
-from driver.reports.timeline import Gauge
 from services.control import messages as control
 from services.control.messages import NoSuchWorker, NotNow, OutOfBounds
 

@@ -4,7 +4,7 @@ The driver makes it on an abnormal end. Where it could not, as after SIGKILL, th
 from the run's folder afterwards; on a run that still goes it shows where every process is.
 
 Each part is had within its time or is named as missing, and none can hide the error that ended the
-run. No key, token or value of the environment goes in (`driver/postmortem/redact.py`).
+run. No key, token or value of the environment goes in (`driver/reports/redact.py`).
 """
 
 import argparse
@@ -22,8 +22,8 @@ from typing import TypeVar
 from driver.errors import RunError
 from driver.postmortem.evidence import FILE_BYTES, Found, Sources, described, parts
 from driver.postmortem.probable_cause import page, probable_causes
-from driver.postmortem.redact import Redactor
 from driver.postmortem.run_facts import Facts
+from driver.reports.redact import Redactor
 
 TOTAL_BYTES = 64 * 2**20
 PARTS_S = 14.0

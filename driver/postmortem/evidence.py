@@ -16,7 +16,7 @@ from typing import Any
 
 from driver.errors import RunError
 from driver.postmortem import host_state as machine
-from driver.postmortem.redact import Redactor, is_secret
+from driver.reports.redact import Redactor, is_secret
 from driver.reports.status import exit_code_of
 from services.process.stacks import FOLDER as STACKS
 from services.process.stacks import RunProcess, read_processes, request_stacks, state_of

@@ -4,7 +4,6 @@ Linux tells most of it in /proc; elsewhere what is missing is 0 or empty.
 """
 
 import dataclasses
-import importlib.metadata
 import os
 import pathlib
 import platform
@@ -16,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from driver.reports.code_record import package_versions
 from services.process.stacks import RunProcess, state_of
 
 _KERNEL = re.compile(
@@ -139,15 +139,6 @@ def versions() -> dict[str, str]:
         "tandem commit": _commit(),
     }
     return found | package_versions()
-
-
-def package_versions() -> dict[str, str]:
-    """Version by name of everything that is installed."""
-    packages = {
-        distribution.name: distribution.version
-        for distribution in importlib.metadata.distributions()
-    }
-    return dict(sorted(packages.items(), key=lambda pair: pair[0].lower()))
 
 
 def utc(moment: float | None = None) -> str:

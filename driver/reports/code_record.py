@@ -6,6 +6,7 @@ goes on with other code, what it had before is kept as `code-1.zip`, `code-2.zip
 for the environment.
 """
 
+import importlib.metadata
 import io
 import json
 import os
@@ -15,11 +16,9 @@ import subprocess
 import zipfile
 from typing import Any
 
-from driver.postmortem.host_state import package_versions
-
 PACKAGES = (
-    *("dashboard", "diagnosis", "driver", "kernels", "learner", "models", "proto"),
-    *("rollout_worker", "services"),
+    *("benchmarks", "dashboard", "diagnosis", "driver", "kernels", "learner", "models"),
+    *("proto", "rollout_worker", "services"),
 )
 SUFFIXES = (".py", ".proto")
 DATE = (1980, 1, 1, 0, 0, 0)
@@ -77,6 +76,15 @@ def environment(root: pathlib.Path) -> dict[str, Any]:
         "commit": commit,
         "dirty": None if changes is None else bool(changes),
     }
+
+
+def package_versions() -> dict[str, str]:
+    """Version by name of everything that is installed."""
+    packages = {
+        distribution.name: distribution.version
+        for distribution in importlib.metadata.distributions()
+    }
+    return dict(sorted(packages.items(), key=lambda pair: pair[0].lower()))
 
 
 def _git(root: pathlib.Path, *arguments: str) -> str | None:

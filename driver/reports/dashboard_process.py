@@ -26,7 +26,7 @@ from dashboard.auth import NoLink, Tokens
 from dashboard.listener import PortTaken, bind, url_of
 from driver.config.run_config import DashboardConfig
 from driver.errors import RunError
-from driver.postmortem.redact import without_secrets
+from driver.reports.redact import without_secrets
 from services.wire.reachable import is_loopback
 
 LOG = "dashboard.log"

@@ -4,8 +4,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from driver.accounting.accuracy import pass_at_k, wilson_interval
 from driver.config.run_config import EvalConfig
-from driver.reports.accuracy import pass_at_k, wilson_interval
 
 
 def is_due(step: int, steps: int, config: EvalConfig) -> bool:

@@ -19,8 +19,8 @@ import time
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
+from driver.accounting.jsonl import JsonlLog
 from driver.config.run_config import WandbConfig
-from driver.reports.jsonl import JsonlLog
 from driver.reports.tensorboard import TensorboardTracker
 from driver.reports.tracker import Tracker, Warn
 from driver.reports.wandb_tracker import WandbTracker

@@ -4,18 +4,19 @@ import math
 import pathlib
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from driver.accounting.intake import StepBatch
 from driver.accounting.ledger import StepLedger, StepRecord
+from driver.accounting.queue_gauges import QueueGauges, queue_metrics
 from driver.accounting.run_state import RunState
 from driver.accounting.step_timing import RunTiming
-from driver.config.run_config import RunConfig
+from driver.config.run_config import LogConfig, RunSection
 from driver.reports.metrics import MetricsLog
+from driver.reports.run_summary import RunSummary, summary_lines
 from driver.reports.status import StatusFile
-from driver.reports.timeline import QueueGauges, Timeline, queue_metrics
-from driver.terminal.step_table import RunSummary, StepView, step_row, summary_lines
+from driver.reports.timeline import Timeline
 from learner.learner_records import UpdateReport
 from rollout_worker.lease_records import News
 from rollout_worker.sample_record import FIRST
@@ -49,32 +50,39 @@ class StepReports:
 
     def __init__(
         self,
-        config: RunConfig,
+        run: RunSection,
+        log: LogConfig,
         folder: pathlib.Path,
         *,
+        max_staleness: int,
         metrics: MetricsLog,
         ledger: StepLedger,
         timeline: Timeline,
         status: StatusFile,
-        view: StepView,
+        say: Callable[[str], None],
+        show_step: Callable[[Mapping[str, float], StepRecord], None],
     ):
-        self._config = config
+        """Args:
+        say: shows one line.
+        show_step: shows the metrics and the ledger record of a closed step.
+        """
+        self._run = run
+        self._log = log
         self._folder = folder
         self._metrics = metrics
         self._ledger = ledger
         self._timeline = timeline
         self._status = status
-        self._view = view
+        self._show_step = show_step
         self._step_s: list[float] = []
-        self._decoded = DecodeRate(config.rollout.max_staleness)
+        self._decoded = DecodeRate(max_staleness)
         self._step_started = time.monotonic()
         self._transfers: list[Mapping[str, Any]] = []
         self._canary_gaps: list[float] = []
         self._background_s: dict[str, float] = {}
         self.queues = QueueGauges()
         """To be told how they are, now and then."""
-        self.say = view.say
-        """Shows one line."""
+        self.say = say
 
     def start_step(self, at_s: float) -> None:
         """The seconds of the first step count from this moment of the monotonic clock."""
@@ -115,7 +123,7 @@ class StepReports:
 
     def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Writes a few completions of a step down."""
-        chosen = choose_samples(samples, self._config.log.samples_per_step)
+        chosen = choose_samples(samples, self._log.samples_per_step)
         self._metrics.log_samples(step, chosen)
 
     def write_evaluation(self, step: int, items: Sequence[Mapping[str, Any]]) -> None:
@@ -174,23 +182,23 @@ class StepReports:
         if names := ", ".join(written.get("nonfinite", ())):
             self.say(f"step {state.step}: not finite: {names}")
         self._status.progress(state.step)
-        self._view.add_step(step_row(metrics, record, self._config.run.steps))
+        self._show_step(metrics, record)
         return record
 
     def summarise(self, state: RunState) -> None:
         """Prints what the run came to; the last line is for machines."""
         outputs = {"status, metrics, ledger, samples, eval, checkpoints": str(self._folder)}
-        if state.step < self._config.run.steps:
+        if state.step < self._run.steps:
             outputs["to go on, add to the same command"] = (
                 f"--set run.output_dir={self._folder} --resume"
             )
         if (self._folder / "export").exists():
             outputs["policy as a Hugging Face folder"] = str(self._folder / "export")
-        if self._config.log.dashboard.enabled:
+        if self._log.dashboard.enabled:
             outputs["to look at it again"] = f"python -m dashboard --run {self._folder}"
         after = [accuracy for step, accuracy in sorted(state.accuracy.items()) if step > 0]
         summary = RunSummary(
-            name=self._config.run.name,
+            name=self._run.name,
             rewards=state.rewards,
             accuracy_before=state.accuracy.get(0),
             accuracy_after=after[-1] if after else None,

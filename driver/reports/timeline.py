@@ -7,81 +7,18 @@ and were out meanwhile.
 import pathlib
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+from driver.accounting.jsonl import JsonlLog
+from driver.accounting.queue_gauges import Gauge, spread
 from driver.accounting.step_timing import PlacedTiming, RunTiming
-from driver.reports.jsonl import JsonlLog
 from services.process.phases import PHASES
 
-GAUGE_S = 0.25
-"""Between two notes of queues that do not change."""
 MOST_GAUGES = 60
 """Of a step."""
-_MOST_KEPT = 4096
 DECIMALS = 4
 """Of seconds."""
 _INDEX = {phase: index for index, phase in enumerate(PHASES)}
-
-
-class Gauge(NamedTuple):
-    """The queues at one moment."""
-
-    at_s: float
-    """On the driver's monotonic clock."""
-    waiting: int
-    """Groups that the learner holds and was not asked to train on."""
-    out: int
-    """Groups leased to workers."""
-    policy_version: int
-
-
-class QueueGauges:
-    """Looks at the queues of one step; how often it is told does not matter."""
-
-    def __init__(self):
-        self._seen: list[Gauge] = []
-        self.newest = Gauge(time.monotonic(), 0, 0, -1)
-
-    def record_counts(self, waiting: int, out: int, policy_version: int) -> None:
-        """Notes how the queues are now, where that is new or was not said for a while."""
-        before, self.newest = self.newest, Gauge(time.monotonic(), waiting, out, policy_version)
-        changed = self.newest[1:] != before[1:]
-        if not self._seen or changed or self.newest.at_s - self._seen[-1].at_s >= GAUGE_S:
-            self._seen.append(self.newest)
-        if len(self._seen) > _MOST_KEPT:
-            self._seen = spread(self._seen, _MOST_KEPT // 2)
-
-    def take_gauges(self) -> list[Gauge]:
-        """What was seen since the last call."""
-        seen, self._seen = self._seen, []
-        return seen
-
-
-def queue_metrics(gauges: Sequence[Gauge], until_s: float) -> dict[str, float]:
-    """Mean over time and most of both queues, as `queue/*`; nothing where nobody looked.
-
-    Args:
-        until_s: until when it was as the last of them says.
-    """
-    if not gauges:
-        return {}
-    metrics = {}
-    ends_s = [*(one.at_s for one in gauges[1:]), max(until_s, gauges[-1].at_s)]
-    lasted_s = [end_s - one.at_s for one, end_s in zip(gauges, ends_s, strict=True)]
-    for name in ("waiting", "out"):
-        counts = [getattr(one, name) for one in gauges]
-        total = sum(n * s for n, s in zip(counts, lasted_s, strict=True))
-        whole_s = sum(lasted_s)
-        metrics[f"queue/{name}_mean"] = total / whole_s if whole_s else float(counts[-1])
-        metrics[f"queue/{name}_max"] = float(max(counts))
-    return metrics
-
-
-def spread(gauges: Sequence[Gauge], most: int) -> list[Gauge]:
-    """At most so many of them, evenly chosen, the first and the last included."""
-    if len(gauges) <= most:
-        return list(gauges)
-    return [gauges[round(i * (len(gauges) - 1) / (most - 1))] for i in range(most)]
 
 
 def timeline_record(

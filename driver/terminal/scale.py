@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from driver.errors import RunError
-from driver.fleet.control_server import NotControllable, read_access
 from driver.reports.status import ExitCode, State
+from services.control.access import NoAccess, read_access
 from services.control.client import ControlClient, ControlFailed
 from services.control.messages import (
     Fleet,
@@ -55,6 +55,10 @@ class NoRun(RunError):
     """The folder is not that of a run."""
 
     exit_code = 2
+
+
+class NotControllable(RunError):
+    """No driver answers for the run; the message says why."""
 
 
 class Refused(RunError):
@@ -109,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     try:
         check_running(given.run)
-        with ControlClient(*read_access(given.run)) as client:
+        with _connect(given.run) as client:
             if given.rollout_workers is None and given.drain is None:
                 _show(_ask(client.fleet), console)
             else:
@@ -121,6 +125,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted: what the run has accepted stands", file=sys.stderr, flush=True)
         return ExitCode.INTERRUPTED
+
+
+def _connect(folder: pathlib.Path) -> ControlClient:
+    try:
+        return ControlClient(*read_access(folder))
+    except NoAccess as error:
+        raise NotControllable(str(error)) from error
 
 
 def check_running(folder: pathlib.Path) -> None:

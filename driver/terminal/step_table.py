@@ -1,4 +1,4 @@
-"""What a person sees of a run: a table of steps with the time of each phase, and a summary.
+"""What a terminal shows of a run: a table of steps with the time of each phase.
 
 On a terminal the table grows in place, and under it are the last step's bars and the time left;
 elsewhere, as in the log of `ray job submit`, each step is one line of fixed columns and the header
@@ -19,7 +19,6 @@ from diagnosis.judgement.breakdown import OTHER, by_group, critical_path, usual_
 from diagnosis.judgement.recent import WINDOW
 from diagnosis.records.facts import StepFacts
 from driver.accounting.ledger import StepRecord
-from driver.reports.accuracy import wilson_interval
 from driver.terminal import bars
 
 PHASE_COLUMNS = {
@@ -59,10 +58,10 @@ class StepRow:
         """The text of every column, in the order of COLUMNS."""
         return (
             f"{self.step}/{self.total_steps}",
-            _number(self.reward_mean, 3, unknown="-"),
-            _number(self.accuracy, 3, unknown="-"),
-            _number(self.completion_len_mean, 1, unknown="-"),
-            _number(self.tokens_per_s, 0, unknown="-"),
+            _number(self.reward_mean, 3),
+            _number(self.accuracy, 3),
+            _number(self.completion_len_mean, 1),
+            _number(self.tokens_per_s, 0),
             f"{self.step_s:.2f}",
             *(f"{self.phase_s[name]:.2f}" for name in PHASE_COLUMNS),
         )
@@ -97,10 +96,11 @@ def step_row(metrics: Mapping[str, float], record: StepRecord, total_steps: int)
 
 
 class StepView:
-    """Owns the terminal while steps run: `with StepView(name) as view: view.add_step(row)`."""
+    """Owns the terminal while steps run, as a context manager; each `add_step` shows one."""
 
-    def __init__(self, name: str, console: Console | None = None):
+    def __init__(self, name: str, total_steps: int, console: Console | None = None):
         self._name = name
+        self._total_steps = total_steps
         self._console = console or Console(file=sys.stdout)
         self._rows: deque[StepRow] = deque(maxlen=LIVE_ROWS)
         self._shown = 0
@@ -108,7 +108,7 @@ class StepView:
 
     def __enter__(self) -> "StepView":
         if self._console.is_terminal:
-            self._live = Live(self._picture(), console=self._console, auto_refresh=False)
+            self._live = Live(self._drawn(), console=self._console, auto_refresh=False)
             self._live.start()
         return self
 
@@ -117,12 +117,13 @@ class StepView:
             self._live.stop()
             self._live = None
 
-    def add_step(self, row: StepRow) -> None:
+    def add_step(self, metrics: Mapping[str, float], record: StepRecord) -> None:
         """Adds one step."""
+        row = step_row(metrics, record, self._total_steps)
         self._rows.append(row)
         self._shown += 1
         if self._live is not None:
-            self._live.update(self._picture(), refresh=True)
+            self._live.update(self._drawn(), refresh=True)
             return
         if (self._shown - 1) % HEADER_EVERY == 0:
             self.say(plain_line(COLUMNS))
@@ -132,7 +133,7 @@ class StepView:
         """Prints a line as it stands, above the table on a terminal."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def _picture(self) -> Group:
+    def _drawn(self) -> Group:
         """The table, and under it where the last step's time went and how long the rest takes."""
         if not self._rows:
             return Group(self._table())
@@ -162,78 +163,5 @@ def plain_line(cells: Sequence[str]) -> str:
     return " ".join(cell.rjust(width) for cell, width in zip(cells, WIDTHS, strict=True))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Accuracy:
-    """Right answers of one evaluation."""
-
-    correct: int
-    total: int
-
-    def __post_init__(self):
-        if not 0 <= self.correct <= self.total or self.total < 1:
-            raise ValueError(f"{self.correct} right answers of {self.total} are impossible")
-
-    @property
-    def fraction(self) -> float:
-        return self.correct / self.total
-
-    def __str__(self) -> str:
-        low, high = wilson_interval(self.correct, self.total)
-        return (
-            f"{self.fraction:.3f} ({self.correct} of {self.total}; "
-            f"95 % interval {low:.3f} to {high:.3f})"
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunSummary:
-    """What a finished or interrupted run came to."""
-
-    name: str
-    rewards: Sequence[float]
-    """Mean total reward of every step, in order."""
-    accuracy_before: Accuracy | None
-    accuracy_after: Accuracy | None
-    seconds: float
-    outputs: Mapping[str, str]
-    """What lies where, such as {"policy": "runs/demo/export"}."""
-
-
-def summary_lines(summary: RunSummary) -> list[str]:
-    """The end of a run for people; the last line is for machines."""
-    few = len(_ends(summary.rewards)[0])
-    lines = [
-        f"reward of the first {few} steps  {_number(_mean(_ends(summary.rewards)[0]), 3)}",
-        f"reward of the last {few} steps   {_number(_mean(_ends(summary.rewards)[1]), 3)}",
-        f"held-out accuracy before   {summary.accuracy_before or 'not evaluated'}",
-        f"held-out accuracy after    {summary.accuracy_after or 'not evaluated'}",
-    ]
-    lines += [f"{what}: {where}" for what, where in summary.outputs.items()]
-    return [*lines, machine_line(summary)]
-
-
-def machine_line(summary: RunSummary) -> str:
-    """`demo: accuracy 0.31 -> 0.86, reward 0.35 -> 0.91, steps 60, seconds 214`; n/a is unknown."""
-    before, after = (
-        _number(accuracy.fraction if accuracy else None, 2)
-        for accuracy in (summary.accuracy_before, summary.accuracy_after)
-    )
-    first, last = (_number(_mean(rewards), 2) for rewards in _ends(summary.rewards))
-    return (
-        f"{summary.name}: accuracy {before} -> {after}, reward {first} -> {last}, "
-        f"steps {len(summary.rewards)}, seconds {summary.seconds:.0f}"
-    )
-
-
-def _ends(rewards: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
-    """The first and the last five steps, or halves of a shorter run, so that none is in both."""
-    few = min(5, (len(rewards) + 1) // 2)
-    return rewards[:few], rewards[len(rewards) - few :]
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
-
-
-def _number(value: float | None, digits: int, *, unknown: str = "n/a") -> str:
-    return unknown if value is None else f"{value:.{digits}f}"
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

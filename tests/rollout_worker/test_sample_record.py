@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from driver.reports.jsonl import strict_line
+from driver.accounting.jsonl import strict_line
 from models.tokenizer import load_tokenizer
 from rollout_worker import sample_record
 from rollout_worker.data.prompts import Prompt

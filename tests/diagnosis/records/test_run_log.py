@@ -11,7 +11,7 @@ import pytest
 from benchmarks.made_run.made_run import MadeRun, make_run
 from benchmarks.made_run.made_steps import Plan
 from diagnosis.records.run_log import RunLog
-from driver.reports.jsonl import JsonlLog
+from driver.accounting.jsonl import JsonlLog
 from services.process.phases import PHASES
 
 

@@ -2,9 +2,9 @@ import json
 
 import pytest
 
+from driver.accounting.jsonl import read_lines
 from driver.accounting.leases import LeaseTable, LedgerError, TrajectoryState
 from driver.accounting.ledger import StepLedger
-from driver.reports.jsonl import read_lines
 from services.process.phases import PHASES
 
 TRAINED = TrajectoryState.TRAINED

@@ -11,13 +11,12 @@ import pytest
 from driver.fleet.control_server import (
     ControlBox,
     Drain,
-    NotControllable,
     Scale,
     new_target,
     offer_control,
-    read_access,
 )
 from rollout_worker.config import WorkersConfig
+from services.control.access import NoAccess, read_access
 from services.control.client import ControlClient
 from services.control.messages import (
     Accepted,
@@ -192,7 +191,7 @@ def test_a_run_can_be_controlled_through_its_folder_while_it_lasts(tmp_path, aut
             with pytest.raises(TimeoutError, match="the driver was busy for 0.9"):
                 late.result(10)
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(NotControllable, match="has not got so far yet, or is ending"):
+    with pytest.raises(NoAccess, match="has not got so far yet, or is ending"):
         read_access(tmp_path)
 
 

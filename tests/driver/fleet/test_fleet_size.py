@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from driver.accounting.ledger import StepRecord
+from driver.accounting.queue_gauges import Gauge
 from driver.fleet.control_server import ControlBox
 from driver.fleet.fleet_records import FleetState, Worker
 from driver.fleet.fleet_size import RATE_S, SHOW_S, Scaler
-from driver.reports.timeline import Gauge
 from rollout_worker.config import WorkersConfig
 from services.control.messages import LearnerStatus
 from services.control.messages import WorkerState as Told

@@ -14,7 +14,7 @@ import pytest
 from driver.errors import RunError
 from driver.postmortem.archive import Bundle, collect, main
 from driver.postmortem.evidence import FILE_BYTES, Found, Sources
-from driver.postmortem.redact import GUARD_BYTES, Redactor
+from driver.reports.redact import GUARD_BYTES, Redactor
 from driver.reports.status import ExitCode, StatusFile
 from driver.supervisor import LearnerLost, NoAnswer
 from services.process.stacks import read_processes
@@ -230,7 +230,7 @@ def test_an_archive_is_bounded_whatever_the_run_left(run_folder):
 
 def test_where_no_file_can_grow_stderr_says_so_and_nothing_half_written_stays(run_folder):
     code = (
-        "import resource, sys; from driver.postmortem import main;"
+        "import resource, sys; from driver.postmortem.archive import main;"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000));"
         "sys.exit(main(['--run', sys.argv[1]]))"
     )

@@ -47,10 +47,10 @@ def test_the_archive_holds_the_sources_of_the_packages_and_nothing_else(root, fo
     record_code(folder, resume=False, root=root)
     with zipfile.ZipFile(folder / "code.zip") as archive:
         assert archive.namelist() == [
+            "dashboard/app.py",
             "driver/__init__.py",
             "driver/run.py",
             "proto/tandem/v1/weights.proto",
-            "dashboard/app.py",
         ]
         assert archive.read("driver/run.py") == b"print(1)\n"
 

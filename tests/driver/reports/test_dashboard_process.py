@@ -21,9 +21,9 @@ from driver.config.paths import FolderTaken, check_folder
 from driver.config.run_config import DashboardConfig
 from driver.postmortem.archive import collect
 from driver.postmortem.evidence import Sources
-from driver.postmortem.redact import is_secret
 from driver.reports import dashboard_process as dashboard
 from driver.reports.dashboard_process import PortUnavailable, open_dashboard
+from driver.reports.redact import is_secret
 from driver.reports.status import ExitCode, StatusFile
 
 DEADLINE_S = 30.0
@@ -254,7 +254,7 @@ def test_a_port_that_a_killed_driver_left_and_others_took_is_given_up(folder, mo
 
 KILLED = """
 import os, pathlib, signal, sys, time
-from driver.config import DashboardConfig
+from driver.config.run_config import DashboardConfig
 from driver.reports.dashboard_process import open_dashboard
 from driver.reports.status import StatusFile
 folder = pathlib.Path(sys.argv[1])

@@ -7,17 +7,17 @@ from driver.reports.step_report import RECENT_STEPS, DecodeRate
 
 def test_a_synchronous_step_stands_for_itself():
     rate = DecodeRate(0)
-    assert rate.add(100.0, 0.5) == 200.0
-    assert rate.add(100.0, 0.25) == 400.0
-    assert rate.add(100.0, 0.0) is None
+    assert rate.add_step(100.0, 0.5) == 200.0
+    assert rate.add_step(100.0, 0.25) == 400.0
+    assert rate.add_step(100.0, 0.0) is None
 
 
 def test_of_asynchronous_steps_sums_count():
     """A step whose groups were decoded before it is no step of a million tokens a second."""
     rate = DecodeRate(1)
-    assert rate.add(1000.0, 0.5) == 2000.0
-    assert rate.add(1000.0, 0.0005) == pytest.approx(2000.0 / 0.5005)
-    assert rate.add(1000.0, 0.0) is None
+    assert rate.add_step(1000.0, 0.5) == 2000.0
+    assert rate.add_step(1000.0, 0.0005) == pytest.approx(2000.0 / 0.5005)
+    assert rate.add_step(1000.0, 0.0) is None
     for _ in range(RECENT_STEPS):
-        last = rate.add(1000.0, 1.0)
+        last = rate.add_step(1000.0, 1.0)
     assert last == 1000.0

@@ -3,8 +3,8 @@ import json
 import numpy as np
 import pytest
 
+from driver.accounting.jsonl import JsonlLog, read_lines, strict_line
 from driver.config.run_config import WandbConfig
-from driver.reports.jsonl import JsonlLog, read_lines, strict_line
 from driver.reports.metrics import MetricsLog
 
 DISABLED = WandbConfig(mode="disabled")

@@ -6,11 +6,11 @@ import pathlib
 import pytest
 from rich.console import Console
 
+from driver.accounting.jsonl import read_lines
 from driver.accounting.ledger import StepLedger
 from driver.accounting.run_state import RunState
 from driver.accounting.step_timing import RunTiming, TimingTable
 from driver.config.load_config import load
-from driver.reports.jsonl import read_lines
 from driver.reports.metrics import MetricsLog
 from driver.reports.status import StatusFile
 from driver.reports.step_report import StepReports
@@ -31,15 +31,18 @@ class Driver:
         monkeypatch.setattr("time.monotonic", lambda: self.now_s)
         self.folder = folder
         self.said = io.StringIO()
-        view = StepView("demo", Console(file=self.said, width=200))
+        view = StepView("demo", CONFIG.run.steps, Console(file=self.said, width=200))
         self.reports = StepReports(
-            CONFIG,
+            CONFIG.run,
+            CONFIG.log,
             folder,
+            max_staleness=CONFIG.rollout.max_staleness,
             metrics=MetricsLog(folder, CONFIG.log.wandb, run_id="r", config={}, warn=pytest.fail),
             ledger=StepLedger(folder, unexplained_fraction=0.01, warn=pytest.fail),
             timeline=Timeline(folder, enabled=True),
             status=StatusFile(folder, run="demo", run_id="r"),
-            view=view,
+            say=view.say,
+            show_step=view.add_step,
         )
         self.reports.start_step(self.now_s)
         self.state = RunState.new(CONFIG, prompt_count=8)

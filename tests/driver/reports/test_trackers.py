@@ -11,8 +11,8 @@ import time
 import numpy as np
 import pytest
 
+from driver.accounting.jsonl import read_lines
 from driver.config.run_config import WandbConfig
-from driver.reports.jsonl import read_lines
 from driver.reports.wandb_tracker import KEY_VARIABLE, WandbTracker, clean_api_key
 from tests.driver.reports.test_metrics import open_log
 
@@ -58,7 +58,7 @@ def run_folders(folder):
 
 KILLED = """
 import pathlib, sys, time
-from driver.config import WandbConfig
+from driver.config.run_config import WandbConfig
 from driver.reports.metrics import MetricsLog
 log = MetricsLog(
     pathlib.Path(sys.argv[1]), WandbConfig(mode="offline"), run_id="first", config={}, warn=print

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from dashboard import auth
-from driver.reports.jsonl import read_lines
+from driver.accounting.jsonl import read_lines
 from tests.chromium import Watched, chromium, open_view, wait_for, wait_until_drawn, why_missing
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]

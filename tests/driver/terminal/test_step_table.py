@@ -10,13 +10,9 @@ from driver.terminal.step_table import (
     COLUMNS,
     HEADER_EVERY,
     LIVE_ROWS,
-    Accuracy,
-    RunSummary,
     StepView,
-    machine_line,
     plain_line,
     step_row,
-    summary_lines,
 )
 
 METRICS = {
@@ -69,9 +65,9 @@ def test_absent_and_bad_numbers_still_make_a_row(record):
 def test_without_a_terminal_each_step_is_one_line_under_a_repeated_header(record):
     out = io.StringIO()
     row = step_row(METRICS, record, 60)
-    with StepView("demo", Console(file=out, force_terminal=False)) as view:
+    with StepView("demo", 60, Console(file=out, force_terminal=False)) as view:
         for _ in range(HEADER_EVERY + 1):
-            view.add_step(row)
+            view.add_step(METRICS, record)
     lines = out.getvalue().splitlines()
     assert len(lines) == HEADER_EVERY + 3
     assert lines[0] == lines[HEADER_EVERY + 1] == plain_line(COLUMNS)
@@ -82,29 +78,33 @@ def test_without_a_terminal_each_step_is_one_line_under_a_repeated_header(record
 def test_a_terminal_gets_one_table_that_keeps_the_last_steps(record):
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=150, height=60)
-    with StepView("demo", console) as view:
+    with StepView("demo", 60, console) as view:
         for _ in range(25):
-            view.add_step(step_row(METRICS, record, 60))
+            view.add_step(METRICS, record)
     assert "the first 5 steps are in metrics.jsonl" in out.getvalue()
 
 
+class Metrics(dict):
+    """A dict that a weak reference may point to."""
+
+
 def test_steps_that_are_no_longer_shown_are_not_kept(record):
-    with StepView("demo", Console(file=io.StringIO(), force_terminal=False)) as view:
-        first = step_row(METRICS, record, 60)
+    with StepView("demo", 60, Console(file=io.StringIO(), force_terminal=False)) as view:
+        first = Metrics(METRICS)
         kept = weakref.ref(first)
-        view.add_step(first)
+        view.add_step(first, record)
         del first
         for _ in range(LIVE_ROWS):
             assert kept() is not None
-            view.add_step(step_row(METRICS, record, 60))
+            view.add_step(METRICS, record)
         assert kept() is None
 
 
 def test_a_terminal_shows_bars_of_the_last_step_and_the_time_left(record):
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=150, height=60, color_system=None)
-    with StepView("demo", console) as view:
-        view.add_step(step_row(METRICS, record, 60))
+    with StepView("demo", 60, console) as view:
+        view.add_step(METRICS, record)
     text = out.getvalue()
     assert "step 3 of 60" in text and "about 8 min 4 s left" in text  # 57 steps of 8.5 s
     for name in ("learner", "rollout-0", "rollout-1", "critical path"):
@@ -120,19 +120,19 @@ def test_the_time_left_is_by_usual_steps_and_not_by_the_start_or_an_evaluation(r
     evaluated = dataclasses.replace(record, step=0, wall_s=50.0)
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=150, height=60, color_system=None)
-    with StepView("demo", console) as view:
-        view.add_step(step_row({}, evaluated, 60))
+    with StepView("demo", 60, console) as view:
+        view.add_step({}, evaluated)
         for one in (start, record, record):
-            view.add_step(step_row(METRICS, one, 60))
+            view.add_step(METRICS, one)
     assert out.getvalue().rstrip().split("step 3 of 60")[-1].count("about 8 min 4 s left") == 1
 
 
 def test_a_low_terminal_gives_up_rows_of_the_table_for_the_bars(record):
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=150, height=24, color_system=None)
-    with StepView("demo", console) as view:
+    with StepView("demo", 60, console) as view:
         for _ in range(15):
-            view.add_step(step_row(METRICS, record, 60))
+            view.add_step(METRICS, record)
     last = out.getvalue()[out.getvalue().rindex("demo") :]
     assert "the first 5 steps are in metrics.jsonl" in last and "critical path" in last
 
@@ -150,50 +150,5 @@ def test_where_the_sides_overlap_the_row_shows_the_longer_one_and_what_it_waited
 
 def test_text_of_a_run_is_never_read_as_markup():
     out = io.StringIO()
-    StepView("demo", Console(file=out)).say("a [bold] prompt [/nonsense] " + "x" * 200)
+    StepView("demo", 60, Console(file=out)).say("a [bold] prompt [/nonsense] " + "x" * 200)
     assert out.getvalue() == "a [bold] prompt [/nonsense] " + "x" * 200 + "\n"
-
-
-def summary(**changes):
-    values = {
-        "name": "demo",
-        "rewards": [0.30, 0.33, 0.35, 0.37, 0.40] + [0.6] * 50 + [0.90, 0.91, 0.92, 0.91, 0.91],
-        "accuracy_before": Accuracy(correct=62, total=200),
-        "accuracy_after": Accuracy(correct=172, total=200),
-        "seconds": 213.6,
-        "outputs": {"logs": "runs/demo", "policy": "runs/demo/export"},
-    }
-    return RunSummary(**(values | changes))
-
-
-def test_machine_line_is_exact():
-    assert machine_line(summary()) == (
-        "demo: accuracy 0.31 -> 0.86, reward 0.35 -> 0.91, steps 60, seconds 214"
-    )
-
-
-def test_machine_line_says_what_is_unknown():
-    line = machine_line(summary(rewards=[], accuracy_before=None, accuracy_after=None))
-    assert line == "demo: accuracy n/a -> n/a, reward n/a -> n/a, steps 0, seconds 214"
-
-
-def test_summary_has_both_intervals_and_ends_with_the_machine_line():
-    lines = summary_lines(summary())
-    assert "0.350" in lines[0] and "first 5" in lines[0]
-    assert "0.910" in lines[1] and "last 5" in lines[1]
-    # Wilson, z = 1.96: (p + z2/2n +- z sqrt(p(1-p)/n + z2/4n2)) / (1 + z2/n)
-    assert "0.310 (62 of 200; 95 % interval 0.250 to 0.377)" in lines[2]
-    assert "0.860 (172 of 200; 95 % interval 0.805 to 0.901)" in lines[3]
-    assert "logs: runs/demo" in lines and "policy: runs/demo/export" in lines
-    assert lines[-1] == machine_line(summary())
-
-
-def test_a_short_run_is_halved_so_that_no_step_is_on_both_sides():
-    lines = summary_lines(summary(rewards=[0.1, 0.2]))
-    assert lines[0].startswith("reward of the first 1 steps") and lines[0].endswith("0.100")
-    assert lines[1].endswith("0.200")
-
-
-def test_impossible_counts_are_refused():
-    with pytest.raises(ValueError, match="3 right answers of 2"):
-        Accuracy(correct=3, total=2)

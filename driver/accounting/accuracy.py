@@ -1,5 +1,6 @@
 """Statistics of right and wrong answers, for evaluation reports."""
 
+import dataclasses
 import math
 
 
@@ -52,3 +53,26 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     if not (1 <= k <= n and 0 <= c <= n):
         raise ValueError(f"pass@k needs 1 <= k <= n and 0 <= c <= n, got {n=}, {c=}, {k=}")
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Accuracy:
+    """Right answers of one evaluation."""
+
+    correct: int
+    total: int
+
+    def __post_init__(self):
+        if not 0 <= self.correct <= self.total or self.total < 1:
+            raise ValueError(f"{self.correct} right answers of {self.total} are impossible")
+
+    @property
+    def fraction(self) -> float:
+        return self.correct / self.total
+
+    def __str__(self) -> str:
+        low, high = wilson_interval(self.correct, self.total)
+        return (
+            f"{self.fraction:.3f} ({self.correct} of {self.total}; "
+            f"95 % interval {low:.3f} to {high:.3f})"
+        )

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from driver.reports.accuracy import pass_at_k, wilson_interval
+from driver.accounting.accuracy import Accuracy, pass_at_k, wilson_interval
 
 
 def test_wilson_interval_of_half_in_ten():
@@ -48,3 +48,8 @@ def test_pass_at_k_refuses_the_impossible():
     for n, c, k in [(4, 1, 5), (4, 1, 0), (4, 5, 1), (4, -1, 1)]:
         with pytest.raises(ValueError, match=f"n={n}, c={c}, k={k}"):
             pass_at_k(n, c, k)
+
+
+def test_impossible_counts_are_refused():
+    with pytest.raises(ValueError, match="3 right answers of 2"):
+        Accuracy(correct=3, total=2)

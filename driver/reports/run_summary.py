@@ -1,0 +1,60 @@
+"""The last lines of a run: rewards, accuracy, and where its outputs are."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from driver.accounting.accuracy import Accuracy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """What a finished or interrupted run came to."""
+
+    name: str
+    rewards: Sequence[float]
+    """Mean total reward of every step, in order."""
+    accuracy_before: Accuracy | None
+    accuracy_after: Accuracy | None
+    seconds: float
+    outputs: Mapping[str, str]
+    """What lies where, such as {"policy": "runs/demo/export"}."""
+
+
+def summary_lines(summary: RunSummary) -> list[str]:
+    """The end of a run for people; the last line is for machines."""
+    few = len(_ends(summary.rewards)[0])
+    lines = [
+        f"reward of the first {few} steps  {_number(_mean(_ends(summary.rewards)[0]), 3)}",
+        f"reward of the last {few} steps   {_number(_mean(_ends(summary.rewards)[1]), 3)}",
+        f"held-out accuracy before   {summary.accuracy_before or 'not evaluated'}",
+        f"held-out accuracy after    {summary.accuracy_after or 'not evaluated'}",
+    ]
+    lines += [f"{what}: {where}" for what, where in summary.outputs.items()]
+    return [*lines, machine_line(summary)]
+
+
+def machine_line(summary: RunSummary) -> str:
+    """`demo: accuracy 0.31 -> 0.86, reward 0.35 -> 0.91, steps 60, seconds 214`; n/a is unknown."""
+    before, after = (
+        _number(accuracy.fraction if accuracy else None, 2)
+        for accuracy in (summary.accuracy_before, summary.accuracy_after)
+    )
+    first, last = (_number(_mean(rewards), 2) for rewards in _ends(summary.rewards))
+    return (
+        f"{summary.name}: accuracy {before} -> {after}, reward {first} -> {last}, "
+        f"steps {len(summary.rewards)}, seconds {summary.seconds:.0f}"
+    )
+
+
+def _ends(rewards: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
+    """The first and the last five steps, or halves of a shorter run, so that none is in both."""
+    few = min(5, (len(rewards) + 1) // 2)
+    return rewards[:few], rewards[len(rewards) - few :]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "n/a" if value is None else f"{value:.{digits}f}"
