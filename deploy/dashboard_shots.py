@@ -1,8 +1,8 @@
-"""`python -m deploy.dashboard_shots`; see `benchmarks/dashboard/shots.py`."""
+"""`python -m deploy.dashboard_shots`; see `benchmarks/dashboard/screenshots.py`."""
 
 import sys
 
-from benchmarks.dashboard.shots import main
+from benchmarks.dashboard.screenshots import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,8 +1,8 @@
-"""`python -m kernels.tpu_report`; see `benchmarks/tpu/cli.py`."""
+"""`python -m kernels.tpu_report`; see `benchmarks/tpu/kernel_report.py`."""
 
 import sys
 
-from benchmarks.tpu.cli import main
+from benchmarks.tpu.kernel_report import main
 
 if __name__ == "__main__":
     sys.exit(main())

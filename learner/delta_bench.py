@@ -1,8 +1,8 @@
-"""`python -m learner.delta_bench`; see `benchmarks/transfer/update_delta.py`."""
+"""`python -m learner.delta_bench`; see `benchmarks/transfer/optimizer_delta.py`."""
 
 import sys
 
-from benchmarks.transfer.update_delta import main
+from benchmarks.transfer.optimizer_delta import main
 
 if __name__ == "__main__":
     sys.exit(main())

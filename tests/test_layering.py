@@ -59,9 +59,9 @@ modules. A folder without a row belongs to the row above it."""
 ENTRIES = {
     "kernels/bench.py": "benchmarks.kernels.cli",
     "kernels/gradcheck.py": "benchmarks.gradcheck.cli",
-    "kernels/tpu_report.py": "benchmarks.tpu.cli",
+    "kernels/tpu_report.py": "benchmarks.tpu.kernel_report",
     "learner/ab.py": "benchmarks.ab.cli",
-    "learner/delta_bench.py": "benchmarks.transfer.update_delta",
+    "learner/delta_bench.py": "benchmarks.transfer.optimizer_delta",
     "rollout_worker/bench.py": "benchmarks.decode.cli",
     "services/bench.py": "benchmarks.transfer.cli",
 }
@@ -440,7 +440,7 @@ def tree(tmp_path):
         ("driver/fleet/balance.py", "import dashboard.auth", "driver.fleet may import"),
         ("driver/fleet/a.py", "import driver.terminal.top", "driver.fleet may import"),
         ("driver/run.py", "import dashboard.app", "driver may import"),
-        ("driver/run.py", "import benchmarks.measure", "driver may import"),
+        ("driver/run.py", "import benchmarks.timing", "driver may import"),
         ("driver/run.py", "import wandb", "only reports/wandb_tracker.py may"),
         ("driver/run.py", "import grpc", "imports grpc, which driver may not use"),
         ("driver/run.py", "import transformers", "imports transformers"),
@@ -449,7 +449,11 @@ def tree(tmp_path):
         ("driver/reports/tensorboard.py", "import tensorboardX", "outside a function"),
         ("benchmarks/a.py", "import ray", "imports ray, which benchmarks may not use"),
         ("benchmarks/a.py", "import grpc", "only transfer/peers.py may"),
-        ("benchmarks/decode/hf.py", "import torch", "imports torch, which may be absent"),
+        (
+            "benchmarks/decode/hf_transformers.py",
+            "import torch",
+            "imports torch, which may be absent",
+        ),
         ("deploy/a.py", "import ray", "imports ray, which deploy may not use"),
         ("models/__init__.py", "from models.rope import rotate", "must be empty"),
         ("proto/__init__.py", "", "proto/ holds no Python"),

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from benchmarks.ab import compare
 from benchmarks.ab.compare import Comparison, Tolerances
 from benchmarks.ab.interrupt import Interrupted, Interrupts
+from benchmarks.ab.job import Implementation, Job, RunFailed, RunResult, WrongInput
 from benchmarks.ab.report import Report, plain, text
-from benchmarks.ab.runs import Implementation, Job, RunFailed, RunResult, WrongInput
 from benchmarks.report_file import check_report_file
 from learner.config import LearnerConfig
 from learner.durable.rollout_file import Contents, scan

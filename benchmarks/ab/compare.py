@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.ab.runs import RunResult
+from benchmarks.ab.job import RunResult
 
 NOISE_FACTOR = 2.0
 """Two independent errors add up to 1.4 of one; the rest is for the few steps it is measured on."""

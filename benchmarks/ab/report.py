@@ -12,7 +12,7 @@ from benchmarks.ab.compare import (
     grad_norm_difference,
     loss_difference,
 )
-from benchmarks.ab.runs import RunResult, StepResult
+from benchmarks.ab.job import RunResult, StepResult
 from kernels import choose
 
 STEP_ROW = "{:>6} {:<18} {:>13} {:>12} {:>7} {:>10} {:>10}"

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.ab.runs import Job, RunResult, StepResult, WrongInput
+from benchmarks.ab.job import Job, RunResult, StepResult, WrongInput
 from kernels import choose
 from learner.config import LearnerConfig
 from learner.core import LearnerCore

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import psutil
 
-from benchmarks.chaos import judge
-from benchmarks.chaos.head import Head, running_head
+from benchmarks.chaos import run_checks
 from benchmarks.chaos.inject import Injector, NotAsPromised
 from benchmarks.chaos.job import Job, JobEnded, TooLong
+from benchmarks.chaos.ray_head import Head, running_head
 from benchmarks.chaos.schedule import Fault
 from services.process import failpoints
 
@@ -114,14 +114,14 @@ def run_campaign(
         f"{RECOVERY_S:g} are allowed"
         for r in slow
     ]
-    disturbed = judge.read_run(folder / "disturbed")
-    return compare(campaign, judge.read_run(undisturbed), disturbed, len(recoveries), problems)
+    disturbed = run_checks.read_run(folder / "disturbed")
+    return compare(campaign, run_checks.read_run(undisturbed), disturbed, len(recoveries), problems)
 
 
 def compare(
     campaign: Campaign,
-    undisturbed: judge.RunFiles,
-    disturbed: judge.RunFiles,
+    undisturbed: run_checks.RunFiles,
+    disturbed: run_checks.RunFiles,
     hit: int,
     problems: Sequence[str],
 ) -> Outcome:
@@ -133,23 +133,25 @@ def compare(
     found = [*problems]
     staleness = STALENESS[campaign.mode]
     synchronous = staleness == 0
-    calm = judge.check_books(undisturbed, steps=campaign.steps)
+    calm = run_checks.check_books(undisturbed, steps=campaign.steps)
     found += [f"undisturbed: {problem}" for problem in calm.problems]
-    trained = [i for i, states in judge.ends(undisturbed.ledger).items() if "trained" in states]
-    books = judge.check_books(
+    trained = [
+        i for i, states in run_checks.ends(undisturbed.ledger).items() if "trained" in states
+    ]
+    books = run_checks.check_books(
         disturbed, steps=campaign.steps, expected=trained if synchronous else None
     )
-    found += [*books.problems, *judge.check_staleness(disturbed.metrics, staleness)]
+    found += [*books.problems, *run_checks.check_staleness(disturbed.metrics, staleness)]
     equal = None
     if synchronous:
-        different = judge.different_tensors(undisturbed.parameters, disturbed.parameters)
-        parts = judge.different_parts(undisturbed, disturbed)
+        different = run_checks.different_tensors(undisturbed.parameters, disturbed.parameters)
+        parts = run_checks.different_parts(undisturbed, disturbed)
         equal = not different and not parts
         if different:
             found.append(f"{len(different)} tensors differ, first {different[0]}")
         if parts:
             found.append(f"the last checkpoints differ in {', '.join(parts)}")
-        if parted := judge.first_difference(undisturbed.metrics, disturbed.metrics):
+        if parted := run_checks.first_difference(undisturbed.metrics, disturbed.metrics):
             found.append(parted)
     return Outcome(
         hit=hit,

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-from benchmarks.chaos import campaign, judge, soak
+from benchmarks.chaos import campaign, run_checks, soak
 from benchmarks.chaos.schedule import SHORT, Kind, draw
 
 STEPS, FAULTS, EVERY_STEPS = 60, 20, 5
@@ -97,7 +97,7 @@ def _chaos(given: argparse.Namespace) -> int:
     outcome = campaign.run_campaign(planned, folder, _say, undisturbed=given.undisturbed)
     _end(outcome.problems, folder, kept=given.folder is not None)
     _say(
-        judge.last_line(
+        run_checks.last_line(
             faults=outcome.hit,
             lost=outcome.lost,
             duplicated=outcome.duplicated,

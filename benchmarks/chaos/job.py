@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import psutil
 
-from benchmarks.chaos.head import Head
-from benchmarks.chaos.judge import read_lines
+from benchmarks.chaos.ray_head import Head
+from benchmarks.chaos.run_checks import read_lines
 from services.process.stacks import request_stacks
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

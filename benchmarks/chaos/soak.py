@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 
 import psutil
 
-from benchmarks.chaos.head import running_head
 from benchmarks.chaos.inject import FEWEST, GRACE_S
 from benchmarks.chaos.job import ROOT, Job, JobEnded, TooLong
+from benchmarks.chaos.ray_head import running_head
 
 EVERY_S = 10.0
 """Between two changes of the fleet."""

@@ -11,7 +11,7 @@ Each prints a table and a last line for machines, and exits with 1 where a goal 
 import argparse
 import sys
 
-from benchmarks.dashboard import cost, history, predictions, viewers
+from benchmarks.dashboard import history, predictions, step_cost, viewers
 
 
 def main() -> int:
@@ -36,7 +36,7 @@ def main() -> int:
     part = parts.add_parser("predictions", help="predicted step times and what they were")
     part.add_argument("--each", type=int, default=30, help="steps with each number of workers")
     given = vars(parser.parse_args())
-    part = {"cost": cost, "viewers": viewers, "history": history, "predictions": predictions}
+    part = {"cost": step_cost, "viewers": viewers, "history": history, "predictions": predictions}
     return 0 if part[given.pop("part")].measure(**given) else 1
 
 

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 
-from benchmarks.dashboard.page import DRAWN, LAPTOP, ROOT, chromium, serving
+from benchmarks.dashboard.browser import DRAWN, LAPTOP, ROOT, chromium, serving
 
 MOST_PAINT_S, MOST_BYTES, MOST_UPDATE_MS = 1.5, 3e6, 50.0
 UPDATES = 20

@@ -3,8 +3,8 @@
 import subprocess
 import sys
 
-from benchmarks.dashboard.page import ROOT
-from benchmarks.dashboard.running import demo_run
+from benchmarks.dashboard.browser import ROOT
+from benchmarks.dashboard.demo_run import demo_run
 from diagnosis.judgement.what_if import WhatIf
 from diagnosis.records.run_log import RunLog
 

@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from benchmarks.dashboard.page import ROOT
-from benchmarks.dashboard.running import DemoRun, demo_run
+from benchmarks.dashboard.browser import ROOT
+from benchmarks.dashboard.demo_run import DemoRun, demo_run
 
 MB = 1e6
 MOST_GROWTH_MB = 50.0
@@ -19,7 +19,7 @@ MOST_GROWTH_MB = 50.0
 def listeners(run: DemoRun, viewers: int, asleep: int = 0) -> Iterator[subprocess.Popen]:
     """Viewers in a process of their own, until the block ends."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.dashboard.listening"]
+        [sys.executable, "-m", "benchmarks.dashboard.viewer_process"]
         + [run.url, str(viewers), str(asleep)],
         cwd=ROOT,
         stdin=subprocess.PIPE,

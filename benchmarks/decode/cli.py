@@ -24,7 +24,10 @@ from typing import Any
 
 import jax
 
-from benchmarks.decode.case import (
+from benchmarks.decode.run import measure
+from benchmarks.decode.settings import HF, Question, check
+from benchmarks.decode.token_step import NothingToTime
+from benchmarks.decode.variants import (
     ATTENTIONS,
     DTYPES,
     LOOPS,
@@ -33,11 +36,8 @@ from benchmarks.decode.case import (
     parse_lengths,
     parse_variants,
 )
-from benchmarks.decode.question import HF, Question, check
-from benchmarks.decode.run import measure
-from benchmarks.decode.steady import NothingToTime
-from benchmarks.measure import plain
 from benchmarks.report_file import STDOUT, check_report_file
+from benchmarks.timing import plain
 from models.config import ModelConfig
 from models.files.checkpoint import check_model_files, read_model_config
 

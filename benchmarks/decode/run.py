@@ -6,15 +6,15 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.decode.case import prompts
-from benchmarks.decode.group import group_prefill
-from benchmarks.decode.hf import compare_with_hf
-from benchmarks.decode.mix import compare_batching
-from benchmarks.decode.passes import Bench, interleaved
-from benchmarks.decode.question import Question
-from benchmarks.decode.steady import StepBytes, copy_bytes_per_s, step_report
+from benchmarks.decode.batching import compare_batching
+from benchmarks.decode.engine_passes import Bench, interleaved
+from benchmarks.decode.group_prefill import group_prefill
+from benchmarks.decode.hf_transformers import compare_with_hf
+from benchmarks.decode.settings import Question
+from benchmarks.decode.token_step import StepBytes, copy_bytes_per_s, step_report
+from benchmarks.decode.variants import prompts
 from benchmarks.decode.weights import export, random_params, stored_params
-from benchmarks.measure import versions
+from benchmarks.timing import versions
 from models.transformer import Params
 from rollout_worker.engine.layout import Layout
 

@@ -1,7 +1,7 @@
 """The questions of the gradient check: objectives of the learner, on data that is hard on them.
 
 A problem is the loss of a few tokens, given either logits or hidden states and a head. Its true
-gradient is worked out in float64 (exact.py). The objectives are those that are trained with.
+gradient is worked out in float64 (`float64_reference.py`), for the objectives of training.
 
 Dimension key:
     N: tokens
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import exact
+from benchmarks import float64_reference
 from learner.update.loss import Objective, token_terms, token_weight
 
 BATCH = 3
@@ -164,10 +164,12 @@ def make_problem(
         ids_N = ids_N.copy()
         ids_N[[3, 4, 5]] = -1, valid_vocab, V + 3
     support = {"temperature": case.temperature, "valid_vocab": valid_vocab}
-    scores = exact.scores(logits_NV, ids_N, **support)
+    scores = float64_reference.scores(logits_NV, ids_N, **support)
     data = _token_data(case, scores.logprob, rng)
-    slopes = exact.cotangents(token_objective(case.objective), scores, data)
-    d_logits_NV = exact.logits_gradient(logits_NV, np.arange(V), ids_N, scores, slopes, **support)
+    slopes = float64_reference.cotangents(token_objective(case.objective), scores, data)
+    d_logits_NV = float64_reference.logits_gradient(
+        logits_NV, np.arange(V), ids_N, scores, slopes, **support
+    )
     expected = {"logits": d_logits_NV}
     if "head" in wide:
         expected = {"hidden": d_logits_NV @ wide["head"], "head": d_logits_NV.T @ wide["hidden"]}

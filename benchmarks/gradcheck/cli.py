@@ -29,7 +29,7 @@ import jax
 import numpy as np
 
 from benchmarks.gradcheck.cases import BATCH, CASES, head_problem, logits_problem, make_problem
-from benchmarks.gradcheck.judge import (
+from benchmarks.gradcheck.gradient_errors import (
     TOLERANCES,
     Candidate,
     Finding,
@@ -39,8 +39,8 @@ from benchmarks.gradcheck.judge import (
     logits_candidate,
 )
 from benchmarks.kernels.case import MOST, host_available_bytes
-from benchmarks.measure import INTERPRETED, versions
 from benchmarks.report_file import STDOUT, check_report_file
+from benchmarks.timing import INTERPRETED, versions
 from kernels import choose
 from kernels.linear_objective.schedule import SCHEDULES
 from kernels.token_logprob.ops import token_logprob
@@ -194,7 +194,7 @@ def run_checks(
 
 
 def _model_arrays(settings: Settings) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    from benchmarks.gradcheck.model import model_tokens
+    from benchmarks.gradcheck.model_tokens import model_tokens
 
     assert settings.model is not None
     found = model_tokens(settings.model, tokens=settings.tokens)

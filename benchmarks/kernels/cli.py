@@ -34,8 +34,8 @@ from benchmarks.kernels.case import (
     parse_spec,
 )
 from benchmarks.kernels.run import Effort, measure
-from benchmarks.measure import INTERPRETED, plain
 from benchmarks.report_file import STDOUT, check_report_file
+from benchmarks.timing import INTERPRETED, plain
 from kernels import choose
 from kernels.linear_objective.schedule import SCHEDULES
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from benchmarks import problems
+from benchmarks import random_problems
 from benchmarks.kernels.case import LOG_SOFTMAX, Case, Spec
 from kernels import choose
 from kernels.linear_objective import reference as head_reference
@@ -37,7 +37,7 @@ class LogitsInputs(NamedTuple):
 
     logits_BTV: Any
     ids_BT: Any
-    data: problems.GrpoData
+    data: random_problems.GrpoData
     """[B, T] each."""
 
 
@@ -49,11 +49,13 @@ class HeadInputs(NamedTuple):
     ids_N: Any
     active_N: Any
     """bool, or None where all tokens are active."""
-    data: problems.GrpoData
+    data: random_problems.GrpoData
 
 
 def objective_of(case: Case) -> Callable:
-    return functools.partial(problems.grpo_objective, entropy_coef=case.entropy_coef, **case.clip)
+    return functools.partial(
+        random_problems.grpo_objective, entropy_coef=case.entropy_coef, **case.clip
+    )
 
 
 def logits_program(spec: Spec, case: Case) -> Callable:
@@ -156,15 +158,15 @@ def _log_softmax(logits, ids, temperature):
 def make_logits_inputs(case: Case) -> tuple[LogitsInputs, TokenLogprob]:
     """Random arrays on the device, and what the policy says of the tokens, float32 [N]."""
     logits_key, token_key, data_key = jax.random.split(jax.random.key(case.seed), 3)
-    logits_NV = problems.normal(
+    logits_NV = random_problems.normal(
         logits_key,
-        problems.LOGITS_STD,
+        random_problems.LOGITS_STD,
         rows=case.tokens,
         columns=case.vocab,
         dtype=jnp.dtype(case.dtype),
     )
-    ids_N, scored = problems.draw_from_logits(token_key, logits_NV, case.temperature)
-    data = problems.make_data(data_key, scored.logprob, case.noise)
+    ids_N, scored = random_problems.draw_from_logits(token_key, logits_NV, case.temperature)
+    data = random_problems.make_data(data_key, scored.logprob, case.noise)
     shape = (case.batch, case.time)
     inputs = LogitsInputs(
         logits_NV.reshape(*shape, case.vocab),
@@ -180,11 +182,13 @@ def make_head_inputs(case: Case) -> tuple[HeadInputs, TokenLogprob]:
     hidden_key, head_key, token_key, data_key, mask_key = jax.random.split(
         jax.random.key(case.seed), 5
     )
-    make = functools.partial(problems.normal, columns=case.hidden, dtype=jnp.dtype(case.dtype))
+    make = functools.partial(
+        random_problems.normal, columns=case.hidden, dtype=jnp.dtype(case.dtype)
+    )
     hidden_ND = make(hidden_key, 1.0, rows=case.tokens)
-    head_VD = make(head_key, problems.LOGITS_STD / case.hidden**0.5, rows=case.vocab)
-    ids_N, scored = problems.draw_from_head(token_key, hidden_ND, head_VD, case.temperature)
-    data = problems.make_data(data_key, scored.logprob, case.noise)
+    head_VD = make(head_key, random_problems.LOGITS_STD / case.hidden**0.5, rows=case.vocab)
+    ids_N, scored = random_problems.draw_from_head(token_key, hidden_ND, head_VD, case.temperature)
+    data = random_problems.make_data(data_key, scored.logprob, case.noise)
     active_N = None
     if case.active_fraction is not None:
         place_N = jax.random.permutation(mask_key, case.tokens)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import exact
+from benchmarks import float64_reference
 from benchmarks.kernels.case import Case
 from benchmarks.kernels.competitors import HeadInputs, LogitsInputs, objective_of
 from kernels.token_logprob.reference import TokenLogprob
@@ -48,11 +48,11 @@ def logits_errors(
     rows = lambda array: np.asarray(array[place])
     logits_SV, ids_S = rows(inputs.logits_BTV), rows(inputs.ids_BT)
     support = {"temperature": case.temperature, "valid_vocab": case.vocab}
-    scores = exact.scores(logits_SV, ids_S, **support)
-    slopes = exact.cotangents(
+    scores = float64_reference.scores(logits_SV, ids_S, **support)
+    slopes = float64_reference.cotangents(
         objective_of(case), scores, jax.tree.map(lambda leaf: leaf[place], inputs.data)
     )
-    d_logits_SV = exact.logits_gradient(
+    d_logits_SV = float64_reference.logits_gradient(
         logits_SV, np.arange(case.vocab), ids_S, scores, slopes, **support
     )
     return errors | {
@@ -111,10 +111,12 @@ def _exact_rows(case, inputs, token_S):
     )
     ids_S = np.asarray(inputs.ids_N[token_S])
     support = {"temperature": case.temperature, "valid_vocab": case.vocab}
-    scores = exact.scores(logits_SV, ids_S, **support)
-    slopes = exact.cotangents(objective_of(case), scores, _take(inputs.data, token_S))
+    scores = float64_reference.scores(logits_SV, ids_S, **support)
+    slopes = float64_reference.cotangents(objective_of(case), scores, _take(inputs.data, token_S))
     column_V = np.arange(case.vocab)
-    d_logits_SV = exact.logits_gradient(logits_SV, column_V, ids_S, scores, slopes, **support)
+    d_logits_SV = float64_reference.logits_gradient(
+        logits_SV, column_V, ids_S, scores, slopes, **support
+    )
     return scores, slopes, d_logits_SV
 
 
@@ -124,11 +126,11 @@ def _exact_head_rows(case, inputs, scored, token_A, check_rows):
     ids_A = np.asarray(inputs.ids_N[token_A])
     wanted = [rng.choice(ids_A, check_rows), rng.integers(0, case.vocab, check_rows)]
     row_R = np.unique(np.concatenate(wanted))
-    scores = exact.Scores(*(_float64(each[token_A]) for each in scored))
-    slopes = exact.cotangents(objective_of(case), scores, _take(inputs.data, token_A))
+    scores = float64_reference.Scores(*(_float64(each[token_A]) for each in scored))
+    slopes = float64_reference.cotangents(objective_of(case), scores, _take(inputs.data, token_A))
     hidden_AD = _float64(inputs.hidden_ND[token_A])
     logits_AR = hidden_AD @ _float64(inputs.head_VD[row_R]).T
-    d_logits_AR = exact.logits_gradient(
+    d_logits_AR = float64_reference.logits_gradient(
         logits_AR,
         row_R,
         ids_A,
@@ -172,4 +174,4 @@ def _float64(array):
 
 
 def _distance(actual, expected):
-    return exact.distance(actual, expected)._asdict()
+    return float64_reference.distance(actual, expected)._asdict()

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import problems
+from benchmarks import random_problems
 from benchmarks.kernels.case import Case, Spec, available_bytes, check_fits
 from benchmarks.kernels.competitors import (
     HeadInputs,
@@ -22,7 +22,7 @@ from benchmarks.kernels.competitors import (
     without_padding,
 )
 from benchmarks.kernels.errors import head_errors, logits_errors
-from benchmarks.measure import (
+from benchmarks.timing import (
     Compilation,
     compile_program,
     compiler_report,
@@ -109,7 +109,7 @@ class Ring:
         """Of the whole batch, or of its tokens that count."""
         inputs, scored = next(reversed(self._data.values()))
         data = jax.tree.map(jnp.ravel, inputs.data)
-        return problems.clip_shares(scored.logprob, data, **self.case.clip)._asdict()
+        return random_problems.clip_shares(scored.logprob, data, **self.case.clip)._asdict()
 
     def step(self, entrant: Entrant) -> Any:
         """Runs a competitor once; its results are ready on return.

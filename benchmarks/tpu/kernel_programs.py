@@ -39,7 +39,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from benchmarks.problems import GrpoData, grpo_objective
+from benchmarks.random_problems import GrpoData, grpo_objective
 from kernels import choose
 from kernels.decode_attention.ops import decode_attention
 from kernels.linear_objective import schedule

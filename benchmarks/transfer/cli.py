@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from benchmarks.transfer import delta, pull, relay
+from benchmarks.transfer import pull, random_delta, relay
 
 SHARES = (0.0, 0.001, 0.01, 0.03, 0.1, 0.3)
 
@@ -36,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     many.add_argument("--fanout", type=int, default=2, help="children of each; 0: no relays")
 
     small = benches.add_parser("delta", help="size and speed of deltas by the share that changed")
-    small.set_defaults(bench=lambda given: delta.measure(given.mib, given.shares))
+    small.set_defaults(bench=lambda given: random_delta.measure(given.mib, given.shares))
     small.add_argument("--mib", type=_positive, default=256, help="size of a version")
     small.add_argument("--shares", type=float, nargs="+", default=SHARES, help="of elements")
     return parser

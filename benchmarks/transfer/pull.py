@@ -12,8 +12,8 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
+from benchmarks.text_table import table
 from benchmarks.transfer.peers import BARE_METHOD, MIB, RUN_ID, Peer, learner
-from benchmarks.transfer.table import table
 from services.weights.replica import Replica
 from services.wire.channel import open_channel
 from services.wire.tls import Credentials, RunAuthority

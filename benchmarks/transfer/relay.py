@@ -2,8 +2,8 @@
 
 import contextlib
 
+from benchmarks.text_table import table
 from benchmarks.transfer.peers import MIB, RUN_ID, Peer, learner, worker
-from benchmarks.transfer.table import table
 from services.weights.relay_tree import ancestors, relay_tree, tree_depth
 from services.wire.channel import PIECE_BYTES
 from services.wire.tls import RunAuthority

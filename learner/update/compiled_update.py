@@ -1,7 +1,7 @@
 """The compiled functions of an update, with the shapes and shardings that they are compiled for.
 
 Only shapes of the parameters are read, so that the same programs can be compiled for devices that
-are not there (benchmarks/tpu/check.py).
+are not there (benchmarks/tpu/run_programs.py).
 """
 
 import dataclasses

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks.tpu.compile import ENVIRONMENT
+from benchmarks.tpu.compile_kernel import ENVIRONMENT
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from benchmarks.ab import cli, compare, worker
-from benchmarks.ab.runs import Implementation, Job, RunResult, StepResult, WrongInput
+from benchmarks.ab.job import Implementation, Job, RunResult, StepResult, WrongInput
 from learner.config import AlgorithmConfig, LearnerConfig, OptimizerConfig
 from learner.durable.rollout_file import RolloutHeader, RolloutRecorder
 from learner.update import head

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from benchmarks.dashboard import cost, history, listening, running, viewers
-from benchmarks.dashboard.cost import Block, Cost, cost_of, order
+from benchmarks.dashboard import demo_run, history, step_cost, viewer_process, viewers
+from benchmarks.dashboard.browser import ROOT, serving
 from benchmarks.dashboard.history import seen_of
-from benchmarks.dashboard.page import ROOT, serving
+from benchmarks.dashboard.step_cost import Block, Cost, cost_of, order
 from benchmarks.dashboard.viewers import Memory, growth
 from benchmarks.made_run.made_run import make_run
 from dashboard.listener import answers
@@ -76,7 +76,7 @@ class Steps:
 
 
 def test_the_step_that_goes_on_when_a_block_begins_is_left_out():
-    assert cost._steps(Steps(), 5) == (9, 13)  # pyright: ignore[reportArgumentType]
+    assert step_cost._steps(Steps(), 5) == (9, 13)  # pyright: ignore[reportArgumentType]
 
 
 def test_memory_grows_by_the_most_of_each_process_beyond_what_it_had():
@@ -104,13 +104,13 @@ def test_of_page_loads_the_median_counts_and_of_updates_the_longest_too():
 def test_every_goal_of_the_long_run_counts(changes, within):
     assert seen_of(**(GOOD | changes)).is_within is within
     assert (history.MOST_PAINT_S, history.MOST_BYTES, history.MOST_UPDATE_MS) == (1.5, 3e6, 50)
-    assert (cost.MOST, viewers.MOST_GROWTH_MB) == (1.02, 50)
+    assert (step_cost.MOST, viewers.MOST_GROWTH_MB) == (1.02, 50)
 
 
 def test_viewers_listen_and_count_what_they_are_told(tmp_path):
     make_run(tmp_path, steps=3)
     with served(tmp_path) as site:
-        command = [sys.executable, "-m", "benchmarks.dashboard.listening", site.url, "3", "1"]
+        command = [sys.executable, "-m", "benchmarks.dashboard.viewer_process", site.url, "3", "1"]
         process = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -128,12 +128,12 @@ def test_viewers_listen_and_count_what_they_are_told(tmp_path):
 
 def test_a_viewer_counts_each_event_and_its_own_end(tmp_path):
     make_run(tmp_path, steps=3)
-    count = listening.Count()
+    count = viewer_process.Count()
     with served(tmp_path) as site:
         host, port = site.url.removeprefix("http://").split(":")
 
         async def watch() -> None:
-            view = listening.view(host, int(port), site.tokens.view, count, asleep=False)
+            view = viewer_process.view(host, int(port), site.tokens.view, count, asleep=False)
             task = asyncio.create_task(view)
             while count.events < 3:
                 await asyncio.sleep(0.02)
@@ -145,7 +145,7 @@ def test_a_viewer_counts_each_event_and_its_own_end(tmp_path):
 
 
 def test_the_step_of_a_run_is_that_of_its_status(tmp_path):
-    run = running.DemoRun.__new__(running.DemoRun)
+    run = demo_run.DemoRun.__new__(demo_run.DemoRun)
     run.folder = tmp_path
     assert run.step == 0 and run.metrics() == []
     (tmp_path / "status.json").write_text(json.dumps({"step": 4}))

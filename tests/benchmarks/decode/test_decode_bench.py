@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from benchmarks.decode import cli
-from benchmarks.decode.case import Lognormal, Variant, parse_lengths, parse_variants
-from benchmarks.decode.mix import occupancy_while_waiting
-from benchmarks.decode.passes import Pass, Turn, full_turns
-from benchmarks.decode.question import Question
+from benchmarks.decode.batching import occupancy_while_waiting
+from benchmarks.decode.engine_passes import Pass, Turn, full_turns
 from benchmarks.decode.run import measure
-from benchmarks.decode.steady import StepBytes
+from benchmarks.decode.settings import Question
+from benchmarks.decode.token_step import StepBytes
+from benchmarks.decode.variants import Lognormal, Variant, parse_lengths, parse_variants
 from benchmarks.decode.weights import weight_bytes
 from models.config import ModelConfig
 from rollout_worker.engine.engine import EngineCounts

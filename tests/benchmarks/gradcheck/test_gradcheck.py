@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import exact
+from benchmarks import float64_reference
 from benchmarks.gradcheck import cli as gradcheck
 from benchmarks.gradcheck.cases import CASES, head_problem, logits_problem, token_objective
-from benchmarks.gradcheck.judge import (
+from benchmarks.gradcheck.gradient_errors import (
     TOLERANCES,
     Candidate,
     Tolerance,
@@ -157,10 +157,10 @@ def test_the_exact_gradient_is_that_of_the_exact_scores():
     rng = np.random.default_rng(0)
     logits, ids = rng.normal(0, 2, (3, 5)), np.array([0, 4, 2])
     support = {"temperature": 0.7, "valid_vocab": 5}
-    slopes = exact.Cotangents(np.zeros(3), rng.normal(size=3), rng.normal(size=3))
+    slopes = float64_reference.Cotangents(np.zeros(3), rng.normal(size=3), rng.normal(size=3))
 
     def value(logits):
-        scored = exact.scores(logits, ids, **support)
+        scored = float64_reference.scores(logits, ids, **support)
         return (slopes.logprob * scored.logprob + slopes.entropy * scored.entropy).sum()
 
     numeric, h = np.zeros_like(logits), 1e-6
@@ -168,8 +168,8 @@ def test_the_exact_gradient_is_that_of_the_exact_scores():
         step = np.zeros_like(logits)
         step[place] = h
         numeric[place] = (value(logits + step) - value(logits - step)) / (2 * h)
-    scores = exact.scores(logits, ids, **support)
-    actual = exact.logits_gradient(logits, np.arange(5), ids, scores, slopes, **support)
+    scores = float64_reference.scores(logits, ids, **support)
+    actual = float64_reference.logits_gradient(logits, np.arange(5), ids, scores, slopes, **support)
     np.testing.assert_allclose(actual, numeric, atol=1e-8)  # central differences err by h^2
 
 

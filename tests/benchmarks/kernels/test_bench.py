@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import problems
+from benchmarks import random_problems
 from benchmarks.kernels import cli as bench
 from benchmarks.kernels.case import DoesNotFit, Spec, check_fits, parse_spec
-from benchmarks.measure import plain, step_times, time_interleaved
+from benchmarks.timing import plain, step_times, time_interleaved
 
 LOGITS = ("logits", "--batch", "2", "--time", "12", "--vocab", "131", "--iters", "2")
 HEAD = ("lm_head", "--time", "40", "--hidden", "16", "--vocab", "131", "--iters", "1")
@@ -68,7 +68,7 @@ def test_the_head_is_measured_beside_its_valid_tokens(capsys):
 def test_the_error_of_a_wrong_gradient_shows(capsys, monkeypatch):
     monkeypatch.setattr(
         "benchmarks.kernels.competitors.ops.token_logprob",
-        lambda logits, ids, *, temperature, impl: problems.reference.token_logprob(
+        lambda logits, ids, *, temperature, impl: random_problems.reference.token_logprob(
             jnp.roll(logits, 1, axis=-1), ids, temperature=temperature
         ),
     )
@@ -81,7 +81,7 @@ def test_the_error_of_a_wrong_gradient_shows(capsys, monkeypatch):
 def test_what_is_not_finite_exits_with_1(capsys, monkeypatch):
     monkeypatch.setattr(
         "benchmarks.kernels.competitors.ops.token_logprob",
-        lambda logits, ids, *, temperature, impl: problems.reference.token_logprob(
+        lambda logits, ids, *, temperature, impl: random_problems.reference.token_logprob(
             logits * jnp.nan, ids, temperature=temperature
         ),
     )
@@ -209,9 +209,11 @@ def test_json_holds_no_nan():
 
 
 def test_logits_have_spread_in_every_piece(monkeypatch):
-    monkeypatch.setattr(problems, "PIECE_ROWS", 4)
-    monkeypatch.setattr(problems, "PIECE_VALUES", 4)
-    values = problems.normal(jax.random.key(0), 3.0, rows=10, columns=400, dtype=jnp.bfloat16)
+    monkeypatch.setattr(random_problems, "PIECE_ROWS", 4)
+    monkeypatch.setattr(random_problems, "PIECE_VALUES", 4)
+    values = random_problems.normal(
+        jax.random.key(0), 3.0, rows=10, columns=400, dtype=jnp.bfloat16
+    )
     # 4000 normal values: their deviation errs by 1.1 %, that of a row of 400 by 3.5 %
     assert values.dtype == jnp.bfloat16 and abs(float(values.std()) - 3) < 0.15
     assert (abs(values.astype(jnp.float32).std(axis=1) - 3) < 0.45).all()
@@ -220,7 +222,7 @@ def test_logits_have_spread_in_every_piece(monkeypatch):
 
 def test_tokens_are_drawn_from_the_logits():
     logits = jnp.log(jnp.asarray([0.25, 0.75])) * jnp.ones((4000, 1))
-    ids, scored = problems.draw_from_logits(jax.random.key(0), logits, 1.0)
+    ids, scored = random_problems.draw_from_logits(jax.random.key(0), logits, 1.0)
     assert abs(float(ids.mean()) - 0.75) < 0.03  # four standard deviations
     np.testing.assert_allclose(
         scored.logprob, np.log(np.where(np.asarray(ids) == 1, 0.75, 0.25)), rtol=1e-5
@@ -229,11 +231,11 @@ def test_tokens_are_drawn_from_the_logits():
 
 def test_ratios_fall_on_both_sides_of_the_clip_off_policy_alone():
     logprob = -jnp.linspace(0.1, 9.0, 1000)
-    off = problems.make_data(jax.random.key(0), logprob, 0.3)
-    shares = problems.clip_shares(logprob, off, clip_low=0.2, clip_high=0.2)
+    off = random_problems.make_data(jax.random.key(0), logprob, 0.3)
+    shares = random_problems.clip_shares(logprob, off, clip_low=0.2, clip_high=0.2)
     assert min(shares) > 0.1
-    on = problems.make_data(jax.random.key(0), logprob, 0.0)
-    assert problems.clip_shares(logprob, on, clip_low=0.2, clip_high=0.2) == (0, 0, 0)
+    on = random_problems.make_data(jax.random.key(0), logprob, 0.0)
+    assert random_problems.clip_shares(logprob, on, clip_low=0.2, clip_high=0.2) == (0, 0, 0)
     assert (on.advantage_N > 0).any() and (on.advantage_N < 0).any()
 
 

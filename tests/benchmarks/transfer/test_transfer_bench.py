@@ -2,8 +2,8 @@
 
 import pytest
 
+from benchmarks.text_table import table
 from benchmarks.transfer.cli import main
-from benchmarks.transfer.table import table
 
 
 def test_table_aligns_text_left_and_numbers_right():

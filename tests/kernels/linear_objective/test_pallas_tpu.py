@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.problems import GrpoData, grpo_objective
+from benchmarks.random_problems import GrpoData, grpo_objective
 from kernels import choose
 from kernels.linear_objective import pallas_tpu, pallas_tpu_plan, reference, xla
 from kernels.linear_objective.schedule import SCHEDULES, HeadOptions, value_and_gradients
@@ -193,7 +193,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 from kernels.linear_objective.ops import linear_objective
 from kernels.linear_objective.schedule import HeadOptions, value_and_gradients
-from benchmarks.problems import GrpoData, grpo_objective
+from benchmarks.random_problems import GrpoData, grpo_objective
 
 topology = topologies.get_topology_desc(platform="tpu", topology_name="v6e:2x4")
 bf16 = jnp.bfloat16

@@ -5,8 +5,8 @@ import dataclasses
 import jax
 import numpy as np
 
-from benchmarks.decode.case import Lognormal, Variant
-from benchmarks.decode.passes import decode_spec
+from benchmarks.decode.engine_passes import decode_spec
+from benchmarks.decode.variants import Lognormal, Variant
 from benchmarks.decode.weights import copy_bytes
 from benchmarks.kernels.case import available_bytes
 from models.config import ModelConfig

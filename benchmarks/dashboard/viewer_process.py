@@ -1,6 +1,6 @@
 """Viewers of the event stream, as many as wanted, in one process of their own.
 
-    python -m benchmarks.dashboard.listening URL VIEWERS ASLEEP
+    python -m benchmarks.dashboard.viewer_process URL VIEWERS ASLEEP
 
 Each opens the page as a browser does: what the page fetches at its start, and then the stream, to
 which it listens until this process ends. Those that are asleep read nothing. The view token comes

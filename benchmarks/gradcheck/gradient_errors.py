@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import exact
+from benchmarks import float64_reference
 from benchmarks.gradcheck.cases import BATCH, Problem, token_objective
 from kernels.linear_objective.ops import HeadOptions, linear_objective
 
@@ -124,7 +124,7 @@ def check(problem: Problem, candidate: Candidate, tolerance: Tolerance) -> list[
     findings = []
     for name, expected in problem.expected.items():
         actual = np.asarray(gradients[name]).astype(np.float64)
-        far = exact.distance(actual, expected)
+        far = float64_reference.distance(actual, expected)
         row = None if name == "head" else worst_row(actual, expected)
         errors = {"loss": loss_error, "rel_l2": far.rel_l2, "cosine": 1 - far.cosine}
         if row is not None:

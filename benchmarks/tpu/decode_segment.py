@@ -27,10 +27,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.tpu import bundles
-from benchmarks.tpu import cost as tpu_cost
-from benchmarks.tpu import hlo as tpu_hlo
-from benchmarks.tpu.compile import ENVIRONMENT
+from benchmarks.tpu import cost_model, hlo, issue_cycles
+from benchmarks.tpu.compile_kernel import ENVIRONMENT
 
 os.environ.update(ENVIRONMENT)  # libtpu reads it when it starts
 
@@ -38,11 +36,11 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
-from benchmarks.decode.case import DTYPES, SHAPES, Variant, parse_variants
-from benchmarks.decode.passes import decode_spec
+from benchmarks.decode.engine_passes import decode_spec
+from benchmarks.decode.variants import DTYPES, SHAPES, Variant, parse_variants
 from benchmarks.decode.weights import copy_bytes
 from benchmarks.report_file import check_report_file
-from benchmarks.tpu.fit import V6E_USABLE_BYTES
+from benchmarks.tpu.memory_fit import V6E_USABLE_BYTES
 from models.config import ModelConfig
 from rollout_worker.engine.decode_programs import DecodePrograms
 from rollout_worker.engine.engine_limits import EngineLimits, geometry_of
@@ -84,7 +82,7 @@ class Segment:
     token_bytes: float = 0.0
     """The step, and the token's share of the rest of the segment."""
     model_ms: float = 0.0
-    """Of a token by the model of benchmarks/tpu/cost.py; no measured time."""
+    """Of a token by the model of benchmarks/tpu/cost_model.py; no measured time."""
     collectives: int = 0
     """Of a token step."""
     without_cycles: tuple[str, ...] = ()
@@ -102,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError("libtpu, the compiler, is not installed: pip install '.[tpu]'")
         with tempfile.TemporaryDirectory(prefix="tpu_decode_") as folder:
             dump = pathlib.Path(folder)
-            os.environ["LIBTPU_INIT_ARGS"] = bundles.DUMP_FLAGS.format(folder=dump)
+            os.environ["LIBTPU_INIT_ARGS"] = issue_cycles.DUMP_FLAGS.format(folder=dump)
             layouts = _layouts(model, arguments)
             for layout in layouts:
                 _check(layout, arguments.slots, limits, variants)
@@ -176,13 +174,11 @@ def compile_segment(
         temp_bytes=memory.temp_size_in_bytes,
         peak_bytes=memory.peak_memory_in_bytes,
         need_bytes=memory.peak_memory_in_bytes + sizes["weight_bytes"],
-        **token_cost(tpu_hlo.parse(str(compiled.as_text())), _cycles(dump), spec.segment_tokens),
+        **token_cost(hlo.parse(str(compiled.as_text())), _cycles(dump), spec.segment_tokens),
     )
 
 
-def token_cost(
-    module: tpu_hlo.Module, cycles: dict[str, int], segment_tokens: int
-) -> dict[str, Any]:
+def token_cost(module: hlo.Module, cycles: dict[str, int], segment_tokens: int) -> dict[str, Any]:
     """What a token costs, as `Segment` has it.
 
     Args:
@@ -190,7 +186,7 @@ def token_cost(
     """
     cycles = with_twins(module, cycles)
     body = _token_step(module)
-    step = _cost(tpu_hlo.Module(module.computations, body), cycles)
+    step = _cost(hlo.Module(module.computations, body), cycles)
     # Counted with one round of its loop, the program is the step and what is done once.
     whole = _cost(module, cycles)
     step_bytes, whole_bytes = _bytes(step), _bytes(whole)
@@ -210,7 +206,7 @@ def token_cost(
     )
 
 
-def _token_step(module: tpu_hlo.Module) -> str:
+def _token_step(module: hlo.Module) -> str:
     """Name of the body of the segment's loop: the one that moves the most."""
     bodies = {
         op.called("body")
@@ -218,30 +214,30 @@ def _token_step(module: tpu_hlo.Module) -> str:
         for op in computation.values()
         if op.opcode == "while"
     }
-    moved = lambda body: tpu_hlo.traffic(tpu_hlo.Module(module.computations, body)).bytes
+    moved = lambda body: hlo.traffic(hlo.Module(module.computations, body)).bytes
     return max(bodies, key=moved)
 
 
-def _cost(module: tpu_hlo.Module, cycles: dict[str, int]) -> tpu_cost.Cost:
+def _cost(module: hlo.Module, cycles: dict[str, int]) -> cost_model.Cost:
     """Without the branches that run only where a row asks for top-k or top-p."""
     by_name = {name: op for each in module.computations.values() for name, op in each.items()}
     ops = []
-    for op in tpu_hlo.traffic(module).ops:
+    for op in hlo.traffic(module).ops:
         if op.opcode == "slice-start":
             op = op._replace(bytes=_slice_bytes(by_name[op.name]))
         if op.opcode != "conditional":
             ops.append(op)
-    return tpu_cost.model(ops, cycles)
+    return cost_model.model(ops, cycles)
 
 
-def _slice_bytes(op: tpu_hlo.Op) -> int:
+def _slice_bytes(op: hlo.Op) -> int:
     """Of a slice that is fetched beside other work: what it fetches, not what it is a part of."""
-    match = list(tpu_hlo.ARRAY.finditer(op.type))[1]
+    match = list(hlo.ARRAY.finditer(op.type))[1]
     in_main_memory = re.sub(r"S\(1\)", "", match[0])
-    return tpu_hlo.array_bytes(in_main_memory) + tpu_hlo.array_bytes(match[0])
+    return hlo.array_bytes(in_main_memory) + hlo.array_bytes(match[0])
 
 
-def with_twins(module: tpu_hlo.Module, cycles: dict[str, int]) -> dict[str, int]:
+def with_twins(module: hlo.Module, cycles: dict[str, int]) -> dict[str, int]:
     """Cycles also of operations that share another's schedule: equal ones are scheduled once."""
     scheduled: dict[tuple, int] = {}
     without = []
@@ -256,7 +252,7 @@ def with_twins(module: tpu_hlo.Module, cycles: dict[str, int]) -> dict[str, int]
     return cycles | {name: scheduled[kind] for name, kind in without if kind in scheduled}
 
 
-def _kind(module: tpu_hlo.Module, computation: tpu_hlo.Computation, op: tpu_hlo.Op) -> tuple:
+def _kind(module: hlo.Module, computation: hlo.Computation, op: hlo.Op) -> tuple:
     """What decides about an operation's schedule: types with their layouts, and what it does."""
     operands = tuple(computation[name].type for name in op.operands if name in computation)
     inner: tuple = ()
@@ -267,7 +263,7 @@ def _kind(module: tpu_hlo.Module, computation: tpu_hlo.Computation, op: tpu_hlo.
     return op.opcode, op.type, operands, literal, inner
 
 
-def _bytes(cost: tpu_cost.Cost) -> int:
+def _bytes(cost: cost_model.Cost) -> int:
     return sum(op.bytes for op in cost.ops)
 
 
@@ -278,9 +274,9 @@ def _is_collective(opcode: str) -> bool:
 def _cycles(dump: pathlib.Path) -> dict[str, int]:
     found = {}
     for path in dump.iterdir():
-        match = bundles.FILE.fullmatch(path.name)
+        match = issue_cycles.FILE.fullmatch(path.name)
         if match:
-            found[match["op"]] = bundles.count(path.read_text(errors="replace"))
+            found[match["op"]] = issue_cycles.count(path.read_text(errors="replace"))
     return found
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.decode.case import Variant
+from benchmarks.decode.variants import Variant
 from models.transformer import Params
 from rollout_worker.engine.decode_request import FinishedRow, Request, SamplingSettings
 from rollout_worker.engine.engine import Engine, EngineCounts

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.dashboard.page import ROOT
+from benchmarks.dashboard.browser import ROOT
 
 STEPS = 100_000
 """More than are taken while it is measured."""

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 
-from benchmarks.dashboard.page import DRAWN, LAPTOP, MADE_RUN, ROOT, START_S, chromium, serving
+from benchmarks.dashboard.browser import DRAWN, LAPTOP, MADE_RUN, ROOT, START_S, chromium, serving
 
 OUT = ROOT / "docs" / "dashboard"
 MOST_BYTES = 120_000

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from benchmarks.text_table import table
 from benchmarks.transfer.peers import MIB, RUN_ID, Peer, bf16_tensors, change, learner
-from benchmarks.transfer.table import table
 from services.weights.delta import encode_delta
 from services.weights.digest import layout
 from services.weights.replica import Replica

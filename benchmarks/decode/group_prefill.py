@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.decode.passes import Bench, interleaved
+from benchmarks.decode.engine_passes import Bench, interleaved
 
 
 def group_prefill(bench: Bench, prompt_T: np.ndarray, group: int, repeat: int) -> dict[str, Any]:

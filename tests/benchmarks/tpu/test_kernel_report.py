@@ -10,11 +10,7 @@ import sys
 import pytest
 
 from benchmarks.tpu import budgets as tpu_budgets
-from benchmarks.tpu import bundles
-from benchmarks.tpu import cli as tpu_report
-from benchmarks.tpu import compile as tpu_compile
-from benchmarks.tpu import cost as tpu_cost
-from benchmarks.tpu import hlo as tpu_hlo
+from benchmarks.tpu import compile_kernel, cost_model, hlo, issue_cycles, kernel_report
 from benchmarks.tpu.hlo import OpTraffic
 from benchmarks.tpu.kernel_programs import programs
 
@@ -28,7 +24,7 @@ needs_compiler = pytest.mark.skipif(
 
 def moved(text):
     """Bytes of one execution and executions, by operation; what moves nothing is left out."""
-    found = tpu_hlo.traffic(tpu_hlo.parse(text))
+    found = hlo.traffic(hlo.parse(text))
     assert found.uncounted_loops == []
     return {op.name: (op.bytes, op.times) for op in found.ops if op.bytes}
 
@@ -116,7 +112,7 @@ def test_the_rounds_that_xla_states_are_believed():
 
 
 def test_a_loop_of_unknown_rounds_is_counted_once_and_named():
-    found = tpu_hlo.traffic(tpu_hlo.parse(LOOP.replace("BOUND", "parameter(1)")))
+    found = hlo.traffic(hlo.parse(LOOP.replace("BOUND", "parameter(1)")))
     assert found.uncounted_loops == ["w"]
     assert {op.name: op.times for op in found.ops}["y"] == 1
 
@@ -140,7 +136,7 @@ def test_a_kernel_moves_its_arrays_once_or_what_it_states_if_that_is_more(stated
 
 def test_a_text_that_is_no_program_is_refused():
     with pytest.raises(ValueError, match="no ENTRY computation"):
-        tpu_hlo.parse("error: something else")
+        hlo.parse("error: something else")
 
 
 LOOPS = """
@@ -161,26 +157,26 @@ base_bounds: (4, 32) */ }
 
 def test_cycles_are_the_bundles_of_loops_times_their_rounds():
     # In the outer loop 4 of its own (one is empty), 2 x 4 and 2 x 2; around it 2.
-    assert bundles.count(LOOPS) == 2 + 10 * (4 + 8 + 4)
+    assert issue_cycles.count(LOOPS) == 2 + 10 * (4 + 8 + 4)
 
 
 def test_a_loop_whose_rounds_are_not_told_counts_once():
-    assert bundles.count(LOOPS.replace("/* loop exit test */", "")) == 10
+    assert issue_cycles.count(LOOPS.replace("/* loop exit test */", "")) == 10
 
 
 def test_a_loop_without_a_mark_of_nesting_is_counted_where_it_stands():
-    assert bundles.count("0 : { a }\n0x1 LB: { b }\n0x2 : { c }\n") == 3
+    assert issue_cycles.count("0 : { a }\n0x1 LB: { b }\n0x2 : { c }\n") == 3
 
 
 def test_a_text_without_bundles_is_refused():
     with pytest.raises(ValueError, match="no bundle in 'nothing'"):
-        bundles.count("nothing")
+        issue_cycles.count("nothing")
 
 
 def test_dumps_of_final_schedules_are_known_by_their_names():
     name = "1795838512836944734-linear_objective_score.11-03-final_bundles.txt"
-    assert bundles.FILE.fullmatch(name)["op"] == "linear_objective_score.11"
-    assert not bundles.FILE.fullmatch(name.replace("03-final", "02-schedule-analysis_final"))
+    assert issue_cycles.FILE.fullmatch(name)["op"] == "linear_objective_score.11"
+    assert not issue_cycles.FILE.fullmatch(name.replace("03-final", "02-schedule-analysis_final"))
 
 
 def test_an_operation_takes_the_longer_of_its_cycles_and_its_bytes():
@@ -191,7 +187,7 @@ def test_an_operation_takes_the_longer_of_its_cycles_and_its_bytes():
         OpTraffic("small", "fusion", 1640, 1),
         OpTraffic("unseen", "fusion", 1_640_000, 1),
     ]
-    cost = tpu_cost.model(ops, {"bound_by_memory": 1, "bound_by_cycles": 1_750_000})
+    cost = cost_model.model(ops, {"bound_by_memory": 1, "bound_by_cycles": 1_750_000})
     assert [(op.name, op.ms) for op in cost.ops] == [
         ("bound_by_cycles", pytest.approx(3.0)),
         ("bound_by_memory", pytest.approx(1.0)),
@@ -206,14 +202,14 @@ def test_an_operation_takes_the_longer_of_its_cycles_and_its_bytes():
 
 def judged(budget, *, cycles):
     """A program of one operation, which moves 1.64 MB, beside a budget."""
-    figures = tpu_compile.Figures(
+    figures = compile_kernel.Figures(
         temp_bytes=100,
         peak_bytes=2000,
         accessed_bytes=1_640_000,
         ops=[OpTraffic("f", "fusion", 1_640_000, 1)],
         op_cycles=cycles,
     )
-    return tpu_report.judge("p", figures, budget)
+    return kernel_report.judge("p", figures, budget)
 
 
 def verdicts(entry):
@@ -230,20 +226,20 @@ def test_a_figure_above_its_budget_breaks_it_and_is_named():
         "cycles": "BROKEN",
         "model_ms": "no budget",
     }
-    broken, text = tpu_report.verdict([entry])
+    broken, text = kernel_report.verdict([entry])
     assert broken == ["p: temp_bytes 100 is above 99", "p: cycles 1,750 is above 1,749"]
     assert "1 budgets held, 2 broken" in text
 
 
 def test_an_operation_without_a_schedule_is_named():
-    text = tpu_report.describe(judged({}, cycles={}), with_ops=False)
+    text = kernel_report.describe(judged({}, cycles={}), with_ops=False)
     assert "by their bytes alone f" in text
 
 
 def test_a_program_that_does_not_compile_is_broken():
-    entry = tpu_report.judge("p", tpu_compile.Figures(error="out of VMEM"), {})
-    assert tpu_report.verdict([entry])[0] == ["p does not compile"]
-    assert "out of VMEM" in tpu_report.describe(entry, with_ops=True)
+    entry = kernel_report.judge("p", compile_kernel.Figures(error="out of VMEM"), {})
+    assert kernel_report.verdict([entry])[0] == ["p does not compile"]
+    assert "out of VMEM" in kernel_report.describe(entry, with_ops=True)
 
 
 def test_every_budget_is_that_of_a_program():
@@ -258,19 +254,19 @@ def test_a_budget_for_an_unknown_figure_is_refused(tmp_path):
 
 
 def test_a_child_past_its_deadline_is_an_error_of_its_program():
-    figures = tpu_compile.compile_in_child(PROBE, 0.1)
+    figures = compile_kernel.compile_in_child(PROBE, 0.1)
     assert "not done within 0.1 s" in figures.error
 
 
 def test_without_libtpu_the_command_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert tpu_report.main([]) == 2
+    assert kernel_report.main([]) == 2
     assert "pip install '.[tpu]'" in capsys.readouterr().err
 
 
 @needs_compiler
 def test_an_unknown_program_is_refused_with_the_nearest_name(capsys):
-    assert tpu_report.main(["--only", "prob/b8_t1024_v16384/xla"]) == 2
+    assert kernel_report.main(["--only", "prob/b8_t1024_v16384/xla"]) == 2
     assert PROBE in capsys.readouterr().err
 
 

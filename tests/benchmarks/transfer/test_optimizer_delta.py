@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 
-from benchmarks.transfer.update_delta import flat, main, measured
+from benchmarks.transfer.optimizer_delta import flat, main, measured
 
 
 def test_row_counts_changed_elements_and_holds_the_result_to_the_bits():

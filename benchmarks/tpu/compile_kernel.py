@@ -16,8 +16,7 @@ import tempfile
 import time
 from typing import Any
 
-from benchmarks.tpu import bundles
-from benchmarks.tpu import hlo as tpu_hlo
+from benchmarks.tpu import hlo, issue_cycles
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",  # the TPU compiler is asked for by name; no device is to be looked for
@@ -56,10 +55,10 @@ class Figures:
     """XLA's own figure, one round of a loop counted."""
     arrays: list[str] = dataclasses.field(default_factory=list)
     """The large arguments: name, type and entry layout."""
-    ops: list[tpu_hlo.OpTraffic] = dataclasses.field(default_factory=list)
+    ops: list[hlo.OpTraffic] = dataclasses.field(default_factory=list)
     uncounted_loops: list[str] = dataclasses.field(default_factory=list)
     op_cycles: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Of one execution, by operation (bundles.py)."""
+    """Of one execution, by operation (issue_cycles.py)."""
     error: str = ""
     """Why there are no figures."""
 
@@ -79,8 +78,8 @@ def compile_here(lower: Any) -> Figures:
     compiled = lower(topology.devices[0]).compile()
     compile_s = time.monotonic() - started
     memory: Any = compiled.memory_analysis()
-    module = tpu_hlo.parse(compiled.as_text())
-    traffic = tpu_hlo.traffic(module)
+    module = hlo.parse(compiled.as_text())
+    traffic = hlo.traffic(module)
     return Figures(
         compile_s=round(compile_s, 3),
         temp_bytes=memory.temp_size_in_bytes,
@@ -93,7 +92,7 @@ def compile_here(lower: Any) -> Figures:
         arrays=[
             f"{argument.name.split('.')[0]} {argument.type}"
             for argument in module.arguments()
-            if tpu_hlo.array_bytes(argument.type) >= SHOWN_BYTES
+            if hlo.array_bytes(argument.type) >= SHOWN_BYTES
         ],
         ops=traffic.ops,
         uncounted_loops=traffic.uncounted_loops,
@@ -111,23 +110,23 @@ def compile_in_child(name: str, deadline_s: float) -> Figures:
             return Figures(error="; ".join([*filter(None, [stopped]), *last]) or "no result")
         found = json.loads(result.read_text())
         found["op_cycles"] = _read_cycles(dump)
-    found["ops"] = [tpu_hlo.OpTraffic(*op) for op in found["ops"]]
+    found["ops"] = [hlo.OpTraffic(*op) for op in found["ops"]]
     return Figures(**found)
 
 
 def _read_cycles(dump: pathlib.Path) -> dict[str, int]:
     found = {}
     for path in dump.iterdir():
-        match = bundles.FILE.fullmatch(path.name)
+        match = issue_cycles.FILE.fullmatch(path.name)
         if match:
-            found[match["op"]] = bundles.count(path.read_text(errors="replace"))
+            found[match["op"]] = issue_cycles.count(path.read_text(errors="replace"))
     return found
 
 
 def _run(name: str, result: pathlib.Path, dump: pathlib.Path, deadline_s: float) -> tuple[str, str]:
     """Why the child was stopped or ended badly, if so, and what it said."""
     messages = result.with_name("messages.txt")
-    flags = {"LIBTPU_INIT_ARGS": bundles.DUMP_FLAGS.format(folder=dump)}
+    flags = {"LIBTPU_INIT_ARGS": issue_cycles.DUMP_FLAGS.format(folder=dump)}
     with messages.open("w") as sink:
         child = subprocess.Popen(
             [sys.executable, "-m", "kernels.tpu_report", "--child", name, "--into", str(result)],

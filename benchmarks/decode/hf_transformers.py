@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.decode.passes import Bench
+from benchmarks.decode.engine_passes import Bench
 
 DTYPES = ("float32", "bfloat16")
 

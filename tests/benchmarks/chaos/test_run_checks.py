@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from benchmarks.chaos import judge, soak
+from benchmarks.chaos import run_checks, soak
 from benchmarks.chaos.campaign import Campaign, compare
 from benchmarks.chaos.schedule import (
     AT_CHECKPOINTS,
@@ -49,7 +49,7 @@ def folder(tmp_path):
     (tmp_path / "checkpoints" / "step-00000003").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-00000003" / "manifest.json").write_text("{}")
     (tmp_path / "checkpoints" / "step-00000003" / "certificate.json").write_text(
-        json.dumps(dict.fromkeys(judge.CERTIFIED, "00ff") | {"ledger": "of its own"})
+        json.dumps(dict.fromkeys(run_checks.CERTIFIED, "00ff") | {"ledger": "of its own"})
     )
     (tmp_path / "checkpoints" / "step-00000002.writing").mkdir()
     (tmp_path / "checkpoints" / "step-00000002.writing" / "manifest.json").write_text("{}")
@@ -60,28 +60,30 @@ def folder(tmp_path):
     return tmp_path
 
 
-def change(folder, name: str, edit) -> judge.RunFiles:
+def change(folder, name: str, edit) -> run_checks.RunFiles:
     """Reads the run with the lines of one log edited."""
     path = folder / name
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps(line) + "\n" for line in edit(lines)))
-    return judge.read_run(folder)
+    return run_checks.read_run(folder)
 
 
 EXPECTED = [f"g{index:08d}" for index in range(2 * STEPS)]
 
 
 def test_an_orderly_run_passes(folder):
-    books = judge.check_books(judge.read_run(folder), steps=STEPS, expected=EXPECTED)
-    assert books == judge.Books(lost=(), duplicated=(), problems=())
-    assert judge.check_books(judge.read_run(folder), steps=STEPS) == books
+    books = run_checks.check_books(run_checks.read_run(folder), steps=STEPS, expected=EXPECTED)
+    assert books == run_checks.Books(lost=(), duplicated=(), problems=())
+    assert run_checks.check_books(run_checks.read_run(folder), steps=STEPS) == books
 
 
 def test_superseded_lines_and_a_line_being_written_do_not_count(folder):
     (folder / "ledger.superseded.jsonl").write_text((folder / "ledger.jsonl").read_text())
     with (folder / "ledger.jsonl").open("a") as file:
         file.write('{"step": 4, "groups": {"trai')
-    assert not judge.check_books(judge.read_run(folder), steps=STEPS, expected=EXPECTED).problems
+    assert not run_checks.check_books(
+        run_checks.read_run(folder), steps=STEPS, expected=EXPECTED
+    ).problems
 
 
 def test_a_lost_group_is_found_with_and_without_knowing_what_to_expect(folder):
@@ -90,8 +92,8 @@ def test_a_lost_group_is_found_with_and_without_knowing_what_to_expect(folder):
         return lines
 
     run = change(folder, "ledger.jsonl", lose)
-    assert judge.check_books(run, steps=STEPS, expected=EXPECTED).lost == ("g00000002",)
-    assert judge.check_books(run, steps=STEPS).lost == ("g00000002",)
+    assert run_checks.check_books(run, steps=STEPS, expected=EXPECTED).lost == ("g00000002",)
+    assert run_checks.check_books(run, steps=STEPS).lost == ("g00000002",)
 
 
 def test_a_group_that_is_still_under_way_is_not_lost(folder):
@@ -101,8 +103,8 @@ def test_a_group_that_is_still_under_way_is_not_lost(folder):
         return lines
 
     run = change(folder, "ledger.jsonl", leave_open)
-    assert judge.check_books(run, steps=STEPS).lost == ()
-    assert judge.check_books(run, steps=STEPS, expected=EXPECTED).lost == ("g00000002",)
+    assert run_checks.check_books(run, steps=STEPS).lost == ()
+    assert run_checks.check_books(run, steps=STEPS, expected=EXPECTED).lost == ("g00000002",)
 
 
 @pytest.mark.parametrize("state", ["trained", "dropped_stale"])
@@ -112,7 +114,7 @@ def test_a_group_that_ended_twice_is_found(folder, state):
         return lines
 
     run = change(folder, "ledger.jsonl", repeat)
-    assert judge.check_books(run, steps=STEPS, expected=EXPECTED).duplicated == ("g00000001",)
+    assert run_checks.check_books(run, steps=STEPS, expected=EXPECTED).duplicated == ("g00000001",)
 
 
 def test_a_second_delivery_that_was_refused_is_no_second_end(folder):
@@ -120,7 +122,9 @@ def test_a_second_delivery_that_was_refused_is_no_second_end(folder):
         lines[2]["groups"]["duplicate"] = ["g00000001"]
         return lines
 
-    assert not judge.check_books(change(folder, "ledger.jsonl", deliver), steps=STEPS).duplicated
+    assert not run_checks.check_books(
+        change(folder, "ledger.jsonl", deliver), steps=STEPS
+    ).duplicated
 
 
 @pytest.mark.parametrize(
@@ -135,29 +139,31 @@ def test_a_second_delivery_that_was_refused_is_no_second_end(folder):
 @pytest.mark.parametrize("name", ["ledger.jsonl", "metrics.jsonl"])
 def test_steps_must_be_there_once_and_in_order(folder, name, edit, message):
     run = change(folder, name, edit)
-    (problem,) = judge.check_books(run, steps=STEPS).problems
+    (problem,) = run_checks.check_books(run, steps=STEPS).problems
     assert problem.startswith(f"{name} should have") and re.search(message, problem)
 
 
 def test_a_run_without_its_last_checkpoint_or_its_policy_is_not_whole(folder):
     (folder / "checkpoints" / "step-00000003" / "manifest.json").unlink()
     (folder / "export" / "model.safetensors").unlink()
-    problems = judge.check_books(judge.read_run(folder), steps=STEPS).problems
+    problems = run_checks.check_books(run_checks.read_run(folder), steps=STEPS).problems
     assert problems == ("no checkpoint of step 3; there are []", "no policy was exported")
 
 
 def test_staleness_is_held_in_every_step():
     metrics = [{"step": step, "offpolicy/staleness_max": float(step)} for step in (1, 2, 3)]
-    (problem,) = judge.check_staleness(metrics, 2)
+    (problem,) = run_checks.check_staleness(metrics, 2)
     assert problem.startswith("step 3 trained on a group 3 versions old")
 
 
 def test_parameters_are_compared_by_their_bits():
     one = {"a": np.array([0.0, np.nan], np.float32), "b": np.ones(2, np.float32)}
-    assert judge.different_tensors(one, {k: v.copy() for k, v in one.items()}) == []
-    assert judge.different_tensors(one, one | {"a": np.array([-0.0, np.nan], np.float32)}) == ["a"]
-    assert judge.different_tensors(one, one | {"b": np.ones(2, np.float64)}) == ["b"]
-    assert judge.different_tensors(one, {"a": one["a"], "c": one["b"]}) == ["b", "c"]
+    assert run_checks.different_tensors(one, {k: v.copy() for k, v in one.items()}) == []
+    assert run_checks.different_tensors(one, one | {"a": np.array([-0.0, np.nan], np.float32)}) == [
+        "a"
+    ]
+    assert run_checks.different_tensors(one, one | {"b": np.ones(2, np.float64)}) == ["b"]
+    assert run_checks.different_tensors(one, {"a": one["a"], "c": one["b"]}) == ["b", "c"]
 
 
 def campaign(mode: str) -> Campaign:
@@ -165,8 +171,8 @@ def campaign(mode: str) -> Campaign:
 
 
 def test_a_synchronous_campaign_wants_equal_bits_and_says_where_they_part(folder):
-    calm = judge.read_run(folder)
-    assert compare(campaign("sync"), calm, judge.read_run(folder), 0, []).passed
+    calm = run_checks.read_run(folder)
+    assert compare(campaign("sync"), calm, run_checks.read_run(folder), 0, []).passed
 
     def drift(lines):
         lines[1]["train/loss"] += 1e-9
@@ -181,10 +187,10 @@ def test_a_synchronous_campaign_wants_equal_bits_and_says_where_they_part(folder
     assert compare(campaign("async"), calm, other, 0, []).passed
 
 
-@pytest.mark.parametrize("part", judge.CERTIFIED)
+@pytest.mark.parametrize("part", run_checks.CERTIFIED)
 def test_a_checkpoint_that_differs_where_an_export_cannot_show_it_is_found(folder, part):
     """Exports are rounded to 16 bits; the master weights and the optimiser are not."""
-    calm, other = judge.read_run(folder), judge.read_run(folder)
+    calm, other = run_checks.read_run(folder), run_checks.read_run(folder)
     other.certificate[part] = "ff00"
     outcome = compare(campaign("sync"), calm, other, 0, [])
     assert outcome.parameters_equal is False
@@ -195,12 +201,14 @@ def test_a_checkpoint_that_differs_where_an_export_cannot_show_it_is_found(folde
 
 
 def test_a_slow_recovery_fails_a_campaign_whose_books_are_right(folder):
-    run = judge.read_run(folder)
+    run = run_checks.read_run(folder)
     assert not compare(campaign("sync"), run, run, 1, ["fault 1: recovered in 61 s"]).passed
 
 
 def test_the_last_line_is_for_machines():
-    line = judge.last_line(faults=20, lost=0, duplicated=0, parameters_equal=True, seconds=411.7)
+    line = run_checks.last_line(
+        faults=20, lost=0, duplicated=0, parameters_equal=True, seconds=411.7
+    )
     assert line == "chaos: faults 20, lost 0, duplicated 0, parameters equal, seconds 412"
 
 

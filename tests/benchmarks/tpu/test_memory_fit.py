@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.tpu.fit import HEADER, V6E_USABLE_BYTES, Program, table_row, verdict
+from benchmarks.tpu.memory_fit import HEADER, V6E_USABLE_BYTES, Program, table_row, verdict
 
 GB = 10**9
 ACCUMULATE = Program(

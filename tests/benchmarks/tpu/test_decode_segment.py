@@ -46,9 +46,9 @@ PREFETCH = (
 
 def tpu_decode():
     """The module, which sets what libtpu reads when it starts: imported where it is needed."""
-    from benchmarks.tpu import decode
+    from benchmarks.tpu import decode_segment
 
-    return decode
+    return decode_segment
 
 
 def run(*arguments):

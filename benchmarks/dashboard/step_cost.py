@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import psutil
 
-from benchmarks.dashboard.running import DemoRun, demo_run
+from benchmarks.dashboard.demo_run import DemoRun, demo_run
 from benchmarks.dashboard.viewers import listeners, wait_until_listening
 
 WARM_UP = 8

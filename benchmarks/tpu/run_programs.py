@@ -22,16 +22,16 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmarks.tpu.compile import ENVIRONMENT
+from benchmarks.tpu.compile_kernel import ENVIRONMENT
 
 os.environ.update(ENVIRONMENT)  # libtpu reads it when it starts
 
 import jax
 from jax.experimental import topologies
 
-from benchmarks.decode.case import SHAPES
+from benchmarks.decode.variants import SHAPES
 from benchmarks.report_file import check_report_file
-from benchmarks.tpu.fit import HEADER, V6E_USABLE_BYTES, Program, table_row, verdict
+from benchmarks.tpu.memory_fit import HEADER, V6E_USABLE_BYTES, Program, table_row, verdict
 from driver.config.load_config import ConfigError, load
 from driver.config.plan import Plan, asked_devices, derive
 from driver.config.run_config import RunConfig

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.decode.passes import Bench, Pass, interleaved
+from benchmarks.decode.engine_passes import Bench, Pass, interleaved
 
 STATIC, CONTINUOUS = "static", "continuous"
 

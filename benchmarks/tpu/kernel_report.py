@@ -26,8 +26,7 @@ from typing import Any
 
 from benchmarks.report_file import check_report_file
 from benchmarks.tpu import budgets as tpu_budgets
-from benchmarks.tpu import compile as tpu_compile
-from benchmarks.tpu import cost as tpu_cost
+from benchmarks.tpu import compile_kernel, cost_model
 
 SHOWN_OPS = 8
 """Of a program, by model time; the rest is one line."""
@@ -61,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     found = []
     for name in names:
-        figures = tpu_compile.compile_in_child(name, arguments.deadline_s)
+        figures = compile_kernel.compile_in_child(name, arguments.deadline_s)
         entry = judge(name, figures, budgets.programs.get(name, {}))
         found.append(entry)
         print("\n" + describe(entry, with_ops=arguments.ops), flush=True)
@@ -74,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if broken else 0
 
 
-def judge(name: str, figures: tpu_compile.Figures, budget: dict[str, float]) -> dict[str, Any]:
+def judge(name: str, figures: compile_kernel.Figures, budget: dict[str, float]) -> dict[str, Any]:
     """One program beside its budget.
 
     Returns:
@@ -85,7 +84,7 @@ def judge(name: str, figures: tpu_compile.Figures, budget: dict[str, float]) -> 
     del entry["ops"], entry["op_cycles"]
     if figures.error:
         return entry
-    cost = tpu_cost.model(figures.ops, figures.op_cycles)
+    cost = cost_model.model(figures.ops, figures.op_cycles)
     entry |= {"cycles": cost.cycles, "model_ms": cost.ms}
     ops = [op._asdict() for op in cost.ops]
     entry["cost"] = {"ops": ops, "without_cycles": cost.without_cycles}
@@ -184,7 +183,7 @@ def _versions() -> dict[str, str]:
 def _child(name: str, into: pathlib.Path) -> int:
     from benchmarks.tpu.kernel_programs import programs
 
-    figures = tpu_compile.compile_here(programs()[name].lower)
+    figures = compile_kernel.compile_here(programs()[name].lower)
     into.write_text(json.dumps(dataclasses.asdict(figures)))
     return 0
 
