@@ -14,6 +14,7 @@ from driver.config.run_config import RunConfig
 from driver.config.yaml_text import parse_yaml
 from driver.errors import RunError
 from driver.fleet.ray_auth import set_token
+from services.process.whole_file import write_whole
 
 DEFAULT_CONFIG = "deploy/runs/demo_cpu.yaml"
 
@@ -124,7 +125,5 @@ def _note_settings(folder: pathlib.Path, config: RunConfig) -> list[str]:
     if config.run.resume and path.is_file():
         before = parse_yaml(path.read_text(encoding="utf-8"))
         changed = identity.changed_settings(before or {}, config.model_dump(mode="json"))
-    part = path.with_name(".config.yaml.part")
-    part.write_text(settings.dump(config), encoding="utf-8")
-    part.replace(path)
+    write_whole(path, settings.dump(config))
     return changed

@@ -31,6 +31,7 @@ from benchmarks.made_run.made_texts import HOSTILE, evaluation, samples
 from driver.accounting.jsonl import strict_line
 from driver.config.yaml_text import dump_yaml
 from services.process.phases import PHASES
+from services.process.whole_file import write_whole
 
 STARTED = 1_795_000_000.0
 """Unix seconds at which a run that is written at once has started."""
@@ -210,9 +211,7 @@ class MadeRun:
         self._files["timeline"].write(json.dumps(record) + "\n")
 
     def _write_status(self) -> None:
-        temporary = self.folder / ".status.tmp"
-        temporary.write_text(json.dumps(self._status), encoding="utf-8")
-        temporary.replace(self.folder / "status.json")
+        write_whole(self.folder / "status.json", json.dumps(self._status))
 
 
 def make_run(

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from dashboard.prometheus import Exporter
 from dashboard.runs.fleet_link import FleetLink, absent
-from dashboard.runs.run_document import run_json, state_of_run
+from dashboard.runs.run_document import run_json
 from dashboard.stream import Hub, Viewer
 from diagnosis.compare.diffs import read_environment
 from diagnosis.judgement.breakdown import critical_path
@@ -25,6 +25,7 @@ from diagnosis.records.facts import StepFacts
 from diagnosis.records.run_log import Changes, RunLog
 from diagnosis.records.samples_index import SampleIndex
 from diagnosis.records.spans import Spans
+from services.process.run_processes import state_of_run
 
 TURN_S = 0.5
 FLEET_S = 1.0

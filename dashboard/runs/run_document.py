@@ -1,7 +1,6 @@
 """How a run stands, as its status file and its processes tell."""
 
 import pathlib
-import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,28 +8,12 @@ from dashboard.openapi import VERSION
 from diagnosis.records.facts import LEARNER
 from diagnosis.records.run_log import RunLog
 from services.process.phases import PHASES
-from services.process.stacks import read_processes, state_of
 
 _STATUS = (
     *("run", "run_id", "exit_code", "reason", "step", "started", "ended"),
     *("last_checkpoint", "pid", "host"),
 )
 """Keys that are the same in status.json."""
-
-
-def state_of_run(folder: pathlib.Path, status: Mapping[str, Any]) -> str:
-    """`running`, `finished`, `failed`, `interrupted`, or `lost` where status.json says running and
-    its driver is gone; a driver on another host counts as there.
-    """
-    state = str(status.get("state", "running"))
-    pid = status.get("pid")
-    if state != "running" or not isinstance(pid, int) or status.get("host") != socket.gethostname():
-        return state
-    for process in read_processes(folder):
-        if process.pid == pid:
-            return "lost" if state_of(process) == "" else state
-    has_proc = pathlib.Path("/proc/self").exists()
-    return "lost" if has_proc and not pathlib.Path(f"/proc/{pid}").exists() else state
 
 
 def run_json(

@@ -14,6 +14,7 @@ from typing import Any
 from driver.config.run_config import RunConfig
 from driver.errors import RunError
 from models.config import ModelConfig
+from services.process.whole_file import write_whole
 
 FILE = "identity.json"
 
@@ -57,9 +58,7 @@ def identity_of(config: RunConfig, model: ModelConfig, prompts_digest: str) -> d
 
 def note(folder: pathlib.Path, identity: dict[str, str]) -> None:
     """Writes the identity of a run that starts, whole or not at all."""
-    part = folder / f".{FILE}.part"
-    part.write_text(json.dumps(identity, indent=1))
-    part.replace(folder / FILE)
+    write_whole(folder / FILE, json.dumps(identity, indent=1))
 
 
 def check(folder: pathlib.Path, identity: dict[str, str], *, steps: int) -> None:

@@ -24,6 +24,7 @@ from driver.postmortem.evidence import FILE_BYTES, Found, Sources, described, pa
 from driver.postmortem.probable_cause import page, probable_causes
 from driver.postmortem.run_facts import Facts
 from driver.reports.redact import Redactor
+from services.process.whole_file import whole_file
 
 TOTAL_BYTES = 64 * 2**20
 PARTS_S = 14.0
@@ -136,22 +137,20 @@ class Bundle:
         return self._redactor.clean(text)
 
     def write(self) -> pathlib.Path:
-        """Writes the archive beside its final name, then renames it."""
+        """Writes the archive; returns its path."""
         name = f"postmortem-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
         path = self._folder / f"{name}.tar.gz"
         if path.exists():
             name += f"-{os.getpid()}"
             path = self._folder / f"{name}.tar.gz"
-        part = self._folder / f".{name}.part"
-        try:
-            with tarfile.open(part, "w:gz", compresslevel=3) as archive:
-                for file, data in self._files.items():
-                    entry = tarfile.TarInfo(f"{name}/{file}")
-                    entry.size, entry.mtime = len(data), int(time.time())
-                    archive.addfile(entry, io.BytesIO(data))
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        with (
+            whole_file(path) as raw,
+            tarfile.open(fileobj=raw, mode="w:gz", compresslevel=3) as archive,
+        ):
+            for file, data in self._files.items():
+                entry = tarfile.TarInfo(f"{name}/{file}")
+                entry.size, entry.mtime = len(data), int(time.time())
+                archive.addfile(entry, io.BytesIO(data))
         return path
 
     def _take(self, files: Mapping[str, bytes | str]) -> str:

@@ -18,8 +18,9 @@ from driver.errors import RunError
 from driver.postmortem import host_state as machine
 from driver.reports.redact import Redactor, is_secret
 from driver.reports.status import exit_code_of
+from services.process.run_processes import RunProcess, read_processes, state_of_run
 from services.process.stacks import FOLDER as STACKS
-from services.process.stacks import RunProcess, read_processes, request_stacks, state_of
+from services.process.stacks import request_stacks
 
 FILE_BYTES = 2**20
 """Most that is taken of one file."""
@@ -91,7 +92,7 @@ def _ended(folder: pathlib.Path, cause: BaseException | None) -> Found:
             "error": str(status.get("reason", "")),
             "details": path.read_text(errors="replace")[-FILE_BYTES:] if path.exists() else "",
             "exit_code": status.get("exit_code"),
-            "driver_gone": status.get("state") == "running" and _is_gone(folder, status),
+            "driver_gone": state_of_run(folder, status) == "lost",
         }
         return Found(facts=facts | {"status": status})
     chain = _chain(cause)
@@ -257,17 +258,6 @@ def _chain(error: BaseException) -> list[BaseException]:
 def _status(folder: pathlib.Path) -> dict[str, Any]:
     path = folder / "status.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-
-def _is_gone(folder: pathlib.Path, status: Mapping[str, Any]) -> bool:
-    """Whether the driver that status.json names has ended; not known from another host."""
-    pid = status.get("pid")
-    if not isinstance(pid, int) or status.get("host") != socket.gethostname():
-        return False
-    for process in read_processes(folder):
-        if process.pid == pid:
-            return state_of(process) == ""
-    return not pathlib.Path(f"/proc/{pid}").exists() and pathlib.Path("/proc/self").exists()
 
 
 def _json(value: Any) -> str:

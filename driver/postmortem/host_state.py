@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 
 from driver.reports.code_record import package_versions
-from services.process.stacks import RunProcess, state_of
+from services.process.run_processes import RunProcess, state_of
 
 _KERNEL = re.compile(
     r"out of memory|oom[-_ ]kill|killed process|segfault|general protection|i/o error|nvrm|xid",

@@ -16,6 +16,8 @@ import subprocess
 import zipfile
 from typing import Any
 
+from services.process.whole_file import write_whole
+
 PACKAGES = (
     *("benchmarks", "dashboard", "diagnosis", "driver", "kernels", "learner", "models"),
     *("proto", "rollout_worker", "services"),
@@ -113,6 +115,4 @@ def _write(path: pathlib.Path, content: bytes, *, keep: bool) -> None:
         while (older := path.with_stem(f"{path.stem}-{n}")).exists():
             n += 1
         path.rename(older)
-    part = path.with_name(f".{path.name}.part")
-    part.write_bytes(content)
-    part.replace(path)
+    write_whole(path, content)

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from driver.errors import RunError
+from services.process.whole_file import write_whole
 
 
 class ExitCode(enum.IntEnum):
@@ -150,12 +151,7 @@ class StatusFile:
 
     def _write(self) -> None:
         document = {**dataclasses.asdict(self._status), "state": self._status.state.value}
-        temporary = self.path.with_name(f".status.{os.getpid()}.tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(document, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.path)
+        write_whole(self.path, json.dumps(document, indent=1), sync=True)
 
 
 def _reason(error: BaseException) -> str:

@@ -7,9 +7,7 @@ Without an action it prints the workers as a table.
 
 import argparse
 import json
-import os
 import pathlib
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +29,7 @@ from services.control.messages import (
     WorkerState,
     WorkerStatus,
 )
+from services.process.run_processes import state_of_run
 
 T = TypeVar("T")
 
@@ -158,7 +157,7 @@ def check_running(folder: pathlib.Path) -> None:
         raise NotControllable(
             f"run {run} is over: it {_ENDED[state]} after step {status['step']}{reason}"
         )
-    if host == socket.gethostname() and not _is_alive(pid):
+    if state_of_run(folder, status) == "lost":
         raise NotControllable(
             f"run {run} is over: its driver, process {pid} on {host}, is gone without a word; go "
             "on with --resume"
@@ -289,16 +288,6 @@ def _ask(call: Callable[[float], T], timeout_s: float = ANSWER_S) -> T:
         raise Refused(str(error)) from error
     except (NotNow, TimeoutError, PermissionError, ControlFailed) as error:
         raise NotControllable(str(error)) from error
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _count(text: str) -> int:

@@ -22,7 +22,6 @@ from rich.table import Table
 from rich.text import Text
 
 from dashboard.runs.fleet_link import fleet_json
-from dashboard.runs.run_document import state_of_run
 from diagnosis.judgement.judge import Judge
 from diagnosis.records.run_log import RunLog
 from driver.errors import RunError
@@ -32,6 +31,7 @@ from driver.terminal.scale import fleet_table
 from services.control.access import NoAccess, read_access
 from services.control.client import ControlClient, ControlFailed
 from services.control.messages import Fleet
+from services.process.run_processes import state_of_run
 
 ANSWER_S = 2.0
 """For the driver to tell of its workers: it always has an answer ready."""

@@ -31,6 +31,7 @@ from learner.durable.certificate import Certificate
 from learner.durable.fsync import sync_folder
 from learner.update.state import TrainState
 from services.process import failpoints
+from services.process.whole_file import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -340,12 +341,8 @@ def _write_manifest(folder: pathlib.Path, step: int, state: TrainState) -> None:
     files = {
         name: {"bytes": (folder / name).stat().st_size, "sha256": digests[name]} for name in names
     }
-    part = folder / (MANIFEST + ".part")
-    with open(part, "w") as file:
-        json.dump({"step": step, "files": files, "tree": _tree_of(state)}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    part.rename(folder / MANIFEST)
+    content = {"step": step, "files": files, "tree": _tree_of(state)}
+    write_whole(folder / MANIFEST, json.dumps(content, indent=1), sync=True)
     sync_folder(folder)
 
 

@@ -26,6 +26,8 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
+from services.process.whole_file import write_whole
+
 VARIABLE = "TANDEM_FAILPOINTS"
 """Names the folder in the driver's environment; the driver hands it on to its actors."""
 
@@ -84,7 +86,7 @@ def arm(folder: str | os.PathLike, name: str, action: str) -> pathlib.Path:
     _check(action, name)
     path = pathlib.Path(folder) / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    _write(path, action)
+    write_whole(path, action)
     return path
 
 
@@ -143,7 +145,7 @@ def _claim(folder: pathlib.Path, name: str) -> str | None:
     action = claimed.read_text(encoding="utf-8").strip()
     _check(action, name)
     if (skip := _SKIP.fullmatch(action)) and int(skip[1]) > 0:
-        _write(folder / name, f"skip {int(skip[1]) - 1} then {skip[2]}")
+        write_whole(folder / name, f"skip {int(skip[1]) - 1} then {skip[2]}")
         claimed.unlink()
         return None
     os.rename(claimed, folder / f"{name}.{os.getpid()}.fired")
@@ -185,10 +187,3 @@ def _check(action: str, name: str) -> None:
             f"the failpoint {name} is armed with {action!r}: an action is kill, hang, sleep S, "
             "raise TEXT, enospc, corrupt, or skip N then one of these"
         )
-
-
-def _write(path: pathlib.Path, action: str) -> None:
-    """Writes under another name first: whoever finds the file finds it whole."""
-    written = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_native_id()}.armed")
-    written.write_text(action, encoding="utf-8")
-    os.replace(written, path)

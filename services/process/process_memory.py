@@ -1,11 +1,8 @@
 """How much memory a process of a run holds, of its host and of its devices."""
 
 import dataclasses
-import os
-import pathlib
 
-_STATM = pathlib.Path("/proc/self/statm")
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+import psutil
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -13,7 +10,7 @@ class ProcessMemory:
     """At one moment; bytes."""
 
     host_bytes: int
-    """Resident, without that of child processes; 0 where the system does not tell."""
+    """Resident, without that of child processes."""
     device_bytes: int | None = None
     """In use on all of its devices together; None where the platform does not tell, as a CPU."""
     device_peak_bytes: int | None = None
@@ -35,11 +32,6 @@ def process_memory(device: tuple[int, int] | None) -> ProcessMemory:
         device: bytes in use and peak of its devices, where they are known.
     """
     in_use, peak = device or (None, None)
-    return ProcessMemory(host_bytes=_host_bytes(), device_bytes=in_use, device_peak_bytes=peak)
-
-
-def _host_bytes() -> int:
-    try:
-        return int(_STATM.read_text().split()[1]) * _PAGE_BYTES
-    except OSError:
-        return 0
+    return ProcessMemory(
+        host_bytes=psutil.Process().memory_info().rss, device_bytes=in_use, device_peak_bytes=peak
+    )

@@ -23,27 +23,18 @@ import sys
 import time
 from collections.abc import Collection
 
-FOLDER = "stacks"
+from services.process.run_processes import (
+    FOLDER,
+    RunProcess,
+    read_processes,
+    state_and_start,
+    state_of,
+)
+
 SIGNAL = signal.SIGUSR1
 POLL_S = 0.02
 KEPT = 64
 """Files of processes that are gone and never dumped anything; older ones are removed."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunProcess:
-    """A process that has registered, as its file says."""
-
-    name: str
-    pid: int
-    host: str
-    started: int
-    """Clock ticks since the host's boot, which tell a process from a later one of the same pid; 0
-    where the system does not say."""
-    logs: tuple[str, ...]
-    """Files that its stdout and stderr go to; empty for a terminal or a pipe."""
-    path: pathlib.Path
-    """Of its stacks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +68,7 @@ def register(run_folder: pathlib.Path, name: str) -> pathlib.Path | None:
         "name": name,
         "pid": os.getpid(),
         "host": socket.gethostname(),
-        "started": _stat(os.getpid())[1],
+        "started": state_and_start(os.getpid())[1],
         "logs": _outputs(),
     }
     try:
@@ -98,40 +89,6 @@ def register(run_folder: pathlib.Path, name: str) -> pathlib.Path | None:
     if previous is not None:
         previous.close()
     return path
-
-
-def read_processes(run_folder: pathlib.Path) -> list[RunProcess]:
-    """Every process that has registered, the newest first; a file that is torn is left out."""
-    found = []
-    for path in (run_folder / FOLDER).glob("*.txt"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            with path.open(encoding="utf-8", errors="replace") as file:
-                record = json.loads(file.readline(65_536))
-            process = RunProcess(
-                name=str(record["name"]),
-                pid=int(record["pid"]),
-                host=str(record["host"]),
-                started=int(record["started"]),
-                logs=tuple(str(log) for log in record["logs"]),
-                path=path,
-            )
-            found.append((path.stat().st_mtime, process))
-    return [process for _, process in sorted(found, key=lambda pair: -pair[0])]
-
-
-def state_of(process: RunProcess) -> str:
-    """One letter as in /proc/PID/stat: `R` runs, `S` sleeps, `D` waits for a disk, `T` is stopped.
-
-    Returns:
-        '' where the process is gone or a zombie, `?` where it is on another host or the system
-        does not say.
-    """
-    if process.host != socket.gethostname():
-        return "?"
-    if not pathlib.Path("/proc/self/stat").exists():
-        return "?"
-    state, started = _stat(process.pid)
-    return "" if state in "ZX" or started != process.started else state
 
 
 def request_stacks(
@@ -220,16 +177,6 @@ def _outputs() -> list[str]:
             if os.path.isfile(target) and target not in found:
                 found.append(target)
     return found
-
-
-def _stat(pid: int) -> tuple[str, int]:
-    """State letter and start of a process; ("X", 0) where it is gone."""
-    try:
-        text = pathlib.Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return "X", 0
-    fields = text.rpartition(")")[2].split()  # a name may hold spaces and brackets
-    return fields[0], int(fields[19])
 
 
 def _remove_old(folder: pathlib.Path) -> None:

@@ -17,7 +17,7 @@ from driver.postmortem.evidence import FILE_BYTES, Found, Sources
 from driver.reports.redact import GUARD_BYTES, Redactor
 from driver.reports.status import ExitCode, StatusFile
 from driver.supervisor import LearnerLost, NoAnswer
-from services.process.stacks import read_processes
+from services.process.run_processes import read_processes
 
 TOKEN, KEY = "5f" * 32, "wandb-key-0123456789"
 PEM = "-----BEGIN PRIVATE KEY-----\nMIGHAgEAMBMGByqGSM49\nc2VjcmV0\n-----END PRIVATE KEY-----\n"

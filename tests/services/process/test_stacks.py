@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from services.process.stacks import KEPT, read_processes, request_stacks, state_of
+from services.process.run_processes import read_processes, state_of
+from services.process.stacks import KEPT, request_stacks
 
 REGISTERS = """
 import ctypes, pathlib, sys, threading, time

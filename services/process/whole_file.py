@@ -1,0 +1,37 @@
+"""Files that their readers see whole or not at all."""
+
+import contextlib
+import os
+import pathlib
+import threading
+from collections.abc import Iterator
+from typing import BinaryIO
+
+
+@contextlib.contextmanager
+def whole_file(path: pathlib.Path, *, sync: bool = False) -> Iterator[BinaryIO]:
+    """Opens a file for writing that takes the place of `path` when the block ends.
+
+    It is written beside it under a dotted name. After an error `path` is as it was.
+
+    Args:
+        path: in a folder that exists.
+        sync: whether the bytes are on the disk before the file takes its place.
+    """
+    owner = f"{os.getpid()}-{threading.get_native_id()}"
+    part = path.with_name(f".{path.name}.{owner}.part")
+    try:
+        with part.open("wb") as file:
+            yield file
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_whole(path: pathlib.Path, content: str | bytes, *, sync: bool = False) -> None:
+    """Writes a file as `whole_file` does; text as UTF-8."""
+    with whole_file(path, sync=sync) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
