@@ -26,7 +26,6 @@ from ray.util.placement_group import (
 
 from driver.config.run_config import PlacementConfig, Resources
 from driver.errors import RunError
-from driver.fleet import ray_job
 from driver.fleet.ray_auth import joins_cluster
 from driver.signals import Interrupted, StopSignal
 from services.wire.reachable import is_loopback
@@ -73,7 +72,8 @@ def connect(namespace: str, stop: StopSignal, metadata: Mapping[str, str] | None
     Args:
         namespace: of the actors.
         stop: is installed again after Ray has set handlers of its own.
-        metadata: of the Ray job, for whoever lists the jobs of the cluster.
+        metadata: shown in the cluster's list of jobs for a driver that was not submitted; that of
+            a submitted job comes with its submission.
 
     Raises:
         NoCluster: naming the address, within seconds when nobody listens there.
@@ -99,8 +99,6 @@ def connect(namespace: str, stop: StopSignal, metadata: Mapping[str, str] | None
         raise Interrupted(signal.SIGTERM) from error
     finally:
         stop.install()
-    if metadata:
-        ray_job.add_metadata(metadata)
     stop.check()
 
 

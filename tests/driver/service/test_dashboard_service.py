@@ -112,12 +112,18 @@ def command_of(process: psutil.Process) -> list[str]:
 
 
 SCRIPT = f"""
-import time
+import pathlib, sys, time
+from driver.config.run_config import DashboardConfig
 from driver.fleet.cluster import connect
+from driver.reports.dashboard_process import open_dashboard
 from driver.signals import StopSignal
-connect("test", StopSignal(), {{"tandem_dashboard": "{URL}"}})
-print("connected", flush=True)
-time.sleep(600)
+folder = pathlib.Path(sys.argv[1])
+folder.mkdir()
+(folder / "status.json").write_text('{{"run_id": "r"}}')
+with open_dashboard(DashboardConfig(port=0), folder) as dashboard:
+    dashboard.start(lambda text: print(text, flush=True))
+    connect("test", StopSignal(), {{"tandem_dashboard": "{URL}"}})
+    time.sleep(600)
 """
 
 
@@ -153,7 +159,9 @@ def gcs_of(log_path: pathlib.Path) -> str:
     return found[1] if found else ""
 
 
-def test_the_list_of_a_clusters_jobs_names_the_dashboard(head, tmp_path):
+def test_a_submitted_job_has_its_link_in_the_runs_folder_and_a_joined_one_in_its_metadata(
+    head, tmp_path
+):
     address, environment, log_path = head
     script = tmp_path / "driver_script.py"
     script.write_text(SCRIPT)
@@ -170,30 +178,37 @@ def test_the_list_of_a_clusters_jobs_names_the_dashboard(head, tmp_path):
 
 
 def look_at_jobs(address: str, log: str, script: str) -> None:
-    """Submits the script, joins with it, and looks for the dashboard's URL in the list of jobs."""
+    """Submits the script and finds the link of its dashboard; joins with the script as well and
+    finds the URL in the list of jobs."""
     from ray.job_submission import JobSubmissionClient
 
     jobs = wait_for(lambda: JobSubmissionClient(address), "the job server")
+    folder = pathlib.Path(script).with_name("submitted")
     submitted = wait_for(
         lambda: jobs.submit_job(
-            entrypoint=f"{sys.executable} {script}",
+            entrypoint=f"{sys.executable} {script} {folder}",
             runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
             metadata={"owner": "me"},
         ),
         "an agent that takes jobs",
     )
-    metadata = wait_for(
-        lambda: (
-            "tandem_dashboard" in (found := jobs.get_job_info(submitted).metadata or {}) and found
-        ),
-        "the metadata of the submitted job",
+    said = wait_for(
+        lambda: re.search(r"dashboard: (http://\S+) \(", jobs.get_job_logs(submitted)),
+        "the dashboard's address in the job's output",
     )
-    assert metadata["tandem_dashboard"] == URL and metadata["owner"] == "me"
-    (listed,) = [job for job in jobs.list_jobs() if job.submission_id == submitted]
-    assert listed.metadata == metadata
+    shown = subprocess.run(
+        [sys.executable, "-m", "dashboard", "--run", str(folder), "--link"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    _, tokens = auth.read_access(folder / auth.FOLDER)
+    assert shown.stdout.splitlines()[0] == auth.link(said[1], tokens)
+    assert jobs.get_job_info(submitted).metadata == {"owner": "me"}
     gcs = wait_for(lambda: gcs_of(pathlib.Path(log)), "the head's address")
     joined = subprocess.Popen(
-        [sys.executable, script],
+        [sys.executable, script, str(folder.with_name("joined"))],
         env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": gcs},
         stdout=subprocess.DEVNULL,
     )
