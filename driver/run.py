@@ -79,7 +79,7 @@ def _run_tracked(
         connect(config.run.name, stop, {METADATA_KEY: dashboard.url} if dashboard else {})
         stack.callback(ray.shutdown)
         group = reserve(config.placement, config.rollout.workers.at_start, stop)
-        supervisor = Supervisor(config, group, stop, warn=view.say)
+        supervisor = Supervisor(config.placement, group, stop, warn=view.say)
         stack.callback(supervisor.shutdown)
         metrics = MetricsLog(
             folder,

@@ -5,6 +5,7 @@ meanwhile, as far as `rollout.max_staleness` lets them (`intake.py`). A learner 
 replaced, and the steps since its last checkpoint are taken again with the recorded groups.
 """
 
+import dataclasses
 import pathlib
 import time
 from collections.abc import Sequence
@@ -21,18 +22,18 @@ from driver.config import load_config as settings
 from driver.config.plan import Prepared
 from driver.config.run_config import RunConfig
 from driver.errors import RunError
+from driver.fleet.actor_calls import ActorFailed, LearnerLost
 from driver.fleet.actor_specs import learner_spec, rollout_spec
-from driver.fleet.actors import ActorFailed
 from driver.fleet.control_server import ControlBox
-from driver.fleet.fleet import FleetEvents, Worker
+from driver.fleet.fleet import FleetEvents
 from driver.fleet.fleet_size import Scaler
+from driver.fleet.fleet_worker import Worker
 from driver.postmortem.evidence import Sources
 from driver.reports.evaluation import eval_metrics, is_due
 from driver.reports.step_report import StepReports
-from driver.supervisor import LearnerLost, Supervisor, with_port
-from learner.learner_records import Restored
+from driver.supervisor import Supervisor
 from learner.learner_spec import LearnerSpec
-from rollout_worker.lease_records import News, Orders
+from rollout_worker.worker_records import EvalRequest, News, Orders, WorkerInfo
 from services.process import failpoints
 from services.trajectories.group_report import GroupReport
 from services.wire.tls import RunAuthority
@@ -81,23 +82,25 @@ class Session:
         """
         config = self._config
         self._learner = self._supervisor.start_learner(self._learner_spec())
-        if not self._learner["sees_output_folder"]:
+        if not self._learner.sees_output_folder:
             raise RunError(
-                f"run.output_dir={self._folder} is not there on {self._learner['host']}, where "
+                f"run.output_dir={self._folder} is not there on {self._learner.host}, where "
                 "the learner runs and writes checkpoints: use a folder that all hosts share"
             )
         fleet = self._supervisor.make_fleet(
+            config.rollout,
+            config.weights.relay_fanout,
             lambda name: rollout_spec(
                 config,
                 self._folder,
                 name,
                 self._run_id,
                 self._authority,
-                self._learner["address"],
+                self._learner.address,
             ),
             FleetEvents(
                 ended=lambda result: self._state.intake.record_result(result),
-                lost=self._take_back,
+                void=self._take_back,
                 news=self._hear,
                 joined=self._join,
                 left=self._left,
@@ -169,7 +172,8 @@ class Session:
         """Leaves the last checkpoint and the exported policy."""
         self._save()
         if self._config.checkpoint.export_hf:
-            self._supervisor.learner("export", str(self._folder / "export"), timeout_s=self._wait_s)
+            exported = self._supervisor.learner.export(str(self._folder / "export"))
+            self._supervisor.wait_for(exported, timeout_s=self._wait_s)
 
     def _save_in_passing(self) -> None:
         """Writes a checkpoint; one that fails is said, and the run goes on without it."""
@@ -184,7 +188,8 @@ class Session:
         """Writes a checkpoint of the last closed step, books included."""
         state = self._state
         kept = state.checkpoint_state(self._reports.ledger_state())
-        self._supervisor.learner("save", state.step, kept, timeout_s=self._wait_s)
+        saved = self._supervisor.learner.save(state.step, kept)
+        self._supervisor.wait_for(saved, timeout_s=self._wait_s)
         self._reports.record_checkpoint(state.step)
 
     @property
@@ -210,7 +215,8 @@ class Session:
         self._leasing = False
         self._worker_errors.append(str(error))
         self._supervisor.fleet.cancel_all()
-        spec = with_port(self._learner_spec(), self._learner["address"])
+        port = int(self._learner.address.rpartition(":")[2])
+        spec = dataclasses.replace(self._learner_spec(), port=port)  # which workers know
         self._learner = self._supervisor.restart_learner(spec, error)
 
     def _begin(self, *, again: bool) -> None:
@@ -222,14 +228,15 @@ class Session:
         fleet = self._supervisor.fleet
         issued = self._resume() if again or self._config.run.resume else {}
         self._reports.show_joined(self._learner, again=False)
-        self._state.policy_version = self._supervisor.learner(
-            "publish", timeout_s=self._config.placement.startup_timeout_s
+        self._state.policy_version = self._supervisor.wait_for(
+            self._supervisor.learner.publish(),
+            timeout_s=self._config.placement.startup_timeout_s,
         )
-        fleet.order_all(Orders(learner_address=self._learner["address"]))
-        fleet.tell_sources(self._learner["address"])
+        fleet.order_all(Orders(learner_address=self._learner.address))
+        fleet.send_sources(self._learner.address)
         for worker in fleet.ready():
             if worker.policy_version >= 0 and worker.policy_version not in issued:
-                fleet.order(worker, Orders(refetch=True))
+                worker.order(Orders(refetch=True))
         if not self._crewed:
             self._supervisor.start_workers(self._config.rollout.workers.at_start)
             self._supervisor.before_turn = self._before_turn
@@ -243,8 +250,9 @@ class Session:
         Returns:
             digest by version of what the learner before had issued since that checkpoint.
         """
-        restored: Restored | None = self._supervisor.learner(
-            "restore", timeout_s=self._config.placement.startup_timeout_s
+        restored = self._supervisor.wait_for(
+            self._supervisor.learner.restore(),
+            timeout_s=self._config.placement.startup_timeout_s,
         )
         for reason in restored.skipped if restored else ():
             self._warn(f"checkpoint skipped: {reason}")
@@ -275,8 +283,11 @@ class Session:
         state, fleet = self._state, self._supervisor.fleet
         self._scaler.turn(state.step, self._reports.queues.newest)
         if self._leasing and not state.replay:
-            room = fleet.room()
-            fleet.grant(state.intake.grant_leases(room, state.policy_version, self._steps_left))
+            fleet.dispatch_leases(
+                state.intake.grant_leases(
+                    fleet.free_capacity(), state.policy_version, self._steps_left
+                )
+            )
         self._look_at_queues()
 
     def _look_at_queues(self) -> None:
@@ -289,20 +300,19 @@ class Session:
         how = LeaseState.EXPIRED if expired else LeaseState.RETURNED
         self._state.leases.return_leases(group_ids, how)
 
-    def _join(self, worker: Worker) -> None:
-        digest = worker.about["prompts_digest"]
-        if digest != self._prepared.digest:
+    def _join(self, worker: Worker, info: WorkerInfo) -> None:
+        if info.prompts_digest != self._prepared.digest:
             raise RunError(
-                f"{worker.name} on {worker.about['host']} reads other training prompts than the "
+                f"{info.name} on {info.host} reads other training prompts than the "
                 f"driver from data.train.source={self._config.data.train.source}: every host "
                 "needs the same data and tokenizer"
             )
-        self._reports.show_joined(worker.about, again=worker.restarts > 0)
-        self._supervisor.fleet.tell_sources(self._learner["address"])
+        self._reports.show_joined(info, again=worker.restarts > 0)
+        self._supervisor.fleet.send_sources(self._learner.address)
 
     def _left(self, worker: Worker) -> None:
         self._scaler.left(worker)
-        self._supervisor.fleet.tell_sources(self._learner["address"])
+        self._supervisor.fleet.send_sources(self._learner.address)
 
     def _hear(self, worker: Worker, news: News) -> None:
         self._reports.record_news(worker.name, news)
@@ -329,7 +339,8 @@ class Session:
         return state.intake.take_batch(state.policy_version)
 
     def _reports_of(self, group_ids: list[str]) -> list[GroupReport]:
-        return self._supervisor.learner("reports", group_ids, timeout_s=self._wait_s)
+        asked = self._supervisor.learner.reports(group_ids)
+        return self._supervisor.wait_for(asked, timeout_s=self._wait_s)
 
     def _train_step(self, step: int) -> dict[str, float]:
         """Prompts to groups to the next policy version; returns the step's metrics.
@@ -343,11 +354,8 @@ class Session:
         rollout_s = time.monotonic() - started
         metrics: dict[str, float] = {"train/update_skipped": 1.0}
         if batch.kept or batch.dropped:
-            report = self._supervisor.learner(
-                "update",
-                batch.kept,
-                batch.dropped,
-                self._wait_s,
+            report = self._supervisor.wait_for(
+                self._supervisor.learner.update(batch.kept, batch.dropped, self._wait_s),
                 timeout_s=2 * self._wait_s,
                 interruptible=False,
             )
@@ -373,11 +381,20 @@ class Session:
     def _evaluate(self) -> dict[str, float]:
         """Scores the held-out prompts under the current policy and notes every item."""
         started = time.monotonic()
-        items = self._supervisor.evaluate(range(self._held_out), self._state.policy_version)
-        items.sort(key=lambda item: (item["prompt_id"], item["sample_index"]))
+        evaluation = self._config.eval
+        items = self._supervisor.evaluate(
+            EvalRequest(
+                positions=range(self._held_out),
+                policy_version=self._state.policy_version,
+                samples=evaluation.samples_per_prompt,
+                sampling=evaluation.sampling,
+                timeout_s=self._wait_s,
+            )
+        )
+        items.sort(key=lambda item: (item.prompt_id, item.sample_index))
         self._reports.write_evaluation(self._state.step, items)
         scorer = self._config.reward.functions[0].name
-        metrics = eval_metrics(items, scorer=scorer, pass_k=self._config.eval.pass_k)
+        metrics = eval_metrics(items, scorer=scorer, pass_k=evaluation.pass_k)
         right = round(metrics["eval/accuracy/strict"] * len(items))
         self._state.accuracy[self._state.step] = Accuracy(correct=right, total=len(items))
         return metrics | {"time/eval_s": time.monotonic() - started}

@@ -1,8 +1,8 @@
 """Everything that must go on while the driver waits for something.
 
 Owns the learner's actor and the fleet of rollout workers. Every wait is a series of `turn`s: each
-looks for a signal, lets the step loop give out work, and books what workers report. Every wait
-ends: by its result, by a signal, or by a deadline whose error names who was waited for.
+checks for a signal, lets the step loop dispatch leases, and records what workers report. Every wait
+ends: by its result, by a signal, or by a deadline whose error names the process waited for.
 """
 
 import contextlib
@@ -11,41 +11,56 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-import ray
 from ray.util.placement_group import PlacementGroup
 
 from driver.accounting.step_timing import LEARNER, RunTiming
-from driver.config.run_config import RunConfig
+from driver.config.run_config import PlacementConfig
 from driver.errors import RunError
-from driver.fleet import actors
-from driver.fleet.actors import GONE, POLL_S, ActorFailed, LearnerLost, NoAnswer, Room
-from driver.fleet.fleet import Fleet, FleetEvents
-from driver.fleet.fleet_snapshot import learner_status
-from driver.fleet.launch import Launcher
+from driver.fleet.actor_calls import (
+    GONE,
+    ActorFailed,
+    Call,
+    LearnerLost,
+    NoAnswer,
+    message_of,
+    start_failure,
+    wait_for_calls,
+)
+from driver.fleet.fleet import Fleet, FleetEvents, worker_capacity
+from driver.fleet.fleet_worker import Worker, memory_fields
+from driver.fleet.handles import LearnerHandle
+from driver.fleet.launch import Launcher, Room
 from driver.fleet.timing_collector import TimingCollector
 from driver.signals import StopSignal
-from learner.learner_records import LearnerHealth
+from learner.learner_records import LearnerHealth, LearnerInfo
 from learner.learner_spec import LearnerSpec
 from rollout_worker.actor import RolloutSpec
+from rollout_worker.config import RolloutConfig
+from rollout_worker.worker_records import EvalItem, EvalRequest
 from services.control.messages import LearnerStatus
 from services.process.process_memory import ProcessMemory
 
+T = TypeVar("T")
+
+POLL_S = 0.5
+"""Between two checks for a signal."""
 WATCH_S = 1.0
 """Between two questions for the learner's health: how late its death may be noticed."""
-
 SILENT_S = 60.0
 """How long it may take to answer: a process that is stopped counts as lost then."""
 ASK_S = 2.0
 """For a learner that may not answer any more."""
+STARTING = "starting"
+"""What a learner does that has not reported yet."""
 
 
 class RestartsUsedUp(RunError):
     """The learner died more often than the run allows; only a resume goes on."""
 
 
-def shares(work: Sequence[Any], workers: int) -> list[list[Any]]:
+def shares(work: Sequence[int], workers: int) -> list[list[int]]:
     """Cuts work into one share for each worker, in order; the last may be smaller or none."""
     size = max(1, math.ceil(len(work) / workers))
     return [list(work[start : start + size]) for start in range(0, len(work), size)]
@@ -56,46 +71,58 @@ class Supervisor:
 
     def __init__(
         self,
-        config: RunConfig,
+        placement: PlacementConfig,
         group: PlacementGroup,
         stop: StopSignal,
         warn: Callable[[str], None],
     ):
-        self._config = config
+        """Starts nothing.
+
+        Args:
+            group: room for the learner and the initial workers.
+            warn: shows one line.
+        """
+        self._placement = placement
         self._group = group
         self._stop = stop
         self._warn = warn
-        self._launcher = Launcher(config.placement)
-        self._learner: Any = None
-        self._watch: Any = None
+        self._launcher = Launcher(placement)
+        self._learner: LearnerHandle | None = None
+        self._watch: Call[LearnerHealth] | None = None
         self._watch_at = 0.0
         self._watch_asked = 0.0
         self._timings = TimingCollector()
-        self.about: dict[str, Any] = {}
-        """What the learner says of itself."""
-        self.health: LearnerHealth | None = None
-        """Of the learner, as last heard; None until it was asked."""
+        self._info: LearnerInfo | None = None
+        """None before the first learner serves."""
+        self._health: LearnerHealth | None = None
+        """As last reported; None until it was asked."""
         self._fleet: Fleet | None = None
         self.before_turn: Callable[[], None] = lambda: None
-        """The step loop's: gives out leases."""
+        """The step loop's: dispatches leases."""
         self.learner_restarts = 0
 
     @property
     def fleet(self) -> Fleet:
-        """The rollout workers; there once `start_workers` was called."""
+        """The rollout workers; there once `make_fleet` was called."""
         assert self._fleet is not None
         return self._fleet
 
-    def start_learner(self, spec: LearnerSpec) -> dict[str, Any]:
-        """Starts the learner and waits until it serves; returns what it says of itself."""
+    @property
+    def learner(self) -> LearnerHandle:
+        """The learner; there once `start_learner` was called."""
+        assert self._learner is not None
+        return self._learner
+
+    def start_learner(self, spec: LearnerSpec) -> LearnerInfo:
+        """Starts the learner and waits until it serves."""
         try:
             return self._begin_learner(spec)
         except LearnerLost as error:
-            raise actors.start_failure(error.__cause__ or error, "learner") from error
+            raise start_failure(error.__cause__ or error, "learner") from error
         except ActorFailed as error:
-            raise actors.start_failure(error, "learner") from error
+            raise start_failure(error, "learner") from error
 
-    def restart_learner(self, spec: LearnerSpec, error: LearnerLost) -> dict[str, Any]:
+    def restart_learner(self, spec: LearnerSpec, error: LearnerLost) -> LearnerInfo:
         """Starts another learner in place of one that died.
 
         Raises:
@@ -103,7 +130,7 @@ class Supervisor:
             RestartsUsedUp: if the run allows no more.
         """
         self.learner_restarts += 1
-        allowed = self._config.placement.learner_restarts
+        allowed = self._placement.learner_restarts
         if self.learner_restarts > allowed:
             raise RestartsUsedUp(
                 f"{error}; placement.learner_restarts={allowed} is used up, --resume goes on from "
@@ -112,29 +139,43 @@ class Supervisor:
             ) from error
         self._warn(f"{error}: restart {self.learner_restarts} of {allowed}")
         with contextlib.suppress(ValueError):
-            actors.kill(self._learner)
+            self.learner.kill()
         if not self._launcher.colocated or self._fleet is None:
             return self._begin_learner(spec)
         self._fleet.await_process(error)
-        about = self._begin_learner(spec)
+        info = self._begin_learner(spec)
         self._fleet.enter_process()
-        return about
+        return info
 
-    def _begin_learner(self, spec: LearnerSpec) -> dict[str, Any]:
+    def _begin_learner(self, spec: LearnerSpec) -> LearnerInfo:
         room = Room(self._group, 0, shared=True)
-        self._learner = self._launcher.learner(spec, room)
+        self._learner = self._launcher.start_learner(spec, room)
         self._timings.table.remove_process(LEARNER)
-        self.health = None
+        self._health = None
         self._watch, self._watch_at = None, math.inf  # it is asked nothing else before it serves
         asked_s = time.monotonic()
-        self.about = self.learner("describe", timeout_s=self._config.placement.startup_timeout_s)
-        self._timings.table.add_process(LEARNER, asked_s, self.about)
-        self._watch_at = 0.0
-        return self.about
+        info = self.wait_for(self._learner.describe(), timeout_s=self._placement.startup_timeout_s)
+        self._timings.table.add_process(LEARNER, asked_s, info.clock_s)
+        self._info, self._watch_at = info, 0.0
+        return info
 
-    def make_fleet(self, make_spec: Callable[[str], RolloutSpec], events: FleetEvents) -> Fleet:
-        """A fleet without workers."""
-        self._fleet = Fleet(self._config, self._launcher, make_spec, events, self._timings)
+    def make_fleet(
+        self,
+        rollout: RolloutConfig,
+        relay_fanout: int,
+        make_spec: Callable[[str], RolloutSpec],
+        events: FleetEvents,
+    ) -> Fleet:
+        """A fleet without workers; arguments as of `Fleet`."""
+        self._fleet = Fleet(
+            self._placement,
+            self._launcher,
+            make_spec,
+            events,
+            self._timings,
+            capacity=worker_capacity(rollout),
+            relay_fanout=relay_fanout,
+        )
         return self._fleet
 
     def start_workers(self, count: int) -> None:
@@ -144,7 +185,7 @@ class Supervisor:
         """
         for index in range(len(self.fleet.workers), count):
             self.fleet.add(Room(self._group, index + 1, shared=True))
-        deadline = time.monotonic() + self._config.placement.startup_timeout_s
+        deadline = time.monotonic() + self._placement.startup_timeout_s
         while len(self.fleet.ready()) < count:
             self.turn()
             if time.monotonic() > deadline:
@@ -152,14 +193,16 @@ class Supervisor:
                 missing = sorted(self.fleet.workers.keys() - ready)
                 raise NoAnswer(
                     f"{', '.join(missing)} did not start within placement.startup_timeout_s="
-                    f"{self._config.placement.startup_timeout_s:g} s"
+                    f"{self._placement.startup_timeout_s:g} s"
                 )
 
     def check_stop(self) -> None:
         """Raises Interrupted after a signal, as every wait does that may be interrupted."""
         self._stop.check()
 
-    def turn(self, calls: Collection[Any] = (), *, interruptible: bool = True) -> set[Any]:
+    def turn(
+        self, calls: Collection[Call[object]] = (), *, interruptible: bool = True
+    ) -> set[Call[object]]:
         """Looks once at everything under way; returns those of `calls` that have ended.
 
         Raises:
@@ -172,131 +215,150 @@ class Supervisor:
             self._stop.check()
         self.before_turn()
         if self._watch is None and self._learner is not None and time.monotonic() > self._watch_at:
-            self._watch = self._learner.health.remote()
+            self._watch = self._learner.health()
             self._watch_asked = time.monotonic()
         waited = [*calls] if self._watch is None else [*calls, self._watch]
         if self._fleet is None:
-            ended = set(ray.wait(waited, timeout=POLL_S)[0]) if waited else set()
+            ended = wait_for_calls(waited, POLL_S)
         else:
-            ended = self._fleet.pump(POLL_S, waited)
-        silent_s = min(SILENT_S, self._config.placement.step_timeout_s)
-        if self._watch not in (None, *ended) and time.monotonic() - self._watch_asked > silent_s:
-            raise LearnerLost(f"the learner did not answer 'health' within {silent_s:g} s")
-        if self._watch in ended:
-            watch, self._watch, self._watch_at = self._watch, None, time.monotonic() + WATCH_S
-            self.health = health = self._learner_result(watch, "health")
-            if health.problem:
-                raise ActorFailed(f"the learner: {health.problem}")
+            ended = self._fleet.poll(POLL_S, waited)
+        self._check_health(ended)
         return ended & set(calls)
 
-    def learner(self, method: str, *arguments, timeout_s: float, interruptible: bool = True) -> Any:
-        """Calls the learner and waits, while the workers go on.
+    def _check_health(self, ended: Collection[Call[object]]) -> None:
+        """Takes the learner's answer, or notices that there is none."""
+        watch = self._watch
+        if watch is None:
+            return
+        if watch not in ended:
+            silent_s = min(SILENT_S, self._placement.step_timeout_s)
+            if time.monotonic() - self._watch_asked > silent_s:
+                raise LearnerLost(f"the learner did not answer 'health' within {silent_s:g} s")
+            return
+        self._watch, self._watch_at = None, time.monotonic() + WATCH_S
+        self._health = self._learner_result(watch)
+        if self._health.problem:
+            raise ActorFailed(f"the learner: {self._health.problem}")
+
+    def wait_for(self, call: Call[T], *, timeout_s: float, interruptible: bool = True) -> T:
+        """Waits for a call of the learner, while the workers go on.
 
         Args:
             interruptible: whether a signal ends the wait; an update is waited for, so that the
-                books know what it trained on.
+                run state has what it trained on.
 
         Raises:
             LearnerLost: if its process is gone.
             ActorFailed: if it raised an error of its own.
             NoAnswer: naming the method.
         """
-        call = getattr(self._learner, method).remote(*arguments)
         deadline = time.monotonic() + timeout_s
         while call not in self.turn([call], interruptible=interruptible):
             if time.monotonic() > deadline:
-                raise NoAnswer(f"the learner did not answer {method!r} within {timeout_s:g} s")
-        return self._learner_result(call, method)
+                raise NoAnswer(f"{call.who} did not answer {call.method!r} within {timeout_s:g} s")
+        return self._learner_result(call)
 
-    def evaluate(self, positions: Sequence[int], policy_version: int) -> list[dict[str, Any]]:
-        """Completes and scores held-out prompts on all workers."""
-        settings = self._config.eval
-        timeout_s = self._config.placement.step_timeout_s
-        waiting = deque(shares(positions, max(1, len(self.fleet.ready()))))
-        running: dict[Any, tuple[Any, list[int], float]] = {}
-        results: list[dict[str, Any]] = []
+    def evaluate(self, request: EvalRequest) -> list[EvalItem]:
+        """Completes and scores held-out prompts; each worker gets a share of the positions."""
+        waiting = deque(shares(request.positions, max(1, len(self.fleet.ready()))))
+        running: dict[Call[list[EvalItem]], tuple[Worker, list[int], float]] = {}
+        results: list[EvalItem] = []
         while waiting or running:
             busy = {worker.name for worker, _, _ in running.values()}
             for worker in self.fleet.ready():
-                if waiting and worker.name not in busy:
-                    piece = waiting.popleft()
-                    call = worker.actor.evaluate.remote(
-                        piece,
-                        policy_version,
-                        settings.samples_per_prompt,
-                        settings.sampling,
-                        timeout_s,
-                    )
-                    running[call] = (worker, piece, time.monotonic() + timeout_s)
+                if waiting and worker.name not in busy and worker.handle is not None:
+                    share = waiting.popleft()
+                    call = worker.handle.evaluate(dataclasses.replace(request, positions=share))
+                    running[call] = (worker, share, time.monotonic() + request.timeout_s)
             ended = self.turn(running)
-            late = {call for call, (_, _, end) in running.items() if time.monotonic() > end}
-            for call in ended | late:
-                worker, piece, _ = running.pop(call)
+            now = time.monotonic()
+            for call in [c for c, (_, _, end_s) in running.items() if c in ended or now > end_s]:
+                worker, share, _ = running.pop(call)
                 try:
                     if call not in ended:
-                        raise NoAnswer(f"{worker.name} did not finish evaluate in {timeout_s:g} s")
-                    results += actors.result_of(call, worker.name, "evaluate")
+                        raise NoAnswer(
+                            f"{worker.name} did not finish evaluate in {request.timeout_s:g} s"
+                        )
+                    results += call.result()
                 except (*GONE, ActorFailed, NoAnswer) as error:
-                    waiting.append(piece)
+                    waiting.append(share)
                     self.fleet.lost_while(worker, error)
         return results
 
     def step_timings(self) -> RunTiming:
         """What every process did since the last call, up to the moment of this one."""
-        there = {worker.name: worker.actor for worker in self.fleet.running()}
+        there = {worker.name: handle for worker, handle in self.fleet.running()}
         try:
             return self._timings.collect(
-                {LEARNER: self._learner, **there},
+                {LEARNER: self.learner, **there},
                 [LEARNER, *self.fleet.workers],
-                timeout_s=self._config.placement.step_timeout_s,
+                timeout_s=self._placement.step_timeout_s,
                 check=self._stop.check,
             )
         except GONE as error:
-            raise self._lost(error, "take_timing") from error
+            raise _learner_lost(error, "take_timing") from error
 
     def learner_status(self) -> LearnerStatus | None:
-        """The learner as it was last heard; None before the first served."""
-        return learner_status(self.about, self.health, self.learner_restarts)
+        """The learner as it last reported; None before the first serves."""
+        return learner_status(self._info, self._health, self.learner_restarts)
 
     def memory(self) -> dict[str, ProcessMemory]:
-        """What the processes hold that have told, as last heard; by name."""
+        """The memory of the processes that have reported it, by name."""
         held = {worker.name: worker.memory for worker in self.fleet.workers.values()}
-        held[LEARNER] = None if self.health is None else self.health.memory
+        held[LEARNER] = None if self._health is None else self._health.memory
         return {name: memory for name, memory in held.items() if memory is not None}
 
     def tables(self) -> dict[str, Any]:
-        """What is known of actors and queues, as plain values; nobody is asked for long."""
+        """What is known of actors and queues, as plain values; no process is waited for long."""
         tables: dict[str, Any] = {"fleet": [] if self._fleet is None else self._fleet.table()}
         if self._learner is not None:
-            call = self._learner.health.remote()
-            if ray.wait([call], timeout=ASK_S)[0]:
+            call = self._learner.health()
+            if wait_for_calls([call], ASK_S):
                 with contextlib.suppress(*GONE, ActorFailed):
-                    health = actors.result_of(call, "the learner", "health")
-                    tables["buffer"] = dataclasses.asdict(health)
+                    tables["buffer"] = dataclasses.asdict(call.result())
         return tables
 
     def shutdown(self, grace_s: float = 10.0) -> None:
         """Ends every actor; what does not end by itself in time is killed."""
-        closing = None if self._learner is None else self._learner.close.remote()
+        learner, self._learner = self._learner, None
+        closing = [] if learner is None else [learner.close()]
         if self._fleet is not None:
             self._fleet.shutdown(grace_s)
-        if self._learner is not None:
-            ray.wait([closing], timeout=grace_s)
-            actors.kill(self._learner)
-        self._learner = None
+        wait_for_calls(closing, grace_s)
+        if learner is not None:
+            learner.kill()
 
-    def _learner_result(self, call: Any, method: str) -> Any:
+    def _learner_result(self, call: Call[T]) -> T:
         try:
-            return actors.result_of(call, "the learner", method)
+            return call.result()
         except GONE as error:
-            raise self._lost(error, method) from error
-
-    def _lost(self, error: BaseException, method: str) -> LearnerLost:
-        return LearnerLost(
-            f"the learner died during {method!r}: {actors.message_of(error)}", details=str(error)
-        )
+            raise _learner_lost(error, call.method) from error
 
 
-def with_port(spec: LearnerSpec, address: str) -> LearnerSpec:
-    """The spec of a learner that takes another's place, and its port where that is free there."""
-    return dataclasses.replace(spec, port=int(address.rpartition(":")[2]))
+def learner_status(
+    info: LearnerInfo | None, health: LearnerHealth | None, restarts: int
+) -> LearnerStatus | None:
+    """What is shown of the learner; None before the first serves.
+
+    Args:
+        health: None where it was not asked yet.
+        restarts: how often another one took its place.
+    """
+    if info is None:
+        return None
+    return LearnerStatus(
+        doing=STARTING if health is None else health.doing,
+        policy_version=-1 if health is None else health.policy_version,
+        issued_version=-1 if health is None else health.issued_version,
+        host=info.host,
+        pid=info.pid,
+        devices=info.devices,
+        restarts=restarts,
+        **memory_fields(None if health is None else health.memory),
+    )
+
+
+def _learner_lost(error: BaseException, method: str) -> LearnerLost:
+    return LearnerLost(
+        f"the learner died during {method!r}: {message_of(error)}", details=str(error)
+    )

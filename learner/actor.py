@@ -23,7 +23,7 @@ from learner.durable.journal import Begun, Journal
 from learner.durable.kept_groups import KeptGroups
 from learner.durable.rollout_file import plain_header
 from learner.durable.spool_format import NOTHING_OPEN
-from learner.learner_records import LearnerHealth, Restored, UpdateReport, books_of
+from learner.learner_records import LearnerHealth, LearnerInfo, Restored, UpdateReport, books_of
 from learner.learner_spec import LearnerSpec, reachable_host, rollout_header
 from learner.publish.publisher import Publisher, PublishFailed
 from learner.publish.snapshot import Snapshot
@@ -117,17 +117,17 @@ class LearnerActor:
         self._clock.take_timing()  # time before this belongs to no step
         self._idle.enter_context(self._clock.phase("idle"))
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> LearnerInfo:
         """Says that the learner serves, and where and on what it runs."""
-        return {
-            "name": "learner",
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "devices": f"{len(self._devices)} x {self._devices[0].device_kind}",
-            "address": f"{reachable_host(self._spec)}:{self._server.port}",
-            "sees_output_folder": pathlib.Path(self._spec.checkpoint_folder).parent.is_dir(),
-            "clock_s": time.monotonic(),
-        }
+        return LearnerInfo(
+            name="learner",
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            devices=f"{len(self._devices)} x {self._devices[0].device_kind}",
+            address=f"{reachable_host(self._spec)}:{self._server.port}",
+            sees_output_folder=pathlib.Path(self._spec.checkpoint_folder).parent.is_dir(),
+            clock_s=time.monotonic(),
+        )
 
     def restore(self) -> Restored | None:
         """Goes on from the newest complete checkpoint and what was accepted since.

@@ -1,4 +1,4 @@
-"""What the learner tells the driver: plain records without arrays."""
+"""What the learner reports to the driver: plain records without arrays."""
 
 import dataclasses
 import math
@@ -12,6 +12,23 @@ from services.process.process_memory import ProcessMemory
 from services.trajectories.buffer_records import BufferCounts
 from services.trajectories.group_report import GroupReport, report_of
 from services.wire.messages import FinishReason, Group
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LearnerInfo:
+    """Where and on what a learner runs that serves."""
+
+    name: str
+    host: str
+    pid: int
+    devices: str
+    """Such as `8 x NVIDIA H100`."""
+    address: str
+    """That workers dial."""
+    sees_output_folder: bool
+    """Whether the run's folder is there on its host."""
+    clock_s: float
+    """Its monotonic clock while it answered."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

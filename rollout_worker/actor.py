@@ -12,7 +12,6 @@ import pathlib
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 
@@ -23,15 +22,14 @@ from models.tokenizer import load_tokenizer
 from rollout_worker.canary import Canary
 from rollout_worker.config import DataConfig, RewardConfig, RolloutConfig
 from rollout_worker.data.prompts import PromptSet, load_prompts
-from rollout_worker.engine.decode_request import SamplingSettings
 from rollout_worker.engine_setup import EngineSetup
 from rollout_worker.fetcher import Fetched, Fetcher
-from rollout_worker.lease_records import News, Orders
 from rollout_worker.loop import WorkLoop
 from rollout_worker.pusher import Pusher
 from rollout_worker.rewards.reward_pool import RewardPool
-from rollout_worker.sample_record import SampleRecords
+from rollout_worker.sample_record import Sample, SampleRecords
 from rollout_worker.worker import CanaryFailed, RolloutWorker
+from rollout_worker.worker_records import EvalItem, EvalRequest, News, Orders, WorkerInfo
 from services.process import failpoints, stacks
 from services.process.phase_clock import PhaseClock
 from services.process.process_memory import process_memory
@@ -187,18 +185,18 @@ class RolloutActor:
             weights_timeout_s=spec.timeout_s,
         )
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> WorkerInfo:
         """Says that the worker is ready, and where and on what it runs."""
-        return {
-            "name": self._spec.name,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "devices": f"{len(self._devices)} x {self._devices[0].device_kind}",
-            "address": "" if self._replica is None else self._replica.address,
-            "slots": self._spec.rollout.decode.slots,
-            "prompts_digest": self._prompts[0].digest,
-            "clock_s": time.monotonic(),
-        }
+        return WorkerInfo(
+            name=self._spec.name,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            devices=f"{len(self._devices)} x {self._devices[0].device_kind}",
+            address="" if self._replica is None else self._replica.address,
+            slots=self._spec.rollout.decode.slots,
+            prompts_digest=self._prompts[0].digest,
+            clock_s=time.monotonic(),
+        )
 
     def order(self, orders: Orders) -> None:
         """Takes leases and other wishes of the driver; returns at once."""
@@ -208,26 +206,20 @@ class RolloutActor:
         """What happened since the last call; waits for something to happen, at most so long."""
         return self._loop.news(wait_s)
 
-    def evaluate(
-        self,
-        positions: Sequence[int],
-        policy_version: int,
-        samples: int,
-        sampling: SamplingSettings,
-        timeout_s: float,
-    ) -> list[dict[str, Any]]:
-        """Completes and scores held-out prompts under a version of at least this.
+    def evaluate(self, request: EvalRequest) -> list[EvalItem]:
+        """Completes and scores held-out prompts, between groups, under the version asked for.
 
-        Returns:
-            Records of plain values.
+        Raises:
+            TimeoutError: if it did not end in time.
         """
 
-        def run() -> list[dict[str, Any]]:
+        def run() -> list[EvalItem]:
             with self._clock.phase("eval"):
-                items = self._worker.evaluate(positions, samples=samples, sampling=sampling)
-            return [dataclasses.asdict(item) for item in items]
+                return self._worker.evaluate(
+                    request.positions, samples=request.samples, sampling=request.sampling
+                )
 
-        return self._loop.call(policy_version, run, timeout_s)
+        return self._loop.call(request.policy_version, run, request.timeout_s)
 
     def take_timing(self, until_s: float | None = None) -> StepTiming:
         """What the worker did since the previous timing; as `PhaseClock.take_timing`."""
@@ -244,12 +236,12 @@ class RolloutActor:
     def _pull(self, min_version: int, sources: Sequence[str], wait_s: float) -> Fetched:
         if self._hand_over is not None:
             manifest, tensors = self._hand_over(min_version, wait_s)
-            return Fetched(manifest, tensors, dataclasses.asdict(_nothing_travelled(manifest)))
+            return Fetched(manifest, tensors, _nothing_travelled(manifest))
         assert self._replica is not None
         pulled = self._replica.pull(
             min_version, sources, wait_s, transfer_timeout_s=self._spec.timeout_s
         )
-        return Fetched(pulled.manifest, pulled.tensors, dataclasses.asdict(pulled.stats))
+        return Fetched(pulled.manifest, pulled.tensors, pulled.stats)
 
     def _swap(self, fetched: Fetched) -> None:
         """Swaps a version in; one whose canary fails is placed on the device once more."""
@@ -259,7 +251,7 @@ class RolloutActor:
             log.warning("%s; placing it once more", error)
             self._worker.swap(fetched.manifest, fetched.named)
 
-    def _samples(self, group: Group, lease: Lease) -> tuple[dict[str, Any], ...]:
+    def _samples(self, group: Group, lease: Lease) -> tuple[Sample, ...]:
         prompt = self._prompts[0].prompts[lease.position]
         return self._records.of_group(group, prompt, marked=lease.logged)
 

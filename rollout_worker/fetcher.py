@@ -9,12 +9,12 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
 from services.process.background import Background
+from services.weights.replica import PullStats
 from services.weights.transfer import WeightTransferError
 from services.wire.messages import WeightManifest
 
@@ -30,7 +30,7 @@ class Fetched:
 
     manifest: WeightManifest
     named: Mapping[str, np.ndarray | jax.Array]
-    record: dict[str, Any]
+    stats: PullStats
     """How it came, for metrics and dashboard."""
 
 
@@ -53,7 +53,7 @@ class Fetcher:
         self._lock = threading.Lock()
         self._newest = -1
         self._ready: Fetched | None = None
-        self._records: list[dict[str, Any]] = []
+        self._records: list[PullStats] = []
         self._seconds = 0.0
         self._last_error = "no answer yet"
         self._thread = Background("weight-fetcher", self._run, on_change)
@@ -88,7 +88,7 @@ class Fetcher:
         with self._lock:
             self._newest, self._ready = -1, None
 
-    def take_records(self) -> tuple[list[dict[str, Any]], float]:
+    def take_records(self) -> tuple[list[PullStats], float]:
         """One record for every version pulled since the last call, and the seconds it all took."""
         with self._lock:
             records, seconds = self._records, self._seconds
@@ -114,8 +114,8 @@ class Fetcher:
                     continue  # `forget` came meanwhile
                 self._newest = fetched.manifest.policy_version
                 self._ready = fetched
-                self._records.append(fetched.record)
-                self._seconds += float(fetched.record.get("seconds", 0.0))
+                self._records.append(fetched.stats)
+                self._seconds += fetched.stats.seconds
             self._on_change()
 
 

@@ -13,18 +13,20 @@ import concurrent.futures
 import itertools
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Generic, TypeVar
 
 from rollout_worker.fetcher import Fetched, Fetcher, Patience
-from rollout_worker.lease_records import LeaseOutcome, LeaseResult, News, Orders, WorkerState
 from rollout_worker.leased_group import LeasedGroup
 from rollout_worker.pusher import Pusher
 from rollout_worker.worker import RolloutWorker
+from rollout_worker.worker_records import LeaseOutcome, LeaseResult, News, Orders
 from services.process import failpoints
 from services.process.background import Background
 from services.process.phase_clock import PhaseClock
 from services.process.process_memory import ProcessMemory
 from services.wire.messages import Lease
+
+T = TypeVar("T")
 
 POLL_S = 0.2
 """How long a wait inside the loop may delay what the driver asks for."""
@@ -108,7 +110,7 @@ class WorkLoop:
             results, self._results = self._results, []
             transfers, fetch_s = self._fetcher.take_records()
             return News(
-                state=self._state(),
+                drained=self._draining and not self._groups,
                 policy_version=self._worker.policy_version,
                 weight_digest=self._worker.weight_digest,
                 canary_gap=self._worker.canary_gap,
@@ -119,7 +121,7 @@ class WorkLoop:
                 memory=self._memory(),
             )
 
-    def call(self, min_version: int, run: Callable[[], Any], timeout_s: float) -> Any:
+    def call(self, min_version: int, run: Callable[[], T], timeout_s: float) -> T:
         """Runs something on the working thread, under a version of at least this, between groups.
 
         Raises:
@@ -259,18 +261,13 @@ class WorkLoop:
         self._thread.check()
         self._pusher.check()
 
-    def _state(self) -> WorkerState:
-        if self._draining:
-            return WorkerState.DRAINING if self._groups else WorkerState.DRAINED
-        return WorkerState.WORKING if self._groups else WorkerState.READY
 
-
-class _Job:
+class _Job(Generic[T]):
     """A call that waits for its turn on the working thread."""
 
-    def __init__(self, min_version: int, run: Callable[[], Any]):
+    def __init__(self, min_version: int, run: Callable[[], T]):
         self.min_version = min_version
-        self.done: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self.done: concurrent.futures.Future[T] = concurrent.futures.Future()
         self._run = run
 
     def run_now(self) -> None:

@@ -8,10 +8,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
-from rollout_worker.lease_records import LeaseOutcome, LeaseResult
 from rollout_worker.leased_group import LeasedGroup
+from rollout_worker.sample_record import Sample
+from rollout_worker.worker_records import LeaseOutcome, LeaseResult
 from services.process import failpoints
 from services.process.background import Background
 from services.trajectories.client import PackedGroup, PushFailed, TrajectoryClient, pack_group
@@ -34,7 +34,7 @@ class Pusher:
         address: str,
         *,
         timeout_s: float,
-        samples: Callable[[Group, Lease], tuple[dict[str, Any], ...]],
+        samples: Callable[[Group, Lease], tuple[Sample, ...]],
         on_result: Callable[[LeasedGroup, LeaseResult], None],
         on_failure: Callable[[], None],
     ):

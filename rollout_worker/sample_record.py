@@ -8,7 +8,7 @@ takes about 10 ms to make, which is spent where groups are pushed, beside the de
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import numpy as np
 
@@ -26,6 +26,33 @@ MOST_OPEN_TOKENS = 32
 """Tokens in a row that complete no character, after which they are shown as they are."""
 
 FIRST, DISAGREEMENT, REWARD_ERROR = "first", "disagreement", "reward_error"
+
+
+class Sample(TypedDict):
+    """One line of samples.jsonl, but for the step."""
+
+    group_id: str
+    policy_version: int
+    worker: str
+    prompt_id: int
+    sample_index: int
+    why: str
+    """FIRST, DISAGREEMENT or REWARD_ERROR."""
+    question: str
+    answer: str
+    prompt: str
+    completion: str
+    finish_reason: str
+    completion_tokens: int
+    rewards: dict[str, float]
+    total_reward: float
+    reward_error: str
+    tokens: list[list[str | float]]
+    """Text and logprob (nats) of each."""
+    tokens_cut: NotRequired[int]
+    """Tokens after MOST_TOKENS."""
+    parsed: NotRequired[dict[str, str | None]]
+    """The numbers that `gsm8k_answer` reads, strict and lenient."""
 
 
 class SampleRecords:
@@ -54,7 +81,7 @@ class SampleRecords:
         self._version = -1
         self._telling = 0
 
-    def of_group(self, group: Group, prompt: Prompt, *, marked: bool) -> tuple[dict[str, Any], ...]:
+    def of_group(self, group: Group, prompt: Prompt, *, marked: bool) -> tuple[Sample, ...]:
         """At most two records.
 
         Args:
@@ -69,12 +96,10 @@ class SampleRecords:
         self._telling += any(why != FIRST for _, why in chosen)
         return tuple(self._record(group, prompt, completion, why) for completion, why in chosen)
 
-    def _record(
-        self, group: Group, prompt: Prompt, completion: Completion, why: str
-    ) -> dict[str, Any]:
+    def _record(self, group: Group, prompt: Prompt, completion: Completion, why: str) -> Sample:
         text = self._text(completion.token_ids, completion.finish_reason)
         token_ids = completion.token_ids[:MOST_TOKENS].tolist()
-        record = {
+        record: Sample = {
             "group_id": group.group_id,
             "policy_version": group.policy_version,
             "worker": group.worker,

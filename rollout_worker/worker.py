@@ -23,29 +23,13 @@ from rollout_worker.engine.engine import Engine
 from rollout_worker.engine_setup import STOP_STRINGS_SET
 from rollout_worker.leased_group import LeasedGroup
 from rollout_worker.rewards.reward_pool import PendingScores, RewardPool, Score, ScoreRequest
+from rollout_worker.worker_records import EvalItem
 from services.process.phase_clock import PhaseClock
 from services.weights.digest import tree_digest
 from services.wire.messages import Completion, FinishReason, Group, WeightManifest
 
 EVAL_STREAM = 2**31 - 1
 """Folded into the run's key for evaluation, so that it never repeats a training draw."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalItem:
-    """One held-out completion, as it stands in eval.jsonl."""
-
-    prompt_id: int
-    sample_index: int
-    question: str
-    answer: str
-    completion: str
-    completion_tokens: int
-    finish_reason: str
-    rewards: dict[str, float]
-    total_reward: float
-    reward_error: str
-    policy_version: int
 
 
 class WeightDigestMismatch(RuntimeError):

@@ -7,10 +7,10 @@ Synchronous mode is `max_staleness` 0 and needs no rule of its own.
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from driver.accounting.leases import LeaseTable, TrajectoryState
-from rollout_worker.lease_records import LeaseOutcome, LeaseResult
+from rollout_worker.sample_record import Sample
+from rollout_worker.worker_records import LeaseOutcome, LeaseResult
 from services.trajectories.group_report import GroupReport
 from services.wire.messages import Lease
 
@@ -28,7 +28,7 @@ class StepBatch:
     arrived_tokens: int = 0
     """Sampled tokens of the groups that arrived since the last step: those above or, where steps
     and rollout overlap, others."""
-    samples: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    samples: list[Sample] = dataclasses.field(default_factory=list)
 
     def reward_problem(self) -> str:
         """One line about completions that could not be scored; empty where all were."""
@@ -80,7 +80,7 @@ class Intake:
         self._leased = 0
         self._waiting: dict[str, GroupReport] = {}
         self._arrived_tokens = 0
-        self._samples: list[dict[str, Any]] = []
+        self._samples: list[Sample] = []
         self._dropped: dict[str, GroupReport] = {}
         self._granted = 0
         """Leases since the last step was taken."""

@@ -59,7 +59,7 @@ class RunState:
             run.accuracy = {s: Accuracy(correct=c, total=n) for s, c, n in state["accuracy"]}
         run.step, run.policy_version = restored.step, restored.policy_version
         run.replay = deque(restored.replay)
-        run.intake.adopt(restored.waiting)
+        run.intake.adopt_reports(restored.waiting)
         return run
 
     def checkpoint_state(self, ledger: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,8 +8,7 @@ clock and the driver's is estimated from the same requests.
 import dataclasses
 import math
 import time
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
 
 from services.process.span_log import StepTiming
 
@@ -88,11 +87,16 @@ class TimingTable:
         self._gaps: set[str] = set()
         self._reported: dict[str, StepTiming] = {}
 
-    def add_process(self, name: str, asked_s: float, about: Mapping[str, Any]) -> None:
-        """Notes a process that has just answered, to a request at `asked_s`, that it is ready."""
+    def add_process(self, name: str, asked_s: float, clock_s: float) -> None:
+        """Notes a process that has just answered that it is ready.
+
+        Args:
+            asked_s: time of the request, by the driver's clock.
+            clock_s: its own clock in the answer.
+        """
         self.remove_process(name)
         self._clocks[name] = ClockOffset()
-        self._clocks[name].add_bounds(asked_s, about["clock_s"], time.monotonic())
+        self._clocks[name].add_bounds(asked_s, clock_s, time.monotonic())
         self._reported.pop(name, None)
 
     def remove_process(self, name: str) -> None:

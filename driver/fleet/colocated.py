@@ -5,77 +5,45 @@ weights do not travel (learner/publish/shared_snapshot.py). The process is the l
 is started in it, and whatever ends one of them ends both.
 """
 
-import enum
-from typing import Any
-
-import ray
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
 
 from learner.actor import LearnerActor
 from learner.learner_spec import LearnerSpec
 from learner.publish.shared_snapshot import HandOver
 from rollout_worker.actor import RolloutActor, RolloutSpec
+from rollout_worker.worker_records import WorkerInfo
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-class Role(enum.Enum):
-    """Who in the process is called."""
-
-    LEARNER = "learner"
-    WORKER = "worker"
-
-
-class ColocatedActor:
-    """Owns the learner of a run and, once it is started, the run's only rollout worker."""
+class ColocatedActor(LearnerActor):
+    """The learner of a run, which also owns the only rollout worker once that is started."""
 
     def __init__(self, spec: LearnerSpec):
+        """Starts the learner alone."""
         self._hand_over = HandOver()
-        self._actors: dict[Role, LearnerActor | RolloutActor] = {
-            Role.LEARNER: LearnerActor(spec, self._hand_over.put)
-        }
+        self._worker: RolloutActor | None = None
+        super().__init__(spec, self._hand_over.put)
 
-    def start_worker(self, spec: RolloutSpec) -> dict[str, Any]:
-        """Starts the worker, and returns what it says of itself."""
-        assert Role.WORKER not in self._actors
-        worker = self._actors[Role.WORKER] = RolloutActor(spec, self._hand_over.wait)
-        return worker.describe()
+    def start_worker(self, spec: RolloutSpec) -> WorkerInfo:
+        """Starts the worker; once for each process."""
+        assert self._worker is None
+        self._worker = RolloutActor(spec, self._hand_over.wait)
+        return self._worker.describe()
 
-    def call(self, role: Role, method: str, *arguments: Any) -> Any:
-        """Calls a public method of one of them.
+    def call_worker(
+        self,
+        method: Callable[Concatenate[RolloutActor, P], T],
+        *arguments: P.args,
+        **named: P.kwargs,
+    ) -> T:
+        """Calls a method of the worker.
 
         Raises:
             RuntimeError: if the worker is not there yet.
         """
-        if role not in self._actors:
-            raise RuntimeError(f"the {role.value} of this process has not started yet")
-        return getattr(self._actors[role], method)(*arguments)
-
-
-class Part:
-    """Stands for one role of a ColocatedActor as an actor's handle does: `part.method.remote()`."""
-
-    def __init__(self, process: Any, role: Role):
-        """Args:
-        process: handle of the ColocatedActor.
-        """
-        self._process = process
-        self._role = role
-
-    def __getattr__(self, method: str) -> "PartMethod":
-        return PartMethod(self._process, self._role, method)
-
-    def kill(self) -> None:
-        """Ends the process if this is its learner; that of a worker is not its own."""
-        if self._role is Role.LEARNER:
-            ray.kill(self._process)
-
-
-class PartMethod:
-    """A method of a Part."""
-
-    def __init__(self, process: Any, role: Role, method: str):
-        self._process = process
-        self._role = role
-        self._method = method
-
-    def remote(self, *arguments: Any) -> Any:
-        """Calls it; returns Ray's reference to the result."""
-        return self._process.call.remote(self._role, self._method, *arguments)
+        if self._worker is None:
+            raise RuntimeError("the worker of this process has not started yet")
+        return method(self._worker, *arguments, **named)

@@ -13,12 +13,12 @@ from ray.util.placement_group import PlacementGroup
 from driver.accounting.ledger import StepRecord
 from driver.accounting.queue_gauges import Gauge
 from driver.config.run_config import RunConfig
-from driver.fleet.actors import Room
 from driver.fleet.balance import BalanceRule, BalanceState, balance, waits_of
 from driver.fleet.cluster import ResourcesNotMet, WorkerRoom, release
 from driver.fleet.control_server import ControlBox, Drain, Request, new_target
-from driver.fleet.fleet import Fleet, FleetState, Worker
-from driver.fleet.fleet_snapshot import worker_status
+from driver.fleet.fleet import Fleet
+from driver.fleet.fleet_worker import Worker
+from driver.fleet.launch import Room
 from services.control import messages as control
 from services.control.messages import NoSuchWorker, NotNow, OutOfBounds
 
@@ -153,7 +153,9 @@ class Scaler:
         self._asked, self._notice = None, ""
 
     def _staying(self) -> list[Worker]:
-        return [w for w in self._fleet.workers.values() if w.state is not FleetState.DRAINING]
+        return [
+            w for w in self._fleet.workers.values() if w.state is not control.WorkerState.DRAINING
+        ]
 
     def _picture(self, step: int, queues: Gauge) -> control.Fleet:
         return control.Fleet(
@@ -164,7 +166,7 @@ class Scaler:
             step=step,
             policy_version=queues.policy_version,
             workers=tuple(
-                worker_status(worker, self._rate(worker)) for worker in self._fleet.workers.values()
+                worker.status(self._rate(worker)) for worker in self._fleet.workers.values()
             ),
             notice=self._notice,
             groups_waiting=queues.waiting,

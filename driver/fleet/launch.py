@@ -1,16 +1,47 @@
-"""Starts the actors of a run as `placement.mode` says: each in a process of its own, or both roles
-in one.
+"""Starts the actors of a run as `placement.mode` says, and gives out the handles to call them.
+
+Each actor has a process of its own, or the learner's process has the worker too (`colocated.py`).
 """
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
-from driver.config.run_config import PlacementConfig
-from driver.fleet import actors
-from driver.fleet.actors import Room
-from driver.fleet.colocated import ColocatedActor, Part, Role
+import ray
+from ray.actor import ActorHandle
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from driver.config.run_config import PlacementConfig, Resources
+from driver.fleet.actor_calls import Call
+from driver.fleet.cluster import bundle
+from driver.fleet.colocated import ColocatedActor
+from driver.fleet.handles import LearnerHandle, WorkerHandle
 from learner.actor import LearnerActor
+from learner.learner_records import LearnerHealth, LearnerInfo, Restored, UpdateReport
 from learner.learner_spec import LearnerSpec
 from rollout_worker.actor import RolloutActor, RolloutSpec
+from rollout_worker.worker_records import EvalItem, EvalRequest, News, Orders, WorkerInfo
+from services.process.span_log import StepTiming
+from services.trajectories.group_report import GroupReport
+
+A = TypeVar("A")
+P = ParamSpec("P")
+T = TypeVar("T")
+
+CALLS_AT_ONCE = 16
+"""Threads of an actor: questions are answered while it works."""
+
+
+class Room:
+    """A reserved place for one actor."""
+
+    def __init__(self, group: PlacementGroup, bundle: int, *, shared: bool):
+        """Args:
+        shared: whether others have bundles in the same group, so that it must stay.
+        """
+        self.group = group
+        self.bundle = bundle
+        self.shared = shared
 
 
 class Launcher:
@@ -18,32 +49,152 @@ class Launcher:
 
     def __init__(self, placement: PlacementConfig):
         self._placement = placement
-        self._shared: Any = None
-        """The newest process of the learner, where the worker has none of its own."""
+        self._learner_process: ActorHandle | None = None
+        """The newest one, where the worker has none of its own."""
 
     @property
     def colocated(self) -> bool:
         """Whether the worker lives in the learner's process, and ends with it."""
         return self._placement.mode == "colocated"
 
-    def learner(self, spec: LearnerSpec, room: Room) -> Any:
-        """Starts a process; returns the learner's handle."""
-        if not self.colocated:
-            return actors.start(LearnerActor, spec, self._placement, "learner", room)
-        self._shared = actors.start(ColocatedActor, spec, self._placement, "learner", room)
-        return Part(self._shared, Role.LEARNER)
+    def start_learner(self, spec: LearnerSpec, room: Room) -> LearnerHandle:
+        """Starts a process for the learner, and for the worker where they share one."""
+        kind = ColocatedActor if self.colocated else LearnerActor
+        self._learner_process = self._start(kind, spec, self._placement.learner, room)
+        return _Learner(self._learner_process, "the learner")
 
-    def worker(self, spec: RolloutSpec, room: Room) -> tuple[Any, Any]:
+    def start_worker(self, spec: RolloutSpec, room: Room) -> tuple[WorkerHandle, Call[WorkerInfo]]:
         """Starts a worker.
 
         Args:
             room: for a process of its own.
 
         Returns:
-            its handle, and the call that tells what it says of itself once it is ready.
+            its handle, and a call that ends when it is ready.
         """
         if self.colocated:
-            call = self._shared.start_worker.remote(spec)
-            return Part(self._shared, Role.WORKER), call
-        actor = actors.start(RolloutActor, spec, self._placement, "rollout", room)
-        return actor, actor.describe.remote()
+            assert self._learner_process is not None
+            ready = self._learner_process.start_worker.remote(spec)
+            handle = _ColocatedWorker(self._learner_process, spec.name)
+            return handle, Call(ready, spec.name, "start")
+        actor = self._start(RolloutActor, spec, self._placement.rollout, room)
+        return _Worker(actor, spec.name), Call(actor.describe.remote(), spec.name, "start")
+
+    def _start(
+        self, kind: type, spec: LearnerSpec | RolloutSpec, resources: Resources, room: Room
+    ) -> ActorHandle:
+        """Creates an actor in its room, on the platform that the run asks for."""
+        asked = bundle(resources)
+        environment = platform_environment(self._placement.platform, resources)
+        actor_class = ray.remote(kind).options(
+            num_cpus=asked.pop("CPU", 0),
+            num_gpus=asked.pop("GPU", 0),
+            resources=asked,
+            max_concurrency=CALLS_AT_ONCE,
+            runtime_env={"env_vars": environment},
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=room.group, placement_group_bundle_index=room.bundle
+            ),
+        )
+        return cast(ActorHandle, actor_class.remote(spec))
+
+
+def platform_environment(platform: str, resources: Resources) -> dict[str, str]:
+    """What JAX in an actor must know before it is imported, so that it takes its share and no more.
+
+    Two processes on one TPU host each name the shape of their chips to libtpu; Ray has chosen
+    which. Two on one GPU each get their share of the memory, less a tenth for CUDA itself.
+    """
+    env = {"JAX_PLATFORMS": {"gpu": "cuda"}.get(platform, platform)}
+    if 0 < resources.gpus < 1:
+        env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{0.9 * resources.gpus:.3f}"
+    shape = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1"}.get(round(resources.tpus))
+    if platform == "tpu" and shape:
+        env |= {
+            "TPU_CHIPS_PER_PROCESS_BOUNDS": shape,
+            "TPU_PROCESS_BOUNDS": "1,1,1",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        }
+    return env
+
+
+class _Actor(Generic[A]):
+    """A Ray actor of a known class, whose methods are called as the class declares them."""
+
+    def __init__(self, process: ActorHandle, name: str):
+        self._process = process
+        self._name = name
+
+    def kill(self) -> None:
+        ray.kill(self._process)
+
+    def _call(
+        self, method: Callable[Concatenate[A, P], T], *arguments: P.args, **named: P.kwargs
+    ) -> Call[T]:
+        remote = getattr(self._process, method.__name__)  # Ray's handles have no types
+        return Call(remote.remote(*arguments, **named), self._name, method.__name__)
+
+
+class _Learner(_Actor[LearnerActor]):
+    def describe(self) -> Call[LearnerInfo]:
+        return self._call(LearnerActor.describe)
+
+    def restore(self) -> Call[Restored | None]:
+        return self._call(LearnerActor.restore)
+
+    def publish(self) -> Call[int]:
+        return self._call(LearnerActor.publish)
+
+    def update(
+        self, group_ids: Sequence[str], dropped_ids: Sequence[str], timeout_s: float
+    ) -> Call[UpdateReport]:
+        return self._call(LearnerActor.update, group_ids, dropped_ids, timeout_s)
+
+    def save(self, step: int, driver_state: dict[str, Any]) -> Call[str]:
+        return self._call(LearnerActor.save, step, driver_state)
+
+    def export(self, folder: str) -> Call[None]:
+        return self._call(LearnerActor.export, folder)
+
+    def reports(self, group_ids: Sequence[str]) -> Call[list[GroupReport]]:
+        return self._call(LearnerActor.reports, group_ids)
+
+    def health(self) -> Call[LearnerHealth]:
+        return self._call(LearnerActor.health)
+
+    def take_timing(self, until_s: float) -> Call[StepTiming]:
+        return self._call(LearnerActor.take_timing, until_s)
+
+    def close(self) -> Call[None]:
+        return self._call(LearnerActor.close)
+
+
+class _Worker(_Actor[RolloutActor]):
+    def order(self, orders: Orders) -> None:
+        self._call(RolloutActor.order, orders)
+
+    def news(self, wait_s: float) -> Call[News]:
+        return self._call(RolloutActor.news, wait_s)
+
+    def evaluate(self, request: EvalRequest) -> Call[list[EvalItem]]:
+        return self._call(RolloutActor.evaluate, request)
+
+    def take_timing(self, until_s: float) -> Call[StepTiming]:
+        return self._call(RolloutActor.take_timing, until_s)
+
+    def close(self) -> Call[None]:
+        return self._call(RolloutActor.close)
+
+
+class _ColocatedWorker(_Worker):
+    def kill(self) -> None:
+        """Ends nothing: the process is the learner's."""
+
+    def _call(
+        self,
+        method: Callable[Concatenate[RolloutActor, P], T],
+        *arguments: P.args,
+        **named: P.kwargs,
+    ) -> Call[T]:
+        ref = self._process.call_worker.remote(method, *arguments, **named)
+        return Call(ref, self._name, method.__name__)

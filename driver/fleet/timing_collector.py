@@ -2,13 +2,11 @@
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
-
-import ray
 
 from driver.accounting.step_timing import LEARNER, RunTiming, TimingTable
-from driver.fleet import actors as ray_actors
-from driver.fleet.actors import GONE, ActorFailed, NoAnswer
+from driver.fleet.actor_calls import GONE, ActorFailed, Call, NoAnswer, wait_for_calls
+from driver.fleet.handles import LearnerHandle, WorkerHandle
+from services.process.span_log import StepTiming
 
 WORKER_S = 5.0
 """How long a step may wait for a worker's seconds."""
@@ -21,17 +19,17 @@ class TimingCollector:
 
     def __init__(self):
         self.table = TimingTable()
-        self._open: dict[Any, tuple[str, float]] = {}
+        self._open: dict[Call[StepTiming], tuple[str, float]] = {}
         """Process and time of the request, by the call that is under way."""
 
-    def request(self, name: str, actor: Any, at_s: float) -> None:
+    def request(self, name: str, actor: LearnerHandle | WorkerHandle, at_s: float) -> None:
         """Asks a process for what it did up to a moment of the driver's clock."""
-        call = actor.take_timing.remote(self.table.local_s(name, at_s))
+        call = actor.take_timing(self.table.local_s(name, at_s))
         self._open[call] = (name, time.monotonic())
 
     def collect(
         self,
-        actors: Mapping[str, Any],
+        actors: Mapping[str, LearnerHandle | WorkerHandle],
         names: Collection[str],
         *,
         timeout_s: float,
@@ -56,7 +54,7 @@ class TimingCollector:
         for name, actor in actors.items():
             self.request(name, actor, at_s)
         while self._open:
-            self._receive(ray.wait([*self._open], timeout=SIGNAL_POLL_S)[0])
+            self._receive(wait_for_calls(self._open, SIGNAL_POLL_S))
             late_s = time.monotonic() - at_s
             if late_s > WORKER_S:
                 self._open = {c: who for c, who in self._open.items() if who[0] == LEARNER}
@@ -66,13 +64,11 @@ class TimingCollector:
                 raise NoAnswer(f"the learner did not answer 'take_timing' within {timeout_s:g} s")
         return self.table.close_step(at_s, names)
 
-    def _receive(self, ended: Collection[Any]) -> None:
-        for call in ended:
+    def _receive(self, ended: Collection[Call[object]]) -> None:
+        for call in [call for call in self._open if call in ended]:
             name, asked_s = self._open.pop(call)
             try:
-                self.table.add_timing(
-                    name, ray_actors.result_of(call, name, "take_timing"), asked_s
-                )
+                self.table.add_timing(name, call.result(), asked_s)
             except (*GONE, ActorFailed):
                 if name == LEARNER:
                     raise

@@ -2,10 +2,10 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from driver.accounting.accuracy import pass_at_k, wilson_interval
 from driver.config.run_config import EvalConfig
+from rollout_worker.worker_records import EvalItem
 
 
 def is_due(step: int, steps: int, config: EvalConfig) -> bool:
@@ -27,13 +27,12 @@ def is_correct(rewards: Mapping[str, float], scorer: str, variant: str) -> bool:
 
 
 def eval_metrics(
-    items: Sequence[Mapping[str, Any]], *, scorer: str, pass_k: Sequence[int]
+    items: Sequence[EvalItem], *, scorer: str, pass_k: Sequence[int]
 ) -> dict[str, float]:
     """Metrics of one evaluation.
 
     Args:
-        items: records of eval.jsonl: rewards, total_reward, reward_error, prompt_id and
-            completion_tokens are read. A completion that could not be scored counts as wrong.
+        items: of all prompts. A completion that could not be scored counts as wrong.
         scorer: the first of reward.functions, which decides what is right.
         pass_k: values of k for pass@k, over the samples of each prompt.
 
@@ -43,9 +42,9 @@ def eval_metrics(
     if not items:
         raise ValueError("an evaluation needs at least one completion, got none")
     metrics: dict[str, float] = {}
-    prompts = len({item["prompt_id"] for item in items})
+    prompts = len({item.prompt_id for item in items})
     for variant in ("strict", "lenient"):
-        right = [is_correct(item["rewards"], scorer, variant) for item in items]
+        right = [is_correct(item.rewards, scorer, variant) for item in items]
         accuracy = sum(right) / len(right)
         # Samples of one prompt are no independent trials: the interval counts prompts.
         low, high = wilson_interval(min(accuracy * prompts, prompts), prompts)
@@ -54,21 +53,21 @@ def eval_metrics(
         metrics[f"eval/accuracy/{variant}_high"] = high
     by_prompt: dict[int, list[bool]] = defaultdict(list)
     for item in items:
-        by_prompt[item["prompt_id"]].append(is_correct(item["rewards"], scorer, "strict"))
+        by_prompt[item.prompt_id].append(is_correct(item.rewards, scorer, "strict"))
     for k in pass_k:
         rates = [pass_at_k(len(right), sum(right), k) for right in by_prompt.values()]
         metrics[f"eval/pass_at_{k}"] = sum(rates) / len(rates)
-    scored = [item for item in items if not item["reward_error"]]
+    scored = [item for item in items if not item.reward_error]
     if scored:
-        totals = [item["total_reward"] for item in scored]
+        totals = [item.total_reward for item in scored]
         metrics["eval/reward/total/mean"] = sum(totals) / len(totals)
-    for name in sorted({name for item in scored for name in item["rewards"]}):
-        values = [item["rewards"][name] for item in scored if name in item["rewards"]]
+    for name in sorted({name for item in scored for name in item.rewards}):
+        values = [item.rewards[name] for item in scored if name in item.rewards]
         metrics[f"eval/reward/{name}/mean"] = sum(values) / len(values)
     metrics["eval/reward_errors"] = len(items) - len(scored)
     metrics["eval/completions"] = len(items)
-    metrics["eval/completion_len_mean"] = sum(i["completion_tokens"] for i in items) / len(items)
+    metrics["eval/completion_len_mean"] = sum(i.completion_tokens for i in items) / len(items)
     metrics["eval/truncated_fraction"] = sum(
-        item["finish_reason"] == "length" for item in items
+        item.finish_reason == "length" for item in items
     ) / len(items)
     return metrics

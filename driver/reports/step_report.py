@@ -1,5 +1,6 @@
 """What a run says of itself: closes each step's state, writes them down, shows them, sums up."""
 
+import dataclasses
 import math
 import pathlib
 import time
@@ -17,10 +18,11 @@ from driver.reports.metrics import MetricsLog
 from driver.reports.run_summary import RunSummary, summary_lines
 from driver.reports.status import StatusFile
 from driver.reports.timeline import Timeline
-from learner.learner_records import UpdateReport
-from rollout_worker.lease_records import News
-from rollout_worker.sample_record import FIRST
+from learner.learner_records import LearnerInfo, UpdateReport
+from rollout_worker.sample_record import FIRST, Sample
+from rollout_worker.worker_records import EvalItem, News, WorkerInfo
 from services.process.process_memory import ProcessMemory
+from services.weights.replica import PullStats
 
 RECENT_STEPS = 10
 
@@ -77,7 +79,7 @@ class StepReports:
         self._step_s: list[float] = []
         self._decoded = DecodeRate(max_staleness)
         self._step_started = time.monotonic()
-        self._transfers: list[Mapping[str, Any]] = []
+        self._transfers: list[PullStats] = []
         self._canary_gaps: list[float] = []
         self._background_s: dict[str, float] = {}
         self.queues = QueueGauges()
@@ -88,11 +90,11 @@ class StepReports:
         """The seconds of the first step count from this moment of the monotonic clock."""
         self._step_started = at_s
 
-    def show_joined(self, about: Mapping[str, Any], *, again: bool) -> None:
+    def show_joined(self, info: LearnerInfo | WorkerInfo, *, again: bool) -> None:
         """Shows that a process serves, and where and on what it runs."""
         self.say(
-            f"{about['name']} {'is back' if again else 'is ready'}: {about['devices']}, process "
-            f"{about['pid']} on {about['host']}"
+            f"{info.name} {'is back' if again else 'is ready'}: {info.devices}, process "
+            f"{info.pid} on {info.host}"
         )
 
     def record_news(self, worker: str, news: News) -> None:
@@ -121,14 +123,14 @@ class StepReports:
                 "was not finite (then its groups are in rejected/)"
             )
 
-    def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Writes a few completions of a step down."""
         chosen = choose_samples(samples, self._log.samples_per_step)
         self._metrics.log_samples(step, chosen)
 
-    def write_evaluation(self, step: int, items: Sequence[Mapping[str, Any]]) -> None:
+    def write_evaluation(self, step: int, items: Sequence[EvalItem]) -> None:
         """Writes every held-out completion down."""
-        self._metrics.log_eval(step, items)
+        self._metrics.log_eval(step, map(dataclasses.asdict, items))
 
     def record_checkpoint(self, step: int) -> None:
         """Notes a checkpoint."""
@@ -219,27 +221,27 @@ class StepReports:
         return metrics
 
 
-def transfer_metrics(transfers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def transfer_metrics(transfers: Sequence[PullStats]) -> dict[str, float]:
     """How versions came to the workers, as `weights/*`.
 
     Args:
-        transfers: at least one `PullStats` as plain values.
+        transfers: at least one.
     """
-    wire = sum(one["wire_bytes"] for one in transfers)
-    seconds = sum(one["seconds"] for one in transfers)
+    wire = sum(one.wire_bytes for one in transfers)
+    seconds = sum(one.seconds for one in transfers)
     return {
         "weights/pulls": float(len(transfers)),
         "weights/wire_bytes": float(wire),
-        "weights/version_bytes": float(sum(one["version_bytes"] for one in transfers)),
-        "weights/delta_fraction": sum(one["delta"] for one in transfers) / len(transfers),
-        "weights/pull_s_max": max(one["seconds"] for one in transfers),
+        "weights/version_bytes": float(sum(one.version_bytes for one in transfers)),
+        "weights/delta_fraction": sum(one.delta for one in transfers) / len(transfers),
+        "weights/pull_s_max": max(one.seconds for one in transfers),
         "weights/gb_per_s": wire / 1e9 / seconds if seconds else 0.0,
-        "weights/relay_depth_max": float(max(one["depth"] for one in transfers)),
-        "weights/failures": float(sum(len(one["failures"]) for one in transfers)),
+        "weights/relay_depth_max": float(max(one.depth for one in transfers)),
+        "weights/failures": float(sum(len(one.failures) for one in transfers)),
     }
 
 
-def choose_samples(samples: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
+def choose_samples(samples: Sequence[Sample], count: int) -> list[Sample]:
     """Those that tell something before first completions of groups, which get half of the room.
 
     Where there are too few of one kind, the other takes its room.

@@ -1,12 +1,19 @@
 """What the supervisor decides without Ray: pieces of work, environments, and messages."""
 
+import dataclasses
+
 import pytest
 
 from driver.config.run_config import Resources
-from driver.fleet.actors import message_of, platform_environment
+from driver.fleet.actor_calls import message_of
 from driver.fleet.cluster import bundle
+from driver.fleet.launch import platform_environment
 from driver.fleet.ray_auth import set_token
-from driver.supervisor import shares
+from driver.supervisor import learner_status, shares
+from learner.learner_records import LearnerHealth, LearnerInfo
+from services.control.messages import LearnerStatus
+from services.process.process_memory import ProcessMemory
+from services.trajectories.buffer_records import BufferCounts
 
 
 @pytest.mark.parametrize(
@@ -47,6 +54,34 @@ def test_the_message_of_an_actor_is_the_end_of_its_traceback():
         "models.platform.WrongPlatform: placement.platform=tpu, but JAX found cpu;\n"
         "set placement.platform=cpu"
     )
+
+
+def test_the_learner_is_absent_then_starting_then_as_it_reports():
+    assert learner_status(None, None, 0) is None
+    info = LearnerInfo(
+        name="learner",
+        host="a",
+        pid=7,
+        devices="1 x NVIDIA H200",
+        address="a:1",
+        sees_output_folder=True,
+        clock_s=1.0,
+    )
+    assert learner_status(info, None, 1) == LearnerStatus(
+        doing="starting", host="a", pid=7, devices="1 x NVIDIA H200", restarts=1
+    )
+    names = [field.name for field in dataclasses.fields(BufferCounts)]
+    health = LearnerHealth(
+        problem="",
+        doing="update",
+        policy_version=4,
+        issued_version=3,
+        counts=BufferCounts(**dict.fromkeys(names, 0)),
+        memory=ProcessMemory(host_bytes=10, device_bytes=20, device_peak_bytes=30),
+    )
+    status = learner_status(info, health, 1)
+    assert status is not None and (status.doing, status.issued_version) == ("update", 3)
+    assert (status.host_bytes, status.device_peak_bytes) == (10, 30)
 
 
 def test_a_cluster_of_our_own_gets_a_token_that_nobody_knows():

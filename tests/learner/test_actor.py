@@ -273,7 +273,7 @@ def test_a_full_disk_refuses_groups_and_updates_and_shows_in_health(
         with pytest.raises(NotStored, match="'g1-1' is not accepted: .*No space left"):
             push(learner, groups[1:])
         assert "No space left" in learner.health().problem
-        client = TrajectoryClient(learner.describe()["address"], authority.issue("rollout-0"))
+        client = TrajectoryClient(learner.describe().address, authority.issue("rollout-0"))
         with pytest.raises(TimeoutError, match="waited 0.5 s .*'g1-1'.*No space left"):
             client.push(groups[1], 0.5)
         client.close()

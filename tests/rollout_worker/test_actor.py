@@ -22,10 +22,10 @@ from rollout_worker.config import (
     SourceConfig,
 )
 from rollout_worker.engine.decode_request import SamplingSettings
-from rollout_worker.lease_records import LeaseOutcome, Orders, WorkerState
 from rollout_worker.leased_group import LeasedGroup
 from rollout_worker.rewards.reward_pool import Score
 from rollout_worker.worker import WeightDigestMismatch
+from rollout_worker.worker_records import EvalRequest, LeaseOutcome, Orders
 from services.process.background import BackgroundFailed
 from services.wire.messages import FinishReason, Lease
 from services.wire.tls import RunAuthority
@@ -104,7 +104,7 @@ def make_worker(model, authority, address, **changes):
 @pytest.fixture(scope="module")
 def pair(model, authority, tmp_path_factory):
     learner = make_learner(model, authority, tmp_path_factory.mktemp("run"))
-    worker = make_worker(model, authority, learner.describe()["address"])
+    worker = make_worker(model, authority, learner.describe().address)
     learner.publish()
     yield learner, worker
     worker.close()
@@ -124,7 +124,7 @@ def leases(*indices, attempt=0, version=0):
     ]
 
 
-def rollout(worker, given, timeout_s=60.0):
+def rollout(worker, given, timeout_s=300.0):
     """Has leases turned into groups in the learner's buffer; how each ended, by group id."""
     worker.order(Orders(leases=tuple(given)))
     results, deadline = {}, time.monotonic() + timeout_s
@@ -134,13 +134,19 @@ def rollout(worker, given, timeout_s=60.0):
     return results
 
 
+def held_out(count, version):
+    return EvalRequest(
+        positions=range(count), policy_version=version, samples=1, sampling=GREEDY, timeout_s=300.0
+    )
+
+
 def outcomes(results):
     return {result.outcome for result in results.values()}
 
 
 def on_loop(worker, run, version=0):
     """Runs something where the worker itself would."""
-    return worker._loop.call(version, run, 60.0)
+    return worker._loop.call(version, run, 300.0)
 
 
 def rolled_out(worker, *indices):
@@ -203,7 +209,7 @@ def test_cancelled_leases_end_in_silence_and_may_come_again(pair):
 
 def test_a_draining_worker_returns_what_it_has_not_begun(model, authority, pair):
     learner, _ = pair
-    worker = make_worker(model, authority, learner.describe()["address"])
+    worker = make_worker(model, authority, learner.describe().address)
     try:
         on_loop(worker, lambda: None)
         begun, waits = leases(13), leases(14, version=10**6)
@@ -214,7 +220,7 @@ def test_a_draining_worker_returns_what_it_has_not_begun(model, authority, pair)
         news = worker.news(5.0)
         ends = {result.group_id: result.outcome for result in news.results}
         assert ends["g00000014"] is LeaseOutcome.RETURNED
-        assert news.state is WorkerState.DRAINED
+        assert news.drained
         worker.order(Orders(leases=tuple(leases(15))))
         assert worker.news(5.0).results[0].outcome is LeaseOutcome.RETURNED
     finally:
@@ -225,11 +231,11 @@ def test_evaluation_does_not_move_the_training_draws(pair):
     learner, worker = pair
     version = worker._worker.policy_version
     before = rolled_out(worker, 4)
-    items = worker.evaluate(range(5), version, 1, GREEDY, 60.0)
+    items = worker.evaluate(held_out(5, version))
     after = rolled_out(worker, 4)
-    assert len(items) == 5 and {item["policy_version"] for item in items} == {version}
-    again = worker.evaluate(range(5), version, 1, GREEDY, 60.0)
-    assert [item["completion"] for item in items] == [item["completion"] for item in again]
+    assert len(items) == 5 and {item.policy_version for item in items} == {version}
+    again = worker.evaluate(held_out(5, version))
+    assert [item.completion for item in items] == [item.completion for item in again]
     for one, other in zip(before[0].completions, after[0].completions, strict=True):
         np.testing.assert_array_equal(one.token_ids, other.token_ids)
 
@@ -239,7 +245,7 @@ def test_timings_add_up_and_know_their_phases(pair):
     for actor in pair:
         actor.take_timing()
     version = worker._worker.policy_version
-    worker.evaluate(range(2), version, 1, GREEDY, 60.0)
+    worker.evaluate(held_out(2, version))
     timing = worker.take_timing().seconds
     assert timing["eval"] > 0 and timing["decode"] == 0, "an evaluation is booked as one"
     assert learner.take_timing().seconds["idle"] > 0
@@ -309,7 +315,7 @@ def test_an_engine_that_fails_is_heard_of_by_its_own_error(pair, monkeypatch):
             patch.setattr(core._engine.device, "segment", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 list(complete(core, 6))
-        current = worker._pull(core.policy_version, [learner.describe()["address"]], 5.0)
+        current = worker._pull(core.policy_version, [learner.describe().address], 5.0)
         core.swap(current.manifest, current.named)
         return list(complete(core, 6))
 
@@ -336,7 +342,7 @@ def test_a_stop_string_ends_a_completion_and_stays_in_its_text(model, authority,
         stop_strings=("e", "7"),
         decode=DecodeConfig(slots=8, compute_dtype="float32"),
     )
-    address = learner.describe()["address"]
+    address = learner.describe().address
     worker = make_worker(model, authority, address, rollout=RolloutConfig(**settings))
     try:
         for group in rolled_out(worker, 0, 1, 2, 3):
@@ -372,7 +378,7 @@ def test_a_swap_that_fails_leaves_the_old_version_whole(pair, kind):
     core = worker._worker
     version, digest = core.policy_version, core.weight_digest
     before = rolled_out(worker, 5)
-    current = worker._pull(version, [learner.describe()["address"]], 5.0)
+    current = worker._pull(version, [learner.describe().address], 5.0)
     manifest, named = current.manifest, current.named
     newer = dataclasses.replace(manifest, policy_version=version + 1)
 
@@ -391,7 +397,7 @@ def test_a_swap_that_fails_leaves_the_old_version_whole(pair, kind):
 def test_after_a_swap_a_used_worker_equals_a_fresh_one(pair, model, authority):
     learner, worker = pair
     version = worker._worker.policy_version
-    fresh = make_worker(model, authority, learner.describe()["address"])
+    fresh = make_worker(model, authority, learner.describe().address)
     try:
         on_loop(fresh, lambda: None, version)
         assert fresh._worker.weight_digest == worker._worker.weight_digest
@@ -405,11 +411,11 @@ def test_after_a_swap_a_used_worker_equals_a_fresh_one(pair, model, authority):
 
 def test_a_learner_that_is_gone_is_named_and_the_worker_stays_whole(model, authority, tmp_path):
     learner = make_learner(model, authority, tmp_path)
-    worker = make_worker(model, authority, learner.describe()["address"], timeout_s=2.0)
+    worker = make_worker(model, authority, learner.describe().address, timeout_s=2.0)
     learner.publish()
     on_loop(worker, lambda: None)
     learner.close()
-    with pytest.raises(TimeoutError, match=learner.describe()["address"]):
+    with pytest.raises(TimeoutError, match=learner.describe().address):
         on_loop(worker, lambda: None, version=1)
     with pytest.raises(BackgroundFailed, match="policy version >= 1, held is 0"):
         worker.news(0.0)
@@ -420,7 +426,7 @@ def test_a_learner_that_is_gone_is_named_and_the_worker_stays_whole(model, autho
 def test_a_group_of_unfinished_numbers_changes_nothing_and_is_kept(model, authority, tmp_path):
     recorded = tmp_path / "rollouts.bin"
     learner = make_learner(model, authority, tmp_path, rollouts_file=str(recorded))
-    worker = make_worker(model, authority, learner.describe()["address"])
+    worker = make_worker(model, authority, learner.describe().address)
     learner.publish()
     rollout(worker, leases(0))
     poisoned = jax.tree.map(lambda leaf: leaf * np.nan, learner._core.state.params)

@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from rollout_worker.fetcher import Fetcher
-from rollout_worker.lease_records import LeaseOutcome, LeaseResult, Orders, WorkerState
 from rollout_worker.loop import WorkLoop
+from rollout_worker.worker_records import LeaseOutcome, LeaseResult, Orders
 from services.process.phase_clock import PhaseClock
 from services.process.process_memory import process_memory
 from services.wire.messages import Lease
@@ -122,7 +122,7 @@ def test_a_lease_ends_with_the_answer_to_its_own_group(loop, core):
     loop._pusher.answer(second)
     news = loop.news(0.0)
     assert [result.outcome for result in news.results] == [LeaseOutcome.ACCEPTED]
-    assert news.held == 0 and news.state is WorkerState.READY
+    assert news.held == 0 and not news.drained
 
 
 def test_a_cancelled_group_is_neither_pushed_nor_counted(loop, core):
@@ -154,6 +154,6 @@ def test_groups_begin_in_order_and_none_overtakes_one_that_waits_for_a_version(l
     news = loop.news(0.0)
     ends = {result.group_id: result.outcome for result in news.results}
     assert ends == {"b": LeaseOutcome.RETURNED, "c": LeaseOutcome.RETURNED}
-    assert news.state is WorkerState.DRAINING
+    assert not news.drained
     loop._pusher.answer(loop._pusher.groups[0])
-    assert loop.news(0.0).state is WorkerState.DRAINED
+    assert loop.news(0.0).drained

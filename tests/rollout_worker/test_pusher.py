@@ -5,9 +5,9 @@ import threading
 import numpy as np
 import pytest
 
-from rollout_worker.lease_records import LeaseOutcome
 from rollout_worker.leased_group import LeasedGroup
 from rollout_worker.pusher import Pusher
+from rollout_worker.worker_records import LeaseOutcome
 from services.wire.messages import Completion, FinishReason, Group, Lease, PushOutcome
 
 

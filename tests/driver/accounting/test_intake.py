@@ -7,7 +7,7 @@ import pytest
 
 from driver.accounting.intake import Intake
 from driver.accounting.leases import LeaseTable
-from rollout_worker.lease_records import LeaseOutcome, LeaseResult
+from rollout_worker.worker_records import LeaseOutcome, LeaseResult
 from services.trajectories.group_report import GroupReport
 
 ACCEPTED, DUPLICATE, STALE = LeaseOutcome.ACCEPTED, LeaseOutcome.DUPLICATE, LeaseOutcome.STALE

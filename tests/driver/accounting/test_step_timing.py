@@ -43,12 +43,8 @@ def test_a_host_that_slept_is_believed_again():
 def test_a_table_forgets_timings_of_an_earlier_process_of_that_name():
     table = TimingTable()
     clock = PhaseClock()
-    table.add_process(
-        "rollout-0", clock.take_timing().taken_s, {"clock_s": clock.take_timing().taken_s}
-    )
+    table.add_process("rollout-0", clock.take_timing().taken_s, clock.take_timing().taken_s)
     table.add_timing("rollout-0", clock.take_timing(), clock.take_timing().taken_s)
-    table.add_process(
-        "rollout-0", clock.take_timing().taken_s, {"clock_s": clock.take_timing().taken_s}
-    )
+    table.add_process("rollout-0", clock.take_timing().taken_s, clock.take_timing().taken_s)
     timings = table.close_step(0.0, ["rollout-0"])
     assert timings.silent == timings.gaps == {"rollout-0"}

@@ -1,4 +1,4 @@
-"""What `placement.mode: colocated` allows, what it comes to, and who answers in the one process."""
+"""What `placement.mode: colocated` allows, and what it comes to."""
 
 import types
 
@@ -7,9 +7,7 @@ from pydantic import ValidationError
 
 from driver.config.plan import Devices, asked_devices, derive, format_plan
 from driver.config.run_config import Resources
-from driver.fleet import actors
 from driver.fleet.cluster import bundle, reserve
-from driver.fleet.colocated import ColocatedActor, Part, Role
 from tests.driver.config.test_plan import TINY, config_of
 
 
@@ -75,31 +73,3 @@ def test_the_room_of_a_run_is_that_of_one_process(monkeypatch):
         reserve(placement.model_copy(update={"mode": mode}), 1, stop)
     learner, worker = bundle(Resources(cpus=3)), bundle(Resources())
     assert asked == [[learner], [learner, worker]]
-
-
-class Process:
-    """A ColocatedActor's handle, whose calls run at once."""
-
-    def __init__(self):
-        self.actor = ColocatedActor.__new__(ColocatedActor)
-        self.actor._actors = {
-            Role.LEARNER: types.SimpleNamespace(take_timing=lambda: {"idle": 1.0})
-        }
-        self.call = types.SimpleNamespace(remote=self.actor.call)
-
-
-def test_each_part_reaches_its_own_role_and_only_the_learner_ends_the_process(monkeypatch):
-    process = Process()
-    learner, worker = Part(process, Role.LEARNER), Part(process, Role.WORKER)
-    assert learner.take_timing.remote() == {"idle": 1.0}
-    with pytest.raises(RuntimeError, match="the worker of this process has not started"):
-        worker.order.remote("leases")
-    process.actor._actors[Role.WORKER] = types.SimpleNamespace(order=lambda orders: [orders])
-    assert worker.order.remote("leases") == ["leases"]
-
-    killed = []
-    monkeypatch.setattr("driver.fleet.colocated.ray.kill", killed.append)
-    actors.kill(worker)
-    assert killed == []
-    actors.kill(learner)
-    assert killed == [process]

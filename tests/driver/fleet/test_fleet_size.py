@@ -8,11 +8,10 @@ import pytest
 from driver.accounting.ledger import StepRecord
 from driver.accounting.queue_gauges import Gauge
 from driver.fleet.control_server import ControlBox
-from driver.fleet.fleet_records import FleetState, Worker
 from driver.fleet.fleet_size import RATE_S, SHOW_S, Scaler
+from driver.fleet.fleet_worker import Worker
 from rollout_worker.config import WorkersConfig
-from services.control.messages import LearnerStatus
-from services.control.messages import WorkerState as Told
+from services.control.messages import LearnerStatus, WorkerState
 
 ROOM: Any = None
 BUSY, WAITS = {"decode": 10.0}, {"idle": 10.0}
@@ -23,9 +22,7 @@ class Fleet:
 
     def __init__(self, count: int):
         self.workers = {
-            f"rollout-{i}": Worker(
-                name=f"rollout-{i}", room=ROOM, actor=None, state=FleetState.WORKING
-            )
+            f"rollout-{i}": Worker(name=f"rollout-{i}", room=ROOM, state=WorkerState.WORKING)
             for i in range(count)
         }
         self.drained: list[str] = []
@@ -85,7 +82,7 @@ def test_the_picture_has_queues_learner_and_the_rate_over_a_window(monkeypatch):
     assert (picture.step, picture.policy_version) == (7, 6)
     assert (picture.groups_waiting, picture.groups_out, picture.target) == (3, 5, 1)
     assert picture.learner == LearnerStatus(doing="update", policy_version=8)
-    assert picture.workers[0].state is Told.WORKING
+    assert picture.workers[0].state is WorkerState.WORKING
     assert picture.workers[0].tokens_per_s == pytest.approx(50 / SHOW_S)
     run.now_s += RATE_S + 1
     for _ in range(2):

@@ -1,5 +1,7 @@
 """Processes whose clocks differ and that answer late: every step's seconds add up."""
 
+from typing import Any
+
 import pytest
 
 from driver.accounting.step_timing import LEARNER
@@ -16,30 +18,31 @@ class Time:
 
 
 class Process:
-    """A process whose clock is behind the driver's by `behind_s`, and its Ray handle: a call is its
-    result."""
+    """The handle of a process whose clock is behind the driver's by `behind_s`."""
 
     def __init__(self, driver: Time, behind_s: float):
         self._driver = driver
         self._behind_s = behind_s
         self.clock = PhaseClock(lambda: driver.s - behind_s)
         self.late_s = 0.0
-        self.take_timing = self
         self.alive = True
 
-    def about(self) -> dict[str, float]:
-        return {"clock_s": self._driver.s - self._behind_s}
+    @property
+    def clock_s(self) -> float:
+        return self._driver.s - self._behind_s
 
-    def remote(self, until_s: float):
+    def take_timing(self, until_s: float):
         return Answer(self, until_s)
 
 
 class Answer:
+    """A call whose result is made when it is read."""
+
     def __init__(self, process: Process, until_s: float):
         self._process = process
         self._until_s = until_s
 
-    def get(self):
+    def result(self):
         if not self._process.alive:
             raise ConnectionError("gone")
         return self._process.clock.take_timing(self._until_s)
@@ -52,10 +55,7 @@ class Run:
         self.now = Time(1_000.0)
         monkeypatch.setattr("driver.fleet.timing_collector.time.monotonic", self.now)
         monkeypatch.setattr("driver.fleet.timing_collector.GONE", (ConnectionError,))
-        monkeypatch.setattr("driver.fleet.timing_collector.ray.wait", self._wait)
-        monkeypatch.setattr(
-            "driver.fleet.timing_collector.ray_actors.result_of", lambda call, who, what: call.get()
-        )
+        monkeypatch.setattr("driver.fleet.timing_collector.wait_for_calls", self._wait)
         self.silent: set[str] = set()
         self.collector = TimingCollector()
         self.processes: dict[str, Process] = {}
@@ -64,28 +64,27 @@ class Run:
 
     def start(self, name: str, behind_s: float = 0.0) -> None:
         process = self.processes[name] = Process(self.now, behind_s)
-        self.collector.table.add_process(name, self.now.s, process.about())
+        self.collector.table.add_process(name, self.now.s, process.clock_s)
 
     def collect(self, check=lambda: None):
-        return self.collector.collect(
-            self.processes, [*self.processes], timeout_s=60.0, check=check
-        )
+        processes: Any = self.processes
+        return self.collector.collect(processes, [*processes], timeout_s=60.0, check=check)
 
     def work(self, seconds: float) -> None:
         """Every process decodes so long."""
         with Decoding(process.clock for process in self.processes.values()):
             self.now.s += seconds
 
-    def _wait(self, calls, timeout):
+    def _wait(self, calls, timeout_s):
         """Each call ends as late as its process says, which is busy in between."""
         speaking = [c for c in calls if self._name(c) not in self.silent]
         if not speaking:
-            self.now.s += timeout
-            return [], calls
+            self.now.s += timeout_s
+            return set()
         call = min(speaking, key=lambda c: c._process.late_s)
         with Decoding(process.clock for process in self.processes.values()):
             self.now.s += call._process.late_s
-        return [call], [c for c in calls if c is not call]
+        return {call}
 
     def _name(self, call: Answer) -> str:
         return next(name for name, one in self.processes.items() if one is call._process)

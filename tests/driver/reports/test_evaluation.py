@@ -5,22 +5,24 @@ import math
 import pytest
 
 from driver.reports.evaluation import eval_metrics, is_correct
+from rollout_worker.worker_records import EvalItem
 
 
 def item(prompt_id, sample_index=0, *, strict=0.0, lenient=0.0, error="", tokens=4, end="stop"):
-    return {
-        "prompt_id": prompt_id,
-        "sample_index": sample_index,
-        "rewards": {
-            "gsm8k_answer": strict,
-            "gsm8k_answer/strict": strict,
-            "gsm8k_answer/lenient": lenient,
-        },
-        "total_reward": float("nan") if error else 2 * strict,
-        "reward_error": error,
-        "completion_tokens": tokens,
-        "finish_reason": end,
-    }
+    scores = {"": strict, "/strict": strict, "/lenient": lenient}
+    return EvalItem(
+        prompt_id=prompt_id,
+        sample_index=sample_index,
+        question="",
+        answer="",
+        completion="",
+        rewards={} if error else {f"gsm8k_answer{name}": s for name, s in scores.items()},
+        total_reward=float("nan") if error else 2 * strict,
+        reward_error=error,
+        completion_tokens=tokens,
+        finish_reason=end,
+        policy_version=0,
+    )
 
 
 def test_strict_and_lenient_are_counted_apart_with_their_intervals():
@@ -61,7 +63,6 @@ def test_samples_of_one_prompt_do_not_narrow_the_interval():
 
 def test_a_completion_that_could_not_be_scored_is_wrong_and_out_of_the_reward_mean():
     items = [item(0, strict=1, lenient=1), item(1, error="mine:score raised KeyError")]
-    items[1]["rewards"] = {}
     metrics = eval_metrics(items, scorer="gsm8k_answer", pass_k=(1,))
     assert metrics["eval/accuracy/strict"] == 0.5
     assert metrics["eval/reward/total/mean"] == 2.0

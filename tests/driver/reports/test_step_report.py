@@ -51,7 +51,7 @@ class Driver:
 
     def start(self, name: str) -> None:
         self.clocks[name] = PhaseClock(lambda: self.now_s)
-        self.timings.add_process(name, self.now_s, {"clock_s": self.now_s})
+        self.timings.add_process(name, self.now_s, self.now_s)
 
     def work(self, seconds: float, phase: str, *names: str) -> None:
         """Advances time, with these processes in one phase and the others not running."""

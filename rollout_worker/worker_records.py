@@ -1,27 +1,18 @@
-"""What driver and rollout worker tell each other while groups are in the making.
+"""What the driver sends to a rollout worker, and what the worker reports back.
 
 Small records of plain values, carried by Ray calls.
 """
 
 import dataclasses
 import enum
-from typing import Any
+from collections.abc import Sequence
 
+from rollout_worker.engine.decode_request import SamplingSettings
+from rollout_worker.sample_record import Sample
 from services.process.process_memory import ProcessMemory
 from services.trajectories.group_report import GroupReport
+from services.weights.replica import PullStats
 from services.wire.messages import Lease
-
-
-class WorkerState(enum.Enum):
-    """What a worker that answers is doing."""
-
-    READY = "ready"
-    """It holds no lease."""
-    WORKING = "working"
-    DRAINING = "draining"
-    """It takes no further lease and finishes those that are being decoded."""
-    DRAINED = "drained"
-    """It holds no lease and will take none."""
 
 
 class LeaseOutcome(enum.Enum):
@@ -37,8 +28,58 @@ class LeaseOutcome(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkerInfo:
+    """Where and on what a worker runs that is ready."""
+
+    name: str
+    host: str
+    pid: int
+    devices: str
+    """Such as `8 x NVIDIA H100`."""
+    address: str
+    """That serves weights to other workers; empty where it shares the learner's process."""
+    slots: int
+    """Completions that it decodes at once."""
+    prompts_digest: str
+    """Of its training prompts."""
+    clock_s: float
+    """Its monotonic clock while it answered."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalRequest:
+    """Held-out prompts that a worker is to complete and score."""
+
+    positions: Sequence[int]
+    """Places in the held-out set."""
+    policy_version: int
+    """The oldest version that may complete them."""
+    samples: int
+    """Completions of each prompt."""
+    sampling: SamplingSettings
+    timeout_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalItem:
+    """One held-out completion, as it stands in eval.jsonl."""
+
+    prompt_id: int
+    sample_index: int
+    question: str
+    answer: str
+    completion: str
+    completion_tokens: int
+    finish_reason: str
+    rewards: dict[str, float]
+    total_reward: float
+    reward_error: str
+    policy_version: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Orders:
-    """What the driver wants of a worker; every part may be absent."""
+    """What the driver wants of a worker; every field may be absent."""
 
     leases: tuple[Lease, ...] = ()
     cancel: tuple[str, ...] = ()
@@ -62,15 +103,16 @@ class LeaseResult:
     outcome: LeaseOutcome
     report: GroupReport | None
     """None for a lease that was returned."""
-    samples: tuple[dict[str, Any], ...] = ()
-    """Completions for the log, of a group that was accepted (`sample_record.py`)."""
+    samples: tuple[Sample, ...] = ()
+    """Completions for the log, of a group that was accepted."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class News:
     """What happened at a worker since it was last asked."""
 
-    state: WorkerState
+    drained: bool
+    """Whether it was ordered to drain and holds no lease any more."""
     policy_version: int
     """Held on the device; -1 before the first."""
     weight_digest: str
@@ -81,6 +123,6 @@ class News:
     results: tuple[LeaseResult, ...]
     background_s: dict[str, float]
     """Seconds that threads beside the one of the ledger spent: `fetch`, `push`."""
-    transfers: tuple[dict[str, Any], ...]
-    """One record for every version that was fetched, as metrics and dashboard show it."""
+    transfers: tuple[PullStats, ...]
+    """One record for every version that was fetched."""
     memory: ProcessMemory

@@ -1,0 +1,139 @@
+"""One rollout worker as the driver sees it, over all processes that bear its name."""
+
+import dataclasses
+from typing import Any
+
+from driver.fleet.actor_calls import Call
+from driver.fleet.handles import WorkerHandle
+from driver.fleet.launch import Room
+from rollout_worker.worker_records import LeaseResult, News, Orders, WorkerInfo
+from services.control.messages import WorkerState, WorkerStatus
+from services.process.process_memory import ProcessMemory
+from services.wire.messages import Lease
+
+
+@dataclasses.dataclass(kw_only=True)
+class Worker:
+    """What the fleet keeps of a worker."""
+
+    name: str
+    room: Room
+    handle: WorkerHandle | None = None
+    """None while it waits to be started again, after its back-off."""
+    state: WorkerState = WorkerState.STARTING
+    call: Call[WorkerInfo | News] | None = None
+    """Under way: the start of its process, then one question for news after the other."""
+    asked_at: float = 0.0
+    """When that call was made, on the monotonic clock."""
+    leases: dict[str, tuple[Lease, float]] = dataclasses.field(default_factory=dict)
+    """By group id, with the time each was given."""
+    info: WorkerInfo | None = None
+    """Of its last process that was ready."""
+    policy_version: int = -1
+    restarts: int = 0
+    failures: int = 0
+    """Since it last finished a lease."""
+    retry_at: float = 0.0
+    last_error: str = ""
+    done: int = 0
+    tokens: int = 0
+    memory: ProcessMemory | None = None
+    """As last reported."""
+    pull_gb_per_s: float = 0.0
+    """10^9 bytes a second of the last version that travelled to it."""
+
+    @property
+    def takes_leases(self) -> bool:
+        """Whether it is ready and does not drain."""
+        return self.state in (WorkerState.READY, WorkerState.WORKING)
+
+    def order(self, orders: Orders) -> None:
+        """Sends orders to its process."""
+        assert self.handle is not None
+        self.handle.order(orders)
+
+    def end_lease(self, result: LeaseResult) -> bool:
+        """Takes a lease off that has ended; false for one that was made void meanwhile."""
+        held = self.leases.get(result.group_id)
+        if held is None or held[0].attempt != result.attempt:
+            return False
+        del self.leases[result.group_id]
+        return True
+
+    def receive(self, news: News) -> None:
+        """Keeps what its process reports of itself."""
+        self.policy_version, self.memory = news.policy_version, news.memory
+        for pull in news.transfers:
+            if pull.wire_bytes and pull.seconds:
+                self.pull_gb_per_s = pull.wire_bytes / 1e9 / pull.seconds
+
+    def overdue(
+        self,
+        now: float,
+        *,
+        startup_timeout_s: float,
+        answer_timeout_s: float,
+        lease_timeout_s: float,
+    ) -> str:
+        """What it has not done in time; empty where nothing is due."""
+        waited_s = now - self.asked_at
+        if self.call is not None:
+            if self.state is WorkerState.STARTING and waited_s > startup_timeout_s:
+                return f"{self.name} did not start within {startup_timeout_s:g} s"
+            if self.state is not WorkerState.STARTING and waited_s > answer_timeout_s:
+                return f"{self.name} did not answer within {answer_timeout_s:g} s"
+        for group_id, (_, given_at) in self.leases.items():
+            if now - given_at > lease_timeout_s:
+                return f"{self.name} did not finish {group_id} in {lease_timeout_s:g} s"
+        return ""
+
+    def status(self, tokens_per_s: float) -> WorkerStatus:
+        """What is shown of it to those who ask for the fleet."""
+        info = self.info
+        return WorkerStatus(
+            name=self.name,
+            state=self.state,
+            policy_version=self.policy_version,
+            host=info.host if info else "",
+            pid=info.pid if info else 0,
+            restarts=self.restarts,
+            last_error=self.last_error,
+            groups_leased=len(self.leases),
+            groups_done=self.done,
+            tokens_per_s=tokens_per_s,
+            slots=info.slots if info else 0,
+            address=info.address if info else "",
+            devices=info.devices if info else "",
+            pull_gb_per_s=self.pull_gb_per_s,
+            **memory_fields(self.memory),
+        )
+
+    def table_row(self, now: float) -> dict[str, Any]:
+        """One record of plain values for a post-mortem.
+
+        Args:
+            now: on the monotonic clock.
+        """
+        return {
+            "name": self.name,
+            "state": "waiting" if self.handle is None else self.state.value,
+            "policy_version": self.policy_version,
+            "host": self.info.host if self.info else "",
+            "pid": self.info.pid if self.info else 0,
+            "address": self.info.address if self.info else "",
+            "restarts": self.restarts,
+            "last_error": self.last_error,
+            "leases": sorted(self.leases),
+            "oldest_lease_s": max((now - at for _, at in self.leases.values()), default=0.0),
+            "done": self.done,
+            "tokens": self.tokens,
+        }
+
+
+def memory_fields(memory: ProcessMemory | None) -> dict[str, int]:
+    """Memory as in control.proto: what is unknown is 0 of the host and -1 of devices."""
+    if memory is None:
+        return {}
+    if memory.device_bytes is None or memory.device_peak_bytes is None:
+        return {"host_bytes": memory.host_bytes}
+    return dataclasses.asdict(memory)
