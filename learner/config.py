@@ -40,6 +40,7 @@ class AlgorithmConfig(Section):
     kl_coef: float = Field(default=0.0, ge=0, le=1000)
     """Weight of the penalty against the frozen reference policy; 0 keeps no reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Schulman's estimators of the KL divergence per token; k3 is never negative."""
     entropy_coef: float = Field(default=0.0, ge=0, le=1000)
     """Weight of the entropy bonus in nats per token."""
     zero_variance: Literal["keep", "mask", "resample"] = "keep"
@@ -55,25 +56,34 @@ class OptimizerConfig(Section):
     """One optax chain: clip by global norm, then the named rule with a schedule."""
 
     name: Literal["adamw", "lion", "sgd"] = "adamw"
+    """Update rule; sgd is without momentum."""
     learning_rate: float = Field(default=1e-6, ge=0, le=1)
     """The peak, reached after `warmup_steps`."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after the warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
+    """Updates over which the learning rate rises linearly from 0."""
     final_fraction: float = Field(default=0.0, ge=0, le=1)
     """The rate at the last step, as a fraction of the peak."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the first moment (adamw), or weight of the momentum in an update (lion)."""
     beta2: float = Field(default=0.999, ge=0, lt=1)
+    """Decay of the second moment (adamw), or of the momentum (lion)."""
     eps: float = Field(default=1e-8, ge=1e-30, le=1)
+    """Added to the denominator of adamw."""
     weight_decay: float = Field(default=0.0, ge=0, le=1000)
     """Applied to matrices only, never to norms and biases."""
     clip_norm: float = Field(default=1.0, ge=1e-12)
+    """Largest global norm of the gradient; a longer one is scaled down."""
 
 
 class MeshConfig(Section):
     """Axis sizes of the learner's device mesh; one axis may be -1 (all devices that remain)."""
 
     data: int = 1
+    """Copies of the model; each takes a share of the batch."""
     fsdp: int = -1
+    """Devices over which parameters and optimizer state are sharded."""
 
     @model_validator(mode="after")
     def _check(self):
@@ -97,6 +107,7 @@ class LearnerConfig(Section):
     remat: bool = True
     """Recompute each layer in the backward pass instead of keeping its activations."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of activations and matrix products; master weights stay float32."""
     lm_head: Literal["logits", "fast", "lean"] = "fast"
     """`logits` has the logits of a micro-batch whole; `fast` and `lean` never do. `lean` needs the
     least memory, for one matrix product more."""

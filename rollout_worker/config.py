@@ -9,12 +9,10 @@ from services.process.config_section import Section
 
 
 class SourceConfig(Section):
-    """One set of prompts.
-
-    `source` is `reasoning_gym:<task>`, a path ending in .jsonl or .parquet, or an HF dataset id.
-    """
+    """One set of prompts."""
 
     source: str
+    """`reasoning_gym:<task>`, a path ending in .jsonl or .parquet, or an HF dataset id."""
     split: str = "train"
     """Split of an HF dataset; other sources ignore it."""
     subset: str | None = None
@@ -28,7 +26,9 @@ class SourceConfig(Section):
     params: dict[str, Any] = {}
     """Parameters of a reasoning_gym task, such as `{min_terms: 2}`."""
     question_field: str = "question"
+    """Field of an item that holds the question."""
     answer_field: str = "answer"
+    """Field of an item that holds the reference answer."""
 
     @property
     def is_procedural(self) -> bool:
@@ -81,6 +81,7 @@ class DecodeConfig(Section):
     size, else XLA in compute_dtype, on a CPU in float32. Scores, softmax and sums are float32 in
     all of them."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of activations and matrix products."""
     slots: int = Field(default=64, ge=1, le=65_536)
     """Completions decoded at once by a worker, over all its devices; a slot whose completion has
     ended takes the next one."""
@@ -127,7 +128,9 @@ class WorkersConfig(Section):
     """What may stand in place of the keys."""
 
     min: int = Field(ge=1, le=MOST_WORKERS)
+    """Fewest workers."""
     max: int = Field(ge=1, le=MOST_WORKERS)
+    """Most workers."""
     policy: Literal["fixed", "balance"] = "fixed"
     """`fixed`: only a person changes the number. `balance`: a worker is added while the learner
     waits for groups, and one is drained while the workers wait for the learner."""
@@ -175,10 +178,13 @@ class RolloutConfig(Section):
 
     workers: WorkersConfig = WorkersConfig(min=1, max=MOST_WORKERS, start=2)
     prompts_per_step: int = Field(default=16, ge=1, le=1_000_000)
+    """Groups of one training step."""
     completions_per_prompt: int = Field(default=8, ge=2, le=65_536)
     """The group; one completion has no baseline."""
     max_prompt_tokens: int = Field(default=512, ge=1, le=2**23)
+    """Longer prompts are left out of the data."""
     max_completion_tokens: int = Field(default=1024, ge=1, le=2**23)
+    """A completion ends here at the latest, with finish reason `length`."""
     temperature: float = Field(default=1.0, ge=0.01, le=100)
     """Of the sampled distribution; behaviour logprobs and the loss use the same."""
     max_staleness: int = Field(default=0, ge=0, le=MOST_STALENESS)
@@ -232,7 +238,9 @@ class RewardFunctionConfig(Section):
     name: str
     """`gsm8k_answer`, `math_verify`, `format`, `reasoning_gym`, or `package.module:function`."""
     weight: float = Field(default=1.0, ge=-1e6, le=1e6)
+    """Factor of this reward in the total; 0 only logs it."""
     params: dict[str, Any] = {}
+    """Keyword arguments of the scorer."""
 
 
 class RewardConfig(Section):

@@ -18,10 +18,12 @@ from rollout_worker.config import WorkersConfig
 
 
 class Kind(enum.Enum):
+    """What a key holds."""
+
     SECTION = "section"
     SECTION_LIST = "list of sections"
     FREE = "free mapping"
-    """Keys below it are the user's own, such as the parameters of a reward function."""
+    """Keys below it are free, such as the parameters of a reward function."""
     LEAF = "value"
 
 
@@ -99,24 +101,20 @@ def resolve(parts: tuple[str, ...]) -> Key | None:
     An item of a list of sections is named by its index: `("reward", "functions", "0", "weight")`.
     """
     key = Key(kind=Kind.SECTION, optional=False, model=RunConfig)
-    position = 0
-    while position < len(parts):
-        part = parts[position]
+    for part in parts:
         if key.kind is Kind.FREE:
             return Key(kind=Kind.FREE, optional=True)
         if key.kind is Kind.LEAF:
             return None
         assert key.model is not None
-        if key.kind is Kind.SECTION_LIST:
-            if not part.isdecimal():
-                return None
-            key = Key(kind=Kind.SECTION, optional=False, model=key.model)
-        else:
+        if key.kind is Kind.SECTION:
             found = fields_of(key.model).get(part)
-            if found is None:
-                return None
-            key = found
-        position += 1
+        else:
+            found = Key(kind=Kind.SECTION, optional=False, model=key.model)
+            found = found if part.isdecimal() else None
+        if found is None:
+            return None
+        key = found
     return key
 
 

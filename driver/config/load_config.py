@@ -147,36 +147,34 @@ def _override_value(text: str, key: Key) -> Any:
 
 
 def _assign(tree: dict[str, Any], parts: tuple[str, ...], value: Any) -> str:
-    """Sets one key in place, making the sections on the way; returns a problem or ''."""
+    """Sets one key in place, making the sections above it; returns a problem or ''."""
     here: Any = tree
     for depth, part in enumerate(parts):
-        last = depth == len(parts) - 1
+        name: Any = part
         if isinstance(here, list):
-            index = int(part)
-            if index > len(here):
-                return f"index {index} is past the end: the list has {len(here)} items"
-            if index == len(here):
+            name = int(part)
+            if name > len(here):
+                return f"index {name} is past the end: the list has {len(here)} items"
+            if name == len(here):
                 here.append({})
-            if last:
-                here[index] = value
-            elif not isinstance(here[index], dict):
-                here[index] = {}
-            here = here[index]
-            continue
-        if last:
-            here[part] = value
-            return ""
-        below = resolve(parts[: depth + 1])
-        assert below is not None
-        inner = here.get(part)
-        if below.kind is Kind.SECTION_LIST:
-            if not isinstance(inner, list):
-                inner = [item.model_dump(mode="json") for item in below.default or ()]
-        elif not isinstance(inner, dict):
-            inner = {}
-        here[part] = inner
-        here = inner
+        if depth == len(parts) - 1:
+            here[name] = value
+        else:
+            before = here[name] if isinstance(here, list) else here.get(name)
+            here[name] = _container(parts[: depth + 1], before)
+            here = here[name]
     return ""
+
+
+def _container(parts: tuple[str, ...], before: Any) -> Any:
+    """The mapping or list in which a longer key is set; what is there, where that is one."""
+    key = resolve(parts)
+    assert key is not None
+    if key.kind is not Kind.SECTION_LIST:
+        return before if isinstance(before, dict) else {}
+    if isinstance(before, list):
+        return before
+    return [item.model_dump(mode="json") for item in key.default or ()]
 
 
 def _check_section(
@@ -200,48 +198,56 @@ def _check_section(
 
 
 def _check_value(value: Any, key: Key, dotted: str, faults: list[_Fault]) -> Any:
-    def refuse(text: str) -> Any:
-        faults.append(_Fault(dotted, text))
-        return _REFUSED
-
-    if value is None:
-        return None if key.optional else refuse("null is not allowed: give a value or leave it out")
-    if key.kind is Kind.SECTION:
+    """The value as pydantic may judge it, or _REFUSED with a fault added."""
+    if value is None and key.optional:
+        return None
+    if key.kind is Kind.SECTION and isinstance(value, dict):
         assert key.model is not None
-        if type(value) in key.types:
-            return value
-        if not isinstance(value, dict):
-            first = next(iter(key.model.model_fields))
-            if key.types:
-                return refuse(
-                    f"{_shown(value)} is not a whole number: write one, or set keys such as "
-                    f"{dotted}.{first}"
-                )
-            return refuse(
-                f"{_shown(value)} cannot replace a section: set its keys, such as {dotted}.{first}"
-            )
         return _check_section(value, key.model, f"{dotted}.", faults)
-    if key.kind is Kind.SECTION_LIST:
-        assert key.model is not None
-        if not isinstance(value, list):
-            return refuse(f"{_shown(value)} is not a list: write one item per `- `")
+    if key.kind is Kind.SECTION_LIST and isinstance(value, list):
         item = Key(kind=Kind.SECTION, optional=False, model=key.model)
         checked = [_check_value(v, item, f"{dotted}.{i}", faults) for i, v in enumerate(value)]
         return _REFUSED if any(entry is _REFUSED for entry in checked) else checked
-    if key.kind is Kind.FREE:
-        if not isinstance(value, dict):
-            return refuse(f"{_shown(value)} is not a mapping: write it as {{name: value}}")
+    if value is None:
+        problem = "null is not allowed: give a value or leave it out"
+    elif key.kind is Kind.SECTION:
+        problem = _section_problem(value, key, dotted)
+    elif key.kind is Kind.SECTION_LIST:
+        problem = f"{_shown(value)} is not a list: write one item per `- `"
+    elif key.kind is Kind.LEAF:
+        problem = _leaf_problem(value, key)
+    elif isinstance(value, dict):
         problem = _free_problem(value)
-        return refuse(problem) if problem else value
+    else:
+        problem = f"{_shown(value)} is not a mapping: write it as {{name: value}}"
+    if not problem:
+        return value
+    faults.append(_Fault(dotted, problem))
+    return _REFUSED
+
+
+def _section_problem(value: Any, key: Key, dotted: str) -> str:
+    """Why a plain value cannot stand in place of a section; '' if it can."""
+    assert key.model is not None
+    if type(value) in key.types:
+        return ""
+    example = f"{dotted}.{next(iter(key.model.model_fields))}"
+    if key.types:
+        return f"{_shown(value)} is not a whole number: write one, or set keys such as {example}"
+    return f"{_shown(value)} cannot replace a section: set its keys, such as {example}"
+
+
+def _leaf_problem(value: Any, key: Key) -> str:
+    """Why pydantic cannot judge a value well, or must not see it; '' if it can."""
     for text in value if isinstance(value, list) else [value]:
         problem = _text_problem(text) if isinstance(text, str) else ""
         if problem:
-            return refuse(problem)
+            return problem
     if isinstance(value, bool) and key.types and bool not in key.types and key.types != {str}:
-        return refuse(f"{_shown(value)} is not a number")
+        return f"{_shown(value)} is not a number"
     if key.types == {str} and isinstance(value, int | float):
-        return refuse(f"{_shown(value)} is not text: put it in quotes")
-    return value
+        return f"{_shown(value)} is not text: put it in quotes"
+    return ""
 
 
 def _free_problem(value: Any, name: str = "") -> str:

@@ -21,8 +21,11 @@ class RunSection(Section):
     """What the run is called, how long it is, and where it writes."""
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]+$")
+    """Name in messages, of the output folder and on W&B: letters, digits, `.`, `_` and `-`."""
     steps: int = Field(default=100, ge=1, le=10**9)
+    """Training steps of the whole run, those before a resume included."""
     seed: int = Field(default=0, ge=0, lt=2**31)
+    """Seed of the data order and of every sampled token."""
     output_dir: str = "runs/{name}"
     """Folder of logs, checkpoints and exports, relative to where the run starts; `{name}` and
     `{time}` are replaced."""
@@ -49,9 +52,13 @@ class WeightsConfig(Section):
     """How a policy version travels to the workers."""
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of the weights on the wire and in the workers."""
     chunk_bytes: int = Field(default=2**20, ge=1024, le=3 * 2**20)
+    """Size of one message of a weight transfer."""
     streams: int = Field(default=2, ge=1, le=16)
+    """Parallel gRPC streams of one transfer."""
     timeout_s: float = Field(default=600.0, ge=0.01, le=WEEK_S)
+    """How long the transfer of one version may take."""
     keep_versions: int = Field(default=2, ge=1, le=64)
     """Published versions that the learner holds in host memory."""
     relay_fanout: int = Field(default=2, ge=0, le=64)
@@ -60,12 +67,15 @@ class WeightsConfig(Section):
     deltas: bool = True
     """Send only the elements that changed, to a worker that holds the version before."""
     canary: bool = True
-    """Have every worker score a fixed probe under each version, and hold it to the learner's."""
+    """Have every worker score a fixed probe under each version, and compare its logprobs with the
+    learner's."""
     canary_bound: float | None = Field(default=None, gt=0, le=100)
     """Largest gap of a logprob on the probe, in nats; null takes a bound for the dtypes."""
 
 
 class CheckpointConfig(Section):
+    """When the state of the run is saved, and how much of it stays."""
+
     every_steps: int = Field(default=10, ge=0)
     """0 writes one only at the end and on a signal."""
     keep: int = Field(default=2, ge=1)
@@ -80,10 +90,13 @@ class EvalConfig(Section):
     every_steps: int = Field(default=0, ge=0)
     """0 evaluates only at start and end, as the next two keys say."""
     at_start: bool = True
+    """Evaluate before the first step."""
     at_end: bool = True
+    """Evaluate after the last step."""
     prompts: int | None = Field(default=None, ge=1)
-    """The first so many of data.eval; null takes all."""
+    """Number of prompts, from the start of data.eval; null takes all."""
     samples_per_prompt: int = Field(default=1, ge=1, le=65_536)
+    """Completions of each held-out prompt."""
     temperature: float = Field(default=0.0, ge=0, le=100)
     """0 is greedy."""
     top_k: int = Field(default=0, ge=0, lt=2**31)
@@ -93,6 +106,7 @@ class EvalConfig(Section):
     min_p: float = Field(default=0.0, ge=0, le=1)
     """Only tokens at least this fraction as likely as the most likely one; 0 is off."""
     pass_k: tuple[int, ...] = (1,)
+    """Values of k for which pass@k is reported; each at most samples_per_prompt."""
 
     @property
     def sampling(self) -> SamplingSettings:
@@ -122,15 +136,21 @@ class EvalConfig(Section):
 
 
 class WandbConfig(Section):
+    """Weights & Biases as a second place for the metrics."""
+
     mode: Literal["online", "offline", "disabled"] = "disabled"
+    """`offline` writes files for a later `wandb sync`; the API key is read from WANDB_API_KEY."""
     project: str = "tandem"
+    """Project on W&B."""
     entity: str | None = None
+    """User or team on W&B; null takes the default of the API key."""
 
 
 class DashboardConfig(Section):
     """The web page that the run serves of itself (docs/dashboard.md)."""
 
     enabled: bool = True
+    """Serve the page while the run goes on."""
     host: str = "127.0.0.1"
     """Address to listen on; its tokens cross the network unencrypted where it is not loopback."""
     port: int | None = Field(default=None, ge=0, le=65535)
@@ -138,6 +158,8 @@ class DashboardConfig(Section):
 
 
 class LogConfig(Section):
+    """What the run writes about itself, and where."""
+
     samples_per_step: int = Field(default=4, ge=0, le=10_000)
     """Completions written to samples.jsonl at every step."""
     record_rollouts: bool = False
@@ -147,43 +169,49 @@ class LogConfig(Section):
     tensorboard: bool = False
     """Write the metrics of every step to event files in `tensorboard` of the run's folder."""
     unexplained_fraction: float = Field(default=0.05, gt=0, le=1)
-    """A step warns when a larger share of its seconds belongs to no phase."""
+    """A step warns if a larger fraction of its seconds belongs to no phase."""
     dashboard: DashboardConfig = DashboardConfig()
     timeline: bool = True
-    """Write what each process did when, step by step, to timeline.jsonl: a few kB a step."""
+    """Write the phases of each process with their times to timeline.jsonl: a few kB a step."""
 
 
 class Resources(Section):
     """What one actor asks of the Ray cluster."""
 
     cpus: float = Field(default=1.0, ge=0)
+    """CPU cores that Ray reserves."""
     gpus: float = Field(default=0.0, ge=0)
+    """GPUs that Ray reserves."""
     tpus: float = Field(default=0.0, ge=0)
-    """Of Ray's `TPU` resource: chips."""
+    """TPU chips that Ray reserves (its resource `TPU`)."""
 
 
 class PlacementConfig(Section):
-    """Where the processes run, and how long anyone waits for them."""
+    """Where the processes run, and how long the driver waits for them."""
 
     mode: Literal["separate", "colocated"] = "separate"
     """`separate`: every role has processes of its own. `colocated`: the learner and one rollout
     worker share a process and all of its devices, which `learner` asks for; they take turns there,
-    and a policy version is handed over without leaving them."""
+    and a policy version stays on these devices."""
     platform: Literal["cpu", "gpu", "tpu"] = "cpu"
-    """What both roles must find; nothing ever falls back to another platform."""
+    """Accelerator that both roles need; no process ever falls back to another platform."""
     learner: Resources = Resources()
+    """Resources of the learner's process."""
     rollout: Resources = Resources()
-    """Of each worker; not to be set where mode is colocated."""
+    """Resources of each rollout worker; not to be set where mode is colocated."""
     bind_host: str = "127.0.0.1"
     """Address the learner's gRPC server listens on: 0.0.0.0 on a cluster of several hosts."""
     learner_port: int = Field(default=0, ge=0, le=65535)
     """Port of that server; 0 takes a free one."""
     startup_timeout_s: float = Field(default=300.0, ge=0.01, le=WEEK_S)
+    """How long a process may take until it is ready."""
     resources_timeout_s: float = Field(default=60.0, ge=0.01, le=WEEK_S)
-    """How long the cluster may take to offer what is asked."""
+    """How long the cluster may take to provide the resources."""
     step_timeout_s: float = Field(default=3600.0, ge=0.01, le=WEEK_S)
+    """How long a call of a step, such as the update or an evaluation, may take."""
     worker_restarts: int = Field(default=3, ge=0)
-    """Restarts of rollout workers in the whole run; pauses between those of one worker grow."""
+    """Restarts of rollout workers in the whole run; the pause before each restart of one worker
+    grows."""
     learner_restarts: int = Field(default=3, ge=0)
     """Restarts of the learner in the whole run, each from the last checkpoint."""
 

@@ -9,7 +9,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 class Section(BaseModel):
     """A frozen configuration section that forbids unknown keys and non-finite numbers."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 S = TypeVar("S", bound=Section)

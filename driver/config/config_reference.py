@@ -1,0 +1,202 @@
+"""Makes the page docs/configuration.md from the configuration models.
+
+Usage: `python -m driver.config.config_reference > docs/configuration.md`
+"""
+
+import inspect
+import json
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from driver.config.run_config import RunConfig
+
+_HEAD = """\
+# Configuration
+
+Every key of a run configuration. A run is a YAML 1.2 file plus any number of overrides:
+
+    python -m driver --config deploy/runs/demo_cpu.yaml --set rollout.completions_per_prompt=16
+
+`python -m driver --dry-run` checks a configuration and prints what follows from it. An unknown key,
+a value outside its range and a contradiction between keys are errors before anything starts. This
+page is generated: `python -m driver.config.config_reference > docs/configuration.md`.
+"""
+
+_UNIT_OF_ENDING = {
+    "_s": "seconds",
+    "_bytes": "bytes",
+    "_tokens": "tokens",
+    "_steps": "steps",
+    "_port": "TCP port",
+    "_fraction": "fraction, 0 to 1",
+}
+_UNIT_OF_KEY = {
+    "run.steps": "steps",
+    "rollout.prompts_per_step": "prompts",
+    "rollout.completions_per_prompt": "completions",
+    "rollout.max_staleness": "policy versions",
+    "rollout.decode.slots": "completions",
+    "rollout.decode.tensor": "devices",
+    "rollout.decode.prefixes": "prompts",
+    "rollout.decode.compile_budget": "programs",
+    "rollout.workers.min": "workers",
+    "rollout.workers.max": "workers",
+    "rollout.workers.start": "workers",
+    "reward.processes": "processes",
+    "algorithm.advantage_eps": "reward",
+    "algorithm.resample_rounds": "rounds",
+    "learner.updates_per_batch": "updates",
+    "learner.optimizer.warmup_steps": "updates",
+    "learner.mesh.data": "devices",
+    "learner.mesh.fsdp": "devices",
+    "weights.streams": "streams",
+    "weights.keep_versions": "policy versions",
+    "weights.relay_fanout": "workers",
+    "weights.canary_bound": "nats",
+    "checkpoint.keep": "checkpoints",
+    "eval.prompts": "prompts",
+    "eval.samples_per_prompt": "completions",
+    "log.samples_per_step": "completions",
+    "log.dashboard.port": "TCP port",
+    "placement.worker_restarts": "restarts",
+    "placement.learner_restarts": "restarts",
+    **{f"data.{which}.{key}": "prompts" for which in ("train", "eval") for key in ("size", "skip")},
+    **{
+        f"placement.{role}.{key}": unit
+        for role in ("learner", "rollout")
+        for key, unit in (("cpus", "CPU cores"), ("gpus", "GPUs"), ("tpus", "TPU chips"))
+    },
+}
+
+
+def reference() -> str:
+    """The whole page, in Markdown."""
+    lines = [_HEAD]
+    for name, field in RunConfig.model_fields.items():
+        lines += _section(name, field, depth=2)
+    return "\n".join(lines)
+
+
+def undescribed() -> list[str]:
+    """Dotted keys whose field has no description in its model."""
+    return [key for key, field, _ in _leaves(RunConfig, "") if not field.description]
+
+
+def _leaves(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo, Any]]:
+    """Key, field and default of every value below a section."""
+    for name, field in model.model_fields.items():
+        inner = _model_of(field)
+        if inner is None:
+            yield f"{prefix}{name}", field, field.get_default(call_default_factory=True)
+        else:
+            yield from _leaves(inner, f"{prefix}{name}.")
+
+
+def _section(key: str, field: FieldInfo, depth: int) -> list[str]:
+    """Heading, text and table of one section, then the sections inside it."""
+    model = _model_of(field)
+    assert model is not None
+    lines = [f"{'#' * depth} `{key}`", "", inspect.cleandoc(model.__doc__ or ""), ""]
+    if field.description:
+        lines += [field.description.replace("\n", " "), ""]
+    if _is_list(field):
+        lines += [f"A list; each item has these keys. Default: {_default(field)}.", ""]
+    elif not field.is_required() and not isinstance(plain := _plain_default(field), dict):
+        lines += [f"Default: `{json.dumps(plain)}`.", ""]
+    rows = [
+        f"| `{key}.{name}` | {_type(inner)} | {_default(inner)} | {_unit(f'{key}.{name}', inner)} "
+        f"| {_cell(inner.description or '')} |"
+        for name, inner in model.model_fields.items()
+        if _model_of(inner) is None
+    ]
+    if rows:
+        lines += ["| key | type | default | unit | meaning |", "|---|---|---|---|---|", *rows, ""]
+    for name, inner in model.model_fields.items():
+        if _model_of(inner) is not None:
+            lines += _section(f"{key}.{name}", inner, depth + 1)
+    return lines
+
+
+def _members(annotation: Any) -> list[Any]:
+    is_union = get_origin(annotation) in (Union, types.UnionType)
+    return list(get_args(annotation)) if is_union else [annotation]
+
+
+def _is_list(field: FieldInfo) -> bool:
+    return any(get_origin(member) is tuple for member in _members(field.annotation))
+
+
+def _model_of(field: FieldInfo) -> type[BaseModel] | None:
+    """The section that a field holds, or holds a list of."""
+    for member in _members(field.annotation):
+        item = get_args(member)[0] if get_origin(member) is tuple else member
+        if isinstance(item, type) and issubclass(item, BaseModel):
+            return item
+    return None
+
+
+def _type(field: FieldInfo) -> str:
+    """Such as `integer, 1 to 64, or null`."""
+    shown = []
+    for member in _members(field.annotation):
+        if get_origin(member) is Literal:
+            shown += [f"`{value}`" for value in get_args(member)]
+        elif get_origin(member) is tuple:
+            shown.append(f"list of {_plain(get_args(member)[0])}")
+        else:
+            shown.append(_plain(member) + (_bounds(field) if member in (int, float) else ""))
+    return _cell(" or ".join(shown))
+
+
+def _plain(kind: Any) -> str:
+    names = {int: "integer", float: "number", bool: "boolean", str: "text", type(None): "null"}
+    return names.get(kind, "mapping")
+
+
+def _bounds(field: FieldInfo) -> str:
+    """Such as ` (1 to 64)` or ` (above 0, below 1)`."""
+    found = {
+        name: f"{getattr(rule, name):,}"
+        for name in ("ge", "gt", "le", "lt")
+        for rule in field.metadata
+        if getattr(rule, name, None) is not None
+    }
+    if {"ge", "le"} <= found.keys():
+        return f" ({found['ge']} to {found['le']})"
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    text = ", ".join(f"{words[name]} {bound}" for name, bound in found.items())
+    return f" ({text})" if text else ""
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = _plain_default(field)
+    return f"`{value}`" if isinstance(value, str) else f"`{json.dumps(value)}`"
+
+
+def _plain_default(field: FieldInfo) -> Any:
+    value = field.get_default(call_default_factory=True)
+    many = value if isinstance(value, tuple) else (value,)
+    plain = [one.model_dump() if isinstance(one, BaseModel) else one for one in many]
+    return plain if isinstance(value, tuple) else plain[0]
+
+
+def _unit(key: str, field: FieldInfo) -> str:
+    if not {int, float} & set(_members(field.annotation)):
+        return ""
+    found = (unit for ending, unit in _UNIT_OF_ENDING.items() if key.endswith(ending))
+    return _UNIT_OF_KEY.get(key) or next(found, "")
+
+
+def _cell(text: str) -> str:
+    return text.replace("\n", " ").replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())

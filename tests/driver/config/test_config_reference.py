@@ -1,0 +1,30 @@
+"""docs/configuration.md names every configuration key, and is the page that the models make now."""
+
+import pathlib
+
+from driver.config.config_keys import known_keys
+from driver.config.config_reference import reference, undescribed
+
+PAGE = pathlib.Path(__file__).parents[3] / "docs" / "configuration.md"
+
+
+def test_the_committed_page_is_current():
+    assert PAGE.read_text(encoding="utf-8") == reference(), (
+        "run `python -m driver.config.config_reference > docs/configuration.md`"
+    )
+
+
+def test_every_key_is_on_the_page_and_has_a_description():
+    page = reference()
+    missing = [key for key in known_keys() if f"`{key.replace('.0', '')}`" not in page]
+    assert missing == [] and undescribed() == []
+
+
+def test_a_row_has_type_default_unit_and_meaning():
+    (row,) = [
+        line for line in reference().splitlines() if line.startswith("| `algorithm.clip_low`")
+    ]
+    assert row == (
+        "| `algorithm.clip_low` | number (above 0, below 1) | `0.2` |  "
+        "| The ratio is held above 1 - clip_low. |"
+    )
