@@ -14,7 +14,7 @@ from rich.table import Table
 
 from driver.reports.status import ExitCode
 from learner.durable.frames import DamagedFile
-from learner.durable.resume_check import Answer, NothingToCheck, Question, answer, find_question
+from learner.resume_check import NothingToCheck, RecordedStep, RepeatedStep, find_step, repeat_step
 from models.platform import WrongPlatform
 
 SHOWN = 16
@@ -38,15 +38,15 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def rows(question: Question, result: Answer) -> list[tuple[str, str, str, bool]]:
+def rows(recorded: RecordedStep, result: RepeatedStep) -> list[tuple[str, str, str, bool]]:
     """What was compared: name, value then, value now, and whether they are equal."""
     now = result.certificate.plain()
     stored = result.stored or {}
     parts = [(f"certificate: {name}", stored.get(name, "none"), now[name]) for name in now]
-    made = f"weights of version {question.policy_version + 1}"
+    made = f"weights of version {recorded.policy_version + 1}"
     return [
         (name, then, value, then == value)
-        for name, then, value in [*parts, (made, question.digest, result.digest)]
+        for name, then, value in [*parts, (made, recorded.digest, result.digest)]
     ]
 
 
@@ -64,24 +64,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = pathlib.Path(given.folder)
     console = Console()
     try:
-        question = find_question(folder, given.step)
+        recorded = find_step(folder, given.step)
         console.print(
-            f"checkpoint of step {question.step}, policy version {question.policy_version}; the "
-            f"next step trained on {len(question.groups)} groups"
+            f"checkpoint of step {recorded.step}, policy version {recorded.policy_version}; the "
+            f"next step trained on {len(recorded.groups)} groups"
         )
-        result = answer(folder, question)
+        result = repeat_step(folder, recorded)
     except (NothingToCheck, DamagedFile, WrongPlatform, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return ExitCode.BAD_CONFIG
-    compared = rows(question, result)
+    compared = rows(recorded, result)
     console.print(table(compared))
     different = [name for name, _, _, equal in compared if not equal]
     if not different:
-        print(f"verify_resume: step {question.step + 1} made again, weights equal")
+        print(f"verify_resume: step {recorded.step + 1} made again, weights equal")
         return ExitCode.FINISHED
     print(
-        f"verify_resume: step {question.step + 1} made again, not equal: {', '.join(different)} "
-        f"(trained on {question.devices} {question.platform} devices then, on {result.devices} now)"
+        f"verify_resume: step {recorded.step + 1} made again, not equal: {', '.join(different)} "
+        f"(trained on {recorded.devices} {recorded.platform} devices then, on {result.devices} now)"
     )
     return ExitCode.FAILED
 

@@ -20,9 +20,9 @@ from learner.core import LearnerCore
 from learner.durable.certificate import check_certificate, make_certificate
 from learner.durable.checkpoint import CheckpointFolder, NoCompleteCheckpoint, RestoredCheckpoint
 from learner.durable.journal import Begun, Journal
-from learner.durable.kept_groups import KeptGroups
-from learner.durable.rollout_file import plain_header
-from learner.durable.spool_format import NOTHING_OPEN
+from learner.durable.rejected_groups import write_rejected
+from learner.durable.rollout_file import RolloutRecorder, plain_header
+from learner.durable.segment_file import NOTHING_OPEN
 from learner.learner_records import LearnerHealth, LearnerInfo, Restored, UpdateReport, books_of
 from learner.learner_spec import LearnerSpec, reachable_host, rollout_header
 from learner.publish.publisher import Publisher, PublishFailed
@@ -56,10 +56,10 @@ class LearnerActor:
     def __init__(
         self,
         spec: LearnerSpec,
-        hand_over: Callable[[Snapshot, WeightManifest], None] | None = None,
+        share: Callable[[Snapshot, WeightManifest], None] | None = None,
     ):
         """Args:
-        hand_over: gets every published version for a worker in this process, the only one.
+        share: gets every published version for a worker in this process, the only one.
         """
         failpoints.install(spec.failpoints)
         folder = pathlib.Path(spec.checkpoint_folder).parent
@@ -80,12 +80,13 @@ class LearnerActor:
         self._valid_vocab = min(self._tokenizer.vocab_size, loaded.config.vocab_size)
         self._header = rollout_header(spec, loaded, self._valid_vocab)
         self._core = LearnerCore(self._header, loaded.config, loaded.params, devices=self._devices)
-        self._kept = KeptGroups(
-            self._header, rejected=folder / "rejected", recorded=spec.rollouts_file
-        )
+        self._rejected = folder / "rejected"
+        self._recorder = None
+        if spec.rollouts_file is not None:
+            self._recorder = RolloutRecorder(pathlib.Path(spec.rollouts_file), self._header)
         self._checkpoints = CheckpointFolder(spec.checkpoint_folder, keep=spec.keep_checkpoints)
         self._weights = WeightStore(
-            spec.run_id, keep_versions=spec.keep_versions, deltas=hand_over is None
+            spec.run_id, keep_versions=spec.keep_versions, deltas=share is None
         )
         self._journal = Journal(
             folder / SPOOL,
@@ -99,7 +100,7 @@ class LearnerActor:
             self._weights,
             self._issue,
             timeout_s=PUBLISH_S,
-            hand_over=hand_over,
+            share=share,
         )
         self._server = Server(
             spec.credentials,
@@ -308,10 +309,11 @@ class LearnerActor:
         """Makes the next policy version of the groups; keeps them where it was not finite."""
         version = self._core.policy_version
         with self._clock.phase("serialise"):
-            self._kept.record(version, groups)
+            if self._recorder is not None:
+                self._recorder.append(version, groups)
         metrics = self._core.update(groups, self._clock)
         with self._clock.phase("serialise"):
-            self._kept.reject(version + 1, self._core.rejected)
+            write_rejected(self._rejected, version + 1, self._core.rejected)
         return metrics
 
     def _report(

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from learner.compiled_functions import make_learner_functions
 from learner.config import TrainingSettings
 from learner.publish.canary import ScoredProbe
 from learner.publish.snapshot import PUBLISH_DTYPES, Snapshot
@@ -24,7 +25,6 @@ from learner.update.batching import (
     select,
     unpack,
 )
-from learner.update.compiled_update import make_programs
 from learner.update.off_policy import (
     Correction,
     SequenceWeights,
@@ -79,7 +79,9 @@ class LearnerCore:
         self._valid_vocab = settings.valid_vocab
         self._devices = jax.devices() if devices is None else list(devices)
         self._precision = precision(jnp.dtype(learner.compute_dtype), self._devices[0].platform)
-        self._programs = make_programs(params, model_config, settings, devices=self._devices)
+        self._functions = make_learner_functions(
+            params, model_config, settings, devices=self._devices
+        )
         self._rules = SelectionRules(
             advantage=algorithm.advantage,
             advantage_eps=algorithm.advantage_eps,
@@ -90,8 +92,8 @@ class LearnerCore:
         )
         self._packing = Packing(learner.microbatch_tokens, len(self._devices))
         self._correction = Correction(**algorithm.off_policy.model_dump())
-        mesh, specs = self._programs.mesh, self._programs.specs
-        self._state = init_state(params, self._programs.optimizer, mesh, specs)
+        mesh, specs = self._functions.mesh, self._functions.specs
+        self._state = init_state(params, self._functions.optimizer, mesh, specs)
         self._reference = None
         if algorithm.kl_coef > 0:
             self._reference = place_params(params, mesh, specs, jnp.dtype(learner.compute_dtype))
@@ -182,9 +184,9 @@ class LearnerCore:
         return metrics | combine_updates(reports), clipped_tokens
 
     def _score(self, batch: MicroBatch, clock: PhaseClock) -> np.ndarray:
-        batch = jax.device_put(batch, self._programs.batch_sharding)
+        batch = jax.device_put(batch, self._functions.batch_sharding)
         key = f"score {batch.token_ids.shape}"
-        score = self._programs.score
+        score = self._functions.score
         return np.asarray(
             self._run(clock, "forward_backward", key, score, self._state.params, batch)
         )
@@ -202,16 +204,16 @@ class LearnerCore:
     ) -> tuple[Mapping[str, float], Mapping[str, float], list[np.ndarray]]:
         """Sums, report, and what the policy before the update says of the tokens of each batch."""
         accumulator = self._run(
-            clock, "forward_backward", "empty", self._programs.empty, self._state.params
+            clock, "forward_backward", "empty", self._functions.empty, self._state.params
         )
         logprobs = []
         for batch in batches:
-            batch = jax.device_put(batch, self._programs.batch_sharding)
+            batch = jax.device_put(batch, self._functions.batch_sharding)
             accumulator, logprob_BT = self._run(
                 clock,
                 "forward_backward",
                 f"accumulate {batch.token_ids.shape}",
-                self._programs.accumulate,
+                self._functions.accumulate,
                 self._state.params,
                 self._reference,
                 accumulator,
@@ -224,7 +226,7 @@ class LearnerCore:
             clock,
             "optimizer",
             "apply",
-            self._programs.apply,
+            self._functions.apply,
             self._state,
             accumulator,
             jnp.float32(denominator),
@@ -280,7 +282,7 @@ class LearnerCore:
         """
         _check_dtype(dtype)
         with self._lock:
-            take = self._programs.snapshots[dtype]
+            take = self._functions.snapshots[dtype]
             return Snapshot(
                 policy_version=self.policy_version,
                 tensors=self._run(clock, "publish", f"snapshot {dtype}", take, self._state.params),
@@ -291,7 +293,7 @@ class LearnerCore:
         """Starts the canary here, in the thread of all other programs: what needs every device must
         come to each of them in the same order.
         """
-        score = self._programs.canaries[dtype]
+        score = self._functions.canaries[dtype]
         return ScoredProbe(
             scores=self._start(clock, "publish", f"canary {dtype}", score, self._state.params),
             valid_vocab=self._valid_vocab or self._config.vocab_size,
@@ -313,7 +315,7 @@ class LearnerCore:
     @property
     def abstract_state(self) -> TrainState:
         """Shape, dtype and sharding of every leaf of `state`, to restore a checkpoint into."""
-        return self._programs.abstract_state
+        return self._functions.abstract_state
 
     def resume(self, state: TrainState, *, policy_version: int) -> None:
         """Goes on from a restored state, sharded as `abstract_state` says."""

@@ -1,17 +1,13 @@
 """What the learner reports to the driver: plain records without arrays."""
 
 import dataclasses
-import math
 from typing import Any
 
-import numpy as np
-
 from learner.durable.journal import Replayed
-from learner.durable.spool_format import OpenWork
+from learner.durable.segment_file import OpenWork
 from services.process.process_memory import ProcessMemory
 from services.trajectories.buffer_records import BufferCounts
 from services.trajectories.group_report import GroupReport, report_of
-from services.wire.messages import FinishReason, Group
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,22 +111,3 @@ def books_of(work: OpenWork) -> dict[str, Any]:
         "waiting": [report_of(g) for name, g in work.groups.items() if name not in in_updates],
         "issued": dict(work.issued),
     }
-
-
-def plain_group(group: Group) -> dict[str, Any]:
-    """A group as JSON values; a number that is not finite becomes text."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [plain(item) for item in value]
-        if isinstance(value, np.ndarray):
-            return plain(value.tolist())
-        if isinstance(value, FinishReason):
-            return value.value
-        if isinstance(value, float) and not math.isfinite(value):
-            return repr(value)
-        return value
-
-    return plain(dataclasses.asdict(group))

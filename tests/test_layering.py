@@ -68,20 +68,12 @@ ENTRIES = {
 """Files that only start a program of `benchmarks`, under the name that users know."""
 
 NOT_YET = {
-    ("learner.update", "learner.publish"),
-    ("learner.durable", "learner.core"),
-    ("learner.durable", "learner.learner_records"),
     ("rollout_worker.data", "rollout_worker.rewards.answers"),
     ("driver.terminal", "dashboard.runs"),
 }
 """Imports of a unit that the table forbids and that still exist."""
 
 NAMED_TWICE = {
-    "Plan",
-    "Block",
-    "Kept",
-    "Chunks",
-    "Answer",
     "WorkerState",
     "Fleet",
     "Piece",
@@ -91,7 +83,6 @@ NAMED_TWICE = {
     "Part",
     "Finding",
     "Guard",
-    "Layout",
     "Request",
     "NoRun",
 }

@@ -35,9 +35,9 @@ from benchmarks.tpu.memory_fit import HEADER, V6E_USABLE_BYTES, Program, table_r
 from driver.config.load_config import ConfigError, load
 from driver.config.plan import Plan, asked_devices, derive
 from driver.config.run_config import RunConfig
+from learner.compiled_functions import make_learner_functions
 from learner.config import TrainingSettings
 from learner.publish.snapshot import PUBLISH_DTYPES
-from learner.update.compiled_update import make_programs
 from models.config import ModelConfig
 from models.files.hf_config import from_hf
 from models.transformer import abstract_params
@@ -96,7 +96,7 @@ def learner_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Itera
 
     An update is judged with two snapshots beside it, as if publications were slow.
     """
-    programs = make_programs(
+    programs = make_learner_functions(
         abstract_params(model),
         model,
         TrainingSettings(

@@ -10,7 +10,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from learner.actor import LearnerActor
 from learner.learner_spec import LearnerSpec
-from learner.publish.shared_snapshot import HandOver
+from learner.publish.shared_snapshot import SharedSnapshot
 from rollout_worker.actor import RolloutActor, RolloutSpec
 from rollout_worker.worker_records import WorkerInfo
 
@@ -23,14 +23,14 @@ class ColocatedActor(LearnerActor):
 
     def __init__(self, spec: LearnerSpec):
         """Starts the learner alone."""
-        self._hand_over = HandOver()
+        self._shared = SharedSnapshot()
         self._worker: RolloutActor | None = None
-        super().__init__(spec, self._hand_over.put)
+        super().__init__(spec, self._shared.offer_version)
 
     def start_worker(self, spec: RolloutSpec) -> WorkerInfo:
         """Starts the worker; once for each process."""
         assert self._worker is None
-        self._worker = RolloutActor(spec, self._hand_over.wait)
+        self._worker = RolloutActor(spec, self._shared.wait_for_version)
         return self._worker.describe()
 
     def call_worker(

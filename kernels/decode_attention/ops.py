@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from kernels import choose
-from kernels.decode_attention import pallas_tpu, pallas_tpu_plan, reference, xla
+from kernels.decode_attention import pallas_tpu, pieces, reference, xla
 from kernels.decode_attention.reference import Attended
 
 __all__ = ["Attended", "decode_attention", "resolve"]
@@ -22,7 +22,7 @@ CACHE_DTYPES = (jnp.bfloat16, jnp.float32)
 def resolve(choice: str, platform: str, *, head_size: int) -> str:
     """As kernels.choose.resolve, with `auto` on a TPU only where the kernel takes the head size."""
     impl = choose.resolve(choice, platform)
-    if choice == "auto" and impl == choose.PALLAS_TPU and head_size % pallas_tpu_plan.LANES:
+    if choice == "auto" and impl == choose.PALLAS_TPU and head_size % pieces.LANES:
         return choose.XLA
     return impl
 

@@ -2,7 +2,7 @@
 
 The blocks of all rows form one list of pieces, which are worked on in groups while later groups
 arrive. Every piece has a softmax of its own, so that none waits for another before the pieces of a
-row are merged. Pieces that rows share come first (pallas_tpu_prefix.py). A row's new column is set
+row are merged. Pieces that rows share come first (shared_prefixes.py). A row's new column is set
 in its last block where that lies in VMEM, and the tile around it is copied back: memory takes
 packed columns in whole tiles only.
 
@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.decode_attention import pallas_tpu_prefix as prefixes
-from kernels.decode_attention.pallas_tpu_plan import LANES, Plan
+from kernels.decode_attention import shared_prefixes as prefixes
+from kernels.decode_attention.pieces import LANES, KernelPlan
 from kernels.decode_attention.reference import Attended
 from kernels.decode_attention.xla import HIDDEN_SCORE, precision_of
 
@@ -61,7 +61,7 @@ def decode_attention(
     group = max(1, chains * LANES // (K * max(block_S, LANES)))
     # With fewer rows no group is worth it, and the lists would be empty, which Mosaic refuses.
     shares = leader_B is not None and B >= prefixes.LEAST_ROWS
-    plan = Plan(B, N, K, S, H, block_S, group, key_BKSH.dtype, shares)
+    plan = KernelPlan(B, N, K, S, H, block_S, group, key_BKSH.dtype, shares)
     plan.check(interpret)
     position_B = jnp.clip(position_B.astype(jnp.int32), 0, S - 1)  # every row must write once
     scalars = plan.scalars(position_B, leader_B, shared_B)

@@ -35,7 +35,7 @@ class Place(NamedTuple):
     size: int
 
 
-class Chunks:
+class TokenChunks:
     """Arrays of the active tokens, to be read and written a chunk at a time."""
 
     def __init__(self, arrays: Any, active_T: jax.Array | None, *, size: int, last_size: int):

@@ -22,11 +22,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.linear_objective import pallas_tpu_plan as plan
-from kernels.linear_objective.pallas_tpu_plan import chunk_tokens
+from kernels.linear_objective import vmem_plan as plan
+from kernels.linear_objective.vmem_plan import chunk_tokens
 from kernels.token_logprob.statistics import Slopes, Statistics, Support
 
-__all__ = ["Kept", "chunk_tokens", "gradient", "score"]
+__all__ = ["KeptTiles", "chunk_tokens", "gradient", "score"]
 
 SCORE_TOKENS = 1024
 """Tokens of a tile multiplied at a time."""
@@ -36,7 +36,7 @@ LOWEST = -1e30
 """Stands for -inf where it is multiplied by a zero."""
 
 
-class Kept(NamedTuple):
+class KeptTiles(NamedTuple):
     """The logits of one chunk as `gradient` takes them."""
 
     shifted_VC: jax.Array
@@ -55,7 +55,7 @@ def score(
     keep: bool,
     interpret: bool = False,
     tile_rows: int | None = None,
-) -> tuple[Statistics, Kept | None]:
+) -> tuple[Statistics, KeptTiles | None]:
     """Same contract as xla.score.
 
     Args:
@@ -105,7 +105,7 @@ def score(
         hidden_CD,
         head_VD,
     )
-    return Statistics(*found[:, :C]), Kept(*kept) if keep else None
+    return Statistics(*found[:, :C]), KeptTiles(*kept) if keep else None
 
 
 def gradient(
@@ -115,7 +115,7 @@ def gradient(
     slopes: Slopes,
     support: Support,
     head_grad_VD: jax.Array,
-    kept: Kept | None,
+    kept: KeptTiles | None,
     *,
     first_column: jax.Array | int = 0,
     interpret: bool = False,

@@ -24,9 +24,9 @@ import jax.numpy as jnp
 from kernels import choose
 from kernels.linear_objective import pallas_tpu, xla
 from kernels.linear_objective.arguments import check_arrays, check_objective
-from kernels.linear_objective.chunks import Chunks, even_size
-from kernels.linear_objective.pallas_tpu_plan import LANES
+from kernels.linear_objective.chunks import TokenChunks, even_size
 from kernels.linear_objective.reference import Objective
+from kernels.linear_objective.vmem_plan import LANES
 from kernels.token_logprob.ops import check_tpu_dtype, first_column, make_support
 from kernels.token_logprob.reference import TokenLogprob
 from kernels.token_logprob.statistics import Support, finish, merge_over, slopes
@@ -250,13 +250,15 @@ class _Head:
         if options.impl == choose.PALLAS_TPU:
             check_tpu_dtype(dtype)
 
-    def chunks(self, arrays, active_T) -> Chunks:
+    def chunks(self, arrays, active_T) -> TokenChunks:
         """These arrays, hidden states [T, D] first, in chunks that suit the passes."""
         T, dtype = arrays[0].shape[0], arrays[0].dtype
         masked = active_T is not None
         size = chunk_size(T, self._head_VD.shape, dtype, self._options, masked=masked)
         multiple = self._passes.chunk_multiple
-        return Chunks(arrays, active_T, size=size, last_size=-(-size // 2 // multiple) * multiple)
+        return TokenChunks(
+            arrays, active_T, size=size, last_size=-(-size // 2 // multiple) * multiple
+        )
 
     def score(self, hidden_CD, ids_C, *, keep):
         """The scores over the whole vocabulary, and what the gradient may reuse."""

@@ -31,7 +31,7 @@ MOST_TOKENS = 2048
 chunk reads and writes."""
 
 
-class Block(NamedTuple):
+class LogitsBlock(NamedTuple):
     """The logits of some rows of the head, as `gradient` takes them; blocks may be stacked."""
 
     shifted: jax.Array
@@ -40,12 +40,12 @@ class Block(NamedTuple):
     """The largest z of each token, float32 [C]; 0 where the block has no support."""
 
 
-class Kept(NamedTuple):
+class KeptBlocks(NamedTuple):
     """The logits of a chunk."""
 
-    whole: Block
+    whole: LogitsBlock
     """Stacked along a first axis, [N, ..]."""
-    rest: Block | None
+    rest: LogitsBlock | None
     """Of the rows that do not fill a block."""
 
 
@@ -64,7 +64,7 @@ def score(
     *,
     first_column: jax.Array | int = 0,
     keep: bool,
-) -> tuple[Statistics, Kept | None]:
+) -> tuple[Statistics, KeptBlocks | None]:
     """Statistics of every token over these rows of the head, and what `gradient` may reuse.
 
     Args:
@@ -84,7 +84,7 @@ def score(
         so_far = merge(Statistics(*map(jnp.stack, zip(so_far, found, strict=True))))
         z_CR, _ = xla.scaled_logits(logits_CR, support, column)
         top_C = jnp.where(found.top == -jnp.inf, 0.0, found.top)
-        return so_far, Block((z_CR - top_C[:, None]).astype(hidden_CD.dtype), top_C)
+        return so_far, LogitsBlock((z_CR - top_C[:, None]).astype(hidden_CD.dtype), top_C)
 
     def step(i, carry):
         so_far, whole = carry
@@ -98,11 +98,11 @@ def score(
     nothing = Statistics(jnp.full_like(zeros_C, -jnp.inf), zeros_C, zeros_C, zeros_C)
     whole, rest = None, None
     if keep:
-        whole = Block(jnp.zeros((N, C, R), hidden_CD.dtype), jnp.zeros((N, C), jnp.float32))
+        whole = LogitsBlock(jnp.zeros((N, C, R), hidden_CD.dtype), jnp.zeros((N, C), jnp.float32))
     found, whole = jax.lax.fori_loop(0, N, step, (nothing, whole))
     if V % R:
         found, rest = look(found, N * R, head_VD[N * R :])
-    return found, None if whole is None else Kept(whole, rest)
+    return found, None if whole is None else KeptBlocks(whole, rest)
 
 
 def gradient(
@@ -112,7 +112,7 @@ def gradient(
     slopes: Slopes,
     support: Support,
     head_grad_VD: jax.Array,
-    kept: Kept | None,
+    kept: KeptBlocks | None,
     *,
     first_column: jax.Array | int = 0,
 ) -> tuple[jax.Array, jax.Array]:

@@ -1,8 +1,9 @@
 """`token_logprob` as two TPU kernels: one streaming pass over the logits each.
 
-The logits stay where they are: kernels see them through a view that `tpu_tiling` chooses, and walk
-each tile along the vocabulary in slabs of a few registers. Every place of a slab keeps statistics
-of its own, so that no lane waits for another before the last tile, where those of a token merge.
+The logits stay where they are: kernels see them through a view that `logits_tiling` chooses, and
+walk each tile along the vocabulary in slabs of a few registers. Every place of a slab keeps
+statistics of its own, so that no lane waits for another before the last tile, where those of a
+token merge.
 
 Inside, logits are as stored (x) and 1 / temperature and log2(e) are one factor of their difference
 to the top, so that exp is exp2. Weighted sums and slopes of the entropy are in bits accordingly.
@@ -23,8 +24,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels.token_logprob.logits_tiling import Tiling, make_tiling
 from kernels.token_logprob.statistics import Slopes, Statistics, Support
-from kernels.token_logprob.tpu_tiling import Tiling, make_tiling
 
 SMALL_BYTES = 4 << 20
 """Room beside the tiles: what is per token, and registers that spill."""

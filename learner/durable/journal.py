@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from learner.durable.frames import DamagedFile
+from learner.durable.segment_file import NOTHING_OPEN, OpenWork, UpdateRecord
 from learner.durable.spool import Spool, SpoolFailed
-from learner.durable.spool_format import NOTHING_OPEN, OpenWork, UpdateRecord
 from services.process import failpoints
 from services.trajectories.buffer_records import Taken
 from services.trajectories.group_buffer import GroupBuffer

@@ -2,7 +2,7 @@
 
 A group is written here, and is on the disk, before its worker hears that it was accepted; an update
 is written here before it trains. A learner that died goes on from a checkpoint and this log, whose
-form is in `spool_format.py`.
+form is in `segment_file.py`.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 
 from learner.durable.frames import frame
 from learner.durable.fsync import sync_folder
-from learner.durable.spool_format import (
+from learner.durable.segment_file import (
     ABANDONED,
     GROUP,
     UPDATE,

@@ -73,7 +73,7 @@ class Publisher:
         on_issued: Callable[[int, str], None],
         *,
         timeout_s: float = 600.0,
-        hand_over: Callable[[Snapshot, WeightManifest], None] | None = None,
+        share: Callable[[Snapshot, WeightManifest], None] | None = None,
     ):
         """Args:
         take: makes a snapshot of the current policy; called by `submit`, in its thread.
@@ -81,14 +81,14 @@ class Publisher:
         on_issued: called with version and digest before the version becomes visible; what it
             raises fails the publication.
         timeout_s: bound of `submit`'s wait for the snapshots before.
-        hand_over: gets every snapshot, which is its own from then on, once the version is
+        share: gets every snapshot, which is its own from then on, once the version is
             visible; without it a snapshot is freed as it is copied.
         """
         self._take = take
         self._store = store
         self._on_issued = on_issued
         self._timeout_s = timeout_s
-        self._hand_over = hand_over
+        self._share = share
         self._changed = threading.Condition()
         self._waiting: deque[_Job] = deque()
         self._copying: int | None = None
@@ -214,9 +214,9 @@ class Publisher:
         except Exception:
             publication.abort()
             raise
-        if self._hand_over is not None:
+        if self._share is not None:
             self._doing = "handing it over"
-            self._hand_over(snapshot, manifest)
+            self._share(snapshot, manifest)
         return PublishStats(
             policy_version=snapshot.policy_version,
             nbytes=nbytes,
@@ -231,7 +231,7 @@ class Publisher:
 
     def _copy(self, snapshot: Snapshot, publication: Publication) -> None:
         """Brings every tensor to its place; the first error is the one that is raised."""
-        keep = self._hand_over is not None
+        keep = self._share is not None
         with concurrent.futures.ThreadPoolExecutor(COPY_THREADS, "publish-copy") as pool:
             copies = {
                 pool.submit(copy_tensor, name, array, publication, keep=keep): name

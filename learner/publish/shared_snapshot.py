@@ -12,18 +12,18 @@ from learner.publish.snapshot import Snapshot
 from services.wire.messages import WeightManifest
 
 
-class HandOver:
+class SharedSnapshot:
     """Where the publisher leaves each version, and the worker finds the newest."""
 
     def __init__(self):
         self._changed = threading.Condition()
         self._newest: tuple[WeightManifest, dict[str, jax.Array]] | None = None
 
-    def put(self, snapshot: Snapshot, manifest: WeightManifest) -> None:
+    def offer_version(self, snapshot: Snapshot, manifest: WeightManifest) -> None:
         """Offers a version that is published, in place of the one before.
 
         Args:
-            snapshot: nobody else changes or deletes its arrays from now on.
+            snapshot: no other code changes or deletes its arrays from now on.
             manifest: as it was issued.
         """
         tensors = {name: _own_handle(array) for name, array in snapshot.tensors.items()}
@@ -31,7 +31,7 @@ class HandOver:
             self._newest = manifest, tensors
             self._changed.notify_all()
 
-    def wait(
+    def wait_for_version(
         self, min_version: int, timeout_s: float
     ) -> tuple[WeightManifest, dict[str, jax.Array]]:
         """Returns the newest version, once it is at least `min_version`; it stays for others.

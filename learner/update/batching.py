@@ -220,7 +220,7 @@ class Packing(NamedTuple):
     """Over which the rows of a micro-batch are divided."""
 
 
-class Layout(NamedTuple):
+class RowLayout(NamedTuple):
     """Where each sequence lies."""
 
     rows: list[list[int]]
@@ -234,7 +234,7 @@ class Layout(NamedTuple):
         return range(0, len(self.rows), self.B)
 
 
-def lay_out(sequences: Sequence[TrainSequence], packing: Packing) -> Layout:
+def lay_out(sequences: Sequence[TrainSequence], packing: Packing) -> RowLayout:
     """Plans rows of equal length, and micro-batches of equal shape.
 
     The row length is the smallest bucket that holds the longest sequence; shorter ones share
@@ -258,7 +258,7 @@ def lay_out(sequences: Sequence[TrainSequence], packing: Packing) -> Layout:
     row_tokens = min(b for b in row_buckets(microbatch_tokens) if b >= longest)
     rows = first_fit_decreasing([len(s.token_ids) for s in sequences], row_tokens)
     B = devices * _rows_per_device(-(-len(rows) // devices), microbatch_tokens // row_tokens)
-    return Layout(rows, B, row_tokens)
+    return RowLayout(rows, B, row_tokens)
 
 
 def pack(sequences: Sequence[TrainSequence], packing: Packing) -> tuple[MicroBatch, ...]:

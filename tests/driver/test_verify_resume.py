@@ -9,7 +9,7 @@ import pytest
 from driver.verify_resume import main
 from learner.actor import LearnerActor
 from learner.core import LearnerCore
-from learner.durable.resume_check import NothingToCheck, find_question
+from learner.resume_check import NothingToCheck, find_step
 from services.wire.tls import RunAuthority
 from tests.learner.tiny_learner import BOOKS, WAIT_S, groups_of, learner_spec, names, push, train
 from tests.tiny_model import write_tiny_model
@@ -28,10 +28,8 @@ def same_programs_on_one_device(monkeypatch, compiled):
         core._compiled = compiled
         return core
 
-    monkeypatch.setattr(
-        "learner.durable.resume_check.require_platform", lambda _: jax.devices()[:1]
-    )
-    monkeypatch.setattr("learner.durable.resume_check.LearnerCore", make)
+    monkeypatch.setattr("learner.resume_check.require_platform", lambda _: jax.devices()[:1])
+    monkeypatch.setattr("learner.resume_check.LearnerCore", make)
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +63,9 @@ def copy(run, tmp_path):
 
 
 def test_the_newest_checkpoint_with_a_step_after_it_is_found_and_its_step_made_again(run, capsys):
-    question = find_question(run)
-    assert (question.step, question.policy_version) == (2, 2)
-    assert [group.group_id for group in question.groups] == names(3)
+    recorded = find_step(run)
+    assert (recorded.step, recorded.policy_version) == (2, 2)
+    assert [group.group_id for group in recorded.groups] == names(3)
     assert main([str(run)]) == 0
     shown = capsys.readouterr().out
     assert shown.endswith("verify_resume: step 3 made again, weights equal\n")
@@ -77,9 +75,9 @@ def test_the_newest_checkpoint_with_a_step_after_it_is_found_and_its_step_made_a
 
 
 def test_another_outcome_is_shown_and_named(run, capsys, monkeypatch):
-    question = find_question(run, 1)
-    other = dataclasses.replace(question, groups=question.groups[:1])
-    monkeypatch.setattr("driver.verify_resume.find_question", lambda *_: other)
+    recorded = find_step(run, 1)
+    other = dataclasses.replace(recorded, groups=recorded.groups[:1])
+    monkeypatch.setattr("driver.verify_resume.find_step", lambda *_: other)
     assert main([str(run), "--step", "1"]) == 1
     shown = capsys.readouterr().out
     assert "step 2 made again, not equal: weights of version 2 (trained on 1 cpu devices" in shown
@@ -88,7 +86,7 @@ def test_another_outcome_is_shown_and_named(run, capsys, monkeypatch):
 def test_a_damaged_checkpoint_is_passed_over(copy):
     (copy / "checkpoints" / "step-00000002" / "manifest.json").write_text("{}")
     with pytest.raises(NothingToCheck, match="step-00000002"):
-        find_question(copy, 2)
+        find_step(copy, 2)
 
 
 def test_a_folder_without_anything_to_verify_says_why(copy, tmp_path, capsys):

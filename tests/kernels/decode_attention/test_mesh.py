@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from kernels import choose
 from kernels.decode_attention import ops
-from tests.kernels.decode_attention import test_pallas_tpu_prefix as prefixed
+from tests.kernels.decode_attention import test_shared_prefixes as prefixed
 from tests.kernels.decode_attention.test_decode_attention import (
     F32,
     IMPLS,

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.random_problems import GrpoData, grpo_objective
 from kernels import choose
-from kernels.linear_objective import pallas_tpu, pallas_tpu_plan, reference, xla
+from kernels.linear_objective import pallas_tpu, reference, vmem_plan, xla
 from kernels.linear_objective.schedule import SCHEDULES, HeadOptions, value_and_gradients
 from kernels.token_logprob.reference import TokenLogprob
 from kernels.token_logprob.statistics import Statistics, Support, finish, merge, slopes
@@ -73,7 +73,7 @@ def test_passes_equal_those_of_xla(C, D, V, keep):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_objective_equals_the_reference_whatever_inactive_tokens_hold(schedule, monkeypatch):
-    monkeypatch.setattr(pallas_tpu_plan, "TILE_ROWS", (TILE,))
+    monkeypatch.setattr(vmem_plan, "TILE_ROWS", (TILE,))
     hidden_TD, head_VD, ids_T = problem(21, 24, 53)
     active_T = jnp.arange(21) % 3 != 1
     rng = np.random.default_rng(2)
@@ -184,7 +184,7 @@ def test_chunk_that_cannot_fit_is_refused_with_one_that_does():
     hidden_CD = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16)
     head_VD = jax.ShapeDtypeStruct((1000, 4096), jnp.bfloat16)
     with pytest.raises(ValueError, match="fewer chunk_tokens, at most 2048"):
-        pallas_tpu_plan.fitting_rows(hidden_CD, head_VD)
+        vmem_plan.fitting_rows(hidden_CD, head_VD)
 
 
 COMPILE = """

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from kernels.token_logprob import pallas_tpu
+from kernels.token_logprob.logits_tiling import View, default_view
 from kernels.token_logprob.reference import TokenLogprob
 from kernels.token_logprob.statistics import Support, finish, merge, slopes
-from kernels.token_logprob.tpu_tiling import View, default_view
 from tests.kernels.token_logprob.test_token_logprob import literal, literal_gradient, sample
 from tests.kernels.tpu_compiler import needs_compiler, run_with_compiler
 

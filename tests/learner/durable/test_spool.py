@@ -11,8 +11,8 @@ import pytest
 
 from learner.durable import spool as spool_module
 from learner.durable.frames import PREFIX_BYTES, DamagedFile
+from learner.durable.segment_file import NOTHING_OPEN, OpenWork, UpdateRecord
 from learner.durable.spool import Spool, SpoolFailed
-from learner.durable.spool_format import NOTHING_OPEN, OpenWork, UpdateRecord
 from services.trajectories import codec
 from services.trajectories.id_set import IdSet
 from tests.learner.builders import random_groups
@@ -236,7 +236,7 @@ def test_only_one_process_writes_and_the_next_waits_for_its_end(folder):
         """
         import sys
         from learner.durable.spool import Spool
-        from learner.durable.spool_format import NOTHING_OPEN
+        from learner.durable.segment_file import NOTHING_OPEN
 
         spool = Spool(sys.argv[1], "run")
         spool.claim()
@@ -278,7 +278,7 @@ def test_what_was_answered_survives_kill_9_at_any_moment(folder):
         """
         import sys
         from learner.durable.spool import Spool
-        from learner.durable.spool_format import NOTHING_OPEN
+        from learner.durable.segment_file import NOTHING_OPEN
         from tests.learner.builders import random_groups
         import dataclasses
 

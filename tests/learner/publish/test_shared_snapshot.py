@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from learner.publish.publisher import Publisher
-from learner.publish.shared_snapshot import HandOver
+from learner.publish.shared_snapshot import SharedSnapshot
 from learner.publish.snapshot import Snapshot
 from services.weights.digest import tree_digest
 from services.weights.store import WeightStore
@@ -40,18 +40,18 @@ def pointers(array):
 
 def test_a_version_is_handed_over_once_it_is_visible_in_the_buffers_it_was_copied_from(mesh):
     taken = [snapshot_of(mesh, version) for version in range(2)]
-    store, hand_over, seen = WeightStore("run", keep_versions=2), HandOver(), []
+    store, shared, seen = WeightStore("run", keep_versions=2), SharedSnapshot(), []
 
     def put(snapshot, manifest):
         seen.append((store.current_version, manifest))
-        hand_over.put(snapshot, manifest)
+        shared.offer_version(snapshot, manifest)
 
     waiting = iter(taken)
-    publisher = Publisher(lambda: next(waiting), store, lambda version, digest: None, hand_over=put)
+    publisher = Publisher(lambda: next(waiting), store, lambda version, digest: None, share=put)
     for version in range(2):
         publisher.submit(version)
         publisher.wait(version, PATIENCE_S)
-        manifest, tensors = hand_over.wait(version, 0)
+        manifest, tensors = shared.wait_for_version(version, 0)
         assert manifest == store.manifest(version) and seen[-1] == (version, manifest)
         assert tree_digest(tensors)[1] == manifest.digest
         for name, array in taken[version].tensors.items():
@@ -72,19 +72,19 @@ def test_a_snapshot_that_nobody_takes_over_is_freed_as_it_is_copied(mesh):
 
 
 def test_whoever_waits_gets_the_newest_version_as_often_as_it_asks(mesh):
-    store, hand_over = WeightStore("run", keep_versions=1), HandOver()
+    store, shared = WeightStore("run", keep_versions=1), SharedSnapshot()
     with pytest.raises(TimeoutError, match=r"no policy version >= 0 in 0.01 s; the newest is -1"):
-        hand_over.wait(0, 0.01)
+        shared.wait_for_version(0, 0.01)
     found = []
-    waiter = threading.Thread(target=lambda: found.append(hand_over.wait(3, PATIENCE_S)))
+    waiter = threading.Thread(target=lambda: found.append(shared.wait_for_version(3, PATIENCE_S)))
     waiter.start()
     for version in (2, 3):
         snapshot = snapshot_of(mesh, version)
-        hand_over.put(snapshot, store.publish(version, snapshot.tensors))
+        shared.offer_version(snapshot, store.publish(version, snapshot.tensors))
     waiter.join(PATIENCE_S)
     assert found[0][0].policy_version == 3
     for _ in range(2):
-        manifest, tensors = hand_over.wait(0, 0)
+        manifest, tensors = shared.wait_for_version(0, 0)
         assert manifest.policy_version == 3 and float(tensors["vector"][0]) == 3
     with pytest.raises(TimeoutError, match="version >= 4 .* the newest is 3"):
-        hand_over.wait(4, 0.01)
+        shared.wait_for_version(4, 0.01)

@@ -12,7 +12,7 @@ import pytest
 
 from kernels import choose
 from kernels.decode_attention import ops, pallas_tpu, reference
-from kernels.decode_attention.pallas_tpu_prefix import find, most_pieces
+from kernels.decode_attention.shared_prefixes import find, most_pieces
 from tests.kernels.decode_attention.test_decode_attention import F32, TIGHT, assert_same
 
 B, S, BLOCK, TILE = 48, 80, 32, 8

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.decode_attention import pallas_tpu_prefix as prefixes
+from kernels.decode_attention import shared_prefixes as prefixes
 
 LANES = 128
 SLOTS = 3
@@ -21,7 +21,7 @@ SPARE_BYTES = 4 << 20
 """VMEM for registers that spill and for small arrays."""
 
 
-class Plan(NamedTuple):
+class KernelPlan(NamedTuple):
     """Sizes of one call."""
 
     B: int

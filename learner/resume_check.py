@@ -12,7 +12,7 @@ from learner.core import LearnerCore
 from learner.durable.certificate import Certificate, make_certificate
 from learner.durable.checkpoint import CheckpointFolder, DamagedCheckpoint, read_record
 from learner.durable.rollout_file import RolloutHeader, header_of
-from learner.durable.spool_format import OpenWork, find_segments, read_segments, segments_since
+from learner.durable.segment_file import OpenWork, find_segments, read_segments, segments_since
 from models.files.checkpoint import load_model
 from models.platform import require_platform
 from services.process.phase_clock import PhaseClock
@@ -29,7 +29,7 @@ class NothingToCheck(ValueError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Question:
+class RecordedStep:
     """A checkpoint, and the step after it."""
 
     step: int
@@ -47,7 +47,7 @@ class Question:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Answer:
+class RepeatedStep:
     """What came of it."""
 
     stored: dict[str, str] | None
@@ -59,7 +59,7 @@ class Answer:
     devices: str
 
 
-def find_question(run_folder: pathlib.Path, step: int | None = None) -> Question:
+def find_step(run_folder: pathlib.Path, step: int | None = None) -> RecordedStep:
     """The newest complete checkpoint that has a recorded step after it, or the one of a step.
 
     Raises:
@@ -75,7 +75,7 @@ def find_question(run_folder: pathlib.Path, step: int | None = None) -> Question
     reasons = []
     for candidate in steps if step is None else [step]:
         try:
-            return _question(run_folder, candidate)
+            return _recorded_step(run_folder, candidate)
         except (DamagedCheckpoint, NothingToCheck) as error:
             reasons.append(str(error))
     raise NothingToCheck(
@@ -84,34 +84,34 @@ def find_question(run_folder: pathlib.Path, step: int | None = None) -> Question
     )
 
 
-def answer(run_folder: pathlib.Path, question: Question) -> Answer:
+def repeat_step(run_folder: pathlib.Path, recorded: RecordedStep) -> RepeatedStep:
     """Restores the checkpoint, and takes the step.
 
     Raises:
         ValueError: if the checkpoint cannot be read.
     """
-    header = question.header
-    devices = require_platform(question.platform)
+    header = recorded.header
+    devices = require_platform(recorded.platform)
     loaded = load_model(header.model_folder or header.model_path)
     core = LearnerCore(header, loaded.config, loaded.params, devices=devices)
     checkpoints = CheckpointFolder(run_folder / CHECKPOINTS, keep=1)
-    found = checkpoints.restore(core.abstract_state, only_step=question.step)
+    found = checkpoints.restore(core.abstract_state, only_step=recorded.step)
     if found is None:
-        raise NothingToCheck(f"the checkpoint of step {question.step} is gone")
-    core.resume(found.state, policy_version=question.policy_version)
+        raise NothingToCheck(f"the checkpoint of step {recorded.step} is gone")
+    core.resume(found.state, policy_version=recorded.policy_version)
     certificate = make_certificate(
-        core.state, seed=question.seed, driver_state=found.record["driver"]
+        core.state, seed=recorded.seed, driver_state=found.record["driver"]
     )
-    core.update(question.groups, PhaseClock())
-    return Answer(
+    core.update(recorded.groups, PhaseClock())
+    return RepeatedStep(
         stored=found.certificate,
         certificate=certificate,
-        digest=tree_digest(core.named_weights(question.weights_dtype))[1],
+        digest=tree_digest(core.named_weights(recorded.weights_dtype))[1],
         devices=f"{len(devices)} x {devices[0].device_kind}",
     )
 
 
-def _question(run_folder: pathlib.Path, step: int) -> Question:
+def _recorded_step(run_folder: pathlib.Path, step: int) -> RecordedStep:
     folder = run_folder / CHECKPOINTS / f"step-{step:08d}"
     record = read_record(folder)
     if "header" not in record:
@@ -126,7 +126,7 @@ def _question(run_folder: pathlib.Path, step: int) -> Question:
     groups = _trained_next(work, version, record["max_staleness"])
     if not groups or version + 1 not in work.issued:
         raise NothingToCheck(f"{folder.name} has no finished step after it in {SPOOL}/")
-    return Question(
+    return RecordedStep(
         step=step,
         policy_version=version,
         header=header,

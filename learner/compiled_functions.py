@@ -37,7 +37,7 @@ from models.transformer import Params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LearnerPrograms:
+class LearnerFunctions:
     """Everything of a learner but its arrays."""
 
     mesh: Mesh
@@ -74,13 +74,13 @@ class LearnerPrograms:
         )
 
 
-def make_programs(
+def make_learner_functions(
     params: Params,
     model_config: ModelConfig,
     settings: TrainingSettings,
     *,
     devices: Sequence[jax.Device],
-) -> LearnerPrograms:
+) -> LearnerFunctions:
     """Builds the programs of one learner; nothing is compiled or allocated yet.
 
     Args:
@@ -113,7 +113,7 @@ def make_programs(
     schedule = learning_rate_schedule(learner.optimizer, updates)
     optimizer = make_optimizer(learner.optimizer, schedule)
     state = abstract_state(params, optimizer, mesh, specs)
-    return LearnerPrograms(
+    return LearnerFunctions(
         mesh=mesh,
         specs=specs,
         optimizer=optimizer,

@@ -1,0 +1,43 @@
+"""Files of the groups whose update was not finite, kept for inspection."""
+
+import dataclasses
+import json
+import math
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from services.wire.messages import FinishReason, Group
+
+
+def write_rejected(folder: pathlib.Path, policy_version: int, groups: Sequence[Group]) -> None:
+    """Writes the groups of an update that was not finite, one JSON object a line.
+
+    Args:
+        folder: made when there is something to write.
+        policy_version: that the update was to make; names the file.
+        groups: none where the update was finite.
+    """
+    if not groups:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"version-{policy_version:08d}.jsonl").open("w") as file:
+        for group in groups:
+            file.write(json.dumps(_plain(dataclasses.asdict(group))) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    """As JSON values; a number that is not finite becomes text."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, FinishReason):
+        return value.value
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    return value
