@@ -19,7 +19,7 @@ from models.device_memory import device_memory
 from models.files.checkpoint import read_model_config
 from models.platform import require_platform
 from models.tokenizer import load_tokenizer
-from rollout_worker.canary import Canary
+from rollout_worker.canary import CanaryCheck
 from rollout_worker.config import DataConfig, RewardConfig, RolloutConfig
 from rollout_worker.data.prompts import PromptSet, load_prompts
 from rollout_worker.engine_setup import EngineSetup
@@ -134,7 +134,9 @@ class RolloutActor:
             processes=spec.reward.processes,
             timeout_s=spec.reward.timeout_s,
         )
-        canary = Canary(engine.spec, self._clock, bound=spec.canary_bound) if spec.canary else None
+        canary = (
+            CanaryCheck(engine.spec, self._clock, bound=spec.canary_bound) if spec.canary else None
+        )
         self._worker = RolloutWorker(
             name=spec.name,
             run_id=spec.run_id,
@@ -150,7 +152,7 @@ class RolloutActor:
         )
         self._records = SampleRecords(
             functools.partial(tokenizer.decode, skip_special=False),
-            self._worker.text,
+            self._worker.completion_text,
             per_step=spec.samples_per_step,
             reads_numbers=any(one.name == "gsm8k_answer" for one in spec.reward.functions),
         )
@@ -246,10 +248,10 @@ class RolloutActor:
     def _swap(self, fetched: Fetched) -> None:
         """Swaps a version in; one whose canary fails is placed on the device once more."""
         try:
-            self._worker.swap(fetched.manifest, fetched.named)
+            self._worker.swap_policy(fetched.manifest, fetched.named)
         except CanaryFailed as error:
             log.warning("%s; placing it once more", error)
-            self._worker.swap(fetched.manifest, fetched.named)
+            self._worker.swap_policy(fetched.manifest, fetched.named)
 
     def _samples(self, group: Group, lease: Lease) -> tuple[Sample, ...]:
         prompt = self._prompts[0].prompts[lease.position]

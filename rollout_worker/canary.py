@@ -23,7 +23,7 @@ from models.transformer import Params
 from rollout_worker.engine.layout import embed
 from rollout_worker.engine.slots import DecodeSpec, over_lanes
 from services.process.phase_clock import PhaseClock
-from services.wire.messages import Canary as Published
+from services.wire.messages import Canary
 
 BOUNDS = {"float32": 1e-3, "bfloat16": 2.0}
 """Default bound by the coarser precision of both sides, in nats.
@@ -36,7 +36,7 @@ TOLERANCES = {"float32": 1e-4, "bfloat16": 0.15}
 """Of the fingerprints, likewise: healthy sides differ by up to 0.055 in bfloat16."""
 
 
-class Canary:
+class CanaryCheck:
     """Scores the probe under a worker's parameters, and compares with what the learner found."""
 
     def __init__(self, spec: DecodeSpec, clock: PhaseClock, *, bound: float | None = None):
@@ -52,7 +52,7 @@ class Canary:
         self._precision = precision(spec.compute_dtype, platform)
         self._compiled: dict[tuple[int, ...], jax.stages.Compiled] = {}
 
-    def check(self, params: Params, published: Published) -> CanaryResult:
+    def check_policy(self, params: Params, published: Canary) -> CanaryResult:
         """Compares every lane's copy of the policy with the learner's; the worst one counts.
 
         Args:
@@ -69,12 +69,12 @@ class Canary:
         bound = BOUNDS[coarser] if self._bound is None else self._bound
         results = [
             compare(theirs, lane, bound=bound, tolerance=TOLERANCES[coarser])
-            for lane in self.score(params, published.token_ids)
+            for lane in self._probe_scores(params, published.token_ids)
         ]
         failed = [result for result in results if not result.passed]
         return max(failed or results, key=lambda result: result.gap_max)
 
-    def score(self, params: Params, token_ids: np.ndarray) -> list[ProbeScores]:
+    def _probe_scores(self, params: Params, token_ids: np.ndarray) -> list[ProbeScores]:
         """The scores of each lane as numpy arrays.
 
         Args:
@@ -123,7 +123,7 @@ class Canary:
                 .compile()
             )
 
-    def _check_belongs(self, published: Published) -> None:
+    def _check_belongs(self, published: Canary) -> None:
         B, T = published.token_ids.shape
         layers, vocab = self._spec.layout.config.num_layers, self._spec.valid_vocab
         ids = published.token_ids

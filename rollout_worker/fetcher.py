@@ -1,13 +1,12 @@
-"""Has the next policy version at hand before it is needed.
+"""Fetches the next policy version before it is needed.
 
-A thread asks for a version newer than the newest it has, waits on the server until there is one,
-and pulls it while the device decodes. That a server cannot be reached is no failure of the worker:
-the thread asks again, and whoever waits for a version in vain hears the last reason.
+A thread asks for a version newer than the newest it has, waits at the server until there is one,
+and pulls it while the device decodes. A server that cannot be reached is no failure of the worker:
+the thread asks again, and the error of a wait that is too long gives the last reason.
 """
 
 import dataclasses
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -19,7 +18,7 @@ from services.weights.transfer import WeightTransferError
 from services.wire.messages import WeightManifest
 
 ASK_S = 15.0
-"""Longest question for a version that does not exist yet."""
+"""Longest wait of one call for a version that does not exist yet."""
 PAUSE_S = 0.25
 """After a transfer that failed."""
 
@@ -31,7 +30,7 @@ class Fetched:
     manifest: WeightManifest
     named: Mapping[str, np.ndarray | jax.Array]
     stats: PullStats
-    """How it came, for metrics and dashboard."""
+    """Of the transfer, for metrics and dashboard."""
 
 
 Pull = Callable[[int, Sequence[str], float], Fetched]
@@ -60,31 +59,31 @@ class Fetcher:
 
     @property
     def ready(self) -> Fetched | None:
-        """The newest version that is here and was not taken."""
+        """The newest version that was fetched and not yet taken."""
         self._thread.check()
         with self._lock:
             return self._ready
 
-    def take(self) -> Fetched | None:
-        """`ready`, handed over."""
+    def take_version(self) -> Fetched | None:
+        """Returns `ready`, which is None from then on."""
         self._thread.check()
         with self._lock:
             ready, self._ready = self._ready, None
             return ready
 
     @property
-    def story(self) -> str:
-        """Who is asked for weights, and what came of it last, for an error."""
+    def last_attempt(self) -> str:
+        """Which addresses are asked for weights and the result of the last call, for an error."""
         with self._lock:
             return f"{', then '.join(self._sources)} asked, {self._last_error}"
 
-    def use(self, sources: Sequence[str]) -> None:
-        """Asks elsewhere from the next question on."""
+    def use_sources(self, sources: Sequence[str]) -> None:
+        """Asks other addresses, preferred first, from the next call on."""
         with self._lock:
             self._sources = tuple(sources)
 
-    def forget(self) -> None:
-        """Takes no version for known any more, so that the current one is pulled again."""
+    def forget_versions(self) -> None:
+        """Counts no version as fetched any more, so that the current one is pulled again."""
         with self._lock:
             self._newest, self._ready = -1, None
 
@@ -96,7 +95,7 @@ class Fetcher:
             return records, seconds
 
     def close(self) -> None:
-        """Lets the thread end after its current question."""
+        """Lets the thread end after its current call."""
         self._closed.set()
 
     def _run(self) -> None:
@@ -111,28 +110,9 @@ class Fetcher:
                 continue
             with self._lock:
                 if fetched.manifest.policy_version < self._newest + 1:
-                    continue  # `forget` came meanwhile
+                    continue  # `forget_versions` was called meanwhile
                 self._newest = fetched.manifest.policy_version
                 self._ready = fetched
                 self._records.append(fetched.stats)
                 self._seconds += fetched.stats.seconds
             self._on_change()
-
-
-class Patience:
-    """How long someone has waited for one thing, in one or many looks."""
-
-    def __init__(self, timeout_s: float):
-        self._timeout_s = timeout_s
-        self._since: float | None = None
-
-    def waited(self) -> bool:
-        """Notes that the wait goes on; whether it has gone on for too long."""
-        now = time.monotonic()
-        if self._since is None:
-            self._since = now
-        return now - self._since > self._timeout_s
-
-    def over(self) -> None:
-        """What was waited for has come."""
-        self._since = None

@@ -24,7 +24,7 @@ from kernels.choose import XLA
 from models.config import ModelConfig
 from models.files.checkpoint import load_model, read_model_config
 from models.tokenizer import Tokenizer, load_tokenizer
-from rollout_worker.engine.decode_request import FinishedRow, Request, SamplingSettings
+from rollout_worker.engine.decode_request import DecodeRequest, FinishedRow, SamplingSettings
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.engine_limits import EngineLimits
 from rollout_worker.engine.layout import Layout, make_mesh
@@ -90,8 +90,8 @@ def _generate(arguments: argparse.Namespace) -> int:
         stop_strings=arguments.stop,
         dtype=arguments.dtype,
     )
-    engine.swap(engine.spec.layout.to_inference(load_model(arguments.model).params), 0)
-    request = Request(
+    engine.swap_policy(engine.spec.layout.to_inference(load_model(arguments.model).params), 0)
+    request = DecodeRequest(
         request_id=REQUEST,
         token_ids=token_ids,
         prompt_id=0,
@@ -252,12 +252,12 @@ def settled(text: str) -> str:
     return kept
 
 
-def stream(engine: Engine, request: Request, printer: Printer) -> None:
+def stream(engine: Engine, request: DecodeRequest, printer: Printer) -> None:
     """Decodes a request, showing its completions as they grow."""
-    engine.submit([request])
+    engine.submit_requests([request])
     while engine.pending:
         ended = engine.step()
-        printer.show(engine.so_far(request.request_id), ended)
+        printer.show(engine.tokens_so_far(request.request_id), ended)
 
 
 def _messages(system: str | None, text: str) -> list[dict[str, str]]:

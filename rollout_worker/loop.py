@@ -12,10 +12,11 @@ import collections
 import concurrent.futures
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from rollout_worker.fetcher import Fetched, Fetcher, Patience
+from rollout_worker.fetcher import Fetched, Fetcher
 from rollout_worker.leased_group import LeasedGroup
 from rollout_worker.pusher import Pusher
 from rollout_worker.worker import RolloutWorker
@@ -59,8 +60,9 @@ class WorkLoop:
         self._clock = clock
         self._swap = swap
         self._memory = memory
-        self._patience = Patience(weights_timeout_s)
         self._weights_timeout_s = weights_timeout_s
+        self._waiting_since: float | None = None
+        """Since when the version that a lease asks for has been missing."""
         self._changed = threading.Condition()
         self._groups: dict[str, LeasedGroup] = {}
         """Leases that have not ended, by group id, in the order in which they arrived."""
@@ -83,7 +85,7 @@ class WorkLoop:
         if orders.learner_address is not None:
             self._pusher.connect(orders.learner_address)
         if orders.sources is not None:
-            self._fetcher.use(orders.sources)
+            self._fetcher.use_sources(orders.sources)
         with self._changed:
             for group_id in (*orders.cancel, *(lease.group_id for lease in orders.leases)):
                 if (leased := self._groups.pop(group_id, None)) is not None:
@@ -166,7 +168,7 @@ class WorkLoop:
         if self._refetch and not self._worker.busy:
             self._refetch = False
             self._worker.policy_version = -1
-            self._fetcher.forget()
+            self._fetcher.forget_versions()
         if self._swap_is_due():
             if not self._worker.decoding:
                 self._swap_in()
@@ -188,17 +190,19 @@ class WorkLoop:
 
     def _swap_in(self) -> None:
         """Swaps the fetched version in, or waits a moment for the one that is asked for."""
-        fetched, wanted = self._fetcher.take(), self._wanted()
+        fetched, wanted = self._fetcher.take_version(), self._wanted()
         if fetched is not None and fetched.manifest.policy_version >= wanted:
-            self._patience.over()
+            self._waiting_since = None
             with self._clock.phase("weights_swap"):
                 self._swap(fetched)
             self._clock.mark(f"version {self._worker.policy_version}")
             return
-        if self._patience.waited():
+        now = time.monotonic()
+        self._waiting_since = now if self._waiting_since is None else self._waiting_since
+        if now - self._waiting_since > self._weights_timeout_s:
             raise TimeoutError(
                 f"waited {self._weights_timeout_s:g} s for policy version >= {wanted}, held is "
-                f"{self._worker.policy_version}: {self._fetcher.story}"
+                f"{self._worker.policy_version}: {self._fetcher.last_attempt}"
             )
         with self._clock.phase("weights_wait"), self._changed:
             self._changed.wait_for(

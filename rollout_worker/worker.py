@@ -15,10 +15,10 @@ import numpy as np
 
 from models.files.checkpoint import from_named
 from models.tokenizer import Tokenizer
-from rollout_worker.canary import Canary
+from rollout_worker.canary import CanaryCheck
 from rollout_worker.config import RolloutConfig
 from rollout_worker.data.prompts import Prompt, PromptSet
-from rollout_worker.engine.decode_request import FinishedRow, Request, SamplingSettings
+from rollout_worker.engine.decode_request import DecodeRequest, FinishedRow, SamplingSettings
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine_setup import STOP_STRINGS_SET
 from rollout_worker.leased_group import LeasedGroup
@@ -44,7 +44,7 @@ class CanaryFailed(RuntimeError):
 class _Task:
     """One prompt whose completions are decoded, then scored together."""
 
-    request: Request
+    request: DecodeRequest
     prompt: Prompt
     policy_version: int
     """Under which it began, and ends."""
@@ -80,7 +80,7 @@ class RolloutWorker:
         train: PromptSet,
         held_out: PromptSet,
         clock: PhaseClock,
-        canary: Canary | None = None,
+        canary: CanaryCheck | None = None,
     ):
         """Args:
         canary: proves every version that comes with scores of a probe.
@@ -107,7 +107,9 @@ class RolloutWorker:
         self.canary_gap = math.nan
         """Largest gap of a logprob between learner and worker on the probe, in nats."""
 
-    def swap(self, manifest: WeightManifest, named: Mapping[str, np.ndarray | jax.Array]) -> None:
+    def swap_policy(
+        self, manifest: WeightManifest, named: Mapping[str, np.ndarray | jax.Array]
+    ) -> None:
         """Puts a fetched policy version on the device and makes it the current one, or does
         nothing at all.
 
@@ -129,14 +131,14 @@ class RolloutWorker:
                 f"{digest}, published was {manifest.digest}"
             )
         if self._canary is not None and manifest.canary is not None:
-            result = self._canary.check(params, manifest.canary)
+            result = self._canary.check_policy(params, manifest.canary)
             self.canary_gap = result.gap_max
             if not result.passed:
                 raise CanaryFailed(
                     f"{self._name}: the canary of policy version {manifest.policy_version} fails "
                     f"at {result.first_layer}: {result.gaps} (weights.canary_bound)"
                 )
-        self._engine.swap(params, manifest.policy_version)
+        self._engine.swap_policy(params, manifest.policy_version)
         self.policy_version = manifest.policy_version
         self.weight_digest = digest
 
@@ -228,7 +230,7 @@ class RolloutWorker:
             for row, score in zip(task.rows, task.wait_scores(), strict=True)
         ]
 
-    def text(self, token_ids: np.ndarray, finish_reason: FinishReason) -> str:
+    def completion_text(self, token_ids: np.ndarray, finish_reason: FinishReason) -> str:
         """A completion as people and scorers read it: without the stop token that ended it.
 
         A stop string that ended it stays.
@@ -237,7 +239,7 @@ class RolloutWorker:
         return self._tokenizer.decode(token_ids[: -1 if ended else None].tolist())
 
     def _submit(self, tasks: Sequence[_Task]) -> None:
-        self._engine.submit([task.request for task in tasks])
+        self._engine.submit_requests([task.request for task in tasks])
         self._tasks |= {task.request.request_id: task for task in tasks}
 
     def _advance(self, account: str | None, wait_s: float | None = None) -> list[_Task]:
@@ -271,7 +273,7 @@ class RolloutWorker:
         task.scores = self._rewards.submit(
             [
                 ScoreRequest(
-                    completion=self.text(row.token_ids, row.finish_reason),
+                    completion=self.completion_text(row.token_ids, row.finish_reason),
                     answer=task.prompt.answer,
                     prompt=task.prompt.question,
                     item=task.prompt.item,
@@ -288,7 +290,7 @@ class RolloutWorker:
         for task in list(tasks):
             del self._tasks[task.request.request_id]
             if task.scores is None:
-                self._engine.abort(task.request.request_id)
+                self._engine.abort_request(task.request.request_id)
         while not self.decoding and self._engine.usable and self._engine.pending:
             with self._clock.phase(account or "decode"):
                 self._engine.step(account)
@@ -303,7 +305,7 @@ class RolloutWorker:
         key_data: np.ndarray,
         sampling: SamplingSettings,
     ) -> _Task:
-        request = Request(
+        request = DecodeRequest(
             request_id=request_id,
             token_ids=prompt.token_ids,
             prompt_id=prompt.prompt_id,
@@ -346,7 +348,7 @@ class RolloutWorker:
             sample_index=row.sample_index,
             question=prompt.question,
             answer=prompt.answer,
-            completion=self.text(row.token_ids, row.finish_reason),
+            completion=self.completion_text(row.token_ids, row.finish_reason),
             completion_tokens=len(row.token_ids),
             finish_reason=row.finish_reason.value,
             rewards=score.rewards,

@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.decode.variants import Variant
 from models.transformer import Params
-from rollout_worker.engine.decode_request import FinishedRow, Request, SamplingSettings
+from rollout_worker.engine.decode_request import DecodeRequest, FinishedRow, SamplingSettings
 from rollout_worker.engine.engine import Engine, EngineCounts
 from rollout_worker.engine.engine_limits import EngineLimits
 from rollout_worker.engine.layout import Layout
@@ -103,7 +103,7 @@ class Bench:
             stop_ids=(),
             clock=self._clock,
         )
-        self.engine.swap(params, 0)
+        self.engine.swap_policy(params, 0)
 
     def requests(
         self,
@@ -112,7 +112,7 @@ class Bench:
         *,
         samples: int = 1,
         temperature: float = 1.0,
-    ) -> list[Request]:
+    ) -> list[DecodeRequest]:
         """One request per prompt, that nothing ends but its number of tokens.
 
         Args:
@@ -121,7 +121,7 @@ class Bench:
             samples: completions of each.
         """
         return [
-            Request(
+            DecodeRequest(
                 request_id=str(place),
                 token_ids=token_ids,
                 prompt_id=place,
@@ -135,7 +135,7 @@ class Bench:
             for place, (token_ids, new) in enumerate(zip(prompt_QT, new_tokens, strict=True))
         ]
 
-    def run(self, requests: Sequence[Request], *, batch: int | None = None) -> Pass:
+    def run(self, requests: Sequence[DecodeRequest], *, batch: int | None = None) -> Pass:
         """Decodes requests to their end.
 
         Args:
@@ -147,7 +147,7 @@ class Bench:
         turns, rows = [], []
         started = time.perf_counter()
         for first in range(0, len(requests), batch or len(requests)):
-            self.engine.submit(requests[first : first + (batch or len(requests))])
+            self.engine.submit_requests(requests[first : first + (batch or len(requests))])
             while self.engine.pending:
                 turns.append(self._turn(rows))
         seconds = time.perf_counter() - started

@@ -163,7 +163,7 @@ def compile_segment(
     )
     started = time.monotonic()
     try:
-        compiled = programs.segment(width)
+        compiled = programs.compile_segment(width)
     except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
         return Segment(**sizes, compile_s=time.monotonic() - started, error=str(error))
     seconds = time.monotonic() - started

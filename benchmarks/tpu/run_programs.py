@@ -177,24 +177,24 @@ def worker_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Iterat
     policy_bytes = device_bytes(programs.params_struct())
     slot_bytes = device_bytes(programs.slots_struct(sizes.widths[-1]))
     compile_ = functools.partial(compile_program, "worker")
-    yield compile_("empty", programs.empty, beside="a policy", beside_bytes=policy_bytes)[0]
+    yield compile_("empty", programs.compile_empty, beside="a policy", beside_bytes=policy_bytes)[0]
     for later in (False, True)[: 1 + sizes.has_later_chunks]:
         yield compile_(
             "prefill, later" if later else "prefill",
-            functools.partial(programs.prefill, sizes.chunks[-1], later=later),
+            functools.partial(programs.compile_prefill, sizes.chunks[-1], later=later),
             beside="slots and a second policy",
             beside_bytes=slot_bytes + policy_bytes,
         )[0]
     yield compile_(
         "segment",
-        functools.partial(programs.segment, sizes.widths[-1]),
+        functools.partial(programs.compile_segment, sizes.widths[-1]),
         beside="a second policy",
         beside_bytes=policy_bytes,
     )[0]
     if len(sizes.widths) > 1:
         yield compile_(
             "resize",
-            functools.partial(programs.resize, *sizes.widths[-2:]),
+            functools.partial(programs.compile_resize, *sizes.widths[-2:]),
             beside="prefilled prompts and two policies",
             beside_bytes=device_bytes(programs.pool_struct()) + 2 * policy_bytes,
         )[0]

@@ -14,7 +14,7 @@ MAX_ITEMS = 1_000_000
 """Of one source: all prompts are made and encoded before the first step."""
 
 
-def nearest(name: str, known: list[str]) -> str:
+def nearest_hint(name: str, known: list[str]) -> str:
     """Returns ` (nearest: 'x')`, or nothing where no known name comes near."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     return f" (nearest: {close[0]!r})" if close else ""
@@ -38,7 +38,7 @@ def make_dataset(task: str, *, seed: int, size: int, params: dict[str, Any]):
 
     if task not in DATASETS:
         raise ValueError(
-            f"reasoning_gym has no task {task!r}{nearest(task, list(DATASETS))}; "
+            f"reasoning_gym has no task {task!r}{nearest_hint(task, list(DATASETS))}; "
             "reasoning_gym.factory.DATASETS lists all"
         )
     known = [field.name for field in dataclasses.fields(DATASETS[task][1])]
@@ -48,7 +48,7 @@ def make_dataset(task: str, *, seed: int, size: int, params: dict[str, Any]):
         if name not in known:
             own = sorted(set(known) - {"seed", "size"})
             raise ValueError(
-                f"{PREFIX}{task} has no parameter {name!r}{nearest(name, own)}; it knows {own}"
+                f"{PREFIX}{task} has no parameter {name!r}{nearest_hint(name, own)}; it knows {own}"
             )
     _check_types(task, DATASETS[task][1], params)
     try:

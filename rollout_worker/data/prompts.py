@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rollout_worker.config import SourceConfig
-from rollout_worker.data.procedural import PREFIX, make_dataset, nearest
+from rollout_worker.data.procedural import PREFIX, make_dataset, nearest_hint
 from rollout_worker.rewards.answers import gold_answer
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -165,7 +165,7 @@ def _existing_file(name: str) -> pathlib.Path:
         )
         raise ValueError(
             f"data file {name} does not exist (looked in {path.absolute().parent})"
-            f"{nearest(path.name, there)}"
+            f"{nearest_hint(path.name, there)}"
         )
     return path
 
@@ -322,7 +322,7 @@ def _question_and_answer(record: dict, source: SourceConfig, place: str) -> tupl
         where = f"{source.source}, {place}"
         if field not in record:
             raise ValueError(
-                f"{where} has no field {field!r}{nearest(field, list(record))}, only "
+                f"{where} has no field {field!r}{nearest_hint(field, list(record))}, only "
                 f"{sorted(record)}: set the source's {key}"
             )
         value = record[field]

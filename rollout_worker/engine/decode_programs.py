@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rollout_worker.engine.kv_cache import LayerCache, allocate, resize
+from rollout_worker.engine.kv_cache import LayerCache, allocate_cache, resize
 from rollout_worker.engine.prefill import Chunks, prefill
 from rollout_worker.engine.sampling import Sampling
 from rollout_worker.engine.slots import (
@@ -72,27 +72,35 @@ class DecodePrograms:
     def planned(self) -> Iterator[tuple[str, dict[str, int], Callable[[], jax.stages.Compiled]]]:
         """Name, sizes and builder of every program that the engine can come to need."""
         g = self.geometry
-        yield "empty", {}, self.empty
+        yield "empty", {}, self.compile_empty
         for size in g.chunks:
-            yield "prefill", {CHUNK: size, LATER: 0}, partial(self.prefill, size, later=False)
+            yield (
+                "prefill",
+                {CHUNK: size, LATER: 0},
+                partial(self.compile_prefill, size, later=False),
+            )
         if g.has_later_chunks:
             for size in g.chunks:
-                yield "prefill", {CHUNK: size, LATER: 1}, partial(self.prefill, size, later=True)
+                yield (
+                    "prefill",
+                    {CHUNK: size, LATER: 1},
+                    partial(self.compile_prefill, size, later=True),
+                )
         for width in g.widths:
-            yield "segment", {WIDTH: width}, partial(self.segment, width)
+            yield "segment", {WIDTH: width}, partial(self.compile_segment, width)
         for old in g.widths:
             for new in g.widths:
                 if old != new:
-                    yield "resize", {"from": old, "to": new}, partial(self.resize, old, new)
+                    yield "resize", {"from": old, "to": new}, partial(self.compile_resize, old, new)
 
-    def empty(self) -> jax.stages.Compiled:
+    def compile_empty(self) -> jax.stages.Compiled:
         """() -> slots of the narrowest cache and the pool, all zero and idle."""
         spec, g = self.spec, self.geometry
         config, lanes = spec.layout.config, spec.lanes
 
         def build():
             heads, size = config.num_kv_heads, config.head_dim
-            make = partial(allocate, config.num_layers, dtype=spec.cache_dtype)
+            make = partial(allocate_cache, config.num_layers, dtype=spec.cache_dtype)
             cache = make(shape=(lanes * spec.slots, heads, g.widths[0], size))
             slots = idle_slots(lanes * spec.slots, cache)
             pool = make(shape=(lanes * g.prefixes, heads, g.pool_width, size))
@@ -101,7 +109,7 @@ class DecodePrograms:
         shardings = self._shardings(jax.eval_shape(build))
         return jax.jit(build, out_shardings=shardings).lower().compile()
 
-    def prefill(self, size: int, *, later: bool) -> jax.stages.Compiled:
+    def compile_prefill(self, size: int, *, later: bool) -> jax.stages.Compiled:
         """(params, pool, chunks) -> pool in place, and a marker that is there when the pool is."""
         local = partial(prefill, spec=self.spec, first=not later)
         function = over_lanes(local, self.spec, (None, 0, 0), (0, 0))
@@ -111,7 +119,7 @@ class DecodePrograms:
         )
         return jitted.lower(self.params_struct(), pool, self.chunks_struct(size)).compile()
 
-    def segment(self, width: int) -> jax.stages.Compiled:
+    def compile_segment(self, width: int) -> jax.stages.Compiled:
         """(params, slots, rows, pool, stop table, floor) -> slots in place, and the tokens."""
         local = partial(segment, spec=self.spec)
         slot_axis: Any = 1
@@ -135,7 +143,7 @@ class DecodePrograms:
         with jax.set_mesh(self.spec.layout.mesh):
             return jitted.lower(*arguments).compile()
 
-    def resize(self, old: int, new: int) -> jax.stages.Compiled:
+    def compile_resize(self, old: int, new: int) -> jax.stages.Compiled:
         """(cache) -> the cache in another width."""
         cache = self.slots_struct(old).cache
         shardings = self._shardings(self.slots_struct(new).cache)

@@ -62,7 +62,7 @@ class SamplingSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
+class DecodeRequest:
     """One prompt and the completions asked of it. The ids enter the random keys."""
 
     request_id: str

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 
-def take_over(array: jax.Array, sharding: NamedSharding, dtype: np.dtype) -> jax.Array:
+def replicate_array(array: jax.Array, sharding: NamedSharding, dtype: np.dtype) -> jax.Array:
     """The same values, whole on every device of `sharding`.
 
     A device that has all of the array in this dtype gives its own buffer; others are brought the

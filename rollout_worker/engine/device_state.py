@@ -12,8 +12,8 @@ import numpy as np
 from models.transformer import Params
 from rollout_worker.engine.decode_programs import CHUNK, LATER, WIDTH, DecodePrograms
 from rollout_worker.engine.kv_cache import LayerCache
-from rollout_worker.engine.prefill import Piece, pack
-from rollout_worker.engine.program_cache import Programs
+from rollout_worker.engine.prefill import Piece, pack_chunks
+from rollout_worker.engine.program_cache import ProgramCache
 from rollout_worker.engine.sampling import Sampling
 from rollout_worker.engine.slots import Rows, SegmentTokens, Slots
 from rollout_worker.engine.stop_strings import StopAutomaton
@@ -24,7 +24,9 @@ SETTINGS = ("temperature", "top_k", "top_p", "min_p")
 class DeviceState:
     """Policy, slots and prefix pool of all lanes."""
 
-    def __init__(self, programs: DecodePrograms, compiled: Programs, stops: StopAutomaton | None):
+    def __init__(
+        self, programs: DecodePrograms, compiled: ProgramCache, stops: StopAutomaton | None
+    ):
         self._programs = programs
         self._compiled = compiled
         self._stop_table = None if stops is None else self._put_stops(stops)
@@ -34,7 +36,7 @@ class DeviceState:
     def load(self, params: Params) -> None:
         """Takes a policy, and empties slots and pool: all zero, whatever was in them."""
         self._arrays = None  # freed before the new ones are made
-        slots, pool = self._compiled.get("empty", {}, self._programs.empty)()
+        slots, pool = self._compiled.get_program("empty", {}, self._programs.compile_empty)()
         self._arrays = params, slots, pool
 
     def prefill(self, pieces: Sequence[Sequence[Piece]], size: int, later: bool) -> jax.Array:
@@ -45,12 +47,12 @@ class DeviceState:
         """
         params, slots, pool = self._loaded
         g = self._programs.geometry
-        packed = pack(pieces, g.chunk_prompts(size), size, g.prefixes)
+        packed = pack_chunks(pieces, g.chunk_prompts(size), size, g.prefixes)
         chunks = jax.device_put(packed, self._programs.by_lane)
-        program = self._compiled.get(
+        program = self._compiled.get_program(
             "prefill",
             {CHUNK: size, LATER: int(later)},
-            lambda: self._programs.prefill(size, later=later),
+            lambda: self._programs.compile_prefill(size, later=later),
         )
         pool, marker = program(params, pool, chunks)
         self._arrays = params, slots, pool
@@ -77,8 +79,8 @@ class DeviceState:
         table = {name: np.concatenate([each[name] for each in tables]) for name in tables[0]}
         floors = np.full(len(tables), floor, np.int32)
         rows, floors = jax.device_put((_as_rows(table), floors), self._programs.by_lane)
-        program = self._compiled.get(
-            "segment", {WIDTH: width}, lambda: self._programs.segment(width)
+        program = self._compiled.get_program(
+            "segment", {WIDTH: width}, lambda: self._programs.compile_segment(width)
         )
         slots, tokens = program(params, slots, rows, pool, self._stop_table, floors)
         self._arrays = params, slots, pool
@@ -107,8 +109,8 @@ class DeviceState:
 
     def _resized(self, slots: Slots, width: int) -> Slots:
         now = _width(slots)
-        program = self._compiled.get(
-            "resize", {"from": now, "to": width}, lambda: self._programs.resize(now, width)
+        program = self._compiled.get_program(
+            "resize", {"from": now, "to": width}, lambda: self._programs.compile_resize(now, width)
         )
         self.resizes += 1
         return slots._replace(cache=program(slots.cache))

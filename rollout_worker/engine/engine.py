@@ -8,7 +8,7 @@ device's.
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 
 from models.transformer import Params
 from rollout_worker.engine.decode_programs import DecodePrograms
-from rollout_worker.engine.decode_request import FinishedRow, OnSwap, Request
+from rollout_worker.engine.decode_request import DecodeRequest, FinishedRow, OnSwap
 from rollout_worker.engine.device_state import DeviceState
 from rollout_worker.engine.engine_limits import (
     EngineLimits,
@@ -24,8 +24,8 @@ from rollout_worker.engine.engine_limits import (
     check_request,
     geometry_of,
 )
-from rollout_worker.engine.lane import Lane, Prefix, Row, unite
-from rollout_worker.engine.program_cache import Compilation, Programs
+from rollout_worker.engine.lane import Lane, Prefix, Row, group_by_prefix
+from rollout_worker.engine.program_cache import Compilation, ProgramCache
 from rollout_worker.engine.slots import DecodeSpec, SegmentTokens
 from rollout_worker.engine.stop_strings import StopAutomaton
 from services.process.phase_clock import PhaseClock
@@ -97,7 +97,7 @@ class Engine:
         self._stops = stops
         self.programs = DecodePrograms(spec, geometry_of(spec, limits, stops))
         planned = sum(1 for _ in self.programs.planned())
-        self._compiled = Programs(
+        self._compiled = ProgramCache(
             clock,
             budget=planned if limits.compile_budget is None else limits.compile_budget,
             over_budget=limits.over_budget,
@@ -138,9 +138,9 @@ class Engine:
 
     def peak_bytes(self) -> int:
         """What the largest compiled program needs on a device, by the compiler's count."""
-        return self._compiled.memory()
+        return self._compiled.peak_bytes()
 
-    def swap(self, params: Params, version: int) -> None:
+    def swap_policy(self, params: Params, version: int) -> None:
         """Makes another policy the current one, as `on_swap` says; no older KV entry survives.
 
         After a step that failed, what was in flight is lost and its rows start anew.
@@ -172,7 +172,7 @@ class Engine:
         self.version = version
         self._broken = False
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit_requests(self, requests: Sequence[DecodeRequest]) -> None:
         """Queues requests; the first to come are the first to be decoded.
 
         Raises:
@@ -192,7 +192,7 @@ class Engine:
             names.add(request.request_id)
         for request in requests:
             rows = [Row(request, sample, self._start(request)) for sample in request.samples]
-            self._waiting.extend(unite(rows))
+            self._waiting.extend(group_by_prefix(rows))
 
     def step(self, account: str | None = None) -> list[FinishedRow]:
         """One turn.
@@ -223,12 +223,7 @@ class Engine:
         finished, self._finished = self._finished, []
         return finished
 
-    def run(self, account: str | None = None) -> Iterator[FinishedRow]:
-        """Rows as they end, until none is left."""
-        while self.pending:
-            yield from self.step(account)
-
-    def so_far(self, request_id: str) -> dict[int, np.ndarray]:
+    def tokens_so_far(self, request_id: str) -> dict[int, np.ndarray]:
         """int32 [T]: tokens of a request's completions that have not ended, by sample index."""
         rows = (row for lane in self._lanes for row in lane.rows())
         return {
@@ -237,7 +232,7 @@ class Engine:
             if row.request.request_id == request_id
         }
 
-    def abort(self, request_id: str) -> None:
+    def abort_request(self, request_id: str) -> None:
         """Ends a request's rows with the reason `aborted` and the tokens that they have."""
         gone = [row for lane in self._lanes for row in lane.abort(request_id)]
         for prefix in list(self._waiting):
@@ -256,7 +251,7 @@ class Engine:
     def _stop_sets(self) -> int:
         return 1 if self._stops is None else len(self._stops.starts)
 
-    def _start(self, request: Request) -> int:
+    def _start(self, request: DecodeRequest) -> int:
         return 0 if self._stops is None else int(self._stops.starts[request.stop_set])
 
     def _prefill(self) -> list[jax.Array]:
@@ -368,4 +363,6 @@ class Engine:
                 for token in (token for part in row.token_ids for token in part):
                     state = int(self._stops.next_SV[state, token])
             row.stop_state = state
-        self._waiting.extendleft(reversed(unite([row for row in rows if not row.aborted])))
+        self._waiting.extendleft(
+            reversed(group_by_prefix([row for row in rows if not row.aborted]))
+        )

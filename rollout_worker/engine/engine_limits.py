@@ -8,8 +8,8 @@ import numpy as np
 
 from models.transformer import Params
 from rollout_worker.engine.decode_programs import Geometry
-from rollout_worker.engine.decode_request import OnSwap, Request, SamplingSettings
-from rollout_worker.engine.kv_cache import NARROWEST, check_geometry, doubling
+from rollout_worker.engine.decode_request import DecodeRequest, OnSwap, SamplingSettings
+from rollout_worker.engine.kv_cache import NARROWEST, check_geometry, doubling_sizes
 from rollout_worker.engine.prefill import chunk_sizes
 from rollout_worker.engine.slots import DecodeSpec
 from rollout_worker.engine.stop_strings import StopAutomaton
@@ -59,7 +59,9 @@ def check_params(params: Params, expected: Params) -> None:
             )
 
 
-def check_request(request: Request, spec: DecodeSpec, limits: EngineLimits, stop_sets: int) -> None:
+def check_request(
+    request: DecodeRequest, spec: DecodeSpec, limits: EngineLimits, stop_sets: int
+) -> None:
     """Refuses what an engine cannot decode.
 
     Args:
@@ -95,7 +97,7 @@ def check_request(request: Request, spec: DecodeSpec, limits: EngineLimits, stop
         raise ValueError(f"{about}: stop_set={request.stop_set}, but the engine has {stop_sets}")
 
 
-def _check_kinds(request: Request, about: str) -> None:
+def _check_kinds(request: DecodeRequest, about: str) -> None:
     """Whether every field is of a kind that enters the arrays of the device unchanged."""
     if not isinstance(request.request_id, str):
         raise ValueError(f"{about}: request_id must be text")
@@ -154,7 +156,7 @@ def geometry_of(
         # A compiler orders the sums of attention by their length, which is the width.
         widths = (limits.cache_tokens,)
     else:
-        widths = doubling(NARROWEST, limits.cache_tokens)
+        widths = doubling_sizes(NARROWEST, limits.cache_tokens)
     return Geometry(
         places=PLACES_PER_SLOT * spec.slots,
         prefixes=max(1, spec.slots // 2) if limits.prefixes is None else limits.prefixes,

@@ -67,7 +67,7 @@ def check_geometry(
         )
 
 
-def doubling(smallest: int, largest: int) -> tuple[int, ...]:
+def doubling_sizes(smallest: int, largest: int) -> tuple[int, ...]:
     """Sizes that double from about `smallest` up to exactly `largest`."""
     sizes = [largest]
     while sizes[0] > 1.5 * smallest:
@@ -75,7 +75,9 @@ def doubling(smallest: int, largest: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def allocate(layers: int, shape: tuple[int, int, int, int], dtype: jnp.dtype) -> list[LayerCache]:
+def allocate_cache(
+    layers: int, shape: tuple[int, int, int, int], dtype: jnp.dtype
+) -> list[LayerCache]:
     """Zeros [B, K, S, H] for every layer: finite, whatever an earlier policy left."""
     return [LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(layers)]
 
@@ -92,7 +94,7 @@ def resize(cache: list[LayerCache], *, width: int) -> list[LayerCache]:
     return jax.tree.map(one, cache)
 
 
-def fork(
+def copy_prefixes(
     pool: list[LayerCache], cache: list[LayerCache], take_B: jax.Array, prefix_B: jax.Array
 ) -> list[LayerCache]:
     """Copies the prefixes of the pool into the slots that take one, in place.

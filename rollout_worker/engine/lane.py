@@ -15,7 +15,7 @@ from collections import deque
 
 import numpy as np
 
-from rollout_worker.engine.decode_request import FinishedRow, Request
+from rollout_worker.engine.decode_request import DecodeRequest, FinishedRow
 from rollout_worker.engine.prefill import Piece
 from rollout_worker.engine.slots import ABORTED, FULL, GOES_ON, STOPPED
 from services.wire.messages import FinishReason
@@ -27,7 +27,7 @@ REASONS = {STOPPED: FinishReason.STOP, FULL: FinishReason.LENGTH, ABORTED: Finis
 class Row:
     """One completion in the making."""
 
-    request: Request
+    request: DecodeRequest
     sample_index: int
     stop_state: int
     """Of the stop automaton after the tokens so far, when the row is handed over."""
@@ -89,7 +89,7 @@ class Prefix:
         return (self.prefilled, min(left, longest)) if left else None
 
 
-def unite(rows: list[Row]) -> list[Prefix]:
+def group_by_prefix(rows: list[Row]) -> list[Prefix]:
     """Rows with the token ids that they start from: samples of a prompt without tokens share."""
     prefixes: dict[object, Prefix] = {}
     for row in rows:

@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 from models.config import ModelConfig
 from models.files.checkpoint import expected_shapes, from_named, to_named
 from models.transformer import Params
-from rollout_worker.engine.device_copies import take_over
+from rollout_worker.engine.device_copies import replicate_array
 
 AXES = ("data", "tensor")
 BY_ROWS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
@@ -222,7 +222,7 @@ class Layout:
 
     def _place(self, name: str, array: np.ndarray | jax.Array) -> jax.Array:
         if isinstance(array, jax.Array) and self.tensor == 1:
-            return take_over(array, self._sharding(name), self.dtype)
+            return replicate_array(array, self._sharding(name), self.dtype)
         transform = transform_of(name, self.published, self.tensor)
         host = transform.apply(np.asarray(array)).astype(self.dtype, copy=False)
         placed = jax.device_put(host, self._sharding(name))

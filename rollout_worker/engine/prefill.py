@@ -82,7 +82,7 @@ def chunk_sizes(longest_chunk: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def pack(lanes: Sequence[Sequence[Piece]], prompts: int, size: int, no_entry: int) -> Chunks:
+def pack_chunks(lanes: Sequence[Sequence[Piece]], prompts: int, size: int, no_entry: int) -> Chunks:
     """The pieces of every lane, as numpy arrays of one call of `prompts` chunks per lane."""
     D = len(lanes)
     token_QC = np.zeros((D, prompts, size), np.int32)

@@ -29,7 +29,7 @@ class UnplannedCompilation(RuntimeError):
     """More programs than planned: some size changes that should not."""
 
 
-class Programs:
+class ProgramCache:
     """Compiles each program once for every set of sizes, and keeps count."""
 
     def __init__(
@@ -51,7 +51,7 @@ class Programs:
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
         self.compilations: list[Compilation] = []
 
-    def get(
+    def get_program(
         self, name: str, sizes: Sizes, build: Callable[[], jax.stages.Compiled]
     ) -> jax.stages.Compiled:
         """The program of this name for these sizes, compiled by `build` where it is new.
@@ -79,7 +79,7 @@ class Programs:
             )
         return program
 
-    def memory(self) -> int:
+    def peak_bytes(self) -> int:
         """Bytes of the largest program with its arguments, by the compiler's count."""
         needs = [_need_bytes(program.memory_analysis()) for program in self._compiled.values()]
         return max(needs, default=0)

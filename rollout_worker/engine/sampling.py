@@ -3,9 +3,10 @@
 The key of a token is a pure function of (seed, prompt, epoch, sample, position): worker, slot and
 batch do not enter, so the same completion is drawn wherever it is decoded.
 
-`draw` inverts the cumulative distribution in two levels, first over blocks of the vocabulary, then
-inside the drawn block. It passes over the logits twice, for the maxima and the sums of the blocks,
-and does nothing else over the vocabulary: one that is cut over a mesh axis stays where it is.
+`draw_tokens` inverts the cumulative distribution in two levels, first over blocks of the
+vocabulary, then inside the drawn block. It reads the logits twice, for the maxima and for the sums
+of the blocks, and does nothing else over the vocabulary: logits that are sharded over a mesh axis
+stay where they are.
 
 Dimension key:
     B: rows
@@ -50,7 +51,7 @@ class Sampling(NamedTuple):
 def row_keys(
     base_key: jax.Array, prompt_id_B: jax.Array, epoch_B: jax.Array, sample_index_B: jax.Array
 ) -> jax.Array:
-    """One typed key per row; `draw` folds the position in.
+    """One typed key per row; `draw_tokens` folds the position in.
 
     Args:
         base_key: key of the run's seed (and, for evaluation, of its own stream).
@@ -64,7 +65,7 @@ def row_keys(
     return jax.vmap(fold)(prompt_id_B, epoch_B, sample_index_B)
 
 
-def draw(
+def draw_tokens(
     key_data_B: jax.Array,
     count_B: jax.Array,
     logits_BV: jax.Array,

@@ -27,9 +27,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from models.transformer import Params, forward, head_weight, logits
-from rollout_worker.engine.kv_cache import LayerCache, decode_attend, fork
+from rollout_worker.engine.kv_cache import LayerCache, copy_prefixes, decode_attend
 from rollout_worker.engine.layout import Layout, embed
-from rollout_worker.engine.sampling import Sampling, draw, row_keys
+from rollout_worker.engine.sampling import Sampling, draw_tokens, row_keys
 from rollout_worker.engine.stop_strings import ACCEPT
 
 IDLE = -1
@@ -137,7 +137,7 @@ def idle_slots(slots: int, cache: list[LayerCache]) -> Slots:
     )
 
 
-def admit(slots: Slots, rows: Rows, pool: list[LayerCache]) -> Slots:
+def admit_rows(slots: Slots, rows: Rows, pool: list[LayerCache]) -> Slots:
     """Lets waiting rows, in their order, take the slots that are free."""
     free_B = slots.place_B == IDLE
     number_B = slots.head[0] + jnp.cumsum(free_B) - 1
@@ -155,7 +155,7 @@ def admit(slots: Slots, rows: Rows, pool: list[LayerCache]) -> Slots:
         position_B=entering(rows.position_R, slots.position_B),
         drawn_B=entering(rows.drawn_R, slots.drawn_B),
         stop_state_B=entering(rows.stop_state_R, slots.stop_state_B),
-        cache=fork(pool, slots.cache, take_B, rows.prefix_R[waiting_B]),
+        cache=copy_prefixes(pool, slots.cache, take_B, rows.prefix_R[waiting_B]),
     )
 
 
@@ -189,7 +189,7 @@ def token_step(
     )
     place_B = slots.place_B
     active_B = place_B != IDLE
-    token_B, logprob_B = draw(
+    token_B, logprob_B = draw_tokens(
         key_R2[place_B],
         slots.drawn_B,
         logits(hidden_B1D[:, 0], head_weight(params)),
@@ -281,7 +281,7 @@ def segment(
 
     def body(carry):
         slots, out = carry
-        slots = admit(slots, rows, pool)
+        slots = admit_rows(slots, rows, pool)
         slots, drawn = token_step(params, slots, rows, key_R2, stop_XV, spec)
         written = [
             jax.lax.dynamic_update_slice_in_dim(all_, one[None], out.steps[0], axis=0)

@@ -116,11 +116,11 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(folder)
         text = (pathlib.Path(folder) / "tokenizer.json").read_text("utf-8")
-    pieces = described_token_bytes(json.loads(text))
+    pieces = parse_token_bytes(json.loads(text))
     return [pieces.get(token_id, b"") for token_id in range(tokenizer.vocab_size)]
 
 
-def described_token_bytes(description: Mapping[str, Any]) -> dict[int, bytes]:
+def parse_token_bytes(description: Mapping[str, Any]) -> dict[int, bytes]:
     """Bytes per token id from the content of a tokenizer.json.
 
     Raises:

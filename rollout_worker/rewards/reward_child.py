@@ -18,7 +18,13 @@ import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-from rollout_worker.rewards.scorers import BadScorer, Scorer, check_params, named_rewards, resolve
+from rollout_worker.rewards.scorers import (
+    BadScorer,
+    Scorer,
+    check_scorer_params,
+    named_rewards,
+    resolve_scorer,
+)
 
 TRACEBACKS_SHOWN = 5
 MESSAGE_CHARS = 500
@@ -86,8 +92,8 @@ class Guard:
 
 def load(name: str, params: dict) -> Scorer:
     """Finds a scorer and checks its parameters."""
-    scorer = resolve(name)
-    check_params(name, scorer, params)
+    scorer = resolve_scorer(name)
+    check_scorer_params(name, scorer, params)
     return scorer
 
 

@@ -21,7 +21,7 @@ from rollout_worker.rewards.reward_process import (
     START_TIMEOUT_S,
     STOP_TIMEOUT_S,
     ChildFailed,
-    RewardChild,
+    RewardProcess,
 )
 from rollout_worker.rewards.scorers import resolve_weights, weighted_total
 
@@ -51,13 +51,13 @@ class Score:
     """Empty, or which scorer failed and how."""
 
 
-class _Lane(threading.Thread):
+class _ScorerThread(threading.Thread):
     """One child and the thread that feeds it; the child lives no longer than the thread."""
 
     def __init__(self, pool: "RewardPool", index: int):
         super().__init__(name=f"reward-lane-{index}", daemon=True)
         self.ready: Future[None] = Future()
-        self.child: RewardChild | None = None
+        self.child: RewardProcess | None = None
         self._pool = pool
 
     def run(self) -> None:
@@ -79,9 +79,9 @@ class _Lane(threading.Thread):
         if child is not None:
             child.kill()
 
-    def _restart(self) -> RewardChild:
+    def _restart(self) -> RewardProcess:
         self.stop()
-        self.child = child = RewardChild(self._pool.functions)
+        self.child = child = RewardProcess(self._pool.functions)
         child.wait_ready(self._pool.start_timeout_s)
         return child
 
@@ -196,7 +196,7 @@ class RewardPool:
         self.start_timeout_s = start_timeout_s
         self.closed = False
         self.jobs: queue.SimpleQueue = queue.SimpleQueue()
-        self._lanes = [_Lane(self, index) for index in range(processes)]
+        self._lanes = [_ScorerThread(self, index) for index in range(processes)]
         for lane in self._lanes:
             lane.start()
         try:
@@ -254,6 +254,6 @@ def validate_functions(
         ValueError: if a scorer cannot be loaded, with the reason and what to do.
         RuntimeError: if loading it kills the child or takes longer than `timeout_s`.
     """
-    child = RewardChild(functions)
+    child = RewardProcess(functions)
     child.wait_ready(timeout_s)
     child.kill()

@@ -35,7 +35,7 @@ _SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|API_KEY|CREDENTIALS)", re.I)
 """Names of environment variables that foreign scorers have no business with."""
 
 
-class RewardChild:
+class RewardProcess:
     """Owns one child process and its two pipes."""
 
     def __init__(self, functions: Sequence[RewardFunctionConfig]):

@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal
 
-from rollout_worker.data.procedural import make_dataset, nearest
+from rollout_worker.data.procedural import make_dataset, nearest_hint
 from rollout_worker.rewards import answers
 
 if typing.TYPE_CHECKING:
@@ -203,10 +203,12 @@ BUILT_INS = {
 
 def _nearest_built_in(name: str) -> str:
     # A colon never occurs in a built-in name; what follows it is the likelier typing error.
-    return nearest(name.rpartition(":")[2], list(BUILT_INS)) or nearest(name, list(BUILT_INS))
+    return nearest_hint(name.rpartition(":")[2], list(BUILT_INS)) or nearest_hint(
+        name, list(BUILT_INS)
+    )
 
 
-def resolve(name: str) -> Scorer:
+def resolve_scorer(name: str) -> Scorer:
     """Returns the scorer of a name: built-in, or `package.module:function`.
 
     Runs the module's own code, so it is called only in a child process.
@@ -237,7 +239,7 @@ def resolve(name: str) -> Scorer:
         public = [each for each in vars(module) if not each.startswith("_")]
         raise BadScorer(
             f"reward function {name!r}: module {module_name!r} ({getattr(module, '__file__', '')}) "
-            f"has no {attribute!r}{nearest(attribute, public)}"
+            f"has no {attribute!r}{nearest_hint(attribute, public)}"
         )
     if not callable(scorer) or inspect.iscoroutinefunction(scorer):
         raise BadScorer(
@@ -293,7 +295,7 @@ def _place(error: BaseException) -> str:
     return f" ({places[-1]}{reached})"
 
 
-def check_params(name: str, scorer: Scorer, params: Mapping[str, Any]) -> None:
+def check_scorer_params(name: str, scorer: Scorer, params: Mapping[str, Any]) -> None:
     """Refuses parameters that a scorer does not take, and scorers that cannot be called.
 
     Raises:
@@ -313,7 +315,7 @@ def check_params(name: str, scorer: Scorer, params: Mapping[str, Any]) -> None:
             raise BadScorer(f"reward function {name!r}: params must not hold {key!r}, it is given")
         if key not in own and not takes_any:
             raise BadScorer(
-                f"reward function {name!r} has no parameter {key!r}{nearest(key, own)}; "
+                f"reward function {name!r} has no parameter {key!r}{nearest_hint(key, own)}; "
                 f"it takes {own or 'none'}"
             )
         choices = signature.parameters.get(key)

@@ -316,7 +316,7 @@ def test_an_engine_that_fails_is_heard_of_by_its_own_error(pair, monkeypatch):
             with pytest.raises(ZeroDivisionError):
                 list(complete(core, 6))
         current = worker._pull(core.policy_version, [learner.describe().address], 5.0)
-        core.swap(current.manifest, current.named)
+        core.swap_policy(current.manifest, current.named)
         return list(complete(core, 6))
 
     (after,) = on_loop(worker, run)
@@ -347,7 +347,9 @@ def test_a_stop_string_ends_a_completion_and_stays_in_its_text(model, authority,
     try:
         for group in rolled_out(worker, 0, 1, 2, 3):
             for completion in group.completions:
-                text = worker._worker.text(completion.token_ids, completion.finish_reason)
+                text = worker._worker.completion_text(
+                    completion.token_ids, completion.finish_reason
+                )
                 assert not {"e", "7"} & set(text[:-1])
                 if completion.finish_reason is FinishReason.LENGTH:
                     assert not {"e", "7"} & set(text)
@@ -384,7 +386,7 @@ def test_a_swap_that_fails_leaves_the_old_version_whole(pair, kind):
 
     def run():
         with pytest.raises((ValueError, WeightDigestMismatch)):
-            core.swap(newer, damaged(manifest, named, kind))
+            core.swap_policy(newer, damaged(manifest, named, kind))
 
     on_loop(worker, run)
     assert (core.policy_version, core.weight_digest) == (version, digest)

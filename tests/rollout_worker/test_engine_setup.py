@@ -40,7 +40,7 @@ def test_sizes_without_devices_are_those_of_the_arrays_on_devices(devices, tenso
     assert here.geometry == programs.geometry
     assert device_bytes(here.params_struct()) == device_bytes(programs.params_struct())
 
-    slots, pool = here.empty()()
+    slots, pool = here.compile_empty()()
     on_device = lambda tree: sum(
         leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree)
     )

@@ -28,7 +28,7 @@ from models.probe import (
     whole_head,
 )
 from models.transformer import forward, head_weight, logits, packed_attend
-from rollout_worker.canary import BOUNDS, Canary
+from rollout_worker.canary import BOUNDS, CanaryCheck
 from rollout_worker.engine.layout import Layout, make_mesh
 from rollout_worker.engine.slots import DecodeSpec
 from services.process.phase_clock import PhaseClock
@@ -101,7 +101,7 @@ def worker(compute=F32, wire=F32, *, data=1, tensor=1, model=MODEL, valid_vocab=
         segment_tokens=4,
         wide_cache=True,
     )
-    return Canary(spec, PhaseClock()), spec.layout
+    return CanaryCheck(spec, PhaseClock()), spec.layout
 
 
 def live_copy(layout, wire=F32):
@@ -139,7 +139,7 @@ def with_leaf(params, path, change):
 def test_healthy_sides_agree_whatever_their_meshes_and_dtypes(learner, working):
     canary, layout = worker(**working)
     record = published(**learner)
-    result = canary.check(live_copy(layout, working.get("wire", F32)), record)
+    result = canary.check_policy(live_copy(layout, working.get("wire", F32)), record)
     assert result.passed and result.first_layer == ""
     exact = learner.get("compute", F32) == working.get("compute", F32) == F32
     assert result.bound == BOUNDS[F32 if exact else BF16]
@@ -164,7 +164,7 @@ def test_one_flipped_weight_of_the_live_tree_is_found_and_its_layer_named(exact,
         leaf[(5, 3)[: leaf.ndim]] *= -1
         return leaf
 
-    result = canary.check(with_leaf(params, path, flip), published())
+    result = canary.check_policy(with_leaf(params, path, flip), published())
     assert not result.passed and result.gap_max > result.bound
     assert result.first_layer == layer
 
@@ -177,7 +177,7 @@ def test_flipped_embedding_row_is_found_where_the_probe_meets_it(exact):
         leaf[token] *= -1
         return leaf
 
-    result = canary.check(with_leaf(params, ("embed_tokens", "weight"), flip), published())
+    result = canary.check_policy(with_leaf(params, ("embed_tokens", "weight"), flip), published())
     assert not result.passed and result.first_layer == "embedding"
 
 
@@ -188,22 +188,22 @@ def test_swapped_layers_are_named(how):
     first, second, third, fourth = params["layers"]
     swapped = {**params, "layers": [first, third, second, fourth]}
     record = published(**how, fsdp=2)
-    assert canary.check(params, record).passed
-    result = canary.check(swapped, record)
+    assert canary.check_policy(params, record).passed
+    result = canary.check_policy(swapped, record)
     assert not result.passed and result.first_layer == "layers.1"
 
 
 def test_copy_of_every_lane_is_looked_at():
     canary, layout = worker(data=2)
     params = live_copy(layout)
-    assert canary.check(params, published()).passed
+    assert canary.check_policy(params, published()).passed
 
     tree = params["layers"][2]["self_attn"]["v_proj"]
     leaf = tree["weight"]
     shards = [shard.data for shard in leaf.addressable_shards]
     shards[1] = jax.device_put(-np.asarray(shards[1]), shards[1].device)
     tree["weight"] = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
-    result = canary.check(params, published())
+    result = canary.check_policy(params, published())
     assert not result.passed and result.first_layer == "layers.2"
 
 
@@ -300,11 +300,13 @@ def test_probe_of_another_model_or_tokenizer_is_refused(exact):
     canary, params = exact
     record = published()
     with pytest.raises(ValueError, match=r"for 4 layers has fingerprints \[5, 8, 2\].*\[4, 8, 2\]"):
-        canary.check(params, dataclasses.replace(record, fingerprints=record.fingerprints[1:]))
+        canary.check_policy(
+            params, dataclasses.replace(record, fingerprints=record.fingerprints[1:])
+        )
     ids = record.token_ids.copy()
     ids[0, 0] = VALID_VOCAB
     with pytest.raises(ValueError, match="0..59, got 0..60"):
-        canary.check(params, dataclasses.replace(record, token_ids=ids))
+        canary.check_policy(params, dataclasses.replace(record, token_ids=ids))
 
 
 def test_canary_rides_with_every_published_version_to_the_worker():
@@ -321,12 +323,12 @@ def test_canary_rides_with_every_published_version_to_the_worker():
         manifest = codec.decode_manifest(codec.weights_pb2.WeightManifest.FromString(message))
         named = core.named_weights(F32)
         live = layout.to_inference(from_named(named, TINY, stacked=False))
-        assert canary.check(live, manifest.canary).passed
+        assert canary.check_policy(live, manifest.canary).passed
         if version == 0:
             before = manifest.canary
             moved = lambda leaf: jax.device_put(1.1 * np.asarray(leaf), leaf.sharding)
             params = jax.tree.map(moved, core.state.params)
             core.resume(dataclasses.replace(core.state, params=params), policy_version=1)
-    late = canary.check(live, before)
+    late = canary.check_policy(live, before)
     assert not late.passed, "the weights of another version do not pass"
     publisher.close()

@@ -15,7 +15,7 @@ from models.transformer import (
     packed_attend,
     unstack_layers,
 )
-from rollout_worker.engine.decode_request import Request
+from rollout_worker.engine.decode_request import DecodeRequest
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.engine_limits import EngineLimits
 from rollout_worker.engine.layout import Layout, make_mesh
@@ -102,7 +102,7 @@ def shared_engine(**how):
 
 
 def swap(engine, params, version):
-    engine.swap(engine.spec.layout.to_inference(params), version)
+    engine.swap_policy(engine.spec.layout.to_inference(params), version)
 
 
 def key_data(seed=0):
@@ -119,7 +119,7 @@ def make_request(tokens, prompt_id=0, samples=4, samples_=None, **changes):
         max_new_tokens=NEW_TOKENS,
         key_data=key_data(),
     )
-    return Request(**{**settings, **changes})
+    return DecodeRequest(**{**settings, **changes})
 
 
 @functools.cache
@@ -130,11 +130,17 @@ def make_requests():
     return tuple(make_request(rng.integers(10, 60, n), i) for i, n in enumerate(lengths))
 
 
+def run_to_end(engine):
+    """Yields rows as they end, until none is left."""
+    while engine.pending:
+        yield from engine.step()
+
+
 def run(engine, requests, **changes):
     """Finished rows by request and sample."""
-    engine.submit(list(requests))
+    engine.submit_requests(list(requests))
     rows = {}
-    for row in engine.run():
+    for row in run_to_end(engine):
         assert (row.request_id, row.sample_index) not in rows
         rows[row.request_id, row.sample_index] = row
     assert len(rows) == sum(len(request.samples) for request in requests)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from models.config import ModelConfig
 from models.files.checkpoint import from_named, to_named
 from models.transformer import init_params
-from rollout_worker.engine.device_copies import take_over
+from rollout_worker.engine.device_copies import replicate_array
 from rollout_worker.engine.layout import Layout, make_mesh
 from services.weights.digest import tree_digest
 
@@ -119,7 +119,7 @@ def test_a_device_that_has_all_of_a_tensor_keeps_its_buffer(data):
 def test_devices_that_hold_nothing_are_brought_all_of_it():
     array = jax.device_put(jnp.arange(12.0).reshape(3, 4), jax.devices()[5])
     layout = Layout(MODEL, make_mesh(jax.devices()[:2], 2, 1), FLOAT32)
-    taken = take_over(array, NamedSharding(layout.mesh, P()), FLOAT32)
+    taken = replicate_array(array, NamedSharding(layout.mesh, P()), FLOAT32)
     assert set(pointers(taken)) == set(jax.devices()[:2])
     np.testing.assert_array_equal(taken, np.arange(12.0).reshape(3, 4))
 
@@ -129,4 +129,4 @@ def test_a_cut_along_two_axes_is_refused():
         np.zeros((8, 8), np.float32), NamedSharding(learner_mesh(2, 4), P("data", "fsdp"))
     )
     with pytest.raises(ValueError, match="along 2 axes"):
-        take_over(array, NamedSharding(make_mesh(jax.devices(), 8, 1), P()), FLOAT32)
+        replicate_array(array, NamedSharding(make_mesh(jax.devices(), 8, 1), P()), FLOAT32)

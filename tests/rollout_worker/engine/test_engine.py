@@ -9,7 +9,7 @@ import pytest
 
 import rollout_worker.engine.slots as slots_module
 from rollout_worker.engine.decode_request import SamplingSettings
-from rollout_worker.engine.kv_cache import check_geometry, doubling
+from rollout_worker.engine.kv_cache import check_geometry, doubling_sizes
 from rollout_worker.engine.program_cache import UnplannedCompilation
 from rollout_worker.engine.sampling import row_keys
 from services.wire.messages import FinishReason
@@ -29,6 +29,7 @@ from tests.rollout_worker.engine.engines import (
     make_requests,
     policy,
     run,
+    run_to_end,
     shared_engine,
 )
 
@@ -115,11 +116,11 @@ def test_requests_that_come_later_do_not_disturb_those_before(decoded):
     engine = shared_engine()
     first, second = make_requests()[:2], make_requests()[2:]
     rows = {}
-    engine.submit(first)
+    engine.submit_requests(first)
     for row in engine.step():
         rows[row.request_id, row.sample_index] = row
-    engine.submit(second)
-    for row in engine.run():
+    engine.submit_requests(second)
+    for row in run_to_end(engine):
         rows[row.request_id, row.sample_index] = row
     assert_same_rows(rows, decoded)
 
@@ -261,14 +262,14 @@ def test_a_compilation_beyond_the_budget_is_refused_with_the_size_that_changed()
 def test_a_request_that_does_not_fit_is_refused_and_takes_no_other_with_it(request_, message):
     engine = shared_engine()
     with pytest.raises(ValueError, match=message):
-        engine.submit([make_requests()[0], request_])
+        engine.submit_requests([make_requests()[0], request_])
     assert not engine.pending
 
 
 def test_two_requests_of_one_name_are_refused():
     engine = shared_engine()
     with pytest.raises(ValueError, match="request 0 is already there"):
-        engine.submit([make_requests()[0], make_requests()[0]])
+        engine.submit_requests([make_requests()[0], make_requests()[0]])
     assert not engine.pending
 
 
@@ -317,7 +318,7 @@ def test_an_engine_is_not_used_after_a_step_that_failed_until_it_is_given_a_poli
 ):
     """What the step left undone must not be taken for done."""
     engine = make_engine()
-    engine.submit(list(make_requests()))
+    engine.submit_requests(list(make_requests()))
     monkeypatch.setattr(engine.device, "prefill", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.step()
@@ -325,7 +326,9 @@ def test_an_engine_is_not_used_after_a_step_that_failed_until_it_is_given_a_poli
     with pytest.raises(RuntimeError, match="an earlier step or swap failed: call swap"):
         engine.step()
     engines.swap(engine, policy(), 0)
-    assert_same_rows({(row.request_id, row.sample_index): row for row in engine.run()}, decoded)
+    assert_same_rows(
+        {(row.request_id, row.sample_index): row for row in run_to_end(engine)}, decoded
+    )
 
 
 def test_a_cache_is_narrow_again_when_nothing_runs(monkeypatch):
@@ -449,6 +452,6 @@ def test_case_s05_a_cache_that_just_fits_gives_what_a_wide_one_does():
 
 
 def test_widths_double_up_to_the_longest_sequence():
-    assert doubling(256, 80) == (80,)
-    assert doubling(256, 384) == (384,)
-    assert doubling(256, 1536) == (384, 768, 1536)
+    assert doubling_sizes(256, 80) == (80,)
+    assert doubling_sizes(256, 384) == (384,)
+    assert doubling_sizes(256, 1536) == (384, 768, 1536)

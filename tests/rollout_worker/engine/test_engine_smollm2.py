@@ -10,12 +10,13 @@ import pytest
 from models.files.checkpoint import load_model, save_model, to_named
 from models.tokenizer import load_tokenizer
 from models.transformer import forward, head_weight, logits, packed_attend, unstack_layers
-from rollout_worker.engine.decode_request import Request, SamplingSettings
+from rollout_worker.engine.decode_request import DecodeRequest, SamplingSettings
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.engine_limits import EngineLimits
 from rollout_worker.engine.layout import Layout, make_mesh
 from rollout_worker.engine.slots import DecodeSpec
 from services.process.phase_clock import PhaseClock
+from tests.rollout_worker.engine.engines import run_to_end
 
 SMOLLM2 = pathlib.Path(__file__).parents[3] / "downloads" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 pytestmark = [
@@ -66,11 +67,11 @@ def complete(smollm2, prompts, dtype, sampling, new_tokens=NEW_TOKENS, slots=6):
     stops = tuple(tokenizer.stop_ids)
     engine = Engine(spec, limits, loop="while", stop_ids=stops, clock=PhaseClock())
     host = jax.tree.map(np.asarray, unstack_layers(model.params))
-    engine.swap(layout.to_inference(host), version=0)
+    engine.swap_policy(layout.to_inference(host), version=0)
     key_data = np.asarray(jax.random.key_data(jax.random.key(0)))
-    engine.submit(
+    engine.submit_requests(
         [
-            Request(
+            DecodeRequest(
                 request_id=str(i),
                 token_ids=prompt,
                 prompt_id=i,
@@ -83,7 +84,7 @@ def complete(smollm2, prompts, dtype, sampling, new_tokens=NEW_TOKENS, slots=6):
             for i, prompt in enumerate(prompts)
         ]
     )
-    rows = {int(row.request_id): row for row in engine.run()}
+    rows = {int(row.request_id): row for row in run_to_end(engine)}
     return [rows[i] for i in range(len(prompts))]
 
 

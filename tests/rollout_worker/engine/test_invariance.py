@@ -57,7 +57,7 @@ def in_lots(engine, requests, size):
     """Submits so many requests at each turn, while those before them are decoded."""
     rows, waiting = {}, list(requests)
     while waiting or engine.pending:
-        engine.submit(waiting[:size])
+        engine.submit_requests(waiting[:size])
         waiting = waiting[size:]
         rows |= {(row.request_id, row.sample_index): row for row in engine.step()}
     return rows

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from scipy.stats import chi2
 
 from kernels.token_logprob import reference
-from rollout_worker.engine.sampling import Sampling, _pick, draw, row_keys
+from rollout_worker.engine.sampling import Sampling, _pick, draw_tokens, row_keys
 
 OFF = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 OPTIONS = {
@@ -47,7 +47,7 @@ def key_data(B, seed=0):
 
 @jax.jit
 def drawn(key_data_B, count_B, logits_BV, sampling, valid_vocab):
-    return draw(key_data_B, count_B, logits_BV, sampling, valid_vocab=valid_vocab)
+    return draw_tokens(key_data_B, count_B, logits_BV, sampling, valid_vocab=valid_vocab)
 
 
 def draws(logits_BV, rows, *, valid_vocab=None, count=0):
@@ -93,7 +93,7 @@ def on_mesh(logits_BV, devices):
 
     def program(key_data_B, count_B, logits_BV, sampling, valid_vocab):
         logits_BV = jax.lax.with_sharding_constraint(logits_BV, cut)
-        return draw(key_data_B, count_B, logits_BV, sampling, valid_vocab=valid_vocab)
+        return draw_tokens(key_data_B, count_B, logits_BV, sampling, valid_vocab=valid_vocab)
 
     jitted = jax.jit(program, static_argnums=4, out_shardings=(whole, whole))
     divides = logits_BV.shape[1] % devices == 0
@@ -217,7 +217,7 @@ def test_inside_shard_map_over_the_rows_the_vocabulary_may_be_cut_too():
     expected = draws(logits_BV, rows)
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     program = jax.shard_map(
-        functools.partial(draw, valid_vocab=V),
+        functools.partial(draw_tokens, valid_vocab=V),
         mesh=mesh,
         in_specs=P("data"),
         out_specs=P("data"),

@@ -17,7 +17,7 @@ from rollout_worker.engine.stop_strings import (
     NO_STOP,
     StopSpan,
     build_stop_automaton,
-    described_token_bytes,
+    parse_token_bytes,
     stop_span,
     token_bytes,
 )
@@ -220,10 +220,10 @@ def test_unigram_and_metaspace_are_read():
         "decoder": {"type": "Metaspace", "replacement": "▁"},
         "added_tokens": [{"id": 0, "content": "<unk>", "special": True}],
     }
-    assert described_token_bytes(description) == {0: b"", 1: b" the", 2: b"<0x41>"}
+    assert parse_token_bytes(description) == {0: b"", 1: b" the", 2: b"<0x41>"}
 
 
 def test_a_tokenizer_of_another_kind_is_refused():
     description = {"model": {"vocab": {"##a": 0}}, "decoder": {"type": "WordPiece"}}
     with pytest.raises(ValueError, match="decodes by WordPiece: end completions by stop ids"):
-        described_token_bytes(description)
+        parse_token_bytes(description)

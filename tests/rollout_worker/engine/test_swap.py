@@ -19,6 +19,7 @@ from tests.rollout_worker.engine.engines import (
     make_requests,
     policy,
     run,
+    run_to_end,
     swap,
 )
 
@@ -33,12 +34,12 @@ def engine_with(on_swap, **how):
 
 def run_with_swap(engine, turns=2):
     """All requests, with a swap after some turns: rows by request and sample."""
-    engine.submit(list(make_requests()))
+    engine.submit_requests(list(make_requests()))
     rows = []
     for _ in range(turns):
         rows += engine.step()
     swap(engine, policy(NEW), version=1)
-    rows += engine.run()
+    rows += run_to_end(engine)
     found = {(row.request_id, row.sample_index): row for row in rows}
     assert len(found) == len(rows) == sum(len(request.samples) for request in make_requests())
     return found
@@ -68,10 +69,10 @@ def test_case_s10_new_weights_leave_no_trace_of_the_old(undisturbed):
 def test_weights_that_are_not_finite_leave_no_trace_either(undisturbed):
     engine = make_engine(on_swap=OnSwap.RESTART)
     swap(engine, jax.tree.map(lambda leaf: np.full_like(leaf, np.nan), policy()), version=0)
-    engine.submit(list(make_requests()))
+    engine.submit_requests(list(make_requests()))
     engine.step()
     swap(engine, policy(NEW), version=1)
-    rows = {(row.request_id, row.sample_index): row for row in engine.run()}
+    rows = {(row.request_id, row.sample_index): row for row in run_to_end(engine)}
     mended = {key: row for key, row in rows.items() if (row.versions == 1).all()}
     assert len(mended) >= len(rows) - 8, "at most two batches can have ended under NaN"
     assert_same_rows(mended, {key: undisturbed[NEW][key] for key in mended})
@@ -116,12 +117,12 @@ def test_continue_keeps_tokens_and_computes_the_rest_under_the_new_version(undis
 def test_continue_draws_the_tokens_that_an_undisturbed_run_would(undisturbed):
     """With equal weights before and after, a swap must not show."""
     engine = engine_with(OnSwap.CONTINUE)
-    engine.submit(list(make_requests()))
+    engine.submit_requests(list(make_requests()))
     rows = []
     for turn in range(6):
         rows += engine.step()
         swap(engine, policy(), version=turn + 1)
-    rows += engine.run()
+    rows += run_to_end(engine)
     found = {(row.request_id, row.sample_index): row for row in rows}
     assert_same_rows(found, undisturbed[OLD])
     assert max(len(set(row.versions.tolist())) for row in rows) > 1
@@ -129,23 +130,23 @@ def test_continue_draws_the_tokens_that_an_undisturbed_run_would(undisturbed):
 
 def test_a_swap_while_nothing_runs_keeps_what_waits(undisturbed):
     engine = make_engine()
-    engine.submit(list(make_requests()))
+    engine.submit_requests(list(make_requests()))
     swap(engine, policy(NEW), version=1)
-    rows = {(row.request_id, row.sample_index): row for row in engine.run()}
+    rows = {(row.request_id, row.sample_index): row for row in run_to_end(engine)}
     assert_same_rows(rows, undisturbed[NEW])
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2, 3])
 def test_an_abort_ends_a_request_and_no_other(undisturbed, turns):
     engine = make_engine()
-    engine.submit(list(make_requests()))
+    engine.submit_requests(list(make_requests()))
     rows = []
     for _ in range(turns):
         rows += engine.step()
     gone = {row.request_id for row in rows}
     victim = next(str(i) for i in range(len(make_requests())) if str(i) not in gone)
-    engine.abort(victim)
-    rows += engine.run()
+    engine.abort_request(victim)
+    rows += run_to_end(engine)
     found = {(row.request_id, row.sample_index): row for row in rows}
     assert len(found) == len(rows) == len(undisturbed[OLD])
     others = {key: row for key, row in found.items() if key[0] != victim}
@@ -160,14 +161,14 @@ def test_an_abort_ends_a_request_and_no_other(undisturbed, turns):
 
 def test_an_abort_keeps_the_tokens_that_there_are_though_a_swap_follows(undisturbed):
     engine = engine_with(OnSwap.RESTART)
-    engine.submit(list(make_requests()))
+    engine.submit_requests(list(make_requests()))
     engine.step()
     engine.step()
-    known = engine.so_far("0")
+    known = engine.tokens_so_far("0")
     assert max(map(len, known.values())) > 0, "the test needs tokens"
-    engine.abort("0")
+    engine.abort_request("0")
     swap(engine, policy(NEW), version=1)
-    rows = [row for row in engine.run() if row.request_id == "0"]
+    rows = [row for row in run_to_end(engine) if row.request_id == "0"]
     assert len(rows) == 4
     for row in rows:
         assert len(row.token_ids) >= len(known.get(row.sample_index, ()))
@@ -175,7 +176,7 @@ def test_an_abort_keeps_the_tokens_that_there_are_though_a_swap_follows(undistur
 
 def test_rows_are_decoded_once_though_a_swap_had_to_be_tried_twice(undisturbed, monkeypatch):
     engine = engine_with(OnSwap.RESTART)
-    engine.submit(list(make_requests()))
+    engine.submit_requests(list(make_requests()))
     rows = engine.step()
     device = engine.device
     monkeypatch.setattr(device, "load", lambda params: 1 / 0)
@@ -185,7 +186,7 @@ def test_rows_are_decoded_once_though_a_swap_had_to_be_tried_twice(undisturbed, 
     with pytest.raises(RuntimeError, match="an earlier step or swap failed"):
         engine.step()
     swap(engine, policy(NEW), version=1)
-    rows += engine.run()
+    rows += run_to_end(engine)
     found = {(row.request_id, row.sample_index): row for row in rows}
     assert len(found) == len(rows) == len(undisturbed[NEW])
 
@@ -194,10 +195,10 @@ def test_another_models_policy_is_refused_and_changes_nothing(undisturbed):
     engine = make_engine()
     params = engine.spec.layout.to_inference(policy())
     with pytest.raises(ValueError, match="names are not those"):
-        engine.swap({"a": params["norm"]["weight"]}, 1)
+        engine.swap_policy({"a": params["norm"]["weight"]}, 1)
     wrong = {**params, "norm": {"weight": params["norm"]["weight"][:-1]}}
     with pytest.raises(ValueError, match=r"\['norm'\]\['weight'\] is float32 \[31\]"):
-        engine.swap(wrong, 1)
+        engine.swap_policy(wrong, 1)
     assert_same_rows(run(engine, make_requests()), undisturbed[OLD])
 
 
@@ -205,7 +206,7 @@ def test_rows_that_finish_before_a_swap_take_whole_segments():
     """No row may enter, so that none ends a segment early by waiting."""
     engine = engine_with(OnSwap.FINISH, segment_tokens=4, prefixes=4)
     lengths = (2, 5, 7, NEW_TOKENS, 3, 3)
-    engine.submit(
+    engine.submit_requests(
         [
             make_request([10 + i], i, samples=1, stop_ids=(), max_new_tokens=length)
             for i, length in enumerate(lengths)
@@ -221,16 +222,16 @@ def test_rows_that_finish_before_a_swap_take_whole_segments():
 def test_an_engine_goes_on_after_an_abort(undisturbed):
     engine = make_engine()
     for request in make_requests():
-        engine.submit([request])
+        engine.submit_requests([request])
         engine.step()
-        engine.abort(request.request_id)
-    list(engine.run())
+        engine.abort_request(request.request_id)
+    list(run_to_end(engine))
     assert_same_rows(run(engine, make_requests()), undisturbed[OLD])
 
 
 def test_an_abort_of_nobody_does_nothing():
     engine = make_engine()
-    engine.abort("nobody")
+    engine.abort_request("nobody")
     assert not engine.pending
 
 
@@ -244,7 +245,7 @@ def test_a_stop_string_is_found_across_a_swap():
     stops = build_stop_automaton(token_bytes, [[], [text[3:7].decode()]])
     first = text.find(text[3:7]) + 4
     engine = make_engine(stops=stops, on_swap=OnSwap.CONTINUE, segment_tokens=1, loop="python")
-    engine.submit([dataclasses.replace(request, stop_set=1)])
+    engine.submit_requests([dataclasses.replace(request, stop_set=1)])
     rows = []
     while engine.pending:
         rows += engine.step()

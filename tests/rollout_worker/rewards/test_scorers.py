@@ -8,13 +8,18 @@ import pytest
 from rollout_worker.config import RewardFunctionConfig, SourceConfig
 from rollout_worker.data.prompts import load_prompts
 from rollout_worker.rewards import scorers as rewards
-from rollout_worker.rewards.scorers import BadScorer, check_params, named_rewards, resolve
+from rollout_worker.rewards.scorers import (
+    BadScorer,
+    check_scorer_params,
+    named_rewards,
+    resolve_scorer,
+)
 
 GIVEN = {"prompt": "", "item": {}}
 
 
 def score(name, completion, answer, **params):
-    return named_rewards(name, resolve(name)(completion, answer=answer, **GIVEN, **params))
+    return named_rewards(name, resolve_scorer(name)(completion, answer=answer, **GIVEN, **params))
 
 
 @pytest.mark.shared
@@ -113,7 +118,7 @@ def one_item(source, **keys):
 def test_reasoning_gym_scores_with_the_task_itself():
     # arc_agi keeps tuples in its items, which JSON does not: the item must be made again.
     prompt = one_item("reasoning_gym:arc_agi")
-    scorer = resolve("reasoning_gym")
+    scorer = resolve_scorer("reasoning_gym")
     given = {"answer": "", "prompt": prompt.question, "item": prompt.item}
     whole = scorer(prompt.item["answer"], **given, extract="whole")
     assert whole == 1.0
@@ -131,7 +136,7 @@ def test_reasoning_gym_refuses_items_that_it_did_not_make():
     prompt = one_item("reasoning_gym:chain_sum")
     changed = {**prompt.item, "question": "another"}
     with pytest.raises(ValueError, match="item 3 of chain_sum has another question"):
-        resolve("reasoning_gym")("#### 1", answer="", prompt="", item=changed)
+        resolve_scorer("reasoning_gym")("#### 1", answer="", prompt="", item=changed)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +209,7 @@ def test_a_name_that_leads_nowhere_is_refused_with_the_fix(tmp_path, monkeypatch
     )
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(BadScorer, match=message):
-        resolve(name)
+        resolve_scorer(name)
     sys.modules.pop("my_rewards", None)
 
 
@@ -233,12 +238,12 @@ def positional(completion, answer):
 )
 def test_parameters_that_a_scorer_does_not_take_are_refused(scorer, params, message):
     with pytest.raises(BadScorer, match=message):
-        check_params("my:own", scorer, params)
+        check_scorer_params("my:own", scorer, params)
 
 
 def test_parameters_that_a_scorer_takes_pass():
-    check_params("my:own", own, {"scale": 2})
-    check_params("my:anything", anything, {"whatever": 2})
+    check_scorer_params("my:own", own, {"scale": 2})
+    check_scorer_params("my:anything", anything, {"whatever": 2})
 
 
 def test_a_reward_at_the_bound_and_a_large_variant_pass():
