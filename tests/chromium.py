@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from tests.deadlines import HANG_S
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Dialog, Page
 
@@ -22,8 +24,6 @@ OPTIONS = [
     "--disable-quic",
 ]
 LAPTOP = {"width": 1366, "height": 768}
-WAIT_MS = 20_000
-"""For anything on the page; two busy cores are slow."""
 _VIOLATIONS = """
 addEventListener("securitypolicyviolation", (event) =>
   console.error(`CSP: ${event.violatedDirective} forbids ${event.blockedURI} ${event.sample}`));
@@ -67,7 +67,7 @@ class Watched:
         self.context = browser.new_context(**{"viewport": LAPTOP, **context})
         self.context.add_init_script(_VIOLATIONS)
         self.page = self.context.new_page()
-        self.page.set_default_timeout(WAIT_MS)
+        self.page.set_default_timeout(HANG_S * 1e3)
         self.page.on("console", self._heard)
         self.page.on("pageerror", lambda error: self.faults.append(f"uncaught: {error}"))
         self.page.on("dialog", self._asked)
@@ -114,7 +114,7 @@ def wait_until(page: "Page", condition: str) -> None:
 
 
 def wait_for(
-    page: "Page", condition: Callable[[], object], what: str, timeout_s: float = WAIT_MS / 1e3
+    page: "Page", condition: Callable[[], object], what: str, timeout_s: float = HANG_S
 ) -> None:
     """Returns when a condition on a page holds; the page goes on meanwhile.
 

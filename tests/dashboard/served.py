@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,9 +21,10 @@ from dashboard.listener import bind, url_of
 from dashboard.runs.live import Live
 from dashboard.server import DashboardServer
 from dashboard.stream import Hub
+from tests.deadlines import HANG_S
+from tests.deadlines import wait_until as until
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-DEADLINE_S = 20.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Served:
     def client(self, token: str | None = None) -> httpx.Client:
         """Sends the view token, or another one, with every request."""
         headers = {"authorization": f"Bearer {token or self.tokens.view}"}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=DEADLINE_S, trust_env=False)
+        return httpx.Client(base_url=self.url, headers=headers, timeout=HANG_S, trust_env=False)
 
     def get(self, path: str, **parameters: Any) -> httpx.Response:
         with self.client() as client:
@@ -70,8 +70,8 @@ def served(
             yield Served(url=url_of(listener), tokens=tokens, live=live, server=server)
         finally:
             server.should_exit = True
-            thread.join(DEADLINE_S)
-            assert not thread.is_alive(), f"the server did not end in {DEADLINE_S} s"
+            thread.join(HANG_S)
+            assert not thread.is_alive(), f"the server did not end in {HANG_S} s"
 
 
 @contextlib.contextmanager
@@ -94,15 +94,7 @@ def served_by_process(output: pathlib.Path, *arguments: str) -> Iterator[Served]
     finally:
         if process.poll() is None:
             process.terminate()
-        process.wait(DEADLINE_S)
-
-
-def until(condition, what: str) -> None:
-    """Waits for a condition, by a deadline."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for {what}"
-        time.sleep(0.02)
+        process.wait(HANG_S)
 
 
 def strict(text: str | bytes) -> Any:

@@ -17,6 +17,7 @@ from dashboard.__main__ import CannotServe, check_run, main
 from dashboard.auth import Tokens
 from dashboard.listener import bind, url_of
 from tests.dashboard.served import ROOT, served_by_process, strict, until
+from tests.deadlines import HANG_S
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def test_a_finished_run_is_replayed_and_no_token_is_said_to_what_may_be_a_log(ru
         place = pathlib.Path(re.search(r"its tokens: (.+)\)", site.output.read_text())[1])
         assert place.is_dir() and place.stat().st_mode & 0o777 == 0o700
         site.process.send_signal(signal.SIGTERM)
-        assert site.process.wait(20) == 0
+        assert site.process.wait(HANG_S) == 0
     assert not place.exists(), "its tokens are gone with it"
     said = site.output.read_text()
     for token in (site.tokens.view, site.tokens.control):
@@ -71,7 +72,7 @@ def test_a_terminal_gets_the_whole_link(run):
             assert browser.get(link[1]).status_code == 303
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(HANG_S)
         os.close(here)
 
 

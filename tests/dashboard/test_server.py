@@ -19,6 +19,7 @@ from dashboard.auth import Tokens
 from dashboard.listener import PortTaken, answers, bind, url_of
 from dashboard.server import Orphaned
 from tests.dashboard.served import ROOT, events, served, until
+from tests.deadlines import HANG_S
 
 
 def test_without_a_port_the_usual_one_is_taken_or_a_free_one(monkeypatch):
@@ -139,7 +140,7 @@ def test_viewers_are_told_how_the_run_ended_before_the_server_ends(tmp_path):
         thread.start()
         until(lambda: len(heard) >= 3, "the viewer to be there")
         run.end("finished")
-    thread.join(10)
+    thread.join(HANG_S)
     assert not thread.is_alive(), "its stream has ended"
     assert [event for event in heard if event.kind == "run"][-1].data["state"] == "finished"
 
@@ -221,7 +222,7 @@ def is_there(pid: int) -> bool:
 def test_a_killed_driver_is_told_as_lost_and_leaves_no_dashboard_when_another_comes(orphan):
     folder, url, tokens, driver, child = orphan
     headers = {"authorization": f"Bearer {tokens.view}"}
-    with httpx.Client(base_url=url, headers=headers, timeout=30, trust_env=False) as client:
+    with httpx.Client(base_url=url, headers=headers, timeout=HANG_S, trust_env=False) as client:
         until(lambda: answers(url), "the dashboard")
         with client.stream("GET", "/api/stream") as response:
             told = events(response)

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.made_run.made_run import make_run
 from dashboard.stream import COMMENT_S, EventStream, Hub, TooManyViewers
 from tests.dashboard.served import events, served, strict, until
+from tests.deadlines import HANG_S
 
 VIEWERS = 200
 DEAF = 60
@@ -144,7 +145,7 @@ def test_of_200_viewers_those_that_read_nothing_are_dropped_and_nothing_is_kept_
         rss = max_rss()
         for step in range(EVENTS):
             told = asyncio.run_coroutine_threadsafe(publish(hub, step), loop)
-            told.result(20)
+            told.result(HANG_S)
             until(lambda: all_read(site, readers), "the readers to have read")
         assert hub.dropped == DEAF
         assert hub.viewers == VIEWERS - DEAF

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from driver.signals import Interrupted, StopSignal
+from tests.deadlines import HANG_S
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -51,5 +52,7 @@ def test_a_further_signal_ends_the_process_at_once_and_leaves_a_word(tmp_path):
         "os.kill(os.getpid(), signal.SIGTERM)\n"
         "print('not reached')\n"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S
+    )
     assert (ended.returncode, ended.stdout) == (143, "aborted 143\n")

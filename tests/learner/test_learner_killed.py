@@ -31,7 +31,6 @@ def child(tmp_path_factory):
             env=environment,
             capture_output=True,
             text=True,
-            timeout=600,
         )
 
     return run

@@ -8,10 +8,11 @@ from learner.config import AlgorithmConfig, LearnerConfig, MeshConfig, Optimizer
 from learner.learner_spec import LearnerSpec
 from services.wire.messages import Group, PushOutcome
 from services.wire.tls import RunAuthority
+from tests.deadlines import HANG_S
 from tests.learner.builders import random_groups
 
 BOOKS = {"book": {"seed": 0, "prompt_count": 8, "cursor": 4, "unfinished": [[3, 1]]}, "rewards": []}
-WAIT_S = 60.0
+WAIT_S = HANG_S
 
 
 def learner_spec(

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from models.platform import WrongPlatform, require_platform
+from tests.deadlines import HANG_S
 
 
 def test_the_wanted_platform_is_returned():
@@ -26,7 +27,7 @@ def test_a_platform_that_cannot_start_is_refused_and_never_replaced_by_the_cpu()
         env={**os.environ, "JAX_PLATFORMS": "cuda"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
     )
     assert ended.returncode != 0
     assert "placement.platform=gpu but JAX cannot initialise it here" in ended.stderr

@@ -29,6 +29,7 @@ from rollout_worker.worker_records import EvalRequest, LeaseOutcome, Orders
 from services.process.background import BackgroundFailed
 from services.wire.messages import FinishReason, Lease
 from services.wire.tls import RunAuthority
+from tests.deadlines import HANG_S
 from tests.learner import tiny_learner
 from tests.tiny_model import write_tiny_model
 
@@ -90,7 +91,7 @@ def worker_spec(model, authority, address, **changes):
         deltas=True,
         canary=True,
         canary_bound=None,
-        timeout_s=20.0,
+        timeout_s=HANG_S,
         run_folder="/nowhere",
         samples_per_step=2,
     )
@@ -124,7 +125,7 @@ def leases(*indices, attempt=0, version=0):
     ]
 
 
-def rollout(worker, given, timeout_s=300.0):
+def rollout(worker, given, timeout_s=HANG_S):
     """Has leases turned into groups in the learner's buffer; how each ended, by group id."""
     worker.order(Orders(leases=tuple(given)))
     results, deadline = {}, time.monotonic() + timeout_s
@@ -413,7 +414,7 @@ def test_after_a_swap_a_used_worker_equals_a_fresh_one(pair, model, authority):
 
 def test_a_learner_that_is_gone_is_named_and_the_worker_stays_whole(model, authority, tmp_path):
     learner = make_learner(model, authority, tmp_path)
-    worker = make_worker(model, authority, learner.describe().address, timeout_s=2.0)
+    worker = make_worker(model, authority, learner.describe().address, timeout_s=5.0)
     learner.publish()
     on_loop(worker, lambda: None)
     learner.close()

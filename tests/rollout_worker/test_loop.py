@@ -10,6 +10,7 @@ from rollout_worker.worker_records import LeaseOutcome, LeaseResult, Orders
 from services.process.phase_clock import PhaseClock
 from services.process.process_memory import process_memory
 from services.wire.messages import Lease
+from tests.deadlines import HANG_S
 
 
 class Core:
@@ -95,7 +96,7 @@ def loop(core):
         make_pusher=lambda ended, wake: Pushes(ended),
         swap=lambda fetched: None,
         memory=lambda: process_memory(None),
-        weights_timeout_s=300,
+        weights_timeout_s=HANG_S,
     )
     yield loop
     core.complete.set()

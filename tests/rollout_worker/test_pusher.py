@@ -9,6 +9,7 @@ from rollout_worker.leased_group import LeasedGroup
 from rollout_worker.pusher import Pusher
 from rollout_worker.worker_records import LeaseOutcome
 from services.wire.messages import Completion, FinishReason, Group, Lease, PushOutcome
+from tests.deadlines import HANG_S
 
 
 class Line:
@@ -19,7 +20,7 @@ class Line:
         self.pushed: list[tuple[str, int]] = []
 
     def push_packed(self, packed, timeout_s):
-        assert self.open.wait(10)
+        assert self.open.wait(HANG_S)
         self.pushed.append((packed.header.group_id, packed.header.attempt))
         return PushOutcome.ACCEPTED
 

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.ab import interrupt
 from tests.benchmarks.ab.test_ab import write_rollouts
+from tests.deadlines import HANG_S
 from tests.tiny_model import write_tiny_model
 
 
@@ -45,7 +46,7 @@ def test_a_signal_leaves_neither_process_nor_folder(rollouts, tmp_path, number, 
     try:
         child = wait_for_child(started.pid)
         (os.killpg if whole_group else os.kill)(started.pid, number)
-        _, printed = started.communicate(timeout=60)
+        _, printed = started.communicate(timeout=HANG_S)
         assert started.returncode == code
         assert printed == "training logits:xla\ninterrupted\n"
         assert not pathlib.Path(f"/proc/{child}").exists()
@@ -55,7 +56,7 @@ def test_a_signal_leaves_neither_process_nor_folder(rollouts, tmp_path, number, 
             os.killpg(started.pid, signal.SIGKILL)
 
 
-def wait_for_child(parent, timeout_s=60):
+def wait_for_child(parent, timeout_s=HANG_S):
     """The process id of a worker that runs its own program."""
     children = pathlib.Path(f"/proc/{parent}/task/{parent}/children")
     until = time.monotonic() + timeout_s

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 
-pytestmark = [pytest.mark.slow, pytest.mark.service, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.service]
 
 
 def test_a_run_that_loses_processes_comes_to_the_same_parameters(tmp_path):
@@ -18,7 +18,6 @@ def test_a_run_that_loses_processes_comes_to_the_same_parameters(tmp_path):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=850,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     last = done.stdout.strip().splitlines()[-1]

@@ -58,7 +58,6 @@ def run(*arguments):
         env={key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"},
         capture_output=True,
         text=True,
-        timeout=280,
     )
 
 

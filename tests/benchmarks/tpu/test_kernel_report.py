@@ -271,7 +271,6 @@ def test_an_unknown_program_is_refused_with_the_nearest_name(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @needs_compiler
 def test_the_kernels_compile_and_hold_their_budgets(tmp_path):
     report = tmp_path / "report.json"
@@ -281,7 +280,6 @@ def test_the_kernels_compile_and_hold_their_budgets(tmp_path):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=800,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(report.read_text())

@@ -14,11 +14,10 @@ from playwright.sync_api import Page
 from dashboard import auth
 from dashboard.listener import bind, url_of
 from tests.chromium import wait_until_drawn
+from tests.deadlines import HANG_S
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 PROGRAM = ("-m", "dashboard")
-START_S = 40.0
-END_S = 10.0
 
 
 class Served:
@@ -44,17 +43,17 @@ class Served:
     def stop(self) -> None:
         self.process.terminate()
         try:
-            self.process.wait(END_S)
+            self.process.wait(HANG_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
         self._folder.cleanup()
 
     def _wait_for_line(self) -> re.Match[str]:
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + HANG_S
         while not (said := re.search(r"its tokens: (.*)\)", self.log.read_text())):
             assert self.process.poll() is None, f"the server ended: {self.log.read_text()}"
-            assert time.monotonic() < deadline, f"no address in {START_S} s: {self.log.read_text()}"
+            assert time.monotonic() < deadline, f"no address in {HANG_S} s: {self.log.read_text()}"
             time.sleep(0.02)
         return said
 
@@ -88,7 +87,7 @@ class Handed:
         """As a driver does when its run has ended: nobody listens any more."""
         assert self.process is not None
         self.process.terminate()
-        self.process.wait(END_S)
+        self.process.wait(HANG_S)
         self._listener.close()
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from driver.config.run_config import RunConfig
 from models.config import ModelConfig
 from models.files.checkpoint import expected_shapes, save_model
 from rollout_worker.engine_setup import EngineSetup
+from tests.deadlines import HANG_S
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 ONE = Devices(learner=1, worker=1)
@@ -425,7 +426,7 @@ def test_dry_run_touches_no_device(config, tmp_path):
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr
     assert "data.train: 9 prompts" in done.stdout

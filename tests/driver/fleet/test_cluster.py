@@ -21,18 +21,18 @@ from driver.fleet.cluster import (
     reserve,
 )
 from driver.signals import StopSignal
+from tests.deadlines import HANG_S, wait_until
 
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])
-def test_a_cluster_that_is_not_there_is_named_within_seconds(monkeypatch, scheme):
+def test_a_cluster_that_is_not_there_is_named_before_ray_asks_it(monkeypatch, scheme):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"{scheme}127.0.0.1:{unused.getsockname()[1]}"
     monkeypatch.setenv("RAY_ADDRESS", address)
-    started = time.monotonic()
+    monkeypatch.setattr(ray, "init", None)  # it would ask for minutes
     with pytest.raises(NoCluster, match=f"nobody answers at RAY_ADDRESS={address}"):
         connect("test", StopSignal())
-    assert time.monotonic() - started < 10
 
 
 def test_the_job_server_is_told_from_the_head(monkeypatch):
@@ -67,16 +67,13 @@ def placement(**changes):
 
 
 def wait_for(room):
-    deadline = time.monotonic() + 20
-    while not room.is_there():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(room.is_there, "the room")
 
 
 @pytest.fixture
 def run_room(cluster):
     """Of a learner and one worker; 1.5 of 4 CPUs are left beside them."""
-    group = reserve(placement(resources_timeout_s=20), 1, StopSignal())
+    group = reserve(placement(resources_timeout_s=HANG_S), 1, StopSignal())
     yield group
     release(group)
 
@@ -84,20 +81,23 @@ def run_room(cluster):
 @pytest.mark.slow
 @pytest.mark.service
 def test_room_for_one_more_worker_is_asked_for_and_given_back(run_room):
-    first = WorkerRoom(placement(resources_timeout_s=20), "rollout-1", run_room)
+    first = WorkerRoom(placement(resources_timeout_s=HANG_S), "rollout-1", run_room)
     wait_for(first)
     second = WorkerRoom(placement(), "rollout-2", run_room)
+    patient = WorkerRoom(placement(resources_timeout_s=2 * HANG_S), "rollout-3", run_room)
     asked = time.monotonic()
-    assert not second.is_there(), "it never waits"
+    assert not patient.is_there(), "it never waits"
+    assert time.monotonic() - asked < HANG_S
+    release(patient.group)
+    assert not second.is_there()
     assert second.waiting().startswith("waiting for room for rollout-2 (1.5 CPU), for at most 2 s")
-    assert time.monotonic() - asked < 1
     with pytest.raises(ResourcesNotMet) as refused:
         wait_for(second)
     message = str(refused.value)
     assert "cannot fit rollout-2 (1.5 CPU) within 2 s" in message
     assert "CPU: asked 1.5, cluster has 5, free 1" in message
     assert placement_group_table(second.group)["state"] == "REMOVED"
-    third = WorkerRoom(placement(resources_timeout_s=20), "rollout-2", run_room)
+    third = WorkerRoom(placement(resources_timeout_s=HANG_S), "rollout-2", run_room)
     assert not third.is_there()
     release(first.group)  # a drained worker leaves its room to the next
     wait_for(third)
@@ -107,7 +107,7 @@ def test_room_for_one_more_worker_is_asked_for_and_given_back(run_room):
 @pytest.mark.slow
 @pytest.mark.service
 def test_a_worker_on_another_host_cannot_reach_a_learner_on_loopback(run_room):
-    elsewhere = {"rollout": Resources(cpus=0, gpus=1), "resources_timeout_s": 20.0}
+    elsewhere = {"rollout": Resources(cpus=0, gpus=1), "resources_timeout_s": HANG_S}
     room = WorkerRoom(placement(**elsewhere), "rollout-1", run_room)
     with pytest.raises(ResourcesNotMet, match="placed on 2 hosts, but placement.bind_host=127"):
         wait_for(room)

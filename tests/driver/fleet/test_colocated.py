@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from services.process import failpoints
+from tests.deadlines import HANG_S
 from tests.driver.service.test_service import STEPS, Service, same_training
 from tests.tiny_model import write_tiny_model
 
@@ -20,7 +21,7 @@ COLOCATED = (
     *("--set", "placement.rollout.cpus=1"),
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.service, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.service]
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,7 @@ def test_a_worker_that_fails_and_a_process_that_is_killed_are_replaced_and_chang
     service.wait_for_step(1)
     command = ["driver.scale", "--run", str(service.out), "--rollout-workers", "2"]
     scaled = subprocess.run(
-        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S
     )
     assert scaled.returncode != 0
     assert "placement.mode=colocated has one rollout worker" in scaled.stdout + scaled.stderr

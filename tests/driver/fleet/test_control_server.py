@@ -29,6 +29,7 @@ from services.control.messages import (
     WorkerStatus,
 )
 from services.wire.tls import RunAuthority
+from tests.deadlines import HANG_S
 
 
 def fleet_of(*states, target=None, least=1, most=4):
@@ -59,7 +60,7 @@ def pool():
 
 
 def take_one(box):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + HANG_S
     while not (requests := box.take()):
         assert time.monotonic() < deadline, "the request did not arrive"
         time.sleep(0.005)
@@ -103,14 +104,14 @@ def test_the_loop_answers_those_who_wait(box, pool):
     assert request.wish == Scale(target=3)
     assert not first.done()
     request.accept(3, 2)
-    assert first.result(10) == Accepted(target=3, current=2)
+    assert first.result(HANG_S) == Accepted(target=3, current=2)
     assert box.fleet().target == 3, "whoever was answered sees what was accepted"
     second = pool.submit(box.drain, "rollout-1", 10)
     request = take_one(box)
     assert request.wish == Drain(name="rollout-1")
     request.refuse(NotNow("a checkpoint is being written"))
     with pytest.raises(NotNow, match="checkpoint"):
-        second.result(10)
+        second.result(HANG_S)
 
 
 def test_what_cannot_be_is_refused_while_the_loop_is_busy(box):
@@ -131,17 +132,17 @@ def test_a_request_that_was_taken_and_not_answered_says_that_it_may_have_an_effe
     waiting = pool.submit(box.scale, 3, 1)
     request = take_one(box)
     with pytest.raises(TimeoutError, match="it may still act on it"):
-        waiting.result(10)
+        waiting.result(HANG_S)
     request.accept(3, 2)  # too late, and no error
 
 
 def test_a_run_that_ends_refuses_those_who_wait_and_those_who_come(box, pool):
-    waiting = pool.submit(box.scale, 3, 10)
-    deadline = time.monotonic() + 10
+    waiting = pool.submit(box.scale, 3, HANG_S)
+    deadline = time.monotonic() + HANG_S
     while not box._requests and time.monotonic() < deadline:
         time.sleep(0.005)
     box.close("the run is ending")
-    for call in (lambda: waiting.result(10), lambda: box.scale(3, 10)):
+    for call in (lambda: waiting.result(HANG_S), lambda: box.scale(3, 10)):
         with pytest.raises(NotNow, match="the run is ending"):
             call()
 
@@ -157,10 +158,10 @@ def test_many_callers_each_get_their_own_answer(pool):
             done.wait(0.001)
 
     answering = pool.submit(loop)
-    answers = [pool.submit(box.scale, n, 30) for n in range(1, 201)]
-    assert [answer.result(30).target for answer in answers] == list(range(1, 201))
+    answers = [pool.submit(box.scale, n, HANG_S) for n in range(1, 201)]
+    assert [answer.result(HANG_S).target for answer in answers] == list(range(1, 201))
     done.set()
-    answering.result(10)
+    answering.result(HANG_S)
 
 
 @pytest.fixture
@@ -184,12 +185,12 @@ def test_a_run_can_be_controlled_through_its_folder_while_it_lasts(tmp_path, aut
         with ControlClient(dialled, credentials) as client:
             answer = pool.submit(client.scale, 3, 10)
             take_one(box).accept(3, 2)
-            assert answer.result(10).target == 3
+            assert answer.result(HANG_S).target == 3
             box.show(dataclasses.replace(box.fleet(), step=9))
             assert client.fleet(10).step == 9
             late = pool.submit(client.scale, 4, 1)
             with pytest.raises(TimeoutError, match="the driver was busy for 0.9"):
-                late.result(10)
+                late.result(HANG_S)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(NoAccess, match="has not got so far yet, or is ending"):
         read_access(tmp_path)

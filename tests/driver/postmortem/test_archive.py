@@ -18,6 +18,7 @@ from driver.reports.redact import GUARD_BYTES, Redactor
 from driver.reports.status import ExitCode, StatusFile
 from driver.supervisor import LearnerLost, NoAnswer
 from services.process.run_processes import read_processes
+from tests.deadlines import HANG_S
 
 TOKEN, KEY = "5f" * 32, "wandb-key-0123456789"
 PEM = "-----BEGIN PRIVATE KEY-----\nMIGHAgEAMBMGByqGSM49\nc2VjcmV0\n-----END PRIVATE KEY-----\n"
@@ -67,7 +68,7 @@ def start(run_folder, tmp_path):
         with (tmp_path / f"worker-abc-{name}.out").open("w") as log:
             command = [sys.executable, "-c", ACTOR, str(run_folder), name, *words]
             started.append(subprocess.Popen(command, stdout=log, stderr=log))
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + HANG_S
         while not (run_folder / f"{name}.ready").exists():
             assert time.monotonic() < deadline and started[-1].poll() is None
             time.sleep(0.02)
@@ -235,7 +236,10 @@ def test_where_no_file_can_grow_stderr_says_so_and_nothing_half_written_stays(ru
         "sys.exit(main(['--run', sys.argv[1]]))"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", code, str(run_folder)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code, str(run_folder)],
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
     )
     assert ended.returncode == 1
     assert "no post-mortem in" in ended.stderr and "File too large" in ended.stderr
@@ -246,7 +250,7 @@ def test_where_no_file_can_grow_stderr_says_so_and_nothing_half_written_stays(ru
 def test_a_driver_that_was_killed_outright_is_explained_afterwards(tmp_path, capsys):
     folder = tmp_path / "run"
     folder.mkdir()
-    ended = subprocess.run([sys.executable, "-c", DRIVER, str(folder)], timeout=60)
+    ended = subprocess.run([sys.executable, "-c", DRIVER, str(folder)], timeout=HANG_S)
     assert ended.returncode == -signal.SIGKILL
     assert main(["--run", str(folder)]) == 0
     said = capsys.readouterr().out

@@ -25,15 +25,15 @@ from driver.reports import dashboard_process as dashboard
 from driver.reports.dashboard_process import PortUnavailable, open_dashboard
 from driver.reports.redact import is_secret
 from driver.reports.status import ExitCode, StatusFile
+from tests.deadlines import HANG_S
 
-DEADLINE_S = 30.0
 FREE = DashboardConfig(port=0)
 
 
 def until(condition, what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + HANG_S
     while not condition():
-        assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for {what}"
+        assert time.monotonic() < deadline, f"waited {HANG_S} s for {what}"
         time.sleep(0.02)
 
 
@@ -62,7 +62,7 @@ def served(folder: pathlib.Path) -> psutil.Process | None:
 def client(folder: pathlib.Path) -> httpx.Client:
     url, tokens = auth.read_access(folder / "dashboard")
     headers = {"authorization": f"Bearer {tokens.view}"}
-    return httpx.Client(base_url=url, headers=headers, timeout=DEADLINE_S, trust_env=False)
+    return httpx.Client(base_url=url, headers=headers, timeout=HANG_S, trust_env=False)
 
 
 def test_it_serves_the_run_and_is_gone_with_it(folder, status):

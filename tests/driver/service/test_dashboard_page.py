@@ -12,11 +12,10 @@ import pytest
 from dashboard import auth
 from driver.accounting.jsonl import read_lines
 from tests.chromium import Watched, chromium, open_view, wait_for, wait_until_drawn, why_missing
+from tests.deadlines import HANG_S
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 STEPS = 30
-START_S = 180.0
-END_S = 300.0
 GONE = "net::ERR_"
 """What the browser says of a server that ends with its run."""
 SETTINGS = [
@@ -33,7 +32,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.service,
     pytest.mark.browser,
-    pytest.mark.timeout(600),
 ]
 
 
@@ -56,7 +54,7 @@ class DemoRun:
 
     def access(self) -> tuple[str, auth.Tokens]:
         """URL and tokens, once the dashboard answers and the control service is there."""
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + HANG_S
         while not (self.out / "control" / "key.pem").exists():
             assert self.process.poll() is None, self.log.read_text()
             assert time.monotonic() < deadline, f"no control service: {self.log.read_text()}"
@@ -118,9 +116,9 @@ def test_a_page_follows_a_run_changes_its_fleet_and_stays_when_it_ends(run, watc
     wait_until_drawn(page)
     assert page.inner_text("#header-state").endswith("running")
 
-    wait_for(page, lambda: shown_step(page) >= 2, "two steps on the page", START_S)
+    wait_for(page, lambda: shown_step(page) >= 2, "two steps on the page", HANG_S)
     before = shown_step(page)
-    wait_for(page, lambda: shown_step(page) > before, "a step more", START_S)
+    wait_for(page, lambda: shown_step(page) > before, "a step more", HANG_S)
     assert shown_step(page) <= run.step(), "the page shows what the log holds"
 
     open_view(page, "fleet")
@@ -138,18 +136,18 @@ def test_a_page_follows_a_run_changes_its_fleet_and_stays_when_it_ends(run, watc
     def is_up():
         return all(state in working for state in states(page).values())
 
-    wait_for(page, lambda: is_up() or run.process.poll() is not None, "it to work", START_S)
+    wait_for(page, lambda: is_up() or run.process.poll() is not None, "it to work", HANG_S)
     assert len(states(page)) == 2 and is_up()
     assert page.locator("#add-worker").is_disabled(), "rollout.workers.max is reached"
 
     page.locator("[data-testid=drain][data-worker=rollout-1]").click()
     confirm(page, tokens.control)
     page.locator("#fleet-status", has_text="rollout-1 drains").wait_for()
-    wait_for(page, lambda: states(page).get("rollout-1", "gone") == "gone", "it to be gone", 120)
+    wait_for(page, lambda: states(page).get("rollout-1", "gone") == "gone", "it to be gone")
 
     finished = page.locator("#banner[data-banner=finished]")
-    finished.wait_for(state="visible", timeout=END_S * 1e3)
-    assert run.process.wait(60) == 0, run.log.read_text()
+    finished.wait_for(state="visible", timeout=HANG_S * 1e3)
+    assert run.process.wait(HANG_S) == 0, run.log.read_text()
     page.wait_for_timeout(2000)
     assert finished.is_visible() and page.inner_text("#header-state").endswith("finished")
     assert page.inner_text("#header-step") == f"{STEPS} / {STEPS}"

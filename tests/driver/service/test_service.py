@@ -18,6 +18,7 @@ import pytest
 import safetensors.numpy
 
 from services.process.phases import PHASES
+from tests.deadlines import HANG_S
 from tests.tiny_model import write_tiny_model
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -48,10 +49,13 @@ placement:
   platform: cpu
   learner: {{cpus: 0.5}}
   rollout: {{cpus: 0.5}}
-  resources_timeout_s: 20
+  resources_timeout_s: {patience_s:g}
 """
 
-pytestmark = [pytest.mark.slow, pytest.mark.service, pytest.mark.timeout(600)]
+AT_ONCE = ("--set", "placement.resources_timeout_s=1")
+"""For a run that is to be refused for what the machine lacks."""
+
+pytestmark = [pytest.mark.slow, pytest.mark.service]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +70,9 @@ class Service:
         self.out = folder / "out"
         self.log = folder / "driver.log"
         config = folder / "run.yaml"
-        config.write_text(RUN_YAML.format(folder=folder, model=model, steps=STEPS))
+        config.write_text(
+            RUN_YAML.format(folder=folder, model=model, steps=STEPS, patience_s=HANG_S)
+        )
         self.config = config
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -78,7 +84,7 @@ class Service:
                 start_new_session=True,
             )
 
-    def wait(self, timeout_s: float = 240) -> int:
+    def wait(self, timeout_s: float = HANG_S) -> int:
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -89,7 +95,7 @@ class Service:
     def text(self) -> str:
         return self.log.read_text()
 
-    def wait_for(self, condition, what: str, timeout_s: float = 180) -> None:
+    def wait_for(self, condition, what: str, timeout_s: float = HANG_S) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert self.process.poll() is None, f"ended before {what}:\n{self.text}"
@@ -161,11 +167,11 @@ def scale(service: Service, workers: int) -> None:
     """`python -m driver.scale`, which waits until the fleet has that size."""
     command = ["driver.scale", "--run", str(service.out), "--rollout-workers", str(workers)]
     done = subprocess.run(
-        [sys.executable, "-m", *command, "--wait", "120"],
+        [sys.executable, "-m", *command, "--wait", str(HANG_S)],
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=2 * HANG_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr + service.text
 
@@ -255,12 +261,12 @@ def test_a_signal_ends_in_a_checkpoint_and_resume_goes_on_as_if_nothing(
     service.wait_for_step(3)
     processes = service.descendants()
     service.process.send_signal(signum)
-    assert service.wait(60) == code, service.text
+    assert service.wait(HANG_S) == code, service.text
     assert service.status["state"] == "interrupted"
     assert service.status["exit_code"] == code
     saved = service.status["last_checkpoint"]
     assert saved >= 3
-    _, alive = psutil.wait_procs(processes, timeout=30)
+    _, alive = psutil.wait_procs(processes, timeout=HANG_S)
     assert not alive, "no process may outlive the run"
     resumed = start("--resume")
     assert resumed.wait() == 0, resumed.text
@@ -275,12 +281,12 @@ def test_a_signal_at_start_leaves_nothing_that_blocks_the_next(start, signum, co
     time.sleep(1)
     processes = service.descendants()
     service.process.send_signal(signum)
-    assert service.wait(60) == code, service.text
+    assert service.wait(HANG_S) == code, service.text
     assert service.status["state"] == "interrupted"
-    _, alive = psutil.wait_procs(processes, timeout=30)
+    _, alive = psutil.wait_procs(processes, timeout=HANG_S)
     assert not alive
-    again = start("--set", "placement.rollout.cpus=64")
-    assert again.wait(120) == 3, again.text
+    again = start("--set", "placement.rollout.cpus=64", *AT_ONCE)
+    assert again.wait(HANG_S) == 3, again.text
 
 
 def test_a_second_signal_ends_at_once_and_says_so(start):
@@ -289,7 +295,7 @@ def test_a_second_signal_ends_at_once_and_says_so(start):
     service.process.send_signal(signal.SIGTERM)
     service.wait_for(lambda: "interrupted by SIGTERM" in service.text, "the first to be heard")
     service.process.send_signal(signal.SIGTERM)
-    assert service.wait(30) == 143
+    assert service.wait(HANG_S) == 143
     assert service.status["state"] == "interrupted"
     assert "second signal" in service.status["reason"] or service.status["last_checkpoint"]
 
@@ -300,7 +306,7 @@ def test_a_resume_of_another_run_is_refused_before_anything_starts(start, undist
         ([], "run.steps a higher number"),
     ):
         resumed = start("--resume", *arguments, "--set", f"run.output_dir={undisturbed.out}")
-        assert resumed.wait(60) == 2, resumed.text
+        assert resumed.wait(HANG_S) == 2, resumed.text
         assert message in resumed.text
         assert undisturbed.status["state"] == "finished", "the books stay as they were"
 
@@ -314,7 +320,7 @@ def test_a_killed_learner_is_replaced_as_often_as_allowed_and_a_resume_loses_not
     service.wait_for(lambda: "resumed at step 2" in service.text, "the next learner")
     service.wait_for(lambda: service.text.count("learner is ready") == 2, "it to serve")
     os.kill(service.pid_of("learner"), signal.SIGKILL)
-    assert service.wait(120) == 1
+    assert service.wait(HANG_S) == 1
     assert service.status["state"] == "failed"
     assert "the learner died" in service.status["reason"]
     assert "placement.learner_restarts=1 is used up" in service.status["reason"]
@@ -369,8 +375,10 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_named(start, undisturbed
     ],
 )
 def test_what_the_machine_lacks_is_refused_with_asked_and_there(start, overrides, message):
-    service = start(*(argument for override in overrides for argument in ("--set", override)))
-    assert service.wait(120) == 3, service.text
+    service = start(
+        *AT_ONCE, *(argument for override in overrides for argument in ("--set", override))
+    )
+    assert service.wait(HANG_S) == 3, service.text
     assert message in service.text
     assert "Traceback" not in service.text
     assert service.status["state"] == "failed"

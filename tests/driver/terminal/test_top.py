@@ -21,6 +21,7 @@ from driver.terminal.top import ALERTS_SHOWN, FleetView, Top, _alerts, main
 from rollout_worker.config import WorkersConfig
 from services.control.messages import WorkerState, WorkerStatus
 from services.wire.tls import RunAuthority
+from tests.deadlines import HANG_S
 
 CONFIG = """\
 run: {steps: 20}
@@ -233,14 +234,14 @@ def test_ctrl_c_leaves_and_the_picture_stays(folder):
     )
     os.close(end)
     seen = b""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_S
     while b"critical path" not in seen and time.monotonic() < deadline:
         seen += os.read(screen, 65536)
     process.send_signal(signal.SIGINT)
     with contextlib.suppress(OSError):  # a terminal whose program is gone
         while select.select([screen], [], [], 30)[0] and (chunk := os.read(screen, 65536)):
             seen += chunk
-    assert process.wait(20) == 0
+    assert process.wait(HANG_S) == 0
     assert b"Traceback" not in seen and b"critical path" in seen
 
 

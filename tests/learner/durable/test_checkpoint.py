@@ -23,6 +23,7 @@ from learner.update.mesh import make_mesh
 from learner.update.optimizer import learning_rate_schedule, make_optimizer
 from learner.update.sharding import param_specs
 from learner.update.state import abstract_state, init_state
+from tests.deadlines import HANG_S
 
 PARAMS = {
     "embed_tokens": {"weight": np.arange(32, dtype=np.float32).reshape(8, 4)},
@@ -278,13 +279,13 @@ def test_kill_during_a_save_leaves_the_one_before_C01_C02(tmp_path):
     )
     try:
         assert child.stdout.readline() == b"saved\n", "the child died before its first save"
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANG_S
         while not list(tmp_path.glob("*.writing*")):
             assert time.monotonic() < deadline, "the child never began another save"
             time.sleep(0.001)
     finally:
         child.send_signal(signal.SIGKILL)
-        child.wait(30)
+        child.wait(HANG_S)
     folder = CheckpointFolder(tmp_path, keep=1)
     steps = folder.complete_steps()
     assert steps

@@ -15,6 +15,7 @@ from learner.durable.segment_file import NOTHING_OPEN, OpenWork, UpdateRecord
 from learner.durable.spool import Spool, SpoolFailed
 from services.trajectories import codec
 from services.trajectories.id_set import IdSet
+from tests.deadlines import HANG_S
 from tests.learner.builders import random_groups
 
 GROUPS = random_groups(5)
@@ -260,7 +261,7 @@ def test_only_one_process_writes_and_the_next_waits_for_its_end(folder):
     ends.start()
     spool.claim(20)
     assert not spool.is_new and spool.problem == ""
-    child.wait(30)
+    child.wait(HANG_S)
     spool.close()
 
 
@@ -299,7 +300,7 @@ def test_what_was_answered_survives_kill_9_at_any_moment(folder):
         assert child.stdout.readline(), "the child died before it was killed"
     child.send_signal(signal.SIGKILL)
     answered = 50 + len(child.stdout.read().split())
-    child.wait(30)
+    child.wait(HANG_S)
     groups = Spool(folder, "run").read(0).groups
     assert list(groups) == [f"g{number}" for number in range(len(groups))]
     assert len(groups) - answered in (0, 1)

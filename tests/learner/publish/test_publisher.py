@@ -16,9 +16,10 @@ from services.process.phase_clock import PhaseClock
 from services.weights.digest import tree_digest, wire_dtype
 from services.weights.publication import Publication
 from services.weights.store import NO_VERSION, WeightStore
+from tests.deadlines import HANG_S
 from tests.learner.builders import make_core, random_groups
 
-PATIENCE_S = 60.0
+PATIENCE_S = HANG_S
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -13,8 +13,9 @@ from learner.publish.shared_snapshot import SharedSnapshot
 from learner.publish.snapshot import Snapshot
 from services.weights.digest import tree_digest
 from services.weights.store import WeightStore
+from tests.deadlines import HANG_S
 
-PATIENCE_S = 60.0
+PATIENCE_S = HANG_S
 
 
 @pytest.fixture

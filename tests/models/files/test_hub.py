@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from models.files.hf_config import from_hf
+from tests.deadlines import HANG_S
 from tests.models.tiny_models import HF_CONFIGS, random_named, split, write_folder
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -99,7 +100,7 @@ def load_in_a_new_process(hub_id: str, port: int, tmp_path) -> subprocess.Comple
     }
     command = [sys.executable, "-c", LOAD, hub_id]
     return subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S
     )
 
 

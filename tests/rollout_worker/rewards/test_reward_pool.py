@@ -20,9 +20,11 @@ import pytest
 
 from rollout_worker.config import RewardFunctionConfig
 from rollout_worker.rewards.reward_pool import RewardPool, ScoreRequest, validate_functions
+from tests.deadlines import HANG_S, wait_until
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
-TIMEOUT_S = 1.0
+TIMEOUT_S = 2.0
+"""For a scorer that hangs; the good ones beside it take milliseconds."""
 
 USER_MODULE = """
 import ctypes, os, signal, subprocess, sys, time
@@ -90,6 +92,14 @@ def function(name, **keys):
 @pytest.fixture(scope="module")
 def pool(user_modules):
     functions = [function("mine:play", weight=2.0), function("gsm8k_answer", weight=0.5)]
+    with RewardPool(functions, processes=2, timeout_s=HANG_S) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def hasty_pool(user_modules):
+    """Kills a scorer that takes longer than TIMEOUT_S."""
+    functions = [function("mine:play", weight=2.0), function("gsm8k_answer", weight=0.5)]
     with RewardPool(functions, processes=2, timeout_s=TIMEOUT_S) as pool:
         yield pool
 
@@ -104,13 +114,6 @@ def process_is_gone(pid):
     except FileNotFoundError:
         return True
     return state == "Z"  # dead, and waiting for whoever adopted it
-
-
-def wait_until(condition, what, timeout_s=10.0):
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s: {what}"
-        time.sleep(0.01)
 
 
 def test_rewards_are_named_and_weighted(pool):
@@ -135,21 +138,22 @@ def test_scores_come_in_the_order_of_the_items(pool):
     assert pool.score([]) == []
 
 
-def test_scores_that_are_on_their_way_do_not_keep_anyone_waiting(pool):
+def test_scores_that_are_on_their_way_do_not_keep_anyone_waiting(hasty_pool):
+    pool = hasty_pool
     slow, quick = pool.submit([request("x"), request("sleep")]), pool.submit([request("xx")])
     assert not slow.done
     assert [score.rewards["mine:play"] for score in quick.wait()] == [2.0]
     assert not slow.done, "of two processes one was free for it"
     first, second = slow.wait()
-    assert slow.done and first.error == "" and "no result within 1 s" in second.error
+    assert slow.done and first.error == "" and "no result within 2 s" in second.error
 
 
 @pytest.mark.parametrize(
     "completion, message",
     [
-        ("spin", "mine:play: no result within 1 s, child killed"),
-        ("sleep", "mine:play: no result within 1 s, child killed"),
-        ("stop", "mine:play: no result within 1 s, child killed"),
+        ("spin", "mine:play: no result within 2 s, child killed"),
+        ("sleep", "mine:play: no result within 2 s, child killed"),
+        ("stop", "mine:play: no result within 2 s, child killed"),
         ("exit", "mine:play: child exited with code 3"),
         ("crash", "mine:play: child was killed by SIGSEGV"),
         ("kill", "mine:play: child was killed by SIGKILL"),
@@ -159,11 +163,10 @@ def test_scores_that_are_on_their_way_do_not_keep_anyone_waiting(pool):
         ("nan", "mine:play: ValueError: the result must be finite, got nan"),
     ],
 )
-def test_a_failure_is_an_error_of_its_completion_alone(pool, completion, message):
+def test_a_failure_is_an_error_of_its_completion_alone(pool, hasty_pool, completion, message):
+    pool = hasty_pool if "no result" in message else pool
     good = [request("#### 3")] * 6
-    started_s = time.monotonic()
     scores = pool.score([*good[:3], request(completion), *good[3:]])
-    assert time.monotonic() - started_s < TIMEOUT_S + 5
     failed = scores.pop(3)
     assert failed.error.startswith(message)
     assert math.isnan(failed.total) and "mine:play" not in failed.rewards
@@ -186,7 +189,7 @@ def test_the_child_is_free_of_jax(pool):
 
 def test_a_scorer_cannot_change_what_the_next_one_sees(user_modules):
     functions = [function("mine:play"), function("mine:see_item")]
-    with RewardPool(functions, processes=1, timeout_s=5) as pool:
+    with RewardPool(functions, processes=1, timeout_s=HANG_S) as pool:
         assert pool.score([request("change", a=1, b=2)])[0].rewards["mine:see_item"] == 2.0
 
 
@@ -204,12 +207,12 @@ def test_a_stopped_child_that_reads_nothing_is_killed_too(user_modules):
         os.kill(int(score.rewards["mine:play"]), signal.SIGSTOP)
         # More than a pipe holds, so that already the request cannot be written.
         (score,) = pool.score([request("y" * 1_000_000)])
-        assert "no result within 1 s" in score.error
+        assert "no result within 2 s" in score.error
         assert pool.score([request("ok")])[0].error == ""
 
 
 def test_a_child_killed_between_completions_is_replaced_unnoticed(user_modules):
-    with RewardPool([function("mine:play")], processes=1, timeout_s=5) as pool:
+    with RewardPool([function("mine:play")], processes=1, timeout_s=HANG_S) as pool:
         pid = int(pool.score([request("pid")])[0].rewards["mine:play"])
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: process_is_gone(pid), f"end of child {pid}")
@@ -218,7 +221,7 @@ def test_a_child_killed_between_completions_is_replaced_unnoticed(user_modules):
 
 
 def test_a_child_killed_from_outside_while_it_scores_costs_no_reward(user_modules):
-    with RewardPool([function("mine:play")], processes=1, timeout_s=TIMEOUT_S) as pool:
+    with RewardPool([function("mine:play")], processes=1, timeout_s=HANG_S) as pool:
         pid = int(pool.score([request("pid")])[0].rewards["mine:play"])
         pending = pool.submit([request("nap")])
         time.sleep(0.1)
@@ -227,9 +230,9 @@ def test_a_child_killed_from_outside_while_it_scores_costs_no_reward(user_module
     assert score.error == "" and score.total not in (0, pid)
 
 
-def test_what_a_killed_scorer_started_is_killed_too(pool, tmp_path):
+def test_what_a_killed_scorer_started_is_killed_too(hasty_pool, tmp_path):
     file = tmp_path / "pid"
-    (score,) = pool.score([request("spawn and spin", file=str(file))])
+    (score,) = hasty_pool.score([request("spawn and spin", file=str(file))])
     assert "no result within" in score.error
     wait_until(lambda: process_is_gone(int(file.read_text())), "end of the scorer's own process")
 
@@ -242,13 +245,13 @@ def test_a_reward_is_the_same_from_any_thread(pool):
 
 
 def test_the_child_outlives_the_thread_that_asked(user_modules):
-    with RewardPool([function("mine:play")], processes=1, timeout_s=5) as pool:
+    with RewardPool([function("mine:play")], processes=1, timeout_s=HANG_S) as pool:
         pids = []
         for _ in range(2):
             ask = lambda: pids.append(pool.score([request("pid")])[0].rewards["mine:play"])
             thread = threading.Thread(target=ask)
             thread.start()
-            thread.join(10)
+            thread.join(HANG_S)
         assert len(pids) == 2 and pids[0] == pids[1]
 
 
@@ -259,9 +262,8 @@ def test_answer_case_from_four_threads(pool, cases, case_id):
 
     def score(item):
         gold = item.get("gold", item.get("gold_solution"))
-        started_s = time.monotonic()
         (got,) = pool.score([ScoreRequest(item["response"], gold, "", {})])
-        assert time.monotonic() - started_s < 2 and got.error == ""
+        assert got.error == ""
         return got.rewards
 
     with ThreadPoolExecutor(4) as threads:
@@ -272,17 +274,15 @@ def test_answer_case_from_four_threads(pool, cases, case_id):
 
 
 def test_math_verify_is_bounded_from_outside():
-    with RewardPool([function("math_verify")], processes=1, timeout_s=2) as pool:
+    with RewardPool([function("math_verify")], processes=1, timeout_s=5) as pool:
         slow = ScoreRequest("\\boxed{9^{9^{9^{9^{9}}}}}", "3", "", {})
-        started_s = time.monotonic()
         bad, good = pool.score([slow, ScoreRequest("\\boxed{3}", "3", "", {})])
-        assert time.monotonic() - started_s < 10
         assert bad.error or bad.total == 0.0
         assert good.error == "" and good.total == 1.0
 
 
 def test_children_end_with_the_pool(user_modules):
-    with RewardPool([function("mine:play")], processes=2, timeout_s=5) as pool:
+    with RewardPool([function("mine:play")], processes=2, timeout_s=HANG_S) as pool:
         pids = {int(s.rewards["mine:play"]) for s in pool.score([request("pid")] * 20)}
     assert all(map(process_is_gone, pids))
     pool.close()
@@ -307,15 +307,18 @@ def test_children_die_with_a_parent_that_is_killed(user_modules, completion):
         os.kill(os.getpid(), signal.SIGKILL)
     """
     parent = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
     )
     assert parent.returncode == -signal.SIGKILL, parent.stderr
     pid = int(parent.stdout)
-    wait_until(lambda: process_is_gone(pid), f"end of child {pid}", timeout_s=5)
+    wait_until(lambda: process_is_gone(pid), f"end of child {pid}")
 
 
 @pytest.mark.parametrize(
-    "start", [validate_functions, lambda f: RewardPool(f, processes=2, timeout_s=1)]
+    "start", [validate_functions, lambda f: RewardPool(f, processes=2, timeout_s=HANG_S)]
 )
 @pytest.mark.parametrize(
     "functions, message",
@@ -348,26 +351,31 @@ def test_validation_runs_the_users_code_in_a_child_only(user_modules):
 
 
 @pytest.mark.parametrize(
-    "code, message",
+    "code, timeout_s, message",
     [
         (
-            "import time; time.sleep(100)",
+            "import time; time.sleep(1000)",
+            1,
             "not ready within 1 s, killed while loading reward function",
         ),
-        ("import os; os._exit(7)", "child exited with code 7 while loading reward function"),
+        (
+            "import os; os._exit(7)",
+            HANG_S,
+            "child exited with code 7 while loading reward function",
+        ),
     ],
 )
-def test_a_module_that_hangs_or_kills_at_import_is_named(user_modules, code, message):
+def test_a_module_that_hangs_or_kills_at_import_is_named(user_modules, code, timeout_s, message):
     name = f"bad_import_{abs(hash(code))}"
     (user_modules / f"{name}.py").write_text(code)
     with pytest.raises(RuntimeError, match=f"{message} '{name}:score'"):
-        validate_functions([function(f"{name}:score")], timeout_s=1)
+        validate_functions([function(f"{name}:score")], timeout_s=timeout_s)
 
 
 def test_a_module_in_the_working_directory_is_found(tmp_path, monkeypatch):
     (tmp_path / "beside.py").write_text("def score(completion, **given):\n    return 4.0\n")
     monkeypatch.chdir(tmp_path)
-    with RewardPool([function("beside:score")], processes=1, timeout_s=5) as pool:
+    with RewardPool([function("beside:score")], processes=1, timeout_s=HANG_S) as pool:
         assert pool.score([request("x")])[0].total == 4.0
 
 
@@ -417,6 +425,6 @@ def test_an_error_text_that_is_no_utf8_stays_an_error_of_one_completion(user_mod
     (user_modules / "surrogate.py").write_text(
         "def score(completion, **given):\n    raise RuntimeError('half \\ud800')\n"
     )
-    with RewardPool([function("surrogate:score")], processes=1, timeout_s=5) as pool:
+    with RewardPool([function("surrogate:score")], processes=1, timeout_s=HANG_S) as pool:
         (score,) = pool.score([request("x")])
     assert score.error.encode() == b"surrogate:score: RuntimeError: half \\ud800"

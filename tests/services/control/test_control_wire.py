@@ -23,6 +23,7 @@ from services.pb import control_pb2, control_pb2_grpc
 from services.wire.channel import CLIENT_OPTIONS
 from services.wire.server import Server
 from services.wire.tls import Credentials, RunAuthority
+from tests.deadlines import HANG_S
 
 FLEET = Fleet(
     target=3,
@@ -189,7 +190,7 @@ def test_a_caller_without_a_certificate_fails_the_handshake(authority, server, h
     for channel in (secure, grpc.insecure_channel(server.address)):
         with channel, pytest.raises(grpc.RpcError) as refused:
             control_pb2_grpc.ControlServiceStub(channel).GetFleet(
-                control_pb2.GetFleetRequest(), timeout=2
+                control_pb2.GetFleetRequest(), timeout=HANG_S
             )
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
     assert handler.asked == []

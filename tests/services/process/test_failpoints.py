@@ -14,6 +14,7 @@ import time
 import pytest
 
 from services.process import failpoints
+from tests.deadlines import HANG_S
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 
@@ -50,16 +51,16 @@ def test_a_point_that_is_not_installed_or_not_armed_does_nothing(tmp_path):
 def test_kill_ends_the_process_as_kill_minus_9_does_and_only_one(tmp_path):
     failpoints.arm(tmp_path, "worker.push", "kill")
     first = reach_in_a_process(tmp_path, "worker.push")
-    assert first.wait(60) == -signal.SIGKILL
+    assert first.wait(HANG_S) == -signal.SIGKILL
     assert failpoints.fired(tmp_path, "worker.push") == [first.pid]
     second = reach_in_a_process(tmp_path, "worker.push")
-    assert second.wait(60) == 0
+    assert second.wait(HANG_S) == 0
 
 
 def test_hang_never_passes(tmp_path):
     failpoints.arm(tmp_path, "worker.push", "hang")
     process = reach_in_a_process(tmp_path, "worker.push", stdout=subprocess.PIPE)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_S
     while not failpoints.fired(tmp_path, "worker.push") and time.monotonic() < deadline:
         time.sleep(0.05)
     with pytest.raises(subprocess.TimeoutExpired):
@@ -85,7 +86,7 @@ def test_raise_enospc_and_sleep(folder, tmp_path):
 
 def test_skip_lets_arrivals_pass_whoever_makes_them(folder):
     failpoints.arm(folder, "driver.step", "skip 2 then raise the third")
-    assert reach_in_a_process(folder, "driver.step").wait(60) == 0
+    assert reach_in_a_process(folder, "driver.step").wait(HANG_S) == 0
     failpoints.reach("driver.step")
     with pytest.raises(failpoints.FailpointRaised, match="the third"):
         failpoints.reach("driver.step")
@@ -112,7 +113,7 @@ def test_corrupt_where_there_is_no_data_is_told(folder):
 
 def _race(folder, start, fired):
     failpoints.install(folder)
-    start.wait(60)
+    start.wait(HANG_S)
 
     def run():
         for _ in range(100):
@@ -136,9 +137,9 @@ def test_of_many_threads_and_processes_one_fires(tmp_path):
     failpoints.arm(tmp_path, "worker.decode", "raise now")
     for racer in racers:
         racer.start()
-    start.wait(60)
+    start.wait(HANG_S)
     for racer in racers:
-        racer.join(60)
+        racer.join(HANG_S)
     assert fired.value == 1
     assert [path.suffix for path in tmp_path.iterdir()] == [".fired"]
 

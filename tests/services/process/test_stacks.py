@@ -10,6 +10,7 @@ import pytest
 
 from services.process.run_processes import read_processes, state_of
 from services.process.stacks import KEPT, request_stacks
+from tests.deadlines import HANG_S
 
 REGISTERS = """
 import ctypes, pathlib, sys, threading, time
@@ -73,7 +74,7 @@ def test_a_stopped_process_is_named_with_its_state_and_delays_no_other(tmp_path,
 
 
 def test_a_crash_leaves_its_stacks(tmp_path, start):
-    assert start("rollout-1", READS_NULL).wait(20) == -signal.SIGSEGV
+    assert start("rollout-1", READS_NULL).wait(HANG_S) == -signal.SIGSEGV
     [found] = read_processes(tmp_path)
     text = found.path.read_text()
     assert "Fatal Python error: Segmentation fault" in text and "in main\n" in text

@@ -25,6 +25,7 @@ from services.trajectories.service import trajectory_service
 from services.wire.channel import CLIENT_OPTIONS, open_channel
 from services.wire.server import Server
 from services.wire.tls import Credentials, RunAuthority
+from tests.deadlines import HANG_S
 from tests.services.trajectories.push_kinds import (
     ISSUED,
     MAX_STALENESS,
@@ -38,7 +39,7 @@ from tests.services.trajectories.push_kinds import (
 )
 
 THREADS = 4
-CALL_S = 30.0
+CALL_S = HANG_S
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from services.trajectories.group_buffer import BufferFull, GroupBuffer, NotStored
 from services.trajectories.receipts import NotOpen, StaleGroup, UnknownReceipt
 from services.wire.messages import PushOutcome
+from tests.deadlines import HANG_S
 
 RUN_ID = "run-a"
 DIGEST = "d" * 64
@@ -294,7 +295,7 @@ class SlowDisk:
 
     def __call__(self, group):
         self.reached.set()
-        assert self.go.wait(10)
+        assert self.go.wait(HANG_S)
         if group.attempt in self.fails:
             raise OSError(28, "No space left on device")
         self.stored.append((group.group_id, group.attempt))
@@ -319,7 +320,7 @@ def test_a_group_counts_as_accepted_only_when_it_is_stored(make_group):
     disk = SlowDisk()
     buffer = stored_buffer(disk)
     thread, results = started(buffer.put, make_group("a"))
-    assert disk.reached.wait(10)
+    assert disk.reached.wait(HANG_S)
     # Readers answer meanwhile, and nobody has the group yet; but what is on its way is held.
     counts = buffer.counts()
     assert (counts.received, counts.accepted, counts.waiting, buffer.reports()) == (0, 0, 0, [])
@@ -327,7 +328,7 @@ def test_a_group_counts_as_accepted_only_when_it_is_stored(make_group):
     with pytest.raises(TimeoutError):
         buffer.take(["a"], 0.01)
     disk.go.set()
-    thread.join(10)
+    thread.join(HANG_S)
     assert results == [ACCEPTED] and disk.stored == [("a", 0)]
     assert len(buffer.take(["a"], 0).groups) == 1
 
@@ -338,14 +339,14 @@ def test_a_repeat_hears_what_became_of_the_group_that_is_being_stored(make_group
     disk = SlowDisk(*fails)
     buffer = stored_buffer(disk)
     first, of_first = started(buffer.put, make_group("a"))
-    assert disk.reached.wait(10)
+    assert disk.reached.wait(HANG_S)
     second, of_second = started(buffer.put, make_group("a", attempt=1))
     header, of_header = started(buffer.put_duplicate, RUN_ID, "a")
     second.join(0.05)
     assert of_second == of_header == [], "answered before anybody could know"
     disk.go.set()
     for thread in (first, second, header):
-        thread.join(10)
+        thread.join(HANG_S)
     assert of_second == [expected]
     if fails:
         assert isinstance(of_first[0], NotStored)
@@ -357,11 +358,11 @@ def test_room_is_held_for_what_is_being_stored(make_group):
     disk = SlowDisk(0)
     buffer = stored_buffer(disk, capacity_groups=1)
     thread, _ = started(buffer.put, make_group("a"))
-    assert disk.reached.wait(10)
+    assert disk.reached.wait(HANG_S)
     with pytest.raises(BufferFull, match="1 of 1 groups"):
         buffer.put(make_group("b", attempt=1))
     disk.go.set()
-    thread.join(10)
+    thread.join(HANG_S)
     assert buffer.put(make_group("b", attempt=1)) is ACCEPTED, "the failed one left its room"
 
 
@@ -369,10 +370,10 @@ def test_a_group_given_up_while_it_is_stored_does_not_wait(make_group):
     disk = SlowDisk()
     buffer = stored_buffer(disk)
     thread, results = started(buffer.put, make_group("a"))
-    assert disk.reached.wait(10)
+    assert disk.reached.wait(HANG_S)
     buffer.forget(["a"])
     disk.go.set()
-    thread.join(10)
+    thread.join(HANG_S)
     counts = buffer.counts()
     assert results == [ACCEPTED]
     assert (counts.accepted, counts.forgotten, counts.waiting, counts.waiting_bytes) == (1, 1, 0, 0)

@@ -19,6 +19,7 @@ from services.trajectories.service import trajectory_service
 from services.wire.channel import open_channel
 from services.wire.messages import PushOutcome
 from services.wire.server import Server
+from tests.deadlines import HANG_S
 from tests.services.wire_tools import TcpProxy, hold, reset, same_group
 
 DIGEST = "d" * 64
@@ -256,7 +257,7 @@ def test_malformed_push_is_refused_and_counted(stub, buffer, make_group):
     pushes = list(malformed_pushes(codec.encode_group(make_group())))
     for message, requests in pushes:
         with pytest.raises(grpc.RpcError) as refusal:
-            stub.PushGroup(iter(requests), timeout=10)
+            stub.PushGroup(iter(requests), timeout=HANG_S)
         assert refusal.value.code() is INVALID, refusal.value
         assert message in refusal.value.details()
     counts = buffer.counts()
@@ -268,7 +269,7 @@ def test_field_of_the_wrong_width_is_refused(stub, make_group):
     message.completions[0].behavior_logprobs += b"\0"
     raw = message.SerializeToString()
     with pytest.raises(grpc.RpcError, match="13 bytes, which is not a multiple of 4") as refusal:
-        stub.PushGroup(iter([header(raw), Request(data=raw)]), timeout=10)
+        stub.PushGroup(iter([header(raw), Request(data=raw)]), timeout=HANG_S)
     assert refusal.value.code() is INVALID
 
 
@@ -306,7 +307,7 @@ def test_fuzzed_push_never_crashes_the_server(fuzzed, make_group, data):
         )
     )
     try:
-        push_raw(iter(messages), timeout=10)
+        push_raw(iter(messages), timeout=HANG_S)
     except grpc.RpcError as error:
         assert error.code() in {
             INVALID,
@@ -317,6 +318,8 @@ def test_fuzzed_push_never_crashes_the_server(fuzzed, make_group, data):
     buffer.restore({"consumed_group_ids": []})
     stub = trajectories_pb2_grpc.TrajectoryServiceStub(channel)
     good = codec.encode_group(make_group("good"))
-    response = stub.PushGroup(iter([header(good, group_id="good"), Request(data=good)]), timeout=10)
+    response = stub.PushGroup(
+        iter([header(good, group_id="good"), Request(data=good)]), timeout=HANG_S
+    )
     assert response.outcome == trajectories_pb2.PushGroupResponse.ACCEPTED
     buffer.restore({"consumed_group_ids": []})

@@ -8,6 +8,7 @@ from services.pb import weights_pb2, weights_pb2_grpc
 from services.weights.replica import Replica
 from services.weights.store import HeldVersion, WeightStore
 from services.wire.channel import open_channel
+from tests.deadlines import HANG_S
 from tests.services.weights.weight_tools import (
     RUN_ID,
     TENSORS,
@@ -119,7 +120,7 @@ def test_delta_with_a_checksum_of_its_own_that_makes_other_bits_is_found(serve, 
     forger.publish(6, nudged(5, 2))
     forged = forger.held(6).delta
     assert forged is not None
-    forged.made.result(10)
+    forged.made.result(HANG_S)
     honest = store.held(6)
     forger.adopt(HeldVersion(manifest=manifest, stream=honest.stream, depth=1, delta=forged))
     relay = serve(store=forger)
@@ -174,5 +175,5 @@ def test_questions_for_a_delta_are_refused_as_the_proto_says(learner, credential
     with open_channel(server.address, credentials) as channel:
         stub = weights_pb2_grpc.WeightServiceStub(channel)
         with pytest.raises(grpc.RpcError) as refusal:
-            stub.GetDelta(delta_request(**changes), timeout=10)
+            stub.GetDelta(delta_request(**changes), timeout=HANG_S)
         assert refusal.value.code() is status

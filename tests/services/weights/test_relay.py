@@ -14,6 +14,7 @@ from services.weights.relay_tree import ancestors, relay_tree, tree_depth
 from services.weights.replica import Replica
 from services.weights.store import WeightStore
 from services.weights.transfer import WeightTransferError
+from tests.deadlines import HANG_S
 from tests.services.weights.weight_tools import (
     CHUNK_BYTES,
     RUN_ID,
@@ -71,7 +72,7 @@ def test_worker_gets_a_version_from_a_worker_and_the_learner_sends_one_copy(lear
 
 def test_eight_workers_at_once_cost_the_learner_two_copies(learner, make_replica):
     server, store = learner
-    replicas = {f"rollout-{index}": make_replica(patience_s=30.0) for index in range(8)}
+    replicas = {f"rollout-{index}": make_replica(patience_s=HANG_S) for index in range(8)}
     tree = relay_tree(list(replicas), 2)
     sources = {
         name: [*(replicas[relay].address for relay in ancestors(tree, name)), server.address]
@@ -116,13 +117,13 @@ def test_g06_parent_that_is_killed_in_mid_transfer_is_replaced(learner, make_rep
     args = (authority.issue("rollout-1"), RUN_ID, server.address, CHUNK_BYTES, addresses)
     parent = spawn.Process(target=relay_for_ever, args=args)
     parent.start()
-    port = int(addresses.get(timeout=60).split(":")[1])
+    port = int(addresses.get(timeout=HANG_S).split(":")[1])
     child = make_replica(patience_s=0.5)
     with TcpProxy(port, [None, 3 * TENSOR_BYTES, *[None] * 9], hold) as proxy:
         proxy.on_limit = parent.kill
         pulled = child.pull(4, [proxy.address, server.address], 20)
         assert proxy.reached.is_set() and pulled.stats.sources[-1] == server.address
-    parent.join(10)
+    parent.join(HANG_S)
     assert is_whole(child, version(4))
 
 
@@ -180,13 +181,13 @@ def test_relay_with_another_manifest_is_refused_and_named(serve, learner, make_r
 
 def test_relay_that_gets_the_version_meanwhile_is_waited_for(learner, make_replica):
     server, store = learner
-    parent, child = make_replica(), make_replica(patience_s=20.0)
+    parent, child = make_replica(), make_replica(patience_s=HANG_S)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(child.pull, 4, [parent.address, server.address], 20)
         time.sleep(0.2)
         assert not waiting.done()
         parent.pull(4, [server.address], 10)
-        assert waiting.result(20).stats.sources == (parent.address,)
+        assert waiting.result(HANG_S).stats.sources == (parent.address,)
     assert store.egress_bytes == VERSION_BYTES
 
 
@@ -207,7 +208,7 @@ def test_nobody_waits_for_a_relay_before_the_learner_has_the_version(learner, ma
         time.sleep(1.0)
         store.publish(5, version(5))
         parent.pull(5, [server.address], 10)
-        stats = waiting.result(20).stats
+        stats = waiting.result(HANG_S).stats
     assert stats.sources == (parent.address,) and stats.wait_s > 0.9
 
 
@@ -259,13 +260,11 @@ def test_close_ends_a_pull_that_waits(learner, make_replica):
     server, _ = learner
     child = make_replica()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(child.pull, 99, [server.address], 60)
+        waiting = pool.submit(child.pull, 99, [server.address], HANG_S)
         time.sleep(0.2)
-        start_s = time.monotonic()
         child.close()
         with pytest.raises(WeightTransferError, match="stopped"):
-            waiting.result(10)
-    assert time.monotonic() - start_s < 5
+            waiting.result(HANG_S)
 
 
 def test_memory_goes_round_between_two_versions(learner, make_replica):

@@ -11,6 +11,7 @@ import pytest
 
 from services.weights.digest import tree_digest
 from services.weights.store import NO_VERSION, UnknownVersion, WeightStore
+from tests.deadlines import HANG_S
 
 
 def tensors(value: float) -> dict[str, np.ndarray]:
@@ -103,7 +104,7 @@ def test_manifest_waits_for_a_version_new_enough():
     time.sleep(0.05)
     assert not got
     published = store.publish(3, tensors(3.0))
-    waiter.join(10)
+    waiter.join(HANG_S)
     assert got == [published]
 
 
@@ -124,7 +125,7 @@ def test_abandoned_wait_ends_when_woken():
 
     def wait():
         try:
-            store.wait_for(0, 60.0, abandoned=gone.is_set)
+            store.wait_for(0, HANG_S, abandoned=gone.is_set)
         except TimeoutError as error:
             errors.append(error)
 
@@ -132,7 +133,7 @@ def test_abandoned_wait_ends_when_woken():
     waiter.start()
     gone.set()
     store.wake()
-    waiter.join(10)
+    waiter.join(HANG_S)
     assert len(errors) == 1
 
 

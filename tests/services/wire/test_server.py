@@ -14,6 +14,7 @@ from services.wire.channel import CLIENT_OPTIONS, MESSAGE_CAP_BYTES, open_channe
 from services.wire.health import NotServing, check_serving
 from services.wire.server import SERVER_OPTIONS, PortUnavailable, Server
 from services.wire.tls import RunAuthority
+from tests.deadlines import HANG_S
 
 
 @pytest.fixture
@@ -23,13 +24,15 @@ def server(serve, make_buffer):
 
 def test_health_of_every_service(server, credentials):
     for service in ("", WEIGHT_SERVICE, TRAJECTORY_SERVICE):
-        check_serving(server.address, credentials, timeout_s=10, service=service)
+        check_serving(server.address, credentials, timeout_s=HANG_S, service=service)
 
 
 def test_health_of_a_service_that_is_not_hosted(serve, credentials):
     learner_host_1 = serve()
     with pytest.raises(NotServing, match="tandem.v1.TrajectoryService"):
-        check_serving(learner_host_1.address, credentials, timeout_s=10, service=TRAJECTORY_SERVICE)
+        check_serving(
+            learner_host_1.address, credentials, timeout_s=HANG_S, service=TRAJECTORY_SERVICE
+        )
 
 
 def test_server_that_is_not_there_is_named(credentials):
@@ -46,7 +49,7 @@ def test_g03_second_server_on_a_port_fails_and_the_first_lives(
     store = WeightStore("other-run", 1)
     with pytest.raises(PortUnavailable, match=f"cannot listen on {host} port {server.port}"):
         Server(authority.issue("learner"), [weight_service(store)], host=host, port=server.port)
-    check_serving(server.address, credentials, timeout_s=10)
+    check_serving(server.address, credentials, timeout_s=HANG_S)
 
 
 def test_g03_port_held_by_a_stranger_is_named(authority):
@@ -61,21 +64,21 @@ def test_port_is_free_again_after_stop(authority, credentials):
     first = Server(authority.issue("learner"), [weight_service(store)])
     first.stop(grace_s=0)
     with Server(authority.issue("learner"), [weight_service(store)], port=first.port) as second:
-        check_serving(second.address, credentials, timeout_s=10)
+        check_serving(second.address, credentials, timeout_s=HANG_S)
 
 
 def test_stop_ends_calls_that_wait(serve, credentials):
     server = serve()
-    request = weights_pb2.GetManifestRequest(run_id="run-a", wait_s=20)
+    request = weights_pb2.GetManifestRequest(run_id="run-a", wait_s=HANG_S)
     with open_channel(server.address, credentials) as channel:
         stub = weights_pb2_grpc.WeightServiceStub(channel)
-        waiting = stub.GetManifest.future(request, timeout=30)
-        check_serving(server.address, credentials, timeout_s=10)
+        waiting = stub.GetManifest.future(request, timeout=HANG_S)
+        check_serving(server.address, credentials, timeout_s=HANG_S)
         time.sleep(0.2)  # until the call, sent before the check, waits on the store
         assert not waiting.done()
         start_s = time.monotonic()
-        server.stop(grace_s=15)
-        assert time.monotonic() - start_s < 10
+        server.stop(grace_s=HANG_S)
+        assert time.monotonic() - start_s < HANG_S
         assert not waiting.result().HasField("manifest")
 
 
@@ -86,7 +89,7 @@ def test_g09_proxy_variable_does_not_break_a_run(monkeypatch, serve, credentials
         monkeypatch.delenv(name, raising=False)
     server = serve()
     address = f"{socket.gethostbyname('localhost')}:{server.port}"
-    check_serving(address, credentials, timeout_s=10)
+    check_serving(address, credentials, timeout_s=HANG_S)
 
 
 def test_message_caps_are_finite_and_equal():
@@ -101,7 +104,7 @@ def test_single_message_above_the_cap_names_size_and_limit(server, credentials):
         open_channel(server.address, credentials) as channel,
         pytest.raises(grpc.RpcError) as refusal,
     ):
-        weights_pb2_grpc.WeightServiceStub(channel).GetManifest(request, timeout=10)
+        weights_pb2_grpc.WeightServiceStub(channel).GetManifest(request, timeout=HANG_S)
     assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert str(MESSAGE_CAP_BYTES) in refusal.value.details()
     assert str(request.ByteSize()) in refusal.value.details()
@@ -124,7 +127,7 @@ def test_client_without_a_certificate_of_the_run_is_refused(server, authority):
     for channel in channels_of_strangers(server.address, authority):
         with channel, pytest.raises(grpc.RpcError) as refusal:
             weights_pb2_grpc.WeightServiceStub(channel).GetManifest(
-                weights_pb2.GetManifestRequest(run_id="run-a"), timeout=5
+                weights_pb2.GetManifestRequest(run_id="run-a"), timeout=HANG_S
             )
         assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE
 

@@ -6,6 +6,7 @@ import urllib.request
 import pytest
 
 from dashboard import auth
+from tests.deadlines import HANG_S
 
 pytestmark = pytest.mark.browser
 
@@ -50,7 +51,7 @@ def test_a_wrong_token_opens_no_part_of_the_api(served):
                 server.url + path, headers={"Authorization": f"Bearer {token}"}
             )
             with pytest.raises(urllib.error.HTTPError) as refusal:
-                urllib.request.urlopen(request, timeout=10)
+                urllib.request.urlopen(request, timeout=HANG_S)
             assert refusal.value.code == 401, path
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from services.process.phases import UNEXPLAINED, WAITS
 from tests.dashboard.browser.reading import says
+from tests.deadlines import HANG_S
 
 pytestmark = pytest.mark.browser
 
@@ -17,7 +18,7 @@ def judgement_of(server):
     request = urllib.request.Request(
         f"{server.url}/api/judgement", headers={"Authorization": f"Bearer {server.tokens.view}"}
     )
-    return json.loads(urllib.request.urlopen(request, timeout=10).read())
+    return json.loads(urllib.request.urlopen(request, timeout=HANG_S).read())
 
 
 def test_a_replay_shows_the_processes_as_the_last_step_left_them(served, watch, lines):
