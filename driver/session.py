@@ -14,7 +14,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from driver.accounting.accuracy import Accuracy
-from driver.accounting.intake import StepBatch
+from driver.accounting.intake import IntakeRules, StepBatch
 from driver.accounting.leases import LeaseState, TrajectoryState
 from driver.accounting.run_state import RunState
 from driver.accounting.step_timing import LEARNER
@@ -32,6 +32,7 @@ from driver.postmortem.evidence import Sources
 from driver.reports.evaluation import eval_metrics, is_due
 from driver.reports.step_report import StepReports
 from driver.supervisor import Supervisor
+from learner.learner_records import Restored
 from learner.learner_spec import LearnerSpec
 from rollout_worker.worker_records import EvalRequest, News, Orders, WorkerInfo
 from services.process import failpoints
@@ -65,7 +66,7 @@ class Session:
         self._reports = reports
         self._say = reports.say
         self._held_out = min(config.eval.prompts or prepared.held_out, prepared.held_out)
-        self._state = RunState.new(config, prepared.prompts)
+        self._state = self._new_state(None)
         self._leasing = False
         self._crewed = False
         """Whether the workers of the start were there once."""
@@ -192,6 +193,15 @@ class Session:
         self._supervisor.wait_for(saved, timeout_s=self._wait_s)
         self._reports.record_checkpoint(state.step)
 
+    def _new_state(self, restored: Restored | None) -> RunState:
+        config = self._config
+        return RunState.create(
+            IntakeRules.of(config.rollout, config.algorithm, config.log.samples_per_step),
+            seed=config.run.seed,
+            prompt_count=self._prepared.prompts,
+            restored=restored,
+        )
+
     @property
     def _wait_s(self) -> float:
         return self._config.placement.step_timeout_s
@@ -256,10 +266,7 @@ class Session:
         )
         for reason in restored.skipped if restored else ():
             self._warn(f"checkpoint skipped: {reason}")
-        if restored is None:
-            self._state = RunState.new(self._config, self._prepared.prompts)
-        else:
-            self._state = RunState.restored(self._config, self._prepared.prompts, restored)
+        self._state = self._new_state(restored)
         if restored is None or restored.driver_state is None:
             self._reports.rewind(BEFORE_ALL, {"totals": {}})
             self._say(f"no checkpoint in {self._folder} yet: starting anew")

@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterable, Sequence
 
 from driver.accounting.leases import LeaseTable, TrajectoryState
+from learner.config import AlgorithmConfig
+from rollout_worker.config import RolloutConfig
 from rollout_worker.sample_record import Sample
 from rollout_worker.worker_records import LeaseOutcome, LeaseResult
 from services.trajectories.group_report import GroupReport
@@ -53,30 +55,41 @@ class StepBatch:
         }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IntakeRules:
+    """How many groups a step takes, and which."""
+
+    wanted: int
+    """Groups of a step."""
+    max_staleness: int
+    resample_rounds: int = 0
+    """How many further steps' worth of prompts a step may lease to replace groups of equal rewards;
+    0 keeps them."""
+    samples: int = 0
+    """Completions of a step that the log keeps. The same number of a step's leases, or a few more,
+    ask for one."""
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig, algorithm: AlgorithmConfig, samples: int) -> "IntakeRules":
+        """The rules that a configuration sets."""
+        resample = algorithm.zero_variance == "resample"
+        return cls(
+            wanted=rollout.prompts_per_step,
+            max_staleness=rollout.max_staleness,
+            resample_rounds=algorithm.resample_rounds if resample else 0,
+            samples=samples,
+        )
+
+
 class Intake:
     """Groups that the learner holds and was not yet asked to train on."""
 
-    def __init__(
-        self,
-        leases: LeaseTable,
-        *,
-        wanted: int,
-        max_staleness: int,
-        resample_rounds: int,
-        samples: int = 0,
-    ):
-        """Args:
-        wanted: groups of a step.
-        resample_rounds: how many further steps' worth of prompts a step may lease to replace
-            groups of equal rewards; 0 keeps them.
-        samples: completions of a step that the log keeps; so many of the leases of a step, or
-            a few more, ask for one.
-        """
+    def __init__(self, leases: LeaseTable, rules: IntakeRules):
         self._leases = leases
-        self._wanted = wanted
-        self._max_staleness = max_staleness
-        self._rounds = resample_rounds
-        self._logged_every = max(1, wanted // samples) if samples else 0
+        self._wanted = rules.wanted
+        self._max_staleness = rules.max_staleness
+        self._rounds = rules.resample_rounds
+        self._logged_every = max(1, rules.wanted // rules.samples) if rules.samples else 0
         self._leased = 0
         self._waiting: dict[str, GroupReport] = {}
         self._arrived_tokens = 0
@@ -85,8 +98,7 @@ class Intake:
         self._granted = 0
         """Leases since the last step was taken."""
         self.unconfirmed: set[str] = set()
-        """Groups that the learner has, as a worker heard, and whose report only the learner can
-        give."""
+        """Groups that a worker reports as delivered before; only the learner has their reports."""
 
     @property
     def waiting(self) -> int:

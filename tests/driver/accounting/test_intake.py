@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from driver.accounting.intake import Intake
+from driver.accounting.intake import Intake, IntakeRules
 from driver.accounting.leases import LeaseTable
 from rollout_worker.worker_records import LeaseOutcome, LeaseResult
 from services.trajectories.group_report import GroupReport
@@ -40,9 +40,10 @@ def ended(lease, version, outcome=ACCEPTED, **told):
 
 def intake_of(*, wanted=3, staleness=0, rounds=0, samples=0):
     table = LeaseTable(seed=0, prompt_count=100)
-    return table, Intake(
-        table, wanted=wanted, max_staleness=staleness, resample_rounds=rounds, samples=samples
+    rules = IntakeRules(
+        wanted=wanted, max_staleness=staleness, resample_rounds=rounds, samples=samples
     )
+    return table, Intake(table, rules)
 
 
 def ids(*indices):

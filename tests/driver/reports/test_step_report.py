@@ -6,6 +6,7 @@ import pathlib
 import pytest
 from rich.console import Console
 
+from driver.accounting.intake import IntakeRules
 from driver.accounting.jsonl import read_lines
 from driver.accounting.ledger import StepLedger
 from driver.accounting.run_state import RunState
@@ -45,7 +46,7 @@ class Driver:
             show_step=view.add_step,
         )
         self.reports.start_step(self.now_s)
-        self.state = RunState.new(CONFIG, prompt_count=8)
+        self.state = RunState.create(IntakeRules(wanted=2, max_staleness=0), seed=0, prompt_count=8)
         self.timings = TimingTable()
         self.clocks: dict[str, PhaseClock] = {}
 
