@@ -1,10 +1,10 @@
 """Serves the dashboard of a run, or shows the link of one that is served.
 
-    python -m dashboard --run DIR               a run, whether it goes on or has ended
+    python -m dashboard --run DIR               a running or finished run
     python -m dashboard --compare DIR1 DIR2     two runs side by side
-    python -m dashboard --run DIR --link        link and control token of the run's driver
+    python -m dashboard --run DIR --link        link and control token of the driver's dashboard
 
-A driver starts one itself (log.dashboard.enabled), which only `--link` has to be asked for.
+A driver starts a dashboard itself (log.dashboard.enabled); `--link` shows its link.
 """
 
 import argparse
@@ -23,8 +23,7 @@ from dashboard import auth
 from dashboard.app import build
 from dashboard.auth import NoLink, Tokens
 from dashboard.listener import PortTaken, answers, bind, url_of
-from dashboard.runs.live import Live
-from dashboard.runs.pair import Pair
+from dashboard.runs.run_follower import RunFollower
 from dashboard.server import DashboardServer, Orphaned
 from services.process import stacks
 from services.wire.reachable import is_loopback
@@ -39,11 +38,11 @@ FILES = (
     *("status.json", "config.yaml", "metrics.jsonl", "ledger.jsonl"),
     *("timeline.jsonl", "samples.jsonl", "eval.jsonl"),
 )
-"""Of a run; all but the first may be missing, none may be unreadable."""
+"""Files of a run; all but the first may be missing, but each must be readable."""
 
 
 class CannotServe(Exception):
-    """What a person can mend; shown without a traceback."""
+    """The dashboard cannot start; the message says what to do, and no traceback is shown."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -64,16 +63,16 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--host", default="127.0.0.1", help="to listen on (default: %(default)s)")
     parser.add_argument(
-        "--port", type=_port, help="to listen on (default: 8470, or a free one if it is taken)"
+        "--port", type=_port, help="to listen on (default: 8470, or a free port if it is taken)"
     )
-    child = parser.add_argument_group("used by the driver, for the one that it starts")
-    child.add_argument("--fd", type=int, help="listening socket that is inherited")
-    child.add_argument("--driver-pid", type=int, help="parent, after which this process ends too")
+    child = parser.add_argument_group("used by the driver for the dashboard that it starts")
+    child.add_argument("--fd", type=int, help="inherited listening socket")
+    child.add_argument("--driver-pid", type=int, help="parent process; this process ends after it")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, 2 for arguments that cannot be, 130 for Ctrl-C."""
+    """Returns the exit code: 0, 2 if the dashboard cannot start, 130 for Ctrl-C."""
     given = parser().parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     try:
@@ -98,61 +97,61 @@ def _absolute(folder: pathlib.Path) -> pathlib.Path:
 
 
 def check_run(folder: pathlib.Path) -> str:
-    """Holds that the folder is that of a run, and may be read; returns the run's id.
+    """Checks that the folder is that of a run and readable; returns the run's id.
 
     Raises:
         CannotServe: naming the folder.
     """
     try:
         if not folder.exists():
-            raise CannotServe(f"{folder} is not there: give the output folder of a run")
+            raise CannotServe(f"{folder} does not exist: give the output folder of a run")
         if not folder.is_dir():
             raise CannotServe(f"{folder} is a file: give the output folder of a run")
         if not (folder / "status.json").exists():
             raise CannotServe(
-                f"{folder} is no run: it has no status.json; give the folder that run.output_dir "
-                "named"
+                f"{folder} is not a run's folder: it has no status.json; give the folder that "
+                "run.output_dir names"
             )
         for name in FILES:
             with contextlib.suppress(FileNotFoundError):
                 (folder / name).open("rb").close()
         return str(json.loads((folder / "status.json").read_bytes())["run_id"])
     except (ValueError, KeyError, TypeError, RecursionError):
-        return folder.name  # a status that is cut short, as by a full disk, is shown as unknown
+        return folder.name  # a truncated status, as after a full disk, is shown as unknown
     except PermissionError as error:
         raise CannotServe(
-            f"{error.filename} may not be read: the run belongs to another user; ask for its link "
-            "or for a copy of the folder"
+            f"{error.filename} is not readable: the run belongs to another user; ask that user for "
+            "the link or for a copy of the folder"
         ) from error
-    except OSError as error:  # as of a name that is too long, or of a folder in place of a file
+    except OSError as error:  # as for a name that is too long, or a folder in place of a file
         raise CannotServe(f"{error.filename} cannot be read: {error.strerror}") from error
 
 
 def _show_link(given: argparse.Namespace, folder: pathlib.Path) -> None:
     if given.compare:
-        raise CannotServe("--link is of one run: give it with --run")
+        raise CannotServe("--link needs one run: use it with --run")
     url, tokens = auth.read_access(folder / auth.FOLDER)
     print(auth.link(url, tokens))
     print(f"control token: {tokens.control}")
     if not answers(url):
         print(
-            f"nobody answers at {url} from here: the driver is gone, or on another host "
-            "(status.json names it), to which `ssh -L` leads",
+            f"no server answers at {url}: the driver has ended, or it runs on another host (see "
+            "status.json), which `ssh -L` reaches",
             file=sys.stderr,
             flush=True,
         )
 
 
 def _serve_for_driver(folder: pathlib.Path, name: str, fd: int, driver_pid: int) -> None:
-    """Serves on the driver's socket, with the tokens that it has left, for as long as it lives."""
+    """Serves on the driver's socket, with the driver's tokens, until the driver ends."""
     stacks.register(folder, "dashboard")
     access = folder / auth.FOLDER
     orphaned = Orphaned(driver_pid, access / "view_token")
     _, tokens = auth.read_access(access)
     listener = socket.socket(fileno=fd)
-    # Another pid is that of a driver that goes on with the run: it is about to take over.
-    live = Live(folder, driver_is_gone=lambda pid: pid == driver_pid and orphaned())
-    _server([live], name, tokens, listener).serve_on(listener, orphaned)
+    # Another pid belongs to a driver that resumed the run and is about to take over.
+    follower = RunFollower(folder, driver_is_gone=lambda pid: pid == driver_pid and orphaned())
+    _server([follower], name, tokens, listener).serve_on(listener, orphaned)
 
 
 def _serve(folders: list[pathlib.Path], name: str, host: str, port: int | None) -> None:
@@ -160,17 +159,19 @@ def _serve(folders: list[pathlib.Path], name: str, host: str, port: int | None) 
         tokens, url = Tokens.create(), url_of(listener)
         if not is_loopback(host):
             print(NOT_LOOPBACK.format(host=host, port=listener.getsockname()[1]), flush=True)
-        with _told(url, tokens) as say:
-            lives = [Live(folder) for folder in folders]
-            server = _server(lives, name, tokens, listener)
-            say()
+        with _announcement(url, tokens) as announce:
+            followers = [RunFollower(folder) for folder in folders]
+            server = _server(followers, name, tokens, listener)
+            announce()
             server.serve_on(listener)
 
 
 @contextlib.contextmanager
-def _told(url: str, tokens: Tokens) -> Iterator[Callable[[], None]]:
-    """Says where the dashboard is: a terminal gets the whole link, a file or pipe, which may be
-    kept as a log, only the folder where the tokens are.
+def _announcement(url: str, tokens: Tokens) -> Iterator[Callable[[], None]]:
+    """A function that prints where the dashboard is.
+
+    A terminal shows the whole link. A file or pipe may be kept as a log: it gets only the folder
+    that holds the tokens.
     """
     if sys.stdout.isatty():
         link = f"dashboard: {auth.link(url, tokens)}\ncontrol token: {tokens.control}"
@@ -185,22 +186,22 @@ def _told(url: str, tokens: Tokens) -> Iterator[Callable[[], None]]:
 
 
 def _server(
-    lives: list[Live], name: str, tokens: Tokens, listener: socket.socket
+    followers: list[RunFollower], name: str, tokens: Tokens, listener: socket.socket
 ) -> DashboardServer:
-    live, host, port = lives[0], *listener.getsockname()[:2]
+    host, port = listener.getsockname()[:2]
     app = build(
-        live,
+        followers[0],
         tokens,
         loopback=is_loopback(host),
-        compare=Pair(*lives).document if len(lives) == 2 else None,
+        compared=followers[1] if len(followers) == 2 else None,
         cookie=f"{name}_{port}",  # a run may be served twice
     )
-    return DashboardServer(app, live)
+    return DashboardServer(app, followers[0])
 
 
 def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65_535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port: give 0 (a free one) to 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: give 0 (any free port) to 65535")
     return int(text)
 
 

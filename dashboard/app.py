@@ -23,11 +23,11 @@ from starlette.types import ASGIApp, Scope
 
 from dashboard import openapi
 from dashboard.auth import Gate, Tokens
-from dashboard.guard import SECURITY_HEADERS, Guard
+from dashboard.guard import SECURITY_HEADERS, AccessGuard
 from dashboard.prometheus import CONTENT_TYPE
 from dashboard.query import BadQuery, Query, sample_query
-from dashboard.runs.fleet_link import FleetLink, Refusal
-from dashboard.runs.live import Live, step_json
+from dashboard.runs.driver_client import DriverClient, Refusal
+from dashboard.runs.run_follower import RunFollower, step_json
 from dashboard.stream import EventStream, TooManyViewers
 from diagnosis.catalog import catalog
 from diagnosis.judgement.history import history
@@ -39,9 +39,6 @@ GZIP_FROM_BYTES = 1400
 """A shorter answer fits into one packet anyway."""
 BODY_BYTES = 4096
 """Longest body of a POST."""
-
-Compare = Callable[[int | None, int | None, int], dict[str, Any]]
-"""From first step, last step and points to the document of /api/compare."""
 
 
 class Json(Response):
@@ -55,36 +52,38 @@ class Json(Response):
 
 
 def build(
-    live: Live,
+    follower: RunFollower,
     tokens: Tokens,
     *,
     loopback: bool,
     cookie: str,
-    compare: Compare | None = None,
+    compared: RunFollower | None = None,
 ) -> Starlette:
-    """The application over one run, or over two of which `live` is the first.
+    """The application over one run, or over two.
 
     Args:
-        live: is kept up to date for as long as the application runs.
-        tokens: that open it.
+        follower: of the first run; it polls the run while the application runs.
+        tokens: grant access.
         loopback: whether it is served on loopback, where other host names are refused.
-        cookie: what its cookie is named after.
-        compare: makes the document of /api/compare.
+        cookie: the name of its cookie is made from this.
+        compared: the second run.
     """
-    live.compares = compare is not None
-    api = Api(live, compare)
+    follower.compares = compared is not None
+    if compared is not None:
+        compared.compares = True
+    api = Api(follower, compared)
     gate = Gate(tokens, cookie)
     routes = [Route(path, handler, methods=[method]) for path, method, handler in api.routes()]
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette):
-        async with live.kept_up():
+        async with follower.following():
             yield
 
     return Starlette(
         routes=[*routes, Mount("/static", _Static(directory=STATIC))],
         middleware=[
-            Middleware(Guard, gate=gate, loopback=loopback),
+            Middleware(AccessGuard, gate=gate, loopback=loopback),
             Middleware(_gzip),
         ],
         exception_handlers={HTTPException: _http_error, BadQuery: _bad_query, 500: _failure},
@@ -93,11 +92,11 @@ def build(
 
 
 class Api:
-    """The handlers, over one run."""
+    """The handlers; each docstring is the summary in the OpenAPI document."""
 
-    def __init__(self, live: Live, compare: Compare | None):
-        self._live = live
-        self._compare = compare
+    def __init__(self, follower: RunFollower, compared: RunFollower | None):
+        self._follower = follower
+        self._compared = compared
 
     def routes(self) -> list[tuple[str, str, Callable[[Request], Awaitable[Any]]]]:
         """Path, method and handler of everything but the static files."""
@@ -124,35 +123,42 @@ class Api:
         ]
 
     async def page(self, request: Request) -> Response:
+        """The page; with ?token= it sets the cookie and redirects."""
         return FileResponse(STATIC / "index.html", headers={"cache-control": "no-cache"})
 
     async def healthz(self, request: Request) -> Response:
+        """Whether this process answers."""
         return Json({"ok": True})
 
     async def openapi(self, request: Request) -> Response:
+        """This document."""
         return Json(openapi.DOCUMENT)
 
     async def metrics(self, request: Request) -> Response:
-        fleet, hub = await self._live.fleet(), self._live.hub
-        text = await self._live.read(
-            lambda: self._live.exporter.text(
-                self._live.run(), fleet, viewers=hub.viewers, dropped=hub.dropped
+        """Every number of the run, for Prometheus."""
+        fleet, hub = await self._follower.fleet(), self._follower.hub
+        text = await self._follower.read(
+            lambda: self._follower.exporter.text(
+                self._follower.run(), fleet, viewers=hub.viewers, dropped=hub.dropped
             )
         )
         return Response(text, media_type=CONTENT_TYPE)
 
     async def run(self, request: Request) -> Response:
-        return Json(await self._live.read(self._live.run))
+        """The run and its configuration."""
+        return Json(await self._follower.read(self._follower.run))
 
     async def catalog(self, request: Request) -> Response:
+        """The meaning of metrics and phases."""
         return Json(catalog.catalog_json())
 
     async def history(self, request: Request) -> Response:
+        """Metrics, phases and critical path over steps, binned."""
         query = Query(request.query_params, "first", "last", "points", "names")
         return Json(
-            await self._asked(
+            await self._read_or_refuse(
                 history,
-                self._live.log,
+                self._follower.log,
                 first=query.whole("first"),
                 last=query.whole("last"),
                 points=query.whole("points", least=10, most=5000) or 600,
@@ -161,100 +167,115 @@ class Api:
         )
 
     async def step(self, request: Request) -> Response:
+        """One closed step."""
         text = request.path_params["step"]
         if not text.isdecimal() or len(text) > 12:
             return _error(404, f"step {text[:40]!r} is no step: give a whole number from 0")
-        found = await self._live.read(self._find_step, int(text))
+        found = await self._follower.read(self._find_step, int(text))
         if found is None:
-            last = self._live.log.last_step
+            last = self._follower.log.last_step
             return _error(404, f"step {text} is not closed: the log has steps up to {last}")
         return Json(found)
 
     async def timeline(self, request: Request) -> Response:
+        """Spans of every process."""
         query = Query(request.query_params, "first", "last", "last_s")
         first, last = query.whole("first"), query.whole("last")
         last_s = query.number("last_s", above=0, most=86_400)
-        spans = self._live.spans
-        return Json(await self._asked(spans.timeline, first=first, last=last, last_s=last_s))
+        read = self._follower.timeline.timeline
+        return Json(await self._read_or_refuse(read, first=first, last=last, last_s=last_s))
 
     async def trace(self, request: Request) -> Response:
+        """The timeline as a trace for Perfetto or chrome://tracing."""
         query = Query(request.query_params, "first", "last")
         first, last = query.whole("first"), query.whole("last")
-        found = await self._asked(self._live.spans.trace, first=first, last=last)
+        found = await self._read_or_refuse(self._follower.timeline.trace, first=first, last=last)
         name = "-".join(["trace", *(str(step) for step in (first, last) if step is not None)])
         return Json(found, headers={"content-disposition": f'attachment; filename="{name}.json"'})
 
     async def samples(self, request: Request) -> Response:
+        """Completions, the newest first."""
         query = sample_query(request.query_params)
-        return Json(await self._live.read(self._live.samples.search, query))
+        return Json(await self._follower.read(self._follower.samples.search, query))
 
     async def sample(self, request: Request) -> Response:
-        return await self._of_sample(request, self._live.samples.sample)
+        """One completion with its tokens."""
+        return await self._of_sample(request, self._follower.samples.sample)
 
     async def same_prompt(self, request: Request) -> Response:
-        return await self._of_sample(request, self._live.samples.same_prompt)
+        """Completions of the same prompt over time, the oldest first."""
+        return await self._of_sample(request, self._follower.samples.same_prompt)
 
     async def judgement(self, request: Request) -> Response:
-        return Json(await self._live.read(self._live.judgement))
+        """Findings about the run, in words and numbers."""
+        return Json(await self._follower.read(self._follower.judgement))
 
     async def fleet(self, request: Request) -> Response:
-        return Json(await self._live.fleet())
+        """The rollout workers."""
+        return Json(await self._follower.fleet())
 
     async def scale(self, request: Request) -> Response:
+        """Requests a number of rollout workers."""
         wish = await _body(request, "target", int)
         if not 0 <= wish < 2**31:
             raise BadQuery(f"target={wish} is no number of workers: give 1, 2, 3, ...")
         return await self._change(lambda link: link.scale(wish))
 
     async def drain(self, request: Request) -> Response:
+        """Requests that a rollout worker is drained."""
         wish = await _body(request, "name", str)
         if not wish.isprintable():  # nor can gRPC carry a lone surrogate
             raise BadQuery(f"name={wish[:40]!r} is no worker: give a name that /api/fleet lists")
         return await self._change(lambda link: link.drain(wish))
 
     async def compare(self, request: Request) -> Response:
-        if self._compare is None:
+        """Two runs side by side, if two are served."""
+        if self._compared is None:
             return _error(
-                404, "one run is shown: compare two with python -m dashboard --compare A B"
+                404, "only one run is shown: compare two with python -m dashboard --compare A B"
             )
         query = Query(request.query_params, "first", "last", "points")
         points = query.whole("points", least=10, most=5000) or 600
         first, last = query.whole("first"), query.whole("last")
-        return Json(await self._asked(self._compare, first, last, points))
+        compare = self._follower.compare_with
+        return Json(await self._read_or_refuse(compare, self._compared, first, last, points))
 
     async def stream(self, request: Request) -> Any:
+        """Server-sent events."""
         if request.method == "HEAD":  # which the route takes too, and which ends at once
             return Response(media_type="text/event-stream")
         try:
-            return EventStream(self._live.hub, await self._live.join())
+            return EventStream(self._follower.hub, await self._follower.join())
         except TooManyViewers as error:
             return _error(503, str(error))
 
-    async def _asked(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """As `Live.read`, of a function that refuses what cannot be asked by ValueError."""
+    async def _read_or_refuse(
+        self, function: Callable[..., Any], *arguments: Any, **named: Any
+    ) -> Any:
+        """As `RunFollower.read`, for a function that raises ValueError for bad parameters."""
         try:
-            return await self._live.read(function, *arguments, **named)
+            return await self._follower.read(function, *arguments, **named)
         except ValueError as error:
             raise BadQuery(str(error)) from error
 
     def _find_step(self, step: int) -> dict[str, Any] | None:
-        facts = self._live.log.step(step)
-        return facts and step_json(facts, self._live.log.groups(step))
+        facts = self._follower.log.step(step)
+        return facts and step_json(facts, self._follower.log.groups(step))
 
     async def _of_sample(self, request: Request, find: Callable[[str], Any]) -> Response:
         name = request.path_params["id"]
-        found = await self._live.read(find, name)
+        found = await self._follower.read(find, name)
         if found is None:
             return _error(
                 404, f"there is no sample {name[:40]!r}: ids are those that /api/samples lists"
             )
         return Json(found)
 
-    async def _change(self, call: Callable[[FleetLink], Accepted]) -> Response:
-        if not (await self._live.read(self._live.run))["live"]:
-            return _error(409, "the run does not go on: its workers are gone")
+    async def _change(self, call: Callable[[DriverClient], Accepted]) -> Response:
+        if not (await self._follower.read(self._follower.run))["live"]:
+            return _error(409, "the run has ended: it has no workers")
         try:
-            return Json(dataclasses.asdict(await self._live.change(call)))
+            return Json(dataclasses.asdict(await self._follower.change_fleet(call)))
         except Refusal as refusal:
             return _error(refusal.status, str(refusal))
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from prometheus_client.core import Metric
 
 from dashboard.prometheus import Exporter, family_name
-from dashboard.runs.fleet_link import fleet_json
+from dashboard.runs.driver_client import fleet_json
 from diagnosis.catalog.catalog import METRICS, PHASE_ROWS
 from diagnosis.records.facts import StepFacts
 from services.control.messages import Fleet, ScalingPolicy, WorkerState, WorkerStatus

@@ -42,7 +42,7 @@ _ENTERED = """<!doctype html>
 """
 
 
-class Guard:
+class AccessGuard:
     """ASGI middleware; everything that it lets through has shown a token."""
 
     def __init__(self, app: ASGIApp, *, gate: Gate, loopback: bool):

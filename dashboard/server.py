@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dashboard.listener import BACKLOG
-from dashboard.runs.live import Live
+from dashboard.runs.run_follower import RunFollower
 
 LOOK_S = 0.5
 ASK_S = 20.0
@@ -96,7 +96,7 @@ def _is_no_flood(record: logging.LogRecord) -> bool:
 class DashboardServer(uvicorn.Server):
     """Tells its viewers how the run stands before it ends; run it from one thread."""
 
-    def __init__(self, app: Starlette, live: Live):
+    def __init__(self, app: Starlette, follower: RunFollower):
         _raise_limit()
         logging.getLogger("asyncio").addFilter(_is_no_flood)
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
@@ -116,7 +116,7 @@ class DashboardServer(uvicorn.Server):
                 timeout_graceful_shutdown=2,
             )
         )
-        self._live = live
+        self._follower = follower
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -134,7 +134,7 @@ class DashboardServer(uvicorn.Server):
                 signal.signal(one, handler)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await self._live.close()
+        await self._follower.close()
         await super().shutdown(sockets)
 
     def serve_on(self, listener: socket.socket, orphaned: "Orphaned | None" = None) -> None:
@@ -144,8 +144,8 @@ class DashboardServer(uvicorn.Server):
             Exception: what ended the task that keeps up with the run.
         """
         asyncio.run(self._serve_on(listener, orphaned))
-        if self._live.failure is not None:
-            raise self._live.failure
+        if self._follower.failure is not None:
+            raise self._follower.failure
 
     async def _serve_on(self, listener: socket.socket, orphaned: "Orphaned | None") -> None:
         watch = asyncio.create_task(self._end_with(orphaned))
@@ -161,7 +161,7 @@ class DashboardServer(uvicorn.Server):
                 since = loop.time() if since is None else since
                 if orphaned.is_replaced() or loop.time() - since > ORPHAN_S:
                     self.should_exit = True
-            if self._live.failure is not None:
+            if self._follower.failure is not None:
                 self.should_exit = True
             await asyncio.sleep(LOOK_S)
 

@@ -29,7 +29,7 @@ WORST = 5
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class ProcessInStep:
     """One process in one step."""
 
     step: int
@@ -56,10 +56,10 @@ class Row:
         )
 
 
-def rows_of(steps: Iterable[StepFacts]) -> list[Row]:
+def rows_of(steps: Iterable[StepFacts]) -> list[ProcessInStep]:
     """Every process in every step."""
     return [
-        Row(
+        ProcessInStep(
             step=facts.step,
             process=process,
             phases_s=facts.accounted_s(process),
@@ -71,7 +71,7 @@ def rows_of(steps: Iterable[StepFacts]) -> list[Row]:
     ]
 
 
-def sums(rows: Sequence[Row], bound: float) -> tuple[list[str], bool]:
+def sums(rows: Sequence[ProcessInStep], bound: float) -> tuple[list[str], bool]:
     """What is printed of sums, those beyond the bound first, and whether all are within it."""
     worst = sorted(rows, key=lambda row: row.error, reverse=True)
     beyond = [row for row in worst if row.error > bound]
@@ -84,7 +84,7 @@ def sums(rows: Sequence[Row], bound: float) -> tuple[list[str], bool]:
     ], not beyond
 
 
-def shares(rows: Sequence[Row], bound: float) -> tuple[list[str], bool]:
+def shares(rows: Sequence[ProcessInStep], bound: float) -> tuple[list[str], bool]:
     """What is printed of `unexplained`, a line a process, and whether all medians are within."""
     lines, within = [], True
     for process in dict.fromkeys(row.process for row in rows):

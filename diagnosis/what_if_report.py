@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     what_if = WhatIf(log.settings)
     for facts in steps:
-        what_if.add(facts)
+        what_if.add_step(facts)
     if what_if.json() is None:
         print(f"error: {given.run} has no step that trained without compiling", file=sys.stderr)
         return 2

@@ -36,7 +36,7 @@ ALLOWED = {
     "driver/reports/tensorboard.py": "the wall time of an event, for people",
     "driver/reports/timeline.py": "the moments in timeline.jsonl, for people",
     "driver/terminal/top.py": "how long ago the last step was, for people",
-    "dashboard/runs/live.py": "how long ago the last step was, for people",
+    "dashboard/runs/run_follower.py": "how long ago the last step was, for people",
     "services/wire/tls.py": "the validity of certificates, which starts a day in the past",
 }
 """Files that may ask what time it is, and what they do with the answer."""

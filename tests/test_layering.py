@@ -69,7 +69,6 @@ ENTRIES = {
 
 NOT_YET = {
     ("rollout_worker.data", "rollout_worker.rewards.answers"),
-    ("driver.terminal", "dashboard.runs"),
 }
 """Imports of a unit that the table forbids and that still exist."""
 
@@ -79,10 +78,6 @@ NAMED_TWICE = {
     "Piece",
     "Canary",
     "PortUnavailable",
-    "Row",
-    "Part",
-    "Finding",
-    "Guard",
     "Request",
     "NoRun",
 }

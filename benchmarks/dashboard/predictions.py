@@ -29,7 +29,7 @@ def measure(*, each: int) -> bool:
         log.refresh()
         what_if = WhatIf(log.settings)
         for facts in log.recent(len(log.steps)):
-            what_if.add(facts)
+            what_if.add_step(facts)
     found = what_if.json()
     assert found is not None
     for change in found["changes"]:

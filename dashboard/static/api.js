@@ -1,20 +1,20 @@
 /**
- * The HTTP side of the page. Cookies carry the view token; the control token is held in memory only.
+ * The HTTP side of the page. Cookies carry the view token; the control token is kept in memory only.
  *
  * getJSON(path, params)      GET /api/...; params: plain object, null and "" are left out.
- * keepJSON(path, params)     GETs what getJSON is to answer where nobody does any more; a promise.
- * sayWhenGone(text)          what an ApiError says then, where nothing was kept; null: the usual.
- * samplePath(id)             where one completion is asked for.
+ * keepJSON(path, params)     GETs and keeps an answer for getJSON after the server has ended; a promise.
+ * setGoneMessage(text)          message of an ApiError after the server has ended; null: the default.
+ * samplePath(id)             path of one completion.
  * postJSON(path, body)       POST with the control token that setControlToken was given.
  * setControlToken(t) / hasControlToken()
- * ApiError                   .status (0: no connection), .message: the server's own sentence.
+ * ApiError                   .status (0: no connection), .message: the server's message.
  * openStream({event, state}) follows /api/stream until .close(): event(type, data) per event,
  *                            state({state: "connecting"|"live"|"waiting"|"refused", retryInMs}) on
  *                            each change. Reconnects with backoff; .retry() tries now.
  */
 
 const DEADLINE_MS = 30_000;
-const SILENCE_MS = 30_000; // the server says something every 10 s, be it a comment
+const SILENCE_MS = 30_000; // the server sends at least a comment every 10 s
 const NO_CONNECTION = "no connection to the dashboard";
 const BACKOFF_MS = [500, 1000, 2000, 4000, 8000, 15_000];
 
@@ -50,7 +50,7 @@ async function request(url, options) {
   try {
     body = await answer.json();
   } catch {
-    if (answer.ok) throw new ApiError(answer.status, `the dashboard's answer to ${url} is no JSON`);
+    if (answer.ok) throw new ApiError(answer.status, `the dashboard's answer to ${url} is not JSON`);
   }
   if (!answer.ok) throw new ApiError(answer.status, body?.error ?? `HTTP ${answer.status}`);
   return body;
@@ -85,7 +85,7 @@ export function samplePath(id) {
   return `/api/samples/${encodeURIComponent(id)}`;
 }
 
-export function sayWhenGone(text) {
+export function setGoneMessage(text) {
   gone = text ?? NO_CONNECTION;
 }
 
@@ -102,7 +102,7 @@ export function openStream({ event, state }) {
   let failures = 0;
   let wake = () => {};
   let controller = null;
-  const say = (name, retryInMs = 0) => closed || state({ state: name, retryInMs });
+  const report = (name, retryInMs = 0) => closed || state({ state: name, retryInMs });
 
   async function once() {
     controller = new AbortController();
@@ -117,7 +117,7 @@ export function openStream({ event, state }) {
         signal: controller.signal, headers: { accept: "text/event-stream" }, cache: "no-store",
       });
       if (!answer.ok) return answer.status;
-      say("live");
+      report("live");
       failures = 0;
       const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
       const parse = eventParser(event);
@@ -128,7 +128,7 @@ export function openStream({ event, state }) {
         try {
           parse(value);
         } catch (error) {
-          reportError(error); // a bug, to be seen in the console; the next connection starts anew
+          reportError(error); // a bug, reported in the console; the next connection starts afresh
           return 0;
         }
       }
@@ -142,15 +142,15 @@ export function openStream({ event, state }) {
 
   async function follow() {
     while (!closed) {
-      say("connecting");
+      report("connecting");
       const status = await once();
       if (status === 401) {
-        say("refused");
+        report("refused");
         return;
       }
       const steps = BACKOFF_MS[Math.min(failures++, BACKOFF_MS.length - 1)];
-      const pause = steps * (0.75 + Math.random() / 2); // viewers of one run do not come back at once
-      say("waiting", pause);
+      const pause = steps * (0.75 + Math.random() / 2); // viewers of one run do not reconnect all at once
+      report("waiting", pause);
       await new Promise((resolve) => {
         wake = resolve;
         setTimeout(resolve, pause);
@@ -177,7 +177,7 @@ function eventParser(event) {
   return (chunk) => {
     const lines = (rest + chunk).split(/\r?\n/);
     rest = lines.pop();
-    // What is left of an event whose end has not come is kept, line by line.
+    // The lines of an unfinished event are kept for the next chunk.
     let type = "message";
     let data = [];
     let held = [];

@@ -1,15 +1,15 @@
 /**
- * What the page says when it is not simply live: the run is over, its driver is gone, the connection
+ * The message shown while the page is not live: the run has ended, its driver is gone, the connection
  * is lost, or the link is no longer valid.
  *
  * makeBanner() -> {node, update(store)}
- * linkPanel(folder) -> a panel that says how to get a new link, with a field for a token.
+ * linkPanel(folder) -> a panel that explains how to get a new link, with a field for a token.
  */
 import { el, setChildren } from "./parts/dom.js";
 import * as format from "./parts/format.js";
 import { lightMark } from "./charts/palette.js";
 
-const PATIENCE_MS = 1500; // a connection that is back so soon is not worth a word
+const PATIENCE_MS = 1500; // a connection that returns sooner shows no message
 
 export function makeBanner() {
   const node = el("div", { class: "banner", id: "banner", role: "status", hidden: true });
@@ -47,16 +47,16 @@ function lostConnection(store) {
   const { state, since, retryInMs } = store.connection;
   if (state === "refused") {
     return { kind: "refused", level: "bad", login: true, text: "This link is no longer valid: the " +
-      `page stands still at step ${store.columns.last}. ${newLink(store.run?.folder)}` };
+      `page shows step ${store.columns.last} and is not updated. ${newLink(store.run?.folder)}` };
   }
   if (!isAway(store) || store.ended) return null;
   const wait = Math.max(0, Math.ceil((since + retryInMs - Date.now()) / 1000));
   const soon = state === "waiting" && wait > 0 ? `; trying again in ${wait} s` : "; trying again";
   return { kind: "disconnected", level: "warn", retry: true, text:
-    `No connection to the dashboard${soon}. What you see is of step ${store.columns.last}.` };
+    `No connection to the dashboard${soon}. The page shows step ${store.columns.last}.` };
 }
 
-/** A run that is over takes its server with it; that is no fault, but limits what can be opened. */
+/** The server ends with its run: this is no error, but limits which views can be opened. */
 function withoutServer(store) {
   return isAway(store) ? " Its server is gone too: the views keep what they last had. For all steps and samples: " +
     `python -m dashboard --run ${store.run.folder ?? "RUN_FOLDER"}` : "";
@@ -74,7 +74,7 @@ function endOfRun(store) {
   const code = run.exit_code === null || run.exit_code === undefined ? "" : ` (exit code ${run.exit_code})`;
   if (store.state === "finished") {
     return { kind: "finished", level: "ok", text: `The run finished ${at}${took}, ` +
-      `${format.clock(run.ended)}. Nothing on this page changes any more.` };
+      `${format.clock(run.ended)}. This page is not updated any more.` };
   }
   if (store.state === "failed") {
     return { kind: "failed", level: "bad", text: `The run failed ${at}${took}${code}${why}.${resume}` };
@@ -85,11 +85,11 @@ function endOfRun(store) {
   }
   if (store.state === "lost") {
     return { kind: "lost", level: "bad", text: `The driver (process ${run.pid ?? "?"} on ` +
-      `${run.host ?? "?"}) is gone without having said why, ${at}.${resume}` };
+      `${run.host ?? "?"}) ended without a reason, ${at}.${resume}` };
   }
   if (!run.live && store.state === "running") {
     return { kind: "replay", level: "info",
-      text: "Read from the run's folder: the fleet cannot be asked or changed from here." };
+      text: "Read from the run's folder: the fleet cannot be queried or changed here." };
   }
   return null;
 }
@@ -107,10 +107,10 @@ export function linkPanel(folder) {
   };
   return el("main", { class: "gate", "data-testid": "link-panel" },
     el("h1", null, "This page needs a new link"),
-    el("p", null, "The token in this link is not, or no longer, valid for the run that is served here. " +
-      "On the machine of the run:"),
+    el("p", null, "The token in this link is not valid for this run, or not valid any more. " +
+      "Run on the machine of the run:"),
     el("pre", { class: "command" }, `python -m dashboard --run ${folder ?? "RUN_FOLDER"} --link`),
-    el("p", null, "Open the link that it prints, or paste its token:"),
+    el("p", null, "Open the link that the command prints, or paste its token:"),
     el("form", { class: "inline-form", on: { submit: open } }, field,
       el("button", { class: "button", type: "submit" }, "Open")));
 }

@@ -1,5 +1,5 @@
 /**
- * The top of the page: run, state, progress, the numbers one looks at first, and the bottleneck.
+ * The top of the page: run, state, progress, key numbers and the bottleneck.
  *
  * makeHeader({onAlerts, onHelp}) -> {node, sentence, update(store)}; `sentence` is the bottleneck
  * line, which the shell puts beside the tabs.
@@ -31,8 +31,8 @@ export function makeHeader({ onAlerts, onHelp }) {
   const left = el("span", { id: "header-remaining", class: "muted" });
   const progress = el("div", { class: "bar", id: "header-progress", role: "progressbar",
     "aria-label": "steps done", "aria-valuemin": 0, "aria-valuemax": 100 }, bar);
-  const stepTime = fact("header-step-time", "step time", "Mean of the last ten steps that trained, without starts");
-  const reward = fact("header-reward", "reward", "reward/total/mean of the newest step that has it");
+  const stepTime = fact("header-step-time", "step time", "Mean of the last ten trained steps, without steps that compiled");
+  const reward = fact("header-reward", "reward", "reward/total/mean of the newest step with a reward");
   const accuracy = fact("header-accuracy", "accuracy", "eval/accuracy/strict with its 95 % interval");
   const alerts = el("button", { type: "button", class: "button quiet", id: "header-alerts",
     on: { click: onAlerts } });
@@ -114,7 +114,7 @@ export function makeThemeSwitch() {
   return { node, change, show };
 }
 
-/** What the judgement will say in a moment: the mean of the last ten steps, or of the last bin. */
+/** Until the judgement arrives: the mean of the last ten steps, or of the last bin. */
 function recentSeconds({ wall, bin }) {
   const last = wall.slice(bin === 1 ? -10 : -1).filter((x) => x !== null);
   return last.length ? last.reduce((a, b) => a + b, 0) / last.length : null;

@@ -4,7 +4,7 @@
  * VIEWS                 [id, title] of every view, in the order of the tabs.
  * route()               {id: "samples", params: URLSearchParams}; id is "" when there is none.
  * go(id, params)        shows a view: go("samples", {first: 7, last: 7}).
- * noteParams(id, params) keeps the address in step with what a view shows, without showing it anew.
+ * noteParams(id, params) updates the address to what a view shows, without showing it again.
  */
 
 export const VIEWS = [
@@ -28,6 +28,6 @@ export function go(id, params) {
 }
 
 export function noteParams(id, params) {
-  const now = route().id; // a view that was left while it loaded must not call the viewer back
+  const now = route().id; // a view that was left while it loaded must not change the address
   if (now === id || now === "") history.replaceState(null, "", hashOf(id, params));
 }

@@ -5,8 +5,8 @@
  * makeShell(root, store, views): views: [{id, title, load() -> Promise<module>}] in tab order. The
  * module exports {mount(root, store) -> {update(event), show(params), hide()}, keep?(store)}; `params`
  * are the URLSearchParams after "?" of the route, and show() is called again when they change. A view
- * whose show() has to wait for data returns a promise: body[data-drawn] is "true" after it. keep()
- * fetches what the view shows first, for when it is opened after the run and its server have ended.
+ * whose show() waits for data returns a promise: body[data-drawn] is "true" after it. keep()
+ * fetches what the view shows first, so that it can be opened after the run and its server have ended.
  */
 import { makeBanner } from "./banner.js";
 import { el, empty, setChildren } from "./parts/dom.js";
@@ -22,7 +22,7 @@ const KEYS = [
   ["← →", "in a chart: move from step to step"],
   ["↑ ↓", "in the breakdown or timeline: another process"],
   ["+ −, wheel, drag", "zoom"],
-  ["Shift ← →", "in a chart that is zoomed: move along"],
+  ["Shift ← →", "in a zoomed chart: scroll"],
   ["0 or Esc", "back to the whole range; close a panel"],
   ["Enter", "open the step under the cursor"],
 ];
@@ -133,12 +133,12 @@ export function makeShell(root, store, views) {
 
   /** The run may end, and its server with it: views that were not opened by then work all the same. */
   function loadAll() {
-    for (const view of views) view.load().catch(() => {}); // it says so itself when it is shown
+    for (const view of views) view.load().catch(() => {}); // the error is shown with the view
   }
 
   function keepAll() {
     for (const view of views) {
-      view.load().then((module) => module.keep?.(store)).catch(() => {}); // it says so when it is shown
+      view.load().then((module) => module.keep?.(store)).catch(() => {}); // the error is shown with the view
     }
   }
 }

@@ -1,10 +1,10 @@
 /**
- * What the page knows, and who is told when it changes.
+ * The state of the page, and its listeners.
  *
- * store.run         GET /api/run; store.state: its `state`; store.ended: true when it is over.
+ * store.run         GET /api/run; store.state: its `state`; store.ended: true when it has ended.
  * store.catalog     Map(name -> {title, unit, description, view, group}); metricTitle(name),
  *                   metricUnit(name) and phaseTitle(name) also know patterns such as time/{x}/y.
- * store.columns     Columns of the whole run (downsampled); store.shown: of the range chosen, which
+ * store.columns     Columns of the whole run (downsampled); store.shown: of the selected range, which
  *                   is store.columns itself while the range is {mode: "all"}.
  * store.setRange(r) {mode: "all"} | {mode: "last", n} | {mode: "fixed", first, last}; fetches.
  * store.ensure(names) loads metrics that the default history leaves out into both; a promise.
@@ -14,15 +14,15 @@
  * store.judgement, store.fleet, store.samplesTotal, store.timelineStep
  * store.connection  {state: "connecting"|"live"|"waiting"|"refused", since, lostAt, retryInMs}; since
  *                   and lostAt in ms, lostAt null while live
- * store.timed(f)    runs an update that did not come by the stream inside the same measure.
+ * store.timed(f)    runs an update from outside the stream inside the same measure.
  * store.on(f)       f(event) for each event; event.type: run, step, fleet, judgement, timeline,
- *                   samples, reload, history (columns were fetched anew), range, connection, theme,
- *                   ended (the run went on until now: its server goes in a moment).
+ *                   samples, reload, history (columns were fetched again), range, connection, theme,
+ *                   ended (the run has just ended: its server ends soon).
  *
- * Events of the stream are queued and handed on once per frame (once a second in a hidden tab,
- * where nothing is drawn); performance.measure("tandem-update") spans taking them in and drawing.
+ * Events of the stream are queued and dispatched once per frame (once a second in a hidden tab, which
+ * draws nothing); performance.measure("tandem-update") spans processing and drawing.
  */
-import { ApiError, getJSON, openStream, sayWhenGone } from "./api.js";
+import { ApiError, getJSON, openStream, setGoneMessage } from "./api.js";
 import { Columns } from "./parts/columns.js";
 import { value } from "./parts/format.js";
 import { phaseTitle } from "./charts/palette.js";
@@ -44,7 +44,7 @@ export class Store {
     this.samplesTotal = null;
     this.timelineStep = null;
     this.connection = { state: "connecting", since: Date.now(), lostAt: null, retryInMs: 0 };
-    this.problem = ""; // why the range asked for is not shown
+    this.problem = ""; // why the requested range is not shown
     this._listeners = new Set();
     this._queue = [];
     this._planned = false;
@@ -54,7 +54,7 @@ export class Store {
     this._measures = 0;
     this._caughtUp = null;
     this._refetching = false;
-    this._again = false; // it was asked for while it was under way
+    this._again = false; // requested again during a fetch
     this._wasLive = false;
     this._rangeAsked = 0;
   }
@@ -76,7 +76,7 @@ export class Store {
     return OVER.includes(this.state);
   }
 
-  /** Of the newest step itself where it has the metric: a bin of the columns holds a mean. */
+  /** The value of the newest step if it has the metric; otherwise a bin of the columns, which is a mean. */
   latest(name) {
     const { lastStep, columns } = this;
     if (lastStep?.step === columns.last && name in lastStep.metrics) {
@@ -85,11 +85,11 @@ export class Store {
     return columns.latest(name);
   }
 
-  /** Loads what the first paint needs. Raises ApiError. */
+  /** Loads what the first paint needs. Throws ApiError. */
   async load() {
     const all = [getJSON("/api/run"), getJSON("/api/history", { points: POINTS }),
       getJSON("/api/catalog").catch((error) => this._optional(error))];
-    for (const one of all) one.catch(() => {}); // a server that compares two runs has the first only
+    for (const one of all) one.catch(() => {}); // a server that compares two runs only has the first
     this._setRun(await all[0]);
     if (this.run.compare) return;
     const [, history, catalog] = await Promise.all(all);
@@ -97,13 +97,13 @@ export class Store {
     this.columns = this.shown = new Columns(history);
   }
 
-  /** Loads what the first paint can do without; the stream brings judgement and fleet. */
+  /** Loads what the first paint does not need; judgement and fleet arrive by the stream. */
   async loadRest() {
     try {
       await this._loadLastStep();
       if (this.lastStep) this.emit("history");
     } catch (error) {
-      if (!(error instanceof ApiError)) throw error; // the stream says what is wrong
+      if (!(error instanceof ApiError)) throw error; // the stream reports the problem
     }
   }
 
@@ -113,7 +113,7 @@ export class Store {
       .catch((error) => this._optional(error));
   }
 
-  /** A part that this server does not have is absent; a refused token or lost connection is an error. */
+  /** Something that this server does not have is null; a refused token or lost connection is an error. */
   _optional(error) {
     if (error instanceof ApiError && error.status >= 402) return null;
     throw error;
@@ -135,7 +135,7 @@ export class Store {
 
   _enqueue(type, data) {
     this._queue.push({ type, data });
-    if (type === "run" && OVER.includes(data.state)) { // hidden tabs are slow, and the server goes
+    if (type === "run" && OVER.includes(data.state)) { // hidden tabs are slow, and the server ends soon
       this._flush();
       return;
     }
@@ -149,9 +149,9 @@ export class Store {
     this._planned = false;
     this.timed(() => {
       const events = this._queue.splice(0);
-      const went = this.state === "running";
+      const wasRunning = this.state === "running";
       for (const event of events) this._apply(event);
-      if (went && this.ended) this.emit("ended");
+      if (wasRunning && this.ended) this.emit("ended");
       for (const { type, data } of newestOfEach(events)) this.emit(type, data);
     });
   }
@@ -159,7 +159,7 @@ export class Store {
   timed(f) {
     const start = performance.now();
     f();
-    // Charts draw in microtasks that the listeners have queued; this one comes after them.
+    // Charts draw in microtasks that the listeners queued; this one runs after them.
     queueMicrotask(() => {
       if (++this._measures % MOST_MEASURES === 0) performance.clearMeasures("tandem-update");
       performance.measure("tandem-update", { start, end: performance.now() });
@@ -181,7 +181,7 @@ export class Store {
 
   _setRun(run) {
     this.run = run;
-    sayWhenGone(this.ended ? "the run has ended, and its server with it; this shows the rest: " +
+    setGoneMessage(this.ended ? "the run and its server have ended; to see everything: " +
       `python -m dashboard --run ${run.folder ?? "RUN_FOLDER"}` : null);
   }
 
@@ -197,21 +197,21 @@ export class Store {
     if (this.columns.steps.length > 1.5 * POINTS) this.refetch();
   }
 
-  /** The link is no longer valid: what is shown stays, and nothing is asked again. */
+  /** The link is no longer valid: the page keeps its contents and stops asking. */
   _refused() {
     this.stream?.close();
     this.connection = { state: "refused", since: Date.now(), lostAt: Date.now(), retryInMs: 0 };
     this.emit("connection", this.connection);
   }
 
-  /** Steps that closed between the first fetch and the stream are fetched, once. */
+  /** Fetches, once, the steps that closed between the first fetch and the stream. */
   _catchUp(step) {
     if (!(step > this.columns.last) || this._caughtUp === step) return;
     this._caughtUp = step;
     this.refetch();
   }
 
-  /** Fetches the history anew: after a lost connection, a rewound run, or too many bins. */
+  /** Fetches the history again: after a lost connection, a rewound run, or too many bins. */
   async refetch() {
     if (this._refetching) {
       this._again = true;
@@ -227,7 +227,7 @@ export class Store {
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
       if (error.status === 401) this._refused();
-      // With the connection gone, the stream's next success asks again.
+      // Without a connection, the stream's next success fetches again.
     } finally {
       this._refetching = false;
       if (this._again && this.run.step > this.columns.last) this.refetch();

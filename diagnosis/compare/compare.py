@@ -7,7 +7,7 @@ import numpy as np
 
 from diagnosis.catalog import catalog
 from diagnosis.compare import diffs
-from diagnosis.compare.divergence import equal_until, parting
+from diagnosis.compare.divergence import equal_until, find_divergence
 from diagnosis.judgement.history import POINTS, history
 from diagnosis.records.run_log import RunLog
 from services.wire.strict_json import number_text
@@ -32,7 +32,7 @@ def compare(
     """The document of /api/compare without `runs`.
 
     Args:
-        first: of the histories, as `history` takes it; the parting looks at all steps.
+        first: of the histories, as `history` takes it; divergences are searched in all steps.
         last: the same.
         points: of each history.
 
@@ -110,7 +110,7 @@ def _noise_part(
     name: str, steps_N: np.ndarray, a_N: np.ndarray, b_N: np.ndarray
 ) -> dict[str, Any] | None:
     both = np.isfinite(a_N) & np.isfinite(b_N)
-    part = parting(a_N[both], b_N[both])
+    part = find_divergence(a_N[both], b_N[both])
     if part is None:
         return None
     step = int(steps_N[both][part.index])

@@ -39,7 +39,7 @@ EQUAL_STEPS = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Parting:
+class Divergence:
     """Where one metric of two runs parts."""
 
     index: int
@@ -51,7 +51,7 @@ class Parting:
     """Of the smoothed difference over the whole run, one standard deviation."""
 
 
-def parting(a_N: np.ndarray, b_N: np.ndarray) -> Parting | None:
+def find_divergence(a_N: np.ndarray, b_N: np.ndarray) -> Divergence | None:
     """Where two series of finite values part beyond noise; None where they do not."""
     n = len(a_N)
     if n < LEAST_STEPS:
@@ -69,16 +69,16 @@ def parting(a_N: np.ndarray, b_N: np.ndarray) -> Parting | None:
     index = int(quiet[-1]) + window // 2 + 1 if len(quiet) else 0
     later = slice(index, index + 5 * window)
     a, b = float(np.median(a_N[later])), float(np.median(b_N[later]))
-    return Parting(index=index, a=a, b=b, noise=noise)
+    return Divergence(index=index, a=a, b=b, noise=noise)
 
 
-def _apart_throughout(a_N: np.ndarray, b_N: np.ndarray) -> Parting | None:
+def _apart_throughout(a_N: np.ndarray, b_N: np.ndarray) -> Divergence | None:
     """The parting of short runs that have no value in common, nor one in between."""
     n = len(a_N)
     if n < SHORT_STEPS or (a_N.max() >= b_N.min() and b_N.max() >= a_N.min()):
         return None
     noise = NORMAL_MEAN * float(np.hypot(a_N.std(), b_N.std())) / n**0.5
-    return Parting(index=0, a=float(np.median(a_N)), b=float(np.median(b_N)), noise=noise)
+    return Divergence(index=0, a=float(np.median(a_N)), b=float(np.median(b_N)), noise=noise)
 
 
 def running_median(values_N: np.ndarray, window: int) -> np.ndarray:

@@ -33,7 +33,7 @@ _GROUP_OF = {row.name: row.group for row in PHASE_ROWS}
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class PathSegment:
     """Seconds of one phase of one process on the critical path."""
 
     process: str
@@ -64,7 +64,7 @@ def is_overlapped(facts: StepFacts) -> bool:
     return worker is not None and facts.busy_s(LEARNER) + facts.busy_s(worker) > facts.wall_s
 
 
-def path_parts(facts: StepFacts) -> list[Part]:
+def path_parts(facts: StepFacts) -> list[PathSegment]:
     """The critical path of a step; its seconds may be fewer than the wall time, not more by much.
 
     A worker's wait for weights counts where the sides follow each other and it fits: then the
@@ -80,7 +80,7 @@ def path_parts(facts: StepFacts) -> list[Part]:
         return longer + _cut(shorter, max(0.0, facts.wall_s - _total(longer)))
     waited_s = facts.phase_s(worker, "weights_wait")
     if waited_s and _total(learner) + _total(rollout) + waited_s <= facts.wall_s:
-        rollout.append(Part(worker, "weights_wait", waited_s))
+        rollout.append(PathSegment(worker, "weights_wait", waited_s))
     return rollout + learner
 
 
@@ -172,22 +172,22 @@ def _other_side(recent: Sequence[StepFacts], is_learner: bool, worker: str) -> s
     return f"beside it, {whom} waits {waits * 100:.0f} % of the time"
 
 
-def _busy(facts: StepFacts, process: str) -> list[Part]:
+def _busy(facts: StepFacts, process: str) -> list[PathSegment]:
     row = facts.processes.get(process, {})
     return [
-        Part(process, phase, s)
+        PathSegment(process, phase, s)
         for phase, s in row.items()
         if s > 0 and phase not in (*WAITS, UNEXPLAINED)
     ]
 
 
-def _cut(parts: Sequence[Part], seconds: float) -> list[Part]:
+def _cut(parts: Sequence[PathSegment], seconds: float) -> list[PathSegment]:
     """So many seconds of them at most, of each its share."""
     share = min(1.0, seconds / (_total(parts) or 1.0))
     return [dataclasses.replace(part, seconds=share * part.seconds) for part in parts if share]
 
 
-def _total(parts: Iterable[Part]) -> float:
+def _total(parts: Iterable[PathSegment]) -> float:
     return sum(part.seconds for part in parts)
 
 

@@ -1,6 +1,6 @@
 """The judgement on a run: bottleneck, alerts, trust, funnel and what if, as /api/judgement has it.
 
-Pure: it reads no file and no clock. Whoever follows the run adds each step once, in order.
+It reads no file and no clock. The caller adds each step once, in order.
 """
 
 import math
@@ -16,8 +16,8 @@ from diagnosis.judgement.what_if import WhatIf
 from diagnosis.records.facts import RunSettings, StepFacts
 
 JUDGED = 200
-"""Steps that are judged for alerts where many come at once, as of a run that is over: an alert that
-stands since before those is said to stand since the first of them."""
+"""Steps that are judged for alerts if many come at once, as from a finished run: an alert that was
+raised earlier is dated to the first of them."""
 FUNNEL = ("generated", "scored", "nonzero_advantage", "unclipped", "contributed")
 
 
@@ -31,30 +31,34 @@ class Judge:
         self._recent: deque[StepFacts] = deque(maxlen=WINDOW)
         """Trained steps."""
         self._pending: deque[StepFacts] = deque()
-        """Steps that no verdict has looked at."""
+        """Steps since the last verdict."""
         self._last_step = 0
         self._starting = False
         self._funnel: dict[str, float] | None = None
 
-    def add(self, facts: StepFacts) -> None:
+    def add_step(self, facts: StepFacts) -> None:
         """Takes the next step."""
         self._last_step = facts.step
         self._pending.append(facts)
         if len(self._pending) > JUDGED:
             self._alerts.add_step(self._pending.popleft(), judge=False)
-        self._what_if.add(facts, starting=self._starting)
+        self._what_if.add_step(facts, starting=self._starting)
         if facts.trained:
             self._recent.append(facts)
         if all(f"funnel/{name}" in facts.metrics for name in FUNNEL):
             self._funnel = {name: facts.metrics[f"funnel/{name}"] for name in FUNNEL}
             self._funnel["step"] = facts.step
 
-    def set_fleet(self, fleet: Mapping[str, Any] | None) -> None:
-        """Takes /api/fleet, or None where nobody tells: who starts, and on how many hosts."""
-        workers = (fleet or {}).get("workers") or []
-        self._starting = any(worker.get("state") == "starting" for worker in workers)
-        if hosts := {worker["host"] for worker in workers if worker.get("host")}:
-            self._what_if.set_hosts(len(hosts))
+    def set_workers(self, *, starting: bool, hosts: int) -> None:
+        """Takes what the driver reports of its workers.
+
+        Args:
+            starting: whether one of them is starting.
+            hosts: on how many hosts they run; 0 if unknown, which leaves the number as it was.
+        """
+        self._starting = starting
+        if hosts:
+            self._what_if.set_hosts(hosts)
 
     def verdict(self, now: float, status: Mapping[str, Any]) -> dict[str, Any]:
         """The document of /api/judgement, with NaN and infinity as floats.

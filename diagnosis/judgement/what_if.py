@@ -9,6 +9,7 @@ Nothing is fitted to the answers. Times leave out evaluations and checkpoints.
 
 import collections
 import dataclasses
+import functools
 import math
 import statistics
 from collections.abc import Callable
@@ -90,7 +91,7 @@ class WhatIf:
         """How many hosts the workers run on, where the fleet tells."""
         self._hosts = max(1, hosts)
 
-    def add(self, facts: StepFacts, *, starting: bool = False) -> None:
+    def add_step(self, facts: StepFacts, *, starting: bool = False) -> None:
         """Takes the next step: first it answers predictions, then new ones may rest on it.
 
         Args:
@@ -155,7 +156,7 @@ class WhatIf:
         for staleness in (0, 1, 2):
             if staleness != settings.max_staleness:
                 title = f"max_staleness {staleness}"
-                call = lambda staleness=staleness: model.with_staleness(n, staleness)
+                call = functools.partial(model.with_staleness, n, staleness)
                 asked.append((f"staleness_{staleness}", title, call))
         half = settings.max_completion_tokens // 2
         title = f"at most {half} tokens a completion"

@@ -59,12 +59,12 @@ class MetricsTable:
         """Takes records of the same keys in, as rows from `first` on."""
         names = [name for name in records[0] if name != "step" and phase_metric(name) is None]
         rows = [[record[name] for name in names] for record in records]
+        absent = np.zeros((len(rows), len(names)), bool)
         try:
             values = np.array(rows, np.float64)
             sound = values.ndim == 2 and bool(np.isfinite(values).all())
-        except (TypeError, ValueError, OverflowError):  # texts, nested values, endless integers
-            sound = False
-        absent = np.zeros((len(rows), len(names)), bool)
+        except (TypeError, ValueError, OverflowError):  # texts, nested values, huge integers
+            values, sound = absent, False
         if not sound:
             absent = np.array([[_is_no_number(value) for value in row] for row in rows])
             values = np.array([[number(value) for value in row] for row in rows])

@@ -21,7 +21,6 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from dashboard.runs.fleet_link import fleet_json
 from diagnosis.judgement.judge import Judge
 from diagnosis.records.run_log import RunLog
 from driver.errors import RunError
@@ -30,7 +29,7 @@ from driver.terminal import bars
 from driver.terminal.scale import fleet_table
 from services.control.access import NoAccess, read_access
 from services.control.client import ControlClient, ControlFailed
-from services.control.messages import Fleet
+from services.control.messages import Fleet, WorkerState
 from services.process.run_processes import state_of_run
 
 ANSWER_S = 2.0
@@ -123,9 +122,13 @@ class Top:
         if self._judge is None or changes.reloaded:
             self._judge = Judge(self._log.settings)
         self._fleet = self._fleet_view.look() if self.state == "running" else None
-        self._judge.set_fleet(None if self._fleet is None else fleet_json(self._fleet))
+        workers = () if self._fleet is None else self._fleet.workers
+        self._judge.set_workers(
+            starting=any(worker.state is WorkerState.STARTING for worker in workers),
+            hosts=len({worker.host for worker in workers if worker.host}),
+        )
         for facts in changes.new_steps:
-            self._judge.add(facts)
+            self._judge.add_step(facts)
 
     def close(self) -> None:
         self._fleet_view.close()

@@ -15,10 +15,10 @@ from typing import Any
 import httpx
 
 from dashboard import auth
-from dashboard.app import Compare, build
+from dashboard.app import build
 from dashboard.auth import Tokens
 from dashboard.listener import bind, url_of
-from dashboard.runs.live import Live
+from dashboard.runs.run_follower import RunFollower
 from dashboard.server import DashboardServer
 from dashboard.stream import Hub
 from tests.deadlines import HANG_S
@@ -33,7 +33,7 @@ class Served:
 
     url: str
     tokens: Tokens
-    live: Live | None = None
+    follower: RunFollower | None = None
     server: DashboardServer | None = None
     process: subprocess.Popen | None = None
     output: pathlib.Path | None = None
@@ -55,19 +55,23 @@ class Served:
 
 @contextlib.contextmanager
 def served(
-    folder: pathlib.Path, *, hub: Hub | None = None, compare: Compare | None = None, **options: Any
+    folder: pathlib.Path,
+    *,
+    hub: Hub | None = None,
+    compared: RunFollower | None = None,
+    **options: Any,
 ) -> Iterator[Served]:
     """Serves in a thread; the block may look at what is served."""
     with contextlib.closing(bind("127.0.0.1", 0)) as listener:
-        live = Live(folder, hub=hub, **options)
+        follower = RunFollower(folder, hub=hub, **options)
         tokens = Tokens.create()
-        app = build(live, tokens, loopback=True, cookie="made", compare=compare)
-        server = DashboardServer(app, live)
+        app = build(follower, tokens, loopback=True, cookie="made", compared=compared)
+        server = DashboardServer(app, follower)
         thread = threading.Thread(target=server.serve_on, args=(listener,), daemon=True)
         thread.start()
         until(lambda: server.started, "the server to start")
         try:
-            yield Served(url=url_of(listener), tokens=tokens, live=live, server=server)
+            yield Served(url=url_of(listener), tokens=tokens, follower=follower, server=server)
         finally:
             server.should_exit = True
             thread.join(HANG_S)

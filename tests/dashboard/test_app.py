@@ -8,8 +8,8 @@ import pytest
 from benchmarks.made_run.made_run import MadeRun, make_run
 from benchmarks.made_run.made_steps import Plan
 from dashboard.guard import SECURITY_HEADERS
-from dashboard.runs import fleet_link as fleet
-from dashboard.runs.fleet_link import FleetLink
+from dashboard.runs import driver_client as fleet
+from dashboard.runs.driver_client import DriverClient
 from services.control.access import write_access
 from services.control.messages import (
     Accepted,
@@ -23,6 +23,7 @@ from services.control.messages import (
 )
 from services.control.service import control_service
 from services.wire.server import Server
+from services.wire.tls import RunAuthority
 from tests.dashboard.served import events, served, strict, until
 
 GETS = (
@@ -132,7 +133,7 @@ def test_a_hostile_text_travels_as_it_is_and_is_never_a_page(site):
 def test_a_change_of_a_run_that_is_over_is_refused(site):
     with site.client(site.tokens.control) as client:
         answer = client.post("/api/fleet", json={"target": 2})
-    assert answer.status_code == 409 and "the run does not go on" in answer.json()["error"]
+    assert answer.status_code == 409 and "the run has ended" in answer.json()["error"]
 
 
 @pytest.fixture
@@ -243,6 +244,11 @@ class Driver:
         return Accepted(target=self.target, current=2)
 
 
+@pytest.fixture(scope="module")
+def authority():
+    return RunAuthority.create("r")
+
+
 @pytest.fixture
 def driver(running, authority):
     driver = Driver()
@@ -285,7 +291,7 @@ def test_the_fleet_can_be_seen_and_changed_with_the_control_token(running, drive
 def test_the_driver_is_asked_for_its_fleet_only_while_somebody_watches(running, driver):
     with served(running.folder) as site:
         running.write_step()
-        until(lambda: site.live.log.last_step == 4, "the new step")
+        until(lambda: site.follower.log.last_step == 4, "the new step")
         assert driver.asked == 0
         with site.client() as client, client.stream("GET", "/api/stream") as response:
             told = events(response)
@@ -294,7 +300,7 @@ def test_the_driver_is_asked_for_its_fleet_only_while_somebody_watches(running, 
 
 
 def test_a_driver_that_cannot_be_reached_is_no_error_of_the_page(running, authority, monkeypatch):
-    monkeypatch.setattr(fleet, "LOOK_S", 0.5)
+    monkeypatch.setattr(fleet, "FLEET_S", 0.5)
     monkeypatch.setattr(fleet, "CHANGE_S", 0.5)
     write_access(running.folder, "127.0.0.1:1", authority.issue("control"))
     with served(running.folder) as site:
@@ -306,12 +312,12 @@ def test_a_driver_that_cannot_be_reached_is_no_error_of_the_page(running, author
 
 
 def test_a_connection_is_opened_anew_after_a_driver_was_replaced(running, authority):
-    link, driver = FleetLink(running.folder), Driver()
-    assert "is not there" in link.look()["why"]
+    link, driver = DriverClient(running.folder), Driver()
+    assert "is not there" in link.fleet()["why"]
     for _ in range(2):
         with Server(authority.issue("driver"), [control_service(driver)]) as server:
             write_access(running.folder, server.address, authority.issue("control"))
-            until(lambda: link.look()["available"], "the driver")
+            until(lambda: link.fleet()["available"], "the driver")
     link.close()
 
 

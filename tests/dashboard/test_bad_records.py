@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 from benchmarks.made_run.made_run import make_run
-from dashboard.runs import live as live_module
-from dashboard.runs.fleet_link import absent
-from dashboard.runs.live import Live, step_json
+from dashboard.runs import run_follower
+from dashboard.runs.driver_client import no_fleet
+from dashboard.runs.run_follower import RunFollower, step_json
 from diagnosis import ledger_report, what_if_report
 from diagnosis.judgement.history import history
 from diagnosis.records.facts import RunSettings
@@ -41,16 +41,21 @@ def rewrite(path, change, line: int = -1) -> None:
 
 def read_all(folder) -> None:
     """Makes every document of the dashboard, and the reports; a failure would end the server."""
-    live = Live(folder)
-    asyncio.run(live.turn())
+    follower = RunFollower(folder)
+    asyncio.run(follower.publish_news())
     documents = [
-        *(live.run(), live.judgement(), history(live.log), history(live.log, points=10)),
-        *(step_json(facts, live.log.groups(facts.step)) for facts in live.log.recent(3)),
-        *(live.spans.timeline(), live.spans.trace()),
+        *(
+            follower.run(),
+            follower.judgement(),
+            history(follower.log),
+            history(follower.log, points=10),
+        ),
+        *(step_json(facts, follower.log.groups(facts.step)) for facts in follower.log.recent(3)),
+        *(follower.timeline.timeline(), follower.timeline.trace()),
     ]
     for document in documents:
         strict(encode(document))
-    assert live.exporter.text(live.run(), absent("nobody asks"))
+    assert follower.exporter.text(follower.run(), no_fleet("nobody asks"))
     arguments = ["--run", str(folder)]
     assert ledger_report.main(arguments) in (0, 1, 2)
     assert what_if_report.main(arguments) in (0, 2)
@@ -132,7 +137,7 @@ def test_a_file_that_is_nested_without_end_ends_nothing(folder, name, text):
 @pytest.mark.parametrize("text", ["[1]", "7", "null", "{"])
 def test_an_environment_that_is_none_is_null(folder, text):
     (folder / "environment.json").write_text(text)
-    assert Live(folder).run()["environment"] is None
+    assert RunFollower(folder).run()["environment"] is None
 
 
 def test_a_process_with_thousands_of_digits_has_its_place():
@@ -171,13 +176,13 @@ def test_no_bound_that_everything_is_within_can_be_given(folder, bound, capsys):
 
 
 def test_a_file_that_cannot_be_read_is_told_once(folder, caplog):
-    async def some_turns(live):
-        async with live.kept_up():
-            await asyncio.sleep(live_module.TURN_S * 4)
+    async def some_turns(follower):
+        async with follower.following():
+            await asyncio.sleep(run_follower.POLL_S * 4)
 
-    live = Live(folder)
+    follower = RunFollower(folder)
     (folder / "metrics.jsonl").unlink()
     (folder / "metrics.jsonl").mkdir()
-    asyncio.run(some_turns(live))
+    asyncio.run(some_turns(follower))
     told = [one for one in caplog.records if "cannot read the run" in one.message]
-    assert len(told) == 1 and live.failure is None
+    assert len(told) == 1 and follower.failure is None

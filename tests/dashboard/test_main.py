@@ -90,12 +90,12 @@ def refused(capsys, *arguments: str) -> str:
 
 
 def test_a_folder_that_cannot_be_served_is_refused_in_a_sentence(tmp_path, capsys):
-    assert "nowhere is not there" in refused(capsys, "--run", str(tmp_path / "nowhere"))
+    assert "nowhere does not exist" in refused(capsys, "--run", str(tmp_path / "nowhere"))
     (tmp_path / "file").touch()
     assert "file is a file" in refused(capsys, "--run", str(tmp_path / "file"))
     assert "it has no status.json" in refused(capsys, "--run", str(tmp_path))
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    assert "loop is not there" in refused(capsys, "--run", str(tmp_path / "loop"))
+    assert "loop does not exist" in refused(capsys, "--run", str(tmp_path / "loop"))
     assert "File name too long" in refused(capsys, "--run", str(tmp_path / ("x" * 300)))
     (tmp_path / "status.json").mkdir()
     assert "status.json cannot be read" in refused(capsys, "--run", str(tmp_path))
@@ -130,7 +130,7 @@ def test_the_link_of_a_run_is_shown_with_its_control_token(run, tmp_path, capsys
         assert said.out == f"{url}/?token={tokens.view}\ncontrol token: {tokens.control}\n"
         assert said.err == ""
     assert main(["--run", str(tmp_path / "run"), "--link"]) == 0
-    assert "nobody answers" in capsys.readouterr().err
+    assert "no server answers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [[], ["--run", "a", "--compare", "b", "c"], ["--port", "x"]])

@@ -9,9 +9,8 @@ from benchmarks.made_run.made_run import MadeRun, make_run
 from benchmarks.made_run.made_steps import Plan
 from dashboard.app import Api
 from dashboard.openapi import DOCUMENT
-from dashboard.runs.fleet_link import fleet_json
-from dashboard.runs.live import Live
-from dashboard.runs.pair import Pair
+from dashboard.runs.driver_client import fleet_json
+from dashboard.runs.run_follower import RunFollower
 from diagnosis.catalog import catalog
 from services.control.messages import Fleet, LearnerStatus, ScalingPolicy, WorkerState, WorkerStatus
 from services.wire.strict_json import encode
@@ -76,10 +75,10 @@ def site(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     hostile = request.param == "hostile"
     make_run(folder, steps=30, workers=2, nonfinite=hostile, hostile=hostile)
-    other = Live(folder)
+    other = RunFollower(folder)
     with served(folder) as site:
         until(lambda: site.get("/api/run").json()["step"] == 30, "the log to be read")
-        yield site, Pair(site.live, other)
+        yield site, other
 
 
 @pytest.mark.parametrize(
@@ -104,8 +103,8 @@ def test_answers_have_the_form_that_is_promised(site, path, operation):
 
 
 def test_a_comparison_has_the_form_that_is_promised(site):
-    site, pair = site
-    with served(site.live.folder, compare=pair.document) as both:
+    site, other = site
+    with served(site.follower.folder, compared=other) as both:
         document = strict(both.get("/api/compare").content)
         check("Compare", document)
         assert both.get("/api/run").json()["compare"] is True

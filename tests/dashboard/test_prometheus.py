@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.made_run.made_run import make_run
 from dashboard.openapi import DOCUMENT
 from dashboard.prometheus import STATES, Exporter, exposed
-from dashboard.runs.fleet_link import absent, fleet_json
+from dashboard.runs.driver_client import fleet_json, no_fleet
 from diagnosis.records.facts import StepFacts
 from diagnosis.records.run_log import RunLog
 from services.control.messages import Fleet, ScalingPolicy, WorkerState, WorkerStatus
@@ -76,7 +76,7 @@ def test_seconds_of_steps_add_up_by_process_and_phase():
     exporter = Exporter()
     exporter.add(facts(1))
     exporter.add(facts(2, metrics={"train/kl": math.inf, "train/loss": math.nan}))
-    found = samples(exporter.text(RUN, absent("")))
+    found = samples(exporter.text(RUN, no_fleet("")))
     assert value(found, "tandem_phase_seconds_total", process="learner", phase="idle") == 3.0
     assert value(found, "tandem_phase_seconds_total", process="rollout-0", phase="decode") == 4.0
     assert value(found, "tandem_wall_seconds_total") == 4.0
@@ -95,7 +95,7 @@ def test_a_metric_that_is_not_measured_at_every_step_keeps_its_last_value():
     exporter = Exporter()
     exporter.add(facts(1, metrics={"eval/accuracy/strict": 0.25}))
     exporter.add(facts(2))
-    assert value(samples(exporter.text(RUN, absent(""))), "tandem_eval_accuracy_strict") == 0.25
+    assert value(samples(exporter.text(RUN, no_fleet(""))), "tandem_eval_accuracy_strict") == 0.25
 
 
 def test_names_that_prometheus_cannot_tell_apart_keep_apart_by_a_label():
@@ -103,7 +103,7 @@ def test_names_that_prometheus_cannot_tell_apart_keep_apart_by_a_label():
     exporter.add(
         facts(1, metrics={"my/a_b": 1.0, "my/a/b": 2.0, "run/step": 3.0, "log/a\ud800": 4})
     )
-    found = samples(exporter.text(RUN, absent("")))
+    found = samples(exporter.text(RUN, no_fleet("")))
     assert value(found, "tandem_my_a_b", metric="my/a_b") == 1.0
     assert value(found, "tandem_my_a_b", metric="my/a/b") == 2.0
     assert value(found, "tandem_run_step") == 2.0, "that of the run itself"
@@ -121,7 +121,7 @@ def test_the_fleet_has_a_sample_for_each_worker_while_the_driver_answers():
     assert value(found, "tandem_workers", state="gone") == 0
     assert value(found, "tandem_workers_target") == 3
     assert value(found, "tandem_worker_tokens_per_s", worker="rollout-0") == 12.5
-    gone = samples(Exporter().text(RUN, absent("gone")))
+    gone = samples(Exporter().text(RUN, no_fleet("gone")))
     assert not any(name.startswith("tandem_worker") for name, _ in gone)
 
 
@@ -154,8 +154,8 @@ def test_a_log_that_is_loaded_says_what_its_steps_say_one_by_one(tmp_path):
     for step in log.refresh().new_steps:
         one_by_one.add(step)
     at_once.load(log)
-    expected = samples(one_by_one.text(RUN, absent("")))
-    found = samples(at_once.text(RUN, absent("")))
+    expected = samples(one_by_one.text(RUN, no_fleet("")))
+    found = samples(at_once.text(RUN, no_fleet("")))
     assert {key: one for key, one in found.items() if one != 0} == pytest.approx(
         {key: one for key, one in expected.items() if one != 0}, nan_ok=True
     )
@@ -193,7 +193,7 @@ def test_a_panel_without_a_number_of_a_run_that_is_over_says_why(tmp_path):
     for step in log.refresh().new_steps:
         kept = {name: one for name, one in step.metrics.items() if not name.startswith("eval/")}
         exporter.add(dataclasses.replace(step, metrics=kept))
-    there = {name for name, _ in samples(exporter.text(RUN, absent("over")))}
+    there = {name for name, _ in samples(exporter.text(RUN, no_fleet("over")))}
     empty = []
     for panel in panels(json.loads(GRAFANA.read_text())):
         asked = re.findall(r"tandem_\w+", " ".join(one["expr"] for one in panel["targets"]))

@@ -149,9 +149,9 @@ def test_viewers_are_told_how_the_run_ended_before_the_server_ends(tmp_path):
 def test_what_ends_the_look_at_the_run_ends_the_server(tmp_path):
     make_run(tmp_path, steps=2)
     with served(tmp_path) as site:
-        site.live.look = broken
+        site.follower.poll = broken
         until(lambda: site.server.should_exit, "the server to end")
-    assert isinstance(site.live.failure, ZeroDivisionError)
+    assert isinstance(site.follower.failure, ZeroDivisionError)
 
 
 def broken() -> None:

@@ -93,8 +93,8 @@ def test_a_viewer_that_leaves_is_forgotten(tmp_path):
         with client.stream("GET", "/api/stream") as response:
             told = events(response)
             assert next(told).kind == "run"
-            assert site.live.hub.viewers == 1
-        until(lambda: site.live.hub.viewers == 0, "the viewer to be forgotten")
+            assert site.follower.hub.viewers == 1
+        until(lambda: site.follower.hub.viewers == 0, "the viewer to be forgotten")
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_of_200_viewers_those_that_read_nothing_are_dropped_and_nothing_is_kept_
 ):
     make_run(tmp_path, steps=2)
     with served(tmp_path) as site, contextlib.ExitStack() as stack:
-        hub = site.live.hub
+        hub = site.follower.hub
         ends = [stack.enter_context(open_stream(site)) for _ in range(VIEWERS)]
         until(lambda: hub.viewers == VIEWERS, "all viewers to be there")
         readers = ends[DEAF:]
@@ -165,13 +165,13 @@ async def publish(hub: Hub, step: int) -> None:
 def all_read(site, readers) -> bool:
     """Takes what is there; whether no viewer that reads is behind."""
     read_all(readers)
-    behind = sum(viewer.queue.qsize() > 0 for viewer in tuple(site.live.hub._viewers))
+    behind = sum(viewer.queue.qsize() > 0 for viewer in tuple(site.follower.hub._viewers))
     return behind <= DEAF
 
 
 def hub_loop(site) -> asyncio.AbstractEventLoop:
     """The event loop that serves."""
-    return next(iter(site.live.hub._viewers)).task.get_loop()
+    return next(iter(site.follower.hub._viewers)).task.get_loop()
 
 
 def max_rss() -> int:

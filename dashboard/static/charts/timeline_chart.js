@@ -1,11 +1,11 @@
 /**
- * Lanes of spans on a canvas: steps above, a lane per process, queue depth and staleness beneath.
+ * Tracks of spans on a canvas: steps above, a track per process, queue depth and staleness beneath.
  *
  * new TimelineChart(host, {hover, open, settle, titleOf}); host gets a canvas and an overlay
- *   hover(hit, x, y)      hit: {t, lane, span, marks, gauge, step} or null
+ *   hover(hit, x, y)      hit: {t, track, span, marks, gauge, step} or null
  *   open(step)            the step under a click or Enter
- *   settle(domain|null)   a moment after zoom or pan; null: all is shown
- *   titleOf(phase)        what to call a phase
+ *   settle(domain|null)   after zoom or pan; null: everything is shown
+ *   titleOf(phase)        title of a phase
  * .set(timeline, domain)  draws; domain {first, last} in seconds after its start, null for all
  * .redraw()
  */
@@ -21,9 +21,9 @@ const RULER = 18;
 const AXIS = 20;
 const QUEUE = [74, 120]; // least and most
 const STALE = [40, 60];
-const LANE = [22, 60];
+const TRACK = [22, 60];
 const GAP = 5;
-const MARKS = 11; // above a lane, where its versions and checkpoints stand
+const MARKS = 11; // above a track, for its versions and checkpoints
 const NEAR_PX = 5;
 
 export class TimelineChart {
@@ -33,7 +33,7 @@ export class TimelineChart {
     this.canvas = el("canvas", { "aria-hidden": "true" });
     this.over = el("canvas", { class: "overlay", "aria-hidden": "true" });
     this.timeline = null;
-    this.lane = 0;
+    this.track = 0;
     this.at = null;
     host.append(this.canvas, this.over);
     observeSize(host.parentElement, () => this.redraw());
@@ -52,7 +52,7 @@ export class TimelineChart {
     const ctx = fitCanvas(this.canvas, this.width, this.height);
     ctx.font = fontOf(11);
     this._drawSteps(ctx);
-    this.timeline.lanes.forEach((lane, i) => this._drawLane(ctx, lane, this.tops[i]));
+    this.timeline.tracks.forEach((track, i) => this._drawTrack(ctx, track, this.tops[i]));
     this._drawGauges(ctx);
     this._drawStaleness(ctx);
     this._drawTime(ctx);
@@ -61,15 +61,15 @@ export class TimelineChart {
 
   _place() {
     this.width = this.host.clientWidth;
-    const n = Math.max(1, this.timeline.lanes.length);
+    const n = Math.max(1, this.timeline.tracks.length);
     let spare = this.host.parentElement.clientHeight - RULER - AXIS - 2 * GAP - 8 - QUEUE[0] - STALE[0];
-    const each = Math.max(LANE[0], Math.min(LANE[1], spare / n - MARKS - GAP));
+    const each = Math.max(TRACK[0], Math.min(TRACK[1], spare / n - MARKS - GAP));
     spare -= n * (each + MARKS + GAP);
     const grown = ([least, most], share) => Math.max(least, Math.min(most, least + share * spare));
-    this.laneHeight = each;
+    this.trackHeight = each;
     this.queueHeight = grown(QUEUE, 0.7);
     this.staleHeight = grown(STALE, 0.3);
-    this.tops = this.timeline.lanes.map((_, i) => RULER + GAP + i * (each + MARKS + GAP) + MARKS);
+    this.tops = this.timeline.tracks.map((_, i) => RULER + GAP + i * (each + MARKS + GAP) + MARKS);
     this.queueTop = RULER + GAP + n * (each + MARKS + GAP) + 6;
     this.staleTop = this.queueTop + this.queueHeight + GAP;
     this.height = this.staleTop + this.staleHeight + AXIS;
@@ -120,29 +120,29 @@ export class TimelineChart {
     });
   }
 
-  _drawLane(ctx, lane, top) {
-    const height = this.laneHeight;
+  _drawTrack(ctx, track, top) {
+    const height = this.trackHeight;
     ctx.textAlign = "left";
     ctx.textBaseline = "middle";
     ctx.fillStyle = token("ink");
-    ctx.fillText(lane.process, 2, top + height / 2, LEFT - 8);
+    ctx.fillText(track.process, 2, top + height / 2, LEFT - 8);
     ctx.fillStyle = token("sunken");
     ctx.fillRect(LEFT, top, this.width - LEFT, height);
     this._clipped(ctx, top - MARKS, height + MARKS, () => {
-      this._drawSpans(ctx, lane, top, height);
-      this._drawMarks(ctx, lane, top, height);
+      this._drawSpans(ctx, track, top, height);
+      this._drawMarks(ctx, track, top, height);
     });
   }
 
-  _drawSpans(ctx, lane, top, height) {
-    const first = Math.max(0, before(lane.spans.length, (i) => lane.spans[i][1] <= this.domain.first));
+  _drawSpans(ctx, track, top, height) {
+    const first = Math.max(0, before(track.spans.length, (i) => track.spans[i][1] <= this.domain.first));
     let drawn = -Infinity;
-    for (let i = first; i < lane.spans.length; i++) {
-      const [phase, t, seconds] = lane.spans[i];
+    for (let i = first; i < track.spans.length; i++) {
+      const [phase, t, seconds] = track.spans[i];
       if (t > this.domain.last) break;
       const [x, x2] = [this.x(t), this.x(t + seconds)];
       const name = this.timeline.phases[phase];
-      if (x2 - drawn < 0.4 && !isUnexplained(name)) continue; // nothing of it would be seen
+      if (x2 - drawn < 0.4 && !isUnexplained(name)) continue; // too narrow to be visible
       ctx.fillStyle = phaseFill(ctx, name);
       ctx.fillRect(x, top, Math.max(x2 - x - (x2 - x > 3 ? 0.75 : 0), 0.6), height);
       drawn = x2;
@@ -162,9 +162,9 @@ export class TimelineChart {
     ctx.fillText(text, x + 5, y);
   }
 
-  _drawMarks(ctx, lane, top, height) {
+  _drawMarks(ctx, track, top, height) {
     ctx.textBaseline = "alphabetic";
-    const marks = lane.marks.map(([t, text]) => [this.x(t), text])
+    const marks = track.marks.map(([t, text]) => [this.x(t), text])
       .filter(([x]) => x >= LEFT - 1 && x <= this.width);
     const dense = marks.length * 9 > this.width - LEFT;
     marks.forEach(([x, text], i) => {
@@ -227,7 +227,7 @@ export class TimelineChart {
     });
   }
 
-  /** Of each step one value, drawn over the whole step. */
+  /** One value for each step, drawn over the whole step. */
   _drawStaleness(ctx) {
     const { staleness, steps } = this.timeline;
     const most = Math.max(1, ...staleness.map(([, x]) => x ?? 0));
@@ -267,16 +267,16 @@ export class TimelineChart {
     ctx.fillRect(Math.round(this.x(this.at)), RULER, 1, this.height - AXIS - RULER);
   }
 
-  /** What lies at x of lane i. */
+  /** What is at x of track i. */
   _hit(x, i) {
     if (x < LEFT || !this.timeline) return null;
     const t = this.timeAt(x);
-    const lane = this.timeline.lanes[i] ?? null;
-    const k = lane ? this.timeline.spanAt(lane, t) : -1;
+    const track = this.timeline.tracks[i] ?? null;
+    const k = track ? this.timeline.spanAt(track, t) : -1;
     const near = (NEAR_PX / (this.width - LEFT)) * (this.domain.last - this.domain.first);
     return {
-      t, lane, span: k < 0 ? null : lane.spans[k],
-      marks: (lane?.marks ?? []).filter(([at]) => Math.abs(at - t) < near).map(([, text]) => text),
+      t, track, span: k < 0 ? null : track.spans[k],
+      marks: (track?.marks ?? []).filter(([at]) => Math.abs(at - t) < near).map(([, text]) => text),
       gauge: this.timeline.gaugeAt(t), step: this.timeline.stepAt(t),
     };
   }
@@ -294,7 +294,7 @@ export class TimelineChart {
     };
     this.host.addEventListener("pointermove", (event) => {
       const [x, y] = place(event);
-      const i = this.tops?.findIndex((top) => y >= top - MARKS && y <= top + this.laneHeight) ?? -1;
+      const i = this.tops?.findIndex((top) => y >= top - MARKS && y <= top + this.trackHeight) ?? -1;
       this._move(this._hit(x, i), event.clientX, event.clientY);
     });
     this.host.addEventListener("pointerleave", () => this._move(null));
@@ -317,8 +317,8 @@ export class TimelineChart {
   }
 
   _key(event) {
-    const lanes = this.timeline?.lanes ?? [];
-    if (!lanes.length || event.shiftKey) return;
+    const tracks = this.timeline?.tracks ?? [];
+    if (!tracks.length || event.shiftKey) return;
     const side = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     const up = { ArrowUp: -1, ArrowDown: 1 }[event.key];
     if (!side && !up) {
@@ -328,8 +328,8 @@ export class TimelineChart {
       event.preventDefault();
       return;
     }
-    if (up) this.lane = Math.max(0, Math.min(lanes.length - 1, this.lane + up));
-    const { spans } = lanes[this.lane];
+    if (up) this.track = Math.max(0, Math.min(tracks.length - 1, this.track + up));
+    const { spans } = tracks[this.track];
     const from = this.at ?? this.domain.first;
     const i = before(spans.length, (k) => spans[k][1] <= from);
     const next = spans[Math.max(0, Math.min(spans.length - 1, i + (side ?? 0)))];
@@ -337,7 +337,7 @@ export class TimelineChart {
     const t = next[1] + Math.min(next[2] / 2, (this.domain.last - this.domain.first) / 50);
     const x = Math.max(LEFT, Math.min(this.width, this.x(t)));
     const box = this.over.getBoundingClientRect();
-    this._move(this._hit(this.x(t), this.lane), box.left + x, box.top + this.tops[this.lane] + this.laneHeight);
+    this._move(this._hit(this.x(t), this.track), box.left + x, box.top + this.tops[this.track] + this.trackHeight);
     event.preventDefault();
   }
 }

@@ -1,16 +1,16 @@
 /**
- * The timeline as fetched, put together from pieces. Times are seconds after `.start` (Unix).
+ * The timeline, joined from several answers. Times are seconds after `.start` (Unix).
  *
- * new Timeline(json)      of GET /api/timeline; .steps, .lanes, .gauges, .staleness, .phases.
+ * new Timeline(json)      of GET /api/timeline; .steps, .tracks, .gauges, .staleness, .phases.
  * .duration               seconds from the first step's start to the last one's end
  * .join(json, keep_s)     appends later steps, drops those that ended more than keep_s ago;
  *                         returns by how many seconds the old times moved
- * .spanAt(lane, t)        index of the span of a lane at t, or -1
+ * .spanAt(track, t)        index of the span of a track at t, or -1
  * .stepAt(t)              {step, start, end} or null
  * .gaugeAt(t)             {waiting, out, policy_version} as of t, or null
  * .firstStep, .lastStep   null while there is none
- * .crowded                true where so many were joined that it is time to have them thinned
- * .thinned                true where a lane has as many spans as the server gives at most
+ * .crowded                true if a track has so many spans that the server should thin them
+ * .thinned                true if a track has the server's maximum number of spans
  */
 
 const MOST_SPANS = 4000;
@@ -20,7 +20,7 @@ export class Timeline {
     this.start = json.start ?? 0;
     this.phases = json.phases ?? [];
     this.steps = json.steps ?? [];
-    this.lanes = json.lanes ?? [];
+    this.tracks = json.lanes ?? [];
     this.gauges = json.gauges ?? { t: [], waiting: [], out: [], policy_version: [] };
     this.staleness = json.staleness ?? [];
   }
@@ -38,11 +38,11 @@ export class Timeline {
   }
 
   get thinned() {
-    return this.lanes.some((lane) => lane.spans.length >= MOST_SPANS);
+    return this.tracks.some((track) => track.spans.length >= MOST_SPANS);
   }
 
   get crowded() {
-    return this.lanes.some((lane) => lane.spans.length > 2 * MOST_SPANS);
+    return this.tracks.some((track) => track.spans.length > 2 * MOST_SPANS);
   }
 
   join(json, keep_s) {
@@ -55,13 +55,13 @@ export class Timeline {
     const fresh = (t) => t + later - from;
     const spans = (list, shift) => list.map(([p, t, d]) => [p, shift(t), d]).filter(([, t, d]) => t + d > 0);
     const pairs = (list, shift) => list.map(([t, x]) => [shift(t), x]).filter(([t]) => t >= 0);
-    const names = [...new Set([...this.lanes, ...json.lanes].map((lane) => lane.process))];
-    const laneOf = (lanes, name) => lanes.find((lane) => lane.process === name) ?? { spans: [], marks: [] };
-    this.lanes = names.map((process) => {
-      const [old, add] = [laneOf(this.lanes, process), laneOf(json.lanes, process)];
+    const names = [...new Set([...this.tracks, ...json.lanes].map((track) => track.process))];
+    const trackOf = (tracks, name) => tracks.find((track) => track.process === name) ?? { spans: [], marks: [] };
+    this.tracks = names.map((process) => {
+      const [old, add] = [trackOf(this.tracks, process), trackOf(json.lanes, process)];
       return { process, spans: [...spans(old.spans, at), ...spans(add.spans, fresh)],
         marks: [...pairs(old.marks, at), ...pairs(add.marks, fresh)] };
-    }).filter((lane) => lane.spans.length || lane.marks.length);
+    }).filter((track) => track.spans.length || track.marks.length);
     const moved = (list, shift) => list.map((s) => ({ ...s, start: shift(s.start), end: shift(s.end) }));
     this.steps = [...moved(kept, at), ...moved(json.steps, fresh)];
     this.staleness = [...pairs(this.staleness, at), ...pairs(json.staleness ?? [], fresh)];
@@ -79,9 +79,9 @@ export class Timeline {
       policy_version: both("policy_version") };
   }
 
-  spanAt(lane, t) {
-    const i = before(lane.spans.length, (k) => lane.spans[k][1] <= t);
-    return i >= 0 && t <= lane.spans[i][1] + lane.spans[i][2] ? i : -1;
+  spanAt(track, t) {
+    const i = before(track.spans.length, (k) => track.spans[k][1] <= t);
+    return i >= 0 && t <= track.spans[i][1] + track.spans[i][2] ? i : -1;
   }
 
   stepAt(t) {
@@ -95,7 +95,7 @@ export class Timeline {
   }
 }
 
-/** The last index below n for which holds(i), or -1; holds is true up to some index. */
+/** The last index below n for which holds(i) is true, or -1; holds is true up to some index. */
 export function before(n, holds) {
   let [low, high] = [-1, n - 1];
   while (low < high) {

@@ -1,5 +1,5 @@
 /**
- * What needs somebody's attention, in plain words and worst first, with what to do about it.
+ * The alerts of the run, the most severe first, each with advice.
  */
 import { el, setChildren, setText } from "../parts/dom.js";
 import { plural } from "../parts/format.js";
@@ -17,17 +17,17 @@ const TITLES = new Map(VIEWS);
 const WATCHED = [
   [
     "Time",
-    "who waits for whom, seconds that no phase claims, compilation in mid-run, steps and tokens a second that got slower, weight transfer, saving and evaluating",
+    "processes that wait for each other, unexplained seconds, repeated compilation, slower steps or decoding, weight transfer, checkpoints and evaluations",
   ],
   [
     "Learning",
-    "reward that falls, entropy, gradient norm, clipped tokens, updates that were skipped, numbers that are not finite, groups that teach nothing, completions cut or aborted",
+    "falling reward, low entropy, gradient norm, clipped tokens, skipped updates, numbers that are not finite, groups without a learning signal, truncated or aborted completions",
   ],
   [
     "Trust",
-    "logprob gap, canary, staleness, receipts, reward errors, parsers that disagree, the sums of the ledger",
+    "logprob gap, canary, staleness, receipts, reward errors, parser disagreement, phases that do not add up to the step",
   ],
-  ["Processes", "no step for long, restarts, one worker slower than the others, memory that grows"],
+  ["Processes", "no new step, restarts, a worker slower than the others, growing memory"],
 ];
 
 export function mount(root, store) {
@@ -49,7 +49,7 @@ export function mount(root, store) {
       body,
     ),
   );
-  /** Rows by alert, changed in place: a button that is being clicked stays where it is. */
+  /** Rows by alert, updated in place, so that a button does not move while it is clicked. */
   let made = new Map();
 
   function draw() {
@@ -126,7 +126,7 @@ function makeRow({ id: name, severity, view }) {
 
 function quiet(judgement, store) {
   if (!judgement)
-    return el("li", { class: "alert-empty muted" }, "Waiting for what the run is judged to be …");
+    return el("li", { class: "alert-empty muted" }, "Waiting for the first judgement …");
   const ended = store.ended && `The run has ended after ${plural(store.run.step ?? 0, "step", "steps")}.`;
   return el(
     "li",
@@ -140,7 +140,7 @@ function watched() {
   return el(
     "section",
     { class: "alert-watched", "data-testid": "alerts-watched" },
-    el("h3", null, "Watched at every step"),
+    el("h3", null, "Checked at every step"),
     el(
       "dl",
       { class: "watched" },

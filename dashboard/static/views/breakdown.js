@@ -1,6 +1,6 @@
 /**
- * Where every second of a step goes: stacked bars by ledger phase, for the critical path and each
- * process, beside the bottleneck, the worst alerts and a legend with the means of what is shown.
+ * The seconds of each step: stacked bars by phase, for the critical path and each process, with the
+ * bottleneck, the most severe alerts and a legend with the means of the visible steps.
  */
 import { BreakdownChart } from "../charts/breakdown_chart.js";
 import { el, empty, setChildren, setText, toggle } from "../parts/dom.js";
@@ -51,7 +51,7 @@ export function mount(root, store) {
 
   root.addEventListener("keydown", (event) => {
     if (event.key !== "Escape" || step.step === null) return;
-    event.stopPropagation(); // the chart would take it for: show all steps
+    event.stopPropagation(); // for the chart, Escape means: show all steps
     closeStep();
   }, true);
 
@@ -148,7 +148,7 @@ export function mount(root, store) {
         el("tr", { class: isUnexplained(phase) && s > threshold() * wall ? "loud" : null },
           el("td", null, swatch(phase)), el("td", null, store.phaseTitle(phase)),
           el("td", { class: "num" }, format.seconds(s)), el("td", { class: "num" }, format.percent(s / wall))))),
-      parts.length ? null : el("p", { class: "muted" }, "not there in this step"));
+      parts.length ? null : el("p", { class: "muted" }, "this process was not running in this step"));
     setText(spoken, `step ${which}, ${row.label}: ` +
       parts.slice(0, 4).map(([p, s]) => `${store.phaseTitle(p)} ${format.seconds(s)}`).join(", "));
   }
@@ -191,7 +191,7 @@ function stepsOf(columns, i) {
   return first === last ? String(first) : `${first}–${last}`;
 }
 
-/** Mean seconds by phase over the steps shown, in the order of the stack from its top. */
+/** Mean seconds by phase over the visible steps, from the top of the stack down. */
 function summary(columns, row, threshold) {
   const bars = row.table.map((bar, i) => [bar, columns.wall[i]]).filter(([bar]) => bar);
   const wall = bars.reduce((sum, [, w]) => sum + w, 0);
@@ -203,7 +203,7 @@ function summary(columns, row, threshold) {
   return parts.filter((part) => part.mean > 0).reverse();
 }
 
-/** The right-hand column: what holds the run up, what to look at, and the legend. */
+/** The right-hand column: bottleneck, alerts and legend. */
 function sideCards(side, store, threshold) {
   const sentence = el("p", { class: "bottleneck", "data-testid": "bottleneck" });
   const alerts = el("ul", { class: "alert-list", "data-testid": "top-alerts" });
@@ -219,14 +219,14 @@ function sideCards(side, store, threshold) {
   function judge() {
     const list = store.judgement?.alerts ?? [];
     const said = store.judgement?.bottleneck?.text;
-    setText(sentence, said ? format.sentence(said) : "Nothing to judge by yet.");
+    setText(sentence, said ? format.sentence(said) : "No bottleneck yet: no step has trained.");
     const key = JSON.stringify(list.slice(0, 3)) + list.length;
     if (key === listed) return;
     listed = key;
     setChildren(alerts, list.slice(0, 3).map((alert) => el("li", null, lightMark(alert.severity, ""),
       el("div", null, el("p", null, format.sentence(alert.text)),
         el("p", { class: "muted advice", title: alert.advice }, format.sentence(alert.advice))))));
-    if (!list.length) setChildren(alerts, el("li", null, lightMark("ok", ""), "Nothing needs a look."));
+    if (!list.length) setChildren(alerts, el("li", null, lightMark("ok", ""), "No alerts."));
     more.hidden = list.length <= 3;
     setText(more, `all ${list.length} alerts`);
   }

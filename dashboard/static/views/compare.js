@@ -1,5 +1,5 @@
 /**
- * Two runs on the same axes: where they part, and what differs in configuration, code and
+ * Two runs on the same axes: where they diverge, and their differences in configuration, code and
  * environment. The whole page of `python -m dashboard --compare A B`.
  */
 import { getJSON } from "../api.js";
@@ -17,7 +17,7 @@ const FIRST = ["reward/total/mean", "eval/accuracy/strict", "train/entropy", "ro
   "train/grad_norm", "time/train/step_s"];
 const CHARTS = 6;
 const NAMES = ["A", "B"];
-/** Steps in common from which on the judgement tells small differences from noise. */
+/** Common steps needed to tell small differences from noise. */
 const TELLING_STEPS = 30;
 
 export function mount(root, store) {
@@ -36,7 +36,7 @@ export function mount(root, store) {
       [grid.hidden, tableHost.hidden] = [tableHost.hidden, !tableHost.hidden];
       page(state.from);
     } } }, "Table");
-  const pager = el("div", { class: "row" }, find, button("‹", "metrics before", -1), where,
+  const pager = el("div", { class: "row" }, find, button("‹", "previous metrics", -1), where,
     button("›", "more metrics", 1), el("span", { class: "grow" }), tableButton);
   const themes = makeThemeSwitch();
   const state = { json: null, columns: [], charts: [], from: 0 };
@@ -51,8 +51,8 @@ export function mount(root, store) {
 
   function metricNames() {
     const [a, b] = state.columns;
-    const parted = (state.json.parts ?? []).map((part) => part.metric);
-    const all = new Set([...FIRST.slice(0, 2), ...parted, ...FIRST, ...Object.keys(a.metrics), ...Object.keys(b.metrics)]);
+    const diverged = (state.json.parts ?? []).map((part) => part.metric);
+    const all = new Set([...FIRST.slice(0, 2), ...diverged, ...FIRST, ...Object.keys(a.metrics), ...Object.keys(b.metrics)]);
     const wanted = find.value.trim().toLowerCase();
     return [...all].filter((name) => name.toLowerCase().includes(wanted) &&
       state.columns.some((columns) => columns.metrics[name]?.some((x) => x !== null)));
@@ -62,7 +62,7 @@ export function mount(root, store) {
     const names = metricNames();
     state.from = Math.max(0, Math.min(from, Math.floor((names.length - 1) / CHARTS) * CHARTS));
     const shown = names.slice(state.from, state.from + CHARTS);
-    setText(where, names.length ? `${state.from + 1}–${state.from + shown.length} of ${names.length}` : "none of this name");
+    setText(where, names.length ? `${state.from + 1}–${state.from + shown.length} of ${names.length}` : "no metric has this name");
     for (const chart of state.charts.splice(0)) chart.destroy();
     if (!tableHost.hidden) {
       setChildren(tableHost, valuesTable(state.columns, shown));
@@ -81,7 +81,7 @@ export function mount(root, store) {
       columnsOf: ({ run }) => state.columns[run],
       marks: part ? [{ step: part.step }] : [],
     });
-    if (part) chart.node.title = `parts at step ${part.step}: ${part.text}`;
+    if (part) chart.node.title = `diverges at step ${part.step}: ${part.text}`;
     return chart;
   }
 
@@ -102,12 +102,12 @@ export function mount(root, store) {
     const { part } = state.json;
     verdict.className = `banner ${part ? "warn" : "ok"}`;
     setChildren(verdict, lightMark(part ? "warn" : "ok", ""), el("span", { class: "banner-text" },
-      part ? format.sentence(part.text) : `The runs do not part beyond noise in any metric that both have${tooFew()}.`));
+      part ? format.sentence(part.text) : `No metric of both runs diverges beyond noise${tooFew()}.`));
   }
 
   function tooFew() {
     const steps = Math.min(...state.json.runs.map((of) => of.step ?? 0));
-    return steps < TELLING_STEPS ? `, but with ${steps} steps in common only a great difference would show` : "";
+    return steps < TELLING_STEPS ? `, but ${steps} common steps only reveal large differences` : "";
   }
 
   async function load() {
@@ -156,7 +156,7 @@ function differences(side, json) {
       "Both runs have the same configuration.")],
     ["code", `Code (${json.code_diff?.length ?? 0})`, () => code(json.code_diff)],
     ["environment", `Environment (${json.environment_diff?.length ?? 0})`, () => pairs(json.environment_diff,
-      "environment", "Both ran with the same versions on the same kind of machine.")],
+      "environment", "Both runs used the same versions on the same type of machine.")],
   ];
   const body = el("div", { class: "compare-body scroll" });
   const show = (key) => setChildren(body, tabs.find(([name]) => name === key)[2]());
@@ -168,8 +168,8 @@ function parts(json) {
   return scrolled([
     { title: "step", align: "right", cell: (p) => p.step },
     { title: "metric", cell: (p) => [el("code", null, p.metric), el("div", { class: "muted" }, p.text)] },
-  ], json.parts ?? [], { caption: "first step at which each metric parts beyond noise", testid: "compare-parts",
-    empty: "No metric parts beyond noise." });
+  ], json.parts ?? [], { caption: "first step at which each metric diverges beyond noise", testid: "compare-parts",
+    empty: "No metric diverges beyond noise." });
 }
 
 function pairs(rows, name, none) {
@@ -177,7 +177,7 @@ function pairs(rows, name, none) {
     { title: "key", cell: (row) => el("code", null, row.key) },
     { title: "A", cell: (row) => shown(row.a) },
     { title: "B", cell: (row) => shown(row.b) },
-  ], rows ?? [], { caption: `${name} that differs`, testid: `compare-${name}`, empty: none });
+  ], rows ?? [], { caption: `differences in ${name}`, testid: `compare-${name}`, empty: none });
 }
 
 function shown(x) {

@@ -1,4 +1,4 @@
-/** Resolves once the store holds a judgement, which comes after the first paint. */
+/** Resolves once the store has a judgement, which arrives after the first paint. */
 export function judged(store) {
   if (store.judgement) return Promise.resolve();
   return new Promise((resolve) => {

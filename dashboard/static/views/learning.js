@@ -1,5 +1,5 @@
 /**
- * Is it learning: small charts over the same steps with one cursor, and the funnel of tokens.
+ * Learning curves: small charts over the same steps with one cursor, and the token funnel.
  */
 import { makeChart } from "../charts/charts.js";
 import { el, empty, setChildren } from "../parts/dom.js";
@@ -17,7 +17,7 @@ function specs(store) {
     { id: "reward-total", title: "Reward, total", series: one("reward/total/mean", "mean") },
     { id: "reward-functions", title: "Reward by function", series: rewardSeries },
     { id: "accuracy", title: "Accuracy", unit: "fraction", series: [accuracy("strict"), accuracy("lenient")],
-      why: () => "No evaluation yet: eval.every_steps, eval.at_start and eval.at_end say when." },
+      why: () => "No evaluation yet: eval.every_steps, eval.at_start and eval.at_end schedule them." },
     { id: "completion-length", title: "Completion length", unit: "tokens", zero: true, series: [
       ...one("rollout/completion_len_mean", "mean"), ...one("rollout/completion_len_p90", "p90"),
       ...one("rollout/completion_len_max", "max")] },

@@ -1,6 +1,6 @@
 /**
- * How many policy versions behind the groups were, as a histogram over the last steps: each bar is
- * the share of the groups that were trained on, with a mark at what the newest step had.
+ * Staleness of the groups that the last steps trained on, as a histogram: each bar is a share of the
+ * groups, with a mark for the newest step.
  */
 import { getJSON, keepJSON } from "../api.js";
 import { el, setChildren, setText } from "../parts/dom.js";

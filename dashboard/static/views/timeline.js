@@ -1,5 +1,5 @@
 /**
- * What each process did when: a lane per process over the last minutes or over chosen steps.
+ * The activity of each process over time: a track per process, for the last minutes or chosen steps.
  */
 import { getJSON, keepJSON } from "../api.js";
 import { el, empty, setChildren, setText, toggle } from "../parts/dom.js";
@@ -25,7 +25,7 @@ export function mount(root, store) {
   const state = { keep_s: KEEP_S, steps: null, shown: false, busy: false, domain: null, again: false };
   let timeline = new Timeline({});
   const tooltip = makeTooltip();
-  const windows = toggle(WINDOWS, String(KEEP_S), (key) => go(id, { last_s: key }), "how far back");
+  const windows = toggle(WINDOWS, String(KEEP_S), (key) => go(id, { last_s: key }), "time range");
   const first = stepField("timeline-first", "first step");
   const last = stepField("timeline-last", "last step");
   const form = el("form", { class: "row steps-form", on: { submit: chooseSteps } },
@@ -51,7 +51,7 @@ export function mount(root, store) {
   setChildren(root, el("div", { class: "panel timeline-main" },
     el("div", { class: "row panel-head" }, windows, form, note, el("span", { class: "grow" }), tableButton, trace),
     el("p", { class: "visually-hidden", id: "timeline-keys" }, "Left and right move from span to span, " +
-      "up and down between processes, plus and minus zoom, Shift and arrows move along, Enter opens the step."),
+      "up and down between processes, plus and minus zoom, Shift and arrows scroll, Enter opens the step."),
     scroller, tableHost, blank, legend, spoken));
 
   function stepField(name, label) {
@@ -94,7 +94,7 @@ export function mount(root, store) {
     follow();
   }
 
-  /** Fetches only the steps that closed since; one request at a time. */
+  /** Fetches only the steps closed since the last fetch; one request at a time. */
   async function follow() {
     if (state.steps || !state.shown) return;
     if (state.busy) {
@@ -111,7 +111,7 @@ export function mount(root, store) {
       const json = await getJSON("/api/timeline", { first: timeline.lastStep + 1, last: store.timelineStep });
       store.timed(() => take(json));
     } catch (error) {
-      if (error.status > 0) return load(); // more steps than one answer holds, or another run's
+      if (error.status > 0) return load(); // too many steps for one answer, or another run's
       setText(note, error.message);
     }
     done();
@@ -137,9 +137,9 @@ export function mount(root, store) {
     if (!timeline.steps.length) {
       const none = !store.columns.steps.length;
       say(none ? "No step has closed yet" : "No timeline of these steps", none
-        ? "Its lanes are written when it closes. The first one compiles the model's programs, which " +
-          "usually takes a minute."
-        : "The run has no timeline.jsonl for them: log.timeline may be off, or the steps are older.");
+        ? "The timeline of a step is written when the step closes. The first step compiles the model's " +
+          "programs, which usually takes a minute."
+        : "The run has no record of them in timeline.jsonl: log.timeline may be off, or the steps are too old.");
       return;
     }
     blank.hidden = true;
@@ -158,18 +158,18 @@ export function mount(root, store) {
   }
 
   function showLegend() {
-    const used = new Set(timeline.lanes.flatMap((lane) => lane.spans.map(([phase]) => phase)));
+    const used = new Set(timeline.tracks.flatMap((track) => track.spans.map(([phase]) => phase)));
     const key = [...used].sort((a, b) => a - b).join() + document.documentElement.dataset.theme;
     if (legend.dataset.shown === key) return;
     legend.dataset.shown = key;
     setChildren(legend, timeline.phases.filter((_, i) => used.has(i)).map((phase) =>
       el("span", { class: "phase-name" }, swatch(phase), store.phaseTitle(phase))),
-    el("span", { class: "muted" }, "▾ policy version made or swapped to  ■ checkpoint"));
+    el("span", { class: "muted" }, "▾ policy version published or swapped in  ■ checkpoint"));
   }
 
   function drawTable() {
     const { first: from, last: to } = state.domain ?? { first: 0, last: Infinity };
-    const rows = timeline.lanes.flatMap(({ process, spans, marks }) => [
+    const rows = timeline.tracks.flatMap(({ process, spans, marks }) => [
       ...spans.map(([phase, t, d]) => ({ process, t, d, what: store.phaseTitle(timeline.phases[phase]) })),
       ...marks.map(([t, text]) => ({ process, t, d: null, what: text })),
     ]).filter(({ t, d }) => t + (d ?? 0) >= from && t <= to).sort((a, b) => b.t - a.t);
@@ -177,11 +177,11 @@ export function mount(root, store) {
       el("p", { class: "muted" }, rows.length > MOST_ROWS ? `The newest ${MOST_ROWS} of ${rows.length} spans.` : ""),
       scrolled([
         { title: "step", align: "right", cell: (r) => timeline.stepAt(r.t)?.step ?? "" },
-        { title: "after its start", align: "right",
+        { title: "offset in step", align: "right",
           cell: (r) => format.seconds(r.t - (timeline.stepAt(r.t)?.start ?? 0)) },
         { title: "process", cell: (r) => r.process },
-        { title: "what", cell: (r) => r.what },
-        { title: "for", align: "right", cell: (r) => (r.d === null ? "" : format.seconds(r.d)) },
+        { title: "phase or mark", cell: (r) => r.what },
+        { title: "duration", align: "right", cell: (r) => (r.d === null ? "" : format.seconds(r.d)) },
       ], rows.slice(0, MOST_ROWS), { caption: "spans, newest first", testid: "timeline-table" }));
   }
 
@@ -195,21 +195,21 @@ export function mount(root, store) {
       tooltip.hide();
       return;
     }
-    const { lane, span, marks, gauge, step, t } = hit;
+    const { track, span, marks, gauge, step, t } = hit;
     const where = `${step ? `step ${step.step}` : "between steps"}, +${format.seconds(t - (step?.start ?? 0))}`;
     const phase = span && timeline.phases[span[0]];
     const line = (label, text) => el("tr", null, el("td", null, label), el("td", { class: "num" }, text));
     tooltip.show(x, y,
-      el("div", { class: "tip-head" }, el("strong", null, lane?.process ?? "run"), el("span", null, where)),
+      el("div", { class: "tip-head" }, el("strong", null, track?.process ?? "run"), el("span", null, where)),
       span && el("p", { class: "phase-name" }, swatch(phase), store.phaseTitle(phase),
         el("strong", null, format.seconds(span[2]))),
       marks.length ? el("p", null, marks.join(", ")) : null,
       gauge && el("table", { class: "tip-table" }, line("groups waiting", format.number(gauge.waiting)),
         line("groups out", format.number(gauge.out)), line("policy version", format.number(gauge.policy_version))));
-    if (lane && span) setText(spoken, `${lane.process}, ${store.phaseTitle(phase)}, ${format.seconds(span[2])}, ${where}`);
+    if (track && span) setText(spoken, `${track.process}, ${store.phaseTitle(phase)}, ${format.seconds(span[2])}, ${where}`);
   }
 
-  /** Where the server had to thin what is loaded, a closer look is fetched. */
+  /** If the server thinned the timeline, zooming in fetches the visible steps in full. */
   function settle(domain) {
     state.domain = domain;
     if (!domain || !timeline.thinned) return;

@@ -1,6 +1,6 @@
 /**
- * Whether the numbers can be believed: every check with its value, its bound and a light; for the
- * one that is chosen its history; and how old the groups were that were trained on.
+ * Whether the numbers can be trusted: each check with value, bound and status; the history of the
+ * selected check; and the staleness of the groups trained on.
  */
 import { el, setChildren, setText } from "../parts/dom.js";
 import { count, decimals, isFiniteNumber, percent, value, withUnit } from "../parts/format.js";
@@ -76,7 +76,7 @@ export function mount(root, store) {
             "td",
             { colspan: COLUMNS.length, class: "muted" },
             store.judgement
-              ? "The first checks come with the first trained step."
+              ? "The checks start with the first trained step."
               : "Waiting for the checks …",
           ),
         ),
@@ -105,7 +105,7 @@ export function mount(root, store) {
     const names = seriesOf(checks);
     if (names.join() === asked) return;
     asked = names.join();
-    store.ensure(names).catch((error) => setText(detail.note, `their history: ${error.message}`));
+    store.ensure(names).catch((error) => setText(detail.note, `The history cannot be loaded: ${error.message}`));
   }
 
   function choose(name, focus) {
@@ -207,7 +207,7 @@ function makeRow(name) {
   };
 }
 
-/** The value of a check, which may be words. */
+/** The value of a check, which may be text. */
 function shown(check, x) {
   if (x === null || x === undefined) return "–";
   if (typeof x === "string" && !/^(NaN|-?Infinity)$/.test(x)) return x;
@@ -225,7 +225,7 @@ function boundText(check) {
   return `${Number(x.toPrecision(6))} ${unit ?? ""}`.trim();
 }
 
-/** The bound as a number that can be drawn beside a metric, or null: it must be of the same kind. */
+/** The bound as a number to draw beside a metric, or null if it is of another kind. */
 function drawnBound(check, name, store) {
   const others = ["s", "bytes"].filter((unit) => unit !== check.unit);
   const bound = value(check.bound);
@@ -250,7 +250,7 @@ function detailCard(store) {
   let chosen = null;
   const format = (x, step) =>
     FRACTIONS.has(chosen.id) && store.metricUnit(chosen.series[0]) !== "s" ? percent(x, step && decimals(100 * step)) : plain(x, step);
-  const chart = lineChart(host, { label: "history of the check that is chosen", format });
+  const chart = lineChart(host, { label: "history of the selected check", format });
   const node = el(
     "section",
     { class: "panel column trust-detail", "aria-labelledby": "trust-detail-title" },

@@ -1,5 +1,5 @@
 /**
- * What a step would take with other settings, and how right such predictions have been.
+ * Predicted step times for other settings, and the errors of past predictions.
  */
 import { el, setChildren, setText } from "../parts/dom.js";
 import { isFiniteNumber, percent, plural, seconds, value } from "../parts/format.js";
@@ -9,8 +9,8 @@ import { judged } from "./judged.js";
 import { lineChart } from "./spark.js";
 
 const SURE = {
-  measured: ["●", "measured", "this run has had that setting: its own steps are the answer"],
-  model: ["○", "model", "this run has not had that setting: worked out from the seconds of each phase"],
+  measured: ["●", "measured", "this run has used that setting: the prediction is its own step time"],
+  model: ["○", "model", "this run has not used that setting: a model computes the prediction from the seconds of each phase"],
 };
 
 export function mount(root, store) {
@@ -72,7 +72,7 @@ export function mount(root, store) {
         : el(
             "p",
             { class: "muted what-if-none" },
-            "Nothing can be predicted before the first settled step: one that trained, and in which nothing compiled or started.",
+            "Predictions start after the first settled step: a step that trained without compilation or starting processes.",
           ),
     );
     setText(error, found?.error?.text ?? "");
@@ -148,12 +148,12 @@ function changeText(ratio) {
   return ratio < 1 ? `▼ ${percent(1 - ratio)} shorter` : `▲ ${percent(ratio - 1)} longer`;
 }
 
-/** Says of a change that is smaller than what predictions are usually off by that it may be none. */
+/** Marks a predicted change that is smaller than the usual prediction error. */
 function belowError(ratio, off) {
   const change = Math.abs((ratio ?? 1) - 1);
   if (off === null || change < 0.005 || change >= off) return null;
   return el("div", { class: "small muted", title: `predictions here are ${percent(off, 1)} off in the median` },
-    "less than the error");
+    "within the error");
 }
 
 function changeTable(changes) {
@@ -161,8 +161,8 @@ function changeTable(changes) {
     return el(
       "p",
       { class: "muted" },
-      "It has not changed in this run. When a worker is added or drained, " +
-        "the time that was predicted before is set here beside the time it took.",
+      "The number of workers has not changed in this run. After a worker is added or drained, " +
+        "this table compares the predicted step time with the actual one.",
     );
   }
   const columns = [

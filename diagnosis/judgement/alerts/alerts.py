@@ -9,7 +9,7 @@ from collections import deque
 from typing import Any
 
 from diagnosis.judgement.alerts import learning_rules, process_rules, time_rules
-from diagnosis.judgement.alerts.rule import BAD, INFO, WARN, Finding, Rule, Scene
+from diagnosis.judgement.alerts.rule import BAD, INFO, WARN, Rule, RuleFinding, Scene
 from diagnosis.judgement.recent import WINDOW, Recent
 from diagnosis.judgement.settling import Settling
 from diagnosis.records.facts import RunSettings, StepFacts
@@ -63,7 +63,7 @@ class Alert:
     """An active alert."""
 
     id: str
-    finding: Finding
+    finding: RuleFinding
     since_step: int
 
     def json(self) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class Alerts:
                 standing[name] = Alert(name, found, since)
         self.standing = standing
 
-    def _silence(self, now: float) -> Finding | None:
+    def _silence(self, now: float) -> RuleFinding | None:
         """No step for five times the usual step time, and for at least a minute."""
         if self._last_time is None:
             return None
@@ -149,7 +149,7 @@ class Alerts:
         if silent_s < max(SILENT_S, 5 * usual_s, 1.5 * longest_s):
             return None
         severity = BAD if silent_s > max(5 * SILENT_S, 10 * usual_s) else WARN
-        return Finding(
+        return RuleFinding(
             severity,
             f"no step for {silent_s:.0f} s; a step usually takes {usual_s:.1f} s",
             "Fleet shows what each process does: it may compile, restart, evaluate or hang; "

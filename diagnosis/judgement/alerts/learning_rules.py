@@ -3,11 +3,11 @@
 import math
 import statistics
 
-from diagnosis.judgement.alerts.rule import BAD, WARN, Finding, Scene
+from diagnosis.judgement.alerts.rule import BAD, WARN, RuleFinding, Scene
 from diagnosis.judgement.recent import percent
 
 
-def zero_variance(scene: Scene) -> Finding | None:
+def zero_variance(scene: Scene) -> RuleFinding | None:
     """More than half of the groups have equal rewards, so they carry no gradient."""
     recent = scene.recent
     share = recent.median("rollout/zero_variance_fraction")
@@ -32,16 +32,16 @@ def zero_variance(scene: Scene) -> Finding | None:
         advice = "use harder prompts: these are solved"
     if recent.settings.zero_variance == "keep":
         advice += "; algorithm.zero_variance=mask skips these groups, resample replaces them"
-    return Finding(BAD if share > 0.9 else WARN, text, advice, "trust")
+    return RuleFinding(BAD if share > 0.9 else WARN, text, advice, "trust")
 
 
-def truncated(scene: Scene) -> Finding | None:
+def truncated(scene: Scene) -> RuleFinding | None:
     """More than 20 % of the completions reach the maximum length."""
     recent = scene.recent
     share = recent.median("rollout/truncated_fraction")
     if not scene.is_above(share, 0.20, 0.15):
         return None
-    return Finding(
+    return RuleFinding(
         WARN,
         f"{percent(share)} of the completions are cut off at "
         f"{recent.settings.max_completion_tokens} tokens",
@@ -51,12 +51,12 @@ def truncated(scene: Scene) -> Finding | None:
     )
 
 
-def aborted(scene: Scene) -> Finding | None:
+def aborted(scene: Scene) -> RuleFinding | None:
     """More than 5 % of the completions were aborted."""
     share = scene.recent.median("rollout/aborted_fraction")
     if not scene.is_above(share, 0.05, 0.02):
         return None
-    return Finding(
+    return RuleFinding(
         WARN,
         f"{percent(share)} of the completions were aborted before their end",
         "Samples with the finish reason aborted show where they stopped; Fleet shows workers that "
@@ -65,12 +65,12 @@ def aborted(scene: Scene) -> Finding | None:
     )
 
 
-def reward_errors(scene: Scene) -> Finding | None:
+def reward_errors(scene: Scene) -> RuleFinding | None:
     """More than 1 % of the completions could not be scored."""
     share = scene.recent.mean("reward_error/fraction")
     if not scene.is_above(share, 0.01, 0.005):
         return None
-    return Finding(
+    return RuleFinding(
         BAD if share > 0.1 else WARN,
         f"{percent(share)} of the completions could not be scored and are left out",
         "filter Samples by error; if they timed out, raise reward.timeout_s or reward.processes",
@@ -78,14 +78,14 @@ def reward_errors(scene: Scene) -> Finding | None:
     )
 
 
-def disagreement(scene: Scene) -> Finding | None:
+def disagreement(scene: Scene) -> RuleFinding | None:
     """Strict and lenient parser of a reward function often disagree."""
     recent = scene.recent
     for name in recent.names("reward/", "/disagreement"):
         share = recent.median(name)
         if scene.is_above(share, 0.20, 0.15):
             scorer = name.removeprefix("reward/").removesuffix("/disagreement")
-            return Finding(
+            return RuleFinding(
                 WARN,
                 f"{scorer}: strict and lenient parser disagree on {percent(share)} of the "
                 "completions",
@@ -95,7 +95,7 @@ def disagreement(scene: Scene) -> Finding | None:
     return None
 
 
-def entropy(scene: Scene) -> Finding | None:
+def entropy(scene: Scene) -> RuleFinding | None:
     """The entropy fell below a tenth of its first value, and the reward did not rise.
 
     A policy that has learned has low entropy too: a reward that rose by half a standard deviation
@@ -108,7 +108,7 @@ def entropy(scene: Scene) -> Finding | None:
     gain = recent.median("reward/total/mean") - first.median("reward/total/mean")
     if gain > 0.5 * first.median("reward/total/std"):
         return None
-    return Finding(
+    return RuleFinding(
         BAD,
         f"entropy fell to {percent(now / start)} of its first value ({now:.2g} nats a token), and "
         f"the reward did not rise ({gain:+.2g})",
@@ -118,7 +118,7 @@ def entropy(scene: Scene) -> Finding | None:
     )
 
 
-def reward_fell(scene: Scene) -> Finding | None:
+def reward_fell(scene: Scene) -> RuleFinding | None:
     """The mean reward of ten steps is half a standard deviation below the best of the last hundred.
 
     The standard deviation is that of one completion.
@@ -134,7 +134,7 @@ def reward_fell(scene: Scene) -> Finding | None:
     best, now, std = max(means), means[-1], scene.recent.median("reward/total/std")
     if not std > 0 or not scene.is_above((best - now) / std, 0.5, 0.4):
         return None
-    return Finding(
+    return RuleFinding(
         WARN,
         f"the reward fell from {best:.3g} to {now:.3g} within the last {len(values)} steps",
         "compare Samples from before and after; high KL, clip fractions or gradient norm mean that "
@@ -143,7 +143,7 @@ def reward_fell(scene: Scene) -> Finding | None:
     )
 
 
-def grad_norm(scene: Scene) -> Finding | None:
+def grad_norm(scene: Scene) -> RuleFinding | None:
     """One of the last five steps is above ten times the median of the steps before."""
     norms = [f.metrics.get("train/grad_norm", math.nan) for f in scene.long]
     known = [norm for norm in norms if math.isfinite(norm)]
@@ -152,7 +152,7 @@ def grad_norm(scene: Scene) -> Finding | None:
     usual, spike = statistics.median(known[:-5]), max(known[-5:])
     if not usual > 0 or spike <= 10 * usual:
         return None
-    return Finding(
+    return RuleFinding(
         WARN,
         f"the gradient norm jumped to {spike:.3g}; the usual value is {usual:.3g}",
         "learner.optimizer.clip_norm limits the effect; if it happens again, lower the learning "
@@ -161,13 +161,13 @@ def grad_norm(scene: Scene) -> Finding | None:
     )
 
 
-def nonfinite(scene: Scene) -> Finding | None:
+def nonfinite(scene: Scene) -> RuleFinding | None:
     """A metric is NaN or infinite."""
     names = scene.recent.nonfinite()
     if not names:
         return None
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return Finding(
+    return RuleFinding(
         BAD if any(name.startswith("train/") for name in names) else WARN,
         f"not finite in the last {len(scene.recent.steps)} steps: {shown}",
         "an update that is not finite is skipped, and its groups are kept in the folder rejected/ "
@@ -176,12 +176,12 @@ def nonfinite(scene: Scene) -> Finding | None:
     )
 
 
-def skipped(scene: Scene) -> Finding | None:
+def skipped(scene: Scene) -> RuleFinding | None:
     """A step made no update."""
     count = sum(scene.recent.values("train/update_skipped"))
     if not count:
         return None
-    return Finding(
+    return RuleFinding(
         BAD if count > 2 else WARN,
         f"{count:.0f} of the last {len(scene.recent.steps)} steps made no update",
         "no group was left to train on, or a number was not finite: see the metrics that are not "
@@ -190,13 +190,13 @@ def skipped(scene: Scene) -> Finding | None:
     )
 
 
-def clipped(scene: Scene) -> Finding | None:
+def clipped(scene: Scene) -> RuleFinding | None:
     """More than 30 % of the tokens are clipped."""
     low = scene.recent.median("train/clip_fraction_low")
     high = scene.recent.median("train/clip_fraction_high")
     if not scene.is_above(low + high, 0.30, 0.25):
         return None
-    return Finding(
+    return RuleFinding(
         WARN,
         f"{percent(low + high)} of the tokens are clipped ({percent(low)} below, "
         f"{percent(high)} above)",
@@ -206,14 +206,14 @@ def clipped(scene: Scene) -> Finding | None:
     )
 
 
-def logprob_gap(scene: Scene) -> Finding | None:
+def logprob_gap(scene: Scene) -> RuleFinding | None:
     """Learner and sampler compute different logprobs of the same tokens."""
     recent = scene.recent
     gap = recent.median("offpolicy/logprob_gap_mean")
     bound = 0.1 if recent.median("offpolicy/staleness_mean") > 0 else 0.02
     if not scene.is_above(gap, bound, 0.8 * bound):
         return None
-    return Finding(
+    return RuleFinding(
         BAD if gap > 5 * bound else WARN,
         f"learner and sampler differ by {gap:.2g} nats a token; below {bound:g} is usual",
         "use the same compute_dtype on both sides, or algorithm.off_policy.token_truncate; a gap "

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 
 from diagnosis.catalog.catalog import find
-from diagnosis.judgement.alerts.rule import BAD, WARN, Finding, Scene
+from diagnosis.judgement.alerts.rule import BAD, WARN, RuleFinding, Scene
 from diagnosis.judgement.recent import percent
 from diagnosis.records.facts import StepFacts
 
@@ -13,13 +13,13 @@ GROWTH_BYTES = 200e6
 """Smaller growth of a process raises no alert."""
 
 
-def canary(scene: Scene) -> Finding | None:
+def canary(scene: Scene) -> RuleFinding | None:
     """A worker computes other logprobs of a fixed text than the learner."""
     bound = scene.recent.settings.canary_bound or 0.1
     gap = scene.recent.greatest("canary/gap_max")
     if not gap > bound:
         return None
-    return Finding(
+    return RuleFinding(
         BAD,
         "a worker and the learner compute different logprobs for the same fixed text: "
         f"{gap:.2g} nats apart, {bound:g} are allowed",
@@ -29,7 +29,7 @@ def canary(scene: Scene) -> Finding | None:
     )
 
 
-def stale(scene: Scene) -> Finding | None:
+def stale(scene: Scene) -> RuleFinding | None:
     """More than 5 % of the groups were dropped because they were too old."""
     recent = scene.recent
     lost = recent.rise("groups/stale") + recent.rise("groups/dropped_stale")
@@ -37,7 +37,7 @@ def stale(scene: Scene) -> Finding | None:
     share = lost / max(1.0, lost + trained)
     if not scene.is_above(share, 0.05, 0.03):
         return None
-    return Finding(
+    return RuleFinding(
         WARN,
         f"{lost:.0f} groups of the last {len(recent.steps)} steps were too old to train on, "
         f"{percent(share)} of all",
@@ -46,12 +46,12 @@ def stale(scene: Scene) -> Finding | None:
     )
 
 
-def receipts(scene: Scene) -> Finding | None:
+def receipts(scene: Scene) -> RuleFinding | None:
     """The learner refused groups of unknown weights or malformed ones."""
     risen = scene.recent.rise("groups/unknown_receipt") + scene.recent.rise("groups/malformed")
     if not risen:
         return None
-    return Finding(
+    return RuleFinding(
         WARN,
         f"the learner refused {risen:.0f} groups of the last {len(scene.recent.steps)} steps: "
         "their weights were not issued by it, or their contents are inconsistent",
@@ -60,7 +60,7 @@ def receipts(scene: Scene) -> Finding | None:
     )
 
 
-def restarts(scene: Scene) -> Finding | None:
+def restarts(scene: Scene) -> RuleFinding | None:
     """A process was restarted."""
     recent = scene.recent
     workers, learner = recent.rise("workers/restarts"), recent.rise("learner/restarts")
@@ -68,7 +68,7 @@ def restarts(scene: Scene) -> Finding | None:
         return None
     who = [f"workers {workers:.0f}"] if workers else []
     who += [f"learner {learner:.0f}"] if learner else []
-    return Finding(
+    return RuleFinding(
         BAD if learner else WARN,
         f"restarts in the last {len(recent.steps)} steps: {', '.join(who)}",
         "Fleet shows the last error of each process; placement.worker_restarts and "
@@ -77,7 +77,7 @@ def restarts(scene: Scene) -> Finding | None:
     )
 
 
-def slow_worker(scene: Scene) -> Finding | None:
+def slow_worker(scene: Scene) -> RuleFinding | None:
     """One worker is busy 1.6 times as long as the others, and by a tenth of the step more."""
     names = scene.recent.last.workers
     steps = [f for f in scene.recent.steps if all(f.busy_s(name) > 0 for name in names)]
@@ -89,7 +89,7 @@ def slow_worker(scene: Scene) -> Finding | None:
     factor = busy[slow] / others if others > 0 else 0.0
     if not scene.is_above(factor, 1.6, 1.4) or busy[slow] - others < 0.1:
         return None
-    return Finding(
+    return RuleFinding(
         WARN,
         f"{slow} is busy {percent(busy[slow])} of the step, the other workers {percent(others)}: "
         "all wait for it",
@@ -98,7 +98,7 @@ def slow_worker(scene: Scene) -> Finding | None:
     )
 
 
-def memory(scene: Scene) -> Finding | None:
+def memory(scene: Scene) -> RuleFinding | None:
     """Memory of a process grew in each quarter of up to a hundred steps, by 20 % and 200 MB in all.
 
     Compilation and caches make single jumps; a leak keeps growing.
@@ -115,7 +115,7 @@ def memory(scene: Scene) -> Finding | None:
         grown = quarters[3] - quarters[0]
         if grown > GROWTH_BYTES and grown > 0.2 * quarters[0]:
             process = name.split("/")[1]
-            return Finding(
+            return RuleFinding(
                 WARN,
                 f"{metric.title} of {process} grew from {quarters[0] / 1e9:.2f} to "
                 f"{quarters[3] / 1e9:.2f} GB within {len(scene.long)} steps and is still growing",

@@ -15,7 +15,7 @@ BAD, WARN, INFO = "bad", "warn", "info"
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class RuleFinding:
     """An alert without its history."""
 
     severity: str
@@ -47,4 +47,4 @@ class Scene:
         return value < (off if self.stands else on)
 
 
-Rule = Callable[[Scene], Finding | None]
+Rule = Callable[[Scene], RuleFinding | None]

@@ -5,7 +5,7 @@ import math
 import statistics
 from collections.abc import Callable
 
-from diagnosis.judgement.alerts.rule import INFO, WARN, Finding, Scene
+from diagnosis.judgement.alerts.rule import INFO, WARN, RuleFinding, Scene
 from diagnosis.judgement.breakdown import (
     PHASE_GROUPS,
     busiest_worker,
@@ -19,7 +19,7 @@ from diagnosis.records.facts import LEARNER, StepFacts
 from services.process.phases import UNEXPLAINED
 
 
-def learner_waits(scene: Scene) -> Finding | None:
+def learner_waits(scene: Scene) -> RuleFinding | None:
     """The learner waits for rollouts for more than 40 % of a step."""
     recent, settings = scene.recent, scene.recent.settings
     share = recent.median_of(lambda facts: waiting_share(facts, LEARNER))
@@ -33,10 +33,10 @@ def learner_waits(scene: Scene) -> Finding | None:
     if settings.colocated:
         advice = "placement.mode=separate gives the rollouts their own devices"
     text = f"the learner waits {percent(share)} of the step for rollouts"
-    return Finding(WARN, text, advice + "; What if estimates the step time", "what_if")
+    return RuleFinding(WARN, text, advice + "; What if estimates the step time", "what_if")
 
 
-def workers_wait(scene: Scene) -> Finding | None:
+def workers_wait(scene: Scene) -> RuleFinding | None:
     """The busiest worker waits for the learner for most of a step.
 
     In a synchronous run each side waits while the other works: only three quarters are too much.
@@ -54,10 +54,10 @@ def workers_wait(scene: Scene) -> Finding | None:
     if recent.settings.max_staleness == 0:
         advice += "; rollout.max_staleness=1 lets them work during the update"
     text = f"even the busiest worker waits {percent(share)} of the step for the learner"
-    return Finding(INFO, text, advice, "breakdown")
+    return RuleFinding(INFO, text, advice, "breakdown")
 
 
-def compiles(scene: Scene) -> Finding | None:
+def compiles(scene: Scene) -> RuleFinding | None:
     """A process compiled in more than four of ten steps."""
     recent = scene.recent
     for process in recent.last.processes:
@@ -65,7 +65,7 @@ def compiles(scene: Scene) -> Finding | None:
         count = sum(s > 0.01 * facts.wall_s for s, facts in zip(seconds, recent.steps, strict=True))
         if recent.is_full and scene.is_above(count, 4, 2):
             share = sum(seconds) / sum(facts.wall_s for facts in recent.steps)
-            return Finding(
+            return RuleFinding(
                 WARN,
                 f"{process} compiled in {count} of the last {len(recent.steps)} steps, "
                 f"{percent(share)} of their time",
@@ -76,7 +76,7 @@ def compiles(scene: Scene) -> Finding | None:
     return None
 
 
-def unexplained(scene: Scene) -> Finding | None:
+def unexplained(scene: Scene) -> RuleFinding | None:
     """More time than log.unexplained_fraction allows belongs to no phase."""
     recent, bound = scene.recent, scene.recent.settings.unexplained_fraction
     shares = {
@@ -86,7 +86,7 @@ def unexplained(scene: Scene) -> Finding | None:
     worst = max(shares, key=lambda process: shares[process], default="")
     if not worst or not scene.is_above(shares[worst], bound, 0.8 * bound):
         return None
-    return Finding(
+    return RuleFinding(
         WARN,
         f"{percent(shares[worst])} of the time of {worst} belongs to no phase; "
         f"log.unexplained_fraction allows {percent(bound)}",
@@ -96,12 +96,12 @@ def unexplained(scene: Scene) -> Finding | None:
     )
 
 
-def weights(scene: Scene) -> Finding | None:
+def weights(scene: Scene) -> RuleFinding | None:
     """Moving weights takes more than 15 % of the busiest worker's step."""
     share = scene.recent.median_of(_weights_share)
     if not scene.is_above(share, 0.15, 0.10):
         return None
-    return Finding(
+    return RuleFinding(
         WARN,
         f"moving weights takes {percent(share)} of the step of the busiest worker",
         "weights.dtype=bfloat16 and weights.deltas=true send less; a deeper weights.relay_fanout "
@@ -119,12 +119,12 @@ def _weights_share(facts: StepFacts) -> float:
     return (waited_s + facts.phase_s(worker, "wire", "weights_swap")) / facts.wall_s
 
 
-def ledger(scene: Scene) -> Finding | None:
+def ledger(scene: Scene) -> RuleFinding | None:
     """The phases of a process do not add up to the wall time of a step."""
     off, step, process = worst_imbalance(scene.recent)
     if not scene.is_above(off, 0.05, 0.03):
         return None
-    return Finding(
+    return RuleFinding(
         WARN,
         f"step {step}: the phases of {process} are {percent(off)} off its wall time",
         "seconds were counted twice: the shares of that step are not exact",
@@ -132,7 +132,7 @@ def ledger(scene: Scene) -> Finding | None:
     )
 
 
-def step_time(scene: Scene) -> Finding | None:
+def step_time(scene: Scene) -> RuleFinding | None:
     """A step takes 1.5 times as long as in the baseline, after allowing for more tokens a step.
 
     Fewer tokens do not lower the expectation: part of a step does not depend on them.
@@ -147,7 +147,7 @@ def step_time(scene: Scene) -> Finding | None:
     were, are = _path_s(scene.baseline), _path_s(alike)
     grown = {group: are[group] - were[group] for group in PHASE_GROUPS}
     most = max(grown, key=lambda group: grown[group])
-    return Finding(
+    return RuleFinding(
         WARN,
         f"a step takes {now:.2f} s, {now / usual:.1f} times the {usual:.2f} s expected for its "
         f"tokens (baseline: step {scene.baseline.steps[0].step} and later)",
@@ -157,7 +157,7 @@ def step_time(scene: Scene) -> Finding | None:
     )
 
 
-def throughput(scene: Scene) -> Finding | None:
+def throughput(scene: Scene) -> RuleFinding | None:
     """Workers decode at less than 60 % of the baseline's rate, after allowing for fewer tokens.
 
     The rate falls with the number of tokens, since some seconds, as of the prefill, stay the same.
@@ -170,7 +170,7 @@ def throughput(scene: Scene) -> Finding | None:
     usual = before * min(1.0, _tokens_ratio(scene.baseline, alike))
     if not usual > 0 or not scene.is_below(now / usual, 0.60, 0.75):
         return None
-    return Finding(
+    return RuleFinding(
         WARN,
         f"workers decode {now:.0f} tokens/s; {usual:.0f} are expected for this number of tokens "
         f"(baseline: step {scene.baseline.steps[0].step} and later)",
@@ -208,7 +208,7 @@ def _path_s(recent: Recent) -> dict[str, float]:
     return {g: statistics.median(path.get(g, 0.0) for path in paths) for g in PHASE_GROUPS}
 
 
-def saving(scene: Scene) -> Finding | None:
+def saving(scene: Scene) -> RuleFinding | None:
     """Checkpoints take more than 10 % of the last hundred steps."""
     return _periodic(
         scene,
@@ -219,7 +219,7 @@ def saving(scene: Scene) -> Finding | None:
     )
 
 
-def evaluating(scene: Scene) -> Finding | None:
+def evaluating(scene: Scene) -> RuleFinding | None:
     """Evaluations take more than 25 % of the last hundred steps."""
     return _periodic(
         scene,
@@ -236,7 +236,7 @@ def _periodic(
     seconds: Callable[[StepFacts], float],
     limits: tuple[float, float],
     advice: str,
-) -> Finding | None:
+) -> RuleFinding | None:
     """Judges work that comes every few steps, over up to the last hundred."""
     if len(scene.long) < 20:
         return None
@@ -244,4 +244,4 @@ def _periodic(
     if not scene.is_above(share, *limits):
         return None
     text = f"{what} take {percent(share)} of the last {len(scene.long)} steps"
-    return Finding(INFO, text, advice, "breakdown")
+    return RuleFinding(INFO, text, advice, "breakdown")

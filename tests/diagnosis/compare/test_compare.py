@@ -9,7 +9,7 @@ import pytest
 from benchmarks.made_run.made_run import make_run
 from diagnosis.compare import diffs
 from diagnosis.compare.compare import compare
-from diagnosis.compare.divergence import MOST_WINDOW, equal_until, parting
+from diagnosis.compare.divergence import MOST_WINDOW, equal_until, find_divergence
 from diagnosis.records.run_log import RunLog
 
 STEPS = 160
@@ -160,7 +160,9 @@ def test_a_run_without_steps_can_be_compared(base, tmp_path):
 def test_noise_alone_parts_in_under_one_of_five_hundred(n, kind):
     rng = np.random.default_rng([n, len(kind)])
     runs = 1000
-    alarms = sum(parting(noise(rng, n, kind), noise(rng, n, kind)) is not None for _ in range(runs))
+    alarms = sum(
+        find_divergence(noise(rng, n, kind), noise(rng, n, kind)) is not None for _ in range(runs)
+    )
     assert alarms <= runs / 500
 
 
@@ -171,7 +173,7 @@ def test_a_jump_is_found_within_half_a_window_of_where_it_is(n, begin, jump):
     for _ in range(50):
         a, b = rng.normal(size=n), rng.normal(size=n)
         b[begin:] += jump
-        part = parting(a, b)
+        part = find_divergence(a, b)
         found += [part.index] if part else []
     assert len(found) >= 45 and abs(np.median(found) - begin) <= MOST_WINDOW // 2
 
@@ -180,29 +182,29 @@ def test_a_slope_is_found_soon_after_it_begins():
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=400), rng.normal(size=400)
     b[200:] += 0.1 * np.arange(200)
-    part = parting(a, b)
+    part = find_divergence(a, b)
     assert part is not None and 190 <= part.index <= 235
     assert part.b > part.a
 
 
-def test_one_spike_is_no_parting():
+def test_one_spike_is_no_divergence():
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=200), rng.normal(size=200)
     b[50:53] += 1000.0
-    assert parting(a, b) is None
+    assert find_divergence(a, b) is None
 
 
 def test_few_steps_in_common_tell_only_what_never_meets():
     rng = np.random.default_rng(0)
     low, high = rng.uniform(0.0, 0.06, 20), rng.uniform(0.15, 0.9, 20)
     for a, b in ((low, high), (high, low)):
-        found = parting(a, b)
+        found = find_divergence(a, b)
         assert found is not None and found.index == 0
         assert (found.a, found.b) == (np.median(a), np.median(b))
-    assert parting(low[:9], high[:9]) is None
+    assert find_divergence(low[:9], high[:9]) is None
     high[7] = low.max()
-    assert parting(low, high) is None
-    assert parting(np.zeros(20), np.zeros(20)) is None
+    assert find_divergence(low, high) is None
+    assert find_divergence(np.zeros(20), np.zeros(20)) is None
 
 
 @pytest.mark.parametrize(

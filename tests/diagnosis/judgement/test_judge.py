@@ -17,7 +17,7 @@ RUNNING = {"state": "running"}
 def judged(steps, with_settings=None) -> Judge:
     judge = Judge(with_settings or settings())
     for facts in steps:
-        judge.add(facts)
+        judge.add_step(facts)
     return judge
 
 
@@ -106,19 +106,19 @@ def test_many_steps_at_once_are_judged_at_their_end():
 def test_steps_while_a_worker_starts_count_in_no_prediction():
     judge = judged(Plant().steps({1: 1}, 10))
     before = judge.verdict(0.0, RUNNING)["what_if"]["error"]["count"]
-    judge.set_fleet({"workers": [{"state": "working", "host": "a"}, {"state": "starting"}]})
-    judge.add(step(11, workers=[{"decode": 0.5}]))
-    judge.set_fleet({"workers": [{"state": "working", "host": "a"}]})
-    judge.add(step(12, workers=[{"decode": 0.5}]))
+    judge.set_workers(starting=True, hosts=1)
+    judge.add_step(step(11, workers=[{"decode": 0.5}]))
+    judge.set_workers(starting=False, hosts=1)
+    judge.add_step(step(12, workers=[{"decode": 0.5}]))
     assert judge.verdict(0.0, RUNNING)["what_if"]["error"]["count"] == before + 1
-    judge.set_fleet(None)
+    judge.set_workers(starting=False, hosts=0)
 
 
 def test_workers_on_several_hosts_are_taken_to_share_better():
     cpu = settings(platform="cpu")
     steps = list(Plant().steps({1: 2}, 10))
     here, apart = judged(steps, cpu), judged(steps, cpu)
-    apart.set_fleet({"workers": [{"host": "a"}, {"host": "b"}]})
+    apart.set_workers(starting=False, hosts=2)
 
     def more_s(judge):
         return judge.verdict(0.0, RUNNING)["what_if"]["options"][0]["step_s"]

@@ -18,7 +18,7 @@ def simulated(with_settings, workers_at=None, steps=90, **plant) -> WhatIf:
     what_if = WhatIf(with_settings)
     made = Plant(max_staleness=with_settings.max_staleness, **plant)
     for facts in made.steps(workers_at or GROWING, steps):
-        what_if.add(facts)
+        what_if.add_step(facts)
     return what_if
 
 
@@ -331,9 +331,9 @@ def test_a_change_is_judged_at_the_tokens_of_its_prediction():
     """With the second worker completions become twice as long: no doing of the worker."""
     what_if = WhatIf(settings())
     for n in range(1, 15):
-        what_if.add(of_length(n, 1, tokens=1000, mean=20, work_s=1.0, update_s=0.9))
+        what_if.add_step(of_length(n, 1, tokens=1000, mean=20, work_s=1.0, update_s=0.9))
     for n in range(15, 30):
-        what_if.add(of_length(n, 2, tokens=2000, mean=40, work_s=1.1, update_s=2.4))
+        what_if.add_step(of_length(n, 2, tokens=2000, mean=40, work_s=1.1, update_s=2.4))
     (change,) = what_if.changes
     assert change.actual == pytest.approx(0.55 + 0.2 + 1.8)
     # The update took twice as long for each token: that much is the machine's.
@@ -353,10 +353,10 @@ def test_a_change_is_judged_by_as_many_steps_as_it_rests_on():
     """Of the ten steps after it, and not of the first of them, which may be odd ones."""
     what_if = WhatIf(settings())
     for n in range(1, 15):
-        what_if.add(of_length(n, 1, tokens=1000, mean=20, work_s=1.0, update_s=0.9))
+        what_if.add_step(of_length(n, 1, tokens=1000, mean=20, work_s=1.0, update_s=0.9))
     for n in range(15, 26):
         slow = 0.5 if n < 20 else 0.0
-        what_if.add(of_length(n, 2, tokens=1000, mean=20, work_s=0.6 + slow, update_s=0.9))
+        what_if.add_step(of_length(n, 2, tokens=1000, mean=20, work_s=0.6 + slow, update_s=0.9))
         assert len(what_if.changes) == (n == 25)  # 15 is the new worker's first
     assert what_if.changes[0].actual == pytest.approx(1.7)
 
@@ -382,7 +382,7 @@ def test_a_run_without_a_change_has_predictions_and_no_change():
 def test_nothing_is_said_before_the_first_settled_step():
     what_if = WhatIf(settings())
     assert what_if.json() is None and what_if.options() == []
-    what_if.add(step(1))
+    what_if.add_step(step(1))
     assert what_if.json() is None
 
 
@@ -390,7 +390,7 @@ def test_a_step_whose_times_are_not_finite_is_left_out():
     what_if = WhatIf(settings())
     for number in range(1, 9):
         bad = {"time/train/update_s": float("nan" if number == 5 else "1")}
-        what_if.add(step(number, metrics=bad))
+        what_if.add_step(step(number, metrics=bad))
     answer = what_if.json()
     assert answer is not None and answer["now"]["step_s"] == 2.0
     assert 5 not in [one["step"] for one in answer["past"]]

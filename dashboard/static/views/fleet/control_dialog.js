@@ -1,8 +1,8 @@
 /**
- * The question before a change of the run: what will happen, and the control token that allows it.
+ * The confirmation before a change of the run: what will happen, and the control token for it.
  *
  * makeControlDialog()   {node, ask({title, text, confirm, path, body, done(answer)})}: the dialog
- *                       stays open until the server accepts, and shows its refusal word by word.
+ *                       stays open until the server accepts, and shows the reason of a refusal.
  *                       The token is kept in the memory of this tab by api.js, nowhere else.
  */
 import { hasControlToken, postJSON, setControlToken } from "../../api.js";
@@ -25,7 +25,7 @@ export function makeControlDialog() {
     { id: "control-token-hint", class: "muted small" },
     "Printed by ",
     el("code", null, WHERE),
-    ", for this run's folder. It stays in this tab until it is closed or reloaded.",
+    " for this run's folder. This tab keeps it until it is closed or reloaded.",
   );
   const refusal = el("p", { id: "confirm-error", class: "refusal", role: "alert", hidden: true });
   const cancel = el("button", { type: "button", class: "button", id: "confirm-cancel" }, "Cancel");
@@ -60,7 +60,7 @@ export function makeControlDialog() {
 
   function busy(is) {
     confirm.disabled = token.readOnly = is;
-    setText(confirm, is ? "Asking the driver …" : asked.confirm);
+    setText(confirm, is ? "Waiting for the driver …" : asked.confirm);
   }
 
   async function send(event) {
@@ -95,7 +95,7 @@ export function makeControlDialog() {
     token.focus();
   }
 
-  /** Tab goes around within the dialog: beyond its last control lies the browser's own bar. */
+  /** Keeps Tab within the dialog: after its last control would come the browser's own bar. */
   function around(event) {
     if (event.key !== "Tab") return;
     const controls = [token, cancel, confirm].filter((control) => !control.disabled);

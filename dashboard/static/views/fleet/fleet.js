@@ -1,5 +1,5 @@
 /**
- * The processes of the run: what each does and holds, the queue between them, and the two ways to
+ * The processes of the run with their state and memory, the queue between them, and the controls that
  * change the number of workers.
  */
 import { el, setChildren, setText } from "../../parts/dom.js";
@@ -15,14 +15,14 @@ const CHARTS = [
     plain,
     () => [
       ["queue/waiting_mean", "held by the learner"],
-      ["queue/out_mean", "at work"],
+      ["queue/out_mean", "leased to workers"],
     ],
   ],
   [
     "Tokens a second, without waits",
     plain,
     () => [["throughput/train/decode_tokens_per_s", "tokens/s"]],
-    "Completion tokens of a step by the seconds in which workers decoded them; the table counts waits too",
+    "Completion tokens of a step per second of decoding; the table includes waiting time",
   ],
   [
     "Weight sync, GB/s",
@@ -48,11 +48,11 @@ export function mount(root, store) {
   const dialog = makeControlDialog();
   const tiles = new Map(
     [
-      ["target", "wanted"],
-      ["serving", "take leases"],
+      ["target", "target"],
+      ["serving", "serving"],
       ["version", "policy version"],
-      ["waiting", "groups the learner holds"],
-      ["out", "groups at work"],
+      ["waiting", "groups waiting"],
+      ["out", "groups leased"],
     ].map(([key, name]) => [key, tile(key, name)]),
   );
   const why = el("p", { class: "muted", id: "fleet-why" });
@@ -119,13 +119,13 @@ export function mount(root, store) {
       .get("waiting")
       .set(
         fleet ? count(fleet.groups_waiting) : latest("queue/waiting_mean"),
-        fleet ? "not trained on yet" : "mean of the last step",
+        fleet ? "held by the learner" : "mean of the last step",
       );
     tiles
       .get("out")
       .set(
         fleet ? count(fleet.groups_out) : latest("queue/out_mean"),
-        fleet ? "leased to workers" : "mean of the last step",
+        fleet ? "held by workers" : "mean of the last step",
       );
   }
 
@@ -133,7 +133,7 @@ export function mount(root, store) {
     dialog.ask({
       ...question,
       done: ({ target }) =>
-        setText(accepted, `Accepted at ${clock(Date.now() / 1000)}: ${said}; wanted then: ${target}.`),
+        setText(accepted, `Accepted at ${clock(Date.now() / 1000)}: ${said}; new target: ${target}.`),
     });
 
   add.addEventListener("click", () => {
@@ -145,10 +145,10 @@ export function mount(root, store) {
         path: "/api/fleet",
         body: { target },
         text:
-          `The run will want ${plural(target, "worker", "workers")} instead of ${store.fleet.target}. The new one ` +
-          "starts when the cluster has room, fetches the current policy version, and then takes leases.",
+          `The target becomes ${plural(target, "worker", "workers")} instead of ${store.fleet.target}. The new one ` +
+          "starts when the cluster has resources, fetches the current policy version, and then takes leases.",
       },
-      "a worker more",
+      "one more worker",
     );
   });
 
@@ -161,8 +161,8 @@ export function mount(root, store) {
         path: "/api/fleet/drain",
         body: { name },
         text:
-          `${name} finishes or returns its leases and goes. The run will want ${plural(target, "worker", "workers")} ` +
-          "from then on. No group is lost.",
+          `${name} finishes or returns its leases and then ends. The target becomes ${plural(target, "worker", "workers")}. ` +
+          "No group is lost.",
       },
       `${name} drains`,
     );
@@ -176,7 +176,7 @@ export function mount(root, store) {
     show() {
       draw();
       for (const chart of charts) chart.draw(store);
-      keep(store).catch((error) => setText(accepted, `history of the fleet: ${error.message}`));
+      keep(store).catch((error) => setText(accepted, `The history cannot be loaded: ${error.message}`));
     },
     hide() {
       dialog.close();
@@ -185,11 +185,11 @@ export function mount(root, store) {
   };
 }
 
-/** Why nothing can be changed from here; empty if it can. */
+/** Why the fleet cannot be changed; empty if it can. */
 function refusal(store) {
-  if (store.ended) return `The run has ended (${store.state}): there is nothing left to add to or drain.`;
-  if (!store.run?.live) return "This page replays the folder of a run; it cannot change it.";
-  if (!store.fleet?.available) return `The driver cannot be asked: ${store.fleet?.why || "no answer yet"}.`;
+  if (store.ended) return `The run has ended (${store.state}): its workers cannot be changed any more.`;
+  if (!store.run?.live) return "This page shows the folder of a run; it cannot change the run.";
+  if (!store.fleet?.available) return `The driver does not answer: ${store.fleet?.why || "no answer yet"}.`;
   if (store.run.can_control === false)
     return "This dashboard has no access to the run's driver, so it cannot change it.";
   return "";
@@ -198,17 +198,17 @@ function refusal(store) {
 function bounds(fleet) {
   if (fleet.target >= fleet.max)
     return `The run allows ${plural(fleet.max, "worker", "workers")} at most (rollout.workers.max).`;
-  return "Asks for confirmation and for the control token.";
+  return "Needs a confirmation and the control token.";
 }
 
-/** How many workers there may be, and who changes their number. */
+/** The allowed number of workers, and what changes it. */
 function allowed({ min, max, policy }) {
   const range = min === max ? count(min) : `${count(min)} to ${count(max)}`;
-  return policy === "balance" ? `the run chooses, ${range}` : `you choose, ${range}`;
+  return policy === "balance" ? `automatic, ${range}` : `manual, ${range}`;
 }
 
 function tooFew({ target, min }) {
-  return target <= min ? `the run wants ${min} at least (rollout.workers.min)` : "";
+  return target <= min ? `the run needs at least ${min} (rollout.workers.min)` : "";
 }
 
 function tile(key, name) {

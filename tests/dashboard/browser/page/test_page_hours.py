@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.made_run.made_run import MadeRun, Plan
-from dashboard.runs import live
+from dashboard.runs import run_follower
 from tests.chromium import open_view, wait_until, wait_until_drawn
 from tests.dashboard import served as in_thread
 
@@ -53,7 +53,7 @@ def visit_all(page, run, until):
 
 
 def test_nothing_grows_with_the_steps_that_were_watched(tmp_path, watch, monkeypatch):
-    monkeypatch.setattr(live, "TURN_S", 0.02)
+    monkeypatch.setattr(run_follower, "POLL_S", 0.02)
     run = MadeRun(tmp_path / "run", Plan(steps=100_000, samples_per_step=2))
     run.write_step()
     run.progress()

@@ -1,4 +1,4 @@
-"""Reads timeline.jsonl: what each process did when, as lanes for a page or a Perfetto trace."""
+"""Reads timeline.jsonl: what each process did when, as tracks for the page or a Perfetto trace."""
 
 import bisect
 import dataclasses
@@ -9,19 +9,26 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diagnosis.records import lanes
 from diagnosis.records.columns import number
 from diagnosis.records.facts import LEARNER
 from diagnosis.records.run_log import RunLog, natural
+from diagnosis.records.span_arrays import (
+    DECIMALS,
+    json_rows,
+    marks_of,
+    spans_N3,
+    thinned,
+    without_overlaps,
+)
 from diagnosis.records.tail import Seen, Tail, parse_line
 from services.process.phases import PHASES
 
 LAST_S = 60.0
-"""Shown where nothing is asked for."""
+"""Shown without a range."""
 MOST_BYTES = 8 << 20
-"""Of the log at once: it is read and parsed anew for each answer, at some 10 MB a second."""
+"""Of the log in one answer: it is parsed for each answer, at about 10 MB a second."""
 MOST_SPANS = 4000
-"""Of a lane."""
+"""Of a track."""
 MOST_GAUGES = 2000
 STALENESS = "offpolicy/staleness_max"
 _HEAD = re.compile(
@@ -40,21 +47,21 @@ class _Step:
     record: Mapping[str, Any]
 
 
-class Spans:
-    """Knows where each step's timeline stands. One thread at a time may use it."""
+class TimelineLog:
+    """Indexes the lines of timeline.jsonl by step. One thread at a time may use it."""
 
     def __init__(self, folder: pathlib.Path, log: RunLog | None = None):
         """Reads nothing yet; the file may be missing.
 
         Args:
-            log: of the same run, which tells the staleness of each step.
+            log: of the same run; it has the staleness of each step.
         """
         self._path = folder / "timeline.jsonl"
         self._log = log
         self._forget()
 
     def refresh(self) -> int | None:
-        """Takes up what was written since the last call; returns the last step there is."""
+        """Reads what was written since the last call; returns the last step, if any."""
         seen = self._tail.look()
         if seen is Seen.REPLACED:
             self._forget()
@@ -75,17 +82,17 @@ class Spans:
     ) -> dict[str, Any]:
         """The document of /api/timeline; times are seconds after its `start`.
 
-        Without arguments it shows the last minute. A lane of more than MOST_SPANS spans is
-        thinned: neighbours become one span of the phase that has most of it.
+        Without arguments it covers the last minute. A track of more than MOST_SPANS spans is
+        thinned: neighbours become one span of their dominant phase.
 
         Args:
             first: step number.
             last: step number, included.
-            last_s: seconds before the end of the newest step, instead of step numbers; whole steps
-                are shown, as many as MOST_BYTES of the log hold.
+            last_s: seconds before the end of the newest step, instead of step numbers; the answer
+                has whole steps, up to MOST_BYTES of the log.
 
         Raises:
-            ValueError: for a range that cannot be, or whose lines have more than MOST_BYTES.
+            ValueError: for an impossible range, or one of more than MOST_BYTES.
         """
         start, steps = self._read(first, last, last_s)
         return {
@@ -96,13 +103,13 @@ class Spans:
                 {"step": one.step, "start": _round(one.start), "end": _round(one.end)}
                 for one in steps
             ],
-            "lanes": [_lane(process, steps) for process in _processes(steps)],
+            "lanes": [_track(process, steps) for process in _processes(steps)],
             "gauges": _gauges(steps),
             "staleness": self._staleness(steps),
         }
 
     def trace(self, *, first: int | None = None, last: int | None = None) -> dict[str, Any]:
-        """The document of /api/trace: events that Perfetto and chrome://tracing show.
+        """The document of /api/trace: events for Perfetto and chrome://tracing.
 
         Every process of the run is a process of the trace; times are microseconds after the first
         step's start, which `otherData` has as Unix seconds.
@@ -157,7 +164,9 @@ class Spans:
     def _places(self, first: int | None, last: int | None, last_s: float | None) -> range:
         by_step = first is not None or last is not None
         if by_step and last_s is not None:
-            raise ValueError(f"last_s={last_s:g} stands beside first or last: give one of both")
+            raise ValueError(
+                f"last_s={last_s:g} cannot be combined with first or last: give one of both"
+            )
         if first is not None and last is not None and first > last:
             raise ValueError(f"first={first} must not be after last={last}: swap them")
         if last_s is not None and not last_s > 0:
@@ -174,20 +183,20 @@ class Spans:
         if size > MOST_BYTES:
             fit = max(1, (end - begin) * MOST_BYTES // size)
             raise ValueError(
-                f"the timeline of {end - begin} steps is asked for, which are {size / 2**20:.0f} "
-                f"MB: at most {MOST_BYTES >> 20} MB can be shown at once, or about {fit} steps"
+                f"the timeline of {end - begin} steps has {size / 2**20:.0f} MB: at most "
+                f"{MOST_BYTES >> 20} MB can be shown at once, which is about {fit} steps"
             )
         return range(begin, max(begin, end))
 
     def _least_that_fits(self) -> int:
-        """Place of the oldest step from which on all fit into MOST_BYTES."""
+        """Index of the oldest step from which all steps fit into MOST_BYTES."""
         place, size = len(self._sizes), 0
         while place and (size := size + self._sizes[place - 1]) <= MOST_BYTES:
             place -= 1
         return min(place, len(self._sizes) - 1)
 
     def _staleness(self, steps: Sequence[_Step]) -> list[list[float]]:
-        """Of the groups that each step trained on, at the step's end."""
+        """End of each step, and the greatest staleness of the groups that it trained on."""
         if self._log is None or not steps:
             return []
         known = self._log.steps
@@ -197,11 +206,11 @@ class Spans:
         return [[_round(end), value] for end, value in found if math.isfinite(value)]
 
 
-def _lane(process: str, steps: Sequence[_Step]) -> dict[str, Any]:
-    parts = [(one.start, _of(one.record, process)) for one in steps]
-    marks = [[_round(start + at), text] for start, lane in parts for at, text in lanes.marks(lane)]
-    spans = lanes.thin(lanes.in_turn(lanes.spans_N3(parts)), MOST_SPANS)
-    return {"process": process, "spans": lanes.rows(spans), "marks": marks}
+def _track(process: str, steps: Sequence[_Step]) -> dict[str, Any]:
+    segments = [(one.start, _of(one.record, process)) for one in steps]
+    marks = [[_round(start + at), text] for start, one in segments for at, text in marks_of(one)]
+    spans = thinned(without_overlaps(spans_N3(segments)), MOST_SPANS)
+    return {"process": process, "spans": json_rows(spans), "marks": marks}
 
 
 def _gauges(steps: Sequence[_Step]) -> dict[str, list[Any]]:
@@ -220,11 +229,11 @@ def _gauge_rows(one: _Step) -> list[list[float]]:
 
 
 def _process_events(pid: int, process: str, one: _Step) -> list[dict[str, Any]]:
-    lane = _of(one.record, process)
+    track = _of(one.record, process)
     events = []
-    for phase, begin, seconds in lanes.spans_N3([(one.start, lane)]).tolist():
+    for phase, begin, seconds in spans_N3([(one.start, track)]).tolist():
         events.append(_span_event(pid, PHASES[int(phase)], begin, begin + seconds, one.step))
-    for at, text in lanes.marks(lane):
+    for at, text in marks_of(track):
         mark = {"name": text, "cat": "mark", "ph": "i", "s": "p", "pid": pid, "tid": 1}
         events.append({**mark, "ts": _microseconds(one.start + at)})
     return events
@@ -259,7 +268,7 @@ def _span_event(pid: int, name: str, begin: float, end: float, step: int) -> dic
 
 
 def _named(pid: int, name: str) -> list[dict[str, Any]]:
-    """Events that say what a process of the trace is called and where it stands."""
+    """Events with the name of a process of the trace and its place in the order."""
     return [
         {"name": "process_name", "ph": "M", "pid": pid, "tid": 1, "args": {"name": name}},
         {
@@ -279,7 +288,7 @@ def _processes(steps: Sequence[_Step]) -> list[str]:
 
 
 def _head_of(step: Any, start: Any, end: Any) -> tuple[int, float, float]:
-    """Step, start and end of a line; NaN where they are no numbers."""
+    """Step, start and end of a line; NaN if they are not numbers."""
     try:
         return int(step), float(start), float(end)
     except (TypeError, ValueError, OverflowError):
@@ -287,7 +296,7 @@ def _head_of(step: Any, start: Any, end: Any) -> tuple[int, float, float]:
 
 
 def _parsed(line: bytes) -> tuple[int, float, float]:
-    """The same of a line whose keys come in another order."""
+    """The same for a line with its keys in another order."""
     record = parse_line(line) or {}
     return _head_of(record.get("step"), record.get("start"), record.get("end"))
 
@@ -305,7 +314,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _round(seconds: float) -> float:
-    return round(seconds, lanes.DECIMALS)
+    return round(seconds, DECIMALS)
 
 
 def _microseconds(seconds: float) -> float:

@@ -1,8 +1,8 @@
-"""What the dashboard knows of a run, kept up to date, and told to whoever watches.
+"""The state of a run as the dashboard shows it, kept up to date and published to viewers.
 
-One asyncio task looks at the run's files about twice a second, by `stat` alone while nothing has
-changed. The driver is asked for its fleet only while somebody watches. Work on files and calls
-happen in threads, one at a time, so that no viewer waits for another's search.
+One asyncio task polls the run's files twice a second, with `stat` alone while nothing changes. The
+driver is asked for its fleet only while there are viewers. File reads and calls happen in threads,
+one at a time, so that no viewer waits for another's search.
 """
 
 import asyncio
@@ -15,30 +15,31 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, TypeVar
 
 from dashboard.prometheus import Exporter
-from dashboard.runs.fleet_link import FleetLink, absent
+from dashboard.runs.driver_client import DriverClient, no_fleet
 from dashboard.runs.run_document import run_json
 from dashboard.stream import Hub, Viewer
+from diagnosis.compare.compare import compare
 from diagnosis.compare.diffs import read_environment
 from diagnosis.judgement.breakdown import critical_path
 from diagnosis.judgement.judge import Judge
 from diagnosis.records.facts import StepFacts
 from diagnosis.records.run_log import Changes, RunLog
 from diagnosis.records.samples_index import SampleIndex
-from diagnosis.records.spans import Spans
+from diagnosis.records.timeline import TimelineLog
 from services.process.run_processes import state_of_run
 
-TURN_S = 0.5
+POLL_S = 0.5
 FLEET_S = 1.0
 JUDGE_S = 10.0
-"""After which a run that goes on is judged anew though nothing came: that may be the news."""
+"""A running run is judged again after this time without a new step: a missing step is an alert."""
 CATCH_UP_STEPS = 20
-"""More new steps than that at once are told as one `reload`."""
+"""More new steps than this at once are published as one `reload`."""
 JUDGED_STEPS = 2000
-"""Most steps that are judged where a log is read anew; those before say little of the present."""
+"""Steps that are judged when a log is read from the start; older ones say little of the present."""
 CLOSE_S = 1.5
-"""For viewers to read how the run ended."""
+"""Time for viewers to receive how the run ended."""
 ASK_S = 1.0
-"""Of that, for viewers to fetch what they have not opened yet: nobody answers them afterwards."""
+"""Time for viewers to fetch views that they have not opened yet, before the server ends."""
 
 _log = logging.getLogger(__name__)
 
@@ -46,8 +47,8 @@ T = TypeVar("T")
 Event = tuple[str, Any]
 
 
-class Live:
-    """Owns everything that is read of one run."""
+class RunFollower:
+    """Owns everything that is read from one run."""
 
     def __init__(
         self,
@@ -62,47 +63,47 @@ class Live:
         Args:
             folder: of the run.
             hub: of the viewers.
-            driver_is_gone: says for certain that the driver with this process id is there no more.
+            driver_is_gone: whether the driver with this process id has certainly ended.
             now: Unix seconds.
         """
         self.folder = folder
         self.hub = hub or Hub()
         self.log = RunLog(folder)
         self.samples = SampleIndex(folder)
-        self.spans = Spans(folder, self.log)
+        self.timeline = TimelineLog(folder, self.log)
         self.exporter = Exporter()
         self.compares = False
         """Whether the page shows this run beside another one."""
         self.failure: Exception | None = None
-        """What ended the task that keeps this up to date."""
+        """The error that ended the task that polls the run."""
         self._judge: Judge | None = None
         self._settings = self.log.settings
         self._driver_is_gone = driver_is_gone
         self._now = now
-        self._link = FleetLink(folder)
+        self._driver = DriverClient(folder)
         self._lock = asyncio.Lock()
-        self._fleet = absent("the driver was not asked yet")
+        self._fleet = no_fleet("the driver has not been asked yet")
         self._fleet_at = 0.0
         self._judgement: dict[str, Any] | None = None
-        self._told: dict[str, Any] | None = None
+        self._published: dict[str, Any] | None = None
         """The judgement that viewers have."""
         self._state = ""
         self._ended_at = -math.inf
-        """By the monotonic clock; when viewers were told that the run is over."""
+        """When the end of the run was published, by the monotonic clock."""
         self._environment: Mapping[str, Any] | None = None
         self._skipped: dict[str, int] = {}
         self._news: dict[str, Any] = {"timeline": {"step": None}}
-        """What was told last of the logs that are shown when somebody asks for them."""
+        """What was published last about logs that a page loads on request."""
 
     async def read(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        """Calls a function that reads the run, in a thread, while nothing else does."""
+        """Calls a function that reads the run, in a thread, one at a time."""
         async with self._lock:
             return await asyncio.to_thread(function, *arguments, **named)
 
     @contextlib.asynccontextmanager
-    async def kept_up(self) -> AsyncIterator[None]:
-        """Looks, and tells, for as long as the block runs."""
-        task = asyncio.create_task(self._keep_up())
+    async def following(self) -> AsyncIterator[None]:
+        """Polls the run and publishes news while the block runs."""
+        task = asyncio.create_task(self._poll_forever())
         try:
             yield
         finally:
@@ -110,35 +111,35 @@ class Live:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
 
-    async def _keep_up(self) -> None:
-        said = ""
+    async def _poll_forever(self) -> None:
+        logged = ""
         while True:
             try:
-                await self.turn()
-                said = ""
-            except OSError as error:  # as on a network disk: the next look may succeed
-                if str(error) != said:  # once, and not at every turn of a night
-                    said = str(error)
+                await self.publish_news()
+                logged = ""
+            except OSError as error:  # as on a network disk: the next poll may succeed
+                if str(error) != logged:  # once, and not at every poll of a night
+                    logged = str(error)
                     _log.warning("cannot read the run: %s", error)
-            except Exception as error:  # for the server, which ends with it
+            except Exception as error:  # the server ends with it
                 self.failure = error
                 raise
-            await asyncio.sleep(TURN_S)
+            await asyncio.sleep(POLL_S)
 
-    async def turn(self) -> None:
-        """Looks once, and tells every viewer what is new."""
-        for kind, data in await self.read(self.look):
+    async def publish_news(self) -> None:
+        """Polls once, and publishes what is new."""
+        for kind, data in await self.read(self.poll):
             self.hub.publish(kind, data)
         if self.hub.viewers and time.monotonic() - self._fleet_at >= FLEET_S:
             await self._ask_fleet()
         if self.hub.viewers:
             judgement = await self.read(self.judgement)
-            if judgement is not self._told:  # whoever asked for it first
-                self._told = judgement
+            if judgement is not self._published:
+                self._published = judgement
                 self.hub.publish("judgement", judgement)
 
     async def join(self) -> Viewer:
-        """Adds a viewer, which first gets the run, its fleet and its judgement.
+        """Adds a viewer, which first receives the run, its fleet and its judgement.
 
         Raises:
             TooManyViewers: see `Hub.join`.
@@ -149,32 +150,33 @@ class Live:
         return self.hub.join([self.hub.event(kind, data) for kind, data in first])
 
     async def close(self) -> None:
-        """Tells how the run stands now, answers for ASK_S after its end, and ends every stream,
-        within CLOSE_S.
+        """Publishes the last state, answers for ASK_S after the run's end, and ends every stream.
+
+        It takes at most CLOSE_S.
         """
         if self.failure is None:
-            with contextlib.suppress(OSError):  # then they read what was known before
-                await self.turn()
+            with contextlib.suppress(OSError):  # then viewers keep what was known before
+                await self.publish_news()
         deadline = time.monotonic() + CLOSE_S
         while self.hub.viewers and time.monotonic() < self._ended_at + ASK_S:
             await asyncio.sleep(0.02)
         self.hub.close()
         while self.hub.viewers and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-        await asyncio.to_thread(self._link.close)
+        await asyncio.to_thread(self._driver.close)
 
     async def fleet(self) -> dict[str, Any]:
-        """What the driver said within the last second."""
+        """The driver's answer, at most a second old."""
         if time.monotonic() - self._fleet_at >= FLEET_S:
             await self._ask_fleet()
         return self._fleet
 
-    async def change(self, call: Callable[[FleetLink], T]) -> T:
+    async def change_fleet(self, call: Callable[[DriverClient], T]) -> T:
         """Asks the driver for a change; raises what the call raises."""
         try:
-            return await asyncio.to_thread(call, self._link)
+            return await asyncio.to_thread(call, self._driver)
         finally:
-            self._fleet_at = 0.0  # whoever looks next is to see it
+            self._fleet_at = 0.0  # the next request shows the change
 
     def run(self) -> dict[str, Any]:
         """The document of /api/run; call it through `read`."""
@@ -207,22 +209,22 @@ class Live:
         return self._judge
 
     def _judge_steps(self, changes: Changes) -> None:
-        """Gives new steps to the judge; all of them to a new one where the old one's are void."""
+        """Passes new steps to the judge; a new judge receives all of them after a reload."""
         steps = changes.new_steps
         if changes.reloaded or self.log.settings != self._settings:
             self._judge, self._settings = None, self.log.settings
             steps = self.log.recent(JUDGED_STEPS)
         for facts in steps[-JUDGED_STEPS:]:
-            self._judged().add(facts)
+            self._judged().add_step(facts)
 
-    def look(self) -> list[Event]:
-        """Takes up what the run has written since; returns what is to be told. `turn` does it."""
+    def poll(self) -> list[Event]:
+        """Reads what the run has written since the last poll; returns the events to publish."""
         news = {
-            "timeline": {"step": self.spans.refresh()},
+            "timeline": {"step": self.timeline.refresh()},
             "samples": {"total": self.samples.refresh()},
         }
         changes = self.log.refresh()
-        self._tell_skipped()
+        self._log_skipped()
         state = self._find_state()
         events: list[Event] = []
         is_new = changes.reloaded or len(changes.new_steps) > CATCH_UP_STEPS
@@ -247,25 +249,41 @@ class Live:
         self._news = news
         return events
 
-    def _tell_skipped(self) -> None:
+    def _log_skipped(self) -> None:
         skipped = {name: count for name, count in self.log.skipped.items() if count}
         if skipped and skipped != self._skipped:
-            _log.warning("lines that could not be used, by file: %s", skipped)
+            _log.warning("skipped invalid lines, by file: %s", skipped)
         self._skipped = skipped
 
     async def _ask_fleet(self) -> None:
         self._fleet_at = time.monotonic()
         if self._state in ("running", ""):
-            fleet = await asyncio.to_thread(self._link.look)
+            fleet = await asyncio.to_thread(self._driver.fleet)
         else:
-            fleet = absent(f"the run is {self._state}: its workers are gone")
+            fleet = no_fleet(f"the run is {self._state}: its workers have ended")
         if fleet == self._fleet:
             return
         self._fleet = fleet
         self.hub.publish("fleet", fleet)
         async with self._lock:
-            self._judged().set_fleet(fleet if fleet["available"] else None)
+            workers = fleet["workers"]
+            self._judged().set_workers(
+                starting=any(worker["state"] == "starting" for worker in workers),
+                hosts=len({worker["host"] for worker in workers if worker["host"]}),
+            )
             self._judgement = None
+
+    def compare_with(
+        self, other: "RunFollower", first: int | None, last: int | None, points: int
+    ) -> dict[str, Any]:
+        """The document of /api/compare; the other run is read only now. Call it through `read`.
+
+        Raises:
+            ValueError: for an impossible range or number of points.
+        """
+        other.poll()
+        found = compare(self.log, other.log, first=first, last=last, points=points)
+        return {"runs": [self.run(), other.run()], **found}
 
     def _find_state(self) -> str:
         status = self.log.status

@@ -1,6 +1,6 @@
-"""The rollout workers of a run that goes on, asked of its driver, and the way to change them.
+"""Asks the driver of a running run for its rollout workers, and for changes to them.
 
-Calls block until the driver answers or their time is over: run them in a thread.
+Calls block until the driver answers or a timeout: run them in a thread.
 """
 
 import dataclasses
@@ -14,47 +14,48 @@ from services.control.access import NoAccess, read_access
 from services.control.client import ControlClient, ControlFailed
 from services.control.messages import Accepted, Fleet, NoSuchWorker, NotNow, OutOfBounds
 
-LOOK_S = 2.0
-"""For the driver to say what it has; it never waits for anything to say it."""
+FLEET_S = 2.0
+"""Timeout of a question about the fleet, which the driver answers at once."""
 CHANGE_S = 20.0
-"""For the driver's loop to take up a change: it looks for them between two waits."""
+"""Timeout of a change: the driver's loop accepts changes between two waits."""
 _OTHER_NAMES = {"least": "min", "most": "max"}
 
 T = TypeVar("T")
 
 
 class Refusal(Exception):
-    """Why a change is not made, with the HTTP status that says so."""
+    """Why a request to the driver failed, with the HTTP status for it."""
 
     def __init__(self, status: int, text: str):
         super().__init__(text)
         self.status = status
 
 
-class FleetLink:
-    """Keeps one connection to the driver of a run, and opens another after a failure."""
+class DriverClient:
+    """Keeps one connection to the driver of a run, and reconnects after a failure."""
 
     def __init__(self, folder: pathlib.Path):
         self._folder = folder
         self._lock = threading.Lock()
         self._client: ControlClient | None = None
 
-    def look(self) -> dict[str, Any]:
-        """The fleet as the page shows it; `available` is false with `why` where nobody answers."""
+    def fleet(self) -> dict[str, Any]:
+        """The document of /api/fleet; `available` is false, with `why`, without an answer."""
         try:
-            return fleet_json(self._call(lambda client: client.fleet(LOOK_S)))
+            return fleet_json(self._call(lambda client: client.fleet(FLEET_S)))
         except Refusal as refusal:
-            return absent(str(refusal))
+            return no_fleet(str(refusal))
 
     def scale(self, target: int) -> Accepted:
-        """Asks for so many workers; raises Refusal."""
+        """Requests a number of workers; raises Refusal."""
         return self._call(lambda client: client.scale(target, CHANGE_S))
 
     def drain(self, name: str) -> Accepted:
-        """Asks one worker to go; raises Refusal."""
+        """Requests that a worker is drained; raises Refusal."""
         return self._call(lambda client: client.drain(name, CHANGE_S))
 
     def close(self) -> None:
+        """Closes the connection; the next call opens another one."""
         with self._lock:
             if self._client is not None:
                 self._client.close()
@@ -90,8 +91,8 @@ def fleet_json(fleet: Fleet) -> dict[str, Any]:
     return {"available": True, "why": "", **{_OTHER_NAMES.get(k, k): one for k, one in fields}}
 
 
-def absent(why: str) -> dict[str, Any]:
-    """What stands for a fleet that nobody can tell of."""
+def no_fleet(why: str) -> dict[str, Any]:
+    """The document of /api/fleet while the driver does not answer."""
     return {"available": False, "why": why, "workers": []}
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from benchmarks.made_run.made_run import MadeRun, make_run
 from benchmarks.made_run.made_steps import Plan
-from diagnosis.records import lanes, spans
+from diagnosis.records import span_arrays, timeline
 from diagnosis.records.run_log import RunLog
-from diagnosis.records.spans import Spans
+from diagnosis.records.timeline import TimelineLog
 from services.process.phases import PHASES
 
 DECODE = PHASES.index("decode")
@@ -29,16 +29,16 @@ def run(tmp_path_factory):
 
 def test_one_step_is_shown_as_it_stands_in_the_log(run):
     record = lines(run / "timeline.jsonl")[7]
-    shown = Spans(run).timeline(first=7, last=7)
+    shown = TimelineLog(run).timeline(first=7, last=7)
     assert (shown["start"], shown["end"]) == pytest.approx((record["start"], record["end"]))
     assert shown["steps"] == [
         {"step": 7, "start": 0.0, "end": pytest.approx(shown["end"] - shown["start"], abs=1e-4)}
     ]
-    assert [lane["process"] for lane in shown["lanes"]] == ["learner", "rollout-0", "rollout-1"]
-    for lane in shown["lanes"]:
-        written = record["processes"][lane["process"]]
-        np.testing.assert_allclose(lane["spans"], written["spans"], atol=2e-4)
-        assert lane["marks"] == written["marks"]
+    assert [track["process"] for track in shown["lanes"]] == ["learner", "rollout-0", "rollout-1"]
+    for track in shown["lanes"]:
+        written = record["processes"][track["process"]]
+        np.testing.assert_allclose(track["spans"], written["spans"], atol=2e-4)
+        assert track["marks"] == written["marks"]
     waiting = [row[1] for row in record["gauges"]]
     assert shown["gauges"]["waiting"] == waiting
     assert shown["gauges"]["policy_version"] == [7] * len(waiting)
@@ -46,7 +46,7 @@ def test_one_step_is_shown_as_it_stands_in_the_log(run):
 
 def test_steps_follow_each_other_in_seconds_after_the_first(run):
     records = lines(run / "timeline.jsonl")
-    shown = Spans(run).timeline(first=5, last=8)
+    shown = TimelineLog(run).timeline(first=5, last=8)
     starts = [record["start"] - records[5]["start"] for record in records[5:9]]
     assert [one["start"] for one in shown["steps"]] == pytest.approx(starts, abs=1e-3)
     learner = shown["lanes"][0]["spans"]
@@ -57,20 +57,20 @@ def test_steps_follow_each_other_in_seconds_after_the_first(run):
 
 def test_the_last_seconds_are_whole_steps(run):
     ends = [record["end"] for record in lines(run / "timeline.jsonl")]
-    shown = Spans(run).timeline(last_s=3.0)
+    shown = TimelineLog(run).timeline(last_s=3.0)
     assert [one["step"] for one in shown["steps"]] == [
         step for step, end in enumerate(ends) if end > ends[-1] - 3.0
     ]
 
 
 def test_without_a_range_the_last_minute_is_shown(run):
-    assert Spans(run).timeline() == Spans(run).timeline(last_s=60.0)
+    assert TimelineLog(run).timeline() == TimelineLog(run).timeline(last_s=60.0)
 
 
 def test_staleness_is_what_the_metrics_say_at_the_end_of_each_step(run):
     log = RunLog(run)
     log.refresh()
-    shown = Spans(run, log).timeline(first=1, last=3)
+    shown = TimelineLog(run, log).timeline(first=1, last=3)
     ends = [one["end"] for one in shown["steps"]]
     assert shown["staleness"] == [[ends[0], 0.0], [ends[1], 1.0], [ends[2], 1.0]]
 
@@ -78,7 +78,7 @@ def test_staleness_is_what_the_metrics_say_at_the_end_of_each_step(run):
 def test_what_is_appended_is_shown_and_what_is_rewound_is_not(tmp_path):
     made = MadeRun(tmp_path, Plan())
     made.write_step()
-    known = Spans(tmp_path)
+    known = TimelineLog(tmp_path)
     assert len(known.timeline()["steps"]) == 1
     made.write_step()
     assert known.refresh() == 1 == known.refresh()
@@ -94,9 +94,9 @@ def test_what_is_appended_is_shown_and_what_is_rewound_is_not(tmp_path):
 
 
 def test_a_run_without_a_timeline_is_empty(tmp_path):
-    shown = Spans(tmp_path).timeline()
+    shown = TimelineLog(tmp_path).timeline()
     assert shown["start"] is None and shown["steps"] == shown["lanes"] == []
-    assert Spans(tmp_path).trace()["otherData"]["steps"] == []
+    assert TimelineLog(tmp_path).trace()["otherData"]["steps"] == []
 
 
 def test_lines_that_are_no_timeline_are_left_out(tmp_path):
@@ -122,7 +122,7 @@ def test_lines_that_are_no_timeline_are_left_out(tmp_path):
     }
     texts = ['{"step": 0, "start": ', "7", '{"step": 0}', json.dumps(odd), '{"step": 1}']
     (tmp_path / "timeline.jsonl").write_text("\n".join(texts) + "\n")
-    shown = Spans(tmp_path).timeline(first=0)
+    shown = TimelineLog(tmp_path).timeline(first=0)
     assert shown["steps"] == [{"step": 1, "start": 0.0, "end": 4.0}]
     learner, worker = shown["lanes"]
     assert learner["spans"] == [[DECODE, 0.0, 1.0]] and learner["marks"] == [[0.5, "version 1"]]
@@ -134,38 +134,43 @@ def test_lines_that_are_no_timeline_are_left_out(tmp_path):
     "query, message",
     [
         ({"first": 3, "last": 2}, "first=3 must not be after last=2: swap them"),
-        ({"first": 3, "last_s": 2.0}, "last_s=2 stands beside first or last: give one of both"),
+        (
+            {"first": 3, "last_s": 2.0},
+            "last_s=2 cannot be combined with first or last: give one of both",
+        ),
         ({"last_s": 0.0}, "last_s=0 must be above 0"),
     ],
 )
 def test_a_range_that_cannot_be_is_refused(run, query, message):
     with pytest.raises(ValueError, match=message):
-        Spans(run).timeline(**query)
+        TimelineLog(run).timeline(**query)
 
 
 def test_too_many_steps_are_refused_by_number_and_cut_by_seconds(run, monkeypatch):
-    monkeypatch.setattr(spans, "MOST_BYTES", 10_000)
-    with pytest.raises(ValueError, match="timeline of 31 steps .* can be shown at once, or about"):
-        Spans(run).timeline(first=0)
-    shown = [one["step"] for one in Spans(run).timeline(last_s=1e6)["steps"]]
+    monkeypatch.setattr(timeline, "MOST_BYTES", 10_000)
+    with pytest.raises(
+        ValueError, match="timeline of 31 steps .* can be shown at once, which is about"
+    ):
+        TimelineLog(run).timeline(first=0)
+    shown = [one["step"] for one in TimelineLog(run).timeline(last_s=1e6)["steps"]]
     assert shown[-1] == 30 and 2 < len(shown) < 15
 
 
 def test_a_trace_has_every_span_and_mark_of_its_steps(run):
     """Fields: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU"""
     records = lines(run / "timeline.jsonl")[3:6]
-    found = Spans(run).trace(first=3, last=5)
+    found = TimelineLog(run).trace(first=3, last=5)
     events = found["traceEvents"]
     named = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert list(named.values()) == ["steps", "learner", "rollout-0", "rollout-1"]
     for process in ("learner", "rollout-1"):
         pid = next(pid for pid, name in named.items() if name == process)
         spans_s = [e["dur"] / 1e6 for e in events if e["ph"] == "X" and e["pid"] == pid]
-        lanes_of = [record["processes"][process] for record in records]
-        written_s = [s for lane in lanes_of for _, _, s in lane["spans"]]
+        tracks_of = [record["processes"][process] for record in records]
+        written_s = [s for track in tracks_of for _, _, s in track["spans"]]
         assert spans_s == pytest.approx(written_s, abs=1e-4)
         marks = [e["name"] for e in events if e["ph"] == "i" and e["pid"] == pid]
-        assert marks == [text for lane in lanes_of for _, text in lane["marks"]]
+        assert marks == [text for track in tracks_of for _, text in track["marks"]]
     assert [e["name"] for e in events if e["ph"] == "X" and e["pid"] == 1] == [
         "step 3",
         "step 4",
@@ -192,7 +197,7 @@ def busy():
 
 
 def test_thinning_keeps_time_long_spans_and_the_share_of_each_phase(busy):
-    thinned = lanes.thin(busy, 1000)
+    thinned = span_arrays.thinned(busy, 1000)
     assert 400 < len(thinned) <= 1000
     end = thinned[:, 1] + thinned[:, 2]
     np.testing.assert_allclose(end[:-1], thinned[1:, 1])
@@ -205,16 +210,16 @@ def test_thinning_keeps_time_long_spans_and_the_share_of_each_phase(busy):
 
 @pytest.mark.parametrize("most", [1, 7, 100, 20_199])
 def test_thinning_holds_its_bound(busy, most):
-    thinned = lanes.thin(busy, most)
+    thinned = span_arrays.thinned(busy, most)
     assert 1 <= len(thinned) <= most
     assert thinned[:, 2].sum() == pytest.approx(busy[:, 2].sum())
 
 
 def test_few_spans_stay_as_they_are(busy):
-    assert lanes.thin(busy, len(busy)) is busy
-    assert len(lanes.thin(busy[:0], 10)) == 0
+    assert span_arrays.thinned(busy, len(busy)) is busy
+    assert len(span_arrays.thinned(busy[:0], 10)) == 0
 
 
 def test_spans_that_overlap_take_turns():
     given = np.array([[1, 0.0, 2.0], [2, 1.0, 0.5], [3, 1.5, 1.0], [4, 3.0, 0.0]])
-    assert lanes.in_turn(given).tolist() == [[1, 0.0, 2.0], [3, 2.0, 0.5]]
+    assert span_arrays.without_overlaps(given).tolist() == [[1, 0.0, 2.0], [3, 2.0, 0.5]]

@@ -1,8 +1,8 @@
-"""Spans of one process as arrays: read from its part of a timeline, and thinned for the page.
+"""Spans of one process as arrays: read from a timeline, and thinned for the page.
 
 Dimension key:
     N: spans
-    R: runs of spans that become one
+    R: runs of neighbouring spans that are merged
     F: phases of the ledger
 """
 
@@ -19,16 +19,16 @@ DECIMALS = 4
 """Of seconds."""
 
 
-def spans_N3(lanes: Iterable[tuple[float, Mapping[str, Any]]]) -> np.ndarray:
-    """Index of the phase, start and seconds of each span, float64; without those that are none.
+def spans_N3(segments: Iterable[tuple[float, Mapping[str, Any]]]) -> np.ndarray:
+    """Index of the phase, start and seconds of each valid span, float64.
 
     Args:
-        lanes: the parts of a lane, one a step, each with the seconds by which it starts later.
+        segments: offset in seconds and record of a process, one for each step.
     """
     rows: list[Any] = []
     later_s, counts = [], []
-    for start_s, lane in lanes:
-        found = lane.get("spans")
+    for start_s, record in segments:
+        found = record.get("spans")
         if isinstance(found, list):
             rows += found
             later_s.append(start_s)
@@ -37,7 +37,7 @@ def spans_N3(lanes: Iterable[tuple[float, Mapping[str, Any]]]) -> np.ndarray:
         return np.empty((0, 3))
     try:
         spans = np.array(rows, np.float64).reshape(len(rows), 3)
-    except (TypeError, ValueError, OverflowError):  # a row that is no span
+    except (TypeError, ValueError, OverflowError):  # a row that is not a span
         spans = np.array([_numbers(row) for row in rows])
     phase_N, start_N, seconds_N = spans[:, 0], spans[:, 1], spans[:, 2]
     is_span_N = np.isin(phase_N, range(len(PHASES))) & np.isfinite(start_N + seconds_N)
@@ -46,22 +46,22 @@ def spans_N3(lanes: Iterable[tuple[float, Mapping[str, Any]]]) -> np.ndarray:
 
 
 def _numbers(row: Any) -> list[float]:
-    """NaN for what is no span."""
+    """The numbers of a row; NaN if it is not a span."""
     is_span = isinstance(row, list) and len(row) == 3
     return [number(value) for value in row] if is_span else [math.nan] * 3
 
 
-def marks(lane: Mapping[str, Any]) -> list[tuple[float, str]]:
-    """Time and text of each mark; without those that are none."""
-    rows = lane.get("marks")
+def marks_of(record: Mapping[str, Any]) -> list[tuple[float, str]]:
+    """Time and text of each valid mark of a process."""
+    rows = record.get("marks")
     if not isinstance(rows, list):
         return []
     pairs = (one for one in rows if isinstance(one, list) and len(one) == 2)
     return [(number(at), str(text)) for at, text in pairs if math.isfinite(number(at))]
 
 
-def in_turn(spans: np.ndarray) -> np.ndarray:
-    """The spans [N, 3] without overlaps: each begins where the ones before have ended."""
+def without_overlaps(spans: np.ndarray) -> np.ndarray:
+    """The spans [N, 3] with each one starting after the ends of those before."""
     if not len(spans):
         return spans
     end_N = spans[:, 1] + spans[:, 2]
@@ -71,11 +71,11 @@ def in_turn(spans: np.ndarray) -> np.ndarray:
     return kept[end_N > start_N]
 
 
-def thin(spans: np.ndarray, most: int) -> np.ndarray:
-    """At most so many spans [N, 3]: runs of short neighbours become one span each.
+def thinned(spans: np.ndarray, most: int) -> np.ndarray:
+    """At most `most` spans [N, 3]: runs of short neighbours are merged.
 
-    A run goes to the phase in it to which most seconds are owed, those of earlier runs included,
-    so that each phase keeps about its seconds. Long spans stay as they are.
+    A run gets the phase that is owed the most seconds, counting earlier runs, so that each phase
+    keeps about its total. Long spans stay as they are.
     """
     if len(spans) <= most:
         return spans
@@ -94,7 +94,7 @@ def thin(spans: np.ndarray, most: int) -> np.ndarray:
 
 
 def _run_begins(spans: np.ndarray, first_s: float, grain_s: float) -> np.ndarray:
-    """Index of the first span of each run: long ones alone, short ones of one grain together."""
+    """Index of the first span of each run: a long span alone, short spans of one grain together."""
     is_long_N = spans[:, 2] >= grain_s
     grain_N = ((spans[:, 1] - first_s) // grain_s).astype(np.int64)
     is_begin_N = is_long_N | (np.diff(grain_N, prepend=-1) != 0)
@@ -113,8 +113,8 @@ def _owed_phases(seconds_RF: np.ndarray, length_R: np.ndarray) -> np.ndarray:
     return phase_R
 
 
-def rows(spans: np.ndarray) -> list[list[float]]:
-    """The spans [N, 3] as they go to the page, times rounded."""
+def json_rows(spans: np.ndarray) -> list[list[float]]:
+    """The spans [N, 3] for the page, with rounded times."""
     phases = spans[:, 0].astype(np.int64).tolist()
     times = np.round(spans[:, 1:], DECIMALS).tolist()
     return [[phase, *two] for phase, two in zip(phases, times, strict=True)]

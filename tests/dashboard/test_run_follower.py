@@ -1,0 +1,36 @@
+"""What a look at a run's folder tells those who watch."""
+
+from benchmarks.made_run.made_run import MadeRun
+from benchmarks.made_run.made_steps import Plan
+from dashboard.runs.run_follower import RunFollower
+
+
+def told_of_logs(follower):
+    return [(kind, data) for kind, data in follower.poll() if kind in ("timeline", "samples")]
+
+
+def test_a_look_tells_once_how_far_timeline_and_samples_are(tmp_path):
+    follower = RunFollower(tmp_path)
+    assert told_of_logs(follower) == [("samples", {"total": 0})]
+    made = MadeRun(tmp_path, Plan())
+    made.write_step()
+    assert told_of_logs(follower) == [("timeline", {"step": 0}), ("samples", {"total": 200})]
+    assert told_of_logs(follower) == []
+    made.write_step()
+    follower.timeline.timeline()  # somebody asks before the next look
+    assert told_of_logs(follower) == [("timeline", {"step": 1}), ("samples", {"total": 204})]
+    (tmp_path / "eval.jsonl").unlink()
+    assert told_of_logs(follower) == [("samples", {"total": 4})]
+
+
+def test_skipped_lines_are_logged_once(tmp_path, caplog):
+    MadeRun(tmp_path, Plan()).write_step()
+    follower = RunFollower(tmp_path)
+    follower.poll()
+    assert not caplog.records
+    with (tmp_path / "ledger.jsonl").open("a") as file:
+        file.write("no json\n")
+    for _ in range(2):
+        follower.poll()
+    (record,) = caplog.records
+    assert record.getMessage() == "skipped invalid lines, by file: {'ledger.jsonl': 1}"
