@@ -1,7 +1,5 @@
 """What the driver serves over gRPC: a person or the dashboard changes the number of workers."""
 
-from typing import NoReturn
-
 import grpc
 
 from services.control.messages import (
@@ -12,7 +10,7 @@ from services.control.messages import (
     encode_fleet,
 )
 from services.pb import control_pb2, control_pb2_grpc
-from services.wire.server import Service
+from services.wire.server import Service, refuse
 
 CALLERS = ("control", "driver")
 """Common names of the certificates that may call."""
@@ -46,7 +44,7 @@ class _ControlServicer(control_pb2_grpc.ControlServiceServicer):
         try:
             accepted = self._handler.scale(request.target, _wait_s(context))
         except (OutOfBounds, NotNow, TimeoutError) as error:
-            _abort(context, error)
+            refuse(context, _STATUS[type(error)], error)
         return control_pb2.ScaleRolloutResponse(target=accepted.target, current=accepted.current)
 
     def DrainWorker(self, request, context):
@@ -54,7 +52,7 @@ class _ControlServicer(control_pb2_grpc.ControlServiceServicer):
         try:
             accepted = self._handler.drain(request.name, _wait_s(context))
         except (NoSuchWorker, OutOfBounds, NotNow, TimeoutError) as error:
-            _abort(context, error)
+            refuse(context, _STATUS[type(error)], error)
         return control_pb2.DrainWorkerResponse(target=accepted.target, current=accepted.current)
 
     def GetFleet(self, request, context):
@@ -70,19 +68,15 @@ _STATUS: dict[type[Exception], grpc.StatusCode] = {
 }
 
 
-def _abort(context, error: Exception) -> NoReturn:
-    context.abort(_STATUS[type(error)], str(error))
-    raise AssertionError("abort raises")
-
-
 def _check_caller(context) -> None:
     """Every process of the run has a certificate that the handshake accepts; few may command."""
     names = [name.decode() for name in context.auth_context().get("x509_common_name", ())]
     if not any(name in CALLERS for name in names):
-        context.abort(
+        refuse(
+            context,
             grpc.StatusCode.PERMISSION_DENIED,
-            f"the certificate of {', '.join(names) or 'nobody'} may not control the run; those of "
-            f"{' and '.join(CALLERS)} may",
+            f"the certificate of {', '.join(names) or 'no name'} may not control the run; those "
+            f"of {' and '.join(CALLERS)} may",
         )
 
 

@@ -11,11 +11,9 @@ from services.trajectories import codec
 from services.trajectories.group_buffer import BufferFull, GroupBuffer, NotStored
 from services.trajectories.receipts import NotOpen, StaleGroup, UnknownReceipt
 from services.wire.messages import Group, PushOutcome
-from services.wire.server import Service
+from services.wire.server import Service, refuse
 
 MAX_GROUP_BYTES = 512 * 2**20
-DETAILS_CHARS = 1000
-"""Longest error text sent back: gRPC refuses trailers above 8 KiB."""
 
 
 def trajectory_service(buffer: GroupBuffer, *, max_group_bytes: int = MAX_GROUP_BYTES) -> Service:
@@ -49,21 +47,21 @@ class _TrajectoryServicer(trajectories_pb2_grpc.TrajectoryServiceServicer):
             group = _read_group(header, request_iterator)
         except ValueError as error:
             self._buffer.put_malformed()
-            _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, error)
+            refuse(context, grpc.StatusCode.INVALID_ARGUMENT, error)
         except NotStored as error:
-            _refuse(context, grpc.StatusCode.UNAVAILABLE, error)
+            refuse(context, grpc.StatusCode.UNAVAILABLE, error)
         try:
             outcome = self._buffer.put(group)
         except ValueError as error:
-            _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, error)
+            refuse(context, grpc.StatusCode.INVALID_ARGUMENT, error)
         except UnknownReceipt as error:
-            _refuse(context, grpc.StatusCode.NOT_FOUND, error)
+            refuse(context, grpc.StatusCode.NOT_FOUND, error)
         except StaleGroup as error:
-            _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, error)
+            refuse(context, grpc.StatusCode.FAILED_PRECONDITION, error)
         except BufferFull as error:
-            _refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, error)
+            refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, error)
         except (NotStored, NotOpen) as error:
-            _refuse(context, grpc.StatusCode.UNAVAILABLE, error)
+            refuse(context, grpc.StatusCode.UNAVAILABLE, error)
         return self._response(outcome)
 
     def _response(self, outcome: PushOutcome) -> trajectories_pb2.PushGroupResponse:
@@ -120,7 +118,3 @@ def _read_group(
     if (group.run_id, group.group_id, group.attempt) != announced:
         raise ValueError(f"{where}: header says (run, group, attempt) {announced}, the group not")
     return group
-
-
-def _refuse(context, status: grpc.StatusCode, error: Exception) -> None:
-    context.abort(status, str(error)[:DETAILS_CHARS])

@@ -25,7 +25,7 @@ class BufferPool:
         """
         self._free: collections.deque[mmap.mmap] = collections.deque(maxlen=keep)
 
-    def take(self, nbytes: int) -> np.ndarray:
+    def take_buffer(self, nbytes: int) -> np.ndarray:
         """Returns writable uint8 [nbytes] with arbitrary content; safe to call from any thread.
 
         Its memory is not used again before the array and everything made of it without a copy

@@ -1,44 +1,41 @@
-"""Asks one server for policy versions, and fetches them.
+"""Asks one server for policy versions, and fetches their bytes.
 
 Several connections share a transfer. One that breaks goes on at the first byte it lacks; bytes
-that are wrong end the transfer. Nothing of the caller's is touched: it gets a complete verified
-version, or an error. `weights/replica.py` goes from one server to the next.
+that are wrong end the transfer. `weights/replica.py` goes from one server to the next.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import grpc
-import numpy as np
 
 from services.pb import weights_pb2, weights_pb2_grpc
+from services.process import failpoints
 from services.weights import codec
-from services.weights.buffer_pool import BufferPool
 from services.weights.delta import DeltaManifest, check_delta
-from services.weights.digest import HASH_THREADS, check_manifest
-from services.weights.stream import Stream, Wanted, status_of
+from services.weights.digest import check_manifest
 from services.weights.transfer import NotHeld, Transfer, Unreachable, WeightTransferError
-from services.wire.channel import Deadline, open_channel
+from services.wire.channel import Backoff, Deadline, open_channel
 from services.wire.messages import WeightManifest
 from services.wire.tls import Credentials
 
 POLL_S = 0.1
-"""Between two looks at a transfer, and between two questions for a manifest that is not there."""
-WAIT_FRACTION = 0.8
-"""Share of the time left that the server may hold a question, so that its answer is in time."""
+"""Between two checks of a transfer or of a request that the server holds."""
 
-NO_ANSWER = (
+_NO_ANSWER = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.CANCELLED,
 )
-"""What gRPC says where the server said nothing."""
+"""What gRPC reports where the server said nothing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Answer:
+class Offer:
     """What a server says of its newest version."""
 
     manifest: WeightManifest | None
@@ -48,12 +45,12 @@ class Answer:
     """Transfers between the publisher and this server, if there is a manifest."""
 
 
-def never() -> bool:
+def _never() -> bool:
     return False
 
 
 class WeightClient:
-    """Connections to one weight service; `ask`, `ask_delta` and `fill` make one attempt each."""
+    """Connections to one weight service; each method makes one attempt."""
 
     def __init__(
         self,
@@ -67,11 +64,11 @@ class WeightClient:
         """Connects with the first call.
 
         Args:
-            address: `host:port` of whoever serves weights.
+            address: `host:port` of a server of weights.
             credentials: of this process.
             run_id: the run whose versions are wanted.
             streams: connections that share a transfer, >= 1.
-            chunk_timeout_s: a connection that is silent for so long is cut, and goes on anew.
+            chunk_timeout_s: a connection that is silent for this long is cut and opened again.
         """
         if streams < 1 or not chunk_timeout_s > 0:
             raise ValueError(
@@ -83,34 +80,9 @@ class WeightClient:
         self._run_id = run_id
         self._chunk_timeout_s = chunk_timeout_s
         self._streams = streams
-        self._pool = BufferPool(keep=1)
         self._connect = lambda: open_channel(address, credentials)
         self._channel = self._connect()
         self._stub = weights_pb2_grpc.WeightServiceStub(self._channel)
-
-    def manifest(self, min_version: int, timeout_s: float) -> WeightManifest:
-        """Returns the newest manifest, as soon as it is at least `min_version`.
-
-        Raises:
-            TimeoutError: naming the server, if it has no such version in time.
-            WeightTransferError: if the server refuses, or its manifest contradicts itself.
-        """
-        deadline = Deadline(timeout_s, f"policy version >= {min_version} from {self._peer}")
-        while True:
-            try:
-                response = deadline.call(
-                    lambda left_s: self._stub.GetManifest(
-                        self._question(min_version, WAIT_FRACTION * left_s), timeout=left_s
-                    )
-                )
-            except grpc.RpcError as error:
-                raise WeightTransferError(f"{self._peer}: {status_of(error)}") from error
-            answer = self._answer(response, min_version)
-            if answer.manifest is not None:
-                return answer.manifest
-            if deadline.remaining_s() <= POLL_S:
-                raise deadline.error(f"the newest is {answer.current_version}")
-            time.sleep(POLL_S)
 
     def ask(
         self,
@@ -118,22 +90,39 @@ class WeightClient:
         *,
         wait_s: float,
         timeout_s: float,
-        stopped: Callable[[], bool] = never,
-    ) -> Answer:
+        stopped: Callable[[], bool] = _never,
+    ) -> Offer:
         """Asks once for the newest manifest.
 
         Args:
             min_version: oldest policy version that helps.
-            wait_s: how long the server may hold the question while it has none.
+            wait_s: how long the server may hold the request while it has none.
             timeout_s: bound of the whole call.
             stopped: ends the call early, with Unreachable.
 
         Raises:
-            Unreachable: if nobody answered in time.
+            Unreachable: if the server did not answer in time.
             WeightTransferError: if the server refuses, or its manifest contradicts itself.
         """
-        call = self._stub.GetManifest.future(self._question(min_version, wait_s), timeout=timeout_s)
-        return self._answer(self._result(call, stopped), min_version)
+        request = weights_pb2.GetManifestRequest(
+            run_id=self._run_id, min_policy_version=min_version, wait_s=wait_s
+        )
+        response = self._answer(self._stub.GetManifest.future(request, timeout=timeout_s), stopped)
+        manifest = None
+        if response.HasField("manifest"):
+            with self._blaming_server():
+                manifest = codec.decode_manifest(response.manifest)
+                check_manifest(manifest)
+            if manifest.run_id != self._run_id or manifest.policy_version < min_version:
+                raise WeightTransferError(
+                    f"{self._peer} offered version {manifest.policy_version} of run "
+                    f"{manifest.run_id!r}, asked for >= {min_version} of {self._run_id!r}"
+                )
+        return Offer(
+            manifest=manifest,
+            current_version=response.current_policy_version,
+            depth=response.relay_depth,
+        )
 
     def ask_delta(
         self,
@@ -142,12 +131,12 @@ class WeightClient:
         *,
         wait_s: float,
         timeout_s: float,
-        stopped: Callable[[], bool] = never,
+        stopped: Callable[[], bool] = _never,
     ) -> DeltaManifest | None:
         """Asks once for the delta of a version against one that is held; None if there is none.
 
         Raises:
-            Unreachable: if nobody answered in time.
+            Unreachable: if the server did not answer in time.
             WeightTransferError: if the server refuses, or its answer does not fit the version.
         """
         request = weights_pb2.GetDeltaRequest(
@@ -159,89 +148,69 @@ class WeightClient:
         )
         call = self._stub.GetDelta.future(request, timeout=timeout_s)
         try:
-            response = self._result(call, stopped)
+            response = self._answer(call, stopped)
         except NotHeld:
             return None
-        try:
+        with self._blaming_server():
             delta = codec.decode_delta_manifest(response)
             check_delta(delta, manifest.tensors)
-        except ValueError as error:
-            raise WeightTransferError(f"{self._peer}: {error}") from error
         return delta
-
-    def fetch(self, manifest: WeightManifest, timeout_s: float) -> dict[str, np.ndarray]:
-        """Fetches and verifies one version.
-
-        Args:
-            manifest: as `manifest` returned it.
-            timeout_s: for the whole transfer, interruptions included.
-
-        Returns:
-            Writable arrays by name: views of one buffer, except where that would misalign them.
-
-        Raises:
-            WeightTransferError: naming server and tensor: time ran out, the version is gone, or
-                bytes are wrong.
-        """
-        self._check(manifest, manifest.policy_version)
-        deadline = Deadline(
-            timeout_s, f"policy version {manifest.policy_version} from {self._peer}"
-        )
-        with concurrent.futures.ThreadPoolExecutor(HASH_THREADS) as hashing:
-            transfer = Transfer(manifest, self._pool.take(manifest.nbytes), hashing)
-            self.fill(transfer, manifest.policy_version, deadline)
-            return transfer.finish()
 
     def fill(
         self,
         transfer: Transfer,
-        policy_version: int,
         deadline: Deadline,
         *,
         base_version: int | None = None,
         patience_s: float | None = None,
-        stopped: Callable[[], bool] = never,
+        stopped: Callable[[], bool] = _never,
     ) -> None:
-        """Fetches what a transfer lacks; what arrived stays in it if that fails.
+        """Fetches what a transfer lacks, and checks it; what arrived stays if that fails.
 
         Args:
             transfer: of a version, or of its delta.
-            policy_version: which version.
-            deadline: of it all.
+            deadline: of the whole transfer.
             base_version: against which the delta was made; None for the version itself.
-            patience_s: gives up after so long without a byte; None only at the deadline.
+            patience_s: gives up after this long without a byte; None only at the deadline.
             stopped: ends the transfer early, with Unreachable.
 
         Raises:
             Unreachable: if the server fell silent, or time ran out.
-            WeightTransferError: if it refuses, or sends what is wrong.
+            WeightTransferError: if it refuses, or sends what is wrong: that is fetched again.
         """
-        transfer.peer = self._peer
-        wanted = Wanted(
-            run_id=self._run_id, policy_version=policy_version, base_version=base_version
+        transfer.source = self.address
+        request = weights_pb2.FetchWeightsRequest(
+            run_id=self._run_id,
+            policy_version=transfer.manifest.policy_version,
+            base_policy_version=base_version,
         )
-        with concurrent.futures.ThreadPoolExecutor(self._streams) as pool:
-            streams = [
-                Stream(self._connect, wanted, transfer, deadline, patience_s)
-                for _ in range(self._streams)
-            ]
-            try:
-                self._run(streams, pool, transfer, patience_s, stopped)
-            except grpc.RpcError as error:
-                raise transfer.error(status_of(error)) from error
-            except TimeoutError as error:
-                raise Unreachable(str(transfer.error(str(error)))) from error
-            finally:
-                for stream in streams:
-                    stream.stop()
+        try:
+            with concurrent.futures.ThreadPoolExecutor(self._streams) as pool:
+                streams = [
+                    _Stream(self._connect, request, transfer, deadline, patience_s)
+                    for _ in range(self._streams)
+                ]
+                try:
+                    self._watch(streams, pool, transfer, patience_s, stopped)
+                except grpc.RpcError as error:
+                    raise transfer.error(_status_of(error)) from error
+                except TimeoutError as error:
+                    raise Unreachable(str(transfer.error(str(error)))) from error
+                finally:
+                    for stream in streams:
+                        stream.stop()
+        finally:
+            mismatch = transfer.reject_wrong()
+        if mismatch is not None:
+            raise mismatch
 
     def close(self) -> None:
-        """Ends the connection; a `fetch` opens and closes its own."""
+        """Ends the connection; `fill` opens and closes its own."""
         self._channel.close()
 
-    def _run(
+    def _watch(
         self,
-        streams: Sequence[Stream],
+        streams: Sequence["_Stream"],
         pool: concurrent.futures.Executor,
         transfer: Transfer,
         patience_s: float | None,
@@ -256,61 +225,146 @@ class WeightClient:
             )
             for future in done:
                 future.result()
-            if wrong := transfer.wrong(wait=False):
-                raise transfer.error_of(wrong)
+            transfer.check_checksums()
             if stopped():
                 raise Unreachable(f"the transfer from {self._peer} was stopped")
             for stream in streams:
                 stream.cut_if_silent(silence_s)
 
-    def _question(self, min_version: int, wait_s: float) -> weights_pb2.GetManifestRequest:
-        return weights_pb2.GetManifestRequest(
-            run_id=self._run_id, min_policy_version=min_version, wait_s=wait_s
-        )
-
-    def _answer(self, response: weights_pb2.GetManifestResponse, min_version: int) -> Answer:
-        manifest = None
-        if response.HasField("manifest"):
-            try:
-                manifest = codec.decode_manifest(response.manifest)
-            except ValueError as error:
-                raise WeightTransferError(f"{self._peer}: {error}") from error
-            self._check(manifest, min_version)
-        return Answer(
-            manifest=manifest,
-            current_version=response.current_policy_version,
-            depth=response.relay_depth,
-        )
-
-    def _result(self, call: grpc.Future, stopped: Callable[[], bool]):
+    def _answer(self, call: grpc.Future, stopped: Callable[[], bool]):
+        """Returns the response of a call, with its errors as those of a transfer."""
         while True:
             try:
                 return call.result(timeout=POLL_S)
             except grpc.FutureTimeoutError:
                 if stopped():
                     call.cancel()
-                    raise Unreachable(f"the question to {self._peer} was stopped") from None
+                    raise Unreachable(f"the request to {self._peer} was stopped") from None
             except grpc.FutureCancelledError as error:
                 raise Unreachable(f"{self._peer}: the connection was closed") from error
             except grpc.RpcError as error:
-                raise self._error_of(error) from error
+                status = error.code()  # pyright: ignore[reportAttributeAccessIssue]
+                held = NotHeld if status is grpc.StatusCode.NOT_FOUND else WeightTransferError
+                kind = Unreachable if status in _NO_ANSWER else held
+                raise kind(f"{self._peer}: {_status_of(error)}") from error
 
-    def _error_of(self, error: grpc.RpcError) -> WeightTransferError:
-        status = error.code()  # pyright: ignore[reportAttributeAccessIssue]
-        kind = WeightTransferError
-        if status in NO_ANSWER:
-            kind = Unreachable
-        elif status is grpc.StatusCode.NOT_FOUND:
-            kind = NotHeld
-        return kind(f"{self._peer}: {status_of(error)}")
-
-    def _check(self, manifest: WeightManifest, min_version: int) -> None:
+    @contextlib.contextmanager
+    def _blaming_server(self) -> Iterator[None]:
+        """Turns a ValueError about an answer into an error that names the server."""
         try:
-            check_manifest(manifest)
+            yield
         except ValueError as error:
             raise WeightTransferError(f"{self._peer}: {error}") from error
-        if manifest.run_id != self._run_id or manifest.policy_version < min_version:
-            raise WeightTransferError(
-                f"{self._peer} offered version {manifest.policy_version} of run "
-                f"{manifest.run_id!r}, asked for >= {min_version} of {self._run_id!r}"
-            )
+
+
+class _Stream:
+    """One connection of a transfer: `run` in a thread of its own, the rest from another."""
+
+    def __init__(
+        self,
+        connect: Callable[[], grpc.Channel],
+        request: weights_pb2.FetchWeightsRequest,
+        transfer: Transfer,
+        deadline: Deadline,
+        patience_s: float | None,
+    ):
+        self._connect = connect
+        self._channel = connect()
+        self._request = request
+        self._transfer = transfer
+        self._deadline = deadline
+        self._patience_s = patience_s
+        self._stopped = threading.Event()
+        self._silent = threading.Event()
+        self._call: grpc.Call | None = None
+        self._heard_s = 0.0  # of this call
+        self._got_s = time.monotonic()  # of any
+
+    def run(self) -> None:
+        """Fetches segments until none is left; leaves what it could not fetch to others.
+
+        Raises:
+            grpc.RpcError: if the server refuses.
+            TimeoutError: if the deadline passes first.
+            WeightTransferError: if the server sends what was not asked for, or Unreachable, if it
+                sends nothing for longer than `patience_s`.
+        """
+        try:
+            while not self._stopped.is_set() and (segment := self._transfer.take_segment()):
+                self._fetch(segment)
+        finally:
+            self._channel.close()
+
+    def stop(self) -> None:
+        """Ends `run` early."""
+        self._stopped.set()
+        if (call := self._call) is not None:
+            call.cancel()
+
+    def cut_if_silent(self, chunk_timeout_s: float) -> None:
+        """Breaks the call if its next piece is overdue."""
+        call = self._call
+        if call is not None and time.monotonic() - self._heard_s > chunk_timeout_s:
+            self._silent.set()
+            call.cancel()
+
+    def _fetch(self, segment: range) -> None:
+        position = segment.start
+        backoff = Backoff(self._deadline)
+        try:
+            while position < segment.stop and not self._stopped.is_set():
+                reached = position
+                try:
+                    for piece in self._open(position, segment.stop - position):
+                        self._heard_s = self._got_s = time.monotonic()
+                        position = self._transfer.write_piece(segment, position, piece)
+                        failpoints.reach("worker.receive")
+                    if position < segment.stop:
+                        raise self._transfer.error(
+                            f"the stream ended well at byte {position} of [{segment.start}, "
+                            f"{segment.stop})"
+                        )
+                except grpc.RpcError as error:
+                    if position > reached:
+                        backoff.reset()
+                    self._pause(backoff, error)
+                finally:
+                    self._call = None
+        finally:
+            self._transfer.return_segment(range(position, segment.stop))
+
+    def _open(self, offset: int, length: int) -> Iterator[codec.Piece]:
+        request = weights_pb2.FetchWeightsRequest(offset_bytes=offset, length_bytes=length)
+        request.MergeFrom(self._request)
+        self._silent.clear()
+        self._heard_s = time.monotonic()
+        method = self._channel.unary_stream(
+            f"/{codec.WEIGHT_SERVICE}/FetchWeights",
+            request_serializer=weights_pb2.FetchWeightsRequest.SerializeToString,
+            response_deserializer=codec.decode_piece,
+        )
+        call = method(request, timeout=self._deadline.remaining_s())
+        self._call = call
+        if self._stopped.is_set():  # `stop` may have come before there was a call to cancel
+            call.cancel()
+        return call
+
+    def _pause(self, backoff: Backoff, error: grpc.RpcError) -> None:
+        if self._stopped.is_set():
+            return
+        quiet_s = time.monotonic() - self._got_s
+        if self._patience_s is not None and quiet_s >= self._patience_s:
+            raise Unreachable(
+                f"weight service {self._transfer.source} sent nothing for {quiet_s:.1f} s: "
+                f"{_status_of(error)}"
+            ) from error
+        if self._silent.is_set():
+            self._channel.close()  # its connection may be what hangs
+            self._channel = self._connect()
+            backoff.pause("the connection was silent for too long")
+        else:
+            backoff.pause_after(error)
+
+
+def _status_of(error: grpc.RpcError) -> str:
+    return f"{error.code().name}: {error.details()}"  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,31 +1,50 @@
-"""A worker's copy of the policy: pulled from whoever has it, and served to whoever asks.
+"""A worker's copy of the policy: pulled from a source that has it, and served to others.
 
 The manifest of a version comes from the learner, its bytes from the nearest relay. Every byte is
 checked against the manifest, so a relay can be slow, gone or wrong, and no more: the pull goes on
-at the next source with what has arrived. Where both sides hold the version before, only what
-changed travels.
+at the next source with what has arrived. Each source is asked for the delta first, if the version
+before is held, then for all bytes. A tensor whose bytes are wrong is fetched again from the next
+source, and the last one gets a second attempt where others sent some of the bytes.
 """
 
+import collections
+import concurrent.futures
 import dataclasses
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from services.weights.client import POLL_S, WAIT_FRACTION, Answer, WeightClient
-from services.weights.pull import Pull
+from services.weights.client import POLL_S, Offer, WeightClient
+from services.weights.delta import Delta
+from services.weights.digest import HASH_THREADS
 from services.weights.service import weight_service
-from services.weights.store import HeldVersion, UnknownVersion, WeightStore
-from services.weights.transfer import Unreachable, WeightTransferError, arrays_of
+from services.weights.store import (
+    DELTA_SHARE,
+    HeldDelta,
+    HeldVersion,
+    UnknownVersion,
+    WeightStore,
+    same_layout,
+)
+from services.weights.transfer import (
+    NotHeld,
+    Transfer,
+    Unreachable,
+    WeightTransferError,
+    arrays_of,
+)
 from services.wire.channel import PIECE_BYTES, Deadline
 from services.wire.messages import WeightManifest
 from services.wire.server import Server
 from services.wire.tls import Credentials
 
+WAIT_FRACTION = 0.8
+"""Share of the time left that a server may hold a request, so that its answer is in time."""
 LONGEST_ASK_S = 10.0
-"""Longest question to a learner that has no newer version; it is asked again."""
+"""Longest time that a learner without a newer version may hold a request; it is asked again."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,11 +55,11 @@ class PullStats:
     version_bytes: int
     """Of the version itself."""
     wire_bytes: int
-    """Tensor and delta bytes received for it, from everybody; 0 if it was held already."""
+    """Tensor and delta bytes received for it, from all sources; 0 if it was held already."""
     delta: bool
     """Whether it was made from the version before."""
     wait_s: float
-    """Until somebody offered the version."""
+    """Until a source offered the version."""
     seconds: float
     """From then until it was verified."""
     sources: tuple[str, ...]
@@ -149,27 +168,31 @@ class Replica:
         with self._pulling:
             self._connect(order)
             asked_s = time.monotonic()
-            answer, authority = self._learn(min_version, order, timeout_s, digest)
-            assert answer.manifest is not None
+            offer, offered_by = self._newest(min_version, order, timeout_s, digest)
+            manifest = offer.manifest
+            assert manifest is not None
             start_s = time.monotonic()
-            pull = Pull(
-                answer.manifest,
-                base=self._base() if self._deltas else None,
-                pool=self.store.pool,
-                patience_s=self._patience_s,
-                stopped=self._closed.is_set,
-            )
-            if not self._has(answer.manifest):
-                what = f"policy version {answer.manifest.policy_version} from {', '.join(order)}"
+            received, failures, by_delta = collections.Counter[str](), [], False
+            if not self._has(manifest):
+                what = f"policy version {manifest.policy_version} from {', '.join(order)}"
                 deadline = Deadline(transfer_timeout_s or timeout_s, what)
-                known = {authority: answer.depth}
-                self.store.adopt(pull.run([self._clients[name] for name in order], known, deadline))
-            held = self.store.held(answer.manifest.policy_version)
-            return Pulled(
-                held.manifest,
-                arrays_of(held.manifest, held.stream),
-                _stats(pull, held, wait_s=start_s - asked_s, seconds=time.monotonic() - start_s),
+                depths = {order[-1]: 0, offered_by: offer.depth}
+                version, received, failures = self._receive(manifest, order, depths, deadline)
+                by_delta = version.delta is not None
+                self.store.adopt(version)
+            held = self.store.held(manifest.policy_version)
+            stats = PullStats(
+                policy_version=manifest.policy_version,
+                version_bytes=manifest.nbytes,
+                wire_bytes=received.total(),
+                delta=by_delta,
+                wait_s=start_s - asked_s,
+                seconds=time.monotonic() - start_s,
+                sources=tuple(received),
+                depth=held.depth,
+                failures=tuple(failures),
             )
+            return Pulled(held.manifest, arrays_of(held.manifest, held.stream), stats)
 
     def close(self, grace_s: float = 0.0) -> None:
         """Ends a pull that runs, lets transfers to others end for so long, and stops serving."""
@@ -198,13 +221,13 @@ class Replica:
                     chunk_timeout_s=self._chunk_timeout_s,
                 )
 
-    def _learn(
+    def _newest(
         self, min_version: int, order: Sequence[str], timeout_s: float, digest: str | None
-    ) -> tuple[Answer, str]:
+    ) -> tuple[Offer, str]:
         """Asks the learner for a manifest, and the relays where it does not answer.
 
         Returns:
-            An answer with a manifest, and who gave it.
+            An offer with a manifest, and the address that made it.
         """
         deadline = Deadline(timeout_s, f"policy version >= {min_version} from {', '.join(order)}")
         *relays, learner = order
@@ -214,19 +237,19 @@ class Replica:
             for address in (learner, *relays):
                 wait_s = WAIT_FRACTION * min(deadline.remaining_s(), LONGEST_ASK_S)
                 try:
-                    answer = self._ask(
+                    offer = self._ask(
                         address, min_version, wait_s if address == learner else 0.0, deadline
                     )
                 except WeightTransferError as error:
                     reasons.append(str(error))
                     refusals += not isinstance(error, Unreachable)
                     continue
-                problem = _problem(answer, min_version, digest)
+                problem = _problem(offer, min_version, digest)
                 if problem is None:
-                    return answer, address
+                    return offer, address
                 reasons.append(f"{address} {problem}")
-                if address == learner and answer.manifest is None:
-                    break  # nobody can have what the learner has not
+                if address == learner and offer.manifest is None:
+                    break  # no relay can have what the learner has not
             reason = "; ".join(reasons)
             if self._closed.is_set() or refusals == len(order):
                 raise WeightTransferError(f"policy version >= {min_version}: {reason}")
@@ -234,15 +257,166 @@ class Replica:
                 raise deadline.error(reason)
             self._closed.wait(POLL_S)
 
-    def _ask(self, address: str, min_version: int, wait_s: float, deadline: Deadline) -> Answer:
+    def _ask(self, address: str, min_version: int, wait_s: float, deadline: Deadline) -> Offer:
         timeout_s = min(wait_s + self._patience_s, max(deadline.remaining_s(), POLL_S))
         return self._clients[address].ask(
             min_version, wait_s=wait_s, timeout_s=timeout_s, stopped=self._closed.is_set
         )
 
-    def _base(self) -> HeldVersion | None:
+    def _receive(
+        self,
+        manifest: WeightManifest,
+        order: Sequence[str],
+        depths: dict[str, int],
+        deadline: Deadline,
+    ) -> tuple[HeldVersion, collections.Counter[str], list[str]]:
+        """Fetches one version; each source gives what the ones before it did not.
+
+        Args:
+            manifest: of the version, from the learner or whoever answers for it.
+            order: addresses of the sources, in order of preference, >= 1.
+            depths: of sources that have offered this very version; those of others are added.
+            deadline: of all sources together.
+
+        Returns:
+            The version, bytes by the address that sent them, and what was wrong with sources and
+            deltas that were given up.
+
+        Raises:
+            WeightTransferError: naming what was wrong with each source.
+        """
+        failures: list[str] = []
+        error: WeightTransferError | None = None
+        with concurrent.futures.ThreadPoolExecutor(HASH_THREADS) as hashing:
+            buffer = self.store.pool.take_buffer(manifest.nbytes)
+            transfer = Transfer(manifest, buffer, hashing, base=self._base(manifest))
+            for client, bound, patience_s in self._attempts(order, transfer, deadline):
+                try:
+                    if self._closed.is_set():
+                        raise Unreachable("the pull was stopped")
+                    if client.address not in depths:
+                        depths[client.address] = self._depth_at(client, manifest)
+                    delta = self._receive_delta(client, transfer, bound, patience_s, failures)
+                    if delta is None:
+                        transfer.base = None
+                        self._fill(client, transfer, bound, patience_s)
+                except WeightTransferError as failure:
+                    failures.append(f"{client.address}: {failure}")
+                    error = failure
+                    continue
+                depth = 1 + max((depths[address] for address in transfer.received), default=0)
+                version = HeldVersion(manifest=manifest, stream=buffer, depth=depth, delta=delta)
+                return version, transfer.received, failures
+        raise WeightTransferError(
+            f"policy version {manifest.policy_version} could not be pulled: " + "; ".join(failures)
+        ) from error
+
+    def _attempts(
+        self, order: Sequence[str], transfer: Transfer, deadline: Deadline
+    ) -> Iterator[tuple[WeightClient, Deadline, float | None]]:
+        """Yields the source to ask next, until when, and how long it may send nothing."""
+        *relays, last = (self._clients[address] for address in order)
+        for relay in relays:
+            left_s = max(deadline.remaining_s() / 2, POLL_S)
+            yield (
+                relay,
+                Deadline(left_s, f"{deadline.waiting_for}: {relay.address}"),
+                self._patience_s,
+            )
+        yield last, deadline, None
+        if len(transfer.received) > 1 and not self._closed.is_set() and deadline.remaining_s():
+            yield last, deadline, None  # what was wrong may have come from another source
+
+    def _depth_at(self, relay: WeightClient, manifest: WeightManifest) -> int:
+        """Waits until a relay has the version; returns its depth."""
+        version = manifest.policy_version
+        deadline = Deadline(self._patience_s, relay.address)
+        while True:
+            left_s = max(deadline.remaining_s(), POLL_S)
+            offer = relay.ask(
+                version,
+                wait_s=WAIT_FRACTION * left_s,
+                timeout_s=left_s,
+                stopped=self._closed.is_set,
+            )
+            offered = offer.manifest
+            if offered is not None:
+                break
+            if deadline.remaining_s() <= POLL_S:
+                raise NotHeld(f"has nothing newer than policy version {offer.current_version}")
+            time.sleep(POLL_S)
+        if offered.policy_version == version and offered.digest != manifest.digest:
+            raise WeightTransferError(
+                f"offers policy version {version} with digest {offered.digest}, but the learner "
+                f"issued {manifest.digest}"
+            )
+        return offer.depth
+
+    def _receive_delta(
+        self,
+        client: WeightClient,
+        transfer: Transfer,
+        bound: Deadline,
+        patience_s: float | None,
+        failures: list[str],
+    ) -> HeldDelta | None:
+        """Makes the version from its base; None where all bytes are needed, with the reason noted.
+
+        Raises:
+            Unreachable: if the source is one of several and sends nothing: the next may go on.
+        """
+        base, manifest = transfer.base, transfer.manifest
+        if base is None:
+            return None
+        left_s = max(min(bound.remaining_s(), self._patience_s), POLL_S)
+        try:
+            described = client.ask_delta(
+                manifest,
+                base.manifest,
+                wait_s=WAIT_FRACTION * left_s,
+                timeout_s=left_s,
+                stopped=self._closed.is_set,
+            )
+            if described is None or described.nbytes > DELTA_SHARE * manifest.nbytes:
+                return None
+            stream = transfer.delta_transfer(described)
+            self._fill(client, stream, bound, patience_s, base.manifest.policy_version)
+            delta = Delta(manifest=described, stream=stream.buffer)
+            transfer.apply_delta(delta)
+        except (WeightTransferError, ValueError) as error:
+            if isinstance(error, Unreachable) and patience_s is not None:
+                raise
+            failures.append(f"{client.address}: {error}")
+            return None
+        made: concurrent.futures.Future[Delta] = concurrent.futures.Future()
+        made.set_result(delta)
+        return HeldDelta(
+            base_version=base.manifest.policy_version, base_digest=base.manifest.digest, made=made
+        )
+
+    def _fill(
+        self,
+        client: WeightClient,
+        transfer: Transfer,
+        bound: Deadline,
+        patience_s: float | None,
+        base_version: int | None = None,
+    ) -> None:
+        client.fill(
+            transfer,
+            bound,
+            base_version=base_version,
+            patience_s=patience_s,
+            stopped=self._closed.is_set,
+        )
+
+    def _base(self, manifest: WeightManifest) -> HeldVersion | None:
+        """The newest version held, where a delta from it to this one may exist."""
         current = self.store.current_version
-        return None if current < 0 else self.store.held(current)
+        if not self._deltas or current < 0:
+            return None
+        held = self.store.held(current)
+        return held if same_layout(held.manifest, manifest) else None
 
     def _has(self, manifest: WeightManifest) -> bool:
         try:
@@ -251,28 +425,14 @@ class Replica:
             return False
 
 
-def _problem(answer: Answer, min_version: int, digest: str | None) -> str | None:
-    """Says what is wrong with an answer, if anything is."""
-    manifest = answer.manifest
+def _problem(offer: Offer, min_version: int, digest: str | None) -> str | None:
+    """Says what is wrong with an offer, if anything is."""
+    manifest = offer.manifest
     if manifest is None:
-        return f"has no policy version newer than {answer.current_version}"
+        return f"has no policy version newer than {offer.current_version}"
     if digest and manifest.policy_version == min_version and manifest.digest != digest:
         return (
             f"offers policy version {min_version} with digest {manifest.digest}, but the learner "
             f"issued {digest}"
         )
     return None
-
-
-def _stats(pull: Pull, held: HeldVersion, *, wait_s: float, seconds: float) -> PullStats:
-    return PullStats(
-        policy_version=held.manifest.policy_version,
-        version_bytes=held.manifest.nbytes,
-        wire_bytes=sum(pull.received.values()),
-        delta=pull.by_delta,
-        wait_s=wait_s,
-        seconds=seconds,
-        sources=tuple(pull.received),
-        depth=held.depth,
-        failures=tuple(pull.failures),
-    )

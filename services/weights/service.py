@@ -11,7 +11,7 @@ from services.process import failpoints
 from services.weights import codec
 from services.weights.store import HeldVersion, UnknownDelta, UnknownVersion, WeightStore
 from services.wire.channel import PIECE_BYTES
-from services.wire.server import THREADS, Service
+from services.wire.server import THREADS, Service, refuse
 
 LONGEST_WAIT_S = 20.0
 """Longest time a GetManifest call is held; callers ask again."""
@@ -57,7 +57,8 @@ class _WeightServicer(weights_pb2_grpc.WeightServiceServicer):
     def GetManifest(self, request, context):
         self._check_run(request.run_id, context)
         if request.min_policy_version < 0 or not 0 <= request.wait_s < math.inf:
-            context.abort(
+            refuse(
+                context,
                 grpc.StatusCode.INVALID_ARGUMENT,
                 "min_policy_version and wait_s must be finite and at least 0, got "
                 f"{request.min_policy_version} and {request.wait_s}",
@@ -79,9 +80,9 @@ class _WeightServicer(weights_pb2_grpc.WeightServiceServicer):
         try:
             data = self._range(request)
         except (UnknownVersion, UnknownDelta) as error:
-            context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+            refuse(context, grpc.StatusCode.NOT_FOUND, error)
         except ValueError as error:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            refuse(context, grpc.StatusCode.INVALID_ARGUMENT, error)
         for start in range(0, len(data), self._chunk_bytes):
             piece = failpoints.spoiled("weights.serve", data[start : start + self._chunk_bytes])
             self._store.count_egress(len(piece))
@@ -90,7 +91,8 @@ class _WeightServicer(weights_pb2_grpc.WeightServiceServicer):
     def GetDelta(self, request, context):
         self._check_run(request.run_id, context)
         if not 0 <= request.wait_s < math.inf:
-            context.abort(
+            refuse(
+                context,
                 grpc.StatusCode.INVALID_ARGUMENT,
                 f"wait_s must be finite and at least 0, got {request.wait_s}",
             )
@@ -100,7 +102,7 @@ class _WeightServicer(weights_pb2_grpc.WeightServiceServicer):
                     request.policy_version, request.base_policy_version, request.base_digest, wait_s
                 )
         except (UnknownVersion, UnknownDelta) as error:
-            context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+            refuse(context, grpc.StatusCode.NOT_FOUND, error)
         return codec.encode_delta_manifest(delta.manifest)
 
     def _range(self, request) -> memoryview:
@@ -134,7 +136,8 @@ class _WeightServicer(weights_pb2_grpc.WeightServiceServicer):
 
     def _check_run(self, run_id: str, context) -> None:
         if run_id != self._store.run_id:
-            context.abort(
+            refuse(
+                context,
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"this server belongs to run {self._store.run_id!r}, the caller to {run_id!r}",
             )

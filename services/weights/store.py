@@ -110,7 +110,7 @@ class WeightStore:
         """
         with self._changed:
             self._check_rises(policy_version)
-        stream = self.pool.take(sum(spec.nbytes for spec in specs))
+        stream = self.pool.take_buffer(sum(spec.nbytes for spec in specs))
         return Publication(self.run_id, policy_version, specs, stream, self._show)
 
     def publish(self, policy_version: int, tensors: Mapping[str, npt.ArrayLike]) -> WeightManifest:

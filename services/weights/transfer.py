@@ -1,8 +1,8 @@
-"""The receiving end of one version: where bytes go, what is still missing, whether it is right.
+"""One version on its way into one buffer: what is missing, who sent what, whether it is right.
 
-No sockets here: `weights/stream.py` brings the bytes. The buffer is cut into segments that
+No sockets here: `weights/client.py` brings the bytes. The buffer is cut into segments that
 connections take from a common list, so a slow connection does little; a tensor is hashed as soon
-as its last byte is there. What has arrived stays when its server fails, and another goes on.
+as its last byte is there. What has arrived stays when its source fails, and the next one goes on.
 """
 
 import bisect
@@ -13,15 +13,19 @@ import threading
 import numpy as np
 
 from services.weights.codec import Piece
-from services.weights.digest import checksum, wire_dtype
+from services.weights.delta import Delta, DeltaKind, DeltaManifest, apply_delta
+from services.weights.digest import checksum, digest_of_specs, wire_dtype
+from services.weights.store import HeldVersion
 from services.wire.messages import TensorSpec, WeightManifest
 
 SEGMENT_BYTES = 128 * 2**20
-"""What one connection asks for at a time; each question starts with a small window."""
+"""What one connection asks for at a time; each request starts with a small window."""
+DELTA_NAME = "delta"
+"""Name of the one tensor that a delta's stream is to the transfer that receives it."""
 
 
 class WeightTransferError(RuntimeError):
-    """A version could not be fetched whole; whoever asked keeps what it has."""
+    """A version could not be fetched whole; the caller keeps what it has."""
 
 
 class Unreachable(WeightTransferError):
@@ -33,7 +37,7 @@ class NotHeld(WeightTransferError):
 
 
 class Transfer:
-    """One version on its way into one buffer; safe to use from several threads."""
+    """What has arrived of one version; safe to use from several threads."""
 
     def __init__(
         self,
@@ -41,7 +45,8 @@ class Transfer:
         buffer: np.ndarray,
         hashing: concurrent.futures.Executor,
         *,
-        segment_bytes: int = SEGMENT_BYTES,
+        base: HeldVersion | None = None,
+        received: collections.Counter[str] | None = None,
     ):
         """Starts with nothing received.
 
@@ -49,38 +54,41 @@ class Transfer:
             manifest: of the version, checked.
             buffer: writable uint8 [manifest.nbytes], where the bytes go.
             hashing: runs the checksums.
-            segment_bytes: length of a segment.
+            base: a version of the same layout that is held; None asks for no delta.
+            received: where the bytes of each source are counted; None starts at zero.
         """
-        self.peer = "nobody yet"
-        """Whom the bytes come from at the moment, for errors."""
-        self.received: collections.Counter[str] = collections.Counter()
-        """Bytes by the peer that sent them, wrong ones included."""
-        self._manifest = manifest
+        self.manifest = manifest
+        self.buffer = buffer
+        self.base = base
+        """What a delta may start from; None once bytes of the version itself are fetched."""
+        self.source = ""
+        """Address that the bytes come from at the moment."""
+        self.received = collections.Counter() if received is None else received
+        """Bytes by the address that sent them, wrong ones and those of a delta included."""
         self._hashing = hashing
-        self._segment_bytes = segment_bytes
         self._lock = threading.Lock()
-        self._buffer = buffer
         self._segments: collections.deque[range] = collections.deque()
-        self._want(range(0, manifest.nbytes))
+        self._add_segments(range(manifest.nbytes))
         self._ends = [spec.offset + spec.nbytes for spec in manifest.tensors]
         self._missing_bytes = {spec.name: spec.nbytes for spec in manifest.tensors}
         self._checksums: dict[str, concurrent.futures.Future[str]] = {}
         for spec in manifest.tensors:
             if spec.nbytes == 0:
                 self._hash(spec)
+        self._delta: Transfer | None = None
 
     def take_segment(self) -> range | None:
         """Returns the byte range to fetch next; None when all are taken."""
         with self._lock:
             return self._segments.popleft() if self._segments else None
 
-    def give_back(self, rest: range) -> None:
+    def return_segment(self, rest: range) -> None:
         """Leaves to others what a connection took and did not fetch."""
         with self._lock:
             if rest:
                 self._segments.appendleft(rest)
 
-    def write(self, segment: range, position: int, piece: Piece) -> int:
+    def write_piece(self, segment: range, position: int, piece: Piece) -> int:
         """Puts one piece of a segment in its place.
 
         Args:
@@ -100,71 +108,112 @@ class Transfer:
                 f"got {len(piece.data)} bytes at offset {piece.offset}, where 1 to "
                 f"{segment.stop - position} at {position} were due"
             )
-        self._buffer.data[position:end] = piece.data
-        self._arrived(position, end)
+        self.buffer.data[position:end] = piece.data
+        self._record_bytes(position, end)
         return end
 
-    def wrong(self, *, wait: bool) -> list[str]:
-        """Names the tensors whose bytes do not match their checksum.
+    def check_checksums(self) -> None:
+        """Raises WeightTransferError if a tensor is known to be wrong; waits for no checksum."""
+        if wrong := self._wrong(wait=False):
+            raise self._mismatch(wrong)
 
-        Args:
-            wait: for the checksums that are being computed; otherwise those are left out.
+    def reject_wrong(self) -> WeightTransferError | None:
+        """Waits for the checksums, and has tensors whose bytes are wrong fetched again.
+
+        Returns:
+            An error that names them, if there are any.
         """
+        wrong = self._wrong(wait=True)
+        with self._lock:
+            for spec in self.manifest.tensors:
+                if spec.name in wrong:
+                    del self._checksums[spec.name]
+                    self._missing_bytes[spec.name] = spec.nbytes
+                    self._add_segments(range(spec.offset, spec.offset + spec.nbytes))
+        return self._mismatch(wrong) if wrong else None
+
+    def delta_transfer(self, described: DeltaManifest) -> "Transfer":
+        """Returns the transfer of a delta's stream: the one begun before, if it is the same."""
+        spec = TensorSpec(
+            name=DELTA_NAME,
+            dtype="uint8",
+            shape=(described.nbytes,),
+            offset=0,
+            nbytes=described.nbytes,
+            checksum=described.checksum,
+        )
+        if self._delta is None or self._delta.manifest.tensors != (spec,):
+            manifest = WeightManifest(
+                run_id=self.manifest.run_id,
+                policy_version=self.manifest.policy_version,
+                tensors=(spec,),
+                digest=digest_of_specs((spec,)),
+            )
+            stream = np.empty(described.nbytes, np.uint8)
+            self._delta = Transfer(manifest, stream, self._hashing, received=self.received)
+        return self._delta
+
+    def apply_delta(self, delta: Delta) -> None:
+        """Makes the version from a copy of its base, and checks every tensor of it.
+
+        Raises:
+            WeightTransferError: naming tensors that do not match their checksum.
+            ValueError: if the delta does not fit the version.
+        """
+        base, specs = self.base, self.manifest.tensors
+        assert base is not None
+        apply_delta(base.stream, delta, specs, out=self.buffer)
+
+        def is_right(new: TensorSpec, old: TensorSpec, unchanged: bool) -> bool:
+            if unchanged:
+                return old.checksum == new.checksum
+            return checksum(_bytes_of(new, self.buffer)) == new.checksum
+
+        unchanged = [tensor.kind is DeltaKind.UNCHANGED for tensor in delta.manifest.tensors]
+        right = self._hashing.map(is_right, specs, base.manifest.tensors, unchanged)
+        wrong = [spec.name for spec, fine in zip(specs, right, strict=True) if not fine]
+        if wrong:
+            raise WeightTransferError(
+                f"what the delta from policy version {base.manifest.policy_version} makes does not "
+                f"match the checksum of {wrong}"
+            )
+
+    def error(self, reason: str) -> WeightTransferError:
+        """Returns an error that names version, source, and the first tensor that is incomplete."""
+        with self._lock:
+            missing = {name: count for name, count in self._missing_bytes.items() if count}
+        where = (
+            f"policy version {self.manifest.policy_version} from weight service {self.source}: "
+            f"{reason}"
+        )
+        if not missing:
+            return WeightTransferError(where)
+        return WeightTransferError(
+            f"{where}; {len(missing)} of {len(self.manifest.tensors)} tensors are "
+            f"incomplete, {sum(missing.values())} of {self.manifest.nbytes} bytes missing, "
+            f"first in {next(iter(missing))!r}"
+        )
+
+    def _wrong(self, *, wait: bool) -> list[str]:
+        """Names the tensors whose bytes do not match their checksum, of those that are hashed."""
         with self._lock:
             checksums = dict(self._checksums)
         return [
             spec.name
-            for spec in self._manifest.tensors
+            for spec in self.manifest.tensors
             if (sum_ := checksums.get(spec.name)) is not None
             and (wait or sum_.done())
             and sum_.result() != spec.checksum
         ]
 
-    def reject(self, names: list[str]) -> None:
-        """Wants these complete tensors once more."""
-        with self._lock:
-            for spec in self._manifest.tensors:
-                if spec.name in names:
-                    del self._checksums[spec.name]
-                    self._missing_bytes[spec.name] = spec.nbytes
-                    self._want(range(spec.offset, spec.offset + spec.nbytes))
-
-    def finish(self) -> dict[str, np.ndarray]:
-        """Waits for the checksums and returns the tensors.
-
-        Returns:
-            Writable arrays by name: views of the buffer, except where that would misalign them.
-
-        Raises:
-            WeightTransferError: naming the tensors whose bytes are wrong.
-        """
-        assert not self._segments and len(self._checksums) == len(self._manifest.tensors)
-        wrong = self.wrong(wait=True)
-        if wrong:
-            raise self.error_of(wrong)
-        return arrays_of(self._manifest, self._buffer)
-
-    def error_of(self, wrong: list[str]) -> WeightTransferError:
+    def _mismatch(self, wrong: list[str]) -> WeightTransferError:
         return self.error(f"the bytes received do not match the checksum of {wrong}")
 
-    def error(self, reason: str) -> WeightTransferError:
-        """Returns an error that names version, peer, and the first tensor that is incomplete."""
+    def _record_bytes(self, start: int, end: int) -> None:
+        """Counts the bytes to their source and tensors, and hashes tensors that are complete."""
+        tensors = self.manifest.tensors
         with self._lock:
-            missing = {name: count for name, count in self._missing_bytes.items() if count}
-        where = f"policy version {self._manifest.policy_version} from {self.peer}"
-        if not missing:
-            return WeightTransferError(f"{where}: {reason}")
-        return WeightTransferError(
-            f"{where}: {reason}; {len(missing)} of {len(self._manifest.tensors)} tensors are "
-            f"incomplete, {sum(missing.values())} of {self._manifest.nbytes} bytes missing, "
-            f"first in {next(iter(missing))!r}"
-        )
-
-    def _arrived(self, start: int, end: int) -> None:
-        """Books the bytes to their tensors, and hashes those that are complete now."""
-        tensors = self._manifest.tensors
-        with self._lock:
-            self.received[self.peer] += end - start
+            self.received[self.source] += end - start
         index = bisect.bisect_right(self._ends, start)
         while index < len(tensors) and tensors[index].offset < end:
             spec = tensors[index]
@@ -177,14 +226,14 @@ class Transfer:
             index += 1
 
     def _hash(self, spec: TensorSpec) -> None:
-        sum_ = self._hashing.submit(checksum, _bytes_of(spec, self._buffer))
+        sum_ = self._hashing.submit(checksum, _bytes_of(spec, self.buffer))
         with self._lock:
             self._checksums[spec.name] = sum_
 
-    def _want(self, missing: range) -> None:
+    def _add_segments(self, missing: range) -> None:
         self._segments.extend(
-            range(start, min(start + self._segment_bytes, missing.stop))
-            for start in range(missing.start, missing.stop, self._segment_bytes)
+            range(start, min(start + SEGMENT_BYTES, missing.stop))
+            for start in range(missing.start, missing.stop, SEGMENT_BYTES)
         )
 
 

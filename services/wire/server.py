@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import socket
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -11,6 +12,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from services.wire.channel import SHARED_OPTIONS
 from services.wire.tls import Credentials
 
+DETAILS_CHARS = 1000
+"""Longest error text sent back: gRPC refuses trailers above 8 KiB."""
 THREADS = 64
 """Calls served at a time; a weight stream takes one for as long as it runs."""
 
@@ -134,3 +137,9 @@ def _unavailable(host: str, port: int, reason: str) -> PortUnavailable:
         f"cannot listen on {host} port {port}: the address must be one of this host's, and the "
         f"port free (another run may hold it; 0 takes a free one) ({reason})"
     )
+
+
+def refuse(context: grpc.ServicerContext, status: grpc.StatusCode, reason: object) -> NoReturn:
+    """Ends the call that a servicer handles with a status and a reason."""
+    context.abort(status, str(reason)[:DETAILS_CHARS])
+    raise AssertionError("abort raises")

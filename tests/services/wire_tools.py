@@ -17,6 +17,7 @@ from services.weights.service import weight_service
 from services.weights.store import WeightStore
 from services.wire.messages import Group
 from services.wire.server import Server
+from tests.services.weights.weight_tools import fetch, newest_manifest
 
 
 def hold(end: socket.socket) -> None:
@@ -138,7 +139,7 @@ def serve_for_ever(credentials, run_id, version, tensors, chunk_bytes, ports) ->
 def fetch_for_ever(address, credentials, run_id) -> None:
     """A worker in a process of its own, to be killed in mid-transfer."""
     client = WeightClient(address, credentials, run_id=run_id, streams=1)
-    client.fetch(client.manifest(0, 60), 60)
+    fetch(client, newest_manifest(client, 0, 60), 60)
 
 
 def relay_for_ever(credentials, run_id, learner_address, chunk_bytes, addresses) -> None:

@@ -14,13 +14,15 @@ import numpy as np
 import pytest
 
 from services.trajectories.client import PushFailed, TrajectoryClient
+from services.weights import transfer
 from services.weights.client import WeightClient
 from services.weights.digest import tree_digest
 from services.weights.store import WeightStore
-from services.weights.transfer import Transfer, WeightTransferError
+from services.weights.transfer import WeightTransferError
 from services.wire.messages import PushOutcome
 from tests.deadlines import HANG_S
 from tests.fault_proxy import DOWN, FaultProxy, Rule
+from tests.services.weights.weight_tools import fetch, newest_manifest
 from tests.services.wire_tools import same_group
 
 RUN_ID = "run-a"
@@ -52,8 +54,8 @@ class Worker:
 
     def update(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        manifest = self.client.manifest(self.version + 1, timeout_s)
-        weights = self.client.fetch(manifest, max(0.01, deadline - time.monotonic()))
+        manifest = newest_manifest(self.client, self.version + 1, timeout_s)
+        weights = fetch(self.client, manifest, max(0.01, deadline - time.monotonic()))
         self.version, self.weights = manifest.policy_version, weights
 
     def is_whole_on(self, policy_version: int) -> bool:
@@ -108,8 +110,7 @@ def test_g06_weights_arrive_whole_through(name, line, credentials):
 
 
 def test_pieces_of_several_connections_may_come_in_any_order(line, credentials, monkeypatch):
-    assert Transfer.__init__.__kwdefaults__
-    monkeypatch.setitem(Transfer.__init__.__kwdefaults__, "segment_bytes", 48 * 1024)
+    monkeypatch.setattr(transfer, "SEGMENT_BYTES", 48 * 1024)
     line.of_connection = {(number, DOWN): Rule(late_s=0.02 * number) for number in range(1, 5)}
     worker = Worker(line.address, credentials)
     worker.update(HANG_S)

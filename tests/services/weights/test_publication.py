@@ -209,20 +209,20 @@ def test_delta_that_would_not_pay_or_cannot_be_is_not_offered(after):
 
 def test_memory_is_used_again_only_when_nobody_sees_it():
     pool = BufferPool(keep=1)
-    first = pool.take(5000)
+    first = pool.take_buffer(5000)
     first[:] = 7
     view, raw = first[10:20].view(np.int16), first.data[5:9]
     first_address = first.ctypes.data
     del first
-    assert pool.take(5000).ctypes.data != first_address  # and goes at once
+    assert pool.take_buffer(5000).ctypes.data != first_address  # and goes at once
     del view
-    assert pool.take(5000).ctypes.data != first_address
+    assert pool.take_buffer(5000).ctypes.data != first_address
     assert raw == b"\7\7\7\7"
     del raw
-    again = pool.take(5000)
+    again = pool.take_buffer(5000)
     assert again.ctypes.data == first_address
     del again
-    assert pool.take(4999).nbytes == 4999 and pool.take(0).nbytes == 0
+    assert pool.take_buffer(4999).nbytes == 4999 and pool.take_buffer(0).nbytes == 0
 
 
 def test_memory_of_a_dropped_version_is_kept_from_a_device_array_that_aliases_it():

@@ -1,5 +1,6 @@
 """Weights over real sockets: everything arrives bit for bit, or the worker keeps what it has."""
 
+import dataclasses
 import itertools
 import multiprocessing
 import re
@@ -11,12 +12,13 @@ import pytest
 from services.pb import weights_pb2, weights_pb2_grpc
 from services.weights.client import WeightClient
 from services.weights.digest import tree_digest
+from services.weights.replica import Replica
 from services.weights.store import WeightStore
 from services.weights.transfer import WeightTransferError
 from services.wire.channel import open_channel
-from services.wire.messages import WeightManifest
 from services.wire.server import THREADS
 from tests.deadlines import HANG_S
+from tests.services.weights.weight_tools import fetch, newest_manifest
 from tests.services.wire_tools import TcpProxy, fetch_for_ever, finish, hold, reset, serve_for_ever
 
 RUN_ID = "run-a"
@@ -47,8 +49,8 @@ class Worker:
         self.version, self.weights = 4, version(4)
 
     def update(self, timeout_s: float) -> None:
-        manifest = self.client.manifest(self.version + 1, 10)
-        weights = self.client.fetch(manifest, timeout_s)
+        manifest = newest_manifest(self.client, self.version + 1, 10)
+        weights = fetch(self.client, manifest, timeout_s)
         self.version, self.weights = manifest.policy_version, weights
 
     def is_whole_on(self, policy_version: int) -> bool:
@@ -75,8 +77,8 @@ def test_version_arrives_bit_for_bit_with_dtypes_and_shapes(serve, credentials, 
     store = WeightStore(RUN_ID, 1)
     published = store.publish(0, tensors)
     client = WeightClient(serve(store=store).address, credentials, run_id=RUN_ID, streams=streams)
-    manifest = client.manifest(0, 10)
-    received = client.fetch(manifest, 10)
+    manifest = newest_manifest(client, 0, 10)
+    received = fetch(client, manifest, 10)
     assert manifest == published
     assert list(received) == sorted(tensors)
     for name, tensor in tensors.items():
@@ -88,10 +90,10 @@ def test_version_arrives_bit_for_bit_with_dtypes_and_shapes(serve, credentials, 
 
 def test_r08_received_arrays_can_be_changed_in_place(serve, credentials, store):
     client = WeightClient(serve(store=store).address, credentials, run_id=RUN_ID)
-    manifest = client.manifest(0, 10)
-    for tensor in client.fetch(manifest, 10).values():
+    manifest = newest_manifest(client, 0, 10)
+    for tensor in fetch(client, manifest, 10).values():
         tensor[...] = 0
-    assert same(client.fetch(manifest, 10), version(5))
+    assert same(fetch(client, manifest, 10), version(5))
 
 
 def g01_sizes():
@@ -108,7 +110,7 @@ def test_g01_tensor_of_any_size_arrives(serve, credentials, nbytes):
     store = WeightStore(RUN_ID, 1)
     store.publish(0, {"t": tensor})
     client = WeightClient(serve(store=store).address, credentials, run_id=RUN_ID)
-    assert np.array_equal(client.fetch(client.manifest(0, 10), 60)["t"], tensor)
+    assert np.array_equal(fetch(client, newest_manifest(client, 0, 10), 60)["t"], tensor)
 
 
 CUTS = pytest.mark.parametrize("after_tensor", [0, 3, 5])
@@ -157,7 +159,7 @@ def test_g06_learner_killed_in_mid_stream_leaves_the_old_version(
     limit = 6000 + after_tensor * TENSOR_BYTES
     with TcpProxy(ports.get(timeout=HANG_S), [None, limit], hold) as proxy:
         worker = Worker(proxy.address, credentials, streams=1)
-        manifest = worker.client.manifest(5, 30)
+        manifest = newest_manifest(worker.client, 5, 30)
         proxy.on_limit = learner.kill
         with pytest.raises(WeightTransferError, match=proxy.address):
             worker.update(1.0)
@@ -263,34 +265,39 @@ def test_version_that_was_dropped_meanwhile_is_an_error_at_once(serve, credentia
     store = WeightStore(RUN_ID, 1)
     store.publish(5, version(5))
     client = WeightClient(serve(store=store).address, credentials, run_id=RUN_ID)
-    manifest = client.manifest(5, 10)
+    manifest = newest_manifest(client, 5, 10)
     store.publish(6, version(6))
     with pytest.raises(WeightTransferError, match=r"NOT_FOUND: policy version 5 .* are: \[6\]"):
-        client.fetch(manifest, 10)
+        fetch(client, manifest, 10)
 
 
 def test_manifest_waits_for_publication_and_times_out_naming_the_server(serve, credentials, store):
     server = serve(store=store)
-    client = WeightClient(server.address, credentials, run_id=RUN_ID)
-    message = f"waited 0.4 s for policy version >= 6 from weight service {server.address}: .* 5"
-    with pytest.raises(TimeoutError, match=message):
-        client.manifest(6, 0.4)
-    store.publish(6, version(6))
-    assert client.manifest(6, 10).policy_version == 6
+    message = f"waited 0.4 s for policy version >= 6 from {server.address}: .* 5"
+    with Replica(credentials, run_id=RUN_ID) as replica:
+        with pytest.raises(TimeoutError, match=message):
+            replica.pull(6, [server.address], 0.4)
+        store.publish(6, version(6))
+        assert replica.pull(6, [server.address], 10).manifest.policy_version == 6
 
 
 def test_client_of_another_run_is_refused(serve, credentials, store):
     client = WeightClient(serve(store=store).address, credentials, run_id="run-b")
     with pytest.raises(WeightTransferError, match="belongs to run 'run-a', the caller to 'run-b'"):
-        client.manifest(0, 10)
+        newest_manifest(client, 0, 10)
 
 
-def test_manifest_that_lies_is_refused_before_any_transfer(serve, credentials, store):
-    client = WeightClient(serve(store=store).address, credentials, run_id=RUN_ID)
-    manifest = client.manifest(0, 10)
-    for changes in (dict(digest="0" * 64), dict(tensors=manifest.tensors[1:])):
-        with pytest.raises(WeightTransferError, match="weight service"):
-            client.fetch(WeightManifest(**(vars(manifest) | changes)), 10)
+@pytest.mark.parametrize("changes", [{"digest": "0" * 64}, {"tensors": ()}])
+def test_manifest_that_lies_is_refused_before_any_transfer(serve, credentials, store, changes):
+    honest = store.held(5)
+    lying = WeightStore(RUN_ID, 1)
+    lying.adopt(
+        dataclasses.replace(honest, manifest=dataclasses.replace(honest.manifest, **changes))
+    )
+    client = WeightClient(serve(store=lying).address, credentials, run_id=RUN_ID)
+    with pytest.raises(WeightTransferError, match="weight service .*manifest digest"):
+        client.ask(0, wait_s=0.0, timeout_s=10)
+    assert lying.egress_bytes == 0
 
 
 def test_more_waiting_workers_than_threads_do_not_block_a_transfer(serve, credentials, store):

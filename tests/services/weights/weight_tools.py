@@ -1,11 +1,18 @@
-"""Small policy versions, and relays that lie."""
+"""Small policy versions, pulls from one server, and relays that lie."""
+
+import concurrent.futures
+import time
 
 import ml_dtypes
 import numpy as np
 
+from services.weights.client import WeightClient
 from services.weights.digest import tree_digest
 from services.weights.replica import Replica
 from services.weights.store import HeldVersion, WeightStore
+from services.weights.transfer import Transfer, Unreachable, arrays_of
+from services.wire.channel import Deadline
+from services.wire.messages import WeightManifest
 from services.wire.server import Server
 
 RUN_ID = "run-a"
@@ -35,6 +42,35 @@ def nudged(seed: int, step: int) -> dict[str, np.ndarray]:
         if step:
             bits[:3] = [0x8000, 0x7FC0 + step, 0xFF80]  # -0, nan with a payload, -inf
     return tensors
+
+
+def newest_manifest(client: WeightClient, min_version: int, timeout_s: float) -> WeightManifest:
+    """The manifest that a server offers, which may come up meanwhile."""
+    deadline = Deadline(timeout_s, f"policy version >= {min_version} from {client.address}")
+    while True:
+        left_s = max(deadline.remaining_s(), 0.01)
+        try:
+            offer = client.ask(min_version, wait_s=0.8 * left_s, timeout_s=left_s)
+        except Unreachable as error:
+            if not deadline.remaining_s():
+                raise deadline.error(str(error)) from error
+        else:
+            if offer.manifest is not None:
+                return offer.manifest
+            if not deadline.remaining_s():
+                raise deadline.error(f"the newest is {offer.current_version}")
+        time.sleep(0.05)
+
+
+def fetch(
+    client: WeightClient, manifest: WeightManifest, timeout_s: float
+) -> dict[str, np.ndarray]:
+    """The tensors of one version from one server, verified."""
+    deadline = Deadline(timeout_s, f"version {manifest.policy_version} from {client.address}")
+    with concurrent.futures.ThreadPoolExecutor(4) as hashing:
+        transfer = Transfer(manifest, np.empty(manifest.nbytes, np.uint8), hashing)
+        client.fill(transfer, deadline)
+    return arrays_of(manifest, transfer.buffer)
 
 
 def is_whole(replica: Replica, tensors: dict[str, np.ndarray]) -> bool:
