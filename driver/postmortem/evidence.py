@@ -18,8 +18,8 @@ from driver.errors import RunError
 from driver.postmortem import host_state as machine
 from driver.reports.redact import Redactor, is_secret
 from driver.reports.status import exit_code_of
-from services.process.run_processes import RunProcess, read_processes, state_of_run
 from services.process.run_processes import FOLDER as STACKS
+from services.process.run_processes import RunProcess, read_processes, state_of_run
 from services.process.stacks import request_stacks
 
 FILE_BYTES = 2**20
