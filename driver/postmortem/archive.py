@@ -1,10 +1,10 @@
 """One archive of everything that explains how a run ended: `python -m driver.postmortem --run DIR`.
 
-The driver makes it on an abnormal end. Where it could not, as after SIGKILL, the command makes it
-from the run's folder afterwards; on a run that still goes it shows where every process is.
+The driver writes it on an abnormal end. Where it could not, as after SIGKILL, the command makes it
+from the run's folder; for a run that is still going on it shows where every process is.
 
-Each part is had within its time or is named as missing, and none can hide the error that ended the
-run. No key, token or value of the environment goes in (`driver/reports/redact.py`).
+Each part is collected within its time or is listed as missing, and no part can hide the error that
+ended the run. No key, token or value of the environment goes in (`driver/reports/redact.py`).
 """
 
 import argparse
@@ -115,7 +115,7 @@ class Bundle:
         part_s: float = PART_S,
         all_s: float = PARTS_S,
     ) -> str:
-        """Takes each part that is had in time; returns the title of the likeliest cause."""
+        """Adds each part that is collected in time; returns the title of the likeliest cause."""
         deadline = time.monotonic() + all_s
         for name, find in parts:
             left_s = deadline - time.monotonic()
@@ -124,8 +124,8 @@ class Bundle:
                     raise TimeoutError(f"no time was left of {all_s:g} s")
                 found = in_time(find, min(part_s, left_s), name)
                 self._facts = dataclasses.replace(self._facts, **found.facts)
-                self._contents.append(f"{name}: {self._take(found.files)}")
-            # A part that fails is a line of the archive, and the others are had all the same.
+                self._contents.append(f"{name}: {self._add_files(found.files)}")
+            # A part that fails becomes one line of the archive; the others are still collected.
             except Exception as error:
                 self._contents.append(f"{name}: missing, {self.clean(described(error))}")
         causes = probable_causes(self._facts)
@@ -134,6 +134,7 @@ class Bundle:
         return self.clean(causes[0].title)
 
     def clean(self, text: str) -> str:
+        """The text without secrets."""
         return self._redactor.clean(text)
 
     def write(self) -> pathlib.Path:
@@ -153,7 +154,7 @@ class Bundle:
                 archive.addfile(entry, io.BytesIO(data))
         return path
 
-    def _take(self, files: Mapping[str, bytes | str]) -> str:
+    def _add_files(self, files: Mapping[str, bytes | str]) -> str:
         """Adds files while there is room; returns their names, or what was left out."""
         named = []
         for name, data in files.items():
@@ -173,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
         prog="python -m driver.postmortem",
         description="Makes a post-mortem archive from the folder of a run, whether it has ended or "
-        "not; a process that still lives is asked for its stacks.",
+        "not; running processes are asked for their stacks.",
     )
     parser.add_argument("--run", required=True, metavar="DIR", help="the run's output folder")
     folder = pathlib.Path(parser.parse_args(arguments).run).resolve()

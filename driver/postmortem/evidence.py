@@ -1,6 +1,6 @@
-"""The parts of a post-mortem: what is read, where, and what of it tells why a run ended.
+"""The parts of a post-mortem: what is read, where from, and which facts about the end it gives.
 
-Each part stands alone: it may fail or take too long without harm to the others.
+The parts are independent: one may fail or take too long without harm to the others.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from driver.errors import RunError
-from driver.postmortem import host_state as machine
+from driver.postmortem import host_state
 from driver.reports.redact import Redactor, is_secret
 from driver.reports.status import exit_code_of
 from services.process.run_processes import FOLDER as STACKS
@@ -43,7 +43,7 @@ NOTABLE_LINES = 40
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sources:
-    """What only the driver of the run can say."""
+    """What only the driver of the run knows."""
 
     config: str = ""
     """The configuration as run, YAML."""
@@ -58,7 +58,7 @@ class Sources:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
-    """What one part brings."""
+    """What one part found."""
 
     files: Mapping[str, bytes | str] = dataclasses.field(default_factory=dict)
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -68,23 +68,23 @@ class Found:
 def parts(
     folder: pathlib.Path, redactor: Redactor, cause: BaseException | None, sources: Sources
 ) -> list[tuple[str, Callable[[], Found]]]:
-    """Name and function of each part by importance: what comes late may be left out."""
+    """Name and function of each part, the important ones first: later ones may be left out."""
     return [
         ("how it ended", lambda: _ended(folder, cause)),
-        ("books", lambda: _books(folder, redactor, sources)),
-        ("state of the parts", lambda: _tables(sources)),
+        ("records", lambda: _records_of_run(folder, redactor, sources)),
+        ("state of the processes", lambda: _tables(sources)),
         ("stacks", lambda: _stacks(folder, redactor)),
         ("machine", lambda: _machine(folder, redactor)),
         ("kernel log", lambda: _kernel(folder)),
         ("process logs", lambda: _process_logs(folder, redactor, sources.log_folders)),
         ("offending groups", lambda: _rejected(folder, redactor)),
-        ("versions", lambda: Found(files={"versions.json": _json(machine.versions())})),
+        ("versions", lambda: Found(files={"versions.json": _json(host_state.versions())})),
         ("files of the run", lambda: _listing(folder)),
     ]
 
 
 def _ended(folder: pathlib.Path, cause: BaseException | None) -> Found:
-    """The error with its tracebacks; from what the run wrote where nobody brings one."""
+    """The error with its tracebacks; from what the run wrote, without one."""
     status = _status(folder)
     if cause is None:
         path = folder / "error.txt"
@@ -113,7 +113,7 @@ def _ended(folder: pathlib.Path, cause: BaseException | None) -> Found:
     return Found(files={"error.txt": details[-FILE_BYTES:]}, facts=facts)
 
 
-def _books(folder: pathlib.Path, redactor: Redactor, sources: Sources) -> Found:
+def _records_of_run(folder: pathlib.Path, redactor: Redactor, sources: Sources) -> Found:
     """Status, configuration, and the last lines of the logs."""
     files: dict[str, bytes | str] = {
         f"run/{name}": redactor.tail(folder / name, FILE_BYTES)
@@ -141,25 +141,25 @@ def _tables(sources: Sources) -> Found:
 
 
 def _stacks(folder: pathlib.Path, redactor: Redactor) -> Found:
-    """Asks the processes that live, and takes what those that crashed have left."""
+    """Asks running processes for their stacks, and reads those of crashed ones."""
     answers = request_stacks(folder, STACKS_S)
     processes = [answer.process for answer in answers]
-    told = [f"{a.process.name}-{a.process.pid}: {a.problem or 'answered'}" for a in answers]
+    answered = [f"{a.process.name}-{a.process.pid}: {a.problem or 'answered'}" for a in answers]
     newest = read_processes(folder)[:PROCESSES]
-    files: dict[str, bytes | str] = {"stacks/answers.txt": "\n".join(told)}
+    files: dict[str, bytes | str] = {"stacks/answers.txt": "\n".join(answered)}
     dumps = {}
     for process in newest:
         files[f"{STACKS}/{process.path.name}"] = redactor.tail(process.path, RAY_LOG_BYTES)
         text = process.path.read_text(errors="replace")[-RAY_LOG_BYTES:]
         dumps[process.path.stem] = text.rpartition("=== asked at")[2]
-    states = [machine.process_state(process) for process in processes]
+    states = [host_state.read_process(process) for process in processes]
     files["processes.json"] = _json([dataclasses.asdict(state) for state in states])
     return Found(files=files, facts={"processes": tuple(states), "stacks": dumps})
 
 
 def _machine(folder: pathlib.Path, redactor: Redactor) -> Found:
     """Memory, disks and the few variables that may be shown."""
-    seen = machine.look([folder, pathlib.Path("/tmp"), pathlib.Path("/dev/shm")])
+    seen = host_state.read_machine([folder, pathlib.Path("/tmp"), pathlib.Path("/dev/shm")])
     files = {
         "machine.json": _json(dataclasses.asdict(seen)),
         "environment.json": _json(redactor.environment()),
@@ -169,14 +169,14 @@ def _machine(folder: pathlib.Path, redactor: Redactor) -> Found:
 
 def _kernel(folder: pathlib.Path) -> Found:
     since = float(_status(folder).get("started", 0))
-    lines = machine.kernel_lines(since, machine.look([]).boot_time)
+    lines = host_state.kernel_log_lines(since, host_state.read_machine([]).boot_time)
     return Found(files={"kernel.txt": "\n".join(lines)}, facts={"kernel": tuple(lines)})
 
 
 def _process_logs(
     folder: pathlib.Path, redactor: Redactor, log_folders: Sequence[pathlib.Path]
 ) -> Found:
-    """Tails of what the run's processes wrote, and of the raylets and the head beside them."""
+    """The last lines of the logs of the run's processes and of Ray."""
     processes = read_processes(folder)[:PROCESSES]
     files: dict[str, bytes | str] = {}
     notable, deadline = [], time.monotonic() + LOGS_S
@@ -205,12 +205,12 @@ def _log_paths(
                 found.append((f"logs/{process.name}-{process.pid}{end}", log, FILE_BYTES))
             if (log.parent / "raylet.out").is_file():
                 folders.add(log.parent)
-    for place in sorted(folders or {RAY_LATEST}):
-        found += [(f"logs/ray/{x}", place / x, RAY_LOG_BYTES) for x in RAY_LOGS]
+    for folder in sorted(folders or {RAY_LATEST}):
+        found += [(f"logs/ray/{x}", folder / x, RAY_LOG_BYTES) for x in RAY_LOGS]
         for process in here:
             found += [
                 (f"logs/ray/{process.name}-{log.name}", log, RAY_LOG_BYTES)
-                for log in place.glob(f"*[_-]{process.pid}.*")
+                for log in folder.glob(f"*[_-]{process.pid}.*")
                 if str(log) not in process.logs
             ]
     return [one for one in found if one[1].is_file()]
@@ -224,12 +224,12 @@ def _rejected(folder: pathlib.Path, redactor: Redactor) -> Found:
 
 
 def _listing(folder: pathlib.Path) -> Found:
-    """Size, time and name of what the run left, the spool's segments and checkpoints too."""
+    """Size, time and name of every file of the run, spool and checkpoints included."""
     lines = []
-    for place, _, names in os.walk(folder):
-        for path in (pathlib.Path(place, name) for name in sorted(names)):
+    for inner, _, names in os.walk(folder):
+        for path in (pathlib.Path(inner, name) for name in sorted(names)):
             stat = path.lstat()
-            moment = machine.utc(stat.st_mtime)
+            moment = host_state.utc(stat.st_mtime)
             lines.append(f"{stat.st_size:>14,} {moment} {path.relative_to(folder)}")
         if len(lines) > LISTED_FILES:
             lines[LISTED_FILES:] = [f"and more: only the first {LISTED_FILES} are listed"]

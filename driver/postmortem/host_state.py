@@ -1,10 +1,9 @@
-"""What this host says of itself when a run has ended badly: memory, disks, processes, the kernel.
+"""The state of this host when a run has ended badly: memory, disks, processes, the kernel's log.
 
-Linux tells most of it in /proc; elsewhere what is missing is 0 or empty.
+Control groups and kernel functions are Linux's; elsewhere their values are 0 or empty.
 """
 
 import dataclasses
-import os
 import pathlib
 import platform
 import re
@@ -13,7 +12,10 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
+
+import psutil
 
 from driver.reports.code_record import package_versions
 from services.process.run_processes import RunProcess, state_of
@@ -70,18 +72,18 @@ class ProcessState:
     """Kernel functions that its threads sleep in, with how many do."""
 
 
-def look(disks: Sequence[pathlib.Path]) -> Machine:
+def read_machine(disks: Sequence[pathlib.Path]) -> Machine:
     """Reads memory, load and the file systems of these paths."""
-    memory = _numbers(pathlib.Path("/proc/meminfo"))
-    total, available = memory.get("MemTotal:", 0) * 1024, memory.get("MemAvailable:", 0) * 1024
+    memory = psutil.virtual_memory()
+    total, available = memory.total, memory.available
     limit, used, kills = _container()
-    if 0 < limit < (total or limit + 1):
-        total, available = limit, min(available or limit, max(0, limit - used))
+    if 0 < limit < total:
+        total, available = limit, min(available, max(0, limit - used))
     return Machine(
         host=socket.gethostname(),
-        cpus=os.cpu_count() or 0,
-        load=os.getloadavg()[0],
-        boot_time=float(_numbers(pathlib.Path("/proc/stat")).get("btime", 0)),
+        cpus=psutil.cpu_count() or 0,
+        load=psutil.getloadavg()[0],
+        boot_time=psutil.boot_time(),
         memory_total=total,
         memory_available=available,
         oom_kills=kills,
@@ -89,31 +91,28 @@ def look(disks: Sequence[pathlib.Path]) -> Machine:
     )
 
 
-def process_state(process: RunProcess) -> ProcessState:
-    """What /proc says of a process; only its state where it is gone or on another host."""
+def read_process(process: RunProcess) -> ProcessState:
+    """What the system knows of a process; only its state where it is gone or on another host."""
     state = state_of(process)
-    folder = pathlib.Path(f"/proc/{process.pid}")
     if state in ("", "?"):
         return ProcessState(name=process.name, pid=process.pid, state=state)
-    numbers = _numbers(folder / "status")
-    waits: dict[str, int] = {}
-    for task in (folder / "task").iterdir():
-        function = _text(task / "wchan").strip()
-        if function not in ("", "0"):
-            waits[function] = waits.get(function, 0) + 1
+    there, folder = psutil.Process(process.pid), pathlib.Path(f"/proc/{process.pid}")
+    waits = Counter(_text(task / "wchan").strip() for task in (folder / "task").iterdir())
     return ProcessState(
         name=process.name,
         pid=process.pid,
         state=state,
-        rss_bytes=numbers.get("VmRSS:", 0) * 1024,
-        peak_rss_bytes=numbers.get("VmHWM:", 0) * 1024,
-        threads=numbers.get("Threads:", 0),
-        open_files=len(list((folder / "fd").iterdir())),
-        waits_in=tuple(f"{count} x {function}" for function, count in waits.items()),
+        rss_bytes=there.memory_info().rss,
+        peak_rss_bytes=_numbers(folder / "status").get("VmHWM:", 0) * 1024,
+        threads=there.num_threads(),
+        open_files=there.num_fds(),
+        waits_in=tuple(
+            f"{count} x {name}" for name, count in waits.items() if name not in ("", "0")
+        ),
     )
 
 
-def kernel_lines(since: float, boot_time: float) -> list[str]:
+def kernel_log_lines(since: float, boot_time: float) -> list[str]:
     """What the kernel noted of memory, faults and devices after a Unix time.
 
     Raises:
@@ -165,7 +164,7 @@ def _disk(path: pathlib.Path) -> Disk:
 
 
 def _container() -> tuple[int, int, int]:
-    """Limit and use of memory of this process's control group, and its kills; 0 where unknown.
+    """Memory limit and use of this process's control group, and its kills; 0 where unknown.
 
     The file names are those of version 2, then of version 1.
     """
@@ -188,7 +187,7 @@ def _container() -> tuple[int, int, int]:
 
 
 def _used(folder: pathlib.Path, file: str, cache: str) -> int:
-    """Memory of a control group that cannot be had back by dropping files that nobody uses."""
+    """Memory of a control group that cannot be freed by dropping unused file caches."""
     used = _number(_text(folder / file).strip())
     return max(0, used - _numbers(folder / "memory.stat").get(cache, 0))
 

@@ -1,13 +1,35 @@
-"""From what is known of a run that ended badly to why it did, in plain words.
-
-Pure: facts go in (`run_facts.py`), ranked causes come out (`cause_rules.py`), on one page.
-"""
+"""Ranks the probable causes of how a run ended, and writes them on one page."""
 
 from collections.abc import Sequence
 
-from driver.postmortem.cause_rules import RULES, Rule, Said
+from driver.postmortem import host_causes as host
+from driver.postmortem import training_causes as training
+from driver.postmortem.cause import Cause, PatternRule, Rule
 from driver.postmortem.host_state import utc
-from driver.postmortem.run_facts import Cause, Facts, short, without_ray_guesses
+from driver.postmortem.run_facts import Facts, short, without_ray_guesses
+
+RULES: tuple[Rule, ...] = (
+    host.find_out_of_memory,
+    host.DEVICE_MEMORY,
+    host.find_disk_full,
+    host.find_crash,
+    training.find_lost_learner,
+    host.find_killed_driver,
+    training.find_failing_rewards,
+    training.find_nonfinite_update,
+    training.CANARY,
+    training.find_foreign_groups,
+    training.DAMAGED_FILE,
+    host.PORT_TAKEN,
+    host.HANDSHAKE,
+    host.NETWORK,
+    training.find_used_up_restarts,
+    training.find_silent_process,
+    training.find_accounting_error,
+    training.find_bad_configuration,
+    host.find_missing_resources,
+)
+"""In the order in which equal weights are listed."""
 
 SHOWN_CAUSES = 3
 BROKEN = 1
@@ -17,8 +39,7 @@ BROKEN = 1
 def probable_causes(facts: Facts) -> list[Cause]:
     """Every explanation that the facts support, the likeliest first; at least one.
 
-    A rule that stumbles over facts of an odd form, as a killed process may leave them, is one
-    explanation less.
+    A rule that fails on malformed facts, as a killed process may leave them, is skipped.
     """
     found = []
     for rule in RULES:
@@ -39,34 +60,38 @@ def _unknown(facts: Facts) -> Cause:
             weight=100,
             title="nothing went wrong: the run finished",
             evidence=(),
-            next_step="nothing, unless its results surprise you",
+            next_step="nothing",
         )
     if not facts.error and facts.status.get("state") == "running" and not facts.driver_gone:
         return Cause(
             name="running",
             weight=100,
-            title="the run still goes: this shows where it is",
+            title="the run is still going on: this shows its state",
             evidence=(),
-            next_step="if it does not move, read stacks/ for where each process is",
+            next_step="if it makes no progress, read stacks/ for where each process is",
         )
     error = facts.error or str(facts.status.get("reason", "")) or "no error is known"
     return Cause(
         name="unknown",
         weight=10,
-        title=f"no rule knows this end: {short(without_ray_guesses(error))}",
+        title=f"the cause is unknown: {short(without_ray_guesses(error))}",
         evidence=facts.logs[-3:],
         next_step="read error.txt, then the last lines of logs/",
     )
 
 
 def _broken(rule: Rule, error: Exception) -> Cause:
-    name = rule.name if isinstance(rule, Said) else rule.__name__.strip("_")
+    name = (
+        rule.name
+        if isinstance(rule, PatternRule)
+        else rule.__name__.removeprefix("find_").replace("_", " ")
+    )
     return Cause(
         name="rule failed",
         weight=BROKEN,
         title=f"the rule {name!r} could not be applied",
         evidence=(f"{type(error).__name__}: {short(str(error))}",),
-        next_step="keep this archive with a report of the fault",
+        next_step="report this as a bug, with this archive",
     )
 
 
@@ -74,10 +99,10 @@ def page(facts: Facts, causes: Sequence[Cause], contents: Sequence[str]) -> str:
     """PROBABLE_CAUSE.md: how the run ended, the likeliest causes, and what lies beside this page.
 
     Args:
-        contents: a line for each part of the archive, and for what could not be had.
+        contents: a line for each part of the archive, and for each missing part.
     """
     status = facts.status
-    ended = facts.error or str(status.get("reason") or "nothing said")
+    ended = facts.error or str(status.get("reason") or "no reason is recorded")
     lines = [
         f"# {causes[0].title}",
         "",

@@ -1,4 +1,4 @@
-"""What is known of a run that ended badly, as the rules of `cause_rules.py` take it."""
+"""What is known of a run that ended badly, and how rules search in it."""
 
 import collections
 import dataclasses
@@ -14,7 +14,7 @@ LINE_CHARS = 240
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What was found; everything may be missing."""
+    """Evidence; every field may be missing."""
 
     error: str = ""
     """`Type: message` of the error that ended the run."""
@@ -26,7 +26,7 @@ class Facts:
     status: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """status.json."""
     driver_gone: bool = False
-    """status.json says running, and no such process is there."""
+    """status.json says running, and that process has ended."""
     worker_errors: tuple[str, ...] = ()
     """Why workers were replaced, one text each, such as `rollout-0: its process ended`."""
     processes: tuple[ProcessState, ...] = ()
@@ -45,26 +45,13 @@ class Facts:
     """Files of groups whose update was not finite."""
 
     @property
-    def told(self) -> list[str]:
-        """What processes said themselves, line by line, without what Ray adds to every death."""
+    def reported(self) -> list[str]:
+        """What processes reported, line by line, without what Ray adds to every death."""
         texts = [self.error, *self.worker_errors]
         # An indented line of a traceback is source code, not something that happened.
         lines = (line for line in self.details.splitlines() if not line.startswith((" ", "\t")))
         texts += [line for line in lines if not (self.error and line.endswith(self.error))]
         return [without_ray_guesses(text) for text in texts if text]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cause:
-    """One explanation."""
-
-    name: str
-    weight: int
-    """0 to 100."""
-    title: str
-    """One sentence."""
-    evidence: tuple[str, ...]
-    next_step: str
 
 
 def grouped(errors: Sequence[str]) -> list[str]:
@@ -102,7 +89,8 @@ def without_ray_guesses(text: str) -> str:
     return _RAY_GUESSES.sub("", text)
 
 
-def cause_of(name: str, weight: int, title: str, evidence: Sequence[str], next_step: str) -> Cause:
-    """A cause with its evidence kept to what fits on a page."""
-    shown = tuple(line for line in evidence if line)[: 2 * SHOWN_LINES]
-    return Cause(name=name, weight=weight, title=title, evidence=shown, next_step=next_step)
+def innermost_frame(dump: str) -> str:
+    """The innermost frame in a dump of stacks: of the current thread, or of the first."""
+    _, _, current = dump.rpartition("Current thread")
+    frames = re.findall(r'^\s+File "(.*?)", line (\d+)(?: in (.+))?', current or dump, re.M)
+    return f"{frames[0][2]} ({frames[0][0]}:{frames[0][1]})" if frames else "no Python frame"

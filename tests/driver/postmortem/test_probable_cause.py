@@ -114,17 +114,17 @@ REFUSED = (
         (
             Facts(metrics=({"step": 1, "groups/unknown_receipt": 7.0},)),
             "receipts",
-            ["never issued", "groups/unknown_receipt = 7"],
+            ["never published", "groups/unknown_receipt = 7"],
         ),
         (
             Facts(metrics=({"step": 1, "groups/stale": 7.0},)),
             "receipts",
-            ["came too late", "max_staleness"],
+            ["arrived too late", "max_staleness"],
         ),
         (
             Facts(error="rollout-1: live weights of version 7 have digest ab, published was cd"),
             "receipts",
-            ["never issued", "weights.dtype"],
+            ["never published", "weights.dtype"],
         ),
         (
             Facts(details="learner.checkpoint.DamagedCheckpoint: state/x: 3 of 9 bytes"),
@@ -186,21 +186,21 @@ REFUSED = (
         ),
         (
             Facts(error="LedgerError: 3 groups lost", error_types=("LedgerError",)),
-            "books",
-            ["fault in this program", "3 groups lost"],
+            "accounting",
+            ["internal accounting error", "3 groups lost"],
         ),
         (Facts(error="ZeroDivisionError: x", machine=ROOMY), "unknown", ["ZeroDivisionError: x"]),
         (Facts(), "unknown", ["no error is known"]),
         (
             Facts(metrics=({"groups/stale": "seven"},), error="Odd: x"),
             "unknown",
-            ["Odd: x", "'receipts' could not be applied"],
+            ["Odd: x", "'foreign groups' could not be applied"],
         ),
     ],
 )
 def test_each_rule_names_its_cause_evidence_and_next_step(facts, name, parts):
     causes = probable_causes(facts)
-    shown = page(facts, causes, ["books: run/status.json"])
+    shown = page(facts, causes, ["records: run/status.json"])
     assert causes[0].name == name, [cause.name for cause in causes]
     assert [part for part in parts if part not in shown] == []
 
