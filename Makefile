@@ -4,6 +4,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Test processes side by side; a test uses about one core.
 JOBS ?= 2
+# Tests of a file share what it builds, so one process runs them all.
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check tpu-check format proto smollm2 chromium demo-model chaos soak clean
@@ -29,14 +31,13 @@ demo: .venv/.run ## train the embedded model on two CPU cores and watch its accu
 	$(BIN)/python deploy/run_local.py --config deploy/runs/demo_cpu.yaml
 
 test: .venv/.test ## run the whole test suite (but what needs a GPU or a TPU)
-	$(BIN)/python -m pytest -m "not gpu and not tpu and not service" -n $(JOBS) --dist loadfile --no-loadscope-reorder
-	$(BIN)/python -m pytest -m "not gpu and not tpu and service"
+	$(PYTEST) -m "not gpu and not tpu"
 
 check: .venv/.test ## lint, format, types and the quick tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/python -m pytest -m "not gpu and not tpu and not slow"
+	$(PYTEST) -m "not gpu and not tpu and not slow"
 
 format: .venv/.test ## rewrite the sources as `make check` wants them
 	$(BIN)/ruff check --fix .

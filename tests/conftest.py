@@ -15,17 +15,26 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # else a process of pytest-xd
 import hypothesis
 import jax
 
-# How long an example takes says more of the machine than of the code.
-hypothesis.settings.register_profile("tandem", deadline=None)
+# The same examples in every run. How long one takes says more of the machine than of the code.
+hypothesis.settings.register_profile(
+    "tandem",
+    deadline=None,
+    derandomize=True,
+    max_examples=50,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("tandem")
 jax.config.update("jax_num_cpu_devices", 8)
 
 
 def pytest_collection_modifyitems(items):
-    """Files with slow tests first: with two processes none of them is to be left to one at the
-    end. Within a file the order stays."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    """Files with services first, then those with slow tests: none of them is to be left to one
+    process at the end. Within a file the order stays."""
+    first = {
+        marker: {item.path for item in items if item.get_closest_marker(marker)}
+        for marker in ("service", "slow")
+    }
+    items.sort(key=lambda item: [item.path not in paths for paths in first.values()])
 
 
 SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared"

@@ -1,6 +1,7 @@
 """One run undisturbed, the same with faults, and what the difference is."""
 
 import dataclasses
+import os
 import pathlib
 import shutil
 import time
@@ -90,7 +91,9 @@ def run_campaign(
     # restart is not what is looked at here.
     extra = {
         failpoints.VARIABLE: str(points),
-        "JAX_COMPILATION_CACHE_DIR": str(folder / CACHE),
+        "JAX_COMPILATION_CACHE_DIR": os.environ.get(
+            "JAX_COMPILATION_CACHE_DIR", str(folder / CACHE)
+        ),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
     }

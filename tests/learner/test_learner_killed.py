@@ -1,6 +1,6 @@
 """A learner process that is killed at its worst moments gives the weights of one that was not."""
 
-import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -10,25 +10,19 @@ import pytest
 from services.process import failpoints
 from tests.tiny_model import write_tiny_model
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
 pytestmark = [pytest.mark.slow, pytest.mark.service]
 
 
 @pytest.fixture(scope="module")
-def child(tmp_path_factory):
+def child():
     """Runs a module in a process; all of them share what JAX has compiled."""
-    cache = tmp_path_factory.mktemp("cache")
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "PYTHONPATH": os.pathsep.join([os.getcwd(), os.path.join(os.getcwd(), "tests")]),
-    }
 
     def run(module, *arguments):
         return subprocess.run(
             [sys.executable, "-m", module, *map(str, arguments)],
-            env=environment,
+            cwd=ROOT,
             capture_output=True,
             text=True,
         )

@@ -7,7 +7,7 @@ import threading
 import grpc
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.pb import trajectories_pb2, trajectories_pb2_grpc
@@ -291,7 +291,6 @@ def fuzzed(authority, credentials, make_buffer):
         yield buffer, channel.stream_unary(f"/{codec.TRAJECTORY_SERVICE}/PushGroup"), channel
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_fuzzed_push_never_crashes_the_server(fuzzed, make_group, data):
     buffer, push_raw, channel = fuzzed

@@ -6,7 +6,7 @@ import hashlib
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.weights.delta import (
@@ -65,7 +65,6 @@ def test_close_changes_take_codes_of_one_byte():
     )
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     dtype=st.sampled_from(["bfloat16", "float8_e5m2", "float32", "float64", "bool", "int8"]),
     size=st.integers(0, 3_000),
