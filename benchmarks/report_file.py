@@ -1,9 +1,19 @@
-"""Where an instrument writes its report, looked at before the work and not after it."""
+"""What every bench does with its report: versions, strict JSON, `--json`, tables of text."""
 
+import importlib.metadata
+import json
+import math
 import os
 import pathlib
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 STDOUT = "-"
+PACKAGES = ("jax", "jaxlib", "libtpu")
+INTERPRETED = "pallas is interpreted here: exact, and no measure of its speed"
 
 
 def check_report_file(file: str | None) -> None:
@@ -24,3 +34,62 @@ def check_report_file(file: str | None) -> None:
         raise ValueError(f"--json {file}: its folder does not exist: make it first")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ValueError(f"--json {file} may not be written: name another file")
+
+
+def write_report(report: dict[str, Any], file: str | None, text: Sequence[str] = ()) -> None:
+    """Prints the text, and writes the report as `--json` asks.
+
+    Args:
+        report: values that strict JSON can hold.
+        file: None writes none; STDOUT prints the report instead of the text.
+        text: lines for a person.
+    """
+    document = json.dumps(report, indent=2, allow_nan=False)
+    if file == STDOUT:
+        print(document)
+        return
+    if text:
+        print("\n".join(text))
+    if file is not None:
+        pathlib.Path(file).write_text(document + "\n", encoding="utf-8")
+
+
+def aligned(rows: Sequence[Sequence[object]]) -> list[str]:
+    """Lines with columns two blanks apart, the first to the left and the others to the right."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join(
+            f"{cell:{'>' if column else '<'}{width}}"
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]
+
+
+def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Aligned columns under a title."""
+    return "\n".join([title, "", *aligned([heads, *rows])])
+
+
+def versions() -> dict[str, str | None]:
+    """Of what decides about a measurement; None for what is not installed."""
+    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def json_values(value: Any) -> Any:
+    """The value as strict JSON can hold it; numbers that are not finite become null."""
+    if isinstance(value, dict):
+        return {key: json_values(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_values(each) for each in value]
+    if isinstance(value, float | np.floating):
+        return float(value) if math.isfinite(value) else None
+    return value

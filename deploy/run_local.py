@@ -21,10 +21,11 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterable
 
 SUMMARY = re.compile(r"[\w.-]+: accuracy .+ -> .+, reward .+ -> .+, steps \d+, seconds \d+$")
 CHATTER = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+\s+(INFO|SUCC) |.*WARNING.* is now ignored")
-"""What the job client says of uploads and of its own commands."""
+"""Lines of the job client about uploads and its own commands; they are not shown."""
 DASHBOARD = re.compile(r"dashboard: (\S+) \(link with its token: .+ --run (.+) --link\)$")
 NO_AGENT = "No available agent to submit job"
 SUBMISSIONS = 5
@@ -46,7 +47,7 @@ def _on_signal(signum: int, frame) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
+    """Ports that are free now."""
     sockets = [socket.socket() for _ in range(count)]
     for one in sockets:
         one.bind(("127.0.0.1", 0))
@@ -60,10 +61,12 @@ def start_head(environment: dict[str, str], folder: str, log) -> tuple[subproces
     """Starts a Ray head in a process group of its own; returns it and its job address."""
     dashboard, agent, client = free_ports(3)  # Ray's own choices collide with another head's
     head = subprocess.Popen(
-        ["ray", "start", "--head", "--block", "--disable-usage-stats"]
-        + ["--node-ip-address", "127.0.0.1", "--port", "0", "--temp-dir", folder]
-        + ["--dashboard-host", "127.0.0.1", "--dashboard-port", str(dashboard)]
-        + ["--dashboard-agent-listen-port", str(agent), "--ray-client-server-port", str(client)],
+        [
+            *("ray", "start", "--head", "--block", "--disable-usage-stats"),
+            *("--node-ip-address", "127.0.0.1", "--port", "0", "--temp-dir", folder),
+            *("--dashboard-host", "127.0.0.1", "--dashboard-port", str(dashboard)),
+            *("--dashboard-agent-listen-port", str(agent), "--ray-client-server-port", str(client)),
+        ],
         env=environment,
         stdout=log,
         stderr=log,
@@ -99,16 +102,17 @@ class Relay(threading.Thread):
     `ray job submit` has more to say after the job, so that line is to be printed last.
     """
 
-    def __init__(self, job: subprocess.Popen):
+    def __init__(self, lines: Iterable[str]):
         super().__init__(name="relay", daemon=True)
-        self._lines = job.stdout
+        self._lines = lines
         self.summary = ""
         self.refusal = ""
-        """What the head said where it had no agent yet that could take the job."""
+        """What the head answered while it had no agent that could take the job."""
         self._held: list[str] | None = None
         """A traceback of the client in place of the job's output; of no use after a refusal."""
 
     def run(self) -> None:
+        """Reads the output to its end."""
         is_first = True
         for line in self._lines:
             if SUMMARY.match(line):
@@ -128,8 +132,8 @@ class Relay(threading.Thread):
 
 
 def whole_link(line: str) -> str:
-    """The line that names the dashboard, with its token for a terminal: the job's own output is
-    kept in a log of the cluster, and has none.
+    """Adds the token to the line that names the dashboard, on a terminal only: the job's own output
+    is kept in a log of the cluster and has none.
     """
     found = DASHBOARD.match(line)
     if found is None or not sys.stdout.isatty():
@@ -150,9 +154,11 @@ def submit(
 ) -> subprocess.Popen:
     """Submits the run as a job of the head; the process returned ends with the job."""
     return subprocess.Popen(
-        ["ray", "job", "submit", "--address", address, "--submission-id", job_id]
-        + ["--log-style", "record", "--working-dir", str(root)]
-        + ["--", "python", "-m", "driver", *arguments],
+        [
+            *("ray", "job", "submit", "--address", address, "--submission-id", job_id),
+            *("--log-style", "record", "--working-dir", str(root)),
+            *("--", "python", "-m", "driver", *arguments),
+        ],
         env={**environment, "RAY_ADDRESS": address},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -188,10 +194,11 @@ def end_group(process: subprocess.Popen, grace_s: float) -> None:
 
 
 def main(arguments: list[str]) -> int:
+    """Runs the job on a head of its own; returns the exit code."""
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
         return 0
-    # A fault in the configuration is told at once, before anything is started.
+    # An error in the configuration is reported before anything is started.
     checked = [sys.executable, "-m", "driver", *arguments, "--print-config"]
     code = subprocess.run(checked, stdout=subprocess.DEVNULL).returncode
     if code:
@@ -214,6 +221,7 @@ def main(arguments: list[str]) -> int:
     }
     environment.pop("RAY_ADDRESS", None)
     job, output, job_id, succeeded = None, None, f"tandem-{secrets.token_hex(4)}", False
+    refusal = ""
     log_path = folder / "head.log"
     log = log_path.open("w")
     print("starting a Ray head on loopback", flush=True)
@@ -222,16 +230,18 @@ def main(arguments: list[str]) -> int:
         wait_for_head(head, address, log_path)
         for _ in range(SUBMISSIONS):
             job = submit(address, job_id, root, arguments, environment)
-            output = Relay(job)
+            assert job.stdout is not None
+            output = Relay(job.stdout)
             output.start()
             job.wait()
             output.join(JOB_STOP_S)
-            if not output.refusal:
+            refusal = output.refusal
+            if not refusal:
                 break
-            print("the Ray head takes no job yet", flush=True)
+            print("the Ray head is not ready for a job yet; trying again", flush=True)
             time.sleep(3)
         else:
-            print(f"the Ray head took no job, {SUBMISSIONS} times: {output.refusal}", flush=True)
+            print(f"the Ray head refused the job {SUBMISSIONS} times: {refusal}", flush=True)
         succeeded = job is not None and job.wait() == 0
         return 0 if succeeded else 1
     except Stopped as stopped:

@@ -17,15 +17,15 @@ from collections.abc import Callable, Sequence
 
 from benchmarks.ab import compare
 from benchmarks.ab.compare import Comparison, Tolerances
-from benchmarks.ab.interrupt import Interrupted, Interrupts
-from benchmarks.ab.job import Implementation, Job, RunFailed, RunResult, WrongInput
+from benchmarks.ab.interrupt import ComparisonInterrupted, Interrupts
+from benchmarks.ab.job import Implementation, RunFailed, RunResult, TrainingJob, WrongInput
 from benchmarks.ab.report import Report, plain, text
 from benchmarks.report_file import check_report_file
 from learner.config import LearnerConfig
 from learner.durable.rollout_file import Contents, scan
 from services.process.config_section import validated
 
-Launch = Callable[[Job], RunResult]
+Launch = Callable[[TrainingJob], RunResult]
 
 _EPILOG = """\
 record rollouts with `python -m driver --config run.yaml --set log.record_rollouts=true`: the run
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None, launch: Launch | None = None) -
     given = parser().parse_args(arguments)
     try:
         report = _report(given, launch)
-    except Interrupted as interrupted:
+    except ComparisonInterrupted as interrupted:
         print(interrupted, file=sys.stderr)
         return interrupted.exit_code
     except WrongInput as error:
@@ -100,11 +100,14 @@ def main(arguments: Sequence[str] | None = None, launch: Launch | None = None) -
 
 def _report(given: argparse.Namespace, launch: Launch | None) -> Report:
     """Does the comparison; the folder is removed with signals held off, whatever happens."""
-    with Interrupts() as interrupts, tempfile.TemporaryDirectory(prefix="tandem-ab-") as folder:
-        with interrupts.raised():
-            scratch = pathlib.Path(folder)
-            plan = _plan(given, scratch)
-            return _compare(plan, given, launch or _Child(scratch, interrupts))
+    with (
+        Interrupts() as interrupts,
+        tempfile.TemporaryDirectory(prefix="tandem-ab-") as folder,
+        interrupts.raised(),
+    ):
+        scratch = pathlib.Path(folder)
+        plan = _plan(given, scratch)
+        return _compare(plan, given, launch or _Child(scratch, interrupts))
 
 
 def parse_implementations(text: str) -> tuple[Implementation, ...]:
@@ -143,7 +146,7 @@ def _choices(field: str) -> tuple[str, ...]:
     return typing.get_args(LearnerConfig.model_fields[field].annotation)
 
 
-def _plan(given: argparse.Namespace, scratch: pathlib.Path) -> list[Job]:
+def _plan(given: argparse.Namespace, scratch: pathlib.Path) -> list[TrainingJob]:
     """One job for each implementation, all checked.
 
     Raises:
@@ -172,7 +175,7 @@ def _plan(given: argparse.Namespace, scratch: pathlib.Path) -> list[Job]:
     checked = [p.step for n, p in enumerate(contents.places[:steps], 1) if n % every == 0]
     last = contents.places[steps - 1].step
     return [
-        Job(
+        TrainingJob(
             rollouts=given.rollouts,
             model=given.model or _model_of(contents),
             implementation=one,
@@ -257,7 +260,7 @@ def _given_tolerances(given: argparse.Namespace) -> dict[str, float | None]:
     return {name: getattr(given, f"{name}_tol") for name in Tolerances._fields}
 
 
-def _compare(plan: list[Job], given: argparse.Namespace, launch: Launch) -> Report:
+def _compare(plan: list[TrainingJob], given: argparse.Namespace, launch: Launch) -> Report:
     """Runs every job, the first one in exact arithmetic where that is needed, and judges."""
     first_job, *other_jobs = plan
     first = launch(first_job)
@@ -292,7 +295,7 @@ def _compare(plan: list[Job], given: argparse.Namespace, launch: Launch) -> Repo
     )
 
 
-def _against(first: Job, job: Job, launch: Launch) -> Comparison:
+def _against(first: TrainingJob, job: TrainingJob, launch: Launch) -> Comparison:
     """Does a job and compares its parameters with those of the first, then drops them."""
     assert first.snapshot_folder is not None and job.snapshot_folder is not None
     run = launch(job)
@@ -305,11 +308,11 @@ def _against(first: Job, job: Job, launch: Launch) -> Comparison:
     return Comparison(run=run, changes=changes)
 
 
-def _is_exact(job: Job, run: RunResult) -> bool:
+def _is_exact(job: TrainingJob, run: RunResult) -> bool:
     return job.learner["compute_dtype"] == "float32" and run.platform == "cpu"
 
 
-def _exactly(job: Job) -> Job:
+def _exactly(job: TrainingJob) -> TrainingJob:
     return dataclasses.replace(
         job,
         learner={**job.learner, "compute_dtype": "float32"},
@@ -319,7 +322,7 @@ def _exactly(job: Job) -> Job:
     )
 
 
-def _without_snapshots(job: Job) -> Job:
+def _without_snapshots(job: TrainingJob) -> TrainingJob:
     return dataclasses.replace(job, snapshot_folder=None, snapshot_start=False, snapshot_steps=())
 
 
@@ -341,7 +344,7 @@ class _Child:
         self._scratch = scratch
         self._interrupts = interrupts
 
-    def __call__(self, job: Job) -> RunResult:
+    def __call__(self, job: TrainingJob) -> RunResult:
         job_path, result_path = self._scratch / "job.json", self._scratch / "result.json"
         job_path.write_text(json.dumps(dataclasses.asdict(job), allow_nan=False))
         result_path.unlink(missing_ok=True)

@@ -45,7 +45,7 @@ ONE_ROUNDING = Tolerances(loss=2**-8, grad_norm=2**-8, update=1e-2)
 """Of bfloat16: the least tolerance where the noise is measured, which a lucky step could hide."""
 
 
-class Change(NamedTuple):
+class ParameterChange(NamedTuple):
     """How two sets of parameters differ after the same steps from the same start."""
 
     step: int
@@ -78,7 +78,7 @@ class Comparison:
     """One run against the first one."""
 
     run: RunResult
-    changes: tuple[Change, ...]
+    changes: tuple[ParameterChange, ...]
     """At every step whose parameters were looked at; none where they were not."""
 
 
@@ -101,7 +101,7 @@ def _relative(a: float | None, b: float | None, *, least: float) -> float | None
 
 def compare_snapshots(
     start: pathlib.Path, first: pathlib.Path, other: pathlib.Path, step: int
-) -> Change:
+) -> ParameterChange:
     """Holds two folders of parameters against each other and against where both began.
 
     Args:
@@ -116,7 +116,7 @@ def compare_snapshots(
         squares += [float(np.vdot(array, array)) for array in arrays]
     difference, params, first_update, other_update = np.sqrt(squares).tolist()
     longer = max(first_update, other_update)
-    return Change(
+    return ParameterChange(
         step=step,
         update_norm=first_update,
         other_norm=other_update,

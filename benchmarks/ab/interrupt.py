@@ -10,8 +10,8 @@ GRACE_S = 5.0
 """How long a child may take to end before it is killed."""
 
 
-class Interrupted(Exception):
-    """One of SIGNALS has come."""
+class ComparisonInterrupted(Exception):
+    """One of SIGNALS arrived."""
 
     def __init__(self, number: int):
         super().__init__("interrupted")
@@ -19,7 +19,7 @@ class Interrupted(Exception):
 
 
 class Interrupts:
-    """Within it, the first of SIGNALS raises Interrupted where `raised` says so, and once."""
+    """Turns the first of SIGNALS into ComparisonInterrupted, once, and only within `raised`."""
 
     def __init__(self):
         self._number: int | None = None
@@ -44,11 +44,11 @@ class Interrupts:
     def _raise_noted(self) -> None:
         if self._is_raising and self._number is not None:
             self._is_raising = False
-            raise Interrupted(self._number)
+            raise ComparisonInterrupted(self._number)
 
     @contextlib.contextmanager
     def raised(self) -> Iterator[None]:
-        """Within it a signal raises Interrupted, and one that came before does at once."""
+        """In this block a signal raises ComparisonInterrupted; an earlier one raises at once."""
         self._is_raising = True
         try:
             self._raise_noted()
@@ -60,7 +60,7 @@ class Interrupts:
         """Runs a child to its end, within `raised`, and returns its code; negative for a signal.
 
         Raises:
-            Interrupted: with the child ended, by force after GRACE_S.
+            ComparisonInterrupted: with the child ended, by force after GRACE_S.
         """
         child = None
         self._is_raising = False  # until the child can be ended

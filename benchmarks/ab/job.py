@@ -5,7 +5,7 @@ from typing import Any
 
 
 class WrongInput(ValueError):
-    """The question cannot be asked; the message has the value, the rule and the fix."""
+    """An argument that cannot work; the message has the value, the rule and the fix."""
 
 
 class RunFailed(RuntimeError):
@@ -25,7 +25,7 @@ class Implementation:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Job:
+class TrainingJob:
     """One training run over recorded steps, in a process of its own."""
 
     rollouts: str
@@ -47,7 +47,7 @@ class Job:
     """Whether matrix products take the platform's highest precision."""
 
     @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> "Job":
+    def from_plain(cls, plain: dict[str, Any]) -> "TrainingJob":
         """From what `dataclasses.asdict` made, after a way through JSON."""
         return cls(
             **{

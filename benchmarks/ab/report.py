@@ -13,11 +13,11 @@ from benchmarks.ab.compare import (
     loss_difference,
 )
 from benchmarks.ab.job import RunResult, StepResult
+from benchmarks.report_file import INTERPRETED
 from kernels import choose
 
 STEP_ROW = "{:>6} {:<18} {:>13} {:>12} {:>7} {:>10} {:>10}"
 COST_ROW = "{:<18} {:<16} {:>10} {:>7} {:>10} {:>9} {:>9} {:>10}"
-INTERPRETED = "pallas is interpreted here: exact, and no measure of its speed"
 AGREE_ROW = "{:<18} {:>10} {:>10} {:>11} {:>12} {:>12}"
 
 

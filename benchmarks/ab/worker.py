@@ -16,12 +16,12 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib import metadata
-from typing import Any
 
 import jax
 import numpy as np
 
-from benchmarks.ab.job import Job, RunResult, StepResult, WrongInput
+from benchmarks.ab.job import RunResult, StepResult, TrainingJob, WrongInput
+from benchmarks.compiled_program import ProgramSizes, program_sizes, whole_bytes
 from kernels import choose
 from learner.config import LearnerConfig
 from learner.core import LearnerCore
@@ -36,7 +36,7 @@ PROCESS = "process, resident, compilation included"
 DEVICES = "fullest device, in use"
 
 
-def train(job: Job) -> RunResult:
+def train(job: TrainingJob) -> RunResult:
     """Does the job in this process.
 
     Raises:
@@ -65,7 +65,7 @@ def train(job: Job) -> RunResult:
 
 
 def _train_steps(
-    job: Job, devices: Sequence[jax.Device]
+    job: TrainingJob, devices: Sequence[jax.Device]
 ) -> tuple[LearnerCore, list[StepResult], int]:
     """The core after the last step, what each step came to, and the peak in bytes until then."""
     path = pathlib.Path(job.rollouts)
@@ -88,7 +88,9 @@ def _train_steps(
     return core, steps, peak_bytes
 
 
-def _make_core(job: Job, header: RolloutHeader, devices: Sequence[jax.Device]) -> LearnerCore:
+def _make_core(
+    job: TrainingJob, header: RolloutHeader, devices: Sequence[jax.Device]
+) -> LearnerCore:
     chosen = dataclasses.asdict(job.implementation)
     try:
         loaded = load_model(job.model)
@@ -112,7 +114,7 @@ def _resolve(choice: str, platform: str) -> str:
 
 
 def _step_result(
-    step: int, metrics: dict[str, float], job: Job, update_s: float, compile_s: float
+    step: int, metrics: dict[str, float], job: TrainingJob, update_s: float, compile_s: float
 ) -> StepResult:
     def finite(name):
         value = metrics.get(name, math.nan)
@@ -130,7 +132,7 @@ def _step_result(
     )
 
 
-def _snapshot(job: Job, name: str, params: Params) -> None:
+def _snapshot(job: TrainingJob, name: str, params: Params) -> None:
     """Writes the parameters, one float32 file for each, under their paths in the tree."""
     assert job.snapshot_folder is not None
     folder = pathlib.Path(job.snapshot_folder) / name
@@ -147,23 +149,22 @@ def _process_peak() -> int:
 def _accumulate_bytes(core: LearnerCore) -> tuple[int | None, int | None]:
     """Temporary and peak bytes of the largest program that forms gradients."""
     programs = [run for name, run in core.compiled.items() if name.startswith("accumulate")]
-    found = [analysis for analysis in (run.memory_analysis() for run in programs) if analysis]
-    if not found:
+    sizes = [program_sizes(run) for run in programs if run.memory_analysis()]
+    if not sizes:
         return None, None
-    return max(one.temp_size_in_bytes for one in found), max(map(_peak_bytes, found))
+    return max(one["temp_bytes"] for one in sizes), max(map(_peak_bytes, sizes))
 
 
-def _peak_bytes(analysis: Any) -> int:
+def _peak_bytes(sizes: ProgramSizes) -> int:
     # The CPU compiler leaves what is temporary out of its peak.
-    if analysis.peak_memory_in_bytes > analysis.temp_size_in_bytes:
-        return analysis.peak_memory_in_bytes
-    kept = analysis.argument_size_in_bytes + analysis.output_size_in_bytes
-    return kept - analysis.alias_size_in_bytes + analysis.temp_size_in_bytes
+    if sizes["peak_bytes"] > sizes["temp_bytes"]:
+        return sizes["peak_bytes"]
+    return whole_bytes(sizes)
 
 
 def main(job_path: str, result_path: str) -> int:
     """Returns the exit code; the result is JSON, and absent where the job could not be done."""
-    job = Job.from_plain(json.loads(pathlib.Path(job_path).read_text()))
+    job = TrainingJob.from_plain(json.loads(pathlib.Path(job_path).read_text()))
     try:
         result = train(job)
     except WrongInput as error:

@@ -11,7 +11,7 @@ import psutil
 
 from benchmarks.chaos import run_checks
 from benchmarks.chaos.inject import Injector, NotAsPromised
-from benchmarks.chaos.job import Job, JobEnded, TooLong
+from benchmarks.chaos.job import DriverJob, JobEnded, TooLong
 from benchmarks.chaos.ray_head import Head, running_head
 from benchmarks.chaos.schedule import Fault
 from services.process import failpoints
@@ -136,12 +136,12 @@ def compare(
     found = [*problems]
     staleness = STALENESS[campaign.mode]
     synchronous = staleness == 0
-    calm = run_checks.check_books(undisturbed, steps=campaign.steps)
+    calm = run_checks.check_accounting(undisturbed, steps=campaign.steps)
     found += [f"undisturbed: {problem}" for problem in calm.problems]
     trained = [
         i for i, states in run_checks.ends(undisturbed.ledger).items() if "trained" in states
     ]
-    books = run_checks.check_books(
+    books = run_checks.check_accounting(
         disturbed, steps=campaign.steps, expected=trained if synchronous else None
     )
     found += [*books.problems, *run_checks.check_staleness(disturbed.metrics, staleness)]
@@ -166,7 +166,7 @@ def compare(
 
 
 def _undisturbed(head: Head, campaign: Campaign, folder: pathlib.Path) -> pathlib.Path:
-    job = Job(head, folder, campaign.settings)
+    job = DriverJob(head, folder, campaign.settings)
     try:
         job.submit()
         _finish(job, campaign.steps)
@@ -179,7 +179,7 @@ def _disturbed(
     head: Head, campaign: Campaign, folder: pathlib.Path, points: pathlib.Path
 ) -> Iterator[Recovery]:
     """Yields as the run recovers from one fault after the other, and returns when it has ended."""
-    job = Job(head, folder, campaign.settings)
+    job = DriverJob(head, folder, campaign.settings)
     injector = Injector(job, str(points))
     try:
         job.submit()
@@ -194,7 +194,7 @@ def _disturbed(
         job.end()
 
 
-def _finish(job: Job, steps: int) -> None:
+def _finish(job: DriverJob, steps: int) -> None:
     job.wait_for_step(steps, "on the way to the end")
     if job.wait(END_S):
         job.check("at its end")

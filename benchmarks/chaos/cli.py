@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 
 from benchmarks.chaos import campaign, run_checks, soak
-from benchmarks.chaos.schedule import SHORT, Kind, draw
+from benchmarks.chaos.schedule import SHORT, FaultKind, draw
 
 STEPS, FAULTS, EVERY_STEPS = 60, 20, 5
 SHORT_STEPS, SHORT_FAULTS, SHORT_EVERY_STEPS = 14, 4, 4
@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
         "--only",
         type=_kinds,
         metavar="KIND,...",
-        help=f"draw from these alone: {', '.join(kind.name.lower() for kind in Kind)}",
+        help=f"draw from these alone: {', '.join(kind.name.lower() for kind in FaultKind)}",
     )
     parser.add_argument(
         "--undisturbed",
@@ -81,7 +81,7 @@ def _chaos(given: argparse.Namespace) -> int:
             given.faults or (SHORT_FAULTS if given.short else FAULTS),
             steps=steps,
             every_steps=every_steps,
-            kinds=given.only or (SHORT if given.short else tuple(Kind)),
+            kinds=given.only or (SHORT if given.short else tuple(FaultKind)),
         )
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -138,9 +138,9 @@ def _end(problems: Sequence[str], folder: pathlib.Path, *, kept: bool) -> None:
         campaign.clean(folder)
 
 
-def _kinds(text: str) -> tuple[Kind, ...]:
+def _kinds(text: str) -> tuple[FaultKind, ...]:
     try:
-        return tuple(Kind[name.strip().upper()] for name in text.split(","))
+        return tuple(FaultKind[name.strip().upper()] for name in text.split(","))
     except KeyError as error:
         raise argparse.ArgumentTypeError(f"there is no kind {error}; see --help") from error
 

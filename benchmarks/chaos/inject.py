@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 import psutil
 
-from benchmarks.chaos.job import POLL_S, ROOT, Job, TooLong
-from benchmarks.chaos.schedule import BESIDE, POINTS, Fault, Kind
+from benchmarks.chaos.job import POLL_S, ROOT, DriverJob, TooLong
+from benchmarks.chaos.schedule import BESIDE, POINTS, Fault, FaultKind
 from driver.reports.status import ExitCode
 from services.process import failpoints
 
@@ -46,7 +46,7 @@ class Hit:
 class Injector:
     """Does what each kind of fault stands for."""
 
-    def __init__(self, job: Job, folder: str):
+    def __init__(self, job: DriverJob, folder: str):
         """Args:
         job: that the faults hit.
         folder: of its failpoints.
@@ -89,7 +89,7 @@ class Injector:
                 f"driver.scale ended with code {scaling.process.returncode}: {output.strip()}"
             )
 
-    def _others(self, hit: Hit) -> dict[Kind, Callable[[Fault], None]]:
+    def _others(self, hit: Hit) -> dict[FaultKind, Callable[[Fault], None]]:
         job = self._job
 
         def lasting(fault: Fault) -> Callable[[], bool]:
@@ -97,15 +97,15 @@ class Injector:
             return lambda: time.monotonic() < end and job.closed_step() < hit.step + LASTING_STEPS
 
         return {
-            Kind.DRIVER_KILLED: lambda fault: self._kill_driver(),
-            Kind.DRIVER_TERMINATED: lambda fault: self._terminate_driver(),
-            Kind.WORKER_SLOW: lambda f: slow_down(_one(job.workers(), f), lasting(f)),
-            Kind.WORKER_STALLED: lambda f: stall(_one(job.workers(), f), lasting(f)),
-            Kind.LEARNER_STALLED: lambda f: stall(job.learner(), lasting(f)),
-            Kind.REWARD_KILLED: lambda f: _one(job.reward_processes(), f).kill(),
-            Kind.REWARD_STALLED: lambda f: stall(_one(job.reward_processes(), f), lasting(f)),
-            Kind.SCALED_UP: lambda fault: self._scale(+1, hit),
-            Kind.SCALED_DOWN: lambda fault: self._scale(-1, hit),
+            FaultKind.DRIVER_KILLED: lambda fault: self._kill_driver(),
+            FaultKind.DRIVER_TERMINATED: lambda fault: self._terminate_driver(),
+            FaultKind.WORKER_SLOW: lambda f: slow_down(_one(job.workers(), f), lasting(f)),
+            FaultKind.WORKER_STALLED: lambda f: stall(_one(job.workers(), f), lasting(f)),
+            FaultKind.LEARNER_STALLED: lambda f: stall(job.learner(), lasting(f)),
+            FaultKind.REWARD_KILLED: lambda f: _one(job.reward_processes(), f).kill(),
+            FaultKind.REWARD_STALLED: lambda f: stall(_one(job.reward_processes(), f), lasting(f)),
+            FaultKind.SCALED_UP: lambda fault: self._scale(+1, hit),
+            FaultKind.SCALED_DOWN: lambda fault: self._scale(-1, hit),
         }
 
     def _arm(self, fault: Fault) -> None:
@@ -159,7 +159,7 @@ class _Scaling:
     """Of drivers, when it was given."""
 
     @classmethod
-    def to(cls, target: int, job: Job) -> "_Scaling":
+    def to(cls, target: int, job: DriverJob) -> "_Scaling":
         command = [sys.executable, "-m", "driver.scale", "--run", str(job.folder)]
         process = subprocess.Popen(
             [*command, "--rollout-workers", str(target), "--wait", str(SCALE_S)],

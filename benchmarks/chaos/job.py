@@ -31,7 +31,7 @@ class TooLong(RuntimeError):
     """What was waited for did not come."""
 
 
-class Job:
+class DriverJob:
     """Owns the driver's process; the run's folder and the head outlive it."""
 
     def __init__(self, head: Head, folder: pathlib.Path, settings: Sequence[str]):

@@ -65,11 +65,13 @@ def running_head(folder: pathlib.Path, extra: Mapping[str, str]) -> Iterator[Hea
     log_path = folder / "head.log"
     with log_path.open("w") as log:
         process = subprocess.Popen(
-            ["ray", "start", "--head", "--block", "--disable-usage-stats"]
-            + ["--node-ip-address", "127.0.0.1", "--port", str(port)]
-            + ["--temp-dir", str(session), "--num-cpus", str(CPUS)]
-            + ["--dashboard-host", "127.0.0.1", "--dashboard-port", str(dashboard)]
-            + ["--ray-client-server-port", str(client)],
+            [
+                *("ray", "start", "--head", "--block", "--disable-usage-stats"),
+                *("--node-ip-address", "127.0.0.1", "--port", str(port)),
+                *("--temp-dir", str(session), "--num-cpus", str(CPUS)),
+                *("--dashboard-host", "127.0.0.1", "--dashboard-port", str(dashboard)),
+                *("--ray-client-server-port", str(client)),
+            ],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,

@@ -36,7 +36,7 @@ class RunFiles:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Books:
+class Accounting:
     """How the groups of a run ended."""
 
     lost: tuple[str, ...]
@@ -81,7 +81,9 @@ def ends(ledger: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
     return dict(found)
 
 
-def check_books(run: RunFiles, *, steps: int, expected: Iterable[str] | None = None) -> Books:
+def check_accounting(
+    run: RunFiles, *, steps: int, expected: Iterable[str] | None = None
+) -> Accounting:
     """Holds the books of a finished run to one end for each group and one line for each step.
 
     Args:
@@ -107,7 +109,7 @@ def check_books(run: RunFiles, *, steps: int, expected: Iterable[str] | None = N
         lost = tuple(sorted(set(expected) - trained))
         if more := sorted(trained - set(expected)):
             problems.append(f"{len(more)} groups were trained that should not be, first {more[0]}")
-    return Books(lost=lost, duplicated=twice, problems=tuple(problems))
+    return Accounting(lost=lost, duplicated=twice, problems=tuple(problems))
 
 
 def check_staleness(metrics: Iterable[Mapping[str, Any]], bound: int) -> list[str]:

@@ -15,7 +15,7 @@ STALLS_S = (2.0, 6.0)
 """Shortest and longest time for which a process is stopped or slowed down."""
 
 
-class Kind(enum.Enum):
+class FaultKind(enum.Enum):
     """What goes wrong; the value is how reports name it."""
 
     WORKER_KILLED_DECODING = "worker killed while decoding"
@@ -38,49 +38,49 @@ class Kind(enum.Enum):
     SCALED_DOWN = "one worker less"
 
 
-POINTS: dict[Kind, tuple[str, str]] = {
-    Kind.WORKER_KILLED_DECODING: ("worker.decode", "kill"),
-    Kind.WORKER_KILLED_RECEIVING: ("worker.receive", "kill"),
-    Kind.WORKER_KILLED_PUSHING: ("worker.push", "kill"),
-    Kind.LEARNER_KILLED_UPDATING: ("learner.update", "kill"),
-    Kind.LEARNER_KILLED_PUBLISHING: ("learner.publish", "kill"),
-    Kind.LEARNER_KILLED_CHECKPOINTING: ("learner.checkpoint", "kill"),
-    Kind.WEIGHTS_CUT: ("weights.serve", "raise the stream was cut by a fault"),
-    Kind.WEIGHTS_CORRUPT: ("weights.serve", "corrupt"),
-    Kind.DISK_FULL: ("learner.checkpoint", "enospc"),
+POINTS: dict[FaultKind, tuple[str, str]] = {
+    FaultKind.WORKER_KILLED_DECODING: ("worker.decode", "kill"),
+    FaultKind.WORKER_KILLED_RECEIVING: ("worker.receive", "kill"),
+    FaultKind.WORKER_KILLED_PUSHING: ("worker.push", "kill"),
+    FaultKind.LEARNER_KILLED_UPDATING: ("learner.update", "kill"),
+    FaultKind.LEARNER_KILLED_PUBLISHING: ("learner.publish", "kill"),
+    FaultKind.LEARNER_KILLED_CHECKPOINTING: ("learner.checkpoint", "kill"),
+    FaultKind.WEIGHTS_CUT: ("weights.serve", "raise the stream was cut by a fault"),
+    FaultKind.WEIGHTS_CORRUPT: ("weights.serve", "corrupt"),
+    FaultKind.DISK_FULL: ("learner.checkpoint", "enospc"),
 }
 """Kinds that are made by a failpoint (`services/process/failpoints.py`), and its action."""
 
 DRAWS = 1000
 """How often a draw that does not fit is drawn again."""
 
-AT_CHECKPOINTS = (Kind.LEARNER_KILLED_CHECKPOINTING, Kind.DISK_FULL)
+AT_CHECKPOINTS = (FaultKind.LEARNER_KILLED_CHECKPOINTING, FaultKind.DISK_FULL)
 SKIPPING = (
-    Kind.WORKER_KILLED_DECODING,
-    Kind.WORKER_KILLED_PUSHING,
-    Kind.LEARNER_KILLED_UPDATING,
+    FaultKind.WORKER_KILLED_DECODING,
+    FaultKind.WORKER_KILLED_PUSHING,
+    FaultKind.LEARNER_KILLED_UPDATING,
 )
 """Kinds whose point is reached several times a step, so that some arrivals may be let pass."""
 
 LASTING = (
-    Kind.WORKER_SLOW,
-    Kind.WORKER_STALLED,
-    Kind.LEARNER_STALLED,
-    Kind.REWARD_STALLED,
-    Kind.SCALED_UP,
-    Kind.SCALED_DOWN,
+    FaultKind.WORKER_SLOW,
+    FaultKind.WORKER_STALLED,
+    FaultKind.LEARNER_STALLED,
+    FaultKind.REWARD_STALLED,
+    FaultKind.SCALED_UP,
+    FaultKind.SCALED_DOWN,
 )
 """Kinds that last for a while, in which steps may be closed."""
 
-BESIDE = (Kind.LEARNER_KILLED_PUBLISHING,)
+BESIDE = (FaultKind.LEARNER_KILLED_PUBLISHING,)
 """Kinds that hit beside the step under way, which may be closed as if nothing had happened: the run
 has recovered with the step after it."""
 
 SHORT = (
-    Kind.WORKER_KILLED_PUSHING,
-    Kind.LEARNER_KILLED_UPDATING,
-    Kind.DRIVER_KILLED,
-    Kind.WEIGHTS_CORRUPT,
+    FaultKind.WORKER_KILLED_PUSHING,
+    FaultKind.LEARNER_KILLED_UPDATING,
+    FaultKind.DRIVER_KILLED,
+    FaultKind.WEIGHTS_CORRUPT,
 )
 """What the short form draws from."""
 
@@ -93,7 +93,7 @@ class Fault:
     """From 1."""
     step: int
     """Armed when this step is closed, or as soon after as the run has recovered."""
-    kind: Kind
+    kind: FaultKind
     skip: int = 0
     """Arrivals at the failpoint that pass before it fires."""
     seconds: float = 0.0
@@ -109,7 +109,12 @@ class Fault:
 
 
 def draw(
-    seed: int, count: int, *, steps: int, every_steps: int, kinds: Sequence[Kind] = tuple(Kind)
+    seed: int,
+    count: int,
+    *,
+    steps: int,
+    every_steps: int,
+    kinds: Sequence[FaultKind] = tuple(FaultKind),
 ) -> tuple[Fault, ...]:
     """Draws faults for one run: every kind equally often, as far as the count allows.
 
@@ -152,7 +157,7 @@ def draw(
     )
 
 
-def recovered_by(at: Sequence[int], kinds: Sequence[Kind], every_steps: int) -> int:
+def recovered_by(at: Sequence[int], kinds: Sequence[FaultKind], every_steps: int) -> int:
     """The step by which a run has recovered from the last fault, if it is unlucky each time.
 
     Args:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import psutil
 
 from benchmarks.chaos.inject import FEWEST, GRACE_S
-from benchmarks.chaos.job import ROOT, Job, JobEnded, TooLong
+from benchmarks.chaos.job import ROOT, DriverJob, JobEnded, TooLong
 from benchmarks.chaos.ray_head import running_head
 
 EVERY_S = 10.0
@@ -120,7 +120,7 @@ def run_soak(seconds: float, folder: pathlib.Path, say: Callable[[str], None]) -
     problems: list[str] = []
     changes = steps = 0
     with running_head(folder, {"JAX_COMPILATION_CACHE_DIR": str(folder / "jax-cache")}) as head:
-        job = Job(head, folder / "run", SETTINGS)
+        job = DriverJob(head, folder / "run", SETTINGS)
         try:
             job.submit()
             job.wait_for_step(5, "at the start")
@@ -147,7 +147,7 @@ def run_soak(seconds: float, folder: pathlib.Path, say: Callable[[str], None]) -
 
 
 def _soak(
-    job: Job, seconds: float, samples: dict[str, list[Sample]], say: Callable[[str], None]
+    job: DriverJob, seconds: float, samples: dict[str, list[Sample]], say: Callable[[str], None]
 ) -> int:
     """Kills and adds workers by turns; returns how often."""
     chance = random.Random(0)
@@ -174,7 +174,7 @@ def _soak(
 
 
 def _change(
-    job: Job, count: int, scaling: subprocess.Popen | None, chance: random.Random
+    job: DriverJob, count: int, scaling: subprocess.Popen | None, chance: random.Random
 ) -> subprocess.Popen | None:
     """Kills a worker at even counts, adds or drains one at odd ones."""
     workers = job.workers()
@@ -186,8 +186,10 @@ def _change(
         return scaling
     target = MOST_WORKERS if count % 4 == 1 else FEWEST
     return subprocess.Popen(
-        [sys.executable, "-m", "driver.scale", "--run", str(job.folder)]
-        + ["--rollout-workers", str(target), "--wait", "0"],
+        [
+            *(sys.executable, "-m", "driver.scale", "--run", str(job.folder)),
+            *("--rollout-workers", str(target), "--wait", "0"),
+        ],
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

@@ -22,7 +22,7 @@ UPDATES = 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Seen:
+class PageFigures:
     """What the browser measured."""
 
     paint_s: float
@@ -44,12 +44,14 @@ class Seen:
         )
 
 
-def seen_of(loads: Sequence[tuple[float, float, float]], updates_ms: Sequence[float]) -> Seen:
+def seen_of(
+    loads: Sequence[tuple[float, float, float]], updates_ms: Sequence[float]
+) -> PageFigures:
     """From page loads (first paint and drawn in seconds, bytes), of which the median counts, and
     from live updates.
     """
     paint_s, drawn_s, nbytes = (statistics.median(one) for one in zip(*loads, strict=True))
-    return Seen(
+    return PageFigures(
         paint_s=paint_s,
         drawn_s=drawn_s,
         nbytes=nbytes,

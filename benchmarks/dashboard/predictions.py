@@ -18,8 +18,10 @@ def measure(*, each: int) -> bool:
         run.wait_for_step(each)
         for workers in (2, 3):
             subprocess.run(
-                [sys.executable, "-m", "driver.scale", "--run", str(run.folder)]
-                + ["--rollout-workers", str(workers), "--wait", str(SCALE_S)],
+                [
+                    *(sys.executable, "-m", "driver.scale", "--run", str(run.folder)),
+                    *("--rollout-workers", str(workers), "--wait", str(SCALE_S)),
+                ],
                 cwd=ROOT,
                 check=True,
                 stdout=subprocess.DEVNULL,

@@ -84,12 +84,13 @@ def _shoot(browser, link: str, views: dict[str, str]) -> None:
 
 def _write(page, path: pathlib.Path) -> None:
     """Writes a picture in the best quality that is small enough."""
+    image = b""
     for quality in QUALITIES:
-        picture = page.screenshot(type="jpeg", quality=quality)
-        if len(picture) <= MOST_BYTES:
+        image = page.screenshot(type="jpeg", quality=quality)
+        if len(image) <= MOST_BYTES:
             break
-    path.write_bytes(picture)
-    print(f"{path.relative_to(ROOT)}: {len(picture) / 1e3:.0f} kB", flush=True)
+    path.write_bytes(image)
+    print(f"{path.relative_to(ROOT)}: {len(image) / 1e3:.0f} kB", flush=True)
 
 
 def _arguments() -> argparse.Namespace:

@@ -23,7 +23,7 @@ MOST = 1.02
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Block:
+class StepBlock:
     """Steps from `first` to `last`, with the page or without."""
 
     watched: bool
@@ -32,7 +32,7 @@ class Block:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cost:
+class StepCost:
     """Step times with the page over those without it, over pairs of blocks."""
 
     without_s: float
@@ -57,7 +57,7 @@ def order(pairs: int) -> list[bool]:
     return [watched for pair in range(pairs) for watched in (pair % 2 == 1, pair % 2 == 0)]
 
 
-def cost_of(blocks: Sequence[Block], step_s: Mapping[int, float]) -> Cost:
+def cost_of(blocks: Sequence[StepBlock], step_s: Mapping[int, float]) -> StepCost:
     """Compares the median step of each block with that of its neighbour.
 
     Args:
@@ -79,7 +79,7 @@ def cost_of(blocks: Sequence[Block], step_s: Mapping[int, float]) -> Cost:
         without_s.append(sides[False])
     if not ratios:
         raise ValueError("there is no pair of blocks: take more steps, or shorter blocks")
-    return Cost(without_s=statistics.median(without_s), ratios=tuple(sorted(ratios)))
+    return StepCost(without_s=statistics.median(without_s), ratios=tuple(sorted(ratios)))
 
 
 def measure(*, steps: int, viewers: int, block: int) -> bool:
@@ -108,7 +108,7 @@ def measure(*, steps: int, viewers: int, block: int) -> bool:
 
 def _run_block(
     run: DemoRun, page: psutil.Process, watched: bool, viewers: int, block: int
-) -> Block:
+) -> StepBlock:
     """Lets so many steps pass."""
     if watched:
         with listeners(run, viewers) as process:
@@ -120,7 +120,7 @@ def _run_block(
             first, last = _steps(run, block)
         finally:
             page.resume()
-    return Block(watched=watched, first=first, last=last)
+    return StepBlock(watched=watched, first=first, last=last)
 
 
 def _steps(run: DemoRun, block: int) -> tuple[int, int]:

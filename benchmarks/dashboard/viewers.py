@@ -19,8 +19,10 @@ MOST_GROWTH_MB = 50.0
 def listeners(run: DemoRun, viewers: int, asleep: int = 0) -> Iterator[subprocess.Popen]:
     """Viewers in a process of their own, until the block ends."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.dashboard.viewer_process"]
-        + [run.url, str(viewers), str(asleep)],
+        [
+            *(sys.executable, "-m", "benchmarks.dashboard.viewer_process"),
+            *(run.url, str(viewers), str(asleep)),
+        ],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

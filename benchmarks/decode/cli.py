@@ -10,34 +10,24 @@
 Variants are run in turn, the compiler's time is not counted, and times are medians. A token step
 counts where every slot was busy and nothing else ran; `roofline` is the share that the bytes which
 must move take of it, by a copy timed in the same run. Completions end by their length alone. Exits
-with 1 where a second pass over the same requests compiled anything, with 2 when the question is
+with 1 where a second pass over the same requests compiled anything, with 2 when the arguments are
 wrong.
 """
 
 import argparse
-import dataclasses
 import importlib.util
-import json
-import pathlib
 import sys
 from typing import Any
 
 import jax
 
+from benchmarks.decode.model_shapes import SHAPES, with_layers
+from benchmarks.decode.random_requests import parse_lengths
 from benchmarks.decode.run import measure
-from benchmarks.decode.settings import HF, Question, check
+from benchmarks.decode.settings import HF, DecodeSettings, check_settings
 from benchmarks.decode.token_step import NothingToTime
-from benchmarks.decode.variants import (
-    ATTENTIONS,
-    DTYPES,
-    LOOPS,
-    SHAPES,
-    Variant,
-    parse_lengths,
-    parse_variants,
-)
-from benchmarks.report_file import STDOUT, check_report_file
-from benchmarks.timing import plain
+from benchmarks.decode.variants import ATTENTIONS, DTYPES, LOOPS, Variant, parse_variants
+from benchmarks.report_file import STDOUT, aligned, check_report_file, json_values, write_report
 from models.config import ModelConfig
 from models.files.checkpoint import check_model_files, read_model_config
 
@@ -46,24 +36,18 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         check_report_file(arguments.json)
-        asked = question(arguments)
-        layout = asked.layout(jax.devices())
-        check(asked, layout)
+        settings = read_settings(arguments)
+        layout = settings.layout(jax.devices())
+        check_settings(settings, layout)
     except (ValueError, OSError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
     try:
-        found = plain(measure(asked, layout, lambda line: print(line, file=sys.stderr)))
+        found = json_values(measure(settings, layout, lambda line: print(line, file=sys.stderr)))
     except NothingToTime as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
-    text = json.dumps(found, indent=2, allow_nan=False)
-    if arguments.json == STDOUT:
-        print(text)
-    else:
-        print("\n".join(table(found)))
-        if arguments.json is not None:
-            pathlib.Path(arguments.json).write_text(text + "\n", encoding="utf-8")
+    write_report(found, arguments.json, table(found))
     late = [
         f"{run['name']}: {program}"
         for run in found["runs"]
@@ -74,8 +58,8 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if late else 0
 
 
-def question(arguments: argparse.Namespace) -> Question:
-    """What is to be measured, but for what depends on the devices.
+def read_settings(arguments: argparse.Namespace) -> DecodeSettings:
+    """The settings that a command line asks for; `check_settings` holds the rules across them.
 
     Raises:
         ValueError: naming the value, the rule and what to write instead.
@@ -92,7 +76,7 @@ def question(arguments: argparse.Namespace) -> Question:
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"--against {HF} needs {' and '.join(missing)}: pip install '.[test]'")
-    return Question(
+    return DecodeSettings(
         shape=arguments.shape or arguments.model,
         model=model,
         path=None if arguments.random_weights else arguments.model,
@@ -128,13 +112,7 @@ def _model(arguments: argparse.Namespace) -> ModelConfig:
             raise ValueError("--layers cuts a random model: add --random-weights")
         check_model_files(arguments.model)
         return read_model_config(arguments.model)
-    if arguments.layers is None:
-        return model
-    if not 1 <= arguments.layers <= model.num_layers:
-        raise ValueError(
-            f"--layers must be from 1 to the model's {model.num_layers}, got {arguments.layers}"
-        )
-    return dataclasses.replace(model, num_layers=arguments.layers)
+    return with_layers(model, arguments.layers)
 
 
 def _slots(text: str) -> int:
@@ -154,7 +132,7 @@ def table(found: dict[str, Any]) -> list[str]:
     for what, columns in _COLUMNS.items():
         runs = [run for run in found["runs"] if run["what"] == what]
         if runs:
-            lines += _aligned(columns, runs)
+            lines += _columns_of(columns, runs)
     for run in found["runs"]:
         if run["what"] == "mix":
             lines.append(_mix_text(run))
@@ -210,7 +188,9 @@ def _mix_text(run: dict[str, Any]) -> str:
     )
 
 
-def _aligned(columns: dict[str, tuple[str, str, float]], runs: list[dict[str, Any]]) -> list[str]:
+def _columns_of(
+    columns: dict[str, tuple[str, str, float]], runs: list[dict[str, Any]]
+) -> list[str]:
     rows = [["", *(title for title, _, _ in columns.values())]]
     for run in runs:
         cells = [
@@ -218,14 +198,7 @@ def _aligned(columns: dict[str, tuple[str, str, float]], runs: list[dict[str, An
             for name, (_, spec, unit) in columns.items()
         ]
         rows.append([run["name"], *cells])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            f"{cell:{'>' if place else '<'}{width}}"
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
+    return aligned(rows)
 
 
 def _parser() -> argparse.ArgumentParser:

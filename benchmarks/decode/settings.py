@@ -1,4 +1,4 @@
-"""What was asked, checked as a whole before anything is made."""
+"""Settings of a decode bench, checked as a whole before anything is made."""
 
 import dataclasses
 
@@ -6,7 +6,8 @@ import jax
 import numpy as np
 
 from benchmarks.decode.engine_passes import decode_spec
-from benchmarks.decode.variants import Lognormal, Variant
+from benchmarks.decode.random_requests import Lognormal
+from benchmarks.decode.variants import Variant
 from benchmarks.decode.weights import copy_bytes
 from benchmarks.kernels.case import available_bytes
 from models.config import ModelConfig
@@ -18,7 +19,7 @@ HF = "hf"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Question:
+class DecodeSettings:
     """Everything that decides about the measurements."""
 
     shape: str
@@ -76,41 +77,58 @@ class Question:
         return Layout(self.model, mesh, np.dtype(jax.numpy.dtype(self.dtype)))
 
 
-def check(question: Question, layout: Layout) -> None:
+def check_settings(settings: DecodeSettings, layout: Layout) -> None:
     """Refuses what cannot be measured, before anything is made.
 
     Raises:
         ValueError: naming the value, the rule and what to write.
     """
+    _check_ranges(settings)
+    _check_slots(settings, layout)
+    for name, variant in settings.variants.items():
+        geometry_of(decode_spec(layout, variant, settings.slots[0]), settings.limits(variant))
+        if settings.is_steady and variant.loop == "while":
+            _check_segments(settings.new, name, variant)
+    if settings.group is not None:
+        _check_group(settings, settings.group)
+    if settings.against is not None and not settings.is_steady:
+        raise ValueError("--against takes neither --lengths nor --group: it times whole batches")
+    _check_memory(settings, layout)
+
+
+def _check_ranges(settings: DecodeSettings) -> None:
     for name in ("prompt", "new", "repeat", "requests", "tensor", "cache", "group"):
-        value = getattr(question, name)
+        value = getattr(settings, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name} must be at least 1, got {value}")
         if value is not None and value >= 2**31:
             raise ValueError(f"--{name} must be below 2**31, got {value}")
-    if not 0 <= question.seed < 2**63:
-        raise ValueError(f"--seed must be from 0 to 2**63 - 1, got {question.seed}")
-    if len(set(question.slots)) < len(question.slots):
-        raise ValueError(f"--slots must differ, got {question.slots}")
+    if not 0 <= settings.seed < 2**63:
+        raise ValueError(f"--seed must be from 0 to 2**63 - 1, got {settings.seed}")
+
+
+def _check_slots(settings: DecodeSettings, layout: Layout) -> None:
+    if len(set(settings.slots)) < len(settings.slots):
+        raise ValueError(f"--slots must differ, got {settings.slots}")
+    for slots in settings.slots:
+        check_slot_count(slots, layout)
+
+
+def check_slot_count(slots: int, layout: Layout) -> None:
+    """Raises ValueError unless every lane of the layout gets the same number of slots."""
     lanes = layout.mesh.shape["data"]
-    for slots in question.slots:
-        if slots < 1 or slots % lanes:
-            raise ValueError(f"--slots {slots} must be a positive multiple of the {lanes} lanes")
-    for name, variant in question.variants.items():
-        geometry_of(decode_spec(layout, variant, question.slots[0]), question.limits(variant))
-        if question.is_steady and variant.loop == "while":
-            _check_segments(question.new, name, variant)
-    if question.group is not None:
-        if question.group > min(question.slots):
-            raise ValueError(
-                f"--group {question.group} must be at most --slots {min(question.slots)}: all of "
-                "it is to be decoded at once"
-            )
-        if question.prompt < 2:
-            raise ValueError("--group needs --prompt 2 or more: a single token has no prefill")
-    if question.against is not None and not question.is_steady:
-        raise ValueError("--against takes neither --lengths nor --group: it times whole batches")
-    _check_memory(question, layout)
+    if slots < 1 or slots % lanes:
+        raise ValueError(f"--slots {slots} must be a positive multiple of the {lanes} lanes")
+
+
+def _check_group(settings: DecodeSettings, group: int) -> None:
+    if group > min(settings.slots):
+        raise ValueError(
+            f"--group {group} must be at most --slots {min(settings.slots)}: all of it is to be "
+            "decoded at once"
+        )
+    if settings.prompt < 2:
+        raise ValueError("--group needs --prompt 2 or more: a single token has no prefill")
 
 
 def _check_segments(new: int, name: str, variant: Variant) -> None:
@@ -122,16 +140,16 @@ def _check_segments(new: int, name: str, variant: Variant) -> None:
         )
 
 
-def _check_memory(question: Question, layout: Layout) -> None:
+def _check_memory(settings: DecodeSettings, layout: Layout) -> None:
     """Weights, caches and prefix pools at once, as far as the device says what it has."""
     device = layout.mesh.devices.flat[0]
     shared = len(layout.mesh.devices.flat) if device.platform == "cpu" else 1
     most = 0
-    for slots in question.slots:
+    for slots in settings.slots:
         held = 0
-        for variant in question.variants.values():
+        for variant in settings.variants.values():
             spec = decode_spec(layout, variant, slots)
-            programs = DecodePrograms(spec, geometry_of(spec, question.limits(variant)))
+            programs = DecodePrograms(spec, geometry_of(spec, settings.limits(variant)))
             held += programs.cache_bytes(programs.geometry.widths[-1]) + programs.pool_bytes()
         most = max(most, held)
     needed = shared * (copy_bytes(layout) + most)

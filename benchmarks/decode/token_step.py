@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.compiled_program import memory_in_use
 from benchmarks.decode.engine_passes import Bench, Pass, full_turns
 from benchmarks.decode.weights import weight_bytes
-from benchmarks.timing import memory_in_use
 from rollout_worker.engine.layout import Layout
 
 COPY_BYTES = {"cpu": 2**28}

@@ -1,81 +1,13 @@
-"""What the bench is asked: a model's shape, the variants that compete, the lengths of a mix."""
+"""Variants of the decode loop that are compared: how each runs the same model and requests."""
 
 import dataclasses
 import difflib
-import math
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
-from models.config import ModelConfig, RopeConfig
 from rollout_worker.engine_setup import DecodeAttention, choose_attention
 
-_QWEN25: dict[str, Any] = dict(
-    model_type="qwen2",
-    vocab_size=151936,
-    head_dim=128,
-    rms_norm_eps=1e-6,
-    rope=RopeConfig(theta=1e6),
-    max_position_embeddings=32768,
-    tie_word_embeddings=True,
-    qkv_bias=True,
-)
-SHAPES = {
-    "qwen2.5-3b": ModelConfig(
-        **_QWEN25,
-        hidden_size=2048,
-        intermediate_size=11008,
-        num_layers=36,
-        num_heads=16,
-        num_kv_heads=2,
-    ),
-    "qwen2.5-1.5b": ModelConfig(
-        **_QWEN25,
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_layers=28,
-        num_heads=12,
-        num_kv_heads=2,
-    ),
-    "qwen2.5-0.5b": ModelConfig(
-        **{**_QWEN25, "head_dim": 64},
-        hidden_size=896,
-        intermediate_size=4864,
-        num_layers=24,
-        num_heads=14,
-        num_kv_heads=2,
-    ),
-    "smollm2": ModelConfig(
-        model_type="llama",
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_layers=30,
-        num_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
-        rms_norm_eps=1e-5,
-        rope=RopeConfig(theta=1e5),
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-    ),
-    "demo": ModelConfig(
-        model_type="qwen2",
-        vocab_size=369,
-        hidden_size=192,
-        intermediate_size=512,
-        num_layers=3,
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=32,
-        rms_norm_eps=1e-6,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-        qkv_bias=True,
-    ),
-}
-"""Sizes of published models; `demo` is that of deploy/demo/model, with room for long mixes."""
 DTYPES = ("bfloat16", "float32")
 LOOPS = ("while", "python")
 MOST_TOKENS = 2**20
@@ -163,52 +95,3 @@ def _changed(base: Variant, text: str) -> Variant:
         else:
             changes[name] = value
     return dataclasses.replace(base, **changes)
-
-
-@dataclasses.dataclass(frozen=True)
-class Lognormal:
-    """Lengths of completions whose logarithm is normal."""
-
-    mean: float
-    """Of the lengths, before they are cut off."""
-    most: int
-    """Longer ones are cut off here, as max_new_tokens does."""
-    sigma: float
-    """Standard deviation of the logarithm."""
-
-    def draw(self, count: int, seed: int) -> np.ndarray:
-        """int64 [count], each from 1 to `most`."""
-        location = math.log(self.mean) - self.sigma**2 / 2
-        drawn = np.random.default_rng(seed).lognormal(location, self.sigma, count)
-        return np.clip(np.rint(drawn).astype(np.int64), 1, self.most)
-
-
-def parse_lengths(text: str) -> Lognormal:
-    """Reads `lognormal:mean=220,max=1024`, with `sigma=` (0.8) if wanted.
-
-    Raises:
-        ValueError: naming the value, the rule and what to write.
-    """
-    kind, _, rest = text.partition(":")
-    form = "write lognormal:mean=220,max=1024, with ,sigma=0.8 if wanted"
-    if kind != "lognormal":
-        raise ValueError(f"--lengths {text!r} is of no known kind: {form}")
-    values = {"sigma": 0.8}
-    for part in rest.split(","):
-        name, _, number = part.partition("=")
-        try:
-            value = float(number)
-        except ValueError:
-            value = math.nan
-        if name not in ("mean", "max", "sigma") or not value > 0 or math.isinf(value):
-            raise ValueError(f"--lengths {part!r} is no positive mean, max or sigma: {form}")
-        values[name] = value
-    if not {"mean", "max"} <= set(values) or values["max"] % 1 or values["mean"] > values["max"]:
-        raise ValueError(f"--lengths {text!r} needs a mean and a whole max above it: {form}")
-    return Lognormal(values["mean"], int(values["max"]), values["sigma"])
-
-
-def prompts(count: int, length: int, vocab_size: int, seed: int) -> np.ndarray:
-    """int32 [count, length]: random ids."""
-    rng = np.random.default_rng(seed)
-    return rng.integers(0, vocab_size, (count, length), dtype=np.int32)

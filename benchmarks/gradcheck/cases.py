@@ -24,7 +24,7 @@ BATCH = 3
 """Sequences among which the tokens are divided."""
 
 
-class TokenData(NamedTuple):
+class CaseTokens(NamedTuple):
     """What the learner's objectives need of each token; float32 [N]."""
 
     behavior_logprob: jax.Array
@@ -34,7 +34,7 @@ class TokenData(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
+class GradientCase:
     """One objective, and what is unusual about its data."""
 
     name: str
@@ -51,18 +51,18 @@ def _objective(kl_coef=0.0, kl_estimator="k3", entropy_coef=0.0):
 
 
 CASES = (
-    Case(name="surrogate", objective=_objective()),
-    Case(name="kl_k1", objective=_objective(kl_coef=0.3, kl_estimator="k1")),
-    Case(name="kl_k2", objective=_objective(kl_coef=0.3, kl_estimator="k2")),
-    Case(name="kl_k3", objective=_objective(kl_coef=0.3, kl_estimator="k3")),
-    Case(name="entropy", objective=_objective(entropy_coef=0.3)),
-    Case(
+    GradientCase(name="surrogate", objective=_objective()),
+    GradientCase(name="kl_k1", objective=_objective(kl_coef=0.3, kl_estimator="k1")),
+    GradientCase(name="kl_k2", objective=_objective(kl_coef=0.3, kl_estimator="k2")),
+    GradientCase(name="kl_k3", objective=_objective(kl_coef=0.3, kl_estimator="k3")),
+    GradientCase(name="entropy", objective=_objective(entropy_coef=0.3)),
+    GradientCase(
         name="seq_mean",
         objective=_objective(kl_coef=0.3, entropy_coef=0.3),
         temperature=0.7,
         masked=True,
     ),
-    Case(name="hard", objective=_objective(entropy_coef=0.3), temperature=1.3, hard=True),
+    GradientCase(name="hard", objective=_objective(entropy_coef=0.3), temperature=1.3, hard=True),
 )
 
 
@@ -70,11 +70,11 @@ CASES = (
 class Problem:
     """One case on given arrays."""
 
-    case: Case
+    case: GradientCase
     arrays: dict[str, jax.Array]
     """`logits` [N, V], or `hidden` [N, D] and `head` [V, D]; what gradients are taken in."""
     ids: jax.Array
-    data: TokenData
+    data: CaseTokens
     valid_vocab: int
     expected_loss: float
     loss_scale: float
@@ -95,7 +95,7 @@ class Problem:
 def token_objective(objective: Objective) -> Callable:
     """The learner's weighted token loss, as the operations of this package take an objective."""
 
-    def of(logprob, entropy, data: TokenData):
+    def of(logprob, entropy, data: CaseTokens):
         is_active = data.weight > 0
         reference = data.reference_logprob if objective.kl_coef else None
         terms = token_terms(
@@ -112,7 +112,9 @@ def token_objective(objective: Objective) -> Callable:
     return of
 
 
-def logits_problem(case: Case, *, tokens: int, vocab: int, dtype: str, seed: int) -> Problem:
+def logits_problem(
+    case: GradientCase, *, tokens: int, vocab: int, dtype: str, seed: int
+) -> Problem:
     """Random logits of a standard deviation of 3.
 
     Args:
@@ -131,7 +133,7 @@ def logits_problem(case: Case, *, tokens: int, vocab: int, dtype: str, seed: int
 
 
 def head_problem(
-    case: Case, *, tokens: int, width: int, vocab: int, dtype: str, seed: int
+    case: GradientCase, *, tokens: int, width: int, vocab: int, dtype: str, seed: int
 ) -> Problem:
     """Random hidden states and a head, whose logits have a standard deviation of 3."""
     rng = np.random.default_rng(seed)
@@ -142,7 +144,7 @@ def head_problem(
 
 
 def make_problem(
-    case: Case,
+    case: GradientCase,
     arrays: dict[str, np.ndarray],
     ids_N: np.ndarray,
     *,
@@ -158,7 +160,7 @@ def make_problem(
     rounded = {name: jnp.asarray(array, dtype) for name, array in arrays.items()}
     wide = {name: np.asarray(array).astype(np.float64) for name, array in rounded.items()}
     logits_NV = wide["logits"] if "logits" in wide else wide["hidden"] @ wide["head"].T
-    N, V = logits_NV.shape
+    V = logits_NV.shape[1]
     valid_vocab = V - 7 if case.hard else V
     if case.hard:
         ids_N = ids_N.copy()
@@ -190,7 +192,7 @@ def _draw(rng, logits_NV):
     return (logits_NV + rng.gumbel(size=logits_NV.shape)).argmax(axis=1)
 
 
-def _token_data(case: Case, logprob_N: np.ndarray, rng: np.random.Generator) -> TokenData:
+def _token_data(case: GradientCase, logprob_N: np.ndarray, rng: np.random.Generator) -> CaseTokens:
     N = len(logprob_N)
     known_N = np.where(np.isfinite(logprob_N), logprob_N, -5.0)
     behavior_N = known_N + rng.normal(0, 0.3, N)
@@ -213,4 +215,4 @@ def _token_data(case: Case, logprob_N: np.ndarray, rng: np.random.Generator) -> 
         for array in (behavior_N, reference_N, advantage_N):
             array[weight_N == 0] = np.nan
     arrays = (behavior_N, reference_N, advantage_N, weight_N)
-    return TokenData(*(jnp.asarray(each, jnp.float32) for each in arrays))
+    return CaseTokens(*(jnp.asarray(each, jnp.float32) for each in arrays))

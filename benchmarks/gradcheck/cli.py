@@ -12,7 +12,7 @@ are divided among 3 sequences: hence at least 21 of them. On two cores of a CPU 
 take half a minute with XLA, and some three with Pallas, which is interpreted there.
 The JSON file of --config has the keys of the flags: impl, schedule, case, model, tolerance,
 tokens, width, vocab, seed; a flag wins over it. Exits with 1 when anything fails, with 2 when the
-question is wrong.
+arguments are wrong.
 """
 
 import argparse
@@ -27,20 +27,27 @@ from typing import Any
 
 import jax
 import numpy as np
+import psutil
 
 from benchmarks.gradcheck.cases import BATCH, CASES, head_problem, logits_problem, make_problem
 from benchmarks.gradcheck.gradient_errors import (
     TOLERANCES,
     Candidate,
-    Finding,
+    GradientError,
     Tolerance,
     check,
     head_candidate,
     logits_candidate,
 )
-from benchmarks.kernels.case import MOST, host_available_bytes
-from benchmarks.report_file import STDOUT, check_report_file
-from benchmarks.timing import INTERPRETED, versions
+from benchmarks.kernels.case import MOST
+from benchmarks.report_file import (
+    INTERPRETED,
+    STDOUT,
+    check_report_file,
+    json_values,
+    versions,
+    write_report,
+)
 from kernels import choose
 from kernels.linear_objective.schedule import SCHEDULES
 from kernels.token_logprob.ops import token_logprob
@@ -60,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = read_settings(vars(arguments))
         check_report_file(arguments.json)
-        check_fits(settings, host_available_bytes())
+        check_fits(settings, psutil.virtual_memory().available)
         device = jax.devices()[0]
         at_logits, at_head = make_candidates(settings, device.platform)
         arrays = None if settings.model is None else _model_arrays(settings)
@@ -79,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     failed = [finding for finding in findings if finding.problems]
     say(f"{len(findings) - len(failed)} of {len(findings)} gradients pass")
     if arguments.json is not None:
-        _write(arguments.json, settings, device, findings)
+        write_report(_report(settings, device, findings), arguments.json)
     return 1 if failed else 0
 
 
@@ -165,7 +172,7 @@ def run_checks(
     at_logits: list[Candidate],
     at_head: list[Candidate],
     model: tuple[dict[str, np.ndarray], np.ndarray] | None,
-) -> Iterator[Finding]:
+) -> Iterator[GradientError]:
     """All findings, one problem after the other.
 
     Args:
@@ -277,7 +284,7 @@ def header(settings: Settings, device: jax.Device) -> list[str]:
     return lines + [INTERPRETED] * (choose.PALLAS_INTERPRET in resolved)
 
 
-def table_row(finding: Finding) -> str:
+def table_row(finding: GradientError) -> str:
     """One finding as a line."""
     row = "-" if finding.row is None else f"{finding.row:.1e}"
     verdict = "; ".join(finding.problems) or "ok"
@@ -288,28 +295,20 @@ def table_row(finding: Finding) -> str:
     )
 
 
-def _write(file: str, settings: Settings, device: jax.Device, findings: list[Finding]) -> None:
-    document = {
-        "passed": not any(finding.problems for finding in findings),
-        "device": device.device_kind,
-        "platform": device.platform,
-        "versions": versions(),
-        "settings": dataclasses.asdict(settings),
-        "findings": [_plain(each) for each in findings],
-    }
-    text = json.dumps(document, indent=2, allow_nan=False)
-    if file == STDOUT:
-        print(text)
-    else:
-        pathlib.Path(file).write_text(text + "\n", encoding="utf-8")
-
-
-def _plain(finding: Finding) -> dict[str, Any]:
+def _report(
+    settings: Settings, device: jax.Device, findings: list[GradientError]
+) -> dict[str, Any]:
     """For strict JSON: what is not finite becomes null; `problems` says what it was."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in finding._asdict().items()
-    }
+    return json_values(
+        {
+            "passed": not any(finding.problems for finding in findings),
+            "device": device.device_kind,
+            "platform": device.platform,
+            "versions": versions(),
+            "settings": dataclasses.asdict(settings),
+            "findings": [finding._asdict() for finding in findings],
+        }
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -58,7 +58,7 @@ class Candidate(NamedTuple):
     """(problem, its arrays) -> the summed loss, differentiable in the arrays."""
 
 
-class Finding(NamedTuple):
+class GradientError(NamedTuple):
     """One array of one problem, as a candidate differentiates it."""
 
     case: str
@@ -109,7 +109,7 @@ def head_candidate(impl: str, schedule: str) -> Candidate:
     return Candidate(f"linear_objective {impl} {schedule}", loss_of)
 
 
-def check(problem: Problem, candidate: Candidate, tolerance: Tolerance) -> list[Finding]:
+def check(problem: Problem, candidate: Candidate, tolerance: Tolerance) -> list[GradientError]:
     """Differentiates a problem by a candidate; one finding for each array."""
     arrays = dict(problem.arrays)
     dtype = str(next(iter(arrays.values())).dtype)
@@ -130,7 +130,7 @@ def check(problem: Problem, candidate: Candidate, tolerance: Tolerance) -> list[
         if row is not None:
             errors["row"] = row
         findings.append(
-            Finding(
+            GradientError(
                 problem.case.name,
                 dtype,
                 candidate.name,

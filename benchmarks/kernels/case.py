@@ -1,11 +1,10 @@
 """What one bench measures: a problem of given sizes, and the implementations that compete on it."""
 
 import dataclasses
-import pathlib
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import psutil
 
 from kernels import choose
 from kernels.linear_objective.schedule import SCHEDULES
@@ -97,7 +96,7 @@ class Case:
 
 
 @dataclasses.dataclass(frozen=True)
-class Spec:
+class CompetitorSpec:
     """One competitor."""
 
     choice: str
@@ -113,15 +112,15 @@ class Spec:
         return self.choice if self.schedule is None else f"{self.choice}:{self.schedule}"
 
 
-def parse_spec(
+def parse_competitor(
     text: str, *, platform: str, schedule: str | None, chunk_tokens: int | None = None
-) -> Spec:
+) -> CompetitorSpec:
     """Reads `impl` or `impl:schedule`.
 
     Args:
         platform: of the device, as `jax.Device.platform` has it.
         schedule: what `impl` alone runs with; None where there are no schedules.
-        chunk_tokens: as Spec has it.
+        chunk_tokens: as CompetitorSpec has it.
 
     Raises:
         ValueError: naming the value, the rule and what to write.
@@ -138,8 +137,8 @@ def parse_spec(
         raise ValueError(f"--chunk-tokens must be at least 1, got {chunk_tokens}")
     impl = choice if choice == LOG_SOFTMAX else choose.resolve(choice, platform)
     if not has_schedule:
-        return Spec(choice, impl, None)
-    return Spec(choice, impl, own if colon else schedule, chunk_tokens)
+        return CompetitorSpec(choice, impl, None)
+    return CompetitorSpec(choice, impl, own if colon else schedule, chunk_tokens)
 
 
 def available_bytes(device: jax.Device) -> int | None:
@@ -147,16 +146,7 @@ def available_bytes(device: jax.Device) -> int | None:
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
-    return host_available_bytes() if device.platform == "cpu" else None
-
-
-def host_available_bytes() -> int | None:
-    """Memory of the host that a program may still take; None where nobody says."""
-    meminfo = pathlib.Path("/proc/meminfo")
-    if not meminfo.is_file():
-        return None
-    fields: dict[str, Any] = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024
+    return psutil.virtual_memory().available if device.platform == "cpu" else None
 
 
 class DoesNotFit(ValueError):

@@ -9,15 +9,13 @@ The sizes default to those of a large model on one accelerator; give small ones 
 compiles and makes its data first, which takes minutes there at the default sizes. Errors are
 relative to float64, over a subset of the tokens. Peaks of the allocator are those of the
 process: with --compare only the first competitor's are its own, while the compiler's `temp_bytes`
-belong to each. Exits with 1 when a result is not finite, with 2 when the question is wrong.
+belong to each. Exits with 1 when a result is not finite, with 2 when the arguments are wrong.
 """
 
 import argparse
 import dataclasses
 import functools
 import importlib.util
-import json
-import pathlib
 import sys
 from typing import Any, cast
 
@@ -29,13 +27,19 @@ from benchmarks.kernels.case import (
     LOG_SOFTMAX,
     MODES,
     Case,
+    CompetitorSpec,
     DoesNotFit,
-    Spec,
-    parse_spec,
+    parse_competitor,
 )
 from benchmarks.kernels.run import Effort, measure
-from benchmarks.report_file import STDOUT, check_report_file
-from benchmarks.timing import INTERPRETED, plain
+from benchmarks.report_file import (
+    INTERPRETED,
+    STDOUT,
+    aligned,
+    check_report_file,
+    json_values,
+    write_report,
+)
 from kernels import choose
 from kernels.linear_objective.schedule import SCHEDULES
 
@@ -64,7 +68,7 @@ SCHEDULE = SCHEDULES[0]
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
-        case, specs, effort = question(arguments)
+        case, specs, effort = read_arguments(arguments)
     except ValueError as error:
         return _refuse(error)
     try:
@@ -77,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     except DoesNotFit as error:
         return _refuse(error)
-    document = plain({"what": arguments.what, **found})
+    document = json_values({"what": arguments.what, **found})
     _report(document, arguments)
     broken = [run["name"] for run in document["runs"] if not is_finite(run)]
     if broken:
@@ -91,18 +95,12 @@ def _refuse(error: ValueError) -> int:
 
 
 def _report(document: dict[str, Any], arguments: argparse.Namespace) -> None:
-    text = json.dumps(document, indent=2, allow_nan=False)
-    if arguments.json == STDOUT:
-        print(text)
-    else:
-        print("\n".join(table(document)))
-        if arguments.json is not None:
-            pathlib.Path(arguments.json).write_text(text + "\n", encoding="utf-8")
+    write_report(document, arguments.json, table(document))
     if _wants_wandb(arguments):
         _log_to_wandb(document, arguments.wandb_project, arguments.wandb_mode)
 
 
-def question(arguments: argparse.Namespace) -> tuple[Case, list[Spec], Effort]:
+def read_arguments(arguments: argparse.Namespace) -> tuple[Case, list[CompetitorSpec], Effort]:
     """What is to be measured.
 
     Raises:
@@ -123,7 +121,7 @@ def question(arguments: argparse.Namespace) -> tuple[Case, list[Spec], Effort]:
     schedule = None if case.hidden is None else arguments.schedule or SCHEDULE
     options = {"schedule": schedule, "chunk_tokens": arguments.chunk_tokens}
     platform = jax.devices()[0].platform
-    specs = [parse_spec(text, platform=platform, **options) for text in texts]
+    specs = [parse_competitor(text, platform=platform, **options) for text in texts]
     if len(set(specs)) < len(specs):
         raise ValueError(f"--compare names an implementation twice: {arguments.compare!r}")
     if _wants_wandb(arguments) and importlib.util.find_spec("wandb") is None:
@@ -171,7 +169,7 @@ def table(document: dict[str, Any]) -> list[str]:
     return [
         f"ratio below the clip {shares['ratio_low']:.1%}, above {shares['ratio_high']:.1%}, "
         f"held by it {shares['clipped']:.1%}",
-        *_aligned(rows),
+        *aligned(rows),
         *(f"{name}: {ratio:.3f}" for name, ratio in document["ratios"].items()),
         *[f"* {INTERPRETED}"] * any(map(_is_interpreted, runs)),
     ]
@@ -184,18 +182,6 @@ _HEAD_GRADIENTS = {"hidden_grad": "hidden grad error", "head_grad": "head grad e
 
 def _is_interpreted(run: dict[str, Any]) -> bool:
     return run["kernel"] == choose.PALLAS_INTERPRET
-
-
-def _aligned(rows: list[list[str]]) -> list[str]:
-    """Columns two blanks apart, the first to the left and the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            f"{cell:{'>' if place else '<'}{width}}"
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
 
 
 def _number(value: float | None, spec: str) -> str:

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import random_problems
-from benchmarks.kernels.case import LOG_SOFTMAX, Case, Spec
+from benchmarks.kernels.case import LOG_SOFTMAX, Case, CompetitorSpec
 from kernels import choose
 from kernels.linear_objective import reference as head_reference
 from kernels.linear_objective.schedule import HeadOptions, chunk_size, value_and_gradients
@@ -58,7 +58,7 @@ def objective_of(case: Case) -> Callable:
     )
 
 
-def logits_program(spec: Spec, case: Case) -> Callable:
+def logits_program(spec: CompetitorSpec, case: Case) -> Callable:
     """A jitted logits program."""
     objective = objective_of(case)
 
@@ -81,7 +81,7 @@ def logits_program(spec: Spec, case: Case) -> Callable:
     return jax.jit(program)
 
 
-def head_program(spec: Spec, case: Case) -> Callable:
+def head_program(spec: CompetitorSpec, case: Case) -> Callable:
     """A jitted head program."""
     objective = objective_of(case)
     if spec.schedule is None:
@@ -98,7 +98,7 @@ def head_program(spec: Spec, case: Case) -> Callable:
     return jax.jit(program, donate_argnums=5)
 
 
-def chunk_tokens(spec: Spec, case: Case, tokens: int, *, masked: bool) -> int | None:
+def chunk_tokens(spec: CompetitorSpec, case: Case, tokens: int, *, masked: bool) -> int | None:
     """Tokens of a chunk of a head program over so many tokens; None where there are no chunks."""
     if spec.schedule is None:
         return None
@@ -108,7 +108,7 @@ def chunk_tokens(spec: Spec, case: Case, tokens: int, *, masked: bool) -> int | 
     return chunk_size(tokens, head_shape, dtype, _options(spec, case), masked=masked)
 
 
-def _options(spec: Spec, case: Case) -> HeadOptions:
+def _options(spec: CompetitorSpec, case: Case) -> HeadOptions:
     assert spec.schedule is not None, "whole logits have no schedule"
     return HeadOptions(
         schedule=spec.schedule,

@@ -11,7 +11,15 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import random_problems
-from benchmarks.kernels.case import Case, Spec, available_bytes, check_fits
+from benchmarks.compiled_program import (
+    TimedCompilation,
+    compile_program,
+    compiler_report,
+    memory_in_use,
+    program_sizes,
+    whole_bytes,
+)
+from benchmarks.kernels.case import Case, CompetitorSpec, available_bytes, check_fits
 from benchmarks.kernels.competitors import (
     HeadInputs,
     chunk_tokens,
@@ -22,16 +30,8 @@ from benchmarks.kernels.competitors import (
     without_padding,
 )
 from benchmarks.kernels.errors import head_errors, logits_errors
-from benchmarks.timing import (
-    Compilation,
-    compile_program,
-    compiler_report,
-    memory_in_use,
-    program_bytes,
-    step_times,
-    time_interleaved,
-    versions,
-)
+from benchmarks.report_file import versions
+from benchmarks.timing import step_times, time_interleaved
 from kernels.token_logprob.reference import TokenLogprob
 
 ALL, PADDED, VALID = "all", "padded", "valid"
@@ -54,23 +54,23 @@ class Effort:
 
 
 @dataclasses.dataclass(frozen=True)
-class Entrant:
+class Competitor:
     """One competitor on one batch."""
 
-    spec: Spec
+    spec: CompetitorSpec
     batch: str
     """ALL, PADDED or VALID."""
-    compilation: Compilation
+    compilation: TimedCompilation
 
     @property
     def name(self) -> str:
         return str(self.spec) if self.batch == ALL else f"{self.spec} ({self.batch})"
 
 
-class Ring:
+class Competition:
     """The competitors with the arrays they run on, and the one accumulator they share."""
 
-    def __init__(self, case: Case, specs: Sequence[Spec], device: jax.Device):
+    def __init__(self, case: Case, specs: Sequence[CompetitorSpec], device: jax.Device):
         """Compiles every competitor for shapes alone, then makes the data.
 
         Raises:
@@ -82,14 +82,14 @@ class Ring:
         check_fits(f"{case.shape_text}, inputs and gradients alone,", case.least_bytes, available)
         make = make_logits_inputs if case.hidden is None else make_head_inputs
         shapes = jax.eval_shape(lambda: self._batches(*make(case)))
-        self.entrants = [
-            Entrant(spec, batch, self._compiled(spec, inputs))
+        self.competitors = [
+            Competitor(spec, batch, self._compiled(spec, inputs))
             for spec in specs
             for batch, (inputs, _) in shapes.items()
         ]
-        for entrant in self.entrants:
-            needed = program_bytes(entrant.compilation.compiled)
-            check_fits(f"{entrant.name} at {case.shape_text}", needed, available)
+        for competitor in self.competitors:
+            needed = whole_bytes(program_sizes(competitor.compilation.compiled))
+            check_fits(f"{competitor.name} at {case.shape_text}", needed, available)
         self._data: dict[str, Any] = jax.block_until_ready(self._batches(*make(case)))
 
     def _batches(self, inputs: Any, scored: TokenLogprob) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class Ring:
         alone = jax.tree.map(lambda leaf: leaf[token_N], scored)
         return {PADDED: (inputs, scored), VALID: (without_padding(inputs, self.case), alone)}
 
-    def _compiled(self, spec, inputs) -> Compilation:
+    def _compiled(self, spec, inputs) -> TimedCompilation:
         if self.case.hidden is None:
             return compile_program(logits_program(spec, self.case), inputs)
         accumulator = jax.ShapeDtypeStruct(inputs.head_VD.shape, jnp.float32)
@@ -111,16 +111,16 @@ class Ring:
         data = jax.tree.map(jnp.ravel, inputs.data)
         return random_problems.clip_shares(scored.logprob, data, **self.case.clip)._asdict()
 
-    def step(self, entrant: Entrant) -> Any:
+    def step(self, competitor: Competitor) -> Any:
         """Runs a competitor once; its results are ready on return.
 
         The accumulator among them is lent: the next step of anyone takes it back.
         """
-        inputs, _ = self._data[entrant.batch]
+        inputs, _ = self._data[competitor.batch]
         if self.case.hidden is None:
-            return jax.block_until_ready(entrant.compilation.compiled(*inputs))
+            return jax.block_until_ready(competitor.compilation.compiled(*inputs))
         accumulator, self._accumulator = self._accumulator, None
-        results = jax.block_until_ready(entrant.compilation.compiled(*inputs, accumulator))
+        results = jax.block_until_ready(competitor.compilation.compiled(*inputs, accumulator))
         self._accumulator = results[-1]
         return results
 
@@ -131,9 +131,9 @@ class Ring:
             shape = (self.case.vocab, self.case.hidden)
             self._accumulator = jax.block_until_ready(jnp.zeros(shape, jnp.float32))
 
-    def errors(self, entrant: Entrant, results: Any, check_tokens: int) -> dict[str, Any]:
+    def errors(self, competitor: Competitor, results: Any, check_tokens: int) -> dict[str, Any]:
         """How far a competitor's first results are from float64."""
-        inputs, scored = self._data[entrant.batch]
+        inputs, scored = self._data[competitor.batch]
         if self.case.hidden is None:
             return logits_errors(self.case, inputs, results, check_tokens)
         return head_errors(self.case, inputs, scored, results, check_tokens)
@@ -141,7 +141,7 @@ class Ring:
 
 def measure(
     case: Case,
-    specs: Sequence[Spec],
+    specs: Sequence[CompetitorSpec],
     device: jax.Device,
     *,
     effort: Effort,
@@ -157,52 +157,57 @@ def measure(
     """
     names = ", ".join(map(str, specs))
     progress(f"{case.shape_text} on {device.device_kind}: compiling {names}")
-    ring = Ring(case, specs, device)
+    competition = Competition(case, specs, device)
     progress(f"{case.shape_text} on {device.device_kind}: compiled, data made")
-    common = _facts(case, device, ring.clip_shares())
+    common = _facts(case, device, competition.clip_shares())
     after_alloc = memory_in_use(device)
     runs = []
-    for entrant in ring.entrants:
-        ring.reset()
-        run = _record(entrant, case) | common | {"mem_after_alloc": after_alloc}
-        runs.append(run | _first_run(ring, entrant, device, effort.check_tokens))
-        progress(f"{entrant.name}: first call {runs[-1]['first_call_s']:.2f} s")
-    steps = [functools.partial(_discarded, ring, entrant) for entrant in ring.entrants]
+    for competitor in competition.competitors:
+        competition.reset()
+        run = _record(competitor, case) | common | {"mem_after_alloc": after_alloc}
+        runs.append(run | _first_run(competition, competitor, device, effort.check_tokens))
+        progress(f"{competitor.name}: first call {runs[-1]['first_call_s']:.2f} s")
+    steps = [
+        functools.partial(_discarded, competition, competitor)
+        for competitor in competition.competitors
+    ]
     seconds = time_interleaved(steps, warmup=effort.warmup, iters=effort.iters)
     for run, own in zip(runs, seconds, strict=True):
         run |= step_times(own) | {"iters": effort.iters, "warmup": effort.warmup}
-    return {"runs": runs, "ratios": _ratios(ring.entrants, seconds)}
+    return {"runs": runs, "ratios": _ratios(competition.competitors, seconds)}
 
 
-def _discarded(ring: Ring, entrant: Entrant) -> None:
-    ring.step(entrant)
+def _discarded(competition: Competition, competitor: Competitor) -> None:
+    competition.step(competitor)
 
 
-def _first_run(ring, entrant, device, check_tokens):
+def _first_run(competition, competitor, device, check_tokens):
     start = time.perf_counter()
-    results = ring.step(entrant)
+    results = competition.step(competitor)
     run_s = time.perf_counter() - start
-    compilation = entrant.compilation
+    compilation = competitor.compilation
     return {
         "loss": float(results[0]),
         "first_call_s": compilation.trace_s + compilation.compile_s + run_s,
         "compile_s": compilation.compile_s,
         "mem_after_run": memory_in_use(device),
-        "errors": ring.errors(entrant, results, check_tokens),
+        "errors": competition.errors(competitor, results, check_tokens),
     }
 
 
-def _record(entrant, case):
-    tokens = case.active_tokens if entrant.batch == VALID else case.tokens
+def _record(competitor, case):
+    tokens = case.active_tokens if competitor.batch == VALID else case.tokens
     return {
-        "name": entrant.name,
-        "impl": entrant.spec.choice,
-        "kernel": entrant.spec.impl,
-        "schedule": entrant.spec.schedule,
-        "batch_kind": entrant.batch,
-        "chunk_tokens": chunk_tokens(entrant.spec, case, tokens, masked=entrant.batch == PADDED),
-        "chunk_tokens_at_most": entrant.spec.chunk_tokens,
-        "compiler": compiler_report(entrant.compilation.compiled),
+        "name": competitor.name,
+        "impl": competitor.spec.choice,
+        "kernel": competitor.spec.impl,
+        "schedule": competitor.spec.schedule,
+        "batch_kind": competitor.batch,
+        "chunk_tokens": chunk_tokens(
+            competitor.spec, case, tokens, masked=competitor.batch == PADDED
+        ),
+        "chunk_tokens_at_most": competitor.spec.chunk_tokens,
+        "compiler": compiler_report(competitor.compilation.compiled),
     }
 
 
@@ -223,22 +228,22 @@ def _facts(case, device, shares):
     }
 
 
-def _ratios(entrants, seconds) -> dict[str, float]:
+def _ratios(competitors, seconds) -> dict[str, float]:
     """Medians over the first competitor's on the same batch, and padded over valid tokens."""
     if not seconds[0]:
         return {}
     median = {
-        (entrant.spec, entrant.batch): statistics.median(own)
-        for entrant, own in zip(entrants, seconds, strict=True)
+        (competitor.spec, competitor.batch): statistics.median(own)
+        for competitor, own in zip(competitors, seconds, strict=True)
     }
-    first = entrants[0].spec
+    first = competitors[0].spec
     ratios = {
         f"{each.name} / {first}": median[each.spec, each.batch] / median[first, each.batch]
-        for each in entrants
+        for each in competitors
         if each.spec != first
     }
     return ratios | {
         f"{each.name} / {VALID}": median[each.spec, PADDED] / median[each.spec, VALID]
-        for each in entrants
+        for each in competitors
         if each.batch == PADDED
     }

@@ -21,7 +21,7 @@ class Budgets(NamedTuple):
     programs: dict[str, dict[str, float]]
 
 
-class Check(NamedTuple):
+class BudgetCheck(NamedTuple):
     """One figure beside its bound."""
 
     figure: str
@@ -52,7 +52,7 @@ def load(path: pathlib.Path = FILE) -> Budgets:
     return Budgets(document["libtpu"], document["programs"])
 
 
-def check(figures: dict[str, Any], budget: dict[str, float]) -> list[Check]:
+def check(figures: dict[str, Any], budget: dict[str, float]) -> list[BudgetCheck]:
     """Every figure that was measured or has a bound.
 
     Args:
@@ -60,7 +60,7 @@ def check(figures: dict[str, Any], budget: dict[str, float]) -> list[Check]:
         budget: of FIGURES those that have a bound.
     """
     return [
-        Check(name, figures.get(name), budget.get(name))
+        BudgetCheck(name, figures.get(name), budget.get(name))
         for name in FIGURES
         if name in figures or name in budget
     ]

@@ -71,24 +71,21 @@ def compile_here(lower: Any) -> Figures:
     """
     from jax.experimental import topologies
 
+    from benchmarks.compiled_program import accessed_bytes, program_sizes
+
     topology = topologies.get_topology_desc(
         platform="tpu", topology_name="v6e:1x1", chips_per_host_bounds=(1, 1, 1)
     )
     started = time.monotonic()
     compiled = lower(topology.devices[0]).compile()
     compile_s = time.monotonic() - started
-    memory: Any = compiled.memory_analysis()
     module = hlo.parse(compiled.as_text())
     traffic = hlo.traffic(module)
     return Figures(
         compile_s=round(compile_s, 3),
-        temp_bytes=memory.temp_size_in_bytes,
-        peak_bytes=memory.peak_memory_in_bytes,
-        argument_bytes=memory.argument_size_in_bytes,
-        output_bytes=memory.output_size_in_bytes,
-        alias_bytes=memory.alias_size_in_bytes,
+        **program_sizes(compiled),
         accessed_bytes=traffic.bytes,
-        xla_accessed_bytes=int(compiled.cost_analysis().get("bytes accessed", 0)),
+        xla_accessed_bytes=accessed_bytes(compiled),
         arrays=[
             f"{argument.name.split('.')[0]} {argument.type}"
             for argument in module.arguments()
@@ -109,18 +106,9 @@ def compile_in_child(name: str, deadline_s: float) -> Figures:
             last = [line for line in messages.splitlines() if line.strip()][-1:]
             return Figures(error="; ".join([*filter(None, [stopped]), *last]) or "no result")
         found = json.loads(result.read_text())
-        found["op_cycles"] = _read_cycles(dump)
+        found["op_cycles"] = issue_cycles.read_dump(dump)
     found["ops"] = [hlo.OpTraffic(*op) for op in found["ops"]]
     return Figures(**found)
-
-
-def _read_cycles(dump: pathlib.Path) -> dict[str, int]:
-    found = {}
-    for path in dump.iterdir():
-        match = issue_cycles.FILE.fullmatch(path.name)
-        if match:
-            found[match["op"]] = issue_cycles.count(path.read_text(errors="replace"))
-    return found
 
 
 def _run(name: str, result: pathlib.Path, dump: pathlib.Path, deadline_s: float) -> tuple[str, str]:

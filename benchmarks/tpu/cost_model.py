@@ -35,7 +35,7 @@ class OpCost(NamedTuple):
     ms: float
 
 
-class Cost(NamedTuple):
+class ProgramCost(NamedTuple):
     """A program by the model."""
 
     ops: list[OpCost]
@@ -47,7 +47,7 @@ class Cost(NamedTuple):
     not among them."""
 
 
-def model(ops: Iterable[OpTraffic], cycles: dict[str, int]) -> Cost:
+def model(ops: Iterable[OpTraffic], cycles: dict[str, int]) -> ProgramCost:
     """Combines what operations move with the cycles they take.
 
     Args:
@@ -63,7 +63,7 @@ def model(ops: Iterable[OpTraffic], cycles: dict[str, int]) -> Cost:
             OpCost(op.name, op.opcode, op.times, total, op.bytes * op.times, seconds * 1e3)
         )
     costs.sort(key=lambda cost: -cost.ms)
-    return Cost(
+    return ProgramCost(
         ops=costs,
         cycles=sum(cost.cycles or 0 for cost in costs),
         ms=sum(cost.ms for cost in costs),

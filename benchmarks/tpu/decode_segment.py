@@ -11,13 +11,12 @@ row asks for top-k or top-p. With loop=while a token bears its share of what a s
 with loop=python all of it; the host's part and the wires between the chips are in neither.
 
 Needs jax[tpu], and neither a TPU nor weights. Exits with 1 when a program does not compile or does
-not fit, with 2 when the question is wrong.
+not fit, with 2 when the arguments are wrong.
 """
 
 import argparse
 import dataclasses
 import importlib.util
-import json
 import os
 import pathlib
 import re
@@ -36,10 +35,13 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
+from benchmarks.compiled_program import program_sizes
 from benchmarks.decode.engine_passes import decode_spec
-from benchmarks.decode.variants import DTYPES, SHAPES, Variant, parse_variants
+from benchmarks.decode.model_shapes import SHAPES, with_layers
+from benchmarks.decode.settings import check_slot_count
+from benchmarks.decode.variants import DTYPES, Variant, parse_variants
 from benchmarks.decode.weights import copy_bytes
-from benchmarks.report_file import check_report_file
+from benchmarks.report_file import check_report_file, write_report
 from benchmarks.tpu.memory_fit import V6E_USABLE_BYTES
 from models.config import ModelConfig
 from rollout_worker.engine.decode_programs import DecodePrograms
@@ -52,7 +54,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Segment:
+class SegmentCost:
     """One program; all figures are of one chip, sizes in bytes."""
 
     name: str
@@ -122,11 +124,13 @@ def main(argv: list[str] | None = None) -> int:
             "fits": not bad,
             "programs": [dataclasses.asdict(one) for one in found],
         }
-        pathlib.Path(arguments.json).write_text(json.dumps(report, indent=2) + "\n")
+        write_report(report, arguments.json)
     return 1 if bad else 0
 
 
-def _compile_all(layouts, variants, limits, slots: int, dump: pathlib.Path) -> Iterator[Segment]:
+def _compile_all(
+    layouts, variants, limits, slots: int, dump: pathlib.Path
+) -> Iterator[SegmentCost]:
     for layout in layouts:
         for name, variant in variants.items():
             found = compile_segment(layout, name, variant, limits, slots, dump)
@@ -141,7 +145,7 @@ def compile_segment(
     limits: EngineLimits,
     slots: int,
     dump: pathlib.Path,
-) -> Segment:
+) -> SegmentCost:
     """Compiles one segment and reads what it costs.
 
     Args:
@@ -165,21 +169,23 @@ def compile_segment(
     try:
         compiled = programs.compile_segment(width)
     except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
-        return Segment(**sizes, compile_s=time.monotonic() - started, error=str(error))
+        return SegmentCost(**sizes, compile_s=time.monotonic() - started, error=str(error))
     seconds = time.monotonic() - started
-    memory: Any = compiled.memory_analysis()
-    return Segment(
+    needs = program_sizes(compiled)
+    return SegmentCost(
         **sizes,
         compile_s=seconds,
-        temp_bytes=memory.temp_size_in_bytes,
-        peak_bytes=memory.peak_memory_in_bytes,
-        need_bytes=memory.peak_memory_in_bytes + sizes["weight_bytes"],
-        **token_cost(hlo.parse(str(compiled.as_text())), _cycles(dump), spec.segment_tokens),
+        temp_bytes=needs["temp_bytes"],
+        peak_bytes=needs["peak_bytes"],
+        need_bytes=needs["peak_bytes"] + sizes["weight_bytes"],
+        **token_cost(
+            hlo.parse(str(compiled.as_text())), issue_cycles.read_dump(dump), spec.segment_tokens
+        ),
     )
 
 
 def token_cost(module: hlo.Module, cycles: dict[str, int], segment_tokens: int) -> dict[str, Any]:
-    """What a token costs, as `Segment` has it.
+    """What a token costs, as `SegmentCost` has it.
 
     Args:
         cycles: of one execution of each operation, by its name.
@@ -218,7 +224,7 @@ def _token_step(module: hlo.Module) -> str:
     return max(bodies, key=moved)
 
 
-def _cost(module: hlo.Module, cycles: dict[str, int]) -> cost_model.Cost:
+def _cost(module: hlo.Module, cycles: dict[str, int]) -> cost_model.ProgramCost:
     """Without the branches that run only where a row asks for top-k or top-p."""
     by_name = {name: op for each in module.computations.values() for name, op in each.items()}
     ops = []
@@ -263,21 +269,12 @@ def _kind(module: hlo.Module, computation: hlo.Computation, op: hlo.Op) -> tuple
     return op.opcode, op.type, operands, literal, inner
 
 
-def _bytes(cost: cost_model.Cost) -> int:
+def _bytes(cost: cost_model.ProgramCost) -> int:
     return sum(op.bytes for op in cost.ops)
 
 
 def _is_collective(opcode: str) -> bool:
     return opcode.removesuffix("-start") in COLLECTIVES
-
-
-def _cycles(dump: pathlib.Path) -> dict[str, int]:
-    found = {}
-    for path in dump.iterdir():
-        match = issue_cycles.FILE.fullmatch(path.name)
-        if match:
-            found[match["op"]] = issue_cycles.count(path.read_text(errors="replace"))
-    return found
 
 
 HEADER = (
@@ -286,7 +283,7 @@ HEADER = (
 )
 
 
-def row(one: Segment) -> str:
+def row(one: SegmentCost) -> str:
     """One line under HEADER: GB of a chip; of a token its cycles, GB moved and model time."""
     start = f"{one.tensor:>6}  {one.name:<27}{one.slots:>6}{one.compile_s:>7.0f} s"
     if one.error:
@@ -318,9 +315,7 @@ def _layouts(model: ModelConfig, arguments: argparse.Namespace) -> list[Layout]:
 
 
 def _check(layout: Layout, slots: int, limits: EngineLimits, variants: dict[str, Variant]) -> None:
-    lanes = layout.mesh.shape["data"]
-    if slots < 1 or slots % lanes:
-        raise ValueError(f"--slots {slots} must be a positive multiple of the {lanes} lanes")
+    check_slot_count(slots, layout)
     for variant in variants.values():
         geometry_of(decode_spec(layout, variant, slots), limits)
 
@@ -334,14 +329,7 @@ def _limits(arguments: argparse.Namespace) -> EngineLimits:
 
 
 def _model(arguments: argparse.Namespace) -> ModelConfig:
-    model = SHAPES[arguments.shape]
-    if arguments.layers is None:
-        return model
-    if not 1 <= arguments.layers <= model.num_layers:
-        raise ValueError(
-            f"--layers must be from 1 to the model's {model.num_layers}, got {arguments.layers}"
-        )
-    return dataclasses.replace(model, num_layers=arguments.layers)
+    return with_layers(SHAPES[arguments.shape], arguments.layers)
 
 
 def _parser() -> argparse.ArgumentParser:

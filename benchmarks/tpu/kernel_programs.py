@@ -39,6 +39,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+from benchmarks.kernels.case import LOG_SOFTMAX
 from benchmarks.random_problems import GrpoData, grpo_objective
 from kernels import choose
 from kernels.decode_attention.ops import decode_attention
@@ -46,7 +47,6 @@ from kernels.linear_objective import schedule
 from kernels.token_logprob.ops import token_logprob
 from kernels.token_logprob.reference import TokenLogprob
 
-LOG_SOFTMAX = "log_softmax"
 LOGITS_SHAPES = ((1, 4096, 151643), (4, 1024, 151643), (1, 4096, 151936), (4, 1024, 151936))
 """Tokens in one sequence and in four; of a tokenizer, and of a model that pads it to lanes."""
 PROBE_SHAPE = (8, 1024, 16384)
@@ -64,7 +64,7 @@ Lower = Callable[[jax.Device], jax.stages.Lowered]
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class KernelProgram:
     """One program to compile."""
 
     name: str
@@ -73,7 +73,7 @@ class Program:
     """Whether it is one of the few that a quick check compiles."""
 
 
-def programs() -> dict[str, Program]:
+def programs() -> dict[str, KernelProgram]:
     """All of them by name."""
     found = []
     for shape in LOGITS_SHAPES:
@@ -82,7 +82,7 @@ def programs() -> dict[str, Program]:
     T, D, V = HEAD_SHAPE
     name = f"head/t{T}_d{D}_v{V}"
     whole = functools.partial(lower_whole_logits, HEAD_SHAPE)
-    found.append(Program(f"{name}/{LOG_SOFTMAX}", whole, fast=False))
+    found.append(KernelProgram(f"{name}/{LOG_SOFTMAX}", whole, fast=False))
     for impl, each in HEAD_IMPLS:
         lower = functools.partial(lower_head, impl, each)
         options = schedule.HeadOptions(schedule=each, impl=impl)
@@ -90,8 +90,8 @@ def programs() -> dict[str, Program]:
         run = functools.partial(lower, HEAD_SHAPE)
         once = functools.partial(lower, (chunk, D, V))
         found += [
-            Program(f"{name}/{impl}_{each}", run, fast=False),
-            Program(f"head_chunk/d{D}_v{V}/{impl}_{each}", once, fast=True),
+            KernelProgram(f"{name}/{impl}_{each}", run, fast=False),
+            KernelProgram(f"head_chunk/d{D}_v{V}/{impl}_{each}", once, fast=True),
         ]
     for B, S in DECODE_SHAPES:
         for impl, prefix in (
@@ -100,16 +100,20 @@ def programs() -> dict[str, Program]:
             (choose.PALLAS_TPU, PREFIX),
         ):
             run = functools.partial(lower_decode_attention, impl, prefix, (B, 16, 2, S, 128))
-            found.append(Program(f"decode_attention/b{B}_s{S}/{impl}{prefix}", run, fast=True))
+            found.append(
+                KernelProgram(f"decode_attention/b{B}_s{S}/{impl}{prefix}", run, fast=True)
+            )
     return {program.name: program for program in found}
 
 
-def _logits_programs(kind: str, shape: tuple[int, int, int], entropy_coef: float) -> list[Program]:
+def _logits_programs(
+    kind: str, shape: tuple[int, int, int], entropy_coef: float
+) -> list[KernelProgram]:
     B, T, V = shape
     found = []
     for impl in IMPLS:
         run = functools.partial(lower_logits, impl, entropy_coef, shape)
-        found.append(Program(f"{kind}/b{B}_t{T}_v{V}/{impl}", run, fast=impl != LOG_SOFTMAX))
+        found.append(KernelProgram(f"{kind}/b{B}_t{T}_v{V}/{impl}", run, fast=impl != LOG_SOFTMAX))
     return found
 
 

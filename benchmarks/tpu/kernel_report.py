@@ -9,7 +9,7 @@ schedule of each operation, and the model of cost.py makes a time of them and of
 variants by.
 
 Exits with 1 when a program does not compile or breaks a budget of budgets.json, and with 2
-when the question is wrong.
+when the arguments are wrong.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from benchmarks.report_file import check_report_file
+from benchmarks.report_file import check_report_file, write_report
 from benchmarks.tpu import budgets as tpu_budgets
 from benchmarks.tpu import compile_kernel, cost_model
 
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"\n{text}")
     if arguments.json:
         report = {"versions": versions, "held": not broken, "programs": found}
-        pathlib.Path(arguments.json).write_text(json.dumps(report, indent=2) + "\n")
+        write_report(report, arguments.json)
     return 1 if broken else 0
 
 

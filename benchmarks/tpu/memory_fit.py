@@ -11,7 +11,7 @@ V6E_USABLE_BYTES = round(31.25 * 2**30)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Program:
+class RunProgram:
     """One compiled program, or the attempt at one."""
 
     role: str
@@ -49,7 +49,7 @@ HEADER = (
 )
 
 
-def table_row(program: Program) -> str:
+def table_row(program: RunProgram) -> str:
     """One line under HEADER: seconds, then GB of one chip."""
     start = f"{program.role + ' ' + program.name:<22}{program.compile_s:>7.1f} s"
     if program.error:
@@ -68,7 +68,7 @@ def table_row(program: Program) -> str:
     )
 
 
-def verdict(programs: Sequence[Program], usable_bytes: int) -> tuple[bool, str]:
+def verdict(programs: Sequence[RunProgram], usable_bytes: int) -> tuple[bool, str]:
     """Whether all of them fit, and a line for each role, or for each program that does not.
 
     Raises:
@@ -90,7 +90,7 @@ def verdict(programs: Sequence[Program], usable_bytes: int) -> tuple[bool, str]:
     return all(program.fits(usable_bytes) for program in programs), "\n".join(lines)
 
 
-def _refusal(program: Program, usable_bytes: int) -> str:
+def _refusal(program: RunProgram, usable_bytes: int) -> str:
     if program.error:
         return f"{program.role} {program.name} does not compile: {program.error}"
     return (
@@ -99,7 +99,7 @@ def _refusal(program: Program, usable_bytes: int) -> str:
     )
 
 
-def _need(program: Program) -> str:
+def _need(program: RunProgram) -> str:
     text = f"{_gb(program.need_bytes)} in {program.name}"
     if program.beside_bytes:
         text += f" ({program.beside} of {_gb(program.beside_bytes)} included)"

@@ -6,7 +6,7 @@
 The functions are those that the service runs, at the shapes of the run's longest sequences, and
 the compiler is the chip's own: it finds tilings that do not exist and memory that does not
 suffice. Needs jax[tpu] and neither a TPU nor weights; nothing is executed, so there are no times.
-Exits with 1 when a program does not compile or does not fit, and with 2 when the question is
+Exits with 1 when a program does not compile or does not fit, and with 2 when the arguments are
 wrong.
 """
 
@@ -29,9 +29,10 @@ os.environ.update(ENVIRONMENT)  # libtpu reads it when it starts
 import jax
 from jax.experimental import topologies
 
-from benchmarks.decode.variants import SHAPES
-from benchmarks.report_file import check_report_file
-from benchmarks.tpu.memory_fit import HEADER, V6E_USABLE_BYTES, Program, table_row, verdict
+from benchmarks.compiled_program import accessed_bytes, program_sizes
+from benchmarks.decode.model_shapes import SHAPES
+from benchmarks.report_file import check_report_file, write_report
+from benchmarks.tpu.memory_fit import HEADER, V6E_USABLE_BYTES, RunProgram, table_row, verdict
 from driver.config.load_config import ConfigError, load
 from driver.config.plan import Plan, asked_devices, derive
 from driver.config.run_config import RunConfig
@@ -86,11 +87,11 @@ def main(argv: list[str] | None = None) -> int:
                 {**dataclasses.asdict(one), "need_bytes": one.need_bytes} for one in programs
             ],
         }
-        pathlib.Path(arguments.json).write_text(json.dumps(report, indent=2) + "\n")
+        write_report(report, arguments.json)
     return 0 if fits else 1
 
 
-def learner_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Iterator[Program]:
+def learner_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Iterator[RunProgram]:
     """`empty`, `accumulate` and `apply` of one update, on micro-batches of the longest rows, and
     `snapshot` and `canary` of a publication.
 
@@ -122,7 +123,7 @@ def learner_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Itera
 
     program, empty = compile_(
         "empty",
-        lambda: programs.empty.lower(state.params).compile(),
+        lambda: _compiled(programs.empty, state.params),
         beside="state, reference policy and two snapshots",
         beside_bytes=device_bytes(state) + reference_bytes + 2 * snapshot_bytes,
     )
@@ -133,32 +134,32 @@ def learner_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Itera
     batch = programs.batch_shapes(plan.microbatch_rows, plan.row_tokens)
     yield compile_(
         "accumulate",
-        lambda: programs.accumulate.lower(state.params, reference, accumulator, batch).compile(),
+        lambda: _compiled(programs.accumulate, state.params, reference, accumulator, batch),
         beside="optimiser moments and two snapshots",
         beside_bytes=moments_bytes + 2 * snapshot_bytes,
     )[0]
     denominator = jax.ShapeDtypeStruct((), jax.numpy.float32)
     yield compile_(
         "apply",
-        lambda: programs.apply.lower(state, accumulator, denominator).compile(),
+        lambda: _compiled(programs.apply, state, accumulator, denominator),
         beside="reference policy and two snapshots",
         beside_bytes=reference_bytes + 2 * snapshot_bytes,
     )[0]
     yield compile_(
         "snapshot",
-        lambda: programs.snapshots[wire].lower(state.params).compile(),
+        lambda: _compiled(programs.snapshots[wire], state.params),
         beside="optimiser moments, reference policy and an older snapshot",
         beside_bytes=moments_bytes + reference_bytes + snapshot_bytes,
     )[0]
     yield compile_(
         "canary",
-        lambda: programs.canaries[wire].lower(state.params).compile(),
+        lambda: _compiled(programs.canaries[wire], state.params),
         beside="optimiser moments, reference policy and two snapshots",
         beside_bytes=moments_bytes + reference_bytes + 2 * snapshot_bytes,
     )[0]
 
 
-def worker_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Iterator[Program]:
+def worker_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Iterator[RunProgram]:
     """The decode engine's programs at their largest: the longest prefill chunks, a segment over
     the widest cache, and the widening to it.
 
@@ -210,30 +211,33 @@ def compile_program(
     *,
     beside: str,
     beside_bytes: int,
-) -> tuple[Program, jax.stages.Compiled | None]:
+) -> tuple[RunProgram, jax.stages.Compiled | None]:
     """Compiles one program and reads its sizes; None where the compiler refuses."""
     started = time.monotonic()
     try:
         compiled = compile_()
     except jax.errors.JaxRuntimeError as error:
-        return Program(
+        return RunProgram(
             role=role, name=name, compile_s=time.monotonic() - started, error=str(error)
         ), None
-    memory: Any = compiled.memory_analysis()
-    cost: Any = compiled.cost_analysis()
-    program = Program(
+    compile_s, sizes = time.monotonic() - started, program_sizes(compiled)
+    program = RunProgram(
         role=role,
         name=name,
-        compile_s=time.monotonic() - started,
-        peak_bytes=memory.peak_memory_in_bytes,
-        argument_bytes=memory.argument_size_in_bytes,
-        output_bytes=memory.output_size_in_bytes,
-        temp_bytes=memory.temp_size_in_bytes,
-        accessed_bytes=int(cost.get("bytes accessed", 0)),
+        compile_s=compile_s,
+        peak_bytes=sizes["peak_bytes"],
+        argument_bytes=sizes["argument_bytes"],
+        output_bytes=sizes["output_bytes"],
+        temp_bytes=sizes["temp_bytes"],
+        accessed_bytes=accessed_bytes(compiled),
         beside=beside,
         beside_bytes=beside_bytes,
     )
     return program, compiled
+
+
+def _compiled(jitted: Any, *arguments: Any) -> jax.stages.Compiled:
+    return jitted.lower(*arguments).compile()
 
 
 def outputs(compiled: jax.stages.Compiled):

@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from benchmarks.text_table import table
+from benchmarks.report_file import table
 from benchmarks.transfer.peers import BARE_METHOD, MIB, RUN_ID, Peer, learner
 from services.weights.replica import Replica
 from services.wire.channel import open_channel

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from benchmarks.text_table import table
+from benchmarks.report_file import table
 from benchmarks.transfer.peers import MIB, RUN_ID, Peer, bf16_tensors, change, learner
 from services.weights.delta import encode_delta
 from services.weights.digest import layout

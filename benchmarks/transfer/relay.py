@@ -2,7 +2,7 @@
 
 import contextlib
 
-from benchmarks.text_table import table
+from benchmarks.report_file import table
 from benchmarks.transfer.peers import MIB, RUN_ID, Peer, learner, worker
 from services.weights.relay_tree import ancestors, relay_tree, tree_depth
 from services.wire.channel import PIECE_BYTES

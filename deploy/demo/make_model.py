@@ -26,6 +26,7 @@ import pathlib
 import random
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -110,11 +111,13 @@ def build_tokenizer() -> Tokenizer:
     added tokens, which are found before any such rule, and there are no merges.
     """
     vocab = {byte: i for i, byte in enumerate(sorted(ByteLevel.alphabet()))}
+    no_unknown: Any = None  # annotated as str, but a byte-level vocabulary has none
     backend = transformers.Qwen2Tokenizer(
-        vocab=vocab, merges=[], unk_token=None, eos_token=END, pad_token=PAD
+        vocab=vocab, merges=[], unk_token=no_unknown, eos_token=END, pad_token=PAD
     )
     backend.add_tokens([START], special_tokens=True)
-    backend.add_tokens([AddedToken(word, normalized=False) for word in WORDS])
+    words: list[Any] = [AddedToken(word, normalized=False) for word in WORDS]
+    backend.add_tokens(words)
     backend.chat_template = CHAT_TEMPLATE
     return Tokenizer(backend, source="the demo")
 
@@ -181,7 +184,7 @@ def stage_batches(tokenizer: Tokenizer, stage: Stage) -> tuple[np.ndarray, np.nd
     return ids_NT.reshape(shape), counted_NT.reshape(shape)
 
 
-def layer_matrices(params: Params) -> Params:
+def layer_matrices(params: Any) -> Any:
     """Marks the stacked [L, out, in] matrices for Muon; embedding, norms and biases get Adam."""
     matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=2, output_axis=1)
     return jax.tree.map(lambda leaf: matrix if leaf.ndim == 3 else None, params)
@@ -238,7 +241,8 @@ def train(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Trains the model and writes its folder."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--output", type=pathlib.Path, default=OUTPUT)
     output = parser.parse_args().output
     tokenizer = build_tokenizer()

@@ -52,6 +52,7 @@ TRACEBACK = "Traceback (most recent call last):\n  File ...\nRuntimeError(\n"
 def test_a_head_that_is_not_ready_is_no_traceback(capfd, said, shown, refusal):
     command = [sys.executable, "-c", f"print({said!r}, end='')"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as job:
-        relay = run_local.Relay(job)
+        assert job.stdout is not None
+        relay = run_local.Relay(job.stdout)
         relay.run()
     assert capfd.readouterr().out == shown and relay.refusal == refusal

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from benchmarks.ab import cli, compare, worker
-from benchmarks.ab.job import Implementation, Job, RunResult, StepResult, WrongInput
+from benchmarks.ab.job import Implementation, RunResult, StepResult, TrainingJob, WrongInput
 from learner.config import AlgorithmConfig, LearnerConfig, OptimizerConfig
 from learner.durable.rollout_file import RolloutHeader, RolloutRecorder
 from learner.update import head
@@ -177,7 +177,7 @@ def fake_run(name, *, losses=(0.5,), grad_norms=(2.0,)):
 
 
 def fake_comparison(run, update_relative=0.0):
-    change = compare.Change(1, 1.0, 1.0, 0.0, 0.0, update_relative)
+    change = compare.ParameterChange(1, 1.0, 1.0, 0.0, 0.0, update_relative)
     return compare.Comparison(run=run, changes=(change,))
 
 
@@ -245,7 +245,7 @@ def test_parameters_are_compared_by_hand_worked_numbers(tmp_path):
 
 
 def test_updates_that_move_nothing_prove_nothing(compared, monkeypatch):
-    still = compare.Change(3, 0.0, 0.0, 0.0, 0.0, 0.0)
+    still = compare.ParameterChange(3, 0.0, 0.0, 0.0, 0.0, 0.0)
     monkeypatch.setattr(
         cli,
         "_against",
@@ -277,7 +277,7 @@ def test_updates_that_move_nothing_prove_nothing(compared, monkeypatch):
         (["--impl", "fast,lean", "--json", "."], "--json '.' is a folder: name a file in it"),
     ],
 )
-def test_a_wrong_question_is_one_message(compared, arguments, message):
+def test_a_wrong_argument_is_one_message(compared, arguments, message):
     code, printed = compared(*arguments)
     assert code == 2
     assert printed.startswith("error: ") and re.search(message, printed)
@@ -325,7 +325,7 @@ def test_a_file_that_cannot_be_used_is_one_message(compared, rollouts, tmp_path)
 def test_an_implementation_that_the_platform_lacks_is_refused_at_once(model, rollouts, monkeypatch):
     monkeypatch.setattr(worker.jax, "devices", lambda: [type("D", (), {"platform": "gpu"})])
     xla, pallas = (Implementation(lm_head="fast", loss_impl=i) for i in ("xla", "pallas"))
-    job = Job(
+    job = TrainingJob(
         rollouts=str(rollouts),
         model=str(model),
         implementation=xla,

@@ -76,8 +76,11 @@ def test_a_child_that_will_not_end_is_killed(monkeypatch, tmp_path):
         f"pathlib.Path({str(ready)!r}).write_text(str(os.getpid())); "
         f"os.kill({os.getpid()}, signal.SIGTERM); time.sleep(60)"
     )
-    with interrupt.Interrupts() as interrupts, pytest.raises(interrupt.Interrupted) as found:
-        with interrupts.raised():
-            interrupts.run([sys.executable, "-c", stubborn])
+    with (
+        interrupt.Interrupts() as interrupts,
+        pytest.raises(interrupt.ComparisonInterrupted) as found,
+        interrupts.raised(),
+    ):
+        interrupts.run([sys.executable, "-c", stubborn])
     assert found.value.exit_code == 143
     assert not pathlib.Path(f"/proc/{ready.read_text()}").exists()

@@ -15,7 +15,7 @@ from benchmarks.chaos.schedule import (
     FIRST_STEP,
     POINTS,
     SHORT,
-    Kind,
+    FaultKind,
     draw,
     recovered_by,
 )
@@ -72,16 +72,16 @@ EXPECTED = [f"g{index:08d}" for index in range(2 * STEPS)]
 
 
 def test_an_orderly_run_passes(folder):
-    books = run_checks.check_books(run_checks.read_run(folder), steps=STEPS, expected=EXPECTED)
-    assert books == run_checks.Books(lost=(), duplicated=(), problems=())
-    assert run_checks.check_books(run_checks.read_run(folder), steps=STEPS) == books
+    books = run_checks.check_accounting(run_checks.read_run(folder), steps=STEPS, expected=EXPECTED)
+    assert books == run_checks.Accounting(lost=(), duplicated=(), problems=())
+    assert run_checks.check_accounting(run_checks.read_run(folder), steps=STEPS) == books
 
 
 def test_superseded_lines_and_a_line_being_written_do_not_count(folder):
     (folder / "ledger.superseded.jsonl").write_text((folder / "ledger.jsonl").read_text())
     with (folder / "ledger.jsonl").open("a") as file:
         file.write('{"step": 4, "groups": {"trai')
-    assert not run_checks.check_books(
+    assert not run_checks.check_accounting(
         run_checks.read_run(folder), steps=STEPS, expected=EXPECTED
     ).problems
 
@@ -92,8 +92,8 @@ def test_a_lost_group_is_found_with_and_without_knowing_what_to_expect(folder):
         return lines
 
     run = change(folder, "ledger.jsonl", lose)
-    assert run_checks.check_books(run, steps=STEPS, expected=EXPECTED).lost == ("g00000002",)
-    assert run_checks.check_books(run, steps=STEPS).lost == ("g00000002",)
+    assert run_checks.check_accounting(run, steps=STEPS, expected=EXPECTED).lost == ("g00000002",)
+    assert run_checks.check_accounting(run, steps=STEPS).lost == ("g00000002",)
 
 
 def test_a_group_that_is_still_under_way_is_not_lost(folder):
@@ -103,8 +103,8 @@ def test_a_group_that_is_still_under_way_is_not_lost(folder):
         return lines
 
     run = change(folder, "ledger.jsonl", leave_open)
-    assert run_checks.check_books(run, steps=STEPS).lost == ()
-    assert run_checks.check_books(run, steps=STEPS, expected=EXPECTED).lost == ("g00000002",)
+    assert run_checks.check_accounting(run, steps=STEPS).lost == ()
+    assert run_checks.check_accounting(run, steps=STEPS, expected=EXPECTED).lost == ("g00000002",)
 
 
 @pytest.mark.parametrize("state", ["trained", "dropped_stale"])
@@ -114,7 +114,9 @@ def test_a_group_that_ended_twice_is_found(folder, state):
         return lines
 
     run = change(folder, "ledger.jsonl", repeat)
-    assert run_checks.check_books(run, steps=STEPS, expected=EXPECTED).duplicated == ("g00000001",)
+    assert run_checks.check_accounting(run, steps=STEPS, expected=EXPECTED).duplicated == (
+        "g00000001",
+    )
 
 
 def test_a_second_delivery_that_was_refused_is_no_second_end(folder):
@@ -122,7 +124,7 @@ def test_a_second_delivery_that_was_refused_is_no_second_end(folder):
         lines[2]["groups"]["duplicate"] = ["g00000001"]
         return lines
 
-    assert not run_checks.check_books(
+    assert not run_checks.check_accounting(
         change(folder, "ledger.jsonl", deliver), steps=STEPS
     ).duplicated
 
@@ -139,14 +141,14 @@ def test_a_second_delivery_that_was_refused_is_no_second_end(folder):
 @pytest.mark.parametrize("name", ["ledger.jsonl", "metrics.jsonl"])
 def test_steps_must_be_there_once_and_in_order(folder, name, edit, message):
     run = change(folder, name, edit)
-    (problem,) = run_checks.check_books(run, steps=STEPS).problems
+    (problem,) = run_checks.check_accounting(run, steps=STEPS).problems
     assert problem.startswith(f"{name} should have") and re.search(message, problem)
 
 
 def test_a_run_without_its_last_checkpoint_or_its_policy_is_not_whole(folder):
     (folder / "checkpoints" / "step-00000003" / "manifest.json").unlink()
     (folder / "export" / "model.safetensors").unlink()
-    problems = run_checks.check_books(run_checks.read_run(folder), steps=STEPS).problems
+    problems = run_checks.check_accounting(run_checks.read_run(folder), steps=STEPS).problems
     assert problems == ("no checkpoint of step 3; there are []", "no policy was exported")
 
 
@@ -221,7 +223,7 @@ def test_equal_seeds_draw_equal_faults_and_others_draw_others():
 def test_every_kind_is_drawn_equally_often_and_there_is_time_to_recover(seed):
     faults = draw(seed, 20, steps=60, every_steps=5)
     counts = collections.Counter(fault.kind for fault in faults)
-    assert len(counts) == len(Kind) and max(counts.values()) == 2
+    assert len(counts) == len(FaultKind) and max(counts.values()) == 2
     assert [fault.number for fault in faults] == list(range(1, 21))
     at = [fault.step for fault in faults]
     assert at == sorted(at) and at[0] >= FIRST_STEP
@@ -229,10 +231,10 @@ def test_every_kind_is_drawn_equally_often_and_there_is_time_to_recover(seed):
 
 
 def test_recovery_counts_the_wait_for_a_checkpoint_and_for_the_fault_before():
-    assert recovered_by([4], [Kind.DRIVER_KILLED], 5) == 6
-    assert recovered_by([4], [Kind.DISK_FULL], 5) == 6
-    assert recovered_by([5], [Kind.DISK_FULL], 5) == 11
-    assert recovered_by([3, 3], [Kind.DRIVER_KILLED, Kind.DISK_FULL], 5) == 11
+    assert recovered_by([4], [FaultKind.DRIVER_KILLED], 5) == 6
+    assert recovered_by([4], [FaultKind.DISK_FULL], 5) == 6
+    assert recovered_by([5], [FaultKind.DISK_FULL], 5) == 11
+    assert recovered_by([3, 3], [FaultKind.DRIVER_KILLED, FaultKind.DISK_FULL], 5) == 11
 
 
 def test_more_faults_than_fit_are_refused():
@@ -245,7 +247,7 @@ def test_more_faults_than_fit_are_refused():
 def test_every_kind_is_made_by_a_point_that_exists_or_by_hand(tmp_path):
     for point, action in POINTS.values():
         failpoints.arm(tmp_path, point, f"skip 2 then {action}")
-    assert set(AT_CHECKPOINTS) <= POINTS.keys() and set(SHORT) <= set(Kind)
+    assert set(AT_CHECKPOINTS) <= POINTS.keys() and set(SHORT) <= set(FaultKind)
 
 
 def samples(rss_mb, descriptors) -> list[soak.Sample]:

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.dashboard import demo_run, history, step_cost, viewer_process, viewers
 from benchmarks.dashboard.browser import ROOT, serving
 from benchmarks.dashboard.history import seen_of
-from benchmarks.dashboard.step_cost import Block, Cost, cost_of, order
+from benchmarks.dashboard.step_cost import StepBlock, StepCost, cost_of, order
 from benchmarks.dashboard.viewers import Memory, growth
 from benchmarks.made_run.made_run import make_run
 from dashboard.listener import answers
@@ -26,12 +26,12 @@ def test_which_side_comes_first_turns_from_pair_to_pair():
 def test_the_cost_is_the_median_ratio_of_neighbours():
     step_s = {10: 1.0, 11: 3.0, 12: 2.0, 20: 2.2, 30: 5.0, 40: 4.0, 50: 1.0, 60: 1.3}
     blocks = [
-        Block(watched=False, first=10, last=12),  # median 2.0
-        Block(watched=True, first=20, last=20),
-        Block(watched=True, first=30, last=30),
-        Block(watched=False, first=40, last=40),
-        Block(watched=False, first=50, last=50),
-        Block(watched=True, first=60, last=60),
+        StepBlock(watched=False, first=10, last=12),  # median 2.0
+        StepBlock(watched=True, first=20, last=20),
+        StepBlock(watched=True, first=30, last=30),
+        StepBlock(watched=False, first=40, last=40),
+        StepBlock(watched=False, first=50, last=50),
+        StepBlock(watched=True, first=60, last=60),
     ]
     found = cost_of(blocks, step_s)
     assert found.ratios == pytest.approx((1.1, 1.25, 1.3))
@@ -41,7 +41,8 @@ def test_the_cost_is_the_median_ratio_of_neighbours():
 def test_a_drift_of_the_steps_is_no_cost():
     step_s = {step: 1.0 + 0.01 * step for step in range(40)}
     blocks = [
-        Block(watched=watched, first=5 * at, last=5 * at + 4) for at, watched in enumerate(order(4))
+        StepBlock(watched=watched, first=5 * at, last=5 * at + 4)
+        for at, watched in enumerate(order(4))
     ]
     ratios = cost_of(blocks, step_s).ratios
     assert ratios[0] < 1 < ratios[-1], "it falls on both sides"
@@ -50,20 +51,20 @@ def test_a_drift_of_the_steps_is_no_cost():
 
 def test_a_block_without_its_neighbour_does_not_count():
     step_s = {0: 1.0, 1: 2.0, 2: 9.0}
-    blocks = [Block(watched=bool(at % 2), first=at, last=at) for at in range(3)]
+    blocks = [StepBlock(watched=bool(at % 2), first=at, last=at) for at in range(3)]
     assert cost_of(blocks, step_s).ratios == (2.0,)
 
 
 @pytest.mark.parametrize("watched", [[], [True], [True, True]])
 def test_what_is_no_pair_is_refused(watched):
-    blocks = [Block(watched=one, first=0, last=0) for one in watched]
+    blocks = [StepBlock(watched=one, first=0, last=0) for one in watched]
     with pytest.raises(ValueError, match="pair"):
         cost_of(blocks, {0: 1.0})
 
 
 def test_the_middle_half_leaves_out_a_quarter_on_either_side():
-    assert Cost(without_s=1, ratios=tuple(range(8))).middle_half == (2, 5)
-    assert Cost(without_s=1, ratios=(1, 2, 3)).middle_half == (1, 3)
+    assert StepCost(without_s=1, ratios=tuple(range(8))).middle_half == (2, 5)
+    assert StepCost(without_s=1, ratios=(1, 2, 3)).middle_half == (1, 3)
 
 
 class Steps:
@@ -162,6 +163,8 @@ def test_a_server_for_a_browser_is_there_with_the_block_and_gone_with_it(tmp_pat
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path):
-    with pytest.raises(RuntimeError, match="is not there: give the output folder"):
-        with serving(tmp_path / "log", "--run", str(tmp_path / "nowhere")):
-            raise AssertionError("it serves")
+    with (
+        pytest.raises(RuntimeError, match="is not there: give the output folder"),
+        serving(tmp_path / "log", "--run", str(tmp_path / "nowhere")),
+    ):
+        raise AssertionError("it serves")

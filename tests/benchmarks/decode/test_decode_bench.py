@@ -10,10 +10,11 @@ import pytest
 from benchmarks.decode import cli
 from benchmarks.decode.batching import occupancy_while_waiting
 from benchmarks.decode.engine_passes import Pass, Turn, full_turns
+from benchmarks.decode.random_requests import Lognormal, parse_lengths
 from benchmarks.decode.run import measure
-from benchmarks.decode.settings import Question
+from benchmarks.decode.settings import DecodeSettings
 from benchmarks.decode.token_step import StepBytes
-from benchmarks.decode.variants import Lognormal, Variant, parse_lengths, parse_variants
+from benchmarks.decode.variants import Variant, parse_variants
 from benchmarks.decode.weights import weight_bytes
 from models.config import ModelConfig
 from rollout_worker.engine.engine import EngineCounts
@@ -31,7 +32,7 @@ TINY = ModelConfig(
     tie_word_embeddings=True,
 )
 FLOAT32 = Variant(attention="f32", compute_dtype="float32", segment_tokens=2, prefill_tokens=32)
-QUESTION = Question(
+SETTINGS = DecodeSettings(
     shape="tiny",
     model=TINY,
     path=None,
@@ -58,8 +59,8 @@ TURN = Turn(
 )
 
 
-def answer(question):
-    return measure(question, question.layout(jax.devices()[:1]), lambda line: None)
+def report_of(settings):
+    return measure(settings, settings.layout(jax.devices()[:1]), lambda line: None)
 
 
 def a_pass(turns):
@@ -130,10 +131,10 @@ def test_occupancy_is_read_where_the_last_request_enters():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_bytes_of_a_step_are_weights_once_and_used_columns(tied):
-    question = dataclasses.replace(
-        QUESTION, model=dataclasses.replace(TINY, tie_word_embeddings=tied)
+    settings = dataclasses.replace(
+        SETTINGS, model=dataclasses.replace(TINY, tie_word_embeddings=tied)
     )
-    layout = question.layout(jax.devices()[:1])
+    layout = settings.layout(jax.devices()[:1])
     q_k_v_o = 16 * 16 + 2 * 8 * 16 + 16 * 16
     biases_and_norms = 16 + 8 + 8 + 3 * 16
     values = 64 * 16 + q_k_v_o + 3 * 32 * 16 + biases_and_norms  # one table, tied or not
@@ -144,8 +145,8 @@ def test_bytes_of_a_step_are_weights_once_and_used_columns(tied):
 
 def test_token_steps_are_timed_and_counted_for_every_variant():
     python = dataclasses.replace(FLOAT32, loop="python")
-    question = dataclasses.replace(QUESTION, variants={"while": FLOAT32, "python": python})
-    found = answer(question)["runs"]
+    settings = dataclasses.replace(SETTINGS, variants={"while": FLOAT32, "python": python})
+    found = report_of(settings)["runs"]
     assert [run["name"] for run in found] == ["while", "python"]
     for run in found:
         assert run["step_ms"] > 0 and run["turns"] > 0 and run["roofline_share"] > 0
@@ -159,8 +160,8 @@ def test_token_steps_are_timed_and_counted_for_every_variant():
 
 def test_static_batches_wait_for_their_longest_and_slots_do_not():
     lengths = Lognormal(mean=4, most=8, sigma=1.0)
-    question = dataclasses.replace(QUESTION, lengths=lengths, requests=8)
-    (run,) = answer(question)["runs"]
+    settings = dataclasses.replace(SETTINGS, lengths=lengths, requests=8)
+    (run,) = report_of(settings)["runs"]
     drawn = lengths.draw(8, seed=0)
     assert run["completion_tokens"] == drawn.sum()
     static_steps = drawn.reshape(4, 2).max(axis=1).sum()
@@ -171,7 +172,7 @@ def test_static_batches_wait_for_their_longest_and_slots_do_not():
 
 
 def test_a_group_is_timed_beside_a_single_completion():
-    (run,) = answer(dataclasses.replace(QUESTION, group=2, repeat=2))["runs"]
+    (run,) = report_of(dataclasses.replace(SETTINGS, group=2, repeat=2))["runs"]
     assert (run["group"], run["prompt_tokens"]) == (2, 6)
     assert run["ratio"] == pytest.approx(run["group_ms"] / run["single_ms"])
 
@@ -179,7 +180,7 @@ def test_a_group_is_timed_beside_a_single_completion():
 @pytest.mark.slow
 def test_transformers_decodes_the_same_tokens():
     pytest.importorskip("torch")
-    found = answer(dataclasses.replace(QUESTION, against="hf"))["against"]
+    found = report_of(dataclasses.replace(SETTINGS, against="hf"))["against"]
     assert found[0]["same_tokens"]["float32"] == 1.0
     assert found[0]["ratio"] * found[0]["ours_ms"] == pytest.approx(
         min(found[0]["hf_float32_ms"], found[0]["hf_bfloat16_ms"])
@@ -209,7 +210,7 @@ RANDOM = ("--random-weights", "--shape")
         (["--model", "/no/such/model"], "/no/such/model"),
     ],
 )
-def test_a_wrong_question_is_refused_in_one_line_before_the_work(argv, part, capsys, monkeypatch):
+def test_wrong_arguments_are_refused_in_one_line_before_the_work(argv, part, capsys, monkeypatch):
     monkeypatch.setattr(cli, "measure", None)
     assert cli.main([*argv, *([] if "--slots" in argv else ["--slots", "16"])]) == 2
     said = capsys.readouterr().err

@@ -150,7 +150,7 @@ def test_the_worst_row_is_found_beside_a_large_one():
 
 def test_a_tiny_row_counts_as_a_hundredth_of_the_median():
     expected = np.array([[1.0], [1.0], [1e-6]])
-    assert worst_row(expected + [[0.0], [0.0], [1e-4]], expected) == pytest.approx(0.01)
+    assert worst_row(expected + np.array([[0.0], [0.0], [1e-4]]), expected) == pytest.approx(0.01)
 
 
 def test_the_exact_gradient_is_that_of_the_exact_scores():
@@ -189,7 +189,7 @@ def test_the_command_passes_and_lists_its_findings(capsys):
 
 
 def test_a_file_gets_the_findings_beside_the_table(capsys, tmp_path, monkeypatch):
-    finding = gradcheck.Finding("c", "float32", "x", "logits", 0.0, 0.0, 0.0, None, [])
+    finding = gradcheck.GradientError("c", "float32", "x", "logits", 0.0, 0.0, 0.0, None, [])
     monkeypatch.setattr(gradcheck, "run_checks", lambda *arguments: [finding])
     code, out, _ = run(capsys, "--json", str(tmp_path / "found.json"))
     assert code == 0 and "tolerances of float32: loss 1e-05" in out and "1 of 1" in out
@@ -243,7 +243,7 @@ def test_the_command_exits_with_1_where_a_tolerance_is_zero(capsys, tmp_path):
         (["--vocab", "1000000000000"], "GB: lower --tokens, --width or --vocab"),
     ],
 )
-def test_a_wrong_question_exits_with_2(capsys, flags, part):
+def test_wrong_arguments_exit_with_2(capsys, flags, part):
     code, _, err = run(capsys, *flags)
     assert code == 2 and part in err
 

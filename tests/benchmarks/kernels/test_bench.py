@@ -9,8 +9,9 @@ import pytest
 
 from benchmarks import random_problems
 from benchmarks.kernels import cli as bench
-from benchmarks.kernels.case import DoesNotFit, Spec, check_fits, parse_spec
-from benchmarks.timing import plain, step_times, time_interleaved
+from benchmarks.kernels.case import CompetitorSpec, DoesNotFit, check_fits, parse_competitor
+from benchmarks.report_file import json_values
+from benchmarks.timing import step_times, time_interleaved
 
 LOGITS = ("logits", "--batch", "2", "--time", "12", "--vocab", "131", "--iters", "2")
 HEAD = ("lm_head", "--time", "40", "--hidden", "16", "--vocab", "131", "--iters", "1")
@@ -114,7 +115,7 @@ def test_what_is_not_finite_exits_with_1(capsys, monkeypatch):
         (["logits", "--vocab", "1000000000000"], "GB: lower --batch, --time or --vocab"),
     ],
 )
-def test_a_wrong_question_exits_with_2(capsys, flags, part):
+def test_wrong_arguments_exit_with_2(capsys, flags, part):
     code, out, err = run(capsys, *flags)
     assert code == 2 and part in err and out == ""
 
@@ -148,30 +149,32 @@ def test_the_table_keeps_its_columns_apart_and_marks_what_is_interpreted():
 
 def test_pallas_is_refused_on_a_gpu():
     with pytest.raises(ValueError, match="no Pallas kernel for platform 'gpu'"):
-        parse_spec("pallas", platform="gpu", schedule=None)
+        parse_competitor("pallas", platform="gpu", schedule=None)
 
 
 def test_a_schedule_in_the_name_wins():
     options = {"schedule": "fast", "chunk_tokens": 8}
-    found = parse_spec("auto:lean", platform="tpu", **options)
-    assert found == Spec("auto", "pallas_tpu", "lean", 8)
-    assert parse_spec("reference", platform="tpu", **options) == Spec(
+    found = parse_competitor("auto:lean", platform="tpu", **options)
+    assert found == CompetitorSpec("auto", "pallas_tpu", "lean", 8)
+    assert parse_competitor("reference", platform="tpu", **options) == CompetitorSpec(
         "reference", "reference", None
     )
 
 
 def test_zero_is_a_value():
     arguments = bench._parser().parse_args(
-        ["probe", "--clip-low", "0", "--clip-high", "0", "--entropy-coef", "0", "--seed", "0"]
-        + ["--behavior-noise", "0", "--iters", "0", "--warmup", "0", "--check-tokens", "0"]
+        [
+            *("probe", "--clip-low", "0", "--clip-high", "0", "--entropy-coef", "0", "--seed", "0"),
+            *("--behavior-noise", "0", "--iters", "0", "--warmup", "0", "--check-tokens", "0"),
+        ]
     )
-    case, _, effort = bench.question(arguments)
+    case, _, effort = bench.read_arguments(arguments)
     assert (case.clip_low, case.clip_high, case.entropy_coef, case.noise) == (0, 0, 0, 0)
     assert (effort.iters, effort.warmup, effort.check_tokens) == (0, 0, 0)
 
 
 def test_the_probe_is_of_its_size():
-    case, _, _ = bench.question(bench._parser().parse_args(["probe"]))
+    case, _, _ = bench.read_arguments(bench._parser().parse_args(["probe"]))
     assert (case.batch, case.time, case.vocab, case.hidden) == (8, 1024, 16384, None)
     assert case.entropy_coef > 0
 
@@ -205,7 +208,10 @@ def test_times_are_mean_median_and_percentile():
 
 
 def test_json_holds_no_nan():
-    assert plain({"a": [float("nan"), 1.5], "b": np.float32(2)}) == {"a": [None, 1.5], "b": 2.0}
+    assert json_values({"a": [float("nan"), 1.5], "b": np.float32(2)}) == {
+        "a": [None, 1.5],
+        "b": 2.0,
+    }
 
 
 def test_logits_have_spread_in_every_piece(monkeypatch):

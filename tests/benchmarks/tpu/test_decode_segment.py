@@ -83,7 +83,7 @@ def test_a_slice_that_is_fetched_moves_what_it_fetches():
     ],
 )
 @needs_compiler
-def test_a_wrong_question_is_refused_in_one_line(arguments, message):
+def test_wrong_arguments_are_refused_in_one_line(arguments, message):
     done = run(*arguments)
     assert done.returncode == 2 and message in done.stderr.splitlines()[-1]
 

@@ -1,4 +1,4 @@
-"""What the bench of deltas counts, and how it refuses a question."""
+"""What the bench of deltas counts, and how it refuses a wrong argument."""
 
 import ml_dtypes
 import numpy as np

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.text_table import table
+from benchmarks.report_file import table
 from benchmarks.transfer.cli import main
 
 
