@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from driver.config import load_config as settings
 from driver.config import resume_identity as identity
 from driver.config.paths import check_folder, claim, hold, locate, output_folder
-from driver.config.plan import prepare
+from driver.config.prepare import prepare
 from driver.config.run_config import RunConfig
 from driver.config.yaml_text import parse_yaml
 from driver.errors import RunError

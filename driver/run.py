@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import ray
 
 from driver.accounting.ledger import StepLedger
-from driver.config.plan import Prepared
+from driver.config.prepare import Prepared
 from driver.config.run_config import RunConfig
 from driver.errors import RunError
 from driver.fleet.cluster import check_bind_host, connect, reserve
@@ -42,7 +42,7 @@ def run(config: RunConfig, folder: pathlib.Path, prepared: Prepared) -> None:
     Args:
         config: checked, with paths that actors understand.
         folder: absolute and claimed; everything the run leaves behind goes there.
-        prepared: what `driver/config/plan.py` found in the data.
+        prepared: what `driver/config/prepare.py` found in the data.
 
     Raises:
         Interrupted: after SIGINT or SIGTERM, with a checkpoint written.

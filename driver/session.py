@@ -19,7 +19,7 @@ from driver.accounting.leases import LeaseState, TrajectoryState
 from driver.accounting.run_state import RunState
 from driver.accounting.step_timing import LEARNER
 from driver.config import load_config as settings
-from driver.config.plan import Prepared
+from driver.config.prepare import Prepared
 from driver.config.run_config import RunConfig
 from driver.errors import RunError
 from driver.fleet.actor_calls import ActorFailed, LearnerLost

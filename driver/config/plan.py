@@ -1,26 +1,20 @@
-"""What a run will do, worked out before any device is touched.
+"""Sizes of a run, derived from its configuration before any device is touched.
 
-`derive` is arithmetic on the configuration: sizes, and the refusal of those that cannot work.
-`prepare` also reads the files: it is what every run does first, and all that `--dry-run` does.
+Sizes that cannot work are refused; settings that work but are probably not meant get a note.
 """
 
 import dataclasses
 import math
 
 from driver.config.load_config import ConfigError
-from driver.config.plan_warnings import notes
 from driver.config.run_config import Resources, RunConfig
 from kernels import choose
 from learner.update.batching import row_buckets
 from learner.update.mesh import mesh_shape
 from models.config import ModelConfig
-from models.files.checkpoint import check_model_files, expected_shapes, read_model_config
-from models.tokenizer import Tokenizer, load_tokenizer
-from rollout_worker.config import MOST_WORKERS, SourceConfig, WorkersConfig
-from rollout_worker.data.prompts import PromptSet, count_shared, load_prompts
+from models.files.checkpoint import expected_shapes
 from rollout_worker.engine.decode_programs import device_bytes
-from rollout_worker.engine_setup import DecodeAttention, EngineSetup, stop_automaton
-from rollout_worker.rewards.reward_pool import validate_functions
+from rollout_worker.engine_setup import DecodeAttention, EngineSetup
 
 FLOAT32_BYTES = 4
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
@@ -93,21 +87,6 @@ class Plan:
     """What works, but is probably not meant."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """What `prepare` found out."""
-
-    text: str
-    """The report of --dry-run."""
-    prompts: int
-    """Prompts of data.train that fit."""
-    held_out: int
-    """Prompts of data.eval that fit; 0 without one."""
-    digest: str
-    """Of the training prompts and their tokens: every process must find the same."""
-    model: ModelConfig
-
-
 def asked_devices(config: RunConfig) -> Devices:
     """The devices that the processes will see, from the resources that they ask for.
 
@@ -153,7 +132,7 @@ def derive(config: RunConfig, model: ModelConfig, devices: Devices) -> Plan:
         ConfigError: if the geometry cannot work, with the numbers and the rule.
     """
     rollout, learner = config.rollout, config.learner
-    mesh = _checked(
+    mesh = checked(
         mesh_shape, data=learner.mesh.data, fsdp=learner.mesh.fsdp, devices=devices.learner
     )
     if config.sequence_tokens > model.max_position_embeddings:
@@ -170,8 +149,8 @@ def derive(config: RunConfig, model: ModelConfig, devices: Devices) -> Plan:
         platform=config.placement.platform,
         weights_dtype=config.weights.dtype,
     )
-    worker = _checked(plan_worker, setup, devices.worker)
-    loss_impl = _checked(
+    worker = checked(plan_worker, setup, devices.worker)
+    loss_impl = checked(
         choose.resolve,
         learner.loss_impl,
         config.placement.platform,
@@ -216,7 +195,7 @@ def derive(config: RunConfig, model: ModelConfig, devices: Devices) -> Plan:
         + worker.pool_bytes
         if devices.shared
         else None,
-        notes=notes(
+        notes=_notes(
             config,
             decode_impl=worker.attention.impl,
             loss_impl=loss_impl,
@@ -278,96 +257,88 @@ def format_plan(plan: Plan) -> str:
     return "\n".join(lines + [f"note: {note}" for note in plan.notes])
 
 
-def prepare(config: RunConfig) -> Prepared:
-    """Checks model files, tokenizer, prompts and reward functions, and derives the sizes.
+def _notes(
+    config: RunConfig, *, decode_impl: str, loss_impl: str, programs: int
+) -> tuple[str, ...]:
+    """One line for each such thing.
 
-    Touches no device: what it needs of the model are its config and headers.
-
-    Raises:
-        ConfigError: for whatever of these cannot work.
+    Args:
+        decode_impl, loss_impl: which implementations run, of `kernels.choose.IMPLEMENTATIONS`.
+        programs: that a worker can come to need.
     """
-    path = config.model.path
-    model = _checked(read_model_config, path, about=f"model.path={path}")
-    plan = derive(config, model, asked_devices(config))
-    _checked(check_model_files, path, about=f"model.path={path}")
-    tokenizer = _checked(
-        load_tokenizer,
-        path,
-        tokenizer=config.model.tokenizer,
-        chat_template=config.model.chat_template,
-        stop_tokens=config.model.stop_tokens,
-        about="model",
-    )
-    _checked(stop_automaton, tokenizer, config.rollout.stop_strings, about="rollout.stop_strings")
-    _checked(validate_functions, config.reward.functions, about="reward.functions")
-    train = _prompts(config, "train", config.data.train, tokenizer)
-    held_out = None
-    if config.data.eval is not None:
-        held_out = _prompts(config, "eval", config.data.eval, tokenizer)
-    lines = [
-        f"run {config.run.name}: {config.run.steps} steps, seed {config.run.seed}, platform "
-        f"{config.placement.platform}, {_say_workers(config.rollout.workers)}",
-        f"model: {path}, {model.model_type} of {model.num_layers} layers, "
-        f"{plan.parameters:,} parameters, vocabulary {model.vocab_size:,}",
-        f"tokenizer: {tokenizer.vocab_size:,} tokens, stop ids "
-        f"{', '.join(map(str, sorted(tokenizer.stop_ids)))}, pad id {tokenizer.pad_id}",
-        _describe(config, "train", config.data.train, train) + f", {_epochs(config, train)}",
-    ]
-    if config.data.eval is not None and held_out is not None:
-        lines.append(_describe(config, "eval", config.data.eval, held_out))
-        shared = count_shared(train, held_out)
-        if shared:
-            lines.append(f"note: {shared:,} prompts of data.eval are also in data.train")
-    weights = [f"{one.name} x {one.weight:g}" for one in config.reward.functions]
-    lines += [f"reward: {' + '.join(weights)}", format_plan(plan)]
-    return Prepared(
-        text="\n".join(lines),
-        prompts=len(train),
-        held_out=0 if held_out is None else len(held_out),
-        digest=train.digest,
-        model=model,
-    )
+    found = [*_speed(config, decode_impl, loss_impl), *_shares(config)]
+    decode, evaluation = config.rollout.decode, config.eval
+    if decode.compile_budget is not None and decode.compile_budget < programs:
+        found.append(
+            f"rollout.decode.compile_budget={decode.compile_budget} is below the {programs} "
+            "programs that a worker can come to need"
+        )
+    cut_off = (evaluation.top_k, evaluation.top_p, evaluation.min_p) != (0, 1, 0)
+    if evaluation.temperature == 0 and cut_off:
+        found.append("eval.temperature=0 takes the likeliest token, whatever top_k, top_p or min_p")
+    return tuple(found)
 
 
-def _say_workers(workers: WorkersConfig) -> str:
-    text = f"{workers.at_start} rollout worker(s)"
-    if (workers.min, workers.max) != (1, MOST_WORKERS):
-        text += f", {workers.min} to {workers.max} ({workers.policy})"
-    return text
+def _speed(config: RunConfig, decode_impl: str, loss_impl: str) -> list[str]:
+    """What is slower, or less exact, than it need be."""
+    found, decode = [], config.rollout.decode
+    if decode.attention == "bf16" and decode.compute_dtype == "float32":
+        found.append(
+            "rollout.decode.attention=bf16 with compute_dtype=float32: the worker's logprobs are "
+            "those of bfloat16 attention, which the learner does not repeat; `auto` and f32 are not"
+        )
+    if decode.loop == "python":
+        found.append(
+            "rollout.decode.loop=python has the host wait for every token: `while` does not"
+        )
+    for key, value, impl in (
+        ("learner.loss_impl", config.learner.loss_impl, loss_impl),
+        ("rollout.decode.attention", decode.attention, decode_impl),
+    ):
+        if impl == choose.PALLAS_INTERPRET:
+            found.append(
+                f"{key}={value} is interpreted on {config.placement.platform}: exact, and slow; "
+                "`auto` is not"
+            )
+    if config.weights.dtype == "float32" and decode.compute_dtype == "bfloat16":
+        found.append(
+            "weights.dtype=float32 with rollout.decode.compute_dtype=bfloat16: every token step "
+            "reads the float32 weights, twice the bytes; bfloat16 weights are read as they are"
+        )
+    return found
 
 
-def _prompts(
-    config: RunConfig, which: str, source: SourceConfig, tokenizer: Tokenizer
-) -> PromptSet:
-    return _checked(
-        load_prompts,
-        source,
-        tokenizer=tokenizer,
-        system_prompt=config.data.system_prompt,
-        question_template=config.data.question_template,
-        max_prompt_tokens=config.rollout.max_prompt_tokens,
-        about=f"data.{which}",
-    )
+def _shares(config: RunConfig) -> list[str]:
+    """Where slots or workers stand idle."""
+    found, rollout = [], config.rollout
+    workers, prompts = rollout.workers.at_start, rollout.prompts_per_step
+    if config.placement.mode == "colocated" and rollout.max_staleness:
+        found.append(
+            f"rollout.max_staleness={rollout.max_staleness} with placement.mode=colocated: "
+            "learner and worker take turns on the same devices, so that little more than the work "
+            "of their hosts overlaps"
+        )
+    most = -(-prompts // workers) * rollout.completions_per_prompt
+    if most < rollout.decode.slots:
+        found.append(
+            f"a worker has at most {most} completions a step, so {rollout.decode.slots - most} of "
+            f"rollout.decode.slots={rollout.decode.slots} are never filled in training, and "
+            "decoded in vain"
+        )
+    if prompts % workers:
+        found.append(
+            f"rollout.prompts_per_step={prompts} does not divide by rollout.workers={workers}: "
+            "some workers wait for others"
+        )
+    return found
 
 
-def _describe(config: RunConfig, which: str, source: SourceConfig, prompts: PromptSet) -> str:
-    text = f"data.{which}: {len(prompts):,} prompts from {source.source}"
-    if prompts.overlong:
-        limit = config.rollout.max_prompt_tokens
-        text += f", {prompts.overlong:,} left out with more than {limit} tokens"
-    if which == "eval":
-        used = min(config.eval.prompts or len(prompts), len(prompts))
-        text += f", {used:,} evaluated"
-    return text
+def checked(function, *arguments, about: str = "", **named):
+    """Calls a check of another package; its errors become a ConfigError.
 
-
-def _epochs(config: RunConfig, train: PromptSet) -> str:
-    taken = config.run.steps * config.rollout.prompts_per_step
-    return f"{taken / len(train):.2f} epochs in the run"
-
-
-def _checked(function, *arguments, about: str = "", **named):
-    """Calls a check of another package; what it refuses is a fault of the configuration."""
+    Args:
+        about: the key to name in front of the message.
+    """
     try:
         return function(*arguments, **named)
     except (ValueError, OSError, RuntimeError, ImportError) as error:

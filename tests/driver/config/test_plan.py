@@ -11,7 +11,8 @@ import tokenizers
 import transformers
 
 from driver.config.load_config import ConfigError, load
-from driver.config.plan import Devices, asked_devices, derive, format_plan, prepare
+from driver.config.plan import Devices, asked_devices, derive, format_plan
+from driver.config.prepare import prepare
 from driver.config.run_config import RunConfig
 from models.config import ModelConfig
 from models.files.checkpoint import expected_shapes, save_model
@@ -412,7 +413,7 @@ def test_dry_run_touches_no_device(config, tmp_path):
     script = (
         "import sys, jax\n"
         "from jax._src import xla_bridge\n"
-        "from driver.config.plan import prepare\n"
+        "from driver.config.prepare import prepare\n"
         "from driver.config.load_config import load\n"
         "print(prepare(load(sys.argv[1])).text)\n"
         "assert not xla_bridge._backends, xla_bridge._backends\n"

@@ -1,0 +1,118 @@
+"""Checks everything that a run needs before it starts: what every run does first, and all that
+`--dry-run` does.
+"""
+
+import dataclasses
+
+from driver.config.plan import asked_devices, checked, derive, format_plan
+from driver.config.run_config import RunConfig
+from models.config import ModelConfig
+from models.files.checkpoint import check_model_files, read_model_config
+from models.tokenizer import Tokenizer, load_tokenizer
+from rollout_worker.config import MOST_WORKERS, SourceConfig, WorkersConfig
+from rollout_worker.data.prompts import PromptSet, count_shared, load_prompts
+from rollout_worker.engine_setup import stop_automaton
+from rollout_worker.rewards.reward_pool import validate_functions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What `prepare` found out."""
+
+    text: str
+    """The report of --dry-run."""
+    prompts: int
+    """Prompts of data.train that fit."""
+    held_out: int
+    """Prompts of data.eval that fit; 0 without one."""
+    digest: str
+    """Of the training prompts and their tokens: every process must find the same."""
+    model: ModelConfig
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """Checks model files, tokenizer, prompts and reward functions, and derives the sizes.
+
+    Touches no device: what it needs of the model are its config and headers.
+
+    Raises:
+        ConfigError: for whatever of these cannot work.
+    """
+    path = config.model.path
+    model = checked(read_model_config, path, about=f"model.path={path}")
+    plan = derive(config, model, asked_devices(config))
+    checked(check_model_files, path, about=f"model.path={path}")
+    tokenizer = checked(
+        load_tokenizer,
+        path,
+        tokenizer=config.model.tokenizer,
+        chat_template=config.model.chat_template,
+        stop_tokens=config.model.stop_tokens,
+        about="model",
+    )
+    checked(stop_automaton, tokenizer, config.rollout.stop_strings, about="rollout.stop_strings")
+    checked(validate_functions, config.reward.functions, about="reward.functions")
+    train = _prompts(config, "train", config.data.train, tokenizer)
+    held_out = None
+    if config.data.eval is not None:
+        held_out = _prompts(config, "eval", config.data.eval, tokenizer)
+    lines = [
+        f"run {config.run.name}: {config.run.steps} steps, seed {config.run.seed}, platform "
+        f"{config.placement.platform}, {_say_workers(config.rollout.workers)}",
+        f"model: {path}, {model.model_type} of {model.num_layers} layers, "
+        f"{plan.parameters:,} parameters, vocabulary {model.vocab_size:,}",
+        f"tokenizer: {tokenizer.vocab_size:,} tokens, stop ids "
+        f"{', '.join(map(str, sorted(tokenizer.stop_ids)))}, pad id {tokenizer.pad_id}",
+        _describe(config, "train", config.data.train, train) + f", {_epochs(config, train)}",
+    ]
+    if config.data.eval is not None and held_out is not None:
+        lines.append(_describe(config, "eval", config.data.eval, held_out))
+        shared = count_shared(train, held_out)
+        if shared:
+            lines.append(f"note: {shared:,} prompts of data.eval are also in data.train")
+    weights = [f"{one.name} x {one.weight:g}" for one in config.reward.functions]
+    lines += [f"reward: {' + '.join(weights)}", format_plan(plan)]
+    return Prepared(
+        text="\n".join(lines),
+        prompts=len(train),
+        held_out=0 if held_out is None else len(held_out),
+        digest=train.digest,
+        model=model,
+    )
+
+
+def _say_workers(workers: WorkersConfig) -> str:
+    text = f"{workers.at_start} rollout worker(s)"
+    if (workers.min, workers.max) != (1, MOST_WORKERS):
+        text += f", {workers.min} to {workers.max} ({workers.policy})"
+    return text
+
+
+def _prompts(
+    config: RunConfig, which: str, source: SourceConfig, tokenizer: Tokenizer
+) -> PromptSet:
+    return checked(
+        load_prompts,
+        source,
+        tokenizer=tokenizer,
+        system_prompt=config.data.system_prompt,
+        question_template=config.data.question_template,
+        max_prompt_tokens=config.rollout.max_prompt_tokens,
+        about=f"data.{which}",
+    )
+
+
+def _describe(config: RunConfig, which: str, source: SourceConfig, prompts: PromptSet) -> str:
+    text = f"data.{which}: {len(prompts):,} prompts from {source.source}"
+    if prompts.overlong:
+        limit = config.rollout.max_prompt_tokens
+        text += f", {prompts.overlong:,} left out with more than {limit} tokens"
+    if which == "eval":
+        used = min(config.eval.prompts or len(prompts), len(prompts))
+        text += f", {used:,} evaluated"
+    return text
+
+
+def _epochs(config: RunConfig, train: PromptSet) -> str:
+    taken = config.run.steps * config.rollout.prompts_per_step
+    return f"{taken / len(train):.2f} epochs in the run"
