@@ -122,7 +122,7 @@ def _check_arrays(query_BNH, new_key_BKH, new_value_BKH, key_BKSH, value_BKSH, p
             f"key and value caches must be [B, K, S, H] alike, got {key_BKSH.shape} and "
             f"{value_BKSH.shape}"
         )
-    B, K, S, H = key_BKSH.shape
+    B, K, _, H = key_BKSH.shape
     if min(key_BKSH.shape) < 1:
         raise ValueError(f"the caches must hold something, got [B, K, S, H] = {key_BKSH.shape}")
     if key_BKSH.dtype != value_BKSH.dtype or key_BKSH.dtype not in CACHE_DTYPES:

@@ -1,15 +1,25 @@
-"""What rows that begin alike do together inside the TPU kernel of pallas_tpu.py.
+"""Shared prefixes: the part of the TPU kernel of pallas_tpu.py for rows that begin alike.
 
-The columns that a group of rows shares are read once, from the leader's row, for ROWS of them at a
-time: their queries stand side by side and make one product with each block. What that leaves of
-their softmax, the blocks of each row alone go on from.
+The completions of one prompt have the same first columns of keys and values. Those are read once,
+from the row of the group's *leader*, for up to ROWS rows of the group together: the queries of the
+rows stand side by side and make one matrix product with each block. The softmax state that this
+leaves is where the blocks of each single row go on.
 
-The rows that share stand in the kernel's memory in the order of their groups, each at its place.
-A block is worked on for as many places as ROWS, be there fewer rows of the group: those behind
-belong to groups whose turn is still to come, which start anew.
+**Places.** Rows that share are ordered by group, and the number of a row in that order is its
+*place*. Queries and final states lie in VMEM by place. A piece is always worked on for ROWS places
+in a row, whether or not the group has that many: the places behind it belong to groups whose own
+pieces come later and start with an empty softmax, so what was computed for them is overwritten.
+
+**In VMEM for the whole call:** queries, tops, totals and weighted sums by place, each float32
+[K, places, heads, H]. **Carried from piece to piece:** one running softmax for the ROWS rows whose
+turn it is. It is transposed, [.., ROWS * heads] with a query head in each lane, so that sums over
+the columns of the cache run over sublanes, which is cheap, and factors of a head are one row.
+After the last piece of a group it is transposed back and stored at the places of its rows.
+
+**Numerics:** as in pallas_tpu.py.
 
 Dimension key: that of reference.py, and
-    M: pieces, as many as there could be
+    M: places in the list: the shared pieces that there could be
 """
 
 import functools
@@ -23,35 +33,41 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels.decode_attention.xla import HIDDEN_SCORE, precision_of
 
 ROWS = 16
-"""Of eight query heads to a key/value head each, which fill the lanes of a register."""
+"""Rows that are worked on together: with eight query heads each they fill the 128 lanes."""
 LEAST_ROWS = 3
-"""What two would save, the rest of a group of pieces may cost."""
+"""Fewer rows are not treated as sharing: what two save, filling up the last group may cost."""
 SUBLANES = 8
+"""Rows of a float32 register; query heads are padded to a multiple."""
 
 
 class Prefixes(NamedTuple):
-    """Who shares what, in one token step."""
+    """Which rows share which columns, in one token step."""
 
     first_B: jax.Array
-    """int32: column where the row goes on alone; 0 where it shares nothing."""
+    """int32: first column that the row does not share; 0 where it shares nothing."""
     place_B: jax.Array
-    """int32: of the row among those that share; behind all places where it does not."""
-    count: jax.Array
-    """int32 [1]: pieces that are shared."""
+    """int32: the row's place; behind all places where it shares nothing."""
+    total: jax.Array
+    """int32 [1]: the number of shared pieces."""
     row_M: jax.Array
-    """int32: leader whose block the piece is. Behind the last piece stands that one again."""
+    """int32: the leader whose block the piece is. Behind the last piece it is repeated."""
     own_M: jax.Array
     """int32: column where the piece begins."""
     place_M: jax.Array
-    """int32: of the first row that the piece is for."""
+    """int32: place of the first row that the piece is for."""
 
 
-def find(position_B, leader_B, shared_B, *, tile: int, block_S: int, most: int) -> Prefixes:
-    """Shared pieces in the order of their places.
+def find_prefixes(
+    position_B, leader_B, shared_B, *, tile: int, block_S: int, most: int
+) -> Prefixes:
+    """Lists the shared pieces in the order of their places.
+
+    A group of more than ROWS rows has its pieces listed once for every ROWS of them.
 
     Args:
         position_B, leader_B, shared_B: as ops.decode_attention takes them.
-        tile: columns whose multiples a block may begin at.
+        tile: a row's own blocks may begin at its multiples only, so the shared columns are
+            rounded down to one.
         block_S: columns of a piece.
         most: M, from `most_pieces`, or more.
     """
@@ -82,40 +98,42 @@ def find(position_B, leader_B, shared_B, *, tile: int, block_S: int, most: int) 
 
 
 def most_pieces(B: int, S: int, block_S: int) -> int:
-    """More shared pieces than this cannot be: a group of LEAST_ROWS makes one for each block."""
+    """Upper bound on the shared pieces: each group has at least LEAST_ROWS rows."""
     return B // LEAST_ROWS * pl.cdiv(S, block_S)
 
 
 class PrefixRefs(NamedTuple):
-    """The kernel's memory for it: its first four arguments, and the last of its scratch.
+    """The kernel's memory for shared prefixes: its first four arguments, and its last scratch."""
 
-    The softmax that runs is that of the rows whose turn it is. It has a column for each of their
-    query heads, so that sums over the cache's columns and factors of a head are cheap.
-    """
-
-    first: Any
-    place: Any
-    count: Any
-    piece_place: Any
+    # SMEM, as the fields of Prefixes.
+    first: Any  # [B]
+    place: Any  # [B]
+    total: Any  # [1]
+    piece_place: Any  # [M]
+    # VMEM by place, float32 [K, places, heads, H].
     query: Any
     top: Any
     weight: Any
     sum: Any
+    # VMEM, the running softmax of ROWS rows, float32 [K, 1 (sum: H), ROWS * heads].
     running_top: Any
     running_weight: Any
     running_sum: Any
 
     @property
     def states(self):
-        """Each part of the running softmax, and where it goes at the end."""
+        """Top, total and sum: the running one, and where it is stored at the end of a group."""
         return (
             (self.running_top, self.top),
             (self.running_weight, self.weight),
             (self.running_sum, self.sum),
         )
 
-    def enter(self, query_ref) -> None:
-        """Puts the queries at their places, and makes softmaxes that have seen nothing."""
+    def load_queries(self, query_ref) -> None:
+        """Copies the queries to their places, and makes empty softmaxes.
+
+        The last place stays empty: rows that share nothing read their first state from it.
+        """
         B, K, G, _ = query_ref.shape
 
         def row(b, _):
@@ -124,28 +142,31 @@ class PrefixRefs(NamedTuple):
 
         jax.lax.fori_loop(0, B, row, None, unroll=8)
         for empty, (running, ref) in zip((HIDDEN_SCORE, 0, 0), self.states, strict=True):
-            nobody = ref.at[:, ref.shape[1] - 1]
-            nobody[...] = jnp.full(nobody.shape, empty, jnp.float32)
+            unshared = ref.at[:, ref.shape[1] - 1]
+            unshared[...] = jnp.full(unshared.shape, empty, jnp.float32)
             running[...] = jnp.full(running.shape, empty, jnp.float32)
 
     def state(self, row, k: int, G: int) -> list[jax.Array]:
-        """Top, total and weighted sum of what the row has seen together with others, [G, H]."""
+        """Top, total and weighted sum over the row's shared columns, float32 [G, H] each."""
         return [ref[k, self.place[row], :G] for _, ref in self.states]
 
-    def work(self, memory, slot, number, pieces, operand_dtype) -> None:
-        """Takes a group, whose first piece has that number, into the softmaxes of its rows."""
+    def work_group(self, memory, slot, number, pieces, operand_dtype) -> None:
+        """Works on one group of shared pieces, the first of which has that number in the list."""
         _, _, K, block_S, _ = memory.key_blocks.shape
         found = self._attend(memory, slot, number, pieces, operand_dtype)
         for u, piece in enumerate(pieces):
             for k in range(K):
                 self._merge(piece.own == 0, k, found[u * K + k])
             last = self.first[piece.row] <= piece.own + block_S
-            # Those that fill the group come behind all that is left to rows.
-            real = number + u < self.count[0]
-            pl.when(last & real)(functools.partial(self._leave, number + u))
+            # Pieces that fill up the last group repeat its last one, whose state is stored already.
+            real = number + u < self.total[0]
+            pl.when(last & real)(functools.partial(self._store, number + u))
 
     def _attend(self, memory, slot, number, pieces, operand_dtype):
-        """As pallas_tpu's, with a column for every query head: of ROWS rows at a time."""
+        """As pallas_tpu._attend for ROWS rows at once, transposed: a lane for each query head.
+
+        Scores are [block_S, ROWS * heads], weighted sums [H, ROWS * heads].
+        """
         product = functools.partial(
             jax.lax.dot_general,
             precision=precision_of(operand_dtype),
@@ -173,7 +194,7 @@ class PrefixRefs(NamedTuple):
         return found
 
     def _merge(self, anew, k: int, found) -> None:
-        """Adds one piece to the running softmax."""
+        """Adds one piece to the running softmax; `anew` (its own is 0) begins an empty one."""
         piece_top, piece_weight, piece_sum = found
         top = jnp.where(anew, HIDDEN_SCORE, self.running_top[k])
         new_top = jnp.maximum(top, piece_top)
@@ -182,8 +203,8 @@ class PrefixRefs(NamedTuple):
         self.running_weight[k] = keep * self.running_weight[k] + add * piece_weight
         self.running_sum[k] = keep * self.running_sum[k] + add * piece_sum
 
-    def _leave(self, number) -> None:
-        """Leaves the running softmax to its rows."""
+    def _store(self, number) -> None:
+        """Transposes the running softmax and stores it at the places of its rows."""
         rows = pl.ds(self.piece_place[number], ROWS)
         K, H, _ = self.running_sum.shape
         for k in range(K):
@@ -193,7 +214,11 @@ class PrefixRefs(NamedTuple):
 
 
 def scratch(B: int, K: int, G: int, H: int) -> list[Any]:
-    """Queries and softmaxes of all places; the last is that of the rows that share nothing."""
+    """Queries and softmaxes of all places, and the running softmax.
+
+    ROWS places more than rows, since a piece is worked on for ROWS places from its first one; and
+    the place of rows that share nothing.
+    """
     heads = _heads(G)
     places = pltpu.VMEM((K, B + ROWS + 1, heads, H), jnp.float32)
     running = [pltpu.VMEM((K, height, ROWS * heads), jnp.float32) for height in (1, 1, H)]
@@ -201,10 +226,10 @@ def scratch(B: int, K: int, G: int, H: int) -> list[Any]:
 
 
 def chain_bytes(block_S: int, G: int, H: int) -> int:
-    """Scores and weighted sums of one piece and key/value head, which find no room in registers."""
+    """VMEM for scores and weighted sums of one piece and head, which do not fit registers."""
     return 4 * (block_S + H) * ROWS * _heads(G)
 
 
 def _heads(G: int) -> int:
-    """Query heads of a key/value head, filled up to whole registers."""
+    """Query heads of a key/value head, padded to whole registers."""
     return pl.cdiv(G, SUBLANES) * SUBLANES

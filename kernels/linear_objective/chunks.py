@@ -1,9 +1,9 @@
-"""Tokens in chunks of one size, those that are not active left out.
+"""Active tokens in chunks of one size, for the loop of schedule.py.
 
 Shapes are static, the number of active tokens is not: the active ones are moved to the front, and
-only so many chunks are visited as hold one. What is left for the last of them goes into a chunk of
-half the size where it fits. The empty places of the last chunk repeat its last token, so that
-whatever a chunk holds is a real token.
+only chunks that hold an active token are visited. The last chunk has half the size where the
+remaining tokens fit it. Its empty places repeat the last token, so that a chunk holds real tokens
+only.
 
 Dimension key:
     T: tokens
@@ -77,7 +77,7 @@ class TokenChunks:
         last = Place(whole * self._C, self._last_C)
         return jax.lax.fori_loop(0, small, lambda _, carry: step(last, carry), carry)
 
-    def take(self, place: Place) -> tuple[Any, jax.Array]:
+    def chunk_at(self, place: Place) -> tuple[Any, jax.Array]:
         """The arrays of a chunk, [size, ..] each, and which of its tokens count, bool [size]."""
         chunk = jax.tree.map(
             lambda array: jax.lax.dynamic_slice_in_dim(array, place.start, place.size),
@@ -85,11 +85,11 @@ class TokenChunks:
         )
         return chunk, place.start + jnp.arange(place.size) < self._active_tokens
 
-    def empty(self, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-        """Zeros [N, *shape], for `put`."""
+    def zeros(self, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+        """Zeros [N, *shape], for `store`."""
         return jnp.zeros((self._N, *shape), dtype)
 
-    def put(self, whole: Any, place: Place, chunk: Any) -> Any:
+    def store(self, whole: Any, place: Place, chunk: Any) -> Any:
         """The arrays [N, ..] with a chunk replaced, in their own dtype."""
         return jax.tree.map(
             lambda into, new: jax.lax.dynamic_update_slice_in_dim(

@@ -1,11 +1,37 @@
 """The head's two passes over one chunk of tokens, as TPU kernels.
 
-The tokens of the chunk stay in fast memory and the head streams past in tiles of rows. A tile of
-logits is [rows of the head, tokens]: sums over the vocabulary are sums over sublanes, which cost
-almost nothing, and what belongs to a token is a row of lanes. `score` folds each tile into running
-statistics; `gradient` turns it into its gradient and multiplies it back, twice. Neither writes the
-logits, except that `score` can keep them, each less the top of its tile: in 16 bits that is
-precise where the probability is.
+`score` multiplies hidden states with the head and folds the logits into statistics of each token;
+`gradient` turns the logits into their gradient and multiplies that back, twice. Neither writes the
+logits to HBM (the large memory), except that `score` can keep them for `gradient`.
+
+**Grid.** The tokens of the chunk stay in VMEM (the fast memory) and the head streams past in N
+tiles of rows: the head is the largest array by far and is read once a pass. The grid is (N + 1,),
+run in order. Step n does two things that do not depend on each other, so that the matrix unit works
+on one while the vector unit works on the other:
+
+    score      multiplies tile n            | folds tile n - 1 into the statistics
+    gradient   forms the gradient of tile n | multiplies that of tile n - 1 back
+
+Hence one step more than tiles, the index maps `clipped` (tile n) and `before` (tile n - 1) of
+vmem_plan.py, and a scratch tile that carries the result of step n to step n + 1. Step 0 has no tile
+before it: it works on a scratch tile that it has filled so that nothing comes of it (logits of
+-inf, gradients of 0), and what it stores for tile 0 stays in VMEM, where step 1 overwrites it.
+
+**A tile of logits** is [rows of the head, tokens]: sums over the vocabulary are sums over sublanes,
+which cost almost nothing, and what belongs to a token is one row of lanes.
+
+**In VMEM for the whole pass** (`resident`, one buffer): ids, hidden [C, D], slopes [4, C]; and
+the outputs that all steps add to: statistics [4, C], or the gradient of hidden [C, D]. Such an
+output goes to HBM once, after the last step. **For one step** (`streamed`, two buffers, the next
+one arrives while this one is used): tiles of the head, of its gradient and of what was kept. A tile
+of the head's gradient is read and written by the one step that owns it, in place.
+
+**Numerics.** Operands of the products have the dtype of hidden; products, exponentials and sums are
+float32. The kept logits are stored in the dtype of hidden less the top of their tile: in 16 bits
+that is precise where the probability is. A log-probability of -inf is replaced by -1e30 where it is
+a factor, since 0 * -inf is NaN.
+
+**Sizes.** `vmem_plan.py` chooses tokens of a chunk and rows of a tile such that all of it fits.
 
 Dimension key:
     C: tokens of the chunk
@@ -29,11 +55,11 @@ from kernels.token_logprob.statistics import Slopes, Statistics, Support
 __all__ = ["KeptTiles", "chunk_tokens", "gradient", "score"]
 
 SCORE_TOKENS = 1024
-"""Tokens of a tile multiplied at a time."""
+"""Tokens of a tile that `score` works on at a time: more would spill more registers."""
 COLUMNS = 1024
-"""Columns of the two products of the gradient formed at a time."""
+"""Columns of D that the two products of `gradient` form at a time."""
 LOWEST = -1e30
-"""Stands for -inf where it is multiplied by a zero."""
+"""Stands for -inf where it is multiplied by zero."""
 
 
 class KeptTiles(NamedTuple):
@@ -59,11 +85,10 @@ def score(
     """Same contract as xla.score.
 
     Args:
-        tile_rows: rows of the head worked on at a time, a multiple of 16; None for as many as
-            fast memory takes.
+        tile_rows: rows of the head in a tile, a multiple of 16; None for as many as VMEM takes.
 
     Raises:
-        ValueError: if fast memory does not take so many tokens.
+        ValueError: if the tokens do not fit VMEM.
     """
     (C, D), V = hidden_CD.shape, head_VD.shape[0]
     hidden_CD = plan.pad_tokens(hidden_CD, 0)
@@ -92,6 +117,7 @@ def score(
                 plan.streamed((tile, D), plan.clipped(N)),
             ],
             out_specs=out_specs,
+            # Logits before the temperature, from the step that multiplies to the one that folds.
             scratch_shapes=[pltpu.VMEM((tile, padded), jnp.float32)],
         ),
         out_shape=out_shape,
@@ -166,10 +192,11 @@ def gradient(
                 *source_specs,
             ],
             out_specs=[plan.resident((padded, D)), plan.streamed((tile, D), plan.before)],
+            # The gradient of the logits of tiles n and n - 1, as they are and transposed.
             scratch_shapes=[d_logits, d_logits, d_logits_turned, d_logits_turned],
         ),
         out_shape=out_shape,
-        input_output_aliases={5: 1},
+        input_output_aliases={5: 1},  # head_grad_VD, counted with the scalar, is output 1
         compiler_params=plan.compiler_params(),
         cost_estimate=plan.cost_estimate(
             hidden_CD, head_VD, products=2 + (kept is None), out_shape=out_shape, beside=source
@@ -189,7 +216,7 @@ def gradient(
 
 
 def _score_kernel(supported_ref, ids_ref, hidden_ref, head_ref, stats_ref, *refs, scale):
-    """Step n multiplies tile n and folds tile n - 1 into the statistics, each beside the other."""
+    """Step n multiplies tile n into z and folds tile n - 1, which z held, into the statistics."""
     *kept_refs, z_ref = refs
     tile, tokens = z_ref.shape
     first_row = (pl.program_id(0) - 1) * tile
@@ -217,6 +244,7 @@ def _score_kernel(supported_ref, ids_ref, hidden_ref, head_ref, stats_ref, *refs
             shifted_ref, top_ref = kept_refs
             shifted_ref[:, at] = shifted.astype(shifted_ref.dtype)
             top_ref[0, :, at] = base
+        # Last, since z held the logits of the tile before until here.
         z_ref[:, at] = plan.product(head_ref[...].astype(hidden_ref.dtype), hidden_ref[at], (1, 1))
 
     size = plan.part_size(tokens, SCORE_TOKENS)
@@ -224,7 +252,11 @@ def _score_kernel(supported_ref, ids_ref, hidden_ref, head_ref, stats_ref, *refs
 
 
 def _fold(stats_ref, at, tile_top, total, weighted, chosen):
-    """Merges a tile into the running statistics, as statistics.merge does."""
+    """Merges a tile into the running statistics, as statistics.merge does.
+
+    Rows of stats: top, total, weighted, chosen. Sums are relative to a top; a higher one scales
+    those so far down by exp(old top - new top).
+    """
     old_top = stats_ref[0:1, at]
     top = jnp.maximum(old_top, tile_top)
     base = jnp.where(top == -jnp.inf, 0.0, top)
@@ -252,7 +284,11 @@ def _gradient_kernel(
     rows,
     recompute,
 ):
-    """Step n forms the gradient of tile n and multiplies that of tile n - 1 back."""
+    """Step n forms the gradient of the logits of tile n and multiplies that of tile n - 1 back.
+
+    `next` holds the former [tile, tokens], `now` the latter; `turned` is transposed, so that both
+    products contract the last axis of one operand with the first of the other.
+    """
     (
         *source_refs,
         d_hidden_ref,
@@ -276,13 +312,15 @@ def _gradient_kernel(
 
         @pl.when(n == rows // tile + 1)
         def _():
-            # What lies beyond the head may be anything, and is summed over.
+            # Rows of the last tile beyond the head may hold NaN. Their gradient is 0, but the
+            # product sums over them, and 0 * NaN is NaN.
             head_ref[rows % tile :] = jnp.zeros_like(head_ref[rows % tile :])
 
     now_ref[...] = next_ref[...]
     now_turned_ref[...] = next_turned_ref[...]
 
     def log_probability(at):
+        """Of tile n, float32: from what was kept, or multiplied again."""
         logsumexp = slopes_ref[0:1, at]
         if recompute:
             return (
@@ -294,6 +332,7 @@ def _gradient_kernel(
         return shifted_ref[:, at].astype(jnp.float32) + (top_ref[0, :, at] - logsumexp)
 
     def differentiate(at):
+        """The gradient of the logits of tile n for some tokens; Slopes has the formula."""
         log_p = log_probability(at)
         row = jax.lax.broadcasted_iota(jnp.int32, log_p.shape, 0) + n * tile
         log_p = jnp.where(row < supported_ref[0], log_p, LOWEST)
@@ -305,6 +344,7 @@ def _gradient_kernel(
         next_turned_ref[at] = d_logits.T
 
     def multiply(at):
+        """Both products of tile n - 1, for some columns of D."""
         d_hidden_ref[:, at] += plan.product(
             now_turned_ref[...], head_ref[:, at].astype(hidden_ref.dtype), (1, 0)
         )
@@ -312,12 +352,14 @@ def _gradient_kernel(
             now_ref[...], hidden_ref[:, at], (1, 0)
         )
 
+    # As many parts of tokens as of columns, one of each in a round, so that every round has work
+    # for the vector unit and for the matrix unit.
     width = plan.part_size(D, COLUMNS)
     count = D // width
     size = plan.LANES * pl.cdiv(tokens // plan.LANES, count)
 
     def body(i):
-        # The last parts may overlap: what is formed twice is formed alike.
+        # The last parts of the tokens may overlap: what is computed twice has the same result.
         differentiate(plan.lanes_at(jnp.minimum(i * size, tokens - size), size))
         multiply(plan.lanes_at(i * width, width))
 

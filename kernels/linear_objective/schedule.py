@@ -128,11 +128,11 @@ def score(
     chunks = head.chunks((hidden_TD, ids_T.astype(jnp.int32)), active_T)
 
     def step(place, scores):
-        (hidden_CD, ids_C), _ = chunks.take(place)
+        (hidden_CD, ids_C), _ = chunks.chunk_at(place)
         scored, _ = head.score(hidden_CD, ids_C, keep=False)
-        return chunks.put(scores, place, scored)
+        return chunks.store(scores, place, scored)
 
-    scores = TokenLogprob(*[chunks.empty((), jnp.float32)] * 3)
+    scores = TokenLogprob(*[chunks.zeros((), jnp.float32)] * 3)
     return chunks.restore(chunks.walk(step, scores))
 
 
@@ -195,7 +195,7 @@ def _gradients(hidden_TD, head_VD, ids_T, active_T, data, pull, options, head_gr
 
     def step(place, carry):
         scores, d_hidden, head_grad_VD = carry
-        (hidden_CD, ids_C, data_C), counts_C = chunks.take(place)
+        (hidden_CD, ids_C, data_C), counts_C = chunks.chunk_at(place)
         scored, kept = head.score(hidden_CD, ids_C, keep=head.keeps)
         cotangents = TokenLogprob(
             *(jnp.where(counts_C, each, 0.0) for each in pull(scored, data_C))
@@ -203,12 +203,12 @@ def _gradients(hidden_TD, head_VD, ids_T, active_T, data, pull, options, head_gr
         d_hidden_CD, head_grad_VD = head.gradient(
             hidden_CD, ids_C, scored, cotangents, head_grad_VD, kept
         )
-        scores = chunks.put(scores, place, scored)
-        return scores, chunks.put(d_hidden, place, d_hidden_CD), head_grad_VD
+        scores = chunks.store(scores, place, scored)
+        return scores, chunks.store(d_hidden, place, d_hidden_CD), head_grad_VD
 
     start = (
-        TokenLogprob(*[chunks.empty((), jnp.float32)] * 3),
-        chunks.empty(hidden_TD.shape[1:], hidden_dtype),
+        TokenLogprob(*[chunks.zeros((), jnp.float32)] * 3),
+        chunks.zeros(hidden_TD.shape[1:], hidden_dtype),
         head_grad_VD,
     )
     scores, d_hidden, head_grad_VD = chunks.walk(step, start)

@@ -1,7 +1,9 @@
-"""How a TPU kernel sees and cuts logits [B, T, V] without moving them.
+"""How the TPU kernels of pallas_tpu.py see and cut logits [B, T, V] without moving them.
 
-`default_view` says in which order XLA keeps such an array on a TPU. A kernel takes the bitcast of
-it that a View names, in tiles of a few MB, and each tile in slabs along the vocabulary.
+XLA chooses the order in which an array lies in HBM; `default_view` knows which it chooses. A kernel
+gets the array in that order (a View: reshapes and transposes that move no byte), cut into tiles of
+a few MB, which are the blocks of its grid. Each tile is walked in slabs: slices along the
+vocabulary that fill a few registers.
 
 Dimension key:
     B: sequences (all leading dimensions but the last)
@@ -21,10 +23,11 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 SUBLANES, LANES = 8, 128
 TILE_BYTES = 4 << 20
-"""Of logits in a tile, whose fixed cost is then a few percent; the gradient holds four at once."""
+"""Logits in a tile: the fixed cost of a grid step is then a few percent. VMEM holds up to four."""
 MOST_UNROLL = 16
+"""Slabs in the body of a loop, at most: a bound on code size."""
 SLAB_PLACES = 8192
-"""Eight float32 registers: as many sums side by side as hide the latency of an addition."""
+"""Eight float32 registers: so many independent sums hide the latency of an addition."""
 
 
 class View(enum.Enum):
@@ -37,9 +40,9 @@ class View(enum.Enum):
 
 
 def default_view(shape: tuple[int, int, int], dtype) -> View:
-    """The order that XLA:TPU gives an argument [B, T, V]: the least padded one.
+    """The order that XLA:TPU gives an argument [B, T, V]: the one with the least padding.
 
-    The two minor axes are padded to whole tiles of 8 x 128; fewer than 8 rows take a tile of the
+    The two minor axes are padded to whole tiles of 8 x 128. Fewer than 8 rows are padded to the
     next power of two, of at least 32 bits a column.
     """
     B, T, V = shape
@@ -70,22 +73,22 @@ class Tiling:
     """Per tile: tokens, or for TIME_DENSE rows of 128 tokens."""
     block_vocab: int
     slab: int
-    """Columns of the vocabulary taken at once, a power of two."""
+    """Columns of the vocabulary in a slab, a power of two."""
     unroll: int
-    """Slabs in the body of a loop; so many divide block_vocab."""
+    """Slabs in the body of a loop; slab * unroll divides block_vocab."""
 
     @property
     def slabs(self) -> int:
-        """In a tile."""
+        """The number of slabs in a tile."""
         return self.block_vocab // self.slab
 
     @property
     def vocab_axis(self) -> int:
-        """Of the vocabulary in a tile."""
+        """The axis of the vocabulary in a tile."""
         return 1 if self.view is View.VOCAB_MINOR else 0
 
     def tile(self, columns: int) -> tuple[int, ...]:
-        """Shape of so many columns of a tile, as the kernel sees it."""
+        """Shape of a slice of a tile with this number of columns, as the kernel sees it."""
         return {
             View.VOCAB_MINOR: (self.block_tokens, columns),
             View.TIME_MINOR: (columns, self.block_tokens),
@@ -115,7 +118,11 @@ class Tiling:
         return B, pl.cdiv(T, self.block_tokens), pl.cdiv(V, self.block_vocab)
 
     def spec(self, columns: int | None = None) -> pl.BlockSpec:
-        """Of the logits, or of an array with so many numbers per token."""
+        """Block of the logits, or of an array with `columns` numbers per token.
+
+        The block of such an array does not depend on the vocabulary index of the grid: it stays in
+        VMEM while the vocabulary is walked, and an output is copied to HBM once after it.
+        """
 
         def place(b, t, v, _):
             v = v if columns is None else 0
@@ -128,8 +135,8 @@ class Tiling:
         tile = self.tile(columns or self.block_vocab)
         return pl.BlockSpec(tile if len(tile) == 3 else (None, *tile), place)
 
-    def look(self, array_BTV: jax.Array) -> jax.Array:
-        """The view of an array, which is the array itself where it lies in that order."""
+    def view_of(self, array_BTV: jax.Array) -> jax.Array:
+        """The view of an array: the same bytes where the array lies in that order, else a copy."""
         B, T, V = array_BTV.shape
         if self.view is View.VOCAB_MINOR:
             return array_BTV.reshape(self.array(V))
@@ -140,7 +147,7 @@ class Tiling:
             array_VBT = array_VBT.reshape(V, B, T // LANES, LANES).transpose(0, 2, 1, 3)
         return array_VBT.reshape(self.array(V))
 
-    def look_back(self, array: jax.Array) -> jax.Array:
+    def array_of(self, array: jax.Array) -> jax.Array:
         """[B, T, V], with the B and T of `shape`, from its view."""
         B, T, _ = self.shape
         if self.view is View.VOCAB_MINOR:
@@ -149,7 +156,7 @@ class Tiling:
             return array.transpose(0, 2, 1)
         V = array.shape[0]
         if B == 1:
-            # XLA would choose another layout for the result of this reshape, and copy twice.
+            # Without the constraint XLA chooses another layout for this reshape, and copies twice.
             array_VBT = with_layout_constraint(array.reshape(V, 1, T), Layout((0, 1, 2)))
         else:
             array = array.reshape(V, T // LANES, B, LANES).transpose(0, 2, 1, 3)
@@ -162,7 +169,7 @@ def _floor_power_of_two(number: int) -> int:
 
 
 def _unroll(slabs: int) -> int:
-    """How many slabs a loop takes at once, when each round costs half a slab besides."""
+    """Slabs in the body of the loop: the best if a round costs half a slab beside its slabs."""
     most = min(slabs, MOST_UNROLL)
     return min(
         range(most, most // 2, -1), key=lambda unroll: pl.cdiv(slabs, unroll) * (unroll + 0.5)
@@ -180,7 +187,7 @@ def make_tiling(
     Args:
         minor: the axis in which the logits are contiguous; None asks `default_view`.
         block_tokens: tokens of a tile, in the dense view rows of 128 tokens.
-        block_vocab: most columns of a tile; made even over the tiles and whole slabs.
+        block_vocab: most columns of a tile; then evened out over the tiles, in whole slabs.
     """
     B, T, V = logits_BTV.shape
     view = default_view((B, T, V), logits_BTV.dtype)

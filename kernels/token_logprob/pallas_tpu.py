@@ -1,12 +1,33 @@
 """`token_logprob` as two TPU kernels: one streaming pass over the logits each.
 
-The logits stay where they are: kernels see them through a view that `logits_tiling` chooses, and
-walk each tile along the vocabulary in slabs of a few registers. Every place of a slab keeps
-statistics of its own, so that no lane waits for another before the last tile, where those of a
-token merge.
+The logits [B, T, V] stay in HBM (the large memory) in the order in which they lie there: the
+kernels see them through a view that logits_tiling.py chooses, so that nothing is copied to turn
+them round.
 
-Inside, logits are as stored (x) and 1 / temperature and log2(e) are one factor of their difference
-to the top, so that exp is exp2. Weighted sums and slopes of the entropy are in bits accordingly.
+**Grid:** (sequences, blocks of tokens, blocks of the vocabulary), the last one fastest. Each point
+works on one tile of logits of about 4 MB, which Pallas copies to VMEM (the fast memory) while the
+tile before is worked on. Blocks of tokens do not depend on each other (`parallel`); the blocks of
+the vocabulary of one block of tokens run in order (`arbitrary`), since `statistics` carries state
+from one to the next.
+
+**Inside a tile** the kernels walk along the vocabulary in *slabs*: slices that fill a few
+registers. Every place of a slab (a position in those registers) keeps statistics of its own over
+all slabs and tiles, so that no lane waits for another. Only after the last tile of the vocabulary
+are the places of a token merged.
+
+**Carried, in VMEM scratch** (`statistics` only): top, total, weighted and chosen of every place of
+a slab, float32; set at the first tile of the vocabulary. **Who writes what:** the output of
+`statistics` for a block of tokens is written at the last tile of its vocabulary. Each tile of the
+gradient is written by its own grid point, which carries nothing.
+
+**Numerics:** everything but the logits is float32. Inside, logits are as stored (x), and
+1 / temperature and log2(e) are one factor of their difference to the top, so that exp is exp2.
+Weighted sums and slopes of the entropy are in bits accordingly. Columns outside the support are
+overwritten with -inf in VMEM before a tile is read; a log-probability of -inf is clamped to -1e4
+where it is a factor, since 0 * -inf is NaN.
+
+**Sizes:** two buffers of a tile for each array that streams, that is 2 tiles for `statistics` and 4
+for the gradient, and SMALL_BYTES; see `_resources`.
 
 Dimension key:
     B: sequences (all leading dimensions but the last)
@@ -28,7 +49,7 @@ from kernels.token_logprob.logits_tiling import Tiling, make_tiling
 from kernels.token_logprob.statistics import Slopes, Statistics, Support
 
 SMALL_BYTES = 4 << 20
-"""Room beside the tiles: what is per token, and registers that spill."""
+"""VMEM beside the tiles, for arrays per token and spilled registers."""
 LEAST_BITS = -1e4
 """Stands for log2 of a probability of zero where it is a factor: 0 * -inf would be NaN."""
 
@@ -48,7 +69,7 @@ def statistics(
 
     Args:
         minor: the axis in which the logits are contiguous; None is XLA's own choice for their
-            shape. Another than they have costs a copy.
+            shape. If they are contiguous in the other one, they are copied first.
         block_tokens: tokens (in the dense view rows of 128 tokens) of a tile.
         block_vocab: columns of a tile.
         interpret: run on any device.
@@ -70,8 +91,8 @@ def statistics(
         interpret=interpret,
         name="token_logprob_statistics",
         **_resources(tiling, logits, passes=1),
-    )(behind, tiling.look(logits_BTV), tiling.look(_collapse(local[..., None])))
-    top, total, weighted, chosen = jnp.moveaxis(tiling.look_back(found).reshape(*leading, 4), -1, 0)
+    )(behind, tiling.view_of(logits_BTV), tiling.view_of(_collapse(local[..., None])))
+    top, total, weighted, chosen = jnp.moveaxis(tiling.array_of(found).reshape(*leading, 4), -1, 0)
     return Statistics(
         top / support.temperature, total, weighted * math.log(2), chosen / support.temperature
     )
@@ -116,11 +137,11 @@ def logits_gradient(
         **_resources(tiling, logits, passes=2),
     )(
         behind,
-        tiling.look(logits_BTV),
-        tiling.look(_collapse(local[..., None])),
-        tiling.look(_collapse(per_token)),
+        tiling.view_of(logits_BTV),
+        tiling.view_of(_collapse(local[..., None])),
+        tiling.view_of(_collapse(per_token)),
     )
-    return tiling.look_back(gradient).reshape(logits.shape)
+    return tiling.array_of(gradient).reshape(logits.shape)
 
 
 def _collapse(array: jax.Array) -> jax.Array:
@@ -136,14 +157,20 @@ def _bits(support: Support) -> float:
 
 
 def _local(ids, V, support, first_column) -> tuple[jax.Array, jax.Array]:
-    """int32 [1], how many of the V columns given lie behind the support; ids before it, else -1."""
+    """int32 [1]: the number of given columns outside the support; and ids counted from the first
+    given column, -1 where the id is not among them.
+    """
     behind = jnp.clip(first_column + V - support.columns, 0, V).astype(jnp.int32)
     local = ids.astype(jnp.int32) - first_column
     return behind[None], jnp.where((local >= 0) & (local < V - behind), local, -1)
 
 
 def _resources(tiling: Tiling, logits: jax.Array, *, passes: int) -> dict:
-    """What XLA must know: passes over the logits' bytes, and the memory of tiles in flight."""
+    """What XLA must know: the cost, for its scheduling, and the VMEM limit.
+
+    Args:
+        passes: arrays of the logits' size that stream through: 1 read, or 1 read and 1 written.
+    """
     tile_bytes = math.prod(tiling.tile(tiling.block_vocab)) * logits.dtype.itemsize
     return dict(
         cost_estimate=pl.CostEstimate(
@@ -166,7 +193,7 @@ class _Tile(NamedTuple):
     first: jax.Array
     """Number of its first column."""
     seen: jax.Array
-    """How many of its columns are in the support; may be none, or more than it has."""
+    """The number of its columns up to the end of the support; may be below 0 or above its own."""
 
     def column(self) -> jax.Array:
         """int32, of each place of a slab: number of its column in the slab."""
@@ -179,18 +206,25 @@ class _Tile(NamedTuple):
         return self.tiling.at(pl.multiple_of(number * slab, slab), slab)
 
     def load(self, number) -> jax.Array:
+        """A slab of logits, in their dtype."""
         return self.logits_ref[self.slab(number)]
 
     def home(self, id_ref) -> jax.Array:
-        """int32, of each place of a slab: number of the slab where it holds the id, else -1."""
+        """int32, of each place: the number of the slab in which it holds the token's id, else -1.
+
+        A comparison of slab numbers then finds the chosen logit, without a gather.
+        """
         slab, slabs = self.tiling.slab, self.tiling.slabs
         start = id_ref[...] - self.first - self.column()
         number = start >> (slab.bit_length() - 1)
         held = (start & (slab - 1) == 0) & (number >= 0) & (number < slabs)
         return jnp.where(held, number, -1)
 
-    def blank_the_tail(self):
-        """Writes -inf over columns outside the support, undefined ones behind the array too."""
+    def mask_tail(self):
+        """Writes -inf over columns outside the support.
+
+        That includes what lies beyond the end of the array in its last tile, which is undefined.
+        """
         tiling = self.tiling
 
         @pl.when(self.seen < tiling.block_vocab)
@@ -205,7 +239,7 @@ class _Tile(NamedTuple):
             jax.lax.fori_loop(first, tiling.slabs, blank, None)
 
     def fold(self, step, carry):
-        """step(carry, number, slab) over all slabs."""
+        """Computes carry = step(carry, number, slab) over all slabs; the carry is in registers."""
         unroll = self.tiling.unroll
 
         def steps(i, carry):
@@ -226,7 +260,7 @@ def _statistics_kernel(behind_ref, logits_ref, id_ref, out_ref, *state_refs, til
         for ref, start in zip(state_refs, (-jnp.inf, 0.0, 0.0, 0.0), strict=True):
             ref[...] = jnp.full_like(ref, start)
 
-    tile.blank_the_tail()
+    tile.mask_tail()
     _accumulate(state_refs, tile, tile.home(id_ref), bits)
 
     @pl.when(place == pl.num_programs(2) - 1)
@@ -237,19 +271,23 @@ def _statistics_kernel(behind_ref, logits_ref, id_ref, out_ref, *state_refs, til
 
 
 def _accumulate(state_refs, tile, home, bits):
-    """Adds a tile to the statistics of each place: once for its top, once for the sums."""
+    """Adds a tile to the statistics of each place.
+
+    Two walks over the tile in VMEM: the first finds the top, the second the sums relative to it.
+    Sums of earlier tiles are scaled down once a tile, not once a slab.
+    """
     top_ref, total_ref, weighted_ref, chosen_ref = state_refs
     dtype = tile.logits_ref.dtype
     # Comparing numbers of the width of the logits takes half as many registers in bfloat16.
     home = home.astype(jnp.int16 if dtype.itemsize == 2 else jnp.int32)
 
-    def look(found, number, x):
+    def find_top(found, number, x):
         largest, chosen = found
         here = home == jnp.asarray(number, home.dtype)
         return jnp.maximum(largest, x), jnp.where(here, x, chosen)
 
     nothing = jnp.full(home.shape, -jnp.inf, dtype), chosen_ref[...].astype(dtype)
-    largest, chosen = tile.fold(look, nothing)
+    largest, chosen = tile.fold(find_top, nothing)
     chosen_ref[...] = chosen.astype(jnp.float32)
     old = top_ref[...]
     top = jnp.maximum(old, largest.astype(jnp.float32))
@@ -269,7 +307,7 @@ def _accumulate(state_refs, tile, home, bits):
 
 
 def _merge_places(state, axis, bits):
-    """Statistics of each token from those of its places, which lie along an axis."""
+    """Statistics of each token from those of its places, which lie along the vocabulary axis."""
     top, total, weighted, chosen = state
     whole = top.max(axis=axis, keepdims=True)
     drop = jnp.where(top == -jnp.inf, 0.0, top - whole) * bits
@@ -296,5 +334,5 @@ def _gradient_kernel(behind_ref, logits_ref, id_ref, slopes_ref, gradient_ref, *
         value = jnp.where(home == number, value + chosen, value)
         gradient_ref[tile.slab(number)] = value.astype(gradient_ref.dtype)
 
-    tile.blank_the_tail()
+    tile.mask_tail()
     tile.fold(store, None)

@@ -12,7 +12,7 @@ import pytest
 
 from kernels import choose
 from kernels.decode_attention import ops, pallas_tpu, reference
-from kernels.decode_attention.shared_prefixes import find, most_pieces
+from kernels.decode_attention.shared_prefixes import find_prefixes, most_pieces
 from tests.kernels.decode_attention.test_decode_attention import F32, TIGHT, assert_same
 
 B, S, BLOCK, TILE = 48, 80, 32, 8
@@ -157,11 +157,11 @@ def test_pieces_come_in_the_order_of_their_places():
     """A turn of ROWS places reaches over rows of later groups, which must not have begun."""
     arguments = problem([(3, 40), (20, 64), (18, 9), (2, 50)])
     most = most_pieces(B, S, BLOCK)
-    found = find(
+    found = find_prefixes(
         *(arguments[name] for name in ("position", "leader", "shared")),
         **dict(tile=TILE, block_S=BLOCK, most=most),
     )
-    count = int(found.count[0])
+    count = int(found.total[0])
     assert count == 2 + 2 * 2 + 2 * 1
     place, own = np.asarray(found.place_M)[:count], np.asarray(found.own_M)[:count]
     assert (np.diff(place) >= 0).all() and (own[np.flatnonzero(np.diff(place)) + 1] == 0).all()
