@@ -184,7 +184,7 @@ class LearnerActor:
             PublishFailed: if a version before did not reach the workers.
         """
         with self._working("update"):
-            self._publisher.check()
+            self._publisher.raise_failure()
             version = self._core.policy_version
             with self._clock.phase("queue_wait"):
                 begun = self._journal.begin(version + 1, group_ids, dropped_ids, timeout_s)
@@ -261,7 +261,7 @@ class LearnerActor:
         """How the learner is; a background failure shows here first."""
         problem = self._journal.problem
         try:
-            self._publisher.check()
+            self._publisher.raise_failure()
         except PublishFailed as error:
             problem = str(error)
         return LearnerHealth(

@@ -1,7 +1,7 @@
-"""The compiled functions of an update, with the shapes and shardings that they are compiled for.
+"""The jitted functions of a learner, with the shapes and shardings that they are compiled for.
 
-Only shapes of the parameters are read, so that the same programs can be compiled for devices that
-are not there (benchmarks/tpu/run_programs.py).
+Only the shapes of the parameters are read, so that the same functions can be compiled for devices
+that this machine lacks (benchmarks/tpu/run_programs.py).
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ from models.transformer import Params
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearnerFunctions:
-    """Everything of a learner but its arrays."""
+    """The functions of one learner, and what their arguments look like."""
 
     mesh: Mesh
     specs: Params
@@ -81,7 +81,7 @@ def make_learner_functions(
     *,
     devices: Sequence[jax.Device],
 ) -> LearnerFunctions:
-    """Builds the programs of one learner; nothing is compiled or allocated yet.
+    """Builds the functions of one learner; nothing is compiled or allocated yet.
 
     Args:
         params: arrays or shape structs, layers stacked.

@@ -1,7 +1,7 @@
-"""The learner without its wires: holds the policy, takes groups, makes the next version.
+"""The learner without its services: owns the policy, and makes the next version from groups.
 
-Everything that computes is in the pure modules beside this one; here are the devices, the
-compiled functions, the clock and the order of calls.
+The arithmetic is in the pure modules of update/ and publish/; here are the devices, the compiled
+functions, the clock and the order of calls.
 """
 
 import threading
@@ -103,7 +103,7 @@ class LearnerCore:
         self.outcomes: dict[str, str] = {}
         """Of the last update: ledger state by group_id."""
         self.rejected: tuple[Group, ...] = ()
-        """The groups of the last update if it was skipped as not finite, for a look at them."""
+        """The groups of the last update if it was skipped as not finite; empty otherwise."""
 
     def update(self, groups: Sequence[Group], clock: PhaseClock) -> dict[str, float]:
         """Trains on these groups and becomes the next policy version.
@@ -152,7 +152,7 @@ class LearnerCore:
     def _corrected(
         self, selection: Selection, clock: PhaseClock
     ) -> tuple[Selection, Sequence[MicroBatch], dict[str, float]]:
-        """What the off-policy correction leaves of a selection, packed, and its metrics."""
+        """Applies the off-policy correction: the selection that remains, packed, and metrics."""
         batches = pack(selection.sequences, self._packing)
         if not batches or not self._correction.is_on:
             return selection, batches, {}
@@ -165,7 +165,7 @@ class LearnerCore:
     def _train(
         self, groups, selection: Selection, batches, clock
     ) -> tuple[dict[str, float], float]:
-        """Metrics, and how many tokens the clip held in the first update."""
+        """Metrics, and the number of tokens that the clip held in the first update."""
         self.rejected = ()
         if not batches:
             return {"train/update_skipped": 1.0}, 0.0
@@ -174,7 +174,7 @@ class LearnerCore:
             sums, report, logprobs = self._one_update(batches, selection.denominator, clock)
             if not reports:
                 clipped_tokens = float(sums["clipped_low"]) + float(sums["clipped_high"])
-                # Only this update sees the policy that the correction would have asked.
+                # Only the first update scores with the policy that the correction refers to.
                 if not self._correction.is_on:
                     metrics = off_policy_metrics(self._weigh(selection, logprobs), self._correction)
             has_reference = self._reference is not None
@@ -192,7 +192,7 @@ class LearnerCore:
         )
 
     def _weigh(self, selection: Selection, logprobs: Sequence[np.ndarray]) -> list[SequenceWeights]:
-        """Weighs the sequences by what the policy says of their micro-batches."""
+        """Importance weights of the sequences, from the policy's logprobs of the micro-batches."""
         of_each = unpack(logprobs, selection.sequences, self._packing)
         return [
             weigh(sequence, logprob_N, self._correction)
@@ -202,7 +202,7 @@ class LearnerCore:
     def _one_update(
         self, batches: Sequence[MicroBatch], denominator: float, clock: PhaseClock
     ) -> tuple[Mapping[str, float], Mapping[str, float], list[np.ndarray]]:
-        """Sums, report, and what the policy before the update says of the tokens of each batch."""
+        """Sums, report, and the logprobs of each batch under the policy before the update."""
         accumulator = self._run(
             clock, "forward_backward", "empty", self._functions.empty, self._state.params
         )
@@ -234,13 +234,13 @@ class LearnerCore:
         return sums, jax.device_get(report), logprobs
 
     def _run(self, clock: PhaseClock, phase: str, key: str, function, *args):
-        """Calls a jitted function and waits for what it returns."""
+        """Calls a jitted function and waits for its results."""
         started = self._start(clock, phase, key, function, *args)
         with clock.phase(phase):
             return jax.block_until_ready(started)
 
     def _start(self, clock: PhaseClock, phase: str, key: str, function, *args):
-        """Calls a jitted function, compiling it under its own phase when the shape is new."""
+        """Calls a jitted function; a new shape is compiled first, in the phase `compile`."""
         if key not in self._compiled:
             with clock.phase("compile"):
                 self._compiled[key] = function.lower(*args).compile()
@@ -269,29 +269,30 @@ class LearnerCore:
         return to_named(host, self._config)
 
     def snapshot(self, dtype: str, clock: PhaseClock, *, probe: bool = True) -> Snapshot:
-        """The current policy in buffers of its own, on the devices: no later step touches it.
+        """Copies the current policy on the devices, so that later steps do not change it.
 
-        It takes as much of each device as the parameters would in this dtype, until it is deleted.
+        The copy needs the device memory of the parameters in this dtype until it is deleted.
 
         Args:
             clock: gets the seconds of `compile` and `publish`.
-            probe: whether the canary's probe is scored as well; nobody waits for that here.
+            probe: whether the canary's probe is scored as well; this call does not wait for it.
 
         Raises:
             ValueError: if dtype is neither `bfloat16` nor `float32`.
         """
         _check_dtype(dtype)
         with self._lock:
-            take = self._functions.snapshots[dtype]
+            copy = self._functions.snapshots[dtype]
             return Snapshot(
                 policy_version=self.policy_version,
-                tensors=self._run(clock, "publish", f"snapshot {dtype}", take, self._state.params),
+                tensors=self._run(clock, "publish", f"snapshot {dtype}", copy, self._state.params),
                 probe=self._score_probe(dtype, clock) if probe else None,
             )
 
     def _score_probe(self, dtype: str, clock: PhaseClock) -> ScoredProbe:
-        """Starts the canary here, in the thread of all other programs: what needs every device must
-        come to each of them in the same order.
+        """Starts the canary, in the thread that starts all other programs.
+
+        Programs that run on every device must be started in the same order on each of them.
         """
         score = self._functions.canaries[dtype]
         return ScoredProbe(
@@ -302,7 +303,7 @@ class LearnerCore:
 
     @property
     def compiled(self) -> Mapping[str, jax.stages.Compiled]:
-        """The programs that have run so far: `empty`, `apply`, `accumulate <shape>` and
+        """The compiled programs that have run so far: `empty`, `apply`, `accumulate <shape>` and
         `score <shape>` for each, and `snapshot <dtype>` and `canary <dtype>`.
         """
         return self._compiled
@@ -318,7 +319,7 @@ class LearnerCore:
         return self._functions.abstract_state
 
     def resume(self, state: TrainState, *, policy_version: int) -> None:
-        """Goes on from a restored state, sharded as `abstract_state` says."""
+        """Continues from a restored state, sharded as `abstract_state` says."""
         with self._lock:
             self._state = state
             self.policy_version = policy_version

@@ -1,7 +1,7 @@
-"""Whether a checkpoint resumes: takes the step after it once more, and compares the weights.
+"""Checks that a checkpoint resumes: repeats the step after it, and compares the weights.
 
-Everything comes from the folder of the run: the checkpoint holds state, settings and books, the
-spool the groups of the next update and the digest under which its version was issued.
+Everything comes from the folder of the run: the checkpoint holds state, settings and run state; the
+spool (the write-ahead log) holds the groups of the next update and the digest of its version.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ class NothingToCheck(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecordedStep:
-    """A checkpoint, and the step after it."""
+    """A checkpoint, and what the run recorded of the step after it."""
 
     step: int
     policy_version: int
@@ -48,14 +48,14 @@ class RecordedStep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RepeatedStep:
-    """What came of it."""
+    """The result of repeating a recorded step."""
 
     stored: dict[str, str] | None
     """The certificate in the checkpoint; None where it has none."""
     certificate: Certificate
     """Of what was read back."""
     digest: str
-    """Of the version that was made again."""
+    """Of the version that was made now."""
     devices: str
 
 
@@ -85,7 +85,7 @@ def find_step(run_folder: pathlib.Path, step: int | None = None) -> RecordedStep
 
 
 def repeat_step(run_folder: pathlib.Path, recorded: RecordedStep) -> RepeatedStep:
-    """Restores the checkpoint, and takes the step.
+    """Restores the checkpoint and repeats the step after it.
 
     Raises:
         ValueError: if the checkpoint cannot be read.

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 MASKED_SCORE = -1e30
-"""Finite, so that a row without a visible key gives finite values that nobody reads."""
+"""Finite, so that a row without a visible key gives finite values, which are not used."""
 
 
 def attention(

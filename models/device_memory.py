@@ -1,4 +1,4 @@
-"""What devices of this process hold, as their platform counts it."""
+"""Memory in use on this process's devices, as their platform counts it."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ import jax
 def device_memory(devices: Sequence[jax.Device]) -> tuple[int, int] | None:
     """Bytes in use on these devices together, and the most on each at once, summed.
 
-    None where the platform does not tell, as a CPU. Cheap enough for every second.
+    None where the platform does not report it, as on a CPU. Cheap enough to call every second.
     """
     stats = [device.memory_stats() or {} for device in devices]
     if not all({"bytes_in_use", "peak_bytes_in_use"} <= one.keys() for one in stats):

@@ -1,4 +1,4 @@
-"""Refuses to run on another platform than the one that was asked for."""
+"""Refuses to run on a platform other than the configured one."""
 
 import jax
 

@@ -1,9 +1,10 @@
-"""A fixed probe of the policy: what two sides that hold the same weights must agree on.
+"""The canary's probe: fixed tokens that learner and worker must score alike.
 
-The learner scores the probe when it publishes, a rollout worker after it has swapped. The digest
-proves that the bytes are the same; the probe shows that both sides make the same model of them:
-that no layer is laid out, cut or computed in another way. Beside the logprobs go two numbers for
-the hidden states of each sequence after each layer, so that a gap names the layer where it begins.
+The learner scores the probe when it publishes a version, a rollout worker after it has swapped to
+it. The digest proves that the bytes are the same; the probe shows that both sides compute the same
+model from them: that no layer is laid out, cut or computed differently. Besides the logprobs there
+are two numbers for the hidden states of each sequence after each layer, so that a gap names the
+layer where it begins.
 
 Dimension key:
     B: sequences of the probe
@@ -49,20 +50,20 @@ ScoreTokens = Callable[[Params, jax.Array, jax.Array], jax.Array]
 
 
 class ProbeScores(NamedTuple):
-    """What one side makes of the probe; also carries partition specs."""
+    """The scores of the probe on one side; the fields may also be partition specs."""
 
     logprob_BT: Any
     """float32 [B, T - 1]: of every token but the first of its sequence, at temperature 1."""
     fingerprint_LB2: Any
     """float32 [L + 1, B, 2]: of the embedding and of each layer's output, the mean over the
     sequence's tokens of their root mean squares; and the projection of the tokens, each divided
-    by its own, on a fixed random direction, which has unit variance for hidden states that know
-    nothing of it."""
+    by its own, on a fixed random direction, which has unit variance for unrelated hidden
+    states."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CanaryResult:
-    """How far two sides are apart on the probe."""
+    """How much the scores of two sides differ."""
 
     gap_max: float
     """Nats; nan where a logprob is."""
@@ -75,7 +76,7 @@ class CanaryResult:
 
     @property
     def gaps(self) -> str:
-        """Both gaps and what of them passes, for a message."""
+        """Both gaps and their bounds, for a message."""
         return (
             f"the logprobs of the probe are up to {self.gap_max:.3g} nats apart and "
             f"{self.gap_mean:.3g} in the mean, where {self.bound:g} and "
@@ -119,7 +120,7 @@ def score_probe(
     gather: Gather = lambda name, tree: tree,
     embed: Embed | None = None,
 ) -> ProbeScores:
-    """Scores the probe as `models.transformer.forward` would, and watches every layer.
+    """Scores the probe as `models.transformer.forward` would, with fingerprints of every layer.
 
     Args:
         params: layers stacked or listed.
@@ -180,7 +181,7 @@ def whole_head(valid_vocab: int | None) -> ScoreTokens:
 def compare(
     published: ProbeScores, live: ProbeScores, *, bound: float, tolerance: float
 ) -> CanaryResult:
-    """Judges by the logprobs, and says by the fingerprints where a gap begins.
+    """Decides by the logprobs; the fingerprints say where a gap begins.
 
     Args:
         published, live: numpy arrays of the two sides.

@@ -1,7 +1,7 @@
 """Tokenizer and chat template of a model, and the ids that end a completion.
 
-There is no way from text back to token ids here but through the chat template: completions are
-recorded as ids, and text is only ever a view of them.
+Text becomes token ids only through the chat template: completions are recorded as ids, and their
+text is only a view of them.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 
 import jinja2
 
-# Said at every start otherwise: that torch is absent, which a tokenizer does not need.
+# Otherwise transformers warns at every start that torch is absent, which a tokenizer does not need.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 import transformers
 
@@ -149,7 +149,7 @@ class Tokenizer:
         """The special token that the template puts after an assistant's turn, if there is one."""
         turns = [{"role": "user", "content": "a question"}]
         turns += [{"role": "assistant", "content": _PROBE}]
-        before, found, after = self._render(turns, add_generation_prompt=False).rpartition(_PROBE)
+        _, found, after = self._render(turns, add_generation_prompt=False).rpartition(_PROBE)
         if not found:
             return set()
         first = self._backend.encode(after, add_special_tokens=False)[:1]

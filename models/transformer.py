@@ -3,8 +3,8 @@
 Parameters are a tree of arrays under their Hugging Face names. A matrix keeps Hugging Face's
 [out, in] layout, so that loading, the wire and the export copy bytes and never transpose.
 `params["layers"]` is either one tree whose leaves carry a leading layer axis (the learner scans
-over it: one compilation for any depth) or a list of trees (the decode loop unrolls it). How keys
-and values are kept is the caller's business, through `attend`.
+over it: one compilation for any depth) or a list of trees (the decode loop unrolls it). The caller
+decides through `attend` how keys and values are stored.
 
 Dimension key:
     B: sequences
@@ -51,6 +51,7 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x):
+        """[.., in] -> [.., out], in the dtype of x."""
         weight = self.param("weight", _init, (self.features, x.shape[-1]), jnp.float32)
         y = jnp.einsum(
             "...i,oi->...o",
@@ -71,6 +72,7 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x):
+        """[.., D] -> [.., D], in the dtype of x."""
         weight = self.param("weight", nn.initializers.ones, (x.shape[-1],), jnp.float32)
         x32 = x.astype(jnp.float32)
         normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
@@ -78,11 +80,14 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
+    """Grouped-query attention with its four projections; `attend` does the attending."""
+
     config: ModelConfig
     product_dtype: Any = None
 
     @nn.compact
     def __call__(self, x_BTD, rotary_BTH, attend, layer_cache):
+        """Returns what is added to x, [B, T, D], and the new layer cache."""
         c = self.config
         B, T, D = x_BTD.shape
         linear = partial(Linear, product_dtype=self.product_dtype)
@@ -105,11 +110,14 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """The gated feed-forward of a layer: down(silu(gate x) * up x)."""
+
     config: ModelConfig
     product_dtype: Any = None
 
     @nn.compact
     def __call__(self, x_BTD):
+        """[B, T, D] -> [B, T, D]."""
         c = self.config
         linear = partial(Linear, bias=c.mlp_bias, product_dtype=self.product_dtype)
         gate_BTF = linear(c.intermediate_size, name="gate_proj")(x_BTD)
@@ -125,6 +133,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD, rotary_BTH, attend, layer_cache):
+        """Returns the layer's output [B, T, D] and the new layer cache."""
         eps = self.config.rms_norm_eps
         normed = RMSNorm(eps, name="input_layernorm")(x_BTD)
         attended, layer_cache = Attention(self.config, self.product_dtype, name="self_attn")(

@@ -1,8 +1,8 @@
-"""The resume certificate: one hash for each thing that must be the same again after a resume.
+"""The resume certificate: one hash for each thing that a resume must restore exactly.
 
-Made when a checkpoint is written, made again of what was read back, and compared part by part. It
-covers what the files' own checksums cannot: that the state on the devices is the one that was
-saved, on whatever mesh, and that this program draws and orders as the one before did.
+It is computed when a checkpoint is written and again from what was read back, and compared hash by
+hash. It covers what the files' own checksums cannot: that the state on the devices is the one that
+was saved, on any mesh, and that this program draws random numbers and orders prompts as before.
 """
 
 import dataclasses
@@ -16,44 +16,44 @@ import jax
 from learner.update.state import TrainState
 from services.weights.digest import tree_digest
 
-_BOOK_FIELDS = ("seed", "prompt_count", "cursor", "unfinished")
+_ORDER_FIELDS = ("seed", "prompt_count", "cursor", "unfinished")
 _NO_ARRAYS = hashlib.sha256(b"").hexdigest()
 _SAMPLE_KEYS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """sha256 of every part, hex."""
+    """sha256 of each component, hex."""
 
     data_order: str
-    """Which prompts come next: seed, cursor and leases that are to be given again."""
+    """Which prompts come next: seed, cursor and leases that must be dispatched again."""
     keys: str
-    """What random keys are made of, and what this program draws with them."""
+    """The seed of all random keys, and numbers that this program draws with some of them."""
     optimizer: str
-    """Every array of the optimiser, and the number of its updates."""
+    """Every array of the optimiser, and its update count."""
     ledger: str
-    """The driver's books."""
+    """The driver's run state."""
     weights: str
     """The float32 master weights."""
 
     @property
     def whole(self) -> str:
-        """One hash over all parts."""
+        """One hash over all components."""
         return _of_json(dataclasses.asdict(self))
 
     def plain(self) -> dict[str, str]:
-        """As it stands in certificate.json."""
+        """The content of certificate.json."""
         return {**dataclasses.asdict(self), "whole": self.whole}
 
 
 class CertificateMismatch(ValueError):
-    """What was read back is not what was saved; the message names the part."""
+    """What was read back is not what was saved; the message names the components."""
 
 
 def make_certificate(
     state: TrainState, *, seed: int, driver_state: Mapping[str, Any]
 ) -> Certificate:
-    """Certifies a learner and the driver's books.
+    """Computes the certificate of a learner and the driver's run state.
 
     Args:
         state: on the devices; each array is brought to the host alone.
@@ -62,7 +62,7 @@ def make_certificate(
             `prompts_digest` stands for the data where it is given.
     """
     book = driver_state.get("book", {})
-    order = {name: book.get(name) for name in _BOOK_FIELDS}
+    order = {name: book.get(name) for name in _ORDER_FIELDS}
     order |= {"run_seed": seed, "prompts_digest": driver_state.get("prompts_digest")}
     return Certificate(
         data_order=_of_json(order),
@@ -74,7 +74,7 @@ def make_certificate(
 
 
 def check_certificate(stored: Mapping[str, str], now: Certificate, where: str) -> None:
-    """Holds what was read back to what was saved.
+    """Compares what was read back with what was saved.
 
     Args:
         stored: as `Certificate.plain` gave it.
@@ -82,7 +82,7 @@ def check_certificate(stored: Mapping[str, str], now: Certificate, where: str) -
         where: the checkpoint, for the error.
 
     Raises:
-        CertificateMismatch: naming the parts that differ.
+        CertificateMismatch: naming the components that differ.
     """
     plain = now.plain()
     different = [name for name in plain if name != "whole" and stored.get(name) != plain[name]]
@@ -101,14 +101,14 @@ def _of_arrays(tree: Any) -> str:
 
 
 def _of_json(value: Any) -> str:
-    """Of the value as JSON reads it back: tuples are lists, keys are texts."""
+    """Hash of the value as JSON reads it back: tuples are lists, keys are strings."""
     plain = json.loads(json.dumps(value))
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _drawn_with(seed: int) -> dict[str, Any]:
-    """The seed, and the first numbers of a few keys that are folded from it as a sampler does."""
+    """The seed, and the first numbers drawn with a few keys that are folded from it."""
     key = jax.random.key(seed % 2**32)
     drawn = [
         jax.random.bits(jax.random.fold_in(key, number), (2,)).tolist()

@@ -1,10 +1,10 @@
-"""Checkpoints on disk: what makes a run go on as if it had never stopped.
+"""Checkpoints on disk, from which a run resumes bit for bit.
 
-One folder per step, written under another name and renamed when it is whole:
+One folder per step, written under another name and renamed when it is complete:
 
     step-00000020/state/            weights and optimiser, by Orbax, sharded as they lie
-    step-00000020/record/           what the caller wants back: versions, cursors, seeds (JSON)
-    step-00000020/certificate.json  hashes of what must be the same after a resume (certificate.py)
+    step-00000020/record/           what the caller stores: versions, cursors, seeds (JSON)
+    step-00000020/certificate.json  hashes of what a resume must restore exactly (certificate.py)
     step-00000020/manifest.json     name, size and sha256 of every other file, the tree's shapes
 
 A folder is complete when every file of its manifest is there, unchanged. Older checkpoints go
@@ -42,7 +42,7 @@ _WRITING = ".writing"
 _REPLACED = ".replaced"
 _HASHING_THREADS = 4
 _NO_SPACE = "No space left on device"
-"""How storage libraries tell of a full disk that do not raise OSError."""
+"""In the message of storage libraries that do not raise OSError on a full disk."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class RestoredCheckpoint:
     certificate: dict[str, str] | None
     """As it was stored; None in a checkpoint that has none."""
     skipped: list[str]
-    """Newer folders that were passed over, each with the reason."""
+    """Newer folders that were skipped, each with the reason."""
 
 
 class DamagedCheckpoint(ValueError):
@@ -115,7 +115,7 @@ class CheckpointFolder:
         """
         final = self._folder / f"step-{step:08d}"
         writing = final.with_name(final.name + _WRITING)
-        with _failing_whole(step, writing):
+        with _raising_checkpoint_failed(step, writing):
             self._folder.mkdir(parents=True, exist_ok=True)
             self._clean()
             self._write(writing, step, state, record, certificate)
@@ -155,9 +155,9 @@ class CheckpointFolder:
             shutil.rmtree(replaced)
 
     def _prune(self, newest: int) -> None:
-        """Leaves the newest checkpoint and those before it, as many as are to be kept.
+        """Keeps the newest checkpoint and those before it, `keep` in all.
 
-        A later step is one that a resume passed over: the run has taken another course since.
+        A later step is one that a resume skipped: the run has continued from an earlier one.
         """
         for later in [step for step in self._steps() if step > newest]:
             log.warning("removing checkpoint step-%08d: the run went on from an earlier one", later)
@@ -229,14 +229,14 @@ class CheckpointFolder:
         return sorted((int(m[1]) for m in map(_STEP.fullmatch, names) if m), reverse=True)
 
     def _recover_replaced(self) -> None:
-        """Undoes a replacement that was cut between its two renames."""
+        """Undoes a replacement that was interrupted between its two renames."""
         for path in self._folder.glob(f"step-*{_REPLACED}"):
             final = path.with_name(path.name.removesuffix(_REPLACED))
             if not final.exists():
                 path.rename(final)
 
     def _clean(self) -> None:
-        """Removes what an interrupted save has left."""
+        """Removes what an interrupted save left."""
         self._recover_replaced()
         for path in self._folder.iterdir():
             if path.name.startswith("step-") and not _STEP.fullmatch(path.name):
@@ -245,7 +245,7 @@ class CheckpointFolder:
 
 
 @contextlib.contextmanager
-def _failing_whole(step: int, writing: pathlib.Path):
+def _raising_checkpoint_failed(step: int, writing: pathlib.Path):
     """Turns what a storage library raises where it cannot write into CheckpointFailed."""
     try:
         yield
@@ -265,7 +265,7 @@ def _failing_whole(step: int, writing: pathlib.Path):
 
 
 def read_record(folder: pathlib.Path) -> dict[str, Any]:
-    """The caller's part of a checkpoint, without its arrays.
+    """The caller's record in a checkpoint, without reading arrays.
 
     Raises:
         DamagedCheckpoint: as `verify`.
@@ -360,7 +360,7 @@ def _digests(folder: pathlib.Path, names: list[str], *, sync: bool = False) -> d
 
 
 def _remove(path: pathlib.Path) -> None:
-    """Deletes a checkpoint, its manifest first: cut in the middle, it is never taken for whole."""
+    """Deletes a checkpoint, its manifest first: if interrupted, it does not look complete."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         (path / MANIFEST).unlink()
     if path.is_dir():

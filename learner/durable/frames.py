@@ -1,10 +1,9 @@
-"""Frames: how the learner's own files hold records of bytes under checksums.
+"""Frames: records of bytes with a checksum, as the learner's own files store them.
 
     frame    44 bytes of prefix, then the body
     prefix   8 bytes length of the body, 32 bytes sha256 of the body, 4 bytes crc32 of those 40
 
-All integers are little-endian. Which file holds which bodies is for `rollout_file.py` and
-`spool.py` to say.
+All integers are little-endian. `rollout_file.py` and `segment_file.py` define the bodies.
 """
 
 import hashlib

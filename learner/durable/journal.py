@@ -1,9 +1,9 @@
-"""What the learner has promised, in memory and on the disk together.
+"""The journal: the group buffer in memory and its write-ahead log on disk, kept consistent.
 
-Groups that were accepted, versions that were issued, updates that were begun: the group buffer and
-the spool tell the same story, and after a restart it is told on from where the checkpoint ends.
-Updates that the process before had begun are made again first (`replay`); each version made again
-must have the digest it had, or what rests on it is void.
+It records the groups that were accepted, the versions that were issued and the updates that were
+begun. After a restart the learner continues from its checkpoint and this log: updates that the
+process before had begun are repeated first (`replay`). A repeated version must have the digest that
+it had; otherwise everything that was sampled or trained on the earlier one is given up.
 """
 
 import dataclasses
@@ -29,14 +29,15 @@ Replayed = Literal["equal", "different"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Begun:
-    """An update that has been written down and may train."""
+    """An update that is in the log and may train."""
 
     taken: Taken
     is_replay: bool
+    """Whether the process before had begun it."""
 
 
 class Journal:
-    """Owns the spool of a run and the buffer before it; safe to use from any thread.
+    """Owns the group buffer of a run and its spool; safe to use from any thread.
 
     `issue` is called by the thread that publishes, `begin` and `rotate` by the one that trains.
     """
@@ -66,29 +67,29 @@ class Journal:
             capacity_groups=capacity_groups,
             capacity_bytes=capacity_bytes,
             max_staleness=max_staleness,
-            store=self._spool.group,
+            store=self._spool.write_group,
         )
         self._lock = threading.Lock()
         self._started = False
         self._pending: deque[UpdateRecord] = deque()
-        """Updates to make again, oldest first."""
+        """Updates to repeat, oldest first."""
         self._digests: dict[int, str] = {}
-        """Of versions that were issued, by this process or the one before."""
+        """Digest of each issued version, of this process or the one before."""
         self._replayed: dict[int, Replayed] = {}
         self._disowned: set[str] = set()
         self._unreported: list[str] = []
-        """Of the disowned, those that no report has named."""
+        """Those of `_disowned` that no report has named."""
 
     @property
     def problem(self) -> str:
-        """Why nothing can be written down now; empty where it can."""
+        """Why the log cannot be written now; empty where it can."""
         return self._spool.problem
 
     def start(self) -> None:
-        """Begins the journal of a run that starts; nothing where it has begun already.
+        """Begins the log of a new run; does nothing if it has begun already.
 
         Raises:
-            ValueError: if there is one already: its groups would be lost.
+            ValueError: if the folder has a log: its groups would be lost.
             SpoolFailed: if it cannot be written, or another learner has it.
         """
         if self._started:
@@ -105,15 +106,15 @@ class Journal:
     def resume(
         self, step: int, policy_version: int, buffer_state: Mapping[str, PlainIds]
     ) -> OpenWork | None:
-        """Takes up what was written since a checkpoint.
+        """Continues from what was logged since a checkpoint.
 
         Args:
             step: of the checkpoint; 0 where there is none.
-            policy_version: that it holds.
+            policy_version: in that checkpoint.
             buffer_state: of its GroupBuffer.
 
         Returns:
-            What is to be done again, and what waits; None where there was no spool.
+            Updates to repeat and groups that wait; None where there was no spool.
 
         Raises:
             DamagedFile: naming file and byte, or the update that is missing.
@@ -137,7 +138,7 @@ class Journal:
         return work
 
     def covers(self, step: int) -> bool:
-        """Whether everything since that step was written down here."""
+        """Whether the log holds everything since the checkpoint of that step."""
         return self._spool.covers(step)
 
     def begin(
@@ -147,19 +148,19 @@ class Journal:
         dropped_ids: Sequence[str],
         timeout_s: float,
     ) -> Begun:
-        """Waits for the groups of an update, writes it down, and gives them away.
+        """Waits for the groups of an update, logs it, and removes the groups from the buffer.
 
         Args:
-            policy_version: the version that it is to make.
-            group_ids: in the order in which they are to be packed; those that were given up with
-                their version are passed over.
-            dropped_ids: groups that nobody will ask for. An update may consist of them alone: it
-                makes no version, and is made again in its place all the same.
-            timeout_s: bound of the wait for groups on their way.
+            policy_version: the version that it will make.
+            group_ids: in the order in which they will be packed; those that were given up with
+                their version are left out.
+            dropped_ids: groups that no update will ask for. An update may consist of them alone: it
+                makes no version, and is repeated in its place all the same.
+            timeout_s: bound of the wait for groups that have not arrived.
 
         Raises:
-            TimeoutError, ValueError: as GroupBuffer.take says; nothing was taken.
-            SpoolFailed: if it cannot be written down; nothing was taken.
+            TimeoutError, ValueError: as GroupBuffer.take says; the buffer is unchanged.
+            SpoolFailed: if it cannot be logged; the buffer is unchanged.
         """
         self.buffer.forget(dropped_ids)
         with self._lock:
@@ -177,27 +178,29 @@ class Journal:
             elif self._pending:
                 self._abandon(policy_version)
         if not is_replay and (group_ids or dropped_ids):
-            self._spool.update(update)
+            self._spool.write_update(update)
         failpoints.reach("learner.update")
         return Begun(taken=self.buffer.take(wanted, 0.0), is_replay=is_replay)
 
     def issue(self, policy_version: int, digest: str) -> None:
-        """Notes a version before workers can see it, and what follows where it is another one.
+        """Logs a version before workers can see it.
+
+        If it was issued before with another digest, what depends on that one is given up.
 
         Raises:
-            SpoolFailed: if it cannot be written down.
+            SpoolFailed: if it cannot be logged.
             ValueError: if versions do not rise.
         """
         with self._lock:
             before = self._digests.get(policy_version)
             if before != digest:
-                self._spool.issued(policy_version, digest)
+                self._spool.write_issued(policy_version, digest)
             if before is not None:
                 self._replayed[policy_version] = "equal" if before == digest else "different"
             if before not in (None, digest):
                 log.warning(
-                    "policy version %d was made again with digest %s, and had %s: what was "
-                    "sampled or trained on the one before is given up",
+                    "policy version %d was repeated with digest %s, but had digest %s before: "
+                    "what was sampled or trained on the earlier one is given up",
                     policy_version,
                     digest,
                     before,
@@ -207,17 +210,17 @@ class Journal:
             self._disown(self.buffer.issue(policy_version, digest))
 
     def digest_of(self, policy_version: int) -> str:
-        """Of an issued version; empty where it is not issued yet."""
+        """Digest of an issued version; empty if it is not issued yet."""
         with self._lock:
             return self._digests.get(policy_version, "")
 
     def replayed(self, policy_version: int) -> Replayed | None:
-        """How a version came out that the process before had issued; None for any other."""
+        """Whether a repeated version had the same digest; None for one that was not repeated."""
         with self._lock:
             return self._replayed.get(policy_version)
 
     def take_disowned(self) -> list[str]:
-        """Groups given up since the last call because their version could not be made again."""
+        """Groups given up since the last call because their version could not be repeated."""
         with self._lock:
             disowned, self._unreported = self._unreported, []
             return disowned
@@ -228,13 +231,13 @@ class Journal:
             return not self._disowned.isdisjoint(group_ids)
 
     def rotate(self, step: int, policy_version: int, oldest_step: int) -> None:
-        """Begins the segment of a checkpoint, and drops those that none needs any more.
+        """Begins the segment of a checkpoint, and removes segments that no checkpoint needs.
 
-        A full disk leaves the segment before to go on, and shows in `problem`.
+        On a full disk the segment before stays in use, and `problem` says why.
 
         Args:
             step: of the checkpoint, which is on the disk.
-            policy_version: that it holds.
+            policy_version: in that checkpoint.
             oldest_step: of the oldest checkpoint that is kept.
         """
 
@@ -250,17 +253,18 @@ class Journal:
             try:
                 self._spool.rotate(step, still_open)
             except SpoolFailed as error:
-                log.warning("the spool goes on in its segment before: %s", error)
+                log.warning("the spool continues in its earlier segment: %s", error)
                 return
         self._spool.prune(oldest_step)
 
     def close(self) -> None:
+        """Closes the log; nothing can be written after."""
         self._spool.close()
 
     def _abandon(self, policy_version: int) -> None:
-        """Voids updates that make this version or later ones, and what was sampled under those."""
+        """Voids updates that make this version or later ones, and groups sampled under those."""
         self._pending.clear()
-        self._spool.abandoned(policy_version)
+        self._spool.write_abandoned(policy_version)
         self._digests = {v: d for v, d in self._digests.items() if v < policy_version}
         self._disown(self.buffer.revoke(policy_version))
 

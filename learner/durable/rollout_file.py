@@ -1,7 +1,6 @@
 """A file of the groups that a learner trained on, step by step, so that they can train again.
 
-It says itself what is in it, holds no pickle, and every byte is under a checksum. All integers are
-little-endian:
+It describes itself, holds no pickle, and every byte has a checksum. All integers are little-endian:
 
     file     16 bytes `tandem rollouts\\n`, a frame with the header, a frame per step
     frame    as `frames.py` says
@@ -9,7 +8,7 @@ little-endian:
     step     8 bytes step, 4 bytes number of groups; each group: 4 bytes length, a tandem.v1.Group
 
 Steps rise; a gap is a time without recording. A file that ends inside a frame was cut by a crash:
-what is whole before it counts. Anything else that is not as it was written is damage, and an error.
+the complete frames before it count. Any other difference from what was written is an error.
 """
 
 import dataclasses
@@ -49,7 +48,7 @@ class RolloutHeader(TrainingSettings):
 
 
 class StepPlace(NamedTuple):
-    """Where one step lies."""
+    """The bytes of one step in the file."""
 
     step: int
     """The policy version that the update made: the step of the run, unless one had no groups."""
@@ -59,7 +58,7 @@ class StepPlace(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """What a file holds, every checksum verified."""
+    """The content of a file, with every checksum verified."""
 
     header: RolloutHeader | None
     """None where the file was cut before the end of its header."""
@@ -73,11 +72,11 @@ class DamagedRollouts(DamagedFile):
 
 
 class RecordingFailed(RuntimeError):
-    """A step could not be written down."""
+    """A step could not be written."""
 
 
 def scan(path: pathlib.Path) -> Contents:
-    """Reads a file through, and verifies it without decoding its groups.
+    """Reads a whole file and verifies it, without decoding its groups.
 
     Raises:
         OSError: if it cannot be read.
@@ -133,9 +132,9 @@ def read_groups(path: pathlib.Path, place: StepPlace) -> list[Group]:
 class RolloutRecorder:
     """Appends the steps of one run to its file.
 
-    A resumed run goes on in the file: the first step that it records ends what was there of that
-    step and later ones, whose updates the resume has undone. If the run's settings have changed,
-    the file moves to the first free `<stem>.N<suffix>` beside it, and a new one begins.
+    A resumed run continues the file: the first step that it records removes that step and later
+    ones, whose updates the resume has undone. If the run's settings have changed, the file is
+    renamed to the first free `<stem>.N<suffix>`, and a new one begins.
     """
 
     def __init__(self, path: pathlib.Path, header: RolloutHeader):
@@ -164,7 +163,7 @@ class RolloutRecorder:
             self._other_settings = before != dataclasses.replace(header, first_policy_version=0)
 
     def append(self, policy_version: int, groups: Sequence[Group]) -> None:
-        """Writes down one step; it has reached the operating system when this returns.
+        """Writes one step; it has reached the operating system when this returns.
 
         Args:
             policy_version: the version that trains on the groups.

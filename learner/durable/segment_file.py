@@ -1,24 +1,23 @@
-"""The write-ahead log of a run on disk: its segments, their records, and what they say together.
+"""Segment files: the format of a run's write-ahead log, and how it is read.
 
-A group is written here, and is on the disk, before its worker hears that it was accepted; an update
-is written here before it trains. A learner that died goes on from a checkpoint and this log.
+`spool.py` owns the log and writes it. A segment is the log from one checkpoint to the next:
 
     spool/step-00000020.bin   one segment; begins with the checkpoint of step 20 (0: with the run)
-    spool/step-00000020-7.bin another of that step: a resumed run came by again
+    spool/step-00000020-7.bin another one of that step, of a run that resumed from before it
 
     segment  16 bytes `tandem spool 1 \\n`, a frame (`frames.py`) with the header, one per record
     header   strict JSON: run_id, step, serial
     record   1 byte kind, then
                `i`  JSON: a policy version was issued, with its digest
                `u`  JSON: an update will train: the version it makes, its groups, groups given up
-               `a`  JSON: updates that make this version or a later one, and what was issued of
-                    those, are void: the run took another course
+               `a`  JSON: updates that make this version or a later one, and those versions,
+                    are void: they could not be repeated exactly
                `g`  a tandem.v1.Group
 
-A segment begins with everything that is still open, so that it needs none before it. Serials rise
-from one to the next; each holds from where it was begun, whatever its step. Only the last may end
-inside a frame, cut by a crash: what is whole before it counts. Anything else that is not as it was
-written is damage, and an error.
+A segment begins with everything that is still open, so that it needs no earlier one. Serial numbers
+rise in the order in which segments were begun, whatever their step. Only the last segment may end
+inside a frame, cut by a crash: the complete frames before it count. Any other difference from what
+was written is an error.
 """
 
 import dataclasses
@@ -42,7 +41,7 @@ ISSUED, UPDATE, ABANDONED, GROUP = b"i", b"u", b"a", b"g"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpdateRecord:
-    """An update that was about to train."""
+    """An update that was logged before it trained."""
 
     policy_version: int
     """Which it makes; an update with nothing left to train on makes none, and the next has the
@@ -53,7 +52,7 @@ class UpdateRecord:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpenWork:
-    """What a spool holds: all that was promised and may not be in a checkpoint yet."""
+    """Accepted groups, issued versions and begun updates that no checkpoint may hold yet."""
 
     issued: dict[int, str]
     """Digest by policy version."""
@@ -63,7 +62,7 @@ class OpenWork:
     """Accepted groups by group_id, in order of arrival; each only once."""
 
     def beyond(self, policy_version: int, used: IdSet) -> "OpenWork":
-        """What is not in a checkpoint of that version, which has used these groups up."""
+        """What a checkpoint of that version, which has consumed these groups, does not hold."""
         return OpenWork(
             issued=self.issued,
             updates=tuple(
@@ -113,9 +112,9 @@ def find_segments(folder: pathlib.Path, run_id: str) -> list[Segment]:
 
 
 def segments_since(segments: Sequence[Segment], step: int) -> list[Segment]:
-    """Those that hold what was written since the checkpoint of a step.
+    """The segments with everything that was written since the checkpoint of a step.
 
-    A checkpoint whose own segment could not be begun is followed by the one before it.
+    If the segment of that checkpoint could not be begun, they start with the one before it.
     """
     before = [segment for segment in segments if segment.step <= step]
     if not before:
@@ -125,7 +124,7 @@ def segments_since(segments: Sequence[Segment], step: int) -> list[Segment]:
 
 
 def read_segments(segments: Sequence[Segment]) -> OpenWork | None:
-    """What these segments say together; None where there is none.
+    """The content of these segments together; None where there is none.
 
     Raises:
         DamagedFile: naming file and byte.
@@ -202,25 +201,41 @@ def _read_header(file: io.BufferedReader, path: pathlib.Path) -> dict[str, Any]:
     return json.loads(body)
 
 
-def bodies(work: OpenWork) -> Iterator[bytes]:
-    """The records that say what is open."""
+def records_of(work: OpenWork) -> Iterator[bytes]:
+    """The records that a segment begins with: everything that is still open."""
     for version, digest in sorted(work.issued.items()):
-        yield issued_body(version, digest)
+        yield issued_record(version, digest)
     for group in work.groups.values():
-        yield GROUP + codec.encode_group(group)
+        yield group_record(group)
     for update in work.updates:
-        yield json_body(UPDATE, dataclasses.asdict(update))
+        yield update_record(update)
 
 
-def issued_body(policy_version: int, digest: str) -> bytes:
-    return json_body(ISSUED, {"policy_version": policy_version, "digest": digest})
+def issued_record(policy_version: int, digest: str) -> bytes:
+    """A version was issued."""
+    return _json_record(ISSUED, {"policy_version": policy_version, "digest": digest})
 
 
-def json_body(kind: bytes, content: dict[str, Any]) -> bytes:
+def update_record(update: UpdateRecord) -> bytes:
+    """An update will train."""
+    return _json_record(UPDATE, dataclasses.asdict(update))
+
+
+def abandoned_record(policy_version: int) -> bytes:
+    """Updates that make this version or a later one are void."""
+    return _json_record(ABANDONED, {"policy_version": policy_version})
+
+
+def group_record(group: Group) -> bytes:
+    """A group was accepted."""
+    return GROUP + codec.encode_group(group)
+
+
+def _json_record(kind: bytes, content: dict[str, Any]) -> bytes:
     return kind + json.dumps(content, allow_nan=False).encode()
 
 
-def opening(run_id: str, segment: Segment) -> bytes:
-    """The first bytes of a segment."""
+def opening_bytes(run_id: str, segment: Segment) -> bytes:
+    """The first bytes of a segment: magic and header."""
     header = {"run_id": run_id, "step": segment.step, "serial": segment.serial}
     return MAGIC + frame(json.dumps(header).encode())

@@ -1,12 +1,11 @@
-"""The owner of a run's write-ahead log: what the learner has taken on since its last checkpoint.
+"""The spool: the write-ahead log of what the learner has accepted since its last checkpoint.
 
-A group is written here, and is on the disk, before its worker hears that it was accepted; an update
-is written here before it trains. A learner that died goes on from a checkpoint and this log, whose
-form is in `segment_file.py`.
+A group is written here, and is on the disk, before its worker is told that it was accepted; an
+update is written here before it trains. A learner that died continues from a checkpoint and this
+log. Here is the one process that writes it; `segment_file.py` has the format of its files.
 """
 
 import contextlib
-import dataclasses
 import errno
 import fcntl
 import logging
@@ -19,42 +18,40 @@ from collections.abc import Callable, Iterator
 from learner.durable.frames import frame
 from learner.durable.fsync import sync_folder
 from learner.durable.segment_file import (
-    ABANDONED,
-    GROUP,
-    UPDATE,
     OpenWork,
     Segment,
     UpdateRecord,
-    bodies,
+    abandoned_record,
     end_of_header,
     find_segments,
-    issued_body,
-    json_body,
-    opening,
+    group_record,
+    issued_record,
+    opening_bytes,
     read_segment,
     read_segments,
+    records_of,
     segments_since,
+    update_record,
 )
-from services.trajectories import codec
 from services.wire.messages import Group
 
 log = logging.getLogger(__name__)
 
 CLAIM_S = 30.0
-"""How long the process before may take to end."""
+"""How long to wait for an earlier learner process to end."""
 _WRITING = ".writing"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
 class SpoolFailed(OSError):
-    """A record could not be made durable; what it was to say did not happen."""
+    """A record could not be made durable; the caller must act as if it was never written."""
 
 
 class Spool:
     """Owns the spool of one run; only one process may write to it. Safe from any thread."""
 
     def __init__(self, folder: str | os.PathLike, run_id: str):
-        """Looks at what is there, and writes nothing.
+        """Reads the headers of existing segments, and writes nothing.
 
         Args:
             folder: made with the first segment.
@@ -71,16 +68,16 @@ class Spool:
         self._descriptor: int | None = None
         self._end = 0
         self._torn = False
-        """Bytes of a record that failed may lie behind the end."""
+        """Whether bytes of a failed record may lie behind the end."""
         self._problem = ""
 
     def claim(self, timeout_s: float = CLAIM_S) -> None:
-        """Keeps other processes from claiming this spool until this one closes it or ends.
+        """Locks the spool against other processes, until this one closes it or ends.
 
-        A learner that was given up may still be there for a moment, and write.
+        A learner that was declared dead may still run for a moment, and write.
 
         Raises:
-            SpoolFailed: if another process keeps it.
+            SpoolFailed: if another process holds the lock.
         """
         path = self._folder.with_name(f"{self._folder.name}.lock")
         deadline = time.monotonic() + timeout_s
@@ -116,18 +113,18 @@ class Spool:
 
     @property
     def is_new(self) -> bool:
-        """No segment was ever begun."""
+        """Whether no segment was ever begun."""
         return not self._segments
 
     def covers(self, step: int) -> bool:
-        """Whether there is everything that was written since the checkpoint of that step."""
+        """Whether the segments reach back to the checkpoint of that step."""
         return bool(segments_since(self._segments, step))
 
     def read(self, step: int) -> OpenWork | None:
         """What was written since the checkpoint of a step; None where nothing was.
 
         Args:
-            step: of the checkpoint to go on from; 0 where there is none.
+            step: of the checkpoint to continue from; 0 where there is none.
 
         Raises:
             DamagedFile: naming file and byte.
@@ -136,7 +133,7 @@ class Spool:
             return read_segments(segments_since(self._segments, step))
 
     def open_last(self) -> None:
-        """Goes on in the last segment, without what a crash cut short at its end.
+        """Continues the last segment, without a record that a crash cut short at its end.
 
         Raises:
             DamagedFile: naming file and byte.
@@ -155,12 +152,12 @@ class Spool:
     def rotate(self, step: int, still_open: Callable[[], OpenWork]) -> None:
         """Begins the segment of a checkpoint that has just been written.
 
-        It takes effect whole or not at all; where it fails, the segment before goes on.
+        It is atomic: where it fails, the segment before stays in use.
 
         Args:
             step: of the checkpoint; 0 where a run begins without one.
-            still_open: asked while no record can be written: what the segment begins with. It
-                must know of a group before that is written here.
+            still_open: returns what the segment begins with; called while no record can be
+                written. It must include a group before that is written here.
 
         Raises:
             SpoolFailed: if there is no room for it.
@@ -183,19 +180,24 @@ class Spool:
                     segment.path.unlink(missing_ok=True)
             self._segments = kept
 
-    def issued(self, policy_version: int, digest: str) -> None:
-        self._append(issued_body(policy_version, digest))
+    def write_issued(self, policy_version: int, digest: str) -> None:
+        """Logs that a version is issued; raises SpoolFailed, as the next three methods do."""
+        self._append(issued_record(policy_version, digest))
 
-    def update(self, update: UpdateRecord) -> None:
-        self._append(json_body(UPDATE, dataclasses.asdict(update)))
+    def write_update(self, update: UpdateRecord) -> None:
+        """Logs that an update will train."""
+        self._append(update_record(update))
 
-    def abandoned(self, policy_version: int) -> None:
-        self._append(json_body(ABANDONED, {"policy_version": policy_version}))
+    def write_abandoned(self, policy_version: int) -> None:
+        """Logs that updates which make this version or later ones are void."""
+        self._append(abandoned_record(policy_version))
 
-    def group(self, group: Group) -> None:
-        self._append(GROUP + codec.encode_group(group))
+    def write_group(self, group: Group) -> None:
+        """Logs that a group is accepted."""
+        self._append(group_record(group))
 
     def close(self) -> None:
+        """Closes the last segment and releases the lock."""
         with self._lock:
             for descriptor in (self._descriptor, self._claimed):
                 if descriptor is not None:
@@ -203,7 +205,7 @@ class Spool:
             self._descriptor = self._claimed = None
 
     def _append(self, body: bytes) -> None:
-        """One record, on the disk when this returns; none of it where it fails.
+        """Writes one record, on the disk when this returns; nothing of it remains if it fails.
 
         Raises:
             SpoolFailed: if the disk is full, or cannot be written for another reason.
@@ -221,7 +223,7 @@ class Spool:
             self._end += len(written)
 
     def _trim(self) -> None:
-        """Takes away what a record that failed has left."""
+        """Removes the bytes of a record that failed."""
         if self._torn and self._descriptor is not None:
             os.ftruncate(self._descriptor, self._end)
             os.lseek(self._descriptor, self._end, os.SEEK_SET)
@@ -232,8 +234,8 @@ class Spool:
         writing = segment.path.with_name(segment.path.name + _WRITING)
         try:
             with writing.open("wb") as file:
-                file.write(opening(self._run_id, segment))
-                for body in bodies(still_open):
+                file.write(opening_bytes(self._run_id, segment))
+                for body in records_of(still_open):
                     file.write(frame(body))
                 file.flush()
                 os.fsync(file.fileno())
@@ -255,7 +257,7 @@ class Spool:
 
     @contextlib.contextmanager
     def _durably(self, doing: str) -> Iterator[None]:
-        """Keeps what went wrong for `problem`, and raises it as SpoolFailed."""
+        """Records an OSError in `problem`, and raises it as SpoolFailed."""
         try:
             yield
         except OSError as error:

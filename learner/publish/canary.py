@@ -1,8 +1,11 @@
-"""The learner's half of the canary: the probe, scored from the parameters that are published.
+"""The learner's half of the canary, a check that a worker samples with the published weights.
 
-It runs on the learner's mesh with the train step's own gathers and head, from the master weights
-rounded as the wire rounds them. So an error on the way out (cast, copy to the host, publication)
-shows as much as one on the way in.
+A fixed set of probe tokens is scored here from the parameters that are published, and by the worker
+from the weights that it received; different scores show an error on the way.
+
+The probe runs on the learner's mesh with the train step's own gathers and head, from the master
+weights rounded as the wire rounds them, so that it also shows errors on the way out: in the cast,
+the copy to the host, the publication.
 """
 
 import dataclasses
@@ -38,7 +41,7 @@ def make_canary(
         head: as in the train step; its temperature is replaced by 1.
         wire_dtype: what parameters are published as.
     """
-    # A cast that is taken back at once may be left out by XLA; reduce_precision is kept. Where the
+    # XLA may drop a cast that is reversed at once; it keeps reduce_precision. Where the
     # compute dtype is the narrower one, its own cast is the same rounding.
     wire = jnp.finfo(wire_dtype)
     rounds = wire.bits < jnp.finfo(compute_dtype).bits

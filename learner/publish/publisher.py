@@ -1,13 +1,13 @@
-"""Publication beside the training thread: snapshot on the devices, everything else in a thread.
+"""Publication of policy versions in a thread of its own.
 
-The training thread pays for one cast of the parameters and goes on. The publisher's own thread
-brings the snapshot to the host, hashes it and offers it to the workers, who read from host memory
-only: no step waits for one of them.
+The training thread only makes a snapshot on the devices, which is one cast of the parameters. The
+publisher's thread copies it to the host, hashes it and makes it visible to the workers, which read
+from host memory: no training step waits for a worker.
 
 Beside the policy there are at most two snapshots on the devices, the one that is being copied and
-one that waits; each is one copy of the model in the wire dtype, freed tensor by tensor as it is
-copied, or handed over whole to a rollout worker in the same process. On the host a version is
-written straight to its place in the weight store; beyond that, COPY_THREADS tensors are in flight.
+one that waits. Each is one copy of the model in the wire dtype. It is freed tensor by tensor as it
+is copied, or shared as a whole with a rollout worker in the same process. On the host a version is
+written straight to its place in the weight store; besides, COPY_THREADS tensors are in flight.
 """
 
 import concurrent.futures
@@ -28,7 +28,7 @@ from services.weights.store import WeightStore
 from services.wire.messages import WeightManifest
 
 COPY_THREADS = 4
-"""Tensors that are copied and hashed at a time."""
+"""Tensors that are copied and hashed at the same time."""
 
 
 class PublishFailed(RuntimeError):
@@ -37,7 +37,7 @@ class PublishFailed(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PublishStats:
-    """What the publication of one version took, off the training thread."""
+    """Duration and size of one publication, in the publisher's thread."""
 
     policy_version: int
     nbytes: int
@@ -46,7 +46,7 @@ class PublishStats:
     copy_s: float
     """Devices to host, checksums included."""
     total_s: float
-    """From the start of the copy until the version was there for the workers."""
+    """From the start of the copy until the version was visible to the workers."""
 
     @property
     def gb_per_s(self) -> float:
@@ -68,7 +68,7 @@ class Publisher:
 
     def __init__(
         self,
-        take: Callable[[], Snapshot],
+        make_snapshot: Callable[[], Snapshot],
         store: WeightStore,
         on_issued: Callable[[int, str], None],
         *,
@@ -76,15 +76,15 @@ class Publisher:
         share: Callable[[Snapshot, WeightManifest], None] | None = None,
     ):
         """Args:
-        take: makes a snapshot of the current policy; called by `submit`, in its thread.
-        store: gets the versions.
+        make_snapshot: of the current policy; called by `submit`, in its thread.
+        store: where the versions are published.
         on_issued: called with version and digest before the version becomes visible; what it
             raises fails the publication.
         timeout_s: bound of `submit`'s wait for the snapshots before.
-        share: gets every snapshot, which is its own from then on, once the version is
-            visible; without it a snapshot is freed as it is copied.
+        share: called with every snapshot once its version is visible, and owns it from then on;
+            without it a snapshot is freed as it is copied.
         """
-        self._take = take
+        self._make_snapshot = make_snapshot
         self._store = store
         self._on_issued = on_issued
         self._timeout_s = timeout_s
@@ -102,20 +102,20 @@ class Publisher:
         self._thread.start()
 
     def submit(self, policy_version: int) -> None:
-        """Takes a snapshot of the policy, and leaves its publication to the thread.
+        """Makes a snapshot of the policy, and queues it for the publisher's thread.
 
-        Waits only while a snapshot waits already.
+        Waits only while an earlier snapshot is queued.
 
         Args:
             policy_version: the current one; higher than every one before.
 
         Raises:
             PublishFailed: if this or an earlier version could not be published.
-            TimeoutError: if the snapshot before did not get its turn in time.
-            ValueError: if it is not the version that the snapshot has.
+            TimeoutError: if the snapshot before is still queued after timeout_s.
+            ValueError: if the policy is at another version.
         """
         self._wait_for(lambda: not self._waiting, self._timeout_s, f"snapshot {policy_version}")
-        snapshot = self._take()
+        snapshot = self._make_snapshot()
         if snapshot.policy_version != policy_version:
             raise ValueError(
                 f"asked to publish policy version {policy_version}, but the policy is at "
@@ -127,11 +127,11 @@ class Publisher:
             self._changed.notify_all()
 
     def wait(self, policy_version: int, timeout_s: float) -> None:
-        """Returns once this version, or a newer one, is there for the workers.
+        """Returns once this version, or a newer one, is visible to the workers.
 
         Raises:
             PublishFailed: if it, or one before it, could not be published.
-            TimeoutError: saying what the thread was at.
+            TimeoutError: saying what the thread was doing.
             ValueError: if it was not submitted.
         """
         if policy_version > self._submitted:
@@ -143,7 +143,7 @@ class Publisher:
             lambda: self._published >= policy_version, timeout_s, f"policy version {policy_version}"
         )
 
-    def check(self) -> None:
+    def raise_failure(self) -> None:
         """Raises PublishFailed if a version could not be published, at every call from then on."""
         if self._failure is not None:
             raise self._failure
@@ -159,7 +159,7 @@ class Publisher:
     def _wait_for(self, done: Callable[[], bool], timeout_s: float, what: str) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._failure or done(), timeout_s)
-            self.check()
+            self.raise_failure()
             if not done():
                 raise TimeoutError(
                     f"{what} waited {timeout_s:g} s for the publisher, which is {self._activity()}"
@@ -174,7 +174,7 @@ class Publisher:
         while (job := self._next()) is not None:
             try:
                 stats = self._publish(job)
-            except Exception as error:  # kept for the training thread, which must hear of it
+            except Exception as error:  # raised in the training thread, by its next call
                 failure = PublishFailed(
                     f"policy version {job.snapshot.policy_version} was not published, "
                     f"{self._doing}: {type(error).__name__}: {error}"
@@ -210,12 +210,16 @@ class Publisher:
             self._doing = "about to commit it"
             failpoints.reach("learner.publish")
             canary = None if snapshot.probe is None else snapshot.probe.record()
-            manifest = publication.commit(before_visible=self._issue, canary=canary)
+            self._doing = "issuing its digest"
+            manifest = publication.commit(
+                before_visible=lambda made: self._on_issued(made.policy_version, made.digest),
+                canary=canary,
+            )
         except Exception:
             publication.abort()
             raise
         if self._share is not None:
-            self._doing = "handing it over"
+            self._doing = "sharing it with the worker of this process"
             self._share(snapshot, manifest)
         return PublishStats(
             policy_version=snapshot.policy_version,
@@ -225,12 +229,8 @@ class Publisher:
             total_s=time.monotonic() - started,
         )
 
-    def _issue(self, manifest: WeightManifest) -> None:
-        self._doing = "issuing its digest"
-        self._on_issued(manifest.policy_version, manifest.digest)
-
     def _copy(self, snapshot: Snapshot, publication: Publication) -> None:
-        """Brings every tensor to its place; the first error is the one that is raised."""
+        """Copies every tensor to its place; raises the first error."""
         keep = self._share is not None
         with concurrent.futures.ThreadPoolExecutor(COPY_THREADS, "publish-copy") as pool:
             copies = {
@@ -252,7 +252,7 @@ def copy_tensor(
     """Copies a tensor's shards to their places, each distinct one once, then frees the array.
 
     Args:
-        keep: leaves it to somebody else instead.
+        keep: does not free the array, since it is shared.
     """
     shards = {str(shard.index): shard for shard in array.addressable_shards}
     for shard in shards.values():

@@ -1,7 +1,7 @@
 """The newest published policy version on its devices, for a rollout worker in the same process.
 
-Nothing travels: the worker samples with the buffers that the publication was copied from. They are
-freed when the worker has another version and a newer one was published.
+No bytes are copied: the worker samples with the arrays that the publication was copied from. They
+are freed when a newer version was published and the worker has left this one.
 """
 
 import threading
@@ -13,14 +13,14 @@ from services.wire.messages import WeightManifest
 
 
 class SharedSnapshot:
-    """Where the publisher leaves each version, and the worker finds the newest."""
+    """Holds the newest published version: the publisher sets it, the worker waits for it."""
 
     def __init__(self):
         self._changed = threading.Condition()
         self._newest: tuple[WeightManifest, dict[str, jax.Array]] | None = None
 
     def offer_version(self, snapshot: Snapshot, manifest: WeightManifest) -> None:
-        """Offers a version that is published, in place of the one before.
+        """Replaces the version by one that was just published.
 
         Args:
             snapshot: no other code changes or deletes its arrays from now on.
@@ -34,7 +34,7 @@ class SharedSnapshot:
     def wait_for_version(
         self, min_version: int, timeout_s: float
     ) -> tuple[WeightManifest, dict[str, jax.Array]]:
-        """Returns the newest version, once it is at least `min_version`; it stays for others.
+        """Returns the newest version, once it is at least `min_version`; it stays available.
 
         Returns:
             its manifest, and its arrays by Hugging Face's names, cut as the learner's parameters.
@@ -57,8 +57,10 @@ class SharedSnapshot:
 
 
 def _own_handle(array: jax.Array) -> jax.Array:
-    """The same buffers under another handle: the copy to the host stays with the one it was read
-    from, and would live as long as this version does.
+    """The same buffers under a new jax.Array.
+
+    The array that was published keeps its copy on the host, which would live as long as this
+    version does.
     """
     shards = [shard.data for shard in array.addressable_shards]
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)

@@ -30,12 +30,13 @@ class Snapshot:
 
     policy_version: int
     tensors: dict[str, jax.Array]
-    """By Hugging Face's names, layers one by one, in the wire dtype. No other array has their
-    buffers: whoever takes a snapshot may delete them."""
+    """By Hugging Face's names, layers one by one, in the wire dtype. No other array shares their
+    buffers, so that the owner of the snapshot may delete them."""
     probe: ScoredProbe | None = None
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all tensors."""
         return sum(array.nbytes for array in self.tensors.values())
 
 
@@ -43,7 +44,7 @@ def make_snapshots(params: Params, config: ModelConfig) -> Mapping[str, Callable
     """Builds, for each wire dtype, `snapshot(params) -> tensors by Hugging Face's names`.
 
     The parameters are not donated and share no buffer with what is returned. A tensor lies as its
-    parameter does: the layer axis is never cut, so a layer is taken out where it lies.
+    parameter does: the layer axis is never cut, so that slicing a layer moves nothing.
 
     Args:
         params: shape structs with NamedShardings, layers stacked.

@@ -32,7 +32,7 @@ class SelectionRules(NamedTuple):
     advantage_eps: float
     aggregation: str
     zero_variance: str
-    """`keep`, or `mask`; `resample` has done its work before and masks what is left."""
+    """`keep`, or `mask`; after `resample`, which happens earlier, the remaining ones are masked."""
     truncated: str
     max_completion_tokens: int
 
@@ -41,8 +41,7 @@ class SelectionRules(NamedTuple):
 class TrainSequence:
     """One completion that trains, with its prompt; arrays are per input token, [N].
 
-    Where the target belongs to the prompt, what is said of logprobs and weights means nothing and
-    `weights` is 0.
+    Where the target belongs to the prompt, `weights` is 0 and the logprobs mean nothing.
     """
 
     group_id: str
@@ -67,7 +66,7 @@ class TrainSequence:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Selection:
-    """The sequences of one batch, and what is said once about the whole of it."""
+    """The sequences of one batch, and numbers of the whole batch."""
 
     sequences: tuple[TrainSequence, ...]
     denominator: float
@@ -212,7 +211,7 @@ def row_buckets(microbatch_tokens: int) -> tuple[int, ...]:
 
 
 class Packing(NamedTuple):
-    """The room there is."""
+    """Sizes that micro-batches must fit."""
 
     microbatch_tokens: int
     """Slots of one micro-batch on one device."""
@@ -221,7 +220,7 @@ class Packing(NamedTuple):
 
 
 class RowLayout(NamedTuple):
-    """Where each sequence lies."""
+    """Which sequences each row holds."""
 
     rows: list[list[int]]
     """Of all micro-batches, in order: the indices of the sequences that follow each other."""
@@ -279,7 +278,7 @@ def pack(sequences: Sequence[TrainSequence], packing: Packing) -> tuple[MicroBat
 def unpack(
     arrays: Sequence[np.ndarray], sequences: Sequence[TrainSequence], packing: Packing
 ) -> list[np.ndarray]:
-    """The way back from `pack(sequences, packing)`.
+    """The inverse of `pack(sequences, packing)`, for one array.
 
     Args:
         arrays: [B, T] of each micro-batch, a number per token.

@@ -1,4 +1,4 @@
-"""How far the policy has moved from the one that sampled, and what is done about that.
+"""Off-policy correction: how far the policy has moved from the one that sampled, and its remedy.
 
 Three policies meet in an update: the behaviour policy mu, whose logprobs were recorded as the
 tokens were drawn; the old policy, the learner's before the first update on the batch; and the
@@ -45,6 +45,7 @@ class Correction(NamedTuple):
 
     @property
     def is_on(self) -> bool:
+        """Whether any bound is set."""
         return any(bound is not None for bound in self)
 
 

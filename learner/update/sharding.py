@@ -49,6 +49,7 @@ def param_specs(params: Params, fsdp: int) -> Params:
 
 
 def is_sharded(spec: P) -> bool:
+    """Whether the parameter is cut over `fsdp`."""
     return "fsdp" in spec
 
 
@@ -87,7 +88,8 @@ def make_gather(specs: Params, compute_dtype: jnp.dtype) -> Gather:
 def make_embed(specs: Params, compute_dtype: jnp.dtype) -> Embed | None:
     """The hook that looks tokens up without gathering an embedding that is cut by rows.
 
-    The tokens of the axis meet this device's rows instead, and each device takes back its own.
+    Every device looks the tokens of the whole axis up in its own rows instead, and the results are
+    summed where the tokens belong.
     Exactly one device has a token's row, so the sum that brings it back is exact in compute_dtype;
     the gradient is summed in float32 where it stays. None where the rows are not cut.
     """

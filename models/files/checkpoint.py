@@ -54,7 +54,9 @@ class SavesFiles(Protocol):
     pad_id: int
     bos_id: int | None
 
-    def save(self, folder: pathlib.Path) -> None: ...
+    def save(self, folder: pathlib.Path) -> None:
+        """Writes the tokenizer's files into an existing folder."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

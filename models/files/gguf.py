@@ -58,7 +58,7 @@ _UNSUPPORTED_KEYS = (
 
 @dataclasses.dataclass(frozen=True)
 class GgufFile:
-    """An opened GGUF model; tensors are read when they are asked for."""
+    """An opened GGUF model; tensors are read on demand."""
 
     path: pathlib.Path
     config: ModelConfig
@@ -68,6 +68,7 @@ class GgufFile:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor, by Hugging Face's names."""
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     def read(self, name: str) -> np.ndarray:

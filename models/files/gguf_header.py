@@ -40,6 +40,8 @@ class GgufTensor:
 
 @dataclasses.dataclass(frozen=True)
 class GgufHeader:
+    """Everything in a GGUF file but the tensors' bytes."""
+
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
 

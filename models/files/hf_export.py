@@ -1,4 +1,4 @@
-"""Writing a Hugging Face folder whole or not at all."""
+"""Writes a Hugging Face folder atomically: the complete folder appears, or none."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ MAX_SHARD_BYTES = 4 * 2**30
 
 @contextlib.contextmanager
 def appearing_whole(target: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Gives a folder to write into, which takes the target's name if the block succeeds.
+    """Yields a folder to write into, which is renamed to the target if the block succeeds.
 
     Raises:
         ValueError: at the start, if the target holds something other than an earlier export.
@@ -47,6 +47,7 @@ def refuse_unrelated(target: pathlib.Path) -> None:
 
 
 def write_json(path: pathlib.Path, content: Mapping[str, Any]) -> None:
+    """Writes a JSON file as Hugging Face does, indented by two."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -73,7 +74,10 @@ def write_weights(folder: pathlib.Path, named: Mapping[str, Any]) -> None:
 
 
 def _swap_in(scratch: pathlib.Path, target: pathlib.Path) -> None:
-    """A rename cannot replace a folder with files, so an earlier export steps aside first."""
+    """Renames the folder to the target; an earlier export is renamed first, then removed.
+
+    A rename cannot replace a folder that holds files.
+    """
     aside = scratch.with_name(scratch.name + ".old")
     if target.exists():
         target.rename(aside)

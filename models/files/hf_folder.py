@@ -1,6 +1,6 @@
-"""Finding a model's files, and reading a Hugging Face folder's JSON and tensor table.
+"""Finds a model's files, and reads a Hugging Face folder's JSON and tensor table.
 
-Nothing here reads tensor data: a folder that was cut short is refused from its headers alone.
+Nothing here reads tensor data: an incomplete folder is refused from its headers alone.
 """
 
 import json
@@ -52,6 +52,7 @@ def locate(path: str, *, weights: bool) -> pathlib.Path:
 
 
 def is_gguf(path: pathlib.Path) -> bool:
+    """Whether the name is that of a GGUF file."""
     return path.suffix.lower() == ".gguf"
 
 
@@ -87,6 +88,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def read_json_if_there(path: pathlib.Path) -> dict[str, Any]:
+    """As `read_json`; empty where there is no such file."""
     return read_json(path) if path.is_file() else {}
 
 

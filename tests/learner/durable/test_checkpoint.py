@@ -182,7 +182,7 @@ def test_another_error_of_a_library_keeps_its_name(two, monkeypatch):
 
 
 def test_a_certificate_is_kept_covered_and_given_back(tmp_path):
-    state, abstract = place(data=2, fsdp=4)
+    state, _ = place(data=2, fsdp=4)
     books = {"book": {"cursor": 6, "unfinished": [[4, 1]]}, "rewards": [0.5, None]}
     certificate = make_certificate(state, seed=7, driver_state=books)
     folder = CheckpointFolder(tmp_path, keep=1)

@@ -43,12 +43,12 @@ def plain(work: OpenWork):
 
 def test_what_was_written_is_read_in_its_order_by_the_next_process(folder):
     spool = begun(folder)
-    spool.issued(0, "d0")
-    spool.group(GROUPS[1])
-    spool.group(GROUPS[0])
-    spool.update(update(1, "g1", "g0", dropped=("g7",)))
-    spool.issued(1, "d1")
-    spool.group(GROUPS[2])
+    spool.write_issued(0, "d0")
+    spool.write_group(GROUPS[1])
+    spool.write_group(GROUPS[0])
+    spool.write_update(update(1, "g1", "g0", dropped=("g7",)))
+    spool.write_issued(1, "d1")
+    spool.write_group(GROUPS[2])
     work = Spool(folder, "run").read(0)
     assert work.issued == {0: "d0", 1: "d1"}
     assert work.updates == (update(1, "g1", "g0", dropped=("g7",)),)
@@ -61,17 +61,17 @@ def test_nothing_is_there_before_the_first_segment(folder):
     spool = Spool(folder, "run")
     assert spool.is_new and spool.read(0) is None and not spool.covers(0)
     with pytest.raises(SpoolFailed, match="no segment of the spool .*spool is open"):
-        spool.group(GROUPS[0])
+        spool.write_group(GROUPS[0])
     assert not folder.exists()
 
 
 def test_what_a_checkpoint_has_is_not_open(folder):
     spool = begun(folder)
     for group in GROUPS:
-        spool.group(group)
-    spool.update(update(1, "g0"))
-    spool.update(update(2, "g1"))  # left nothing to train on, and made no version
-    spool.update(update(2, "g2"))
+        spool.write_group(group)
+    spool.write_update(update(1, "g0"))
+    spool.write_update(update(2, "g1"))  # left nothing to train on, and made no version
+    spool.write_update(update(2, "g2"))
     work = spool.read(0).beyond(1, IdSet(["g0", "g1"]))
     assert work.updates == (update(2, "g2"),) and list(work.groups) == ["g2", "g3", "g4"]
 
@@ -79,24 +79,24 @@ def test_what_a_checkpoint_has_is_not_open(folder):
 @pytest.mark.parametrize("cut", [1, PREFIX_BYTES - 1, PREFIX_BYTES, PREFIX_BYTES + 3])
 def test_a_last_frame_that_was_cut_is_gone_and_the_spool_goes_on_there(folder, cut):
     spool = begun(folder)
-    spool.group(GROUPS[0])
+    spool.write_group(GROUPS[0])
     whole = (folder / "step-00000000.bin").stat().st_size
-    spool.group(GROUPS[1])
+    spool.write_group(GROUPS[1])
     os.truncate(folder / "step-00000000.bin", whole + cut)
     again = Spool(folder, "run")
     assert list(again.read(0).groups) == ["g0"]
     again.open_last()
-    again.group(GROUPS[2])
+    again.write_group(GROUPS[2])
     assert list(Spool(folder, "run").read(0).groups) == ["g0", "g2"]
 
 
 def test_every_flipped_byte_is_an_error_that_names_file_and_byte(folder):
     spool = begun(folder)
-    spool.issued(0, "d0")
+    spool.write_issued(0, "d0")
     start = (folder / "step-00000000.bin").stat().st_size
-    spool.update(update(1, "g0"))
+    spool.write_update(update(1, "g0"))
     end = (folder / "step-00000000.bin").stat().st_size
-    spool.issued(1, "d1")
+    spool.write_issued(1, "d1")
     path = folder / "step-00000000.bin"
     content = path.read_bytes()
     for at in range(start, end):
@@ -111,7 +111,7 @@ def test_every_flipped_byte_is_an_error_that_names_file_and_byte(folder):
 
 def test_only_the_last_segment_may_end_inside_a_frame(folder):
     spool = begun(folder)
-    spool.group(GROUPS[0])
+    spool.write_group(GROUPS[0])
     size = (folder / "step-00000000.bin").stat().st_size
     spool.rotate(5, lambda: NOTHING_OPEN)
     os.truncate(folder / "step-00000000.bin", size - 1)
@@ -123,16 +123,16 @@ def test_only_the_last_segment_may_end_inside_a_frame(folder):
 def test_a_segment_needs_none_before_it_and_joins_those_it_is_read_with(folder):
     spool = begun(folder)
     for group in GROUPS[:3]:
-        spool.group(group)
-    spool.update(update(1, "g0"))
+        spool.write_group(group)
+    spool.write_update(update(1, "g0"))
     still_open = OpenWork(
         issued={1: "d1"},
         updates=(update(2, "g1"),),
         groups={"g1": GROUPS[1], "g2": GROUPS[2]},
     )
     spool.rotate(1, lambda: still_open)
-    spool.group(GROUPS[3])
-    spool.update(update(3, "g2"))
+    spool.write_group(GROUPS[3])
+    spool.write_update(update(3, "g2"))
     alone = Spool(folder, "run").read(1)
     assert alone.updates == (update(2, "g1"), update(3, "g2"))
     assert (list(alone.groups), alone.issued) == (["g1", "g2", "g3"], {1: "d1"})
@@ -143,17 +143,17 @@ def test_a_segment_needs_none_before_it_and_joins_those_it_is_read_with(folder):
 
 def test_a_checkpoint_without_a_segment_of_its_own_is_followed_by_the_one_before(folder):
     spool = begun(folder)
-    spool.group(GROUPS[0])
+    spool.write_group(GROUPS[0])
     assert list(Spool(folder, "run").read(9).groups) == ["g0"]
 
 
 def test_another_course_voids_updates_and_versions_from_there_on(folder):
     spool = begun(folder)
     for version in (1, 2, 3):
-        spool.update(update(version, f"g{version}"))
-        spool.issued(version, f"d{version}")
-    spool.abandoned(2)
-    spool.update(update(2, "g9"))
+        spool.write_update(update(version, f"g{version}"))
+        spool.write_issued(version, f"d{version}")
+    spool.write_abandoned(2)
+    spool.write_update(update(2, "g9"))
     work = spool.read(0)
     assert work.updates == (update(1, "g1"), update(2, "g9")) and work.issued == {1: "d1"}
 
@@ -162,9 +162,9 @@ def test_a_resumed_run_that_comes_by_a_step_again_keeps_both_segments(folder):
     spool = begun(folder)
     spool.rotate(2, lambda: NOTHING_OPEN)
     spool.rotate(1, lambda: NOTHING_OPEN)  # step 2 was damaged, the run resumed and saved at 1
-    spool.group(GROUPS[0])
+    spool.write_group(GROUPS[0])
     spool.rotate(2, lambda: OpenWork(issued={}, updates=(), groups={"g0": GROUPS[0]}))
-    spool.group(GROUPS[1])
+    spool.write_group(GROUPS[1])
     assert sorted(path.name for path in folder.iterdir()) == [
         "step-00000000.bin",
         "step-00000001.bin",
@@ -191,7 +191,7 @@ def test_pruning_leaves_what_the_oldest_checkpoint_needs(folder):
 
 def test_a_record_that_fails_leaves_no_trace_and_the_next_one_is_whole(folder, monkeypatch):
     spool = begun(folder)
-    spool.group(GROUPS[0])
+    spool.write_group(GROUPS[0])
     path = folder / "step-00000000.bin"
     before = path.read_bytes()
     write = os.write
@@ -204,26 +204,26 @@ def test_a_record_that_fails_leaves_no_trace_and_the_next_one_is_whole(folder, m
     with monkeypatch.context() as patched:
         patched.setattr(spool_module.os, "write", half)
         with pytest.raises(SpoolFailed, match=f"cannot write to {path}: No space left") as failure:
-            spool.group(GROUPS[1])
+            spool.write_group(GROUPS[1])
         assert failure.value.errno == 28 and spool.problem == str(failure.value).split("] ")[1]
         assert path.read_bytes() == before
         # Nothing can be taken away either: the remains lie there until the next record.
         patched.setattr(spool_module.os, "ftruncate", lambda *_: half(0, b""))
         with pytest.raises(SpoolFailed):
-            spool.group(GROUPS[1])
+            spool.write_group(GROUPS[1])
     assert list(Spool(folder, "run").read(0).groups) == ["g0"]
-    spool.group(GROUPS[2])
+    spool.write_group(GROUPS[2])
     assert spool.problem == "" and list(spool.read(0).groups) == ["g0", "g2"]
 
 
 def test_a_rotation_that_fails_leaves_the_segment_before_to_go_on(folder, monkeypatch):
     spool = begun(folder)
-    spool.group(GROUPS[0])
+    spool.write_group(GROUPS[0])
     with monkeypatch.context() as patched:
         patched.setattr(spool_module.os, "fsync", lambda _: half_full())
         with pytest.raises(SpoolFailed, match="cannot begin .*step-00000003.bin: No space left"):
             spool.rotate(3, lambda: NOTHING_OPEN)
-    spool.group(GROUPS[1])
+    spool.write_group(GROUPS[1])
     assert [path.name for path in folder.iterdir()] == ["step-00000000.bin"]
     assert list(Spool(folder, "run").read(3).groups) == ["g0", "g1"]
 
@@ -287,7 +287,7 @@ def test_what_was_answered_survives_kill_9_at_any_moment(folder):
         spool.rotate(0, lambda: NOTHING_OPEN)
         [group] = random_groups(1)
         for number in range(10**6):
-            spool.group(dataclasses.replace(group, group_id=f"g{number}"))
+            spool.write_group(dataclasses.replace(group, group_id=f"g{number}"))
             print(number, flush=True)
         """
     )

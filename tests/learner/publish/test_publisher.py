@@ -164,7 +164,7 @@ def test_failed_copy_reaches_every_later_call_with_its_tensor_and_its_traceback(
     publisher = numbered(core, store)
     publisher.submit(0)
     publisher.wait(0, PATIENCE_S)
-    publisher.check()
+    publisher.raise_failure()
     failing_write(monkeypatch, "layers.1.mlp.up_proj")
     publisher.submit(1)
     message = r"version 1 .*tensor 'model.layers.1.mlp.up_proj.weight': MemoryError: no room"
@@ -172,7 +172,7 @@ def test_failed_copy_reaches_every_later_call_with_its_tensor_and_its_traceback(
         publisher.wait(1, PATIENCE_S)
     frames = traceback.extract_tb(failure.value.__cause__.__traceback__)
     assert "copy_tensor" in [frame.name for frame in frames]
-    for call in (lambda: publisher.submit(2), publisher.check, publisher.close):
+    for call in (lambda: publisher.submit(2), publisher.raise_failure, publisher.close):
         with pytest.raises(PublishFailed, match="version 1"):
             call()
     assert store.current_version == 0
