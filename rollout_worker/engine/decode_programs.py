@@ -1,4 +1,8 @@
-"""The programs of an engine and the arrays that they take, as shapes: compiling needs no weights.
+"""The device programs of an engine, and the shapes of the arrays that they take.
+
+Compiling needs shapes alone, no weights and no data: a plan and a check without devices use the
+same code as a worker. There are four programs: `empty` makes slots and pool, `prefill` computes
+chunks of prompts into the pool, `segment` decodes, `resize` changes the width of the cache.
 
 Dimension key: as in slots.py and prefill.py, with leading axes over all lanes.
 """
@@ -13,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from models.transformer import Params
 from rollout_worker.engine.kv_cache import LayerCache, allocate_cache, resize
 from rollout_worker.engine.prefill import Chunks, prefill
 from rollout_worker.engine.sampling import Sampling
@@ -35,7 +40,7 @@ class Geometry:
     """Sizes of one lane's arrays."""
 
     places: int
-    """Rows that a lane knows of, waiting or decoding."""
+    """Rows in a lane's table, queued or in a slot."""
     prefixes: int
     """Entries of the prefix pool."""
     pool_width: int
@@ -49,7 +54,7 @@ class Geometry:
     stop_ids: int
     """Most stop ids of a row."""
     stop_states: int
-    """Of the stop automaton; 0 where there is none."""
+    """States of the stop automaton; 0 where there is none."""
 
     def chunk_prompts(self, size: int) -> int:
         """Prompts of a prefill call with chunks of this size."""
@@ -57,11 +62,12 @@ class Geometry:
 
     @property
     def has_later_chunks(self) -> bool:
+        """Whether a prompt may need more than one chunk."""
         return self.pool_width > self.chunks[-1]
 
 
 class DecodePrograms:
-    """Builds each program for the sizes asked of it."""
+    """Compiles each program for given sizes."""
 
     def __init__(self, spec: DecodeSpec, geometry: Geometry):
         self.spec = spec
@@ -70,7 +76,7 @@ class DecodePrograms:
         self.replicated = NamedSharding(spec.layout.mesh, PartitionSpec())
 
     def planned(self) -> Iterator[tuple[str, dict[str, int], Callable[[], jax.stages.Compiled]]]:
-        """Name, sizes and builder of every program that the engine can come to need."""
+        """Name, sizes and compiling function of every program that the engine can need."""
         g = self.geometry
         yield "empty", {}, self.compile_empty
         for size in g.chunks:
@@ -110,7 +116,7 @@ class DecodePrograms:
         return jax.jit(build, out_shardings=shardings).lower().compile()
 
     def compile_prefill(self, size: int, *, later: bool) -> jax.stages.Compiled:
-        """(params, pool, chunks) -> pool in place, and a marker that is there when the pool is."""
+        """(params, pool, chunks) -> pool in place, and a marker that is ready when the pool is."""
         local = partial(prefill, spec=self.spec, first=not later)
         function = over_lanes(local, self.spec, (None, 0, 0), (0, 0))
         pool = self.pool_struct()
@@ -150,7 +156,8 @@ class DecodePrograms:
         jitted = jax.jit(partial(resize, width=new), out_shardings=shardings)
         return jitted.lower(cache).compile()
 
-    def params_struct(self):
+    def params_struct(self) -> Params:
+        """The policy."""
         return self.spec.layout.abstract_params()
 
     def slots_struct(self, width: int) -> Slots:
@@ -161,6 +168,7 @@ class DecodePrograms:
         return Slots(head, *[integer_B] * 5, cache=self._cache_struct(total, width))
 
     def pool_struct(self) -> list[LayerCache]:
+        """The prefix pools of all lanes."""
         entries = self.spec.lanes * self.geometry.prefixes
         return self._cache_struct(entries, self.geometry.pool_width)
 
@@ -191,11 +199,13 @@ class DecodePrograms:
         return Rows(**arrays)
 
     def chunks_struct(self, size: int) -> Chunks:
+        """The chunks of one prefill call of all lanes, padded to this size."""
         Q = self.spec.lanes * self.geometry.chunk_prompts(size)
         integer: Any = partial(self._struct, dtype=jnp.int32)
         return Chunks(integer((Q, size)), integer((Q,)), integer((Q,)))
 
     def stop_struct(self) -> jax.ShapeDtypeStruct | None:
+        """The table of the stop automaton; None where there is none."""
         if not self.geometry.stop_states:
             return None
         shape = (self.geometry.stop_states, self.spec.layout.config.vocab_size)

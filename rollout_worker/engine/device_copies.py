@@ -1,7 +1,8 @@
-"""Device arrays of the same process as they lie, made whole on every device of a worker's mesh.
+"""Replicates device arrays of this process on every device of a worker's mesh.
 
-No host takes part, and no program that several devices wait for: a step of the learner may run
-beside it, and of two such programs, begun in different orders, each would wait for the other.
+For a learner and a worker in one process. Nothing passes through the host. No program runs on
+several devices together either: the learner may be running one at the same time, and two such
+programs that devices start in different orders wait for each other for ever.
 """
 
 import jax
@@ -13,15 +14,15 @@ from jax.sharding import NamedSharding
 def replicate_array(array: jax.Array, sharding: NamedSharding, dtype: np.dtype) -> jax.Array:
     """The same values, whole on every device of `sharding`.
 
-    A device that has all of the array in this dtype gives its own buffer; others are brought the
-    pieces that they lack, from device to device.
+    A device that holds all of the array in this dtype keeps its own buffer, without a copy; others
+    receive the pieces that they lack, from device to device.
 
     Args:
-        array: cut along one axis at most.
-        sharding: of devices of this process; cuts nothing.
+        array: sharded along one axis at most.
+        sharding: fully replicated, over devices of this process.
 
     Raises:
-        ValueError: if the array is cut along several.
+        ValueError: if the array is sharded along several axes.
     """
     assert sharding.shard_shape(array.shape) == array.shape, sharding
     own = {shard.device: shard.data for shard in array.addressable_shards}
@@ -41,7 +42,7 @@ def _cast(array: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def _joined(array: jax.Array, device: jax.Device) -> jax.Array:
-    """All pieces of an array, brought to one device and joined there."""
+    """All pieces of an array, copied to one device and joined there."""
     pieces = {}
     for shard in array.addressable_shards:
         box = tuple(part.indices(n)[:2] for part, n in zip(shard.index, array.shape, strict=True))

@@ -1,6 +1,12 @@
 """The arrays of an engine on its devices, and the calls that change them.
 
-Every call returns at once: what it leaves behind is there when the devices come to it.
+Three things stay on the devices between calls: the policy, the slots with their KV cache, and the
+prefix pool. The programs take slots and pool as donated arguments, so that they are updated in
+place and no second copy of a cache exists. The table of rows and the prompts' tokens are small:
+the host sends them with each call.
+
+Every call returns before the devices have run it: JAX queues the programs of a device in the order
+of the calls.
 """
 
 from collections.abc import Sequence
@@ -22,7 +28,7 @@ SETTINGS = ("temperature", "top_k", "top_p", "min_p")
 
 
 class DeviceState:
-    """Policy, slots and prefix pool of all lanes."""
+    """Owns policy, slots and prefix pool of all lanes."""
 
     def __init__(
         self, programs: DecodePrograms, compiled: ProgramCache, stops: StopAutomaton | None
@@ -33,17 +39,17 @@ class DeviceState:
         self._arrays: tuple[Params, Slots, list[LayerCache]] | None = None
         self.resizes = 0
 
-    def load(self, params: Params) -> None:
-        """Takes a policy, and empties slots and pool: all zero, whatever was in them."""
-        self._arrays = None  # freed before the new ones are made
+    def load_policy(self, params: Params) -> None:
+        """Makes a policy the current one, and slots and pool anew: all zero."""
+        self._arrays = None  # the old arrays are freed before the new ones are made
         slots, pool = self._compiled.get_program("empty", {}, self._programs.compile_empty)()
         self._arrays = params, slots, pool
 
     def prefill(self, pieces: Sequence[Sequence[Piece]], size: int, later: bool) -> jax.Array:
-        """Runs the chunks of every lane.
+        """Starts one prefill call, with the chunks of every lane.
 
         Returns:
-            a marker that is there when they are in the pool.
+            a marker that is ready when they are in the pool.
         """
         params, slots, pool = self._loaded
         g = self._programs.geometry
@@ -61,12 +67,12 @@ class DeviceState:
     def segment(
         self, tables: Sequence[dict[str, np.ndarray]], needed_width: int, floor: int
     ) -> SegmentTokens:
-        """Decodes a segment.
+        """Starts a segment.
 
         Args:
             tables: of every lane, as `Lane.table`; copied.
             needed_width: columns that may be written. The cache is made wider where it must be,
-                and narrower where half of it would do.
+                and narrower where half of it is enough.
             floor: as `slots.segment` takes it.
         """
         params, slots, pool = self._loaded
@@ -86,11 +92,11 @@ class DeviceState:
         self._arrays = params, slots, pool
         return tokens
 
-    def narrow(self) -> None:
-        """Gives back what the cache has beyond its narrowest: no row is in a slot.
+    def narrow_cache(self) -> None:
+        """Makes the cache as narrow as it can be; no row may be in a slot.
 
-        So every pass over the same requests begins alike, and none compiles what the first did
-        not.
+        Every pass over the same requests then begins with the same width, and compiles no program
+        that the first pass did not.
         """
         params, slots, pool = self._loaded
         narrowest = self._programs.geometry.widths[0]
@@ -99,12 +105,13 @@ class DeviceState:
 
     @property
     def loaded(self) -> bool:
+        """Whether there is a policy."""
         return self._arrays is not None
 
     @property
     def _loaded(self) -> tuple[Params, Slots, list[LayerCache]]:
         if self._arrays is None:
-            raise RuntimeError("the engine has no policy: call swap before step")
+            raise RuntimeError("the engine has no policy: call swap_policy before step")
         return self._arrays
 
     def _resized(self, slots: Slots, width: int) -> Slots:
@@ -116,9 +123,9 @@ class DeviceState:
         return slots._replace(cache=program(slots.cache))
 
     def _put_stops(self, stops: StopAutomaton) -> jax.Array:
-        states, V = stops.next_SV.shape
+        V = stops.next_SV.shape[1]
         padding = self._programs.spec.layout.config.vocab_size - V
-        # Ids beyond the tokenizer are never drawn.
+        # Ids beyond the tokenizer's are never drawn, so their entries do not matter.
         table = np.pad(stops.next_SV, ((0, 0), (0, padding))) if padding > 0 else stops.next_SV
         return jax.device_put(table[:, : V + padding], self._programs.replicated)
 

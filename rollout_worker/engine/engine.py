@@ -1,8 +1,17 @@
 """The decode engine: requests in, finished rows out, by continuous batching on the device.
 
-It knows token ids and keys, never text, Ray or gRPC. `step` is one turn: prefill what waits, start
-a segment of token steps, and hear out the one before it, so that the host's work lies beside the
-device's.
+It knows token ids and keys, never text, Ray or gRPC. A row is one completion. On its way it is
+
+1. in `_waiting`, on the host, with the other rows of its prompt;
+2. in a lane's table: the prompt is prefilled into an entry of the lane's prefix pool, chunk by
+   chunk, and the row is queued in a place of the table;
+3. in a slot: the device itself takes the next row of the queue whenever a slot is free, in the
+   middle of a segment, so that no slot waits for the host while rows are queued.
+
+`step` is one turn of the host: start prefill calls, start a segment (up to `segment_tokens` token
+steps in one program), then collect the tokens of the segment before it. Device programs run in the
+order in which they were started, so the device decodes the new segment while the host deals with
+the tokens of the one before.
 """
 
 import dataclasses
@@ -39,21 +48,21 @@ PREFILLS_WHEN_IDLE = 4
 
 @dataclasses.dataclass(frozen=True)
 class _Flight:
-    """A segment that the device has been given and not been heard out on."""
+    """A segment that was started and whose tokens have not been collected."""
 
     tokens: SegmentTokens
     version: int
     prefilled: list[jax.Array]
-    """Markers of the prefill calls just before the segment."""
+    """Markers of the prefill calls just before the segment: each is ready when its call is."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class EngineCounts:
-    """What the engine has done since it was built or last asked to forget."""
+    """What the engine has done since it was built, or since its user replaced the record."""
 
     tokens: int = 0
     token_steps: int = 0
-    """Of all slots at once."""
+    """Of all slots at once; the longest of the lanes counts."""
     slot_steps: int = 0
     """token_steps x slots of all lanes."""
     prompts: int = 0
@@ -81,9 +90,11 @@ class Engine:
         warn: Callable[[str], None] = lambda text: None,
     ):
         """Args:
-        loop: `python` has the host look at every token: the slow half of an A/B.
+        loop: `python` ends each segment after one token: the slow side of an A/B.
         stop_ids: of requests that name none of their own.
+        clock: gets the seconds of `compile`, `prefill` and `decode`.
         stops: stop strings that requests may ask for.
+        warn: called with the text of a warning.
         """
         if loop not in ("while", "python"):
             raise ValueError(f"loop must be while or python, got {loop!r}")
@@ -91,6 +102,7 @@ class Engine:
             spec = dataclasses.replace(spec, segment_tokens=1)
         self.spec = spec
         self.limits = limits
+        # Segments that may be under way when `step` returns.
         self._depth = 1 if loop == "while" else 0
         self._stop_ids = tuple(stop_ids)
         self._clock = clock
@@ -114,16 +126,17 @@ class Engine:
 
     @property
     def compilations(self) -> list[Compilation]:
+        """Every program that was compiled, in this order."""
         return self._compiled.compilations
 
     @property
     def resizes(self) -> int:
-        """How often the cache was made wider or narrower."""
+        """Number of times the cache was made wider or narrower."""
         return self.device.resizes
 
     @property
     def usable(self) -> bool:
-        """Whether `step` may be called: there is a policy, and nothing failed since it came."""
+        """Whether `step` may be called: a policy is loaded, and no step failed since."""
         return self.device.loaded and not self._broken
 
     @property
@@ -133,37 +146,38 @@ class Engine:
 
     @property
     def _busy(self) -> bool:
-        lanes = any(lane.handed or lane.stock for lane in self._lanes)
+        lanes = any(lane.queued or lane.stock for lane in self._lanes)
         return lanes or bool(self._waiting or self._flights)
 
     def peak_bytes(self) -> int:
-        """What the largest compiled program needs on a device, by the compiler's count."""
+        """Device bytes of the largest compiled program, as the compiler counts them."""
         return self._compiled.peak_bytes()
 
     def swap_policy(self, params: Params, version: int) -> None:
-        """Makes another policy the current one, as `on_swap` says; no older KV entry survives.
+        """Makes another policy the current one, as `EngineLimits.on_swap` says.
 
-        After a step that failed, what was in flight is lost and its rows start anew.
+        Slots and pool are emptied: keys and values of an older policy are never read again. After
+        a step that failed, segments under way are lost and their rows start again.
 
         Args:
             params: the inference copy, made by the layout of `spec`.
             version: stamped on every token that it draws.
 
         Raises:
-            ValueError: if that is another model's copy. Nothing has changed then.
+            ValueError: if it is the copy of another model. Nothing has changed then.
         """
         check_params(params, self.programs.params_struct())
         was_broken, self._broken = self._broken, True  # until all of it has gone well
         if was_broken:
             self._flights.clear()
         elif self._lanes:
-            self._hear_out()
+            self._collect_all()
             if self.limits.on_swap is OnSwap.FINISH:
-                self._run_out()
-        rows = [row for lane in self._lanes for row in lane.rows()]
+                self._finish_slots()
+        rows = [row for lane in self._lanes for row in lane.unfinished_rows()]
         self._lanes = []
         self._requeue(rows)
-        self.device.load(params)
+        self.device.load_policy(params)
         g = self.programs.geometry
         self._lanes = [
             Lane(places=g.places, prefixes=g.prefixes, stop_ids=g.stop_ids)
@@ -173,12 +187,12 @@ class Engine:
         self._broken = False
 
     def submit_requests(self, requests: Sequence[DecodeRequest]) -> None:
-        """Queues requests; the first to come are the first to be decoded.
+        """Accepts requests; those that come first are decoded first.
 
         Raises:
-            ValueError: if one does not fit what the engine was built for. None is taken then.
+            ValueError: if one does not fit what the engine was built for. None is accepted then.
         """
-        names = self._names()
+        names = self._request_ids()
         requests = [
             dataclasses.replace(request, stop_ids=self._stop_ids)
             if request.stop_ids is None
@@ -188,10 +202,10 @@ class Engine:
         for request in requests:
             check_request(request, self.spec, self.limits, self._stop_sets)
             if request.request_id in names:
-                raise ValueError(f"request {request.request_id} is already there: ids must differ")
+                raise ValueError(f"request {request.request_id} is being decoded: ids must differ")
             names.add(request.request_id)
         for request in requests:
-            rows = [Row(request, sample, self._start(request)) for sample in request.samples]
+            rows = [Row(request, sample, self._start_state(request)) for sample in request.samples]
             self._waiting.extend(group_by_prefix(rows))
 
     def step(self, account: str | None = None) -> list[FinishedRow]:
@@ -205,27 +219,27 @@ class Engine:
 
         Raises:
             RuntimeError: if there is no policy yet, or an earlier step failed and no policy was
-                swapped in since: what the slots and the books hold may differ.
+                swapped in since: the slots on the device and the host's tables may differ.
         """
         if not self.usable:
             why = "an earlier step or swap failed" if self._broken else "the engine has no policy"
-            raise RuntimeError(f"{why}: call swap before step")
+            raise RuntimeError(f"{why}: call swap_policy before step")
         self._broken = True  # until all of it has gone well
         markers = self._prefill()
         for lane in self._lanes:
-            lane.hand_over()
+            lane.queue_rows()
         dispatched = self._dispatch(markers)
         while len(self._flights) > (self._depth if dispatched else 0):
             self._collect(account)
         if not self._busy:
-            self.device.narrow()
+            self.device.narrow_cache()
         self._broken = False
         finished, self._finished = self._finished, []
         return finished
 
     def tokens_so_far(self, request_id: str) -> dict[int, np.ndarray]:
         """int32 [T]: tokens of a request's completions that have not ended, by sample index."""
-        rows = (row for lane in self._lanes for row in lane.rows())
+        rows = (row for lane in self._lanes for row in lane.unfinished_rows())
         return {
             row.sample_index: np.concatenate([np.zeros(0, np.int32), *row.token_ids])
             for row in rows
@@ -234,41 +248,41 @@ class Engine:
 
     def abort_request(self, request_id: str) -> None:
         """Ends a request's rows with the reason `aborted` and the tokens that they have."""
-        gone = [row for lane in self._lanes for row in lane.abort(request_id)]
+        gone = [row for lane in self._lanes for row in lane.abort_request(request_id)]
         for prefix in list(self._waiting):
             if prefix.rows[0].request.request_id == request_id:
                 gone += prefix.rows
                 self._waiting.remove(prefix)
         self._finished += [row.finished(FinishReason.ABORTED) for row in gone]
 
-    def _names(self) -> set[str]:
+    def _request_ids(self) -> set[str]:
         """Of the requests that have a row which has not ended."""
         waiting = (row for prefix in self._waiting for row in prefix.rows)
-        inside = (row for lane in self._lanes for row in lane.rows())
-        return {row.request.request_id for rows in (waiting, inside) for row in rows}
+        in_lanes = (row for lane in self._lanes for row in lane.unfinished_rows())
+        return {row.request.request_id for rows in (waiting, in_lanes) for row in rows}
 
     @property
     def _stop_sets(self) -> int:
         return 1 if self._stops is None else len(self._stops.starts)
 
-    def _start(self, request: DecodeRequest) -> int:
+    def _start_state(self, request: DecodeRequest) -> int:
         return 0 if self._stops is None else int(self._stops.starts[request.stop_set])
 
     def _prefill(self) -> list[jax.Array]:
-        """Starts prefill calls for prompts that wait, as many as leave decoding its share."""
-        inside = sum(lane.inside for lane in self._lanes)
-        idle = 2 * inside < self.spec.lanes * self.spec.slots
+        """Starts prefill calls for waiting prompts; few while most slots decode, more else."""
+        in_slots = sum(lane.in_slots for lane in self._lanes)
+        idle = 2 * in_slots < self.spec.lanes * self.spec.slots
         markers = []
         for _ in range(PREFILLS_WHEN_IDLE if idle else 1):
-            self._take_waiting()
+            self._assign_waiting()
             marker = self._prefill_call()
             if marker is None:
                 break
             markers.append(marker)
         return markers
 
-    def _take_waiting(self) -> None:
-        """Gives waiting prompts to the lanes that have the least in stock."""
+    def _assign_waiting(self) -> None:
+        """Gives waiting prompts to the lanes that have the fewest rows."""
         stock = self.programs.geometry.places
         while self._waiting:
             open_ = [lane for lane in self._lanes if lane.has_entry and lane.stock < stock]
@@ -276,7 +290,7 @@ class Engine:
                 return
             prefix = self._waiting.popleft()
             self.counts.prompts += 1
-            min(open_, key=lambda lane: lane.stock + lane.handed).take(prefix)
+            min(open_, key=lambda lane: lane.stock + lane.queued).add_prefix(prefix)
 
     def _prefill_call(self) -> jax.Array | None:
         g = self.programs.geometry
@@ -300,19 +314,22 @@ class Engine:
         return marker
 
     def _dispatch(self, markers: list[jax.Array], *, closed: bool = False) -> bool:
-        """Starts a segment, if a row may be in need of one.
+        """Starts a segment, if a row is in a slot or queued; returns whether one was started.
 
         Args:
-            closed: no row is let in, so that the segment need not end early for one.
+            closed: no row enters a slot, so that the segment need not end early for one.
         """
-        if not any(lane.handed for lane in self._lanes):
+        if not any(lane.queued for lane in self._lanes):
             if markers:
                 with self._clock.phase("prefill"):
                     jax.block_until_ready(markers)
             return False
+        # The host has not seen the tokens of segments under way: it allows for all they can draw.
         steps = self.spec.segment_tokens * (len(self._flights) + 1)
         needed = max(lane.needed_width(steps) for lane in self._lanes)
         more = not closed and (self._waiting or any(lane.chunks_due(1) for lane in self._lanes))
+        # Prompts are left that the device does not know of: a segment whose slots run empty should
+        # end early, so that the host can prefill and queue them.
         floor = math.ceil(BUSY_SHARE * self.spec.slots) if more else 0
         tokens = self.device.segment([lane.table for lane in self._lanes], needed, floor)
         self._flights.append(_Flight(tokens, self.version, markers))
@@ -337,17 +354,17 @@ class Engine:
         self.counts.token_steps += most
         self.counts.slot_steps += most * slots * len(self._lanes)
 
-    def _hear_out(self) -> None:
+    def _collect_all(self) -> None:
         while self._flights:
             self._collect(None)
 
-    def _run_out(self) -> None:
-        """Decodes the rows that are in a slot to their end, and lets no other in."""
+    def _finish_slots(self) -> None:
+        """Decodes the rows that are in a slot to their end; no other row enters one."""
         for lane in self._lanes:
-            lane.close()
-        while any(lane.inside for lane in self._lanes):
+            lane.close_queue()
+        while any(lane.in_slots for lane in self._lanes):
             self._dispatch([], closed=True)
-            self._hear_out()
+            self._collect_all()
 
     def _requeue(self, rows: list[Row]) -> None:
         """Puts rows that have not ended before the waiting ones, without their KV entries."""
@@ -356,9 +373,9 @@ class Engine:
             if row.aborted:
                 self._finished.append(row.finished(FinishReason.ABORTED))
                 continue
-            state = self._start(row.request)
+            state = self._start_state(row.request)
             if not goes_on:
-                row.forget()
+                row.discard_tokens()
             elif self._stops is not None:
                 for token in (token for part in row.token_ids for token in part):
                     state = int(self._stops.next_SV[state, token])

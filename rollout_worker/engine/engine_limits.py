@@ -1,4 +1,4 @@
-"""What an engine is built for: the longest sequences, the pool, the programs that may be made."""
+"""The limits of an engine, the checks against them, and the array sizes that follow from them."""
 
 import dataclasses
 from typing import Literal
@@ -15,14 +15,14 @@ from rollout_worker.engine.slots import DecodeSpec
 from rollout_worker.engine.stop_strings import StopAutomaton
 
 PLACES_PER_SLOT = 4
-"""Rows that the device knows of: short completions use up several a segment."""
+"""Rows in the device's table: a slot can finish several short completions within a segment."""
 KERNEL_TILE = 128
-"""The cache of a kernel has a multiple of so many columns: what it reads at once."""
+"""The Pallas kernel reads the cache in blocks of this many columns; the width is a multiple."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineLimits:
-    """What an engine is built for."""
+    """The largest requests that an engine accepts, and its memory for them."""
 
     max_prompt_tokens: int
     max_new_tokens: int
@@ -31,14 +31,14 @@ class EngineLimits:
     prefill_tokens: int = 512
     """Of one prefill call, padding included; a longer prompt takes several."""
     prefixes: int | None = None
-    """Prompts of a lane that lie prefilled; null derives half of the slots."""
+    """Entries of a lane's prefix pool; None takes half of the slots."""
     stop_ids: int = 8
     """Most stop ids of a request."""
     invariant: bool = False
-    """The cache has one width: the bits of a row do not depend on what else is decoded."""
+    """Keep one cache width: the bits of a row do not depend on what else is decoded."""
     on_swap: OnSwap = OnSwap.FINISH
     compile_budget: int | None = None
-    """Programs that may be compiled; null derives what the sizes above can need."""
+    """Programs that may be compiled; None takes the count that the sizes above can need."""
     over_budget: Literal["warn", "error"] = "warn"
 
 
@@ -98,7 +98,7 @@ def check_request(
 
 
 def _check_kinds(request: DecodeRequest, about: str) -> None:
-    """Whether every field is of a kind that enters the arrays of the device unchanged."""
+    """Refuses values that the device's arrays cannot hold unchanged."""
     if not isinstance(request.request_id, str):
         raise ValueError(f"{about}: request_id must be text")
     token_ids, key_data = request.token_ids, request.key_data
@@ -111,7 +111,7 @@ def _check_kinds(request: DecodeRequest, about: str) -> None:
     if not isinstance(request.sampling, SamplingSettings):
         raise ValueError(f"{about}: sampling must be SamplingSettings")
     if not request.samples:
-        raise ValueError(f"{about}: no completion is asked of it")
+        raise ValueError(f"{about}: samples is empty: ask for at least one completion")
     if len(set(request.samples)) < len(request.samples):
         raise ValueError(f"{about}: samples must differ, got {request.samples}")
     numbers = {

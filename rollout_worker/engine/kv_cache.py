@@ -1,8 +1,11 @@
-"""Keys and values of the tokens so far: one buffer per layer, a column per position.
+"""Keys and values of the tokens so far: two buffers per layer, with a column per position.
 
-Column and position are the same number in every row, so that nothing is ever padded on the left:
-what a row may look at follows from its length alone. Buffers come in widths; a wider one is made
-when a row needs it, and every program attends over the whole buffer that it is given.
+There are two sets of buffers: the cache, with a row per slot, and the prefix pool, with a row per
+prefilled prompt. Column and position are the same number in every row, so nothing is padded on the
+left: which columns a row may attend to follows from its length alone, and what an earlier row left
+in later columns is masked. A program attends over the whole width of the buffer that it is given,
+masked columns included; so the cache exists in a few widths, and a wider one is made when a row
+needs it.
 
 Dimension key:
     B: rows of a buffer (slots of the cache, or entries of the prefix pool)
@@ -78,12 +81,12 @@ def doubling_sizes(smallest: int, largest: int) -> tuple[int, ...]:
 def allocate_cache(
     layers: int, shape: tuple[int, int, int, int], dtype: jnp.dtype
 ) -> list[LayerCache]:
-    """Zeros [B, K, S, H] for every layer: finite, whatever an earlier policy left."""
+    """Zeros [B, K, S, H] for every layer: masked columns must be finite, and these are."""
     return [LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(layers)]
 
 
 def resize(cache: list[LayerCache], *, width: int) -> list[LayerCache]:
-    """The same columns in buffers of another width; what does not fit is cut off."""
+    """The same columns in buffers of another width; columns that do not fit are dropped."""
 
     def one(leaf_BKSH):
         missing = width - leaf_BKSH.shape[2]
@@ -97,13 +100,14 @@ def resize(cache: list[LayerCache], *, width: int) -> list[LayerCache]:
 def copy_prefixes(
     pool: list[LayerCache], cache: list[LayerCache], take_B: jax.Array, prefix_B: jax.Array
 ) -> list[LayerCache]:
-    """Copies the prefixes of the pool into the slots that take one, in place.
+    """Copies prefixes from the pool into the slots that a row enters, in place.
 
-    A loop over the slots that take, most often none or one: a select would rewrite the cache.
+    A loop over these slots, most often none or one. A `where` over all slots would read and write
+    the whole cache in every token step.
 
     Args:
-        take_B: bool, by slot.
-        prefix_B: int32; the pool's entry for each slot that takes.
+        take_B: bool; the slots that a row enters.
+        prefix_B: int32; the pool's entry for each of these.
     """
     columns = min(pool[0].key_BKSH.shape[2], cache[0].key_BKSH.shape[2])
 
@@ -126,8 +130,8 @@ def first_attend(entry_Q: jax.Array, *, operand_dtype: jnp.dtype) -> Attend:
     """Causal attention of the first chunk of every prompt, kept in the prefix pool.
 
     Args:
-        entry_Q: int32; where each prompt lies in the pool. An entry past the pool's end writes
-            nothing: it fills up the call.
+        entry_Q: int32; row of the pool for each prompt. An entry past the pool's end writes
+            nothing: calls have a fixed number of prompts, and this marks the unused ones.
     """
 
     def attend(query_QCNH, key_QCKH, value_QCKH, layer: LayerCache):
@@ -148,7 +152,7 @@ def first_attend(entry_Q: jax.Array, *, operand_dtype: jnp.dtype) -> Attend:
 
 
 def next_attend(entry_Q: jax.Array, start_Q: jax.Array, *, operand_dtype: jnp.dtype) -> Attend:
-    """Attention of a later chunk over what the pool holds of its prompt, and over itself.
+    """Attention of a later chunk over the columns of its prompt in the pool, and over itself.
 
     Args:
         entry_Q: as in `first_attend`.
@@ -163,7 +167,8 @@ def next_attend(entry_Q: jax.Array, start_Q: jax.Array, *, operand_dtype: jnp.dt
 
         def written(pool_BKSH, new_QCKH):
             def one(row_KSH, new_KCH, start):
-                # Room for the padding of a last chunk: an update that does not fit is moved back.
+                # XLA moves an update that does not fit back to where it does, over earlier
+                # columns. The padding of a last chunk may reach past the end: give it room.
                 room = jnp.pad(row_KSH, ((0, 0), (0, C), (0, 0)))
                 return jax.lax.dynamic_update_slice(room, new_KCH, (0, start, 0))[:, :S]
 
@@ -191,7 +196,7 @@ def decode_attend(position_B: jax.Array, **how) -> Attend:
     """Attention of one new token per row over its cache, into which it is written first.
 
     Args:
-        position_B: int32; where the new token of each row stands.
+        position_B: int32; position of each row's new token.
         how: implementation, operand dtype and mesh, as `decode_attention` takes them.
     """
     op = partial(decode_attention, **how)

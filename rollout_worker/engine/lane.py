@@ -1,8 +1,10 @@
-"""The host's books of one lane: which prompt lies in which pool entry, which row in which place.
+"""The host's record of one lane: which prompt is in which pool entry, which row in which place.
 
-Nothing here touches a device. The device's queue is a ring of places; the host only ever appends
-to it, and learns from the tokens that come back which rows have entered a slot and which have
-ended.
+Nothing here touches a device. The device has a table of rows with `places` entries; `table` is the
+host's copy, which goes to the device with every segment. The queue is a ring of places in that
+table: the host only ever appends to it, the device lets rows into slots in this order by itself,
+and the host learns from the tokens that come back which rows have entered a slot and which have
+ended. A place is free again when its row has ended.
 
 Dimension key:
     R: places
@@ -25,30 +27,35 @@ REASONS = {STOPPED: FinishReason.STOP, FULL: FinishReason.LENGTH, ABORTED: Finis
 
 @dataclasses.dataclass(eq=False)
 class Row:
-    """One completion in the making."""
+    """One completion from its request to its end."""
 
     request: DecodeRequest
     sample_index: int
     stop_state: int
-    """Of the stop automaton after the tokens so far, when the row is handed over."""
+    """Of the stop automaton after the tokens so far, when the row is queued."""
     token_ids: list[np.ndarray] = dataclasses.field(default_factory=list)
     logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)
     versions: list[np.ndarray] = dataclasses.field(default_factory=list)
     drawn: int = 0
     aborted: bool = False
+    prefix: "Prefix | None" = None
+    """The prompt that it starts from, once it is queued."""
+    in_slot: bool = False
+    """Known to have entered a slot."""
 
-    def add(self, token_ids: np.ndarray, logprobs: np.ndarray, version: int) -> None:
+    def add_tokens(self, token_ids: np.ndarray, logprobs: np.ndarray, version: int) -> None:
+        """Appends the tokens that a segment drew for it under a policy version."""
         self.token_ids.append(token_ids)
         self.logprobs.append(logprobs)
         self.versions.append(np.full(len(token_ids), version, np.int32))
         self.drawn += len(token_ids)
 
-    def forget(self) -> None:
-        """Throws the tokens away: the row starts anew."""
+    def discard_tokens(self) -> None:
+        """Removes all tokens: the row starts again."""
         self.token_ids, self.logprobs, self.versions, self.drawn = [], [], [], 0
 
     def finished(self, reason: FinishReason) -> FinishedRow:
-        """The row as the engine's user gets it."""
+        """The row as the engine returns it."""
         return FinishedRow(
             request_id=self.request.request_id,
             sample_index=self.sample_index,
@@ -59,7 +66,7 @@ class Row:
         )
 
     def columns(self, steps: int) -> int:
-        """Cache columns that the row has written after so many further token steps, at most."""
+        """Cache columns that the row has written after `steps` further token steps, at most."""
         prompt = len(self.request.token_ids)
         # The last token drawn is never run, so it takes no column.
         return prompt - 1 + min(self.drawn + steps, self.request.max_new_tokens)
@@ -72,25 +79,24 @@ class Prefix:
     token_ids: np.ndarray
     """int32: the prompt and, for a row that goes on under a newer policy, its tokens so far."""
     rows: deque[Row]
-    """Not yet handed over."""
+    """Not yet queued."""
     entry: int = -1
+    """Of the prefix pool."""
     number: int = -1
-    """Among those of its lane."""
+    """Unique among the prefixes of its lane."""
     prefilled: int = 0
-    outside: int = dataclasses.field(init=False)
-    """Rows that have not entered a slot: until then the entry is needed."""
-
-    def __post_init__(self):
-        self.outside = len(self.rows)
+    """Tokens whose keys and values are in the pool, or will be by the calls that were started."""
+    outside: int = 0
+    """Rows that have not entered a slot: until then the pool entry is needed."""
 
     def next_chunk(self, longest: int) -> tuple[int, int] | None:
-        """Start and length of what is to be prefilled next; None when all is."""
+        """Start and length of the next chunk to prefill; None when all is prefilled."""
         left = len(self.token_ids) - 1 - self.prefilled
         return (self.prefilled, min(left, longest)) if left else None
 
 
 def group_by_prefix(rows: list[Row]) -> list[Prefix]:
-    """Rows with the token ids that they start from: samples of a prompt without tokens share."""
+    """The prefixes that rows start from: samples of a prompt that have no tokens share one."""
     prefixes: dict[object, Prefix] = {}
     for row in rows:
         key = row if row.drawn else row.request.request_id
@@ -103,41 +109,43 @@ def group_by_prefix(rows: list[Row]) -> list[Prefix]:
 
 
 class Lane:
-    """Books of one lane, from one emptying of its slots to the next."""
+    """Places, pool entries and rows of one lane; made anew for every policy version."""
 
     def __init__(self, *, places: int, prefixes: int, stop_ids: int):
         self._free_places = deque(range(places))
         self._free_entries = deque(range(prefixes))
-        self._handed: dict[int, tuple[Row, Prefix]] = {}
-        """By place: rows handed over that are not known to have ended."""
-        self._inside: set[int] = set()
-        """Places of those known to be in a slot."""
+        self._rows: dict[int, Row] = {}
+        """By place: rows that were queued and are not known to have ended."""
         self._numbers = itertools.count()
         self._entered = 0
+        """Rows that are known to have entered a slot, those that have ended included."""
+        self._ended = 0
         self._preparing: list[Prefix] = []
+        """Prefixes that are being prefilled, or whose rows wait for a place."""
         self.table = empty_table(places, stop_ids)
 
     @property
     def has_entry(self) -> bool:
+        """Whether a pool entry is free."""
         return bool(self._free_entries)
 
     @property
-    def handed(self) -> int:
-        """Rows handed over that are not known to have ended."""
-        return len(self._handed)
+    def queued(self) -> int:
+        """Rows that were queued and are not known to have ended, those in slots included."""
+        return len(self._rows)
 
     @property
-    def inside(self) -> int:
+    def in_slots(self) -> int:
         """Rows known to be in a slot."""
-        return len(self._inside)
+        return self._entered - self._ended
 
     @property
     def stock(self) -> int:
-        """Rows that may enter a slot, or soon will."""
-        waiting = len(self._handed) - len(self._inside)
+        """Rows that may enter a slot, or will be able to when their prompt is prefilled."""
+        waiting = self.queued - self.in_slots
         return waiting + sum(len(prefix.rows) for prefix in self._preparing)
 
-    def take(self, prefix: Prefix) -> None:
+    def add_prefix(self, prefix: Prefix) -> None:
         """Gives a prefix an entry of the pool; its chunks are to be prefilled."""
         prefix.entry = self._free_entries.popleft()
         prefix.number = next(self._numbers)
@@ -149,7 +157,7 @@ class Lane:
         return [chunk for chunk in due if chunk is not None]
 
     def take_pieces(self, fits, prompts: int, longest: int) -> list[Piece]:
-        """At most so many of the chunks due that fit a call.
+        """Chunks for one prefill call, at most `prompts` of them.
 
         Args:
             fits: of (start, length), whether the call takes such a chunk.
@@ -164,20 +172,20 @@ class Lane:
             prefix.prefilled += length
         return pieces
 
-    def hand_over(self) -> None:
-        """Queues rows whose prefix is in the pool, while there are places."""
+    def queue_rows(self) -> None:
+        """Queues the rows whose prefix is in the pool, while places are free."""
         for prefix in self._preparing:
             while prefix.next_chunk(1) is None and prefix.rows and self._free_places:
-                self._queue(prefix, prefix.rows.popleft())
+                self._queue_row(prefix, prefix.rows.popleft())
         self._preparing = [prefix for prefix in self._preparing if prefix.rows]
 
-    def close(self) -> None:
-        """Hides rows that have not entered a slot; the device must have been heard out before."""
+    def close_queue(self) -> None:
+        """Hides the rows that have not entered a slot; every segment must be collected before."""
         self.table["tail"][0] = self._entered
 
     def needed_width(self, steps: int) -> int:
-        """Cache columns that the rows may write within so many token steps."""
-        return max((row.columns(steps) for row, _ in self._handed.values()), default=1)
+        """Cache columns that the rows may write within `steps` token steps."""
+        return max((row.columns(steps) for row in self._rows.values()), default=1)
 
     def collect(
         self,
@@ -206,44 +214,50 @@ class Lane:
         finished = []
         for index in np.split(order, bounds) if len(order) else []:
             where = int(place[index[0]])
-            row, _ = self._handed[where]
-            self._enter(where)
+            row = self._rows[where]
+            if not row.in_slot:
+                row.in_slot = True
+                self._entered += 1
+                assert row.prefix is not None
+                self._release(row.prefix, 1)
             if not row.aborted:
-                row.add(token[index], logprob[index], version)
+                row.add_tokens(token[index], logprob[index], version)
             end = int(ended[index[-1]])
             if end != GOES_ON:
                 reason = FinishReason.ABORTED if row.aborted else REASONS[end]
                 finished.append(row.finished(reason))
-                del self._handed[where]
-                self._inside.discard(where)
+                del self._rows[where]
+                self._ended += 1
                 self._free_places.append(where)
         return finished
 
-    def abort(self, request_id: str) -> list[Row]:
-        """Rows of a request that were not handed over; the others end at their next token."""
+    def abort_request(self, request_id: str) -> list[Row]:
+        """Removes and returns the rows of a request that were not queued.
+
+        The others end at their next token.
+        """
         gone: list[Row] = []
         for prefix in self._preparing:
             if prefix.rows and prefix.rows[0].request.request_id == request_id:
                 gone += prefix.rows
-                prefix.outside -= len(prefix.rows)
+                self._release(prefix, len(prefix.rows))
                 prefix.rows.clear()
-                self._free(prefix)
         self._preparing = [prefix for prefix in self._preparing if prefix.rows]
-        for place, (row, _) in self._handed.items():
+        for place, row in self._rows.items():
             if row.request.request_id == request_id:
                 row.aborted = True
                 self.table["aborted_R"][place] = True
         return gone
 
-    def rows(self) -> list[Row]:
-        """Every row that has not ended, the longest in a slot first."""
-        handed = sorted(self._handed.values(), key=lambda pair: -pair[0].drawn)
-        waiting = [row for prefix in self._preparing for row in prefix.rows]
-        return [row for row, _ in handed] + waiting
+    def unfinished_rows(self) -> list[Row]:
+        """Every row that has not ended, those with the most tokens first."""
+        queued = sorted(self._rows.values(), key=lambda row: -row.drawn)
+        return queued + [row for prefix in self._preparing for row in prefix.rows]
 
-    def _queue(self, prefix: Prefix, row: Row) -> None:
+    def _queue_row(self, prefix: Prefix, row: Row) -> None:
         place = self._free_places.popleft()
-        self._handed[place] = (row, prefix)
+        self._rows[place] = row
+        row.prefix, row.in_slot = prefix, False
         table, request, settings = self.table, row.request, row.request.sampling
         table["order_R"][table["tail"][0] % len(table["order_R"])] = place
         table["tail"][0] += 1
@@ -268,15 +282,9 @@ class Lane:
         ):
             table[name][place] = value
 
-    def _enter(self, place: int) -> None:
-        if place not in self._inside:
-            self._inside.add(place)
-            self._entered += 1
-            _, prefix = self._handed[place]
-            prefix.outside -= 1
-            self._free(prefix)
-
-    def _free(self, prefix: Prefix) -> None:
+    def _release(self, prefix: Prefix, rows: int) -> None:
+        """Counts rows that no longer need the prefix's pool entry, which the last one frees."""
+        prefix.outside -= rows
         if prefix.outside == 0:
             self._free_entries.append(prefix.entry)
 

@@ -1,10 +1,11 @@
-"""Where the inference copy of a model lies: cut over `tensor`, whole on every index of `data`.
+"""The inference copy of a model on a mesh: sharded over `tensor`, replicated over `data`.
 
 A mesh has the axes ("data", "tensor"). Along `tensor` a device holds some of the heads, of the
-hidden width of the MLP and of the vocabulary; with the matrices cut so, a token step needs two
-sums over the axis in each layer and one for the embedding, and never moves a weight. Where
-`tensor` exceeds the key/value heads, each is copied, so that every device holds the one that its
-query heads meet. The copy has its own ModelConfig and no further special case.
+hidden width of the MLP and of the vocabulary. With the matrices sharded so, a token step needs two
+sums over the axis in each layer and one for the embedding, and never moves a weight. Where `tensor`
+exceeds the number of key/value heads, each is copied, so that every device holds the one that its
+query heads use. The copy has a ModelConfig of its own, with the copied heads and the padded
+vocabulary, and needs no other special case.
 
 Dimension key:
     B: rows
@@ -32,6 +33,7 @@ from models.transformer import Params
 from rollout_worker.engine.device_copies import replicate_array
 
 AXES = ("data", "tensor")
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 BY_ROWS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
 BY_COLUMNS = frozenset({"o_proj", "down_proj"})
 BY_VOCABULARY = frozenset({"embed_tokens", "lm_head"})
@@ -39,15 +41,15 @@ KV_HEADS = frozenset({"k_proj", "v_proj"})
 
 
 def make_mesh(devices: Sequence[jax.Device], data: int, tensor: int) -> Mesh:
-    """A mesh of `data` lanes, each over `tensor` devices that follow one another.
+    """A mesh of `data` lanes, each over `tensor` consecutive devices.
 
     Raises:
         ValueError: unless data x tensor is the number of devices.
     """
     if min(data, tensor) < 1 or data * tensor != len(devices):
         raise ValueError(
-            f"{data=} x {tensor=} = {data * tensor} must equal the {len(devices)} devices at hand, "
-            "both at least 1"
+            f"{data=} x {tensor=} = {data * tensor} must equal the {len(devices)} devices, both "
+            "at least 1"
         )
     grid = np.asarray(devices).reshape(data, tensor)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 2)
@@ -56,7 +58,7 @@ def make_mesh(devices: Sequence[jax.Device], data: int, tensor: int) -> Mesh:
 def check_tensor_parallel(
     num_heads: int, num_kv_heads: int, intermediate_size: int, tensor: int
 ) -> int:
-    """Decides from the sizes alone whether a model can be cut over `tensor` devices.
+    """Decides from the sizes alone whether a model can be sharded over `tensor` devices.
 
     Returns:
         How often each key/value head is kept: device d holds head d // copies where this
@@ -86,11 +88,11 @@ def _broken_rules(
         return ["it must be at least 1"]
     broken = []
     if num_heads % tensor:
-        broken.append(f"it must divide num_heads={num_heads}, a head is not cut")
+        broken.append(f"it must divide num_heads={num_heads}, a head is not split")
     if num_kv_heads % tensor and tensor % num_kv_heads:
         broken.append(
             f"it must divide num_kv_heads={num_kv_heads} or be a multiple of it, or a device's "
-            "query heads would meet parts of two key/value heads"
+            "query heads would need parts of two key/value heads"
         )
     if intermediate_size % tensor:
         broken.append(f"it must divide intermediate_size={intermediate_size}")
@@ -100,8 +102,8 @@ def _broken_rules(
 def inference_config(config: ModelConfig, tensor: int) -> ModelConfig:
     """The sizes of the copy: key/value heads as often as they are kept, vocabulary padded.
 
-    Copy c of the heads is head c // copies, and query head n meets copy n // (N / K') of K'
-    copies, which is still head n // (N / K).
+    Copy c of the heads is head c // copies, and query head n uses copy n // (N / K') of K' copies,
+    which is still head n // (N / K).
 
     Raises:
         ValueError: as `check_tensor_parallel`.
@@ -117,10 +119,10 @@ def inference_config(config: ModelConfig, tensor: int) -> ModelConfig:
 
 
 class HostView:
-    """A published tensor, read back from where it lies on the devices each time it is asked for.
+    """A published tensor, read back from the devices each time it is converted to numpy.
 
-    A JAX array keeps the host copy that numpy has once asked it for; that of a shard goes with
-    the shard's own handle.
+    A JAX array keeps the host copy that numpy once asked it for, for as long as it lives. The host
+    copy of a shard is freed with the shard's handle, so at most one tensor is on the host.
     """
 
     def __init__(
@@ -141,7 +143,7 @@ class HostView:
 
 
 def _on_host(array: jax.Array) -> np.ndarray:
-    """The whole array from its shards, without putting it together on a device."""
+    """The whole array from its shards, without a copy of it on a device."""
     pieces = {str(shard.index): shard for shard in array.addressable_shards}
     if len(pieces) == 1:
         (shard,) = pieces.values()
@@ -153,7 +155,7 @@ def _on_host(array: jax.Array) -> np.ndarray:
 
 
 class Transform(NamedTuple):
-    """What becomes of one published tensor in the copy, and the way back; both on the host."""
+    """How one published tensor is laid out in the copy, and the inverse; both on the host."""
 
     spec: P
     apply: Callable[[np.ndarray], np.ndarray]
@@ -166,8 +168,8 @@ class Layout:
 
     published: ModelConfig
     mesh: Mesh
-    dtype: np.dtype = np.dtype(ml_dtypes.bfloat16)
-    """Of all leaves of the copy."""
+    dtype: np.dtype = BFLOAT16
+    """Of all arrays of the copy."""
 
     def __post_init__(self):
         inference_config(self.published, self.tensor)  # refuses sizes that do not fit
@@ -179,12 +181,8 @@ class Layout:
 
     @property
     def tensor(self) -> int:
+        """Devices over which one copy is sharded."""
         return self.mesh.shape["tensor"]
-
-    @property
-    def vocabulary_padding(self) -> int:
-        """Rows of zeros below the vocabulary: their logits are 0, so they must not be drawn."""
-        return self.config.vocab_size - self.published.vocab_size
 
     @property
     def cache_sharding(self) -> NamedSharding:
@@ -192,26 +190,22 @@ class Layout:
         return NamedSharding(self.mesh, P("data", "tensor"))
 
     def abstract_params(self) -> Params:
-        """Shape structs of the copy with their shardings, layers listed."""
+        """Shapes and shardings of the copy, layers as a list."""
         structs = {
             name: jax.ShapeDtypeStruct(shape, self.dtype, sharding=self._sharding(name))
             for name, shape in expected_shapes(self.config).items()
         }
         return from_named(structs, self.config, stacked=False)
 
-    def param_shardings(self) -> Params:
-        """The NamedSharding of every leaf of the copy, layers listed."""
-        return jax.tree.map(lambda leaf: leaf.sharding, self.abstract_params())
-
     def to_inference(self, params: Params) -> Params:
-        """Makes the copy on the devices, leaf by leaf.
+        """Makes the copy on the devices, array by array.
 
         Args:
-            params: host arrays as published, layers stacked or listed. Device arrays pass the
-                host only where `tensor` exceeds 1: else a device keeps the buffer that it has.
+            params: host arrays as published, layers stacked or as a list. Device arrays go through
+                the host only where `tensor` exceeds 1; else a device keeps the buffer that it has.
 
         Returns:
-            jax arrays of `dtype` under the same names, layers listed.
+            jax arrays of `dtype` under the same names, layers as a list.
 
         Raises:
             ValueError: if the tree's names or shapes are not the published config's.
@@ -226,13 +220,14 @@ class Layout:
         transform = transform_of(name, self.published, self.tensor)
         host = transform.apply(np.asarray(array)).astype(self.dtype, copy=False)
         placed = jax.device_put(host, self._sharding(name))
-        # Transfers run behind: without waiting, every converted leaf would be on the host at once.
+        # Transfers are asynchronous: without waiting, all converted arrays would be on the host at
+        # the same time.
         return placed if host is array else jax.block_until_ready(placed)
 
     def from_inference(self, params: Params, dtypes: Mapping[str, np.dtype]) -> dict[str, HostView]:
-        """The published tensors by Hugging Face's names, read from the copy when asked for.
+        """The published tensors by Hugging Face's names, read from the copy when they are used.
 
-        They are those that were published, bit by bit, where `dtype` holds every value of theirs.
+        They equal the published ones bit by bit, if `dtype` can represent every value of theirs.
 
         Args:
             params: a copy that `to_inference` made.
@@ -250,11 +245,12 @@ class Layout:
 
 
 def embed(embed_tokens: Params, token_ids_BT: jax.Array) -> jax.Array:
-    """Looks tokens up where their rows lie: the `embed=` of `models.transformer.forward`.
+    """Looks tokens up in a sharded table: the `embed=` of `models.transformer.forward`.
 
-    In the table's own dtype: of a cut table, XLA:TPU would convert all rows to float32 in every
-    token step. The compiler lets each device look among its own rows and sums, which is exact,
-    since one has it; it does so under `shard_map` over "data" too.
+    In the table's own dtype: of a sharded table, XLA:TPU would convert all rows to float32 in every
+    token step. The compiler lets each device look among its own rows, zeros elsewhere, and sums
+    over the devices. That is exact, since one device alone has the row; it does so under
+    `shard_map` over "data" too.
 
     Returns:
         [B, T, D] in the dtype of the copy.

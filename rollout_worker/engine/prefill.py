@@ -1,7 +1,9 @@
-"""Prompts into the prefix pool: once for all completions of a prompt, a chunk at a time.
+"""Prefill: keys and values of prompts into the prefix pool, a chunk at a time.
 
-Prefill leaves out the last prompt token, which a row runs as its first token step: no head is
-applied here.
+A prompt is prefilled once for all its completions. A long prompt takes several calls, so that
+segments can run between them and the slots go on decoding. A call has chunks of one padded size
+(sizes double), each size being a program of its own. The last prompt token is left out: a row runs
+it as its first token step, so no output head is applied here.
 
 Dimension key:
     Q: prompts of a call
@@ -27,15 +29,16 @@ class Chunks(NamedTuple):
     """One chunk each of several prompts of a lane."""
 
     token_QC: jax.Array
-    """int32; what follows a chunk's own tokens is run in vain."""
+    """int32; padded after a chunk's own tokens. The padding's keys and values are masked later, or
+    replaced by the next chunk."""
     entry_Q: jax.Array
-    """int32: place in the pool; past its end where the call has fewer prompts than Q."""
+    """int32: entry of the pool; past its end for the unused chunks of the call."""
     start_Q: jax.Array
     """int32: position of the chunk's first token."""
 
 
 class Piece(NamedTuple):
-    """A chunk to be prefilled."""
+    """One chunk of a prompt, to be prefilled."""
 
     entry: int
     start: int
@@ -45,16 +48,17 @@ class Piece(NamedTuple):
 def prefill(
     params: Params, pool: list[LayerCache], chunks: Chunks, *, spec: DecodeSpec, first: bool
 ) -> tuple[list[LayerCache], jax.Array]:
-    """Computes the keys and values of some chunks and keeps them in the pool.
+    """Computes the keys and values of some chunks and writes them into the pool.
 
     Args:
         first: every chunk is the first of its prompt, so that it attends to itself alone.
 
     Returns:
-        the pool, and int32 [1], which is there when the pool is.
+        the pool, and int32 [1], which is ready when the pool is: the host can wait for it, where
+        the pool itself is donated to the next call.
     """
     C = chunks.token_QC.shape[1]
-    # XLA:CPU has bfloat16 products of some shapes only, and says so when they run.
+    # XLA:CPU supports bfloat16 products of some shapes only, and fails when the others run.
     operand_dtype = jnp.dtype("float32") if spec.wide_cache else spec.attention_dtype
     if first:
         attend = first_attend(chunks.entry_Q, operand_dtype=operand_dtype)

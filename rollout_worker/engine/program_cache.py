@@ -1,6 +1,4 @@
-"""Compiled programs by name and sizes: how many there are, what they cost, and which sizes made
-another one necessary.
-"""
+"""Compiled programs by name and sizes, with what each compilation cost and why it was needed."""
 
 import dataclasses
 import time
@@ -41,8 +39,10 @@ class ProgramCache:
         warn: Callable[[str], None],
     ):
         """Args:
-        budget: programs that were planned for.
-        over_budget: whether one more is said or refused.
+        clock: gets the seconds of `compile`.
+        budget: number of programs that were planned.
+        over_budget: whether one more is a warning or an error.
+        warn: called with the text of a warning.
         """
         self._clock = clock
         self._budget = budget
@@ -80,7 +80,7 @@ class ProgramCache:
         return program
 
     def peak_bytes(self) -> int:
-        """Bytes of the largest program with its arguments, by the compiler's count."""
+        """Device bytes of the largest program with its arguments, as the compiler counts them."""
         needs = [_need_bytes(program.memory_analysis()) for program in self._compiled.values()]
         return max(needs, default=0)
 

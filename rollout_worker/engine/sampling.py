@@ -1,7 +1,9 @@
 """How a token is drawn, and the logprob that is recorded with it.
 
-The key of a token is a pure function of (seed, prompt, epoch, sample, position): worker, slot and
-batch do not enter, so the same completion is drawn wherever it is decoded.
+The random key of a token is a pure function of (seed, prompt, epoch, sample, position), and a row's
+draw reads that row's logits alone. Worker, slot and batch do not enter: the same completion is
+drawn wherever it is decoded, also after the number of workers has changed, and a resumed run draws
+what the first one would have drawn.
 
 `draw_tokens` inverts the cumulative distribution in two levels, first over blocks of the
 vocabulary, then inside the drawn block. It reads the logits twice, for the maxima and for the sums
@@ -13,7 +15,7 @@ Dimension key:
     V: vocabulary
     C: blocks of the vocabulary
     W: ids of a block
-    X: whatever a row is drawn from
+    X: the entries of one draw (blocks, or the ids of a block)
 """
 
 import math
@@ -29,17 +31,17 @@ from kernels.token_logprob.statistics import Statistics, Support, finish
 MOST_BLOCKS = 128
 FEWEST_BLOCKS = 16
 LOG_SMALLEST_WEIGHT = -87.0
-"""Below it exp leaves the normal numbers of float32, where devices disagree about zero. Whether a
-token has weight is a comparison of logits, the same wherever it is made."""
+"""Below it exp gives subnormal float32 numbers, which some devices flush to zero and others do not.
+Whether a token has weight is therefore decided by comparing logits, the same on every device."""
 
 
 class Sampling(NamedTuple):
-    """How each row is drawn. The options apply in this order, and ties at a border are kept."""
+    """How each row is drawn. The options apply in this order; ties at a threshold are kept."""
 
     temperature_B: jax.Array
     """float32: divides the logits; 0 takes the most likely token, whatever the other options."""
     top_k_B: jax.Array
-    """int32: keeps the so many most likely tokens; 0 keeps all."""
+    """int32: keeps this many of the most likely tokens; 0 keeps all."""
     top_p_B: jax.Array
     """float32 in (0, 1]: keeps the smallest set of most likely tokens that holds this share of
     what top_k left; 1 keeps all."""
@@ -75,16 +77,16 @@ def draw_tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """Draws one token per row.
 
-    Rows do not influence each other, not in the last bit. A logit of -inf is never drawn. A row
-    with NaN draws some id below valid_vocab, with logprob NaN.
+    Rows do not influence each other, not even in the last bit. A logit of -inf is never drawn. A
+    row with NaN draws some id below valid_vocab, with logprob NaN.
 
     Args:
         key_data_B: uint32 [B, 2]; `jax.random.key_data` of `row_keys`.
         count_B: int32; index of the token within its completion.
-        logits_BV: float32. V may be cut over a mesh axis that is left to the compiler; it is not
-            gathered where the size of the axis divides gcd(V, 128) and that is at least 16. The
-            sums of the blocks travel at once where the mesh is in context (`jax.set_mesh`, or
-            inside a `shard_map` over other axes), and in many small steps elsewhere.
+        logits_BV: float32. V may be sharded over a mesh axis that is left to the compiler; it is
+            not gathered if the size of the axis divides gcd(V, 128) and that is at least 16. The
+            sums of the blocks are exchanged at once if the mesh is in context (`jax.set_mesh`, or
+            inside a `shard_map` over other axes), and in many small steps otherwise.
         sampling: trusted to lie in the ranges it names.
         valid_vocab: 1..V; ids from here on are padding of the embedding and are never drawn.
 
@@ -98,7 +100,7 @@ def draw_tokens(
     _, C, W = logits_BCW.shape
     id_CW = jnp.arange(C * W, dtype=jnp.int32).reshape(C, W)
     scaled_BCW = _scaled(logits_BCW, id_CW, sampling, valid_vocab)
-    # Without the barrier XLA takes the maximum of the maxima from the logits, in a pass of its own.
+    # Without the barrier XLA computes top_B from the logits again, in a pass of its own.
     peak_BC = jax.lax.optimization_barrier(_together(scaled_BCW.max(axis=2)))
     top_B = peak_BC.max(axis=1)
     floor_B = _floor(logits_BCW, id_CW, top_B, sampling, valid_vocab)
@@ -116,7 +118,7 @@ def draw_tokens(
 
     token_B = block_B * W + place_B
     chosen_B = jnp.take_along_axis(scaled_BW, place_B[:, None], axis=1)[:, 0]
-    # `weighted` only enters the entropy, which nobody reads here.
+    # The third field enters the entropy alone, which is not used here.
     whole = Statistics(top_B, total_B, jnp.zeros_like(top_B), chosen_B)
     return token_B, finish(whole, token_B, Support(1.0, valid_vocab)).logprob
 
@@ -137,15 +139,16 @@ def _along(row_B: jax.Array, like: jax.Array) -> jax.Array:
 
 def _scaled(logits: jax.Array, ids: jax.Array, sampling: Sampling, valid_vocab: int) -> jax.Array:
     """Logits [B, ..] over the temperature; -inf at ids that are no tokens."""
-    # Written as the product that XLA makes of the quotient here and there: what is compared with
-    # a floor or a top must be what that was found among.
+    # A product, not a quotient: XLA turns a division by a row's constant into this product in some
+    # places and not in others, and a logit is compared with thresholds that were found among such
+    # values: all must be rounded alike.
     factor_B = 1.0 / jnp.where(sampling.temperature_B == 0, 1.0, sampling.temperature_B)
     scaled = logits.astype(jnp.float32) * _along(factor_B, logits)
     return jnp.where(ids < valid_vocab, scaled, -jnp.inf)
 
 
 def _weights(scaled: jax.Array, top_B: jax.Array, floor_B: jax.Array) -> jax.Array:
-    """exp(scaled - top) of what is kept, 0 elsewhere; NaN stays NaN."""
+    """exp(scaled - top) of the entries that are kept, 0 elsewhere; NaN stays NaN."""
     shifted = scaled - _along(jnp.where(top_B == -jnp.inf, 0.0, top_B), scaled)
     dropped = (shifted <= LOG_SMALLEST_WEIGHT) | (scaled < _along(floor_B, scaled))
     return jnp.where(dropped, 0.0, jnp.exp(shifted))
@@ -179,9 +182,9 @@ def _pick(
 
 
 def _together(of_block_BC: jax.Array) -> jax.Array:
-    """The same numbers, all of them on every device of a mesh whose axes are left to the compiler.
+    """The same numbers, replicated over the mesh axes that are left to the compiler.
 
-    One small exchange, where each step of `_running` would need one of its own.
+    One small exchange; without it each step of `_running` would need one.
     """
     if AxisType.Auto not in jax.sharding.get_abstract_mesh().axis_types:
         return of_block_BC
@@ -191,8 +194,8 @@ def _together(of_block_BC: jax.Array) -> jax.Array:
 def _running(weight_BX: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Running sums and the total.
 
-    Each addition is written out, so that its bits do not depend on where X lies: the compiler
-    orders the sums of a cumsum as it likes.
+    The additions are written out, so that their bits do not depend on how X is sharded: the order
+    of the sums in a cumsum is up to the compiler.
     """
     running_BX, span = weight_BX, 1
     while span < weight_BX.shape[1]:
@@ -229,7 +232,7 @@ def _floor(
         floor_B = jax.lax.cond(some_k_B.any(), top_k_floor, keep, logits_BCW, no_floor_B)
         return jax.lax.cond(some_p_B.any(), top_p_floor, keep, logits_BCW, floor_B)
 
-    # One question where no row asks for either: on a GPU each one stops the device.
+    # One outer condition for both options: on a GPU each condition synchronises with the host.
     some = (some_k_B | some_p_B).any()
     floor_B = jax.lax.cond(some, truncation_floor, lambda _: no_floor_B, logits_BCW)
     min_p_floor_B = jnp.where(drawn_B, top_B + jnp.log(sampling.min_p_B), -jnp.inf)
@@ -262,8 +265,8 @@ def _top_p_floor(
 def _largest(holds, like_B: jax.Array) -> jax.Array:
     """Largest float32 [B] at which `holds` is true, bit by bit; -inf where it never is.
 
-    The search runs over the bits of float32 in an order that is also that of the numbers, so what
-    it finds is exact: a number at which `holds` turns, which is one of those compared with.
+    A binary search over the bits of float32, mapped to integers in the order of the numbers. The
+    result is exact: the threshold itself, which is one of the numbers that `holds` compares with.
 
     Args:
         holds: of float32 [B], bool [B]; if true somewhere, true below.

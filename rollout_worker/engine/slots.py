@@ -1,11 +1,25 @@
 """The decode loop on the device: slots, the queue that refills them, and one segment of tokens.
 
-A slot holds one row, which is one completion in the making. Within a segment no host takes part:
-when a row ends, the next row of the queue takes its slot at the very next token. A row enters with
-the cache of its prompt copied from the prefix pool, and with its last prompt token still to be run:
-its first draw is an ordinary token step.
+A slot is one row of the KV cache together with the state of the completion ("row") that is decoded
+in it. A token step runs the model once for all slots, and costs about the same whether they are
+busy or idle: the weights are read either way. Completions differ in length, so a batch that waited
+for its longest completion would mostly run idle slots. Therefore a slot whose row has ended takes
+the next row of the queue before the very next token step, and the device does this by itself: the
+host would need a round trip for each.
 
-All arrays are those of one lane (one data index of the mesh); `over_lanes` runs the lanes side by
+A row enters a slot by a copy. The keys and values of its prompt were computed once, into an entry
+of the prefix pool, for all completions of the prompt; they are copied into the slot's columns of
+the cache. The last prompt token is left out of the prefill and run as the row's first token step,
+so that its first draw is a token step like all others and prefill needs no output head.
+
+What is drawn does not depend on the slot: the key of a token is made of the row's identity and the
+token's position (`sampling.py`), and a slot's computations read that slot's columns alone.
+
+Arrays, all on the device: `Slots` changes with every token and stays from one segment to the next;
+`Rows` is the host's table, constant within a segment; the pool is only read here; `SegmentTokens`
+is what the host gets back.
+
+All arrays are those of one lane (one `data` index of the mesh); `over_lanes` runs the lanes side by
 side.
 
 Dimension key:
@@ -34,7 +48,8 @@ from rollout_worker.engine.stop_strings import ACCEPT
 
 IDLE = -1
 GOES_ON, STOPPED, FULL, ABORTED = range(4)
-"""How a row stands after a token."""
+"""State of a row after a token: it goes on, or has ended by a stop token or stop string, by its
+length limit, or because its request was aborted."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,9 +58,13 @@ class DecodeSpec:
 
     layout: Layout
     valid_vocab: int
+    """Ids from here on are padding of the embedding, and never drawn."""
     compute_dtype: jnp.dtype
+    """Of activations."""
     attention_dtype: jnp.dtype
+    """Of the operands of attention's products; its scores and sums are float32."""
     attention_impl: str
+    """One of `kernels.choose.IMPLEMENTATIONS`."""
     slots: int
     """Of each lane."""
     segment_tokens: int
@@ -55,20 +74,22 @@ class DecodeSpec:
 
     @property
     def cache_dtype(self) -> jnp.dtype:
+        """Of keys and values in cache and pool."""
         return jnp.dtype("float32") if self.wide_cache else self.compute_dtype
 
     @property
     def lanes(self) -> int:
+        """Copies of the policy, each with slots of its own."""
         return self.layout.mesh.shape["data"]
 
 
 class Rows(NamedTuple):
-    """What the host knows of the rows that it has handed over, by place."""
+    """The rows that the host has queued, by place; constant within a segment."""
 
     order_R: jax.Array
-    """int32: place of the n-th row ever queued at n modulo R."""
+    """int32: the queue, a ring. The place of the n-th row ever queued stands at n modulo R."""
     tail: jax.Array
-    """int32 [1]: rows ever queued."""
+    """int32 [1]: rows ever queued, the end of the queue. `Slots.head` is its beginning."""
     prefix_R: jax.Array
     """int32: entry of the pool that holds the row's prompt."""
     group_R: jax.Array
@@ -97,13 +118,13 @@ class Slots(NamedTuple):
     """Everything that changes from one token to the next."""
 
     head: jax.Array
-    """int32 [1]: rows ever admitted."""
+    """int32 [1]: rows that ever entered a slot."""
     place_B: jax.Array
-    """int32: row in the slot; IDLE where there is none."""
+    """int32: place of the row in the slot; IDLE where there is none."""
     token_B: jax.Array
-    """int32: to be run next."""
+    """int32: the token to be run next."""
     position_B: jax.Array
-    """int32: where it stands."""
+    """int32: its position, which is also the column of the cache that it will write."""
     drawn_B: jax.Array
     """int32: completion tokens so far."""
     stop_state_B: jax.Array
@@ -111,10 +132,13 @@ class Slots(NamedTuple):
 
 
 class SegmentTokens(NamedTuple):
-    """What a segment drew; leading axis: token steps, of which the first `steps` were run."""
+    """What a segment drew.
+
+    The leading axis has `segment_tokens` token steps, of which the first `steps` were run.
+    """
 
     place: jax.Array
-    """int32 [.., B]: row that held the slot; IDLE where none did."""
+    """int32 [.., B]: place of the row that was in the slot; IDLE where none was."""
     token: jax.Array
     logprob: jax.Array
     ended: jax.Array
@@ -138,7 +162,8 @@ def idle_slots(slots: int, cache: list[LayerCache]) -> Slots:
 
 
 def admit_rows(slots: Slots, rows: Rows, pool: list[LayerCache]) -> Slots:
-    """Lets waiting rows, in their order, take the slots that are free."""
+    """Moves the next rows of the queue, in their order, into the slots that are free."""
+    # The i-th free slot takes the i-th row after the head, where the queue has that many.
     free_B = slots.place_B == IDLE
     number_B = slots.head[0] + jnp.cumsum(free_B) - 1
     take_B = free_B & (number_B < rows.tail[0])
@@ -164,8 +189,8 @@ def token_step(
 ) -> tuple[Slots, tuple[jax.Array, ...]]:
     """Runs every slot's token through the model and draws the next one.
 
-    An idle slot is run as well and read by nobody: its column 0 is written, which the next row's
-    prompt replaces.
+    Shapes are fixed, so an idle slot is run as well and its results are ignored. It writes column 0
+    of its cache, which the prompt of the next row replaces.
 
     Returns:
         the slots, and (place, token, logprob, ended) of every slot.
@@ -179,8 +204,8 @@ def token_step(
             slots.position_B,
             impl=spec.attention_impl,
             operand_dtype=spec.attention_dtype,
-            **_shared(slots, rows, spec),
-            **_where(spec),
+            **_shared_prefixes(slots, rows, spec),
+            **_mesh_arguments(spec),
         ),
         compute_dtype=spec.compute_dtype,
         product_dtype=jnp.dtype("float32"),
@@ -219,7 +244,7 @@ def token_step(
     return after, (place_B, token_B, logprob_B, ended_B.astype(jnp.int8))
 
 
-def _shared(slots: Slots, rows: Rows, spec: DecodeSpec) -> dict[str, jax.Array]:
+def _shared_prefixes(slots: Slots, rows: Rows, spec: DecodeSpec) -> dict[str, jax.Array]:
     """Which slots hold the same prompt, for the kernel that reads it once for all of them."""
     if not spec.attention_impl.startswith("pallas"):
         return {}
@@ -232,7 +257,7 @@ def _shared(slots: Slots, rows: Rows, spec: DecodeSpec) -> dict[str, jax.Array]:
     return {"leader_B": leader_B, "shared_B": shared_B}
 
 
-def _where(spec: DecodeSpec) -> dict[str, Any]:
+def _mesh_arguments(spec: DecodeSpec) -> dict[str, Any]:
     """The mesh arguments of an operation inside a lane."""
     mesh = spec.layout.mesh
     if mesh.size == 1:
@@ -251,14 +276,18 @@ def segment(
     *,
     spec: DecodeSpec,
 ) -> tuple[Slots, SegmentTokens]:
-    """Decodes until every row has ended, `segment_tokens` have been drawn in a slot, or too few
-    slots are busy.
+    """Decodes until every row has ended, after `segment_tokens` token steps, or when too few slots
+    are busy.
+
+    One `while_loop`: each round lets queued rows into free slots, runs one token step, and writes
+    what was drawn into the step's row of the output.
 
     Args:
-        floor: int32 [1]; with fewer rows than this, decoding or waiting, the segment ends after
-            its first token, for the host has more.
+        floor: int32 [1]; with fewer rows than this, in slots or queued, the segment ends after its
+            first token step, since the host has more prompts.
     """
     most, B = spec.segment_tokens, spec.slots
+    # The key of a row, once per segment; each token step folds the position in.
     fold = jax.vmap(lambda data, ids: row_keys(jax.random.wrap_key_data(data), *ids[:, None])[0])
     key_R2 = jax.random.key_data(fold(rows.base_key_R2, rows.identity_R3))
     empty = SegmentTokens(
@@ -275,7 +304,8 @@ def segment(
         step = out.steps[0]
         mine = (step < most) & (left > 0) & ((step == 0) | (left >= floor[0]))
         if spec.lanes > 1 and spec.layout.tensor > 1:
-            # Lanes whose programs exchange data must run the same number of rounds.
+            # Devices that exchange data inside a round must all run the same number of rounds:
+            # the lane with the most goes on, the others run idle slots.
             return jax.lax.pmax(mine.astype(jnp.int32), "data") > 0
         return mine
 

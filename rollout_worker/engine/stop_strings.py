@@ -16,7 +16,7 @@ import json
 import pathlib
 import re
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,15 +39,6 @@ class StopAutomaton(NamedTuple):
     """int16 [S, V]."""
     starts: tuple[int, ...]
     """The first state of every stop set, in the order given."""
-
-
-class StopSpan(NamedTuple):
-    """The end of a completion from where its stop string begins, what follows it included."""
-
-    tokens: int
-    """The last so many tokens have some of it."""
-    size_bytes: int
-    """It is the last so many bytes."""
 
 
 def build_stop_automaton(
@@ -82,27 +73,6 @@ def build_stop_automaton(
         steps.append(_byte_steps(stops, ordered, first))
         first += len(ordered)
     return StopAutomaton(_token_steps(np.concatenate(steps), token_bytes), tuple(starts))
-
-
-def stop_span(
-    token_ids: Sequence[int], token_bytes: Sequence[bytes], stop_strings: Iterable[str]
-) -> StopSpan:
-    """Says what to cut off a completion that ended with a stop string.
-
-    Raises:
-        ValueError: if it holds none of them.
-    """
-    pieces = [token_bytes[token_id] for token_id in token_ids]
-    text = b"".join(pieces)
-    found = [text.find(_encoded(stop)) for stop in stop_strings]
-    begin = min((place for place in found if place >= 0), default=None)
-    if begin is None:
-        raise ValueError(f"the completion of {len(pieces)} tokens holds no stop string")
-    tokens, size_bytes = 0, 0
-    while size_bytes < len(text) - begin:
-        tokens += 1
-        size_bytes += len(pieces[-tokens])
-    return StopSpan(tokens, len(text) - begin)
 
 
 def token_bytes(tokenizer: Tokenizer) -> list[bytes]:

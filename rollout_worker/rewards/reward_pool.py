@@ -206,13 +206,6 @@ class RewardPool:
             self.close()
             raise
 
-    def score(self, items: Sequence[ScoreRequest]) -> list[Score]:
-        """Scores completions and waits for them; safe from any thread, also from several at once.
-
-        Returns and raises as `submit` and `PendingScores.wait` do.
-        """
-        return self.submit(items).wait()
-
     def submit(self, items: Sequence[ScoreRequest]) -> "PendingScores":
         """Has completions scored while the caller goes on; safe from any thread.
 
@@ -237,12 +230,6 @@ class RewardPool:
         for lane in self._lanes:
             lane.join(self.timeout_s + STOP_TIMEOUT_S)
             lane.stop()
-
-    def __enter__(self) -> "RewardPool":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
 
 
 def validate_functions(

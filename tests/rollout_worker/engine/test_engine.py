@@ -243,7 +243,7 @@ def test_a_compilation_beyond_the_budget_is_refused_with_the_size_that_changed()
         (make_request([64]), "token ids must be from 0 to 63, got 64"),
         (make_request([-1]), "token ids must be from 0 to 63, got -1"),
         (make_request([10], stop_set=1), "stop_set=1, but the engine has 1"),
-        (make_request([10], samples=0), "no completion is asked"),
+        (make_request([10], samples=0), "samples is empty"),
         (make_request([10], samples_=(0, 0)), "samples must differ"),
         (make_request([10], samples_=(0.5,)), r"samples\[0\] must be a whole number"),
         (make_request([10], prompt_id=2**31), "prompt_id must be a whole number below"),
@@ -268,7 +268,7 @@ def test_a_request_that_does_not_fit_is_refused_and_takes_no_other_with_it(reque
 
 def test_two_requests_of_one_name_are_refused():
     engine = shared_engine()
-    with pytest.raises(ValueError, match="request 0 is already there"):
+    with pytest.raises(ValueError, match="request 0 is being decoded"):
         engine.submit_requests([make_requests()[0], make_requests()[0]])
     assert not engine.pending
 
@@ -362,7 +362,7 @@ def test_a_step_without_a_policy_is_refused():
         stop_ids=(),
         clock=engines.PhaseClock(),
     )
-    with pytest.raises(RuntimeError, match="call swap before step"):
+    with pytest.raises(RuntimeError, match="call swap_policy before step"):
         fresh.step()
 
 

@@ -15,10 +15,8 @@ from rollout_worker.engine import stop_strings
 from rollout_worker.engine.stop_strings import (
     ACCEPT,
     NO_STOP,
-    StopSpan,
     build_stop_automaton,
     parse_token_bytes,
-    stop_span,
     token_bytes,
 )
 
@@ -111,32 +109,6 @@ def test_a_table_over_the_bound_is_refused_with_the_numbers(monkeypatch):
         build_stop_automaton([b"a"], [["x" * 40_000]])
 
 
-def test_the_span_begins_where_the_stop_string_does():
-    pieces = [b"one ", b"sto", b"p", b"per", b""]
-    assert stop_span([0, 1, 2], pieces, ["stop"]) == StopSpan(tokens=2, size_bytes=4)
-    assert stop_span([1, 4, 2], pieces, ["stop"]) == StopSpan(tokens=3, size_bytes=4)
-    assert stop_span([0, 3], pieces, ["absent", "e"]) == StopSpan(tokens=2, size_bytes=5)
-    with pytest.raises(ValueError, match="holds no stop string"):
-        stop_span([0, 3], pieces, ["x"])
-
-
-@settings(max_examples=100)
-@given(pieces_lists, stop_lists.filter(bool), st.data())
-def test_nothing_before_the_span_holds_a_stop_string(pieces, stops, data):
-    token_ids = data.draw(st.lists(st.integers(0, len(pieces) - 1), max_size=30))
-    end = literally_stops_at(pieces, stops, token_ids)
-    if end is None:
-        return
-    text = b"".join(pieces[token_id] for token_id in token_ids[:end])
-    span = stop_span(token_ids[:end], pieces, stops)
-    left, cut = text[: -span.size_bytes], text[-span.size_bytes :]
-    assert not any(stop.encode() in left for stop in stops)
-    assert any(cut.startswith(stop.encode()) for stop in stops)
-    first = end - span.tokens
-    touched = [len(b"".join(pieces[t] for t in token_ids[first + i : end])) for i in (0, 1)]
-    assert touched[0] >= span.size_bytes > touched[1]
-
-
 def assert_bytes_read_as_the_tokenizer_does(tokenizer, text_ids):
     """Text, and ids in random order, which cut characters and break their bytes."""
     pieces = token_bytes(tokenizer)
@@ -176,8 +148,6 @@ def test_a_stop_string_ends_real_text_where_it_is_complete(shared):
         assert count is not None
         text, before = tokenizer.decode(ids[:count]), tokenizer.decode(ids[: count - 1])
         assert any(stop in text for stop in stops) and not any(stop in before for stop in stops)
-        span = stop_span(ids[:count], pieces, stops)
-        assert text.encode()[-span.size_bytes :].decode().startswith(stops[-1])
 
 
 def test_bytes_of_a_sentencepiece_tokenizer_are_what_it_decodes_to(tmp_path):

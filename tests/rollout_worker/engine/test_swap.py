@@ -179,7 +179,7 @@ def test_rows_are_decoded_once_though_a_swap_had_to_be_tried_twice(undisturbed, 
     engine.submit_requests(list(make_requests()))
     rows = engine.step()
     device = engine.device
-    monkeypatch.setattr(device, "load", lambda params: 1 / 0)
+    monkeypatch.setattr(device, "load_policy", lambda params: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         swap(engine, policy(NEW), version=1)
     monkeypatch.undo()

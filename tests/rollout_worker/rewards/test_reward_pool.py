@@ -15,6 +15,7 @@ import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 
@@ -92,7 +93,7 @@ def function(name, **keys):
 @pytest.fixture(scope="module")
 def pool(user_modules):
     functions = [function("mine:play", weight=2.0), function("gsm8k_answer", weight=0.5)]
-    with RewardPool(functions, processes=2, timeout_s=HANG_S) as pool:
+    with closing(RewardPool(functions, processes=2, timeout_s=HANG_S)) as pool:
         yield pool
 
 
@@ -100,8 +101,12 @@ def pool(user_modules):
 def hasty_pool(user_modules):
     """Kills a scorer that takes longer than TIMEOUT_S."""
     functions = [function("mine:play", weight=2.0), function("gsm8k_answer", weight=0.5)]
-    with RewardPool(functions, processes=2, timeout_s=TIMEOUT_S) as pool:
+    with closing(RewardPool(functions, processes=2, timeout_s=TIMEOUT_S)) as pool:
         yield pool
+
+
+def scores_of(pool, requests):
+    return pool.submit(requests).wait()
 
 
 def request(completion, **item):
@@ -117,7 +122,7 @@ def process_is_gone(pid):
 
 
 def test_rewards_are_named_and_weighted(pool):
-    (score,) = pool.score([request("#### 3")])
+    (score,) = scores_of(pool, [request("#### 3")])
     assert score.error == ""
     assert score.rewards == {
         "mine:play": 6.0,
@@ -132,10 +137,10 @@ def test_rewards_are_named_and_weighted(pool):
 
 def test_scores_come_in_the_order_of_the_items(pool):
     texts = ["x" * n for n in range(50)]
-    assert [s.rewards["mine:play"] for s in pool.score([request(t) for t in texts])] == list(
+    assert [s.rewards["mine:play"] for s in scores_of(pool, [request(t) for t in texts])] == list(
         range(50)
     )
-    assert pool.score([]) == []
+    assert scores_of(pool, []) == []
 
 
 def test_scores_that_are_on_their_way_do_not_keep_anyone_waiting(hasty_pool):
@@ -166,7 +171,7 @@ def test_scores_that_are_on_their_way_do_not_keep_anyone_waiting(hasty_pool):
 def test_a_failure_is_an_error_of_its_completion_alone(pool, hasty_pool, completion, message):
     pool = hasty_pool if "no result" in message else pool
     good = [request("#### 3")] * 6
-    scores = pool.score([*good[:3], request(completion), *good[3:]])
+    scores = scores_of(pool, [*good[:3], request(completion), *good[3:]])
     failed = scores.pop(3)
     assert failed.error.startswith(message)
     assert math.isnan(failed.total) and "mine:play" not in failed.rewards
@@ -174,55 +179,55 @@ def test_a_failure_is_an_error_of_its_completion_alone(pool, hasty_pool, complet
 
 
 def test_a_scorer_that_raises_leaves_the_others_their_say(pool):
-    (score,) = pool.score([request("raise")])
+    (score,) = scores_of(pool, [request("raise")])
     assert score.rewards["gsm8k_answer"] == 0.0 and math.isnan(score.total)
 
 
 def test_output_of_a_scorer_cannot_forge_an_answer(pool):
-    (score,) = pool.score([request("noise")])
+    (score,) = scores_of(pool, [request("noise")])
     assert score.error == "" and score.rewards["mine:play"] == 1.0
 
 
 def test_the_child_is_free_of_jax(pool):
-    assert pool.score([request("jax")])[0].rewards["mine:play"] == 0.0
+    assert scores_of(pool, [request("jax")])[0].rewards["mine:play"] == 0.0
 
 
 def test_a_scorer_cannot_change_what_the_next_one_sees(user_modules):
     functions = [function("mine:play"), function("mine:see_item")]
-    with RewardPool(functions, processes=1, timeout_s=HANG_S) as pool:
-        assert pool.score([request("change", a=1, b=2)])[0].rewards["mine:see_item"] == 2.0
+    with closing(RewardPool(functions, processes=1, timeout_s=HANG_S)) as pool:
+        assert scores_of(pool, [request("change", a=1, b=2)])[0].rewards["mine:see_item"] == 2.0
 
 
 @pytest.mark.parametrize(
     "text", ["", "\x00", "\ud800", "\u2028\n\r", "\U0001f600" * 10, "y" * 500_000]
 )
 def test_any_text_travels(pool, text):
-    (score,) = pool.score([request(text, big="z" * 200_000)])
+    (score,) = scores_of(pool, [request(text, big="z" * 200_000)])
     assert score.error == "" and score.rewards["mine:play"] == len(text)
 
 
 def test_a_stopped_child_that_reads_nothing_is_killed_too(user_modules):
-    with RewardPool([function("mine:play")], processes=1, timeout_s=TIMEOUT_S) as pool:
-        (score,) = pool.score([request("pid")])
+    with closing(RewardPool([function("mine:play")], processes=1, timeout_s=TIMEOUT_S)) as pool:
+        (score,) = scores_of(pool, [request("pid")])
         os.kill(int(score.rewards["mine:play"]), signal.SIGSTOP)
         # More than a pipe holds, so that already the request cannot be written.
-        (score,) = pool.score([request("y" * 1_000_000)])
+        (score,) = scores_of(pool, [request("y" * 1_000_000)])
         assert "no result within 2 s" in score.error
-        assert pool.score([request("ok")])[0].error == ""
+        assert scores_of(pool, [request("ok")])[0].error == ""
 
 
 def test_a_child_killed_between_completions_is_replaced_unnoticed(user_modules):
-    with RewardPool([function("mine:play")], processes=1, timeout_s=HANG_S) as pool:
-        pid = int(pool.score([request("pid")])[0].rewards["mine:play"])
+    with closing(RewardPool([function("mine:play")], processes=1, timeout_s=HANG_S)) as pool:
+        pid = int(scores_of(pool, [request("pid")])[0].rewards["mine:play"])
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: process_is_gone(pid), f"end of child {pid}")
-        (score,) = pool.score([request("pid")])
+        (score,) = scores_of(pool, [request("pid")])
         assert score.error == "" and int(score.rewards["mine:play"]) != pid
 
 
 def test_a_child_killed_from_outside_while_it_scores_costs_no_reward(user_modules):
-    with RewardPool([function("mine:play")], processes=1, timeout_s=HANG_S) as pool:
-        pid = int(pool.score([request("pid")])[0].rewards["mine:play"])
+    with closing(RewardPool([function("mine:play")], processes=1, timeout_s=HANG_S)) as pool:
+        pid = int(scores_of(pool, [request("pid")])[0].rewards["mine:play"])
         pending = pool.submit([request("nap")])
         time.sleep(0.1)
         os.kill(pid, signal.SIGKILL)
@@ -232,23 +237,23 @@ def test_a_child_killed_from_outside_while_it_scores_costs_no_reward(user_module
 
 def test_what_a_killed_scorer_started_is_killed_too(hasty_pool, tmp_path):
     file = tmp_path / "pid"
-    (score,) = hasty_pool.score([request("spawn and spin", file=str(file))])
+    (score,) = scores_of(hasty_pool, [request("spawn and spin", file=str(file))])
     assert "no result within" in score.error
     wait_until(lambda: process_is_gone(int(file.read_text())), "end of the scorer's own process")
 
 
 def test_a_reward_is_the_same_from_any_thread(pool):
-    expected = pool.score([request("#### 3")])
+    expected = scores_of(pool, [request("#### 3")])
     with ThreadPoolExecutor(4) as threads:
         batches = list(threads.map(pool.score, [[request("#### 3")] * 8] * 12))
     assert all(score == expected[0] for batch in batches for score in batch)
 
 
 def test_the_child_outlives_the_thread_that_asked(user_modules):
-    with RewardPool([function("mine:play")], processes=1, timeout_s=HANG_S) as pool:
+    with closing(RewardPool([function("mine:play")], processes=1, timeout_s=HANG_S)) as pool:
         pids = []
         for _ in range(2):
-            ask = lambda: pids.append(pool.score([request("pid")])[0].rewards["mine:play"])
+            ask = lambda: pids.append(scores_of(pool, [request("pid")])[0].rewards["mine:play"])
             thread = threading.Thread(target=ask)
             thread.start()
             thread.join(HANG_S)
@@ -262,7 +267,7 @@ def test_answer_case_from_four_threads(pool, cases, case_id):
 
     def score(item):
         gold = item.get("gold", item.get("gold_solution"))
-        (got,) = pool.score([ScoreRequest(item["response"], gold, "", {})])
+        (got,) = scores_of(pool, [ScoreRequest(item["response"], gold, "", {})])
         assert got.error == ""
         return got.rewards
 
@@ -274,20 +279,20 @@ def test_answer_case_from_four_threads(pool, cases, case_id):
 
 
 def test_math_verify_is_bounded_from_outside():
-    with RewardPool([function("math_verify")], processes=1, timeout_s=5) as pool:
+    with closing(RewardPool([function("math_verify")], processes=1, timeout_s=5)) as pool:
         slow = ScoreRequest("\\boxed{9^{9^{9^{9^{9}}}}}", "3", "", {})
-        bad, good = pool.score([slow, ScoreRequest("\\boxed{3}", "3", "", {})])
+        bad, good = scores_of(pool, [slow, ScoreRequest("\\boxed{3}", "3", "", {})])
         assert bad.error or bad.total == 0.0
         assert good.error == "" and good.total == 1.0
 
 
 def test_children_end_with_the_pool(user_modules):
-    with RewardPool([function("mine:play")], processes=2, timeout_s=HANG_S) as pool:
-        pids = {int(s.rewards["mine:play"]) for s in pool.score([request("pid")] * 20)}
+    with closing(RewardPool([function("mine:play")], processes=2, timeout_s=HANG_S)) as pool:
+        pids = {int(s.rewards["mine:play"]) for s in scores_of(pool, [request("pid")] * 20)}
     assert all(map(process_is_gone, pids))
     pool.close()
     with pytest.raises(RuntimeError, match="the reward pool is closed"):
-        pool.score([request("x")])
+        scores_of(pool, [request("x")])
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the Linux kernel")
@@ -299,7 +304,7 @@ def test_children_die_with_a_parent_that_is_killed(user_modules, completion):
         from rollout_worker.config import RewardFunctionConfig
         from rollout_worker.rewards.reward_pool import RewardPool, ScoreRequest
         pool = RewardPool([RewardFunctionConfig(name="mine:play")], processes=1, timeout_s=900)
-        print(int(pool.score([ScoreRequest("pid", "", "", {{}})])[0].total), flush=True)
+        print(int(pool.submit([ScoreRequest("pid", "", "", {{}})]).wait()[0].total), flush=True)
         if {completion!r} == "spin":
             job = [ScoreRequest("spin", "", "", {{}})]
             threading.Thread(target=pool.score, args=(job,), daemon=True).start()
@@ -375,8 +380,8 @@ def test_a_module_that_hangs_or_kills_at_import_is_named(user_modules, code, tim
 def test_a_module_in_the_working_directory_is_found(tmp_path, monkeypatch):
     (tmp_path / "beside.py").write_text("def score(completion, **given):\n    return 4.0\n")
     monkeypatch.chdir(tmp_path)
-    with RewardPool([function("beside:score")], processes=1, timeout_s=HANG_S) as pool:
-        assert pool.score([request("x")])[0].total == 4.0
+    with closing(RewardPool([function("beside:score")], processes=1, timeout_s=HANG_S)) as pool:
+        assert scores_of(pool, [request("x")])[0].total == 4.0
 
 
 @pytest.mark.parametrize(
@@ -425,6 +430,6 @@ def test_an_error_text_that_is_no_utf8_stays_an_error_of_one_completion(user_mod
     (user_modules / "surrogate.py").write_text(
         "def score(completion, **given):\n    raise RuntimeError('half \\ud800')\n"
     )
-    with RewardPool([function("surrogate:score")], processes=1, timeout_s=HANG_S) as pool:
-        (score,) = pool.score([request("x")])
+    with closing(RewardPool([function("surrogate:score")], processes=1, timeout_s=HANG_S)) as pool:
+        (score,) = scores_of(pool, [request("x")])
     assert score.error.encode() == b"surrogate:score: RuntimeError: half \\ud800"
