@@ -8,7 +8,6 @@ import grpc
 
 from services.pb import trajectories_pb2, trajectories_pb2_grpc
 from services.trajectories import codec
-from services.trajectories.group_buffer import BufferFull
 from services.trajectories.receipts import StaleGroup, UnknownReceipt
 from services.wire.channel import PIECE_BYTES, Backoff, Deadline, open_channel
 from services.wire.messages import Group, PushOutcome
@@ -18,7 +17,6 @@ _REFUSALS: dict[grpc.StatusCode, type[Exception]] = {
     grpc.StatusCode.INVALID_ARGUMENT: ValueError,
     grpc.StatusCode.NOT_FOUND: UnknownReceipt,
     grpc.StatusCode.FAILED_PRECONDITION: StaleGroup,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: BufferFull,
 }
 _WAITED_FOR = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
@@ -51,16 +49,13 @@ def pack_group(group: Group) -> PackedGroup:
 class TrajectoryClient:
     """A worker's connection to the trajectory service; may be used from several threads."""
 
-    def __init__(self, address: str, credentials: Credentials, *, wait_when_full: bool = True):
+    def __init__(self, address: str, credentials: Credentials):
         """Connects with the first call.
 
         Args:
             address: `host:port` of the learner.
             credentials: of this process.
-            wait_when_full: a group for which the learner has no room is offered again until the
-                deadline; otherwise the first refusal is raised as BufferFull.
         """
-        self._wait_when_full = wait_when_full
         self._address = address
         self._channel = open_channel(address, credentials)
         self._stub = trajectories_pb2_grpc.TrajectoryServiceStub(self._channel)
@@ -72,15 +67,15 @@ class TrajectoryClient:
     def push_packed(self, packed: PackedGroup, timeout_s: float) -> PushOutcome:
         """Hands a group over; repeats are harmless, so UNAVAILABLE is tried again.
 
-        A learner that is away, or whose disk is full, is waited for.
+        A learner that is away, has no room or whose disk is full is waited for.
 
         Returns:
             ACCEPTED, or DUPLICATE if the learner had it before.
 
         Raises:
             TimeoutError: naming learner, group and the last reason; whether it arrived is unknown.
-            StaleGroup, UnknownReceipt, BufferFull, ValueError: the learner's refusals, as
-                `GroupBuffer.put` describes them; BufferFull only without `wait_when_full`.
+            StaleGroup, UnknownReceipt, ValueError: the learner's refusals, as `GroupBuffer.put`
+                describes them.
             PushFailed: any other status.
         """
         group_id = packed.header.group_id
@@ -100,7 +95,7 @@ class TrajectoryClient:
     def _pause_or_raise(self, group_id: str, error: grpc.RpcError, backoff: Backoff) -> None:
         status = error.code()  # pyright: ignore[reportAttributeAccessIssue]
         details = str(error.details())  # pyright: ignore[reportAttributeAccessIssue]
-        if status is grpc.StatusCode.RESOURCE_EXHAUSTED and self._wait_when_full:
+        if status is grpc.StatusCode.RESOURCE_EXHAUSTED:
             backoff.pause(details)
         elif status in _REFUSALS:
             raise _REFUSALS[status](f"learner {self._address}: {details}") from error

@@ -74,7 +74,8 @@ class WeightStore:
         """Where the memory of dropped versions waits for the next."""
         self._keep_versions = keep_versions
         self._held: dict[int, HeldVersion] = {}
-        self._digests: dict[int, str] = {}
+        self._newest = NO_VERSION
+        """Newest version ever installed, dropped ones included."""
         self._egress_bytes = 0
         self._changed = threading.Condition()
         self._encoder = (
@@ -189,10 +190,6 @@ class WeightStore:
                 )
             return self._held[current]
 
-    def manifest(self, min_version: int = 0, timeout_s: float = 0.0) -> WeightManifest:
-        """Returns the manifest of what `wait_for` returns, or raises as it does."""
-        return self.wait_for(min_version, timeout_s).manifest
-
     def wake(self) -> None:
         """Lets every waiter look at its `abandoned` again."""
         with self._changed:
@@ -239,17 +236,6 @@ class WeightStore:
         stream = self.delta(policy_version, base_version, digest, 0.0).stream
         return _range_of(stream, offset, length, f"the delta from {base_version}")
 
-    def digest_of(self, policy_version: int) -> str:
-        """Returns the tree digest of a version published here, dropped ones included.
-
-        Raises:
-            UnknownVersion: if it was never published.
-        """
-        with self._changed:
-            if policy_version not in self._digests:
-                raise UnknownVersion(f"policy version {policy_version} was never published")
-            return self._digests[policy_version]
-
     def _show(self, manifest: WeightManifest, stream: np.ndarray) -> None:
         """Makes a published version visible, and has its delta made."""
         stream.flags.writeable = False
@@ -279,7 +265,7 @@ class WeightStore:
 
     def _install(self, policy_version: int, version: HeldVersion) -> None:
         self._held[policy_version] = version
-        self._digests[policy_version] = version.manifest.digest
+        self._newest = policy_version
         while len(self._held) > self._keep_versions:
             dropped = self._held.pop(min(self._held))
             if dropped.delta is not None:
@@ -287,15 +273,14 @@ class WeightStore:
         self._changed.notify_all()
 
     def _forget_from(self, policy_version: int) -> None:
-        for table in (self._held, self._digests):
-            for version in [version for version in table if version >= policy_version]:
-                del table[version]
+        self._held = {v: held for v, held in self._held.items() if v < policy_version}
+        self._newest = min(self._newest, policy_version - 1)
 
     def _check_rises(self, policy_version: int) -> None:
-        newest = max(self._digests, default=NO_VERSION)
-        if policy_version <= newest:
+        if policy_version <= self._newest:
             raise ValueError(
-                f"policy versions must rise from 0: got {policy_version} after {_named(newest)}"
+                f"policy versions must rise from 0: got {policy_version} after "
+                f"{_named(self._newest)}"
             )
 
 

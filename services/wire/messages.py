@@ -77,11 +77,6 @@ class Group:
     """Worker seconds by ledger phase from the arrival of the lease until the group was complete.
     Groups are decoded side by side: the same second is in each of them, so sums mean nothing."""
 
-    @property
-    def key(self) -> tuple[str, str]:
-        """Identity under which a group trains at most once, whatever its attempt."""
-        return (self.run_id, self.group_id)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorSpec:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from services.pb import trajectories_pb2, trajectories_pb2_grpc
 from services.trajectories import codec
 from services.trajectories.client import TrajectoryClient
-from services.trajectories.group_buffer import BufferFull, GroupBuffer
+from services.trajectories.group_buffer import GroupBuffer
 from services.trajectories.receipts import StaleGroup, UnknownReceipt
 from services.trajectories.service import trajectory_service
 from services.wire.channel import open_channel
@@ -117,19 +117,6 @@ def test_refusal_reaches_the_worker_by_its_name(
     assert buffer.counts().accepted == 0
 
 
-def test_full_buffer_reaches_the_worker(serve, make_buffer, credentials, make_group):
-    buffer = make_buffer(capacity_groups=1)
-    buffer.issue(0, DIGEST)
-    address = serve(buffer=buffer).address
-    client = TrajectoryClient(address, credentials, wait_when_full=False)
-    client.push(make_group("a"), 10)
-    with pytest.raises(BufferFull, match="1 of 1 groups"):
-        client.push(make_group("b"), 10)
-    buffer.take(["a"], 1)
-    assert client.push(make_group("b"), 10) is PushOutcome.ACCEPTED
-    client.close()
-
-
 @pytest.mark.parametrize("cut", [1, 700, 1400, 2100])
 def test_push_that_is_reset_is_used_once(server, buffer, credentials, make_group, cut):
     with TcpProxy(server.port, itertools.chain([cut], itertools.repeat(None)), reset) as proxy:
@@ -144,7 +131,9 @@ def test_a_worker_waits_for_room_until_its_deadline(serve, make_buffer, credenti
     buffer.issue(0, DIGEST)
     client = TrajectoryClient(serve(buffer=buffer).address, credentials)
     client.push(make_group("a"), 10)
-    with pytest.raises(TimeoutError, match="waited 0.3 s for learner .* to take .*'b'.*no room"):
+    with pytest.raises(
+        TimeoutError, match="waited 0.3 s for learner .* to take .*'b'.*no room.* 1 of 1 groups"
+    ):
         client.push(make_group("b"), 0.3)
     room = threading.Timer(0.3, lambda: buffer.take(["a"], 1))
     room.start()

@@ -114,7 +114,7 @@ def test_delta_that_lies_is_found_and_all_is_fetched(serve, family, at):
 def test_delta_with_a_checksum_of_its_own_that_makes_other_bits_is_found(serve, family):
     server, store, parent, child = family
     store.publish(6, nudged(5, 1))
-    manifest = store.manifest(6)
+    manifest = store.wait_for(6).manifest
     forger = WeightStore(RUN_ID, 3)
     forger.publish(5, nudged(5, 0))
     forger.publish(6, nudged(5, 2))
@@ -134,7 +134,7 @@ def test_delta_with_a_checksum_of_its_own_that_makes_other_bits_is_found(serve, 
 def test_delta_goes_on_after_a_cut(family, after_tensor):
     server, store, parent, _ = family
     store.publish(6, nudged(5, 1))
-    delta_bytes = store.delta(6, 5, store.digest_of(5), 10.0).nbytes
+    delta_bytes = store.delta(6, 5, store.held(5).manifest.digest, 10.0).nbytes
     limit = 4200 + after_tensor * delta_bytes // TENSORS
     with TcpProxy(server.port, [None, limit, *[None] * 9], reset) as proxy:
         stats = parent.pull(6, [proxy.address], 20).stats

@@ -45,7 +45,7 @@ def test_version_is_visible_from_its_commit_on():
     seen = []
     manifest = publication.commit(before_visible=lambda m: seen.append((m, store.current_version)))
     assert seen == [(manifest, NO_VERSION)]
-    assert store.manifest(3) == manifest
+    assert store.wait_for(3).manifest == manifest
     assert (manifest.tensors, manifest.digest) == tree_digest(values)
     expected = b"".join(values[name].tobytes() for name in sorted(values))
     assert store.read(3, 0, manifest.nbytes) == expected
@@ -120,9 +120,9 @@ def test_aborted_publication_leaves_nothing_and_its_number_free():
     for call in (publication.commit, lambda: publication.write("scale", ALL, np.float32(1))):
         with pytest.raises(PublicationClosed, match="policy version 1 has ended"):
             call()
-    assert store.manifest() == first
+    assert store.wait_for().manifest == first
     with pytest.raises(UnknownVersion):
-        store.digest_of(1)
+        store.held(1)
     assert store.publish(1, tensors(1)).policy_version == 1
 
 
@@ -162,19 +162,19 @@ def test_store_of_a_restored_learner_publishes_old_versions_anew():
     assert store.current_version == 4
     for version in (5, 6):
         with pytest.raises(UnknownVersion):
-            store.digest_of(version)
+            store.held(version)
     again = store.publish(5, tensors(50))
-    assert store.digest_of(5) == again.digest == tree_digest(tensors(50))[1]
+    assert store.held(5).manifest.digest == again.digest == tree_digest(tensors(50))[1]
 
 
 def delta_of(store: WeightStore, version: int, base: int):
-    return store.delta(version, base, store.digest_of(base), 10.0)
+    return store.delta(version, base, store.held(base).manifest.digest, 10.0)
 
 
 def test_each_version_has_the_way_from_the_one_before():
     store = WeightStore("r", 2)
     values = {"w": np.zeros((100, 100), ml_dtypes.bfloat16)}
-    store.publish(0, values)
+    first = store.publish(0, values)
     base = bytes(store.read(0, 0, 20_000))
     values["w"][7, 7] = 3
     manifest = store.publish(1, values)
@@ -184,7 +184,7 @@ def test_each_version_has_the_way_from_the_one_before():
     values["w"][8, 8] = 3
     store.publish(2, values)
     with pytest.raises(UnknownDelta, match="no delta leads from 0 to 2"):
-        delta_of(store, 2, 0)
+        store.delta(2, 0, first.digest, 10.0)
     with pytest.raises(UnknownDelta):
         store.delta(2, 1, "0" * 64, 10.0)  # of another run's version 1
     with pytest.raises(UnknownVersion):

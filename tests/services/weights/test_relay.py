@@ -172,7 +172,7 @@ def test_relay_with_another_manifest_is_refused_and_named(serve, learner, make_r
         f"{relay.address}: offers policy version 4 with digest {false_digest}"
         in (pulled.stats.failures[0])
     )
-    issued = store.digest_of(4)
+    issued = store.held(4).manifest.digest
     fresh = make_replica()
     with pytest.raises(TimeoutError, match=f"{false_digest}, but the learner issued {issued}"):
         fresh.pull(4, [relay.address], 0.3, digest=issued)

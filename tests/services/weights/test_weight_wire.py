@@ -85,7 +85,7 @@ def test_version_arrives_bit_for_bit_with_dtypes_and_shapes(serve, credentials, 
         assert received[name].dtype == tensor.dtype and received[name].shape == tensor.shape
         assert received[name].tobytes() == tensor.tobytes()
         assert received[name].flags.aligned
-    assert tree_digest(received)[1] == store.digest_of(0)
+    assert tree_digest(received)[1] == store.held(0).manifest.digest
 
 
 def test_r08_received_arrays_can_be_changed_in_place(serve, credentials, store):
