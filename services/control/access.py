@@ -1,6 +1,6 @@
-"""The way to a run's control service, as its driver leaves it in `<run>/control/`.
+"""Address and credentials of a run's control service, in `<run>/control/`.
 
-Whoever may read the folder may control the run, so it is for its owner alone.
+Any reader of the folder can control the run, so only its owner may read it.
 """
 
 import pathlib
@@ -13,16 +13,16 @@ FOLDER = "control"
 
 
 class NoAccess(RuntimeError):
-    """The folder holds no run that can be talked to; the message says why."""
+    """The folder holds no run that can be controlled; the message gives the reason."""
 
 
 def write_access(folder: pathlib.Path, address: str, credentials: Credentials) -> None:
-    """Puts the whole folder in place at once; only its owner may look into it.
+    """Puts the whole folder in place at once; only its owner may read it.
 
     Args:
         folder: of the run.
         address: `host:port` to dial.
-        credentials: that the caller is to show.
+        credentials: for the callers.
     """
     contents = {
         "address": address.encode(),
@@ -34,7 +34,7 @@ def write_access(folder: pathlib.Path, address: str, credentials: Credentials) -
 
 
 def remove_access(folder: pathlib.Path) -> None:
-    """Takes it away, where the run ends."""
+    """Removes the folder at the end of the run."""
     shutil.rmtree(folder / FOLDER, ignore_errors=True)
 
 
@@ -53,10 +53,10 @@ def read_access(folder: pathlib.Path) -> tuple[str, Credentials]:
         )
     except FileNotFoundError as error:
         raise NoAccess(
-            f"{where} is not there: the run in {folder} has not got so far yet, or is ending; try "
-            "again in a moment"
+            f"{where} is missing: the run in {folder} is still starting, or is ending; try again "
+            "in a moment"
         ) from error
     except PermissionError as error:
         raise NoAccess(
-            f"{where} belongs to another user: only who started a run may control it"
+            f"{where} belongs to another user: only the user who started a run may control it"
         ) from error

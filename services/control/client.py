@@ -1,4 +1,4 @@
-"""Asks the driver of a run that is going on for more, fewer or other rollout workers."""
+"""Asks the driver of a running run to change or describe its rollout workers."""
 
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class ControlFailed(RuntimeError):
-    """The call ended in a way that the protocol does not foresee."""
+    """The call ended with a status that the protocol does not define."""
 
 
 class ControlClient:
@@ -47,24 +47,25 @@ class ControlClient:
         self._stub = control_pb2_grpc.ControlServiceStub(self._channel)
 
     def scale(self, target: int, timeout_s: float) -> Accepted:
-        """Asks for so many rollout workers; returns when the driver has accepted.
+        """Asks for a number of rollout workers; returns when the driver has accepted.
 
         Raises:
             OutOfBounds, NotNow: the driver's refusals.
             PermissionError: if these credentials may not control the run.
-            TimeoutError: naming the driver, if it does not answer; whether it heard is unknown.
+            TimeoutError: naming the driver, if it does not answer; whether it received the
+                request is unknown.
             ControlFailed: any other status.
         """
         request = control_pb2.ScaleRolloutRequest(target=target)
         response = self._call(
-            f"take up a number of {target} workers",
+            f"accept a target of {target} workers",
             lambda left_s: self._stub.ScaleRollout(request, timeout=left_s),
             timeout_s,
         )
         return Accepted(target=response.target, current=response.current)
 
     def drain(self, name: str, timeout_s: float) -> Accepted:
-        """Asks one worker to go; raises NoSuchWorker, and what `scale` raises."""
+        """Asks to remove one worker; raises NoSuchWorker, and what `scale` raises."""
         request = control_pb2.DrainWorkerRequest(name=name)
         response = self._call(
             f"drain {name}",
@@ -84,6 +85,7 @@ class ControlClient:
         return decode_fleet(response)
 
     def close(self) -> None:
+        """Ends the connection."""
         self._channel.close()
 
     def __enter__(self) -> "ControlClient":

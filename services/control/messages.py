@@ -1,4 +1,4 @@
-"""What is said about the rollout workers of a run, the refusals, and both as protobuf. Pure."""
+"""The state of a run's rollout workers, refusals to change it, and both as protobuf. Pure."""
 
 import dataclasses
 import enum
@@ -9,7 +9,7 @@ from services.pb import control_pb2
 _Enum = TypeVar("_Enum", bound=enum.Enum)
 
 ERROR_CHARS = 500
-"""Of a worker's last error that travel."""
+"""Characters of a worker's last error that are sent."""
 
 
 class WorkerState(enum.Enum):
@@ -116,7 +116,7 @@ class NotNow(RuntimeError):
 
 
 class ControlHandler(Protocol):
-    """What the control service asks of the driver; called from several threads at once."""
+    """What the control service calls in the driver, from several threads at once."""
 
     def scale(self, target: int, timeout_s: float) -> Accepted:
         """Changes the number of workers wanted.
@@ -128,7 +128,7 @@ class ControlHandler(Protocol):
         ...
 
     def drain(self, name: str, timeout_s: float) -> Accepted:
-        """Lets one worker go.
+        """Removes one worker after it has finished or returned its work.
 
         Raises:
             NoSuchWorker, OutOfBounds, NotNow, TimeoutError: as `scale` does.
@@ -145,6 +145,7 @@ _PLAIN_FIELDS = frozenset(field.name for field in dataclasses.fields(WorkerStatu
 
 
 def encode_fleet(fleet: Fleet) -> control_pb2.GetFleetResponse:
+    """Returns the message that describes the workers; long errors are shortened."""
     return control_pb2.GetFleetResponse(
         target=fleet.target,
         min=fleet.least,
@@ -166,7 +167,7 @@ def decode_fleet(message: control_pb2.GetFleetResponse) -> Fleet:
     """The inverse, but for the length of errors.
 
     Raises:
-        ValueError: for a state or policy that this version does not know.
+        ValueError: for a state or policy that this version does not define.
     """
     return Fleet(
         target=message.target,

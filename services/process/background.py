@@ -1,7 +1,7 @@
-"""Threads that do not fail in silence.
+"""Threads whose errors reach their owner.
 
-The first error that leaves a thread is kept, and raised by whoever asks next; its traceback is that
-of the thread.
+The error that ends a thread is kept, and raised at the owner's next check with the thread's
+traceback.
 """
 
 import threading
@@ -23,8 +23,8 @@ class Background:
     ):
         """Args:
         name: of the thread, for errors and stack dumps.
-        run: ends by itself when its owner says so.
-        on_failure: wakes whoever waits for what the thread makes; called in the thread.
+        run: returns when its owner signals the end.
+        on_failure: wakes threads that wait for this one's results; called in this thread.
         """
         self._run = run
         self._on_failure = on_failure
@@ -47,6 +47,6 @@ class Background:
     def _guarded(self) -> None:
         try:
             self._run()
-        except BaseException as error:  # kept for whoever asks
+        except BaseException as error:  # raised at the next check
             self.failure = error
             self._on_failure()

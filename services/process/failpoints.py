@@ -10,7 +10,7 @@ among all processes that share the folder:
     raise TEXT     FailpointRaised with that text
     enospc         OSError, as of a full disk
     corrupt        one bit of the data at hand is flipped; only where `spoiled` is called
-    skip N then A  N arrivals pass, whoever makes them; then A
+    skip N then A  the first N arrivals, of any process, pass; then A
 
 `python -m deploy.chaos` and the tests of faults arm them; nothing else does. Switched off, a point
 costs one comparison.
@@ -36,12 +36,12 @@ POINTS = {
     "learner.update": "the learner, with an update written down, before the optimiser steps",
     "learner.publish": "the learner, before a version becomes visible",
     "learner.checkpoint": "the learner, with a checkpoint half written",
-    "weights.serve": "a learner or worker that serves weights, with a part of a version in hand",
+    "weights.serve": "a learner or worker that serves weights, before it sends some bytes",
     "worker.decode": "a rollout worker, between two segments",
     "worker.receive": "a rollout worker, after each piece of a version that it receives",
     "worker.push": "a rollout worker, before a group is pushed",
 }
-"""Every point, and where it stands."""
+"""Every point, and its place in the code."""
 
 HANG_S = 3600.0
 _ACTION = re.compile(
@@ -73,7 +73,7 @@ def arm(folder: str | os.PathLike, name: str, action: str) -> pathlib.Path:
     Args:
         folder: as given to `install`; made if it is missing.
         name: one of POINTS.
-        action: as the module says.
+        action: as the docstring of the module lists them.
 
     Returns:
         The file, which is gone as soon as the point has fired.

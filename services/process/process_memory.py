@@ -12,7 +12,7 @@ class ProcessMemory:
     host_bytes: int
     """Resident, without that of child processes."""
     device_bytes: int | None = None
-    """In use on all of its devices together; None where the platform does not tell, as a CPU."""
+    """In use on all of its devices together; None where the platform reports none, as a CPU."""
     device_peak_bytes: int | None = None
     """The most that was in use at once on each device, summed."""
 

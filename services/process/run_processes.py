@@ -1,4 +1,4 @@
-"""The processes that a run has had, as they registered in its folder, and whether they live.
+"""The processes that a run has started, as registered in its folder, and their states.
 
 `stacks.py` registers them. A process is known by its pid and its start: a later process of the same
 pid is another one.
@@ -19,14 +19,14 @@ FOLDER = "stacks"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunProcess:
-    """A process that has registered, as its file says."""
+    """A process that has registered, as described in its file."""
 
     name: str
     pid: int
     host: str
     started: int
-    """Clock ticks since the host's boot, which tell a process from a later one of the same pid; 0
-    where the system does not say."""
+    """Clock ticks since the host's boot, to tell a process from a later one of the same pid; 0 where
+    the system does not report it."""
     logs: tuple[str, ...]
     """Files that its stdout and stderr go to; empty for a terminal or a pipe."""
     path: pathlib.Path
@@ -57,7 +57,7 @@ def state_of(process: RunProcess) -> str:
 
     Returns:
         '' where the process is gone or a zombie, `?` where it is on another host or the system
-        does not say.
+        does not report it.
     """
     if process.host != socket.gethostname():
         return "?"

@@ -1,12 +1,11 @@
-"""The stacks of a run's processes, for whoever asks from outside.
+"""The stacks of a run's processes, on request from outside.
 
 Every process registers once, at its start. It then answers SIGUSR1 with the Python stacks of all
 its threads, and a fatal signal such as SIGSEGV with those of its last moment. `faulthandler` writes
 both in C, without the interpreter lock: a process that hangs in native code answers too.
 
 `<run>/stacks/<name>-<pid>.txt` is the file of one process. Its first line is a JSON object that
-says whose it is and where its output goes, so that the folder is also a list of the processes that
-the run has had.
+names the process and the files of its output; `run_processes.py` reads it.
 """
 
 import contextlib
@@ -39,7 +38,7 @@ KEPT = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StackAnswer:
-    """What became of one question."""
+    """The outcome of one request."""
 
     process: RunProcess
     problem: str
@@ -102,7 +101,7 @@ def request_stacks(
     Args:
         run_folder: of the run.
         timeout_s: for all of them together.
-        pids: whom to ask; None asks all that have registered.
+        pids: of the processes to ask; None asks all that have registered.
     """
     deadline = time.monotonic() + timeout_s
     answers, asked = [], {}
@@ -133,7 +132,7 @@ def _why_not(process: RunProcess) -> str:
     try:
         lines = pathlib.Path(f"/proc/{process.pid}/status").read_text().splitlines()
     except FileNotFoundError:
-        return "is gone, or this system does not say who it is"
+        return "is gone, or this system has no /proc"
     caught = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
     if not int(caught, 16) >> (SIGNAL - 1) & 1:
         return f"has no handler for {SIGNAL.name}"
@@ -180,7 +179,7 @@ def _outputs() -> list[str]:
 
 
 def _remove_old(folder: pathlib.Path) -> None:
-    """Keeps a long run from leaving a file for every worker that it ever had."""
+    """Removes old files, so that a long run does not keep one for every worker it has started."""
     silent = [
         process
         for process in read_processes(folder.parent)

@@ -1,4 +1,4 @@
-"""What a group buffer says of its groups: what it gave away, and how many there are."""
+"""What a group buffer reports: the groups that were taken, and counts."""
 
 import dataclasses
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from services.wire.messages import Group
 
 
 class WaitingGroup(NamedTuple):
-    """A group with what is asked of it again and again."""
+    """A group with its summary and size, which are needed often."""
 
     group: Group
     report: GroupReport
@@ -17,19 +17,19 @@ class WaitingGroup(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Taken:
-    """What `take` gave away: these groups will not be seen again."""
+    """Groups that were taken from the buffer; they are removed from it."""
 
     groups: tuple[Group, ...]
     """Within the staleness bound, in the order asked for."""
     dropped_stale: tuple[Group, ...]
-    """Grew too old while they waited: for the books only, not to be trained on."""
+    """Became too old while they waited: counted, not trained on."""
     policy_version: int
     """Current version when they were taken; minus that of a group, this is its staleness."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BufferCounts:
-    """Pushes by what became of them, and groups by where they are."""
+    """Pushes by outcome, and groups by state."""
 
     received: int = 0
     """All pushes: the sum of accepted, duplicate, stale, malformed, unknown_receipt, full,
@@ -37,21 +37,21 @@ class BufferCounts:
     accepted: int = 0
     duplicate: int = 0
     stale: int = 0
-    """Refused at the door for their age."""
+    """Refused when pushed, for their age."""
     malformed: int = 0
     unknown_receipt: int = 0
     full: int = 0
     not_stored: int = 0
-    """Good, but could not be written down."""
+    """Valid, but could not be stored."""
     not_open: int = 0
-    """Came before the learner had a policy: they are pushed again."""
+    """Pushed before the learner had a policy: they are pushed again."""
     restored: int = 0
-    """Accepted by the process before, and taken over from what it had written down."""
+    """Accepted by the process before, and restored from its store."""
     taken: int = 0
     dropped_stale: int = 0
     """Accepted in time, too old when they were to be taken."""
     forgotten: int = 0
-    """Accepted, and given up by `forget` before they were taken."""
+    """Accepted, and dropped by `forget` before they were taken."""
     disowned: int = 0
     """Sampled under weights that the learner could not make again after a restart."""
     waiting: int = 0

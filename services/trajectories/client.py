@@ -22,7 +22,7 @@ _WAITED_FOR = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class PushFailed(RuntimeError):
-    """The push ended in a way that the protocol does not foresee."""
+    """The push ended with a status that the protocol does not define."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,12 +65,12 @@ class TrajectoryClient:
         return self.push_packed(pack_group(group), timeout_s)
 
     def push_packed(self, packed: PackedGroup, timeout_s: float) -> PushOutcome:
-        """Hands a group over; repeats are harmless, so UNAVAILABLE is tried again.
+        """Sends a group; repeats are harmless, so UNAVAILABLE is tried again.
 
         A learner that is away, has no room or whose disk is full is waited for.
 
         Returns:
-            ACCEPTED, or DUPLICATE if the learner had it before.
+            ACCEPTED, or DUPLICATE if the learner had accepted it before.
 
         Raises:
             TimeoutError: naming learner, group and the last reason; whether it arrived is unknown.
@@ -80,7 +80,9 @@ class TrajectoryClient:
         """
         group_id = packed.header.group_id
         deadline = Deadline(timeout_s, f"learner {self._address} to take group {group_id!r}")
-        backoff = Backoff(deadline)  # one for both reasons to try again: it tells the last one
+        backoff = Backoff(
+            deadline
+        )  # shared by both reasons to try again, so that the error has the last one
         while True:
             try:
                 response = self._stub.PushGroup(_requests(packed), timeout=deadline.remaining_s())
@@ -90,6 +92,7 @@ class TrajectoryClient:
                 return codec.decode_outcome(response.outcome)
 
     def close(self) -> None:
+        """Ends the connection."""
         self._channel.close()
 
     def _pause_or_raise(self, group_id: str, error: grpc.RpcError, backoff: Backoff) -> None:

@@ -1,10 +1,10 @@
 """Groups that have arrived and wait for the learner, each used at most once.
 
-Delivery is at least once, so the buffer remembers every group it ever gave away. It also keeps
-the two promises about where a group came from: its receipt is one that the learner issued, and
-its version is within the staleness bound at the moment it is taken, time in the queue included.
+Delivery is at least once, so the buffer remembers every group that was ever taken. It also checks
+the origin of a group: its receipt is one that the learner issued, and its version is within the
+staleness bound at the moment it is taken, time in the queue included.
 
-A group is handed to `store` before it counts as accepted: what the worker was told outlives this
+A group is stored by `store` before it counts as accepted: the answer to the worker outlives this
 process. After a restart the buffer may hold groups of versions that the learner has yet to make
 again; they wait until it has.
 """
@@ -29,7 +29,7 @@ class BufferFull(Exception):
 
 
 class NotStored(Exception):
-    """The group could not be written down and was not accepted; it may come again."""
+    """The group could not be stored and was not accepted; it may be pushed again."""
 
 
 def _discard(group: Group) -> None:
@@ -71,7 +71,7 @@ class GroupBuffer:
         self._receipts = Receipts(max_staleness)
         self._waiting: dict[str, WaitingGroup] = {}
         self._storing: dict[str, WaitingGroup] = {}
-        """Good, and being written down: they take up room, and nobody may have them yet."""
+        """Valid, and being stored: they take up room, and cannot be taken yet."""
         self._held_bytes = 0
         self._consumed = IdSet()
         self._counts = BufferCounts()
@@ -83,7 +83,7 @@ class GroupBuffer:
             return self._receipts.issued_version
 
     def issue(self, policy_version: int, weight_digest: str) -> tuple[str, ...]:
-        """Makes a published version the current one: its receipt is good from now on.
+        """Makes a published version the current one: its receipt is valid from now on.
 
         Returns:
             Groups that waited with another receipt for this version, from before a restart: they
@@ -95,14 +95,14 @@ class GroupBuffer:
         with self._changed:
             self._receipts.issue(policy_version, weight_digest)
             self._changed.notify_all()
-            return self._disown(
+            return self._give_up(
                 lambda group: (
                     group.policy_version == policy_version and group.weight_digest != weight_digest
                 )
             )
 
     def advance(self, policy_version: int) -> None:
-        """Says which version the learner holds, though it may not be issued yet.
+        """Records the version that the learner holds, which may not be issued yet.
 
         From now on staleness counts from this version.
         """
@@ -111,17 +111,17 @@ class GroupBuffer:
             self._changed.notify_all()
 
     def revoke(self, policy_version: int) -> tuple[str, ...]:
-        """Takes back this version and later ones, which a restart brought along.
+        """Withdraws this version and later ones, which were restored after a restart.
 
         Returns:
             Groups that waited for them: they are given up.
         """
         with self._changed:
             self._receipts.revoke(policy_version)
-            return self._disown(lambda group: group.policy_version >= policy_version)
+            return self._give_up(lambda group: group.policy_version >= policy_version)
 
     def put(self, group: Group) -> PushOutcome:
-        """Takes a group in, unless its key was here before, whatever the attempt.
+        """Accepts a group, unless one of its id was accepted before, under any attempt.
 
         Raises:
             ValueError: if the group is malformed, or larger than the whole buffer.
@@ -152,7 +152,7 @@ class GroupBuffer:
         return PushOutcome.ACCEPTED
 
     def put_duplicate(self, run_id: str, group_id: str) -> bool:
-        """Whether this group was here before; counts the push as a duplicate if so.
+        """Whether this group was accepted before; counts the push as a duplicate if so.
 
         Lets the service answer from the header of a push, without reading the group.
         """
@@ -196,7 +196,7 @@ class GroupBuffer:
                 )
 
     def take(self, group_ids: Sequence[str], timeout_s: float) -> Taken:
-        """Waits for these groups and gives them away; all of them, or none if time runs out.
+        """Waits for these groups and removes them; all of them, or none if time runs out.
 
         Args:
             group_ids: different from each other; their order is that of the result.
@@ -205,9 +205,9 @@ class GroupBuffer:
         Raises:
             TimeoutError, ValueError: as `wait` says; the groups stay in the buffer.
         """
-        with self._changed:  # entered again by `wait`, so that nobody comes between
+        with self._changed:  # entered again by the wait, so that no thread comes between
             self.wait(group_ids, timeout_s)
-            return self._give_away(group_ids)
+            return self._take_waiting(group_ids)
 
     def reports(self, group_ids: Iterable[str] | None = None) -> list[GroupReport]:
         """Sums up the groups that wait, in order of arrival.
@@ -240,6 +240,7 @@ class GroupBuffer:
             self._changed.notify_all()
 
     def counts(self) -> BufferCounts:
+        """Pushes by their outcome so far, and what waits now."""
         with self._changed:
             return dataclasses.replace(
                 self._counts,
@@ -250,7 +251,7 @@ class GroupBuffer:
     def state(self) -> dict[str, PlainIds]:
         """What a checkpoint must remember, as plain JSON data: the groups that are used up.
 
-        Groups that still wait are not part of it: they are in what `store` wrote down.
+        Groups that still wait are not in it: `store` has made them durable.
         """
         with self._changed:
             return {"consumed_group_ids": self._consumed.plain()}
@@ -265,13 +266,13 @@ class GroupBuffer:
     def take_over(
         self, groups: Iterable[Group], issued: Mapping[int, str], policy_version: int
     ) -> None:
-        """Receives what the process before had accepted and issued.
+        """Restores what the process before had accepted and issued.
 
         Args:
             groups: in order of arrival; those that are used up already are passed over, and
                 bounds do not hold for the others.
             issued: digest by version, later ones than the learner's included: their receipts are
-                good, and groups with them wait until the learner has come so far.
+                valid, and groups with them wait until the learner has reached them.
             policy_version: the learner's now.
         """
         with self._changed:
@@ -285,7 +286,7 @@ class GroupBuffer:
             self._changed.notify_all()
 
     def _admit(self, group: Group) -> WaitingGroup | None:
-        """Checks a group and reserves its room; None for one that was here before."""
+        """Checks a group and reserves its room; None for one that was accepted before."""
         check_group(group, self.run_id)
         arriving = WaitingGroup(group, report_of(group), group_nbytes(group))
         if arriving.nbytes > self._capacity_bytes:
@@ -311,7 +312,7 @@ class GroupBuffer:
         return arriving
 
     def _settle(self, arriving: WaitingGroup, stored: bool) -> None:
-        """Ends the time of a group between the door and the queue."""
+        """Moves a group from being stored to waiting, or drops it."""
         group_id = arriving.group.group_id
         del self._storing[group_id]
         if stored and group_id not in self._consumed:
@@ -328,17 +329,17 @@ class GroupBuffer:
         return waiting is not None and self._receipts.is_reached(waiting.group.policy_version)
 
     def _knows(self, group_id: str) -> bool:
-        """Whether a group was here before; one that is being stored has yet to be."""
+        """Whether a group was accepted before; waits for one that is being stored."""
         settled = self._changed.wait_for(lambda: group_id not in self._storing, STORE_TIMEOUT_S)
         if not settled:
             raise NotStored(
-                f"group {group_id!r} came before and is still being written to the learner's "
+                f"group {group_id!r} was pushed before and is still being written to the learner's "
                 f"disk after {STORE_TIMEOUT_S:g} s"
             )
         return group_id in self._waiting or group_id in self._consumed
 
-    def _disown(self, unfit: Callable[[Group], bool]) -> tuple[str, ...]:
-        """Gives up waiting groups of a kind."""
+    def _give_up(self, unfit: Callable[[Group], bool]) -> tuple[str, ...]:
+        """Drops the waiting groups that are unfit; returns their ids."""
         ids = tuple(name for name, waiting in self._waiting.items() if unfit(waiting.group))
         for group_id in ids:
             self._remove(group_id)
@@ -346,7 +347,7 @@ class GroupBuffer:
         self._count(disowned=len(ids))
         return ids
 
-    def _give_away(self, group_ids: Iterable[str]) -> Taken:
+    def _take_waiting(self, group_ids: Iterable[str]) -> Taken:
         groups = [self._waiting[group_id].group for group_id in group_ids]
         for group in groups:
             self._remove(group.group_id)

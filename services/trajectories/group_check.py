@@ -1,4 +1,4 @@
-"""The rules that a group must keep to be trained on, whoever sent it."""
+"""The rules that every group must keep to be trained on."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What the books of the driver need of a group: everything but its arrays."""
+"""A group without its arrays: what the driver's accounting needs of it."""
 
 import dataclasses
 

@@ -23,11 +23,11 @@ class _Series(NamedTuple):
 
 
 class IdSet:
-    """Ids can be added, and none is ever taken away."""
+    """Ids can be added, and none is ever removed."""
 
     def __init__(self, plain: Iterable[str | Iterable[str]] = ()):
         """Args:
-            plain: as `plain` gave it, or any ids.
+            plain: as `plain` returned it, or any ids.
 
         Raises:
             ValueError: if a range is none.
@@ -45,6 +45,7 @@ class IdSet:
                 self._insert(first[0], first[1], last[1])
 
     def add(self, new_id: str) -> None:
+        """Adds one id, as `set.add` does."""
         found = _number(new_id)
         if found is None:
             self._others.add(new_id)
@@ -53,6 +54,7 @@ class IdSet:
             self._insert(series, number, number)
 
     def update(self, ids: Iterable[str]) -> None:
+        """Adds several ids, as `set.update` does."""
         for new_id in ids:
             self.add(new_id)
 

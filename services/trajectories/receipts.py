@@ -17,7 +17,7 @@ class UnknownReceipt(Exception):
 
 
 class NotOpen(Exception):
-    """The learner has no policy yet, or is still taking up its books after a restart."""
+    """The learner has no policy yet, or is still restoring its state after a restart."""
 
 
 class Receipts:
@@ -34,7 +34,7 @@ class Receipts:
         self.issued_version = NO_VERSION
         """Newest that workers can have."""
         self.learner_version = NO_VERSION
-        """May be ahead of that, while a version is still on its way out."""
+        """May be ahead of that, while a version is still being published."""
 
     def issue(self, policy_version: int, digest: str) -> None:
         """Makes a version known.
@@ -52,16 +52,16 @@ class Receipts:
         self.advance(policy_version)
 
     def advance(self, policy_version: int) -> None:
-        """Says which version the learner holds; staleness counts from it."""
+        """Records the version that the learner holds; staleness counts from it."""
         self.learner_version = max(self.learner_version, policy_version)
         self._issued = {v: d for v, d in self._issued.items() if not self.is_stale(v)}
 
     def revoke(self, policy_version: int) -> None:
-        """Takes back this version and later ones."""
+        """Withdraws this version and later ones."""
         self._issued = {v: d for v, d in self._issued.items() if v < policy_version}
 
     def take_over(self, issued: Mapping[int, str], policy_version: int) -> None:
-        """Makes versions known that a learner before had issued, later ones included.
+        """Adds versions that the learner process before had issued, later ones included.
 
         Args:
             policy_version: the learner's now.
@@ -74,22 +74,22 @@ class Receipts:
         return self.learner_version - policy_version > self._max_staleness
 
     def is_reached(self, policy_version: int) -> bool:
-        """Whether the learner has come so far; after a restart it has some versions yet to make."""
+        """Whether the learner has reached that version; after a restart it may be behind."""
         return policy_version <= self.learner_version
 
     def check(self, group: Group) -> None:
-        """Holds a group to its origin.
+        """Checks the origin of a group.
 
         Raises:
-            NotOpen: if nothing can be said yet.
+            NotOpen: if the learner has no version yet.
             StaleGroup: if its version is too old.
             UnknownReceipt: if its version was never issued, or under another digest.
         """
         version = group.policy_version
         if self.learner_version == NO_VERSION:
             raise NotOpen(
-                f"group {group.group_id!r} comes before the learner has a policy: it is starting, "
-                "or takes up what the one before has left"
+                f"group {group.group_id!r} was pushed before the learner has a policy: it is "
+                "starting, or restores its state"
             )
         if self.is_stale(version):
             raise StaleGroup(

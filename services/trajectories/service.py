@@ -116,5 +116,8 @@ def _read_group(
     group = codec.decode_group(raw)
     announced = (header.run_id, header.group_id, header.attempt)
     if (group.run_id, group.group_id, group.attempt) != announced:
-        raise ValueError(f"{where}: header says (run, group, attempt) {announced}, the group not")
+        raise ValueError(
+            f"{where}: the header announces (run, group, attempt) {announced}, "
+            "the group has another"
+        )
     return group

@@ -1,7 +1,7 @@
 """Large buffers whose memory is used again.
 
 A fresh gigabyte costs a page fault for every 4 KiB, which takes longer than to receive it. A run
-moves versions of one size for its whole life, so their memory goes round.
+moves versions of one size for its whole life, so their memory is reused.
 """
 
 import collections
@@ -15,13 +15,13 @@ PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 class BufferPool:
-    """Hands out buffers, and takes their memory back when nobody can see it any more."""
+    """Lends buffers, and reuses their memory once no array refers to it."""
 
     def __init__(self, keep: int):
         """Starts empty.
 
         Args:
-            keep: how many unused buffers it holds on to; more are given back to the system.
+            keep: how many unused buffers it keeps; others are returned to the system.
         """
         self._free: collections.deque[mmap.mmap] = collections.deque(maxlen=keep)
 

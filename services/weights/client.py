@@ -31,12 +31,12 @@ _NO_ANSWER = (
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.CANCELLED,
 )
-"""What gRPC reports where the server said nothing."""
+"""Statuses that gRPC sets itself, where the server sent none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Offer:
-    """What a server says of its newest version."""
+    """A server's answer about its newest version."""
 
     manifest: WeightManifest | None
     """None while it is older than was asked for."""

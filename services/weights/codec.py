@@ -109,7 +109,7 @@ def decode_delta_manifest(message: weights_pb2.GetDeltaResponse) -> DeltaManifes
 
 
 class Piece(NamedTuple):
-    """What a FetchWeightsResponse says."""
+    """The content of a FetchWeightsResponse."""
 
     offset: int
     """Place of the first byte in the version's byte stream."""

@@ -39,7 +39,7 @@ class DeltaKind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeltaTensor:
-    """One tensor's part of a delta."""
+    """One tensor in a delta."""
 
     kind: DeltaKind
     nbytes: int
@@ -52,7 +52,7 @@ class DeltaTensor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeltaManifest:
-    """What a receiver must know before the bytes."""
+    """What a receiver needs before the bytes."""
 
     tensors: tuple[DeltaTensor, ...]
     """In the order of the version's manifest."""
@@ -61,12 +61,13 @@ class DeltaManifest:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the delta's stream."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Delta:
-    """The way from one version's bytes to another's."""
+    """The changes that turn one version's bytes into another's."""
 
     manifest: DeltaManifest
     stream: np.ndarray
@@ -74,6 +75,7 @@ class Delta:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the stream."""
         return self.manifest.nbytes
 
 
@@ -98,7 +100,7 @@ def encode_delta(
     """
     old, new = _bytes_of(base, specs, "base"), _bytes_of(target, specs, "target")
     tensors: list[DeltaTensor] = []
-    parts: list[np.ndarray] = []
+    arrays: list[np.ndarray] = []
     total = 0
     for spec in specs:
         tensor, pieces = _encode_tensor(_elements(old, spec), _elements(new, spec))
@@ -109,8 +111,8 @@ def encode_delta(
                 f"{max_bytes} allowed"
             )
         tensors.append(tensor)
-        parts += pieces
-    stream = np.concatenate([np.empty(0, np.uint8), *(part.view(np.uint8) for part in parts)])
+        arrays += pieces
+    stream = np.concatenate([np.empty(0, np.uint8), *(array.view(np.uint8) for array in arrays)])
     stream.flags.writeable = False
     return Delta(
         manifest=DeltaManifest(tensors=tuple(tensors), checksum=checksum(stream)), stream=stream
@@ -124,7 +126,7 @@ def apply_delta(
     *,
     out: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Makes the target from a copy of its base; whether it is right, checksums must tell.
+    """Makes the target from a copy of its base; the caller checks the result by its checksums.
 
     Args:
         base: contiguous bytes of the version that the delta was made against.
@@ -158,7 +160,7 @@ def apply_delta(
 
 
 def check_delta(manifest: DeltaManifest, specs: Sequence[TensorSpec]) -> None:
-    """Raises ValueError unless every tensor's part has a size that its spec allows."""
+    """Raises ValueError unless every tensor of the delta has a size that its spec allows."""
     if len(manifest.tensors) != len(specs):
         raise ValueError(f"the delta has {len(manifest.tensors)} tensors, the version {len(specs)}")
     for spec, tensor in zip(specs, manifest.tensors, strict=True):
@@ -181,7 +183,7 @@ def check_delta(manifest: DeltaManifest, specs: Sequence[TensorSpec]) -> None:
 
 
 def _encode_tensor(old: np.ndarray, new: np.ndarray) -> tuple[DeltaTensor, list[np.ndarray]]:
-    """Returns one tensor's part, and the arrays whose bytes make it up."""
+    """Returns one tensor of a delta, and the arrays whose bytes make it up."""
     codes: dict[int, list[np.ndarray]] = {size: [] for size in GAP_BYTES}
     code_bytes = dict.fromkeys(GAP_BYTES, 0)
     values: list[np.ndarray] = []
@@ -217,7 +219,7 @@ def _changes(old: np.ndarray, new: np.ndarray) -> Iterator[tuple[np.ndarray, np.
 
 
 def _codes(gaps: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Writes gaps as codes: so many of the largest number, then what is left, which is below it."""
+    """Writes each gap as codes: the largest number as often as it fits, then the remainder."""
     largest = np.iinfo(dtype).max
     escapes, rest = np.divmod(gaps, largest)
     ends = np.cumsum(escapes + 1)

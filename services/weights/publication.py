@@ -1,4 +1,4 @@
-"""One policy version on its way into a WeightStore: shard by shard, visible to nobody yet."""
+"""One policy version on its way into a WeightStore: shard by shard, not visible yet."""
 
 import concurrent.futures
 import dataclasses
@@ -78,7 +78,7 @@ class Publication:
         Args:
             name: of the tensor.
             index: place of the shard in it, as JAX names it; () for all of it.
-            array: host or device array of the tensor's dtype, which nobody changes meanwhile.
+            array: host or device array of the tensor's dtype, which must not change meanwhile.
 
         Raises:
             PublicationClosed: after `commit` or `abort`.
@@ -103,7 +103,7 @@ class Publication:
 
         Args:
             canary: what the publisher made of the probe under these weights, if it ran one.
-            before_visible: called with the manifest before anybody can ask for the version; what it
+            before_visible: called with the manifest before the version can be requested; what it
                 raises ends the commit, and the publication can still be aborted.
 
         Raises:
@@ -134,7 +134,7 @@ class Publication:
         return manifest
 
     def abort(self) -> None:
-        """Lets go of everything; does nothing after a commit."""
+        """Releases the buffers; does nothing after a commit."""
         with self._lock:
             self._stream = None
             for tensor in self._tensors.values():
@@ -155,7 +155,7 @@ class Publication:
         return stream
 
     def _claim(self, name: str, index: Index, source: np.ndarray) -> tuple[_Tensor, np.ndarray]:
-        """Checks a shard and books its box, so that no other thread writes there; returns where."""
+        """Checks a shard and reserves its box for this thread; returns tensor and target."""
         if name not in self._tensors:
             raise ValueError(f"policy version {self.policy_version} has no tensor {name!r}")
         tensor = self._tensors[name]

@@ -1,4 +1,4 @@
-"""Who gives a policy version to whom, so that the learner sends few copies however many ask."""
+"""Which worker pulls from which, so that the learner sends few copies to any number of workers."""
 
 from collections.abc import Mapping, Sequence
 
@@ -37,7 +37,7 @@ def tree_depth(tree: Mapping[str, str | None]) -> int:
 
 
 def ancestors(tree: Mapping[str, str | None], worker: str) -> list[str]:
-    """Returns parent, grandparent and so on, the learner left out: whom to ask, nearest first."""
+    """Returns the relays to ask, nearest first: parent, grandparent, ...; not the learner."""
     found: list[str] = []
     while (parent := tree[worker]) is not None:
         found.append(parent)

@@ -1,10 +1,10 @@
 """A worker's copy of the policy: pulled from a source that has it, and served to others.
 
 The manifest of a version comes from the learner, its bytes from the nearest relay. Every byte is
-checked against the manifest, so a relay can be slow, gone or wrong, and no more: the pull goes on
-at the next source with what has arrived. Each source is asked for the delta first, if the version
-before is held, then for all bytes. A tensor whose bytes are wrong is fetched again from the next
-source, and the last one gets a second attempt where others sent some of the bytes.
+checked against the manifest, so a relay that is slow, gone or wrong only costs time: the pull goes
+on at the next source with what has arrived. Each source is asked for the delta first, if the
+version before is held, then for all bytes. A tensor whose bytes are wrong is fetched again from the
+next source, and the last one gets a second attempt where others sent some of the bytes.
 """
 
 import collections
@@ -63,7 +63,7 @@ class PullStats:
     seconds: float
     """From then until it was verified."""
     sources: tuple[str, ...]
-    """Addresses that gave bytes, in the order in which they were asked."""
+    """Addresses that sent bytes, in the order in which they were asked."""
     depth: int
     """Transfers between the publisher and this copy."""
     failures: tuple[str, ...]
@@ -108,7 +108,7 @@ class Replica:
             deltas: whether to ask for deltas.
             streams: connections to a source during a transfer, >= 1.
             chunk_bytes: data bytes of one message that is sent to others.
-            chunk_timeout_s: a connection that is silent for so long is cut, and goes on anew.
+            chunk_timeout_s: a connection that is silent for this long is cut and opened again.
             patience_s: how long a source that is not the last may lack the version, or send
                 nothing, before the next is asked.
 
@@ -136,6 +136,7 @@ class Replica:
 
     @property
     def port(self) -> int:
+        """Port of `address`."""
         return self._server.port
 
     def pull(
@@ -151,16 +152,16 @@ class Replica:
 
         Args:
             min_version: oldest policy version that will do.
-            sources: addresses in order of preference, >= 1; the last is the learner's, whose word
-                on the manifest counts.
+            sources: addresses in order of preference, >= 1; the last is the learner's, whose
+                manifest takes precedence.
             timeout_s: bound of the wait for such a version to be offered.
             transfer_timeout_s: bound of its transfer, all sources together; None is `timeout_s`.
             digest: that of `min_version`, where the caller knows it; others are refused for it.
 
         Raises:
             TimeoutError: naming the sources, if none offers such a version in time.
-            WeightTransferError: naming each source and its failure, if it cannot be had whole. What
-                was held before still is.
+            WeightTransferError: naming each source and its failure, if it cannot be fetched whole.
+                What was held before still is.
         """
         order = list(dict.fromkeys(source for source in sources if source != self.address))
         if not order:
@@ -195,7 +196,7 @@ class Replica:
             return Pulled(held.manifest, arrays_of(held.manifest, held.stream), stats)
 
     def close(self, grace_s: float = 0.0) -> None:
-        """Ends a pull that runs, lets transfers to others end for so long, and stops serving."""
+        """Ends a pull that runs, and stops serving; transfers to others get `grace_s` to end."""
         self._closed.set()
         with self._pulling:
             self._connect([])
@@ -208,7 +209,7 @@ class Replica:
         self.close()
 
     def _connect(self, order: Sequence[str]) -> None:
-        """Has a client for each of these sources, and for no other."""
+        """Keeps a client for each of these sources, and closes the others."""
         for gone in [address for address in self._clients if address not in order]:
             self._clients.pop(gone).close()
         for address in order:
@@ -273,7 +274,7 @@ class Replica:
         """Fetches one version; each source gives what the ones before it did not.
 
         Args:
-            manifest: of the version, from the learner or whoever answers for it.
+            manifest: of the version, from the learner, or from a relay where that does not answer.
             order: addresses of the sources, in order of preference, >= 1.
             depths: of sources that have offered this very version; those of others are added.
             deadline: of all sources together.
@@ -426,7 +427,7 @@ class Replica:
 
 
 def _problem(offer: Offer, min_version: int, digest: str | None) -> str | None:
-    """Says what is wrong with an offer, if anything is."""
+    """What is wrong with an offer; None where it can be used."""
     manifest = offer.manifest
     if manifest is None:
         return f"has no policy version newer than {offer.current_version}"

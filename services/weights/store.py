@@ -1,8 +1,8 @@
 """Policy versions in host memory, for the weight service to serve.
 
 The store owns its bytes: a publication copies, so a training step that donates, frees or changes
-the arrays it came from cannot touch a version that is being sent. A learner's store has what was
-published there; a relay's has what it received.
+the source arrays cannot touch a version that is being sent. A learner's store holds what was
+published there, a relay's what it received.
 """
 
 import concurrent.futures
@@ -30,12 +30,12 @@ class UnknownVersion(LookupError):
 
 
 class UnknownDelta(LookupError):
-    """There is no delta between these versions; whoever asks fetches all."""
+    """There is no delta between these versions; the caller fetches all bytes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeldDelta:
-    """The way to a version from the one before it, made or still being made."""
+    """The delta of a version from the one before it, made or still being made."""
 
     base_version: int
     base_digest: str
@@ -90,7 +90,7 @@ class WeightStore:
 
     @property
     def egress_bytes(self) -> int:
-        """Bytes of tensors and deltas that were sent from here, to everybody."""
+        """Bytes of tensors and deltas that were sent from here."""
         with self._changed:
             return self._egress_bytes
 
@@ -100,7 +100,7 @@ class WeightStore:
             self._egress_bytes += nbytes
 
     def begin(self, policy_version: int, specs: Sequence[TensorSpec]) -> Publication:
-        """Opens a new version, which nobody sees before its commit.
+        """Opens a new version, which is not visible before its commit.
 
         Args:
             policy_version: higher than every version before, >= 0.
@@ -119,7 +119,7 @@ class WeightStore:
 
         Args:
             policy_version: higher than every version before, >= 0.
-            tensors: by Hugging Face name; host or device arrays that nobody changes during the
+            tensors: by Hugging Face name; host or device arrays that must not change during the
                 call.
 
         Returns:
@@ -173,7 +173,7 @@ class WeightStore:
         Args:
             min_version: oldest policy version that will do.
             timeout_s: how long to wait for it.
-            abandoned: ends the wait early when true; looked at after every `wake`.
+            abandoned: ends the wait early when true; checked after every `wake`.
 
         Raises:
             TimeoutError: if no such version was published in that time.
@@ -191,7 +191,7 @@ class WeightStore:
             return self._held[current]
 
     def wake(self) -> None:
-        """Lets every waiter look at its `abandoned` again."""
+        """Has every waiting call check its `abandoned` again."""
         with self._changed:
             self._changed.notify_all()
 

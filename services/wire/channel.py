@@ -1,7 +1,7 @@
 """How a client of the run connects, waits and tries again.
 
-Every call goes through a `Deadline`, whose error says who was waited for. Only UNAVAILABLE is
-tried again, until the deadline; gRPC's own retries are off.
+Every call goes through a `Deadline`, whose error names peer and purpose. Only UNAVAILABLE is tried
+again, until the deadline; gRPC's own retries are off.
 """
 
 import time
@@ -36,7 +36,7 @@ CLIENT_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.enable_http_proxy", 0),  # peers of a run are reached directly, whatever http_proxy says
     ("grpc.enable_retries", 0),
     ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
-    ("grpc.http2.bdp_probe", 0),  # it lets the window grow without a bound that we know
+    ("grpc.http2.bdp_probe", 0),  # it lets the window grow without a known bound
     ("grpc.use_local_subchannel_pool", 1),  # a channel is a connection of its own
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
@@ -87,9 +87,11 @@ class Deadline:
         self._end_s = time.monotonic() + timeout_s
 
     def remaining_s(self) -> float:
+        """Seconds until the deadline, >= 0."""
         return max(0.0, self._end_s - time.monotonic())
 
     def error(self, reason: str) -> TimeoutError:
+        """Returns the error of a deadline that has passed."""
         return TimeoutError(f"waited {self.timeout_s:g} s for {self.waiting_for}: {reason}")
 
     def call(self, attempt: Callable[[float], T]) -> T:
@@ -116,7 +118,7 @@ class Backoff:
         self._last_reason = "no answer"
 
     def pause_after(self, error: grpc.RpcError) -> None:
-        """Sleeps if the status is UNAVAILABLE; otherwise raises, as `Deadline.call` says."""
+        """Sleeps if the status is UNAVAILABLE; otherwise raises, as `Deadline.call` describes."""
         status = error.code()  # pyright: ignore[reportAttributeAccessIssue]
         if status is grpc.StatusCode.UNAVAILABLE:
             self.pause(str(error.details()))  # pyright: ignore[reportAttributeAccessIssue]

@@ -8,7 +8,7 @@ from services.wire.tls import Credentials
 
 
 class NotServing(RuntimeError):
-    """The server is there, and says that it does not serve (any more, or not this service)."""
+    """The server answers that it does not serve, or does not have the service."""
 
 
 def check_serving(

@@ -1,7 +1,7 @@
 """What crosses a process boundary as data: groups of completions, and weight manifests.
 
-Frozen records of numpy arrays. `codec.py` turns them into protobuf and back; nothing here knows
-gRPC, JAX or files.
+Frozen records of numpy arrays. The codecs of weights and trajectories turn them into protobuf and
+back; nothing here knows gRPC, JAX or files.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ class FinishReason(enum.Enum):
 
 
 class PushOutcome(enum.Enum):
-    """What became of a pushed group; after either the worker may forget it."""
+    """The outcome of a push; after either the worker may drop the group."""
 
     ACCEPTED = "accepted"
     DUPLICATE = "duplicate"
@@ -32,7 +32,7 @@ class Completion:
     """
 
     sample_index: int
-    """Place in the group, from 0; part of the random key."""
+    """Place in the group, from 0; enters the random key."""
     token_ids: np.ndarray
     """int32 [T], T >= 1: exactly the ids that were sampled."""
     behavior_logprobs: np.ndarray
@@ -43,7 +43,7 @@ class Completion:
     total_reward: float
     """Weighted sum; NaN exactly when reward_error is not empty."""
     reward_error: str = ""
-    """Name and message of the scorer that failed; such a completion has no say in its group."""
+    """Name and message of the scorer that failed; such a completion does not count in its group."""
 
     @property
     def disagreements(self) -> dict[str, bool]:
@@ -105,8 +105,8 @@ class Canary:
     fingerprints: np.ndarray
     """float32 [L + 1, B, 2]: of the hidden states, as models/probe.py defines them."""
     precision: str
-    """What the learner's matrix products round to, `bfloat16` or `float32`: it says how far healthy
-    sides may be apart."""
+    """What the learner's matrix products round to, `bfloat16` or `float32`: it bounds how far
+    healthy sides may differ."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,10 +120,11 @@ class WeightManifest:
     digest: str
     """Tree digest: sha256 over name, dtype, shape and checksum of every tensor, hex."""
     canary: Canary | None = dataclasses.field(default=None, compare=False)
-    """None where the publisher ran no probe. It is no part of the digest."""
+    """None where the publisher ran no probe. The digest does not cover it."""
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the version's stream."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
 

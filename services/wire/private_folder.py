@@ -1,4 +1,4 @@
-"""Folders that only their owner may look into, in which a run leaves keys and tokens."""
+"""Folders with keys and tokens of a run, which only their owner may read."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""Which of this host's addresses others dial."""
+"""Which of this host's addresses other hosts connect to."""
 
 import socket
 
@@ -11,7 +11,7 @@ def is_loopback(host: str) -> bool:
 
 
 def own_address(towards: str) -> str:
-    """The address of this host on the way to another; nothing is sent.
+    """The address of this host that another one sees; nothing is sent.
 
     Args:
         towards: an address, without a port.

@@ -26,7 +26,7 @@ SERVER_OPTIONS: tuple[tuple[str, int | str], ...] = (
 
 
 class PortUnavailable(OSError):
-    """The server could not listen where it was told to."""
+    """The server could not listen on its address."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class Server:
         return join_address(self.host, self.port)
 
     def stop(self, grace_s: float) -> None:
-        """Takes no new calls, lets running ones end for so long, then cancels them."""
+        """Takes no new calls, lets running ones go on for at most `grace_s`, then cancels them."""
         self._health.enter_graceful_shutdown()
         for service in self._services:
             service.close()

@@ -1,4 +1,4 @@
-"""Strict JSON for whatever a run measures and samples.
+"""Strict JSON for what a run measures and samples.
 
 A number that is not finite has no JSON form: it is written as the text "NaN", "Infinity" or
 "-Infinity". A lone surrogate, which UTF-8 cannot encode, is written as the six characters `\\udXXX`
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-"""By the text that stands for each."""
+"""By the text that represents each."""
 
 
 def encode(value: Any) -> bytes:
@@ -41,7 +41,7 @@ def strict(value: Any, key: str = "") -> tuple[Any, list[str]]:
 
 
 def number_text(value: float) -> str:
-    """What stands for a number that is not finite."""
+    """The text that represents a number that is not finite."""
     return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
 
 

@@ -1,4 +1,4 @@
-"""The certificates of one run: its own authority, made at start and gone with it.
+"""The certificates of one run: its own authority, which is made at the start and ends with the run.
 
 Every process of the run gets a certificate, every connection is mutual TLS, and nothing outside
 the run is trusted. Keys live in memory only.
@@ -24,7 +24,7 @@ COMMON_NAME_CHARS = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Credentials:
-    """What one process shows and whom it trusts, all as PEM."""
+    """A process's certificate and key, and the authority that it trusts, as PEM."""
 
     ca_pem: bytes
     cert_pem: bytes
@@ -53,10 +53,10 @@ class RunAuthority:
         return cls(key, certificate)
 
     def issue(self, role: str) -> Credentials:
-        """Makes a certificate for one process, good as client and as server.
+        """Makes a certificate for one process, valid as client and as server.
 
         Args:
-            role: who it is, such as `learner` or `rollout-3`; stands in the certificate, for logs.
+            role: of the process, such as `learner` or `rollout-3`; becomes its common name.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]

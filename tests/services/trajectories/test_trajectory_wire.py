@@ -236,9 +236,9 @@ def malformed_pushes(raw: bytes):
     yield "may have 1 to 536870912 bytes, got 1073741824", [header(raw, size_bytes=2**30)]
     yield "do not match the sha256", [header(raw), Request(data=flipped)]
     yield "do not match the sha256", [header(raw, sha256=b""), whole]
-    yield "header says", [header(raw, group_id="other"), whole]
-    yield "header says", [header(raw, run_id="run-b"), whole]
-    yield "header says", [header(raw, attempt=2), whole]
+    yield "header announces", [header(raw, group_id="other"), whole]
+    yield "header announces", [header(raw, run_id="run-b"), whole]
+    yield "header announces", [header(raw, attempt=2), whole]
     yield "are not a tandem.v1.Group", [header(b"\xff" * 9), Request(data=b"\xff" * 9)]
 
 
