@@ -25,8 +25,8 @@ class RunProcess:
     pid: int
     host: str
     started: int
-    """Clock ticks since the host's boot, to tell a process from a later one of the same pid; 0 where
-    the system does not report it."""
+    """Clock ticks since the host's boot, to tell a process from a later one of the same pid; 0
+    where the system does not report it."""
     logs: tuple[str, ...]
     """Files that its stdout and stderr go to; empty for a terminal or a pipe."""
     path: pathlib.Path

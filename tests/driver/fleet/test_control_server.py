@@ -192,7 +192,7 @@ def test_a_run_can_be_controlled_through_its_folder_while_it_lasts(tmp_path, aut
             with pytest.raises(TimeoutError, match="the driver was busy for 0.9"):
                 late.result(HANG_S)
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(NoAccess, match="has not got so far yet, or is ending"):
+    with pytest.raises(NoAccess, match="is still starting, or is ending"):
         read_access(tmp_path)
 
 

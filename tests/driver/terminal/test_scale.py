@@ -227,8 +227,8 @@ def test_a_folder_without_a_run_is_named(tmp_path, capsys):
         ({"state": "failed", "reason": "no space"}, "it failed after step 0: no space"),
         ({"state": "interrupted"}, "it was interrupted"),
         ({"pid": "gone"}, "is gone without a word; go on with --resume"),
-        ({}, "has not got so far yet, or is ending"),
-        ({"host": "elsewhere", "pid": "gone"}, "has not got so far yet, or is ending"),
+        ({}, "is still starting, or is ending"),
+        ({"host": "elsewhere", "pid": "gone"}, "is still starting, or is ending"),
     ],
 )
 def test_a_run_that_cannot_be_controlled_says_why(tmp_path, capsys, changes, part):
