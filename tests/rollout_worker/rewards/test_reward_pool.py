@@ -245,7 +245,9 @@ def test_what_a_killed_scorer_started_is_killed_too(hasty_pool, tmp_path):
 def test_a_reward_is_the_same_from_any_thread(pool):
     expected = scores_of(pool, [request("#### 3")])
     with ThreadPoolExecutor(4) as threads:
-        batches = list(threads.map(pool.score, [[request("#### 3")] * 8] * 12))
+        batches = list(
+            threads.map(lambda batch: scores_of(pool, batch), [[request("#### 3")] * 8] * 12)
+        )
     assert all(score == expected[0] for batch in batches for score in batch)
 
 
@@ -307,7 +309,7 @@ def test_children_die_with_a_parent_that_is_killed(user_modules, completion):
         print(int(pool.submit([ScoreRequest("pid", "", "", {{}})]).wait()[0].total), flush=True)
         if {completion!r} == "spin":
             job = [ScoreRequest("spin", "", "", {{}})]
-            threading.Thread(target=pool.score, args=(job,), daemon=True).start()
+            threading.Thread(target=pool.submit, args=(job,), daemon=True).start()
             time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
     """
