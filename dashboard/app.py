@@ -1,6 +1,6 @@
 """The HTTP side of the dashboard as a Starlette application; `openapi.py` describes it.
 
-Every answer is strict JSON or a file of the page, but for the text of Prometheus and the event
+Every answer is strict JSON or a file of the page, except the text for Prometheus and the event
 stream. Handlers decode a request and delegate; they are the only place that knows status codes.
 """
 
@@ -36,7 +36,7 @@ from services.wire.strict_json import encode
 
 STATIC = pathlib.Path(__file__).parent / "static"
 GZIP_FROM_BYTES = 1400
-"""A shorter answer fits into one packet anyway."""
+"""A shorter answer fits into one packet."""
 BODY_BYTES = 4096
 """Longest body of a POST."""
 
@@ -99,7 +99,7 @@ class Api:
         self._compared = compared
 
     def routes(self) -> list[tuple[str, str, Callable[[Request], Awaitable[Any]]]]:
-        """Path, method and handler of everything but the static files."""
+        """Path, method and handler of everything except the static files."""
         return [
             ("/", "GET", self.page),
             ("/healthz", "GET", self.healthz),
@@ -170,11 +170,11 @@ class Api:
         """One closed step."""
         text = request.path_params["step"]
         if not text.isdecimal() or len(text) > 12:
-            return _error(404, f"step {text[:40]!r} is no step: give a whole number from 0")
+            return _error(404, f"{text[:40]!r} is not a step: give a whole number from 0")
         found = await self._follower.read(self._find_step, int(text))
         if found is None:
             last = self._follower.log.last_step
-            return _error(404, f"step {text} is not closed: the log has steps up to {last}")
+            return _error(404, f"step {text} has not closed: the log has steps up to {last}")
         return Json(found)
 
     async def timeline(self, request: Request) -> Response:
@@ -216,17 +216,19 @@ class Api:
 
     async def scale(self, request: Request) -> Response:
         """Requests a number of rollout workers."""
-        wish = await _body(request, "target", int)
-        if not 0 <= wish < 2**31:
-            raise BadQuery(f"target={wish} is no number of workers: give 1, 2, 3, ...")
-        return await self._change(lambda link: link.scale(wish))
+        wanted = await _body(request, "target", int)
+        if not 0 <= wanted < 2**31:
+            raise BadQuery(f"target={wanted} is not a number of workers: give 1, 2, 3, ...")
+        return await self._change(lambda link: link.scale(wanted))
 
     async def drain(self, request: Request) -> Response:
         """Requests that a rollout worker is drained."""
-        wish = await _body(request, "name", str)
-        if not wish.isprintable():  # nor can gRPC carry a lone surrogate
-            raise BadQuery(f"name={wish[:40]!r} is no worker: give a name that /api/fleet lists")
-        return await self._change(lambda link: link.drain(wish))
+        wanted = await _body(request, "name", str)
+        if not wanted.isprintable():  # nor can gRPC carry a lone surrogate
+            raise BadQuery(
+                f"name={wanted[:40]!r} is not a worker: give a name that /api/fleet lists"
+            )
+        return await self._change(lambda link: link.drain(wanted))
 
     async def compare(self, request: Request) -> Response:
         """Two runs side by side, if two are served."""
@@ -242,7 +244,7 @@ class Api:
 
     async def stream(self, request: Request) -> Any:
         """Server-sent events."""
-        if request.method == "HEAD":  # which the route takes too, and which ends at once
+        if request.method == "HEAD":  # the route accepts it too, and it ends at once
             return Response(media_type="text/event-stream")
         try:
             return EventStream(self._follower.hub, await self._follower.join())
@@ -267,7 +269,7 @@ class Api:
         found = await self._follower.read(find, name)
         if found is None:
             return _error(
-                404, f"there is no sample {name[:40]!r}: ids are those that /api/samples lists"
+                404, f"there is no sample {name[:40]!r}: give an id that /api/samples lists"
             )
         return Json(found)
 
@@ -303,10 +305,10 @@ async def _body(request: Request, key: str, kind: type) -> Any:
     try:
         found = json.loads(raw.decode())
     except (ValueError, RecursionError) as error:
-        raise BadQuery(f"the body is no JSON ({error}): send an object with {key!r}") from error
+        raise BadQuery(f"the body is not JSON ({error}): send an object with {key!r}") from error
     if not isinstance(found, dict) or set(found) != {key} or type(found[key]) is not kind:
-        says = "a whole number" if kind is int else "a text"
-        raise BadQuery(f"the body must be a JSON object with {key!r} alone, {says}")
+        expected = "a whole number" if kind is int else "a text"
+        raise BadQuery(f"the body must be a JSON object with {key!r} alone, {expected}")
     return found[key]
 
 
@@ -317,8 +319,8 @@ def _error(status: int, text: str) -> Json:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     text = {
-        404: f"there is no {request.url.path[:100]}: /openapi.json lists what there is",
-        405: f"{request.method} is not for {request.url.path[:100]}: /openapi.json says what is",
+        404: f"there is no {request.url.path[:100]}: /openapi.json lists all paths",
+        405: f"{request.method} is not allowed for {request.url.path[:100]}: see /openapi.json",
     }.get(error.status_code, error.detail)
     return Json({"error": text}, error.status_code, dict(error.headers or {}))
 
@@ -328,5 +330,5 @@ async def _bad_query(request: Request, error: Exception) -> Response:
 
 
 async def _failure(request: Request, error: Exception) -> Response:
-    text = f"the dashboard failed here ({type(error).__name__}): see dashboard.log"
-    return Json({"error": text}, 500, SECURITY_HEADERS)  # the guard does not see it
+    text = f"internal error of the dashboard ({type(error).__name__}): see dashboard.log"
+    return Json({"error": text}, 500, SECURITY_HEADERS)  # it does not pass the guard

@@ -1,7 +1,7 @@
-"""Who may look and who may command: the two tokens of a dashboard, and where they are kept.
+"""The two tokens of a dashboard, and where they are stored.
 
-The view token opens every page, the control token opens POSTs as well. Both lie in a folder of
-mode 0700, in files of mode 0600, and nowhere else: no log, command line or archive holds them.
+The view token grants GET requests, the control token POST requests as well. Both are stored in a
+folder of mode 0700, in files of mode 0600, and never in a log, command line or archive.
 """
 
 import dataclasses
@@ -20,36 +20,38 @@ _NOT_OF_A_COOKIE = re.compile(r"[^A-Za-z0-9_-]")
 
 
 class NoLink(RuntimeError):
-    """The folder holds no link to a dashboard; the message says why."""
+    """The folder has no link to a dashboard; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """What opens one dashboard."""
+    """The tokens of one dashboard."""
 
     view: str = dataclasses.field(repr=False)
     control: str = dataclasses.field(repr=False)
 
     @classmethod
     def create(cls) -> "Tokens":
+        """New random tokens."""
         return cls(
             view=secrets.token_urlsafe(TOKEN_BYTES), control=secrets.token_urlsafe(TOKEN_BYTES)
         )
 
 
 def write_access(folder: pathlib.Path, url: str, tokens: Tokens) -> None:
-    """Leaves `url`, `view_token` and `control_token` in a folder that only its owner may read, in
-    place of what is there; see `replace_private`.
+    """Writes `url`, `view_token` and `control_token` to a private folder, which is replaced.
+
+    See `replace_private`.
     """
     texts = {"url": url, "view_token": tokens.view, "control_token": tokens.control}
     replace_private(folder, {name: text.encode() for name, text in texts.items()})
 
 
 def read_access(folder: pathlib.Path) -> tuple[str, Tokens]:
-    """URL and tokens that `write_access` left.
+    """URL and tokens that `write_access` wrote.
 
     Raises:
-        NoLink: if they are not there or not for this user.
+        NoLink: if they do not exist or are not readable for this user.
     """
     try:
         url, view, control = (
@@ -57,52 +59,53 @@ def read_access(folder: pathlib.Path) -> tuple[str, Tokens]:
         )
     except FileNotFoundError as error:
         raise NoLink(
-            f"{folder} is not there: no driver serves a dashboard of this run now (it has ended, "
-            "has not got so far, or log.dashboard.enabled is false); `python -m dashboard "
-            f"--run {folder.parent}` without --link serves one"
+            f"{folder} does not exist: no driver serves a dashboard of this run now (the run has "
+            "ended or is still starting, or log.dashboard.enabled is false); "
+            f"`python -m dashboard --run {folder.parent}` without --link serves one"
         ) from error
     except PermissionError as error:
         raise NoLink(
-            f"{folder} belongs to another user: ask whoever started the run for the link"
+            f"{folder} belongs to another user: ask the owner of the run for the link"
         ) from error
     return url, Tokens(view=view, control=control)
 
 
 def link(url: str, tokens: Tokens) -> str:
-    """What a browser is to open; it holds the view token."""
+    """The URL to open in a browser; it contains the view token."""
     return f"{url}/?token={tokens.view}"
 
 
-def cookie_name(served: str) -> str:
-    """Of what is served: cookies do not know ports, and a host may have several dashboards."""
+def _cookie_name(served: str) -> str:
+    """A name for one dashboard: cookies ignore ports, and a host may have several dashboards."""
     return f"tandem_{_NOT_OF_A_COOKIE.sub('_', served)[:100]}"
 
 
 class Gate:
-    """Compares what a request shows with the tokens, in constant time."""
+    """Compares the credentials of a request with the tokens, in constant time."""
 
     def __init__(self, tokens: Tokens, served: str):
         self._tokens = tokens
-        self.cookie = cookie_name(served)
+        self.cookie = _cookie_name(served)
 
-    def may_look(self, headers: Mapping[str, str]) -> bool:
-        """Whether a bearer token or the cookie opens the pages."""
+    def may_view(self, headers: Mapping[str, str]) -> bool:
+        """Whether a bearer token or the cookie grants access to pages."""
         shown = [_bearer(headers), _cookie(headers, self.cookie)]
         return any(self.is_view(one) or self._is_control(one) for one in shown)
 
-    def may_command(self, headers: Mapping[str, str]) -> bool:
-        """Whether the bearer token is that of control; a cookie is never enough."""
+    def may_control(self, headers: Mapping[str, str]) -> bool:
+        """Whether the bearer token is the control token; a cookie is not enough."""
         return self._is_control(_bearer(headers))
 
     def is_view(self, token: str) -> bool:
-        return _opens(token, self._tokens.view)
+        """Whether this is the view token."""
+        return _matches(token, self._tokens.view)
 
     def _is_control(self, token: str) -> bool:
-        return _opens(token, self._tokens.control)
+        return _matches(token, self._tokens.control)
 
 
-def _opens(shown: str, token: str) -> bool:
-    """Whether they are the same; a token of a file that was emptied opens nothing."""
+def _matches(shown: str, token: str) -> bool:
+    """Whether both are equal and not empty, as after a token file was emptied."""
     return bool(token) and hmac.compare_digest(shown.encode(), token.encode())
 
 
@@ -112,8 +115,9 @@ def _bearer(headers: Mapping[str, str]) -> str:
 
 
 def _cookie(headers: Mapping[str, str], name: str) -> str:
-    """By hand: http.cookies gives up all of them where another server on this host, whose cookies
-    come too, has set one that is not quite right.
+    """The value of a cookie, or "".
+
+    http.cookies drops all cookies if one is malformed, perhaps one of another server on this host.
     """
     pairs = (pair.strip().partition("=") for pair in headers.get("cookie", "").split(";"))
     return next((value for key, _, value in pairs if key == name), "")

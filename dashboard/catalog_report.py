@@ -1,4 +1,4 @@
-"""Every metric of a run and its name for Prometheus, as docs/metrics.md has them.
+"""Prints docs/metrics.md: every metric of a run and its name for Prometheus.
 
 python -m dashboard.catalog_report > docs/metrics.md
 """
@@ -15,32 +15,31 @@ from services.control.messages import Fleet, ScalingPolicy, WorkerState, WorkerS
 
 HEAD = """# Metrics
 
-Made from the catalog by `python -m dashboard.catalog_report > docs/metrics.md`.
+Generated from the catalog by `python -m dashboard.catalog_report > docs/metrics.md`.
 
-Every number below stands in `metrics.jsonl` under its name, where a step measured it; the page,
-W&B and TensorBoard use the same names. `/metrics` gives the value that was measured last, under
-the name in the last column; NaN and infinity stand there as they are. A word in braces stands for
-what differs between runs, and is a label for Prometheus: `{scorer}` for the name of a reward
-function, `{process}` for `learner` or a worker, `{phase}` for a phase of the ledger, `{thread}` for
-a thread of a worker, `{n}` for a number. Two names that Prometheus cannot tell apart get a label
-`metric` with the whole name.
+`metrics.jsonl` has each metric below in the steps that measured it; the page, W&B and TensorBoard
+use the same names. `/metrics` exports the latest value under the name in the last column; NaN and
+infinity are exported unchanged. A word in braces is a placeholder, and a label for Prometheus:
+`{scorer}` for the name of a reward function, `{process}` for `learner` or a worker, `{phase}` for a
+phase of the ledger, `{thread}` for a thread of a worker, `{n}` for a number. Names that Prometheus
+cannot tell apart get a label `metric` with the whole name.
 """
 LOG = """
-## Of the steps
+## Metrics of the steps
 
 | metric | title | unit | meaning | Prometheus |
 |---|---|---|---|---|"""
 OWN = """
-## Of the run itself, for Prometheus alone
+## Metrics of the run itself, for Prometheus only
 
-Those of workers are there while the driver answers: of a run that is over they are absent.
+Metrics of workers are exported while the driver answers, and not after the end of the run.
 
 | Prometheus | type | meaning |
 |---|---|---|"""
 PHASES = """
 ## Phases
 
-Values of the label `phase`, and keys of a process in `ledger.jsonl`.
+Values of the label `phase`, and keys of each process in `ledger.jsonl`.
 
 | phase | meaning |
 |---|---|"""
@@ -55,7 +54,7 @@ def document() -> Iterator[str]:
     """Its lines."""
     yield HEAD + LOG
     for row in METRICS:
-        shown = _code(_with_labels(family_name(row), row.words))
+        shown = _code(_with_labels(family_name(row), row.placeholders))
         yield _line(_code(row.name), row.title, row.unit, row.description, shown)
     yield OWN
     for family in _own_families():
@@ -68,14 +67,14 @@ def document() -> Iterator[str]:
 
 
 def _own_families() -> list[Metric]:
-    """Of a run in which everything is there."""
+    """The families of a run that has every one of them."""
     exporter = Exporter()
     processes = {"learner": {"idle": 1.0}}
-    exporter.add(StepFacts(step=1, time=1.0, wall_s=1.0, processes=processes, metrics={}))
+    exporter.add_step(StepFacts(step=1, time=1.0, wall_s=1.0, processes=processes, metrics={}))
     worker = WorkerStatus(
         name="rollout-0",
         state=WorkerState.WORKING,
-        device_bytes=1,  # where the platform tells them
+        device_bytes=1,  # only if the platform reports them
         device_peak_bytes=1,
     )
     fleet = Fleet(target=1, least=1, most=1, policy=ScalingPolicy.FIXED, workers=(worker,))

@@ -1,4 +1,4 @@
-"""Stands before every route: who may enter, from where, and what a browser may do with answers."""
+"""Middleware in front of every route: tokens, origins, and security headers of answers."""
 
 from collections.abc import MutableMapping
 from ipaddress import ip_address
@@ -13,7 +13,7 @@ from dashboard.auth import Gate
 from services.wire.strict_json import encode
 
 OPEN_PATHS = ("/healthz",)
-"""Need no token."""
+"""Paths that need no token."""
 
 SECURITY_HEADERS = {
     "content-security-policy": (
@@ -28,10 +28,10 @@ SECURITY_HEADERS = {
 
 _LOGIN = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Tandem: token needed</title></head><body>
-<h1>This dashboard needs its token</h1>
+<h1>This dashboard needs a token</h1>
 <p>{why}</p>
-<p>Whoever started the run gets the link that holds it with
-<code>python -m dashboard --run DIR --link</code>, DIR being the run's output folder.</p>
+<p>The owner of the run gets a link with the token from
+<code>python -m dashboard --run DIR --link</code>, where DIR is the run's output folder.</p>
 <form method="get" action="/"><label>Token <input name="token" type="password" autofocus
  autocomplete="off"></label> <button>Open</button></form>
 </body></html>
@@ -43,7 +43,7 @@ _ENTERED = """<!doctype html>
 
 
 class AccessGuard:
-    """ASGI middleware; everything that it lets through has shown a token."""
+    """ASGI middleware; it only passes on requests with a valid token."""
 
     def __init__(self, app: ASGIApp, *, gate: Gate, loopback: bool):
         self._app = app
@@ -51,6 +51,7 @@ class AccessGuard:
         self._loopback = loopback
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers or passes on one request."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
 
@@ -65,48 +66,50 @@ class AccessGuard:
         await (answer or self._app)(scope, receive, send_guarded)
 
     def _refusal(self, scope: Scope) -> Response | None:
-        """What a request gets that must not go on, but for a missing token."""
+        """The refusal of a forbidden request; `_entry` handles a missing token."""
         headers = Headers(scope=scope)
         host = headers.get("host", "")
         if self._loopback and not _is_own_host(host):
             return _error(
                 421,
-                f"Host {host[:100]!r} is not this machine's loopback: open the dashboard as "
-                "127.0.0.1 or localhost, or serve it on another address with log.dashboard.host",
+                f"Host {host[:100]!r} is not a loopback address: open the dashboard as 127.0.0.1 "
+                "or localhost, or serve it on another address with log.dashboard.host",
             )
         if scope["method"] not in ("GET", "HEAD"):
             origin = headers.get("origin")
             if origin is not None and _host_of(origin) != host:
-                return _error(403, f"Origin {origin[:100]!r} is another site: it may not command")
-            if not self._gate.may_command(headers):
+                return _error(
+                    403, f"Origin {origin[:100]!r} is another site: it may not make changes"
+                )
+            if not self._gate.may_control(headers):
                 return _error(
                     401,
-                    "a change needs the control token of this run, and what was given is not it: "
-                    "python -m dashboard --run DIR --link shows it to whoever started the "
-                    "run (a program sends it as `Authorization: Bearer ...`)",
+                    "the control token is missing or wrong: the owner of the run gets it from "
+                    "python -m dashboard --run DIR --link (a program sends it as "
+                    "`Authorization: Bearer ...`)",
                 )
         return None
 
     def _entry(self, scope: Scope) -> Response | None:
-        """Answers a request that brings its token in the URL, or none at all."""
+        """The answer to a request with a token in the URL, or without any; None lets it pass."""
         if scope["path"] in OPEN_PATHS:
             return None
         shown = dict(parse_qsl(scope["query_string"].decode("latin-1")))
         if scope["method"] in ("GET", "HEAD") and "token" in shown:
             token = shown.pop("token")
             if not self._gate.is_view(token):
-                return _locked(scope, "The token in the link is not that of this run.")
+                return _locked(scope, "The token in the link is not the token of this run.")
             return self._entered(scope, token, shown)
-        if self._gate.may_look(Headers(scope=scope)):
+        if self._gate.may_view(Headers(scope=scope)):
             return None
-        return _locked(scope, "No token came with the request, or not that of this run.")
+        return _locked(scope, "The request has no token, or not the token of this run.")
 
     def _entered(self, scope: Scope, token: str, left: MutableMapping[str, str]) -> Response:
-        """Sets the cookie and leads to the URL without the token."""
-        # One slash only: `//host` would lead elsewhere.
+        """Sets the cookie and redirects to the URL without the token."""
+        # One slash only: `//host` would be another host.
         target = "/" + scope["path"].lstrip("/\\") + (f"?{urlencode(left)}" if left else "")
         if Headers(scope=scope).get("sec-fetch-site") == "cross-site":
-            # A redirect would still be of the other site, for which Strict cookies are not sent.
+            # A redirect would count as a request of the other site, without Strict cookies.
             target = "/"
             answer: Response = HTMLResponse(_ENTERED.format(target=target))
         else:
@@ -121,8 +124,8 @@ def _locked(scope: Scope, why: str) -> Response:
         return HTMLResponse(_LOGIN.format(why=why), 401, {"cache-control": "no-store"})
     return _error(
         401,
-        "the token is missing or is not that of this run: send it as `Authorization: Bearer ...`; "
-        "python -m dashboard --run DIR --link shows it to whoever started the run",
+        "the token is missing or wrong: send it as `Authorization: Bearer ...`; the owner of the "
+        "run gets it from python -m dashboard --run DIR --link",
     )
 
 
@@ -134,8 +137,9 @@ def _error(status: int, text: str) -> Response:
 
 
 def _is_own_host(host: str) -> bool:
-    """Whether a Host header names this machine by address or as localhost: a name of somebody's
-    own that leads to loopback, as in DNS rebinding, is neither.
+    """Whether a Host header is an IP address or localhost.
+
+    Another name that resolves to loopback may be an attack by DNS rebinding.
     """
     try:
         name = urlsplit(f"//{host}").hostname or ""  # half an IPv6 address is a ValueError too
@@ -147,7 +151,7 @@ def _is_own_host(host: str) -> bool:
 
 
 def _host_of(origin: str) -> str:
-    """Host and port of an Origin header; empty where it has none."""
+    """Host and port of an Origin header; empty if it has none."""
     try:
         return urlsplit(origin).netloc
     except ValueError:

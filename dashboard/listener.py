@@ -7,12 +7,12 @@ from urllib.parse import urlsplit
 
 DEFAULT_PORT = 8470
 BACKLOG = 256
-"""Connections that wait to be accepted, and that are accepted in one go."""
+"""Connections that may wait to be accepted."""
 DIAL_S = 2.0
 
 
 class PortTaken(OSError):
-    """Nothing can be listened on there; the message says why."""
+    """The address cannot be listened on; the message says why."""
 
 
 def bind(host: str, port: int | None) -> socket.socket:
@@ -20,7 +20,7 @@ def bind(host: str, port: int | None) -> socket.socket:
 
     Args:
         host: address or name.
-        port: None takes DEFAULT_PORT, or a free one where that is taken.
+        port: None takes DEFAULT_PORT, or a free port if that is taken.
 
     Raises:
         PortTaken: naming host and port.
@@ -34,10 +34,12 @@ def bind(host: str, port: int | None) -> socket.socket:
         if port is None and error.errno in (errno.EADDRINUSE, errno.EACCES):
             return bind(host, 0)
         number = error.errno or 0
-        reason = os.strerror(number) if number > 0 else str(error)  # a name has no errno
+        reason = os.strerror(number) if number > 0 else str(error)  # an unknown name has no errno
         raise PortTaken(_refused(host, port, reason)) from error
-    except (TypeError, ValueError) as error:  # a text that no name could be
-        raise PortTaken(_refused(repr(host[:80]), port, f"it is no host name ({error})")) from error
+    except (TypeError, ValueError) as error:  # an impossible host name
+        raise PortTaken(
+            _refused(repr(host[:80]), port, f"it is not a host name ({error})")
+        ) from error
 
 
 def _refused(host: str, port: int | None, reason: str) -> str:
@@ -45,7 +47,7 @@ def _refused(host: str, port: int | None, reason: str) -> str:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Where a browser on this host finds it."""
+    """The URL of a listening socket for a browser on this host."""
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()
@@ -53,7 +55,7 @@ def url_of(listener: socket.socket) -> str:
 
 
 def answers(url: str) -> bool:
-    """Whether somebody listens at a URL, as seen from this host."""
+    """Whether a server listens at a URL, as seen from this host."""
     parts = urlsplit(url)
     try:
         socket.create_connection((parts.hostname or "", parts.port or 0), DIAL_S).close()

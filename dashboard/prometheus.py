@@ -1,9 +1,9 @@
 """A run's numbers in the text format of Prometheus.
 
-Every metric of metrics.jsonl is there with the value that was measured last: `train/kl` is
-`tandem_train_kl`, and what the catalog has in braces is a label: `mem/rollout-0/host_bytes` is
-`tandem_mem_host_bytes{process="rollout-0"}`. NaN and infinity stand there as they are. Beside them
-stand numbers of the run itself, and of its fleet while the driver answers; docs/metrics.md
+Every metric of metrics.jsonl is exported with its latest value: `train/kl` is `tandem_train_kl`,
+and a placeholder of the catalog is a label: `mem/rollout-0/host_bytes` is
+`tandem_mem_host_bytes{process="rollout-0"}`. NaN and infinity are exported unchanged. There are
+also numbers of the run itself, and of its fleet while the driver answers; docs/metrics.md
 (`catalog_report.py`) lists all.
 """
 
@@ -27,28 +27,28 @@ from services.wire.strict_json import encodable
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STATES = ("running", "finished", "failed", "interrupted", "lost")
 _WORKER_NUMBERS = {
-    "policy_version": "Policy version that a worker holds; -1 before the first.",
-    "restarts": "How often a worker was started anew.",
+    "policy_version": "Policy version of a worker; -1 before the first.",
+    "restarts": "Restarts of a worker.",
     "groups_leased": "Groups that are leased to a worker.",
     "groups_done": "Groups of a worker that the learner accepted in this run.",
-    "tokens_per_s": "Completion tokens a second that a worker decoded, as last measured.",
+    "tokens_per_s": "Completion tokens per second of a worker, as last measured.",
     "slots": "Completions that a worker can decode at once.",
     "host_bytes": "Resident memory of a worker's process.",
-    "device_bytes": "Device memory in use, of all devices of a worker together.",
-    "device_peak_bytes": "The most that was in use on each device of a worker, added up.",
+    "device_bytes": "Device memory in use, summed over the devices of a worker.",
+    "device_peak_bytes": "Peak of the memory in use on each device of a worker, summed.",
     "pull_gb_per_s": "Rate of a worker's last pull of weights, in GB/s.",
 }
-"""What is told of each worker, and what it means."""
+"""Exported numbers of each worker, with their help texts."""
 _NOT_IN_A_NAME = re.compile(r"[^a-zA-Z0-9_]+")
 
 
 def family_name(row: catalog.Metric) -> str:
-    """The name under which the metrics of a row appear, with a label for each word in braces."""
+    """The exported name of a catalog row; each placeholder is a label."""
     return _prefixed(catalog.BRACES.sub("/", row.name))
 
 
 def exposed(name: str) -> tuple[str, dict[str, str]]:
-    """Name and labels under which a metric of the log appears."""
+    """Exported name and labels of a metric of the log."""
     row = catalog.find(name)
     if row is None:
         return _prefixed(name), {}
@@ -56,7 +56,7 @@ def exposed(name: str) -> tuple[str, dict[str, str]]:
 
 
 class Exporter:
-    """Adds up what a run's steps bring; one is made anew where its log was rewound."""
+    """Accumulates the steps of a run; after a rewind, `load` replaces what was added."""
 
     def __init__(self):
         self._latest: dict[str, float] = {}
@@ -64,8 +64,8 @@ class Exporter:
         self._wall_s = 0.0
         self._last: StepFacts | None = None
 
-    def add(self, facts: StepFacts) -> None:
-        """Takes one step up; they come in order."""
+    def add_step(self, facts: StepFacts) -> None:
+        """Adds a step; steps come in order."""
         self._last = facts
         self._latest.update(facts.metrics)
         self._wall_s += facts.wall_s
@@ -75,7 +75,7 @@ class Exporter:
                 self._seconds[key] = self._seconds.get(key, 0.0) + seconds
 
     def load(self, log: RunLog) -> None:
-        """Takes up all known steps of a log in place of what was added, without making each."""
+        """Replaces what was added by all known steps of a log, without building each step."""
         self._last = next(iter(log.recent(1)), None)
         self._wall_s = float(np.nansum(log.column("wall_s")))
         self._seconds = {
@@ -116,28 +116,36 @@ class Exporter:
     def families(
         self, run: Mapping[str, Any], fleet: Mapping[str, Any], *, viewers: int, dropped: int
     ) -> list[Metric]:
-        """What there is beside the metrics of the log; arguments as those of `text`."""
+        """The families other than metrics of the log; arguments as for `text`."""
         return [
             *self._of_run(run),
             *_of_fleet(fleet),
-            _gauge("tandem_viewers", "Pages that follow this dashboard.", viewers),
-            _counter("tandem_viewers_dropped", "Pages that read too slowly.", dropped),
+            _gauge("tandem_viewers", "Open pages of this dashboard.", viewers),
+            _counter(
+                "tandem_viewers_dropped",
+                "Pages that were disconnected because they read too slowly.",
+                dropped,
+            ),
         ]
 
     def _of_run(self, run: Mapping[str, Any]) -> Iterator[Metric]:
-        info = GaugeMetricFamily("tandem_run_info", "Which run this is.", labels=("run", "run_id"))
+        info = GaugeMetricFamily(
+            "tandem_run_info", "Name and id of the run.", labels=("run", "run_id")
+        )
         info.add_metric([_clean(run["run"]), _clean(run["run_id"])], 1)
         yield info
-        state = GaugeMetricFamily("tandem_run_state", "How the run stands.", labels=("state",))
+        state = GaugeMetricFamily("tandem_run_state", "State of the run.", labels=("state",))
         for one in STATES:
             state.add_metric([one], float(one == run["state"]))
         yield state
         yield _gauge("tandem_run_step", "The last closed step.", run["step"])
-        yield _gauge("tandem_run_steps", "Steps that the run is to have.", run["steps_total"])
+        yield _gauge("tandem_run_steps", "Configured number of steps.", run["steps_total"])
         if math.isfinite(started := number(run["started"])):
-            yield _gauge("tandem_run_start_time_seconds", "Start, Unix seconds.", started)
+            yield _gauge(
+                "tandem_run_start_time_seconds", "Start of the run, Unix seconds.", started
+            )
         if self._last is not None:
-            closed = "When the last step was closed, Unix seconds."
+            closed = "Close of the last step, Unix seconds."
             yield _gauge("tandem_step_close_time_seconds", closed, self._last.time)
         yield _counter("tandem_wall_seconds", "Wall time of all closed steps.", self._wall_s)
         phases = CounterMetricFamily(
@@ -157,8 +165,8 @@ class Exporter:
                 shown = _prefixed(f"log/{name}")
             families.setdefault(shown, {})[name] = (labels, value)
         for shown, members in families.items():
-            # Two names of the log that differ only in what a Prometheus name cannot hold, or that
-            # share their literal parts, keep apart by one more label.
+            # Names of the log that differ only in characters which Prometheus does not allow, or
+            # that share their literal text, get one more label.
             labelled = [tuple(sorted(labels.items())) for labels, _ in members.values()]
             alike = {tuple(key for key, _ in one) for one in labelled}
             apart = len(set(labelled)) == len(labelled) and len(alike) == 1
@@ -176,12 +184,13 @@ class Exporter:
 
 
 class _Collected:
-    """Families that are ready, as a registry asks for them."""
+    """Prepared families, in the form that a registry collects."""
 
     def __init__(self, families: Iterable[Metric]):
         self._families = list(families)
 
     def collect(self) -> list[Metric]:
+        """The families."""
         return self._families
 
 
@@ -193,9 +202,9 @@ def _of_fleet(fleet: Mapping[str, Any]) -> Iterator[Metric]:
         count = sum(worker["state"] == state.value for worker in fleet["workers"])
         workers.add_metric([state.value], count)
     yield workers
-    yield _gauge("tandem_workers_target", "Rollout workers that are wanted.", fleet["target"])
+    yield _gauge("tandem_workers_target", "Target number of rollout workers.", fleet["target"])
     for key, about in (
-        ("groups_waiting", "Groups that the learner holds and has not trained."),
+        ("groups_waiting", "Groups that the learner has received and not trained on."),
         ("groups_out", "Groups that are leased to workers."),
     ):
         if isinstance(fleet.get(key), int | float):
@@ -203,7 +212,7 @@ def _of_fleet(fleet: Mapping[str, Any]) -> Iterator[Metric]:
     for key, about in _WORKER_NUMBERS.items():
         family = GaugeMetricFamily(f"tandem_worker_{key}", about, labels=("worker",))
         for worker in fleet["workers"]:
-            # A negative number of bytes is one that the platform does not say.
+            # A negative number of bytes means that the platform does not report it.
             if isinstance(worker.get(key), int | float) and not (
                 key.endswith("_bytes") and worker[key] < 0
             ):
@@ -225,5 +234,5 @@ def _prefixed(name: str) -> str:
 
 
 def _clean(text: Any) -> str:
-    """What UTF-8 can hold of a text."""
+    """The text without what UTF-8 cannot encode."""
     return encodable(str(text))

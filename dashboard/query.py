@@ -1,4 +1,4 @@
-"""Query parameters, checked where they enter."""
+"""Query parameters and their validation."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ TEXT_CHARS = 1000
 
 
 class BadQuery(ValueError):
-    """A parameter that cannot be; the message names value, rule and fix."""
+    """An invalid parameter; the message names value, rule and fix."""
 
 
 class Query:
@@ -19,15 +19,15 @@ class Query:
 
     def __init__(self, given: Mapping[str, str], *known: str):
         """Raises:
-        BadQuery: for a name that is not known.
+        BadQuery: for an unknown name.
         """
         for name in given:
             if name not in known:
-                raise BadQuery(f"{name[:40]!r} is no parameter here: there are {', '.join(known)}")
+                raise BadQuery(f"{name[:40]!r} is not a parameter here: give {', '.join(known)}")
         self._given = given
 
     def whole(self, name: str, *, least: int = 0, most: int = MOST) -> int | None:
-        """A whole number, or None where it is not given."""
+        """A whole number, or None if it is not given."""
         text = self._given.get(name, "")
         if not text:
             return None
@@ -40,7 +40,7 @@ class Query:
     def number(
         self, name: str, *, above: float = -math.inf, most: float = math.inf
     ) -> float | None:
-        """A finite number, or None where it is not given."""
+        """A finite number, or None if it is not given."""
         text = self._given.get(name, "")
         if not text:
             return None
@@ -55,26 +55,26 @@ class Query:
         return value
 
     def text(self, name: str) -> str | None:
-        """A text, or None where it is empty or not given."""
+        """A text, or None if it is empty or not given."""
         text = self._given.get(name, "")
         if len(text) > TEXT_CHARS:
             raise BadQuery(f"{name} has {len(text)} characters: give at most {TEXT_CHARS}")
         return text or None
 
     def names(self, name: str) -> list[str] | None:
-        """Texts that commas part, or None where it is not given."""
+        """Texts separated by commas, or None if it is not given."""
         text = self._given.get(name, "")
         return [one for one in text.split(",") if one] if text else None
 
     def flag(self, name: str) -> bool:
-        """True for `1`, false for `0` or nothing."""
+        """True for `1`, false for `0` or an empty value."""
         text = self._given.get(name, "0") or "0"
         if text not in ("0", "1"):
             raise BadQuery(f"{name}={text[:40]!r} must be 0 or 1")
         return text == "1"
 
     def choice(self, name: str, *choices: str) -> str | None:
-        """One of these texts, or None where it is not given."""
+        """One of these texts, or None if it is not given."""
         text = self._given.get(name, "")
         if text and text not in choices:
             raise BadQuery(f"{name}={text[:40]!r} must be {' or '.join(choices)}")
@@ -82,7 +82,7 @@ class Query:
 
 
 def sample_query(given: Mapping[str, str]) -> SampleQuery:
-    """What /api/samples is asked for.
+    """The query of /api/samples.
 
     Raises:
         BadQuery: naming the parameter.

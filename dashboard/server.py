@@ -1,4 +1,4 @@
-"""Serves the dashboard's application with uvicorn, on a socket that is bound already."""
+"""Serves the dashboard's application with uvicorn on a bound socket."""
 
 import asyncio
 import contextlib
@@ -19,28 +19,30 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from dashboard.listener import BACKLOG
 from dashboard.runs.run_follower import RunFollower
 
-LOOK_S = 0.5
-ASK_S = 20.0
-"""For a request to arrive, head and body; whoever takes longer only holds a descriptor."""
+CHECK_S = 0.5
+REQUEST_S = 20.0
+"""Timeout for a request to arrive, head and body; slower clients are disconnected."""
 DESCRIPTORS = 4096
-"""That the process may have, where the system lets it."""
+"""File descriptors of the process, if the system allows it."""
 ORPHAN_S = 60.0
-"""For which a dashboard goes on after its driver is gone, so that viewers hear of it."""
+"""A dashboard continues this long after its driver ended, so that viewers are notified."""
 
 SEND_BYTES = 128 * 1024
-"""That the kernel keeps for a viewer; left alone it takes up to 4 MB for one who does not read."""
+"""Send buffer for a viewer; by default the kernel keeps up to 4 MB for one that does not read."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class _Protocol(H11Protocol):
-    """Lets the application end a connection whose reader has stopped, with what is buffered, and
-    ends one whose request does not arrive within ASK_S.
+    """Lets the application abort a connection whose reader has stopped.
+
+    It also aborts one whose request does not arrive within REQUEST_S.
     """
 
     _late: TimerHandle | None = None
 
     def connection_made(self, transport) -> None:
+        """Limits the number of connections and their buffers."""
         super().connection_made(transport)
         if len(self.connections) > most_connections():
             transport.abort()
@@ -51,32 +53,36 @@ class _Protocol(H11Protocol):
         self._watch()
 
     def data_received(self, data: bytes) -> None:
+        """Also watches the request's timeout."""
         super().data_received(data)
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Also cancels the request's timeout."""
         super().connection_lost(exc)
         if self._late is not None:
             self._late.cancel()
 
     def _watch(self) -> None:
-        """Starts the time of a request with its first byte, or with the connection."""
+        """Starts the timeout of a request with its first byte, or with the connection."""
         if self._late is None and self._is_asked():
-            self._late = self.loop.call_later(ASK_S, self.transport.abort)
+            self._late = self.loop.call_later(REQUEST_S, self.transport.abort)
         elif self._late is not None and not self._is_asked():
             self._late.cancel()
             self._late = None
 
     def _is_asked(self) -> bool:
-        """Whether a request has begun and is not complete; the first one begins at once."""
+        """Whether a request is incomplete; the first one begins with the connection."""
         state = self.conn.their_state
         begun = self.cycle is None or bool(self.conn.trailing_data[0])
         return state is h11.SEND_BODY or (state is h11.IDLE and begun)
 
 
 def most_connections() -> int:
-    """So many that descriptors never run out: asyncio then writes a traceback for each connection
-    that it cannot accept, hundreds of thousands a minute, onto the disk of the run.
+    """A number of connections with which descriptors do not run out.
+
+    Without descriptors asyncio would log a traceback for each connection that it cannot accept,
+    hundreds of thousands a minute, to the disk of the run.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return DESCRIPTORS if limit < 0 else max(limit // 4, limit - 2 * BACKLOG)
@@ -94,13 +100,13 @@ def _is_no_flood(record: logging.LogRecord) -> bool:
 
 
 class DashboardServer(uvicorn.Server):
-    """Tells its viewers how the run stands before it ends; run it from one thread."""
+    """Publishes the last state of the run before it ends; run it from one thread."""
 
     def __init__(self, app: Starlette, follower: RunFollower):
         _raise_limit()
         logging.getLogger("asyncio").addFilter(_is_no_flood)
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-        logging.getLogger("uvicorn.access").disabled = True  # a request's line may hold a token
+        logging.getLogger("uvicorn.access").disabled = True  # a request line may contain a token
         super().__init__(
             uvicorn.Config(
                 app,
@@ -120,8 +126,8 @@ class DashboardServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's own, but a signal is done with once it has ended the server: what stands
-        around it is to be cleared away.
+        """As in uvicorn, but a signal is not raised again after the server has ended, so that the
+        caller can clean up.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -134,14 +140,15 @@ class DashboardServer(uvicorn.Server):
                 signal.signal(one, handler)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Closes the streams first."""
         await self._follower.close()
         await super().shutdown(sockets)
 
     def serve_on(self, listener: socket.socket, orphaned: "Orphaned | None" = None) -> None:
-        """Serves until SIGINT, SIGTERM or `should_exit`, or until the orphan's time is over.
+        """Serves until SIGINT, SIGTERM or `should_exit`, or until ORPHAN_S after the driver ended.
 
         Raises:
-            Exception: what ended the task that keeps up with the run.
+            Exception: the error that ended the task that polls the run.
         """
         asyncio.run(self._serve_on(listener, orphaned))
         if self._follower.failure is not None:
@@ -163,16 +170,16 @@ class DashboardServer(uvicorn.Server):
                     self.should_exit = True
             if self._follower.failure is not None:
                 self.should_exit = True
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
 
 
 class Orphaned:
-    """Whether the driver that started this process is there no more.
+    """Whether the driver that started this process has ended.
 
     Args:
         driver_pid: of the parent.
-        token_file: that a new driver of the same run would replace.
-        parent: tells who the parent is now.
+        token_file: a new driver of the same run replaces it.
+        parent: returns the current parent's process id.
     """
 
     def __init__(self, driver_pid: int, token_file: os.PathLike[str], parent=os.getppid):
@@ -182,10 +189,11 @@ class Orphaned:
         self._mine = self._stamp()
 
     def __call__(self) -> bool:
+        """Whether the parent is another process now."""
         return self._parent() != self._driver_pid
 
     def is_replaced(self) -> bool:
-        """Whether another driver has taken over, which may want this port."""
+        """Whether another driver has taken over, which may need this port."""
         return self._stamp() != self._mine
 
     def _stamp(self) -> tuple[int, int] | None:

@@ -1,9 +1,7 @@
-"""Server-sent events for any number of viewers: each event is encoded once, and none waits for
-anybody.
+"""Server-sent events for many viewers: each event is encoded once, and no viewer waits for another.
 
-A viewer has a bounded queue of references to encoded events. One that reads too slowly finds its
-queue full and is dropped, with what was on its way: a page that comes back gets the present state,
-so nothing is worth keeping for it.
+A viewer has a bounded queue of references to encoded events. If it reads too slowly, its queue is
+full and it is disconnected; a page that reconnects receives the current state.
 """
 
 import asyncio
@@ -16,10 +14,10 @@ from starlette.types import Receive, Scope, Send
 from services.wire.strict_json import encode
 
 QUEUE_EVENTS = 32
-"""That a viewer may be behind."""
+"""Events that a viewer may be behind."""
 MAX_VIEWERS = 400
 COMMENT_S = 10.0
-"""Between two signs of life to a page, where nothing happens."""
+"""Between two comments to a page while there are no events."""
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
@@ -30,7 +28,7 @@ _COMMENT = b": \n\n"
 
 
 class TooManyViewers(RuntimeError):
-    """No more can be served; the message says how many are."""
+    """The limit of viewers is reached; the message names it."""
 
 
 class Viewer:
@@ -38,21 +36,21 @@ class Viewer:
 
     def __init__(self, queue_events: int):
         self.queue: asyncio.Queue[bytes | None] = asyncio.Queue(queue_events)
-        """None ends the stream after what stands before it."""
+        """None ends the stream after the events before it."""
         self.task: asyncio.Task[None] | None = None
-        """Writes to the page."""
+        """The task that writes to the page."""
         self.abort: Callable[[], None] = lambda: None
-        """Ends the connection with whatever is buffered for it."""
+        """Ends the connection and discards its buffer."""
 
     def drop(self) -> None:
-        """Ends it at once."""
+        """Disconnects it at once."""
         if self.task is not None:
             self.task.cancel()
         self.abort()
 
 
 class Hub:
-    """Knows the viewers, and gives each event to all of them; used from one event loop."""
+    """Sends each event to all viewers; used from one event loop."""
 
     def __init__(self, *, queue_events: int = QUEUE_EVENTS, max_viewers: int = MAX_VIEWERS):
         self._queue_events = queue_events
@@ -61,40 +59,40 @@ class Hub:
         self._last_id = 0
         self._closed = False
         self.dropped = 0
-        """Viewers that were too slow, since the start."""
+        """Viewers disconnected for being too slow, since the start."""
         self.encoded = 0
-        """Events that were encoded, since the start."""
+        """Events encoded since the start."""
 
     @property
     def viewers(self) -> int:
+        """Number of open pages."""
         return len(self._viewers)
 
     def event(self, kind: str, data: Any) -> bytes:
-        """One event as it goes over the wire."""
+        """One encoded event."""
         self._last_id += 1
         self.encoded += 1
         return b"id: %d\nevent: %s\ndata: %s\n\n" % (self._last_id, kind.encode(), encode(data))
 
     def publish(self, kind: str, data: Any) -> None:
-        """Gives an event to every viewer there is; never waits."""
+        """Sends an event to every viewer, without waiting."""
         if self._viewers:
-            self._give(self.event(kind, data))
+            self._send(self.event(kind, data))
 
     def close(self) -> None:
-        """Lets every viewer read what it has got, then ends its stream; also those to come."""
+        """Ends every stream after its queued events, and those of later viewers."""
         self._closed = True
-        self._give(None)
+        self._send(None)
 
     def join(self, first: Iterable[bytes] = ()) -> Viewer:
-        """Adds a viewer, which gets these events before all others.
+        """Adds a viewer, which first receives these events.
 
         Raises:
-            TooManyViewers: if there is no room.
+            TooManyViewers: if the limit is reached.
         """
         if len(self._viewers) >= self._max_viewers:
             raise TooManyViewers(
-                f"{len(self._viewers)} pages are open, and no more than {self._max_viewers} are "
-                "served: close some"
+                f"{len(self._viewers)} pages are open, which is the limit: close some"
             )
         viewer = Viewer(self._queue_events)
         for event in (*first, *([None] if self._closed else [])):
@@ -103,9 +101,10 @@ class Hub:
         return viewer
 
     def leave(self, viewer: Viewer) -> None:
+        """Removes a viewer."""
         self._viewers.discard(viewer)
 
-    def _give(self, event: bytes | None) -> None:
+    def _send(self, event: bytes | None) -> None:
         for viewer in tuple(self._viewers):
             try:
                 viewer.queue.put_nowait(event)
@@ -124,7 +123,8 @@ class EventStream:
         self._comment_s = comment_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # `abort` is put there by dashboard/server.py; other servers have none.
+        """Sends events until the viewer leaves or is disconnected."""
+        # dashboard/server.py provides `abort`; other servers do not.
         self._viewer.abort = scope.get("state", {}).get("abort", self._viewer.abort)
         writing = asyncio.create_task(self._write(send))
         self._viewer.task = writing

@@ -1,12 +1,10 @@
-"""Whether the phases of every process add up to the wall time of every step, and how much of it
-they explain.
+"""Checks that the phases of every process add up to the wall time of every step.
 
     python -m diagnosis.ledger_report --run DIR
 
-`unexplained` is what is left of the wall time, so that a sum is off only where phases claim the
-same seconds twice, or where a line was damaged; how good the ledger is says the share of
-`unexplained`. One step may have much of it on a busy machine, so that the median of a process
-counts.
+`unexplained` is the rest of the wall time, so that a sum is only off if seconds are counted twice
+or a line is damaged. The share of `unexplained` shows how complete the ledger is. A single step may
+have much of it on a busy machine, so the median of a process counts.
 
 Exit code 0 if both are within their bounds, 1 if one is not, 2 if there is nothing to check.
 """
@@ -35,7 +33,7 @@ class ProcessInStep:
     step: int
     process: str
     phases_s: float
-    """And seconds in which it was not there, which have no phase."""
+    """Includes seconds in which it was not running, which have no phase."""
     unexplained_s: float
     wall_s: float
 
@@ -46,7 +44,7 @@ class ProcessInStep:
 
     @property
     def unexplained(self) -> float:
-        """Share of the wall time that no phase claims."""
+        """Share of the wall time that belongs to no phase."""
         return self.unexplained_s / self.wall_s
 
     def __str__(self) -> str:
@@ -72,20 +70,20 @@ def rows_of(steps: Iterable[StepFacts]) -> list[ProcessInStep]:
 
 
 def sums(rows: Sequence[ProcessInStep], bound: float) -> tuple[list[str], bool]:
-    """What is printed of sums, those beyond the bound first, and whether all are within it."""
+    """The report on sums, those beyond the bound first, and whether all are within it."""
     worst = sorted(rows, key=lambda row: row.error, reverse=True)
     beyond = [row for row in worst if row.error > bound]
     median = statistics.median(row.error for row in rows)
     return [
         *map(str, beyond[:WORST]),
-        f"sums: {len({row.step for row in rows})} steps, {len(rows)} times a process in a step: "
+        f"sums: {len({row.step for row in rows})} steps, {len(rows)} rows of a process in a step: "
         f"median {median * 100:.3f} % off, worst {worst[0].error * 100:.2f} %, "
         f"{len(beyond)} beyond {bound * 100:g} %",
     ], not beyond
 
 
 def shares(rows: Sequence[ProcessInStep], bound: float) -> tuple[list[str], bool]:
-    """What is printed of `unexplained`, a line a process, and whether all medians are within."""
+    """The report on `unexplained`, one line a process, and whether all medians are within."""
     lines, within = [], True
     for process in dict.fromkeys(row.process for row in rows):
         mine = [row for row in rows if row.process == process]

@@ -1,4 +1,4 @@
-"""What the What-if view predicted in a run that is over, and what came of it.
+"""Compares the predictions of the What-if view with the steps of a finished run.
 
     python -m diagnosis.what_if_report --run DIR
 
@@ -19,7 +19,7 @@ LAST = 20
 
 
 def report(what_if: WhatIf) -> list[str]:
-    """What is printed; the last two lines sum up."""
+    """The report; its last two lines are the summary."""
     lines = ["one step ahead: step, predicted, took, off"]
     lines += [
         f"{p.step:7d} {p.predicted:9.3f} s {p.actual:9.3f} s {p.error * 100:+7.1f} %"
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         allow_abbrev=False,
         prog="python -m diagnosis.what_if_report",
-        description="What the What-if view predicted in a run, and what came of it.",
+        description="Compares the predictions of the What-if view with the steps of a run.",
     )
     parser.add_argument("--run", required=True, type=pathlib.Path, metavar="DIR")
     given = parser.parse_args(arguments)

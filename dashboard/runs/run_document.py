@@ -1,4 +1,4 @@
-"""How a run stands, as its status file and its processes tell."""
+"""The document of /api/run."""
 
 import pathlib
 from collections.abc import Mapping
@@ -32,8 +32,8 @@ def run_json(
         folder: of the run.
         state: as `state_of_run` says.
         can_control: whether this process can reach the driver's control service.
-        environment: of environment.json, where the run has one.
-        compare: whether the run is shown beside another one.
+        environment: of environment.json, if the run has one.
+        compare: whether the run is compared with another one.
         now: Unix seconds.
     """
     status = {key: log.status.get(key) for key in _STATUS}

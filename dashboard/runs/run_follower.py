@@ -73,7 +73,7 @@ class RunFollower:
         self.timeline = TimelineLog(folder, self.log)
         self.exporter = Exporter()
         self.compares = False
-        """Whether the page shows this run beside another one."""
+        """Whether the page compares this run with another one."""
         self.failure: Exception | None = None
         """The error that ended the task that polls the run."""
         self._judge: Judge | None = None
@@ -232,7 +232,7 @@ class RunFollower:
             self.exporter.load(self.log)
         else:
             for facts in changes.new_steps:
-                self.exporter.add(facts)
+                self.exporter.add_step(facts)
         self._judge_steps(changes)
         if is_new:
             events.append(("reload", {}))

@@ -1,6 +1,6 @@
-"""What every metric and phase of a run means: title, unit, description, and where it is shown.
+"""The metrics and phases of a run: title, unit, description, and the view that shows them.
 
-`metric_rows.py` has the rows. A word in braces stands for what differs between runs: `{scorer}`
+`metric_rows.py` has the rows. A word in braces is a placeholder: `{scorer}`
 for the name of a reward function, `{process}` for `learner` or a worker.
 """
 
@@ -22,7 +22,7 @@ _PLACES = {
     "thread": "[a-z_]+",
     "n": "[0-9]+",
 }
-"""What a word in braces may stand for."""
+"""Patterns of the placeholders."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,28 +32,27 @@ class Metric:
     name: str
     title: str
     unit: str
-    """Empty where the number has none, such as a count or a fraction that says so in its title."""
+    """Empty for a number without a unit, such as a count or a fraction."""
     description: str
     view: str
-    """Id of the page's view that shows it: breakdown, timeline, learning, trust, fleet."""
+    """Id of the view of the page that shows it: breakdown, timeline, learning, trust, fleet."""
     group: str
     """Metrics of one view and group share a chart."""
     charted: bool
-    """Whether the page loads its history without being asked for it."""
+    """Whether the page always loads its history."""
 
     @property
     def is_pattern(self) -> bool:
+        """Whether the name has a placeholder."""
         return "{" in self.name
 
     @property
-    def words(self) -> tuple[str, ...]:
-        """Those in braces."""
+    def placeholders(self) -> tuple[str, ...]:
+        """Names of the placeholders."""
         return tuple(BRACES.split(self.name)[1::2])
 
     def read(self, name: str) -> dict[str, str] | None:
-        """What stands for each word in braces in the name of a metric; None if this row does not
-        describe it.
-        """
+        """The value of each placeholder in a metric's name; None if it does not match this row."""
         found = _pattern(self.name).fullmatch(name)
         return found and found.groupdict()
 
@@ -82,12 +81,22 @@ PHASE_ROWS: tuple[Phase, ...] = tuple(
         ("weights_swap", "weights swap", "weights", "a worker puts new weights on its devices"),
         ("forward_backward", "forward, backward", "update", "the learner computes gradients"),
         ("optimizer", "optimizer", "update", "the learner applies the gradients"),
-        ("publish", "publish", "publish", "the learner offers the new version to the workers"),
+        (
+            "publish",
+            "publish",
+            "publish",
+            "the learner makes the new version available to the workers",
+        ),
         ("compile", "compile", "compile", "XLA compiles a program for a new shape"),
-        ("checkpoint", "checkpoint", "checkpoint", "the learner copies its state for the disk"),
+        (
+            "checkpoint",
+            "checkpoint",
+            "checkpoint",
+            "the learner copies its state to write it to disk",
+        ),
         ("eval", "evaluation", "eval", "a worker completes held-out prompts"),
-        ("idle", "idle", "waiting", "the process has nothing to do: others are at work"),
-        ("unexplained", "unexplained", "unexplained", "no phase claims this time"),
+        ("idle", "idle", "waiting", "the process has nothing to do while others work"),
+        ("unexplained", "unexplained", "unexplained", "time that belongs to no phase"),
     )
 )
 
@@ -104,7 +113,7 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 
 def _read(rows: str) -> Iterator[Metric]:
-    """The metrics of a text as `metric_rows.py` explains it."""
+    """The metrics of a text in the format that `metric_rows.py` explains."""
     view, group = "", ""
     lines = rows.strip().splitlines()
     for at, line in enumerate(lines):
@@ -131,23 +140,23 @@ _PATTERNS = tuple(metric for metric in METRICS if metric.is_pattern)
 
 @functools.lru_cache(maxsize=4096)
 def find(name: str) -> Metric | None:
-    """The row that describes a metric; None for a name that no part of Tandem writes."""
+    """The row that describes a metric; None for a name that Tandem itself does not write."""
     if name in _EXACT:
         return _EXACT[name]
     return next((metric for metric in _PATTERNS if metric.read(name) is not None), None)
 
 
 def is_charted(name: str) -> bool:
-    """Whether the page loads the history of this metric without being asked for it.
+    """Whether the page always loads the history of this metric.
 
-    A name that is not in the catalog is charted: it is somebody's own, who wants to see it.
+    A name that is not in the catalog is a user's own metric, and is charted.
     """
     metric = find(name)
     return metric is None or metric.charted
 
 
 def charted(names: Iterable[str]) -> list[str]:
-    """Those names whose history the page loads, in their order."""
+    """The names whose history the page always loads, in order."""
     return [name for name in names if is_charted(name)]
 
 

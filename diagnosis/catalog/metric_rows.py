@@ -76,14 +76,14 @@ rollout/tokens_beyond_half | | tokens beyond half the maximum
 rollout/truncated_fraction | | completions cut off, share
     share of completions that reached rollout.max_completion_tokens
 rollout/aborted_fraction | | completions aborted, share
-    share of completions that were broken off, as by a change of weights
+    share of completions that were aborted before their end
 [learning tokens-]
 rollout/prompt_len_mean | tokens | prompt length, mean
     mean length of the prompts of the step
 rollout/groups | | groups
-    groups of completions that the update was given
+    groups of completions in the update
 rollout/completions | | completions
-    completions that the update was given
+    completions in the update
 [learning tokens]
 rollout/tokens | tokens | completion tokens
     completion tokens that arrived in the step
@@ -95,7 +95,7 @@ rollout/resampled_groups | | groups resampled
     zero-variance groups for which other prompts were drawn (algorithm.zero_variance=resample)
 [learning loss]
 train/loss | nats | loss
-    sum of token terms over one denominator; its level says little, its jumps say something
+    sum of token terms over one denominator; jumps are more meaningful than the level
 [learning entropy]
 train/entropy | nats | entropy
     mean entropy of the next-token distribution over the tokens in the loss
@@ -112,10 +112,10 @@ train/grad_norm | | gradient norm
     global norm of the gradient before clipping
 [learning learning_rate]
 train/learning_rate | | learning rate
-    of the update, as its schedule says
+    of the update, by its schedule
 [trust updates]
 train/update_skipped | | update skipped
-    1 where the step made no update: a number was not finite, or nothing was left to train on
+    1 if the step made no update: a number was not finite, or no group was left to train on
 [learning tokens-]
 train/sequences | | sequences trained
     sequences that entered the loss
@@ -132,7 +132,7 @@ train/padding_fraction | | padding, share
     share of the micro-batches' places that hold no token
 [learning funnel]
 funnel/generated | tokens | generated
-    completion tokens of the groups that the update was given
+    completion tokens of the groups in the update
 funnel/scored | tokens | scored
     of those, tokens of completions that were scored
 funnel/nonzero_advantage | tokens | non-zero advantage
@@ -140,8 +140,8 @@ funnel/nonzero_advantage | tokens | non-zero advantage
 funnel/unclipped | tokens | unclipped
     of those, tokens whose policy term the clip does not hold constant
 funnel/contributed | tokens | contributed
-    of those, tokens that moved the policy: not those of sequences that the off-policy mask leaves
-    out, and none where the update was skipped
+    of those, tokens that changed the policy: without sequences that the off-policy mask leaves out,
+    and none if the update was skipped
 [trust staleness]
 offpolicy/staleness_mean | versions | staleness, mean
     policy versions between the one that sampled a group and the one that trains on it
@@ -165,13 +165,13 @@ offpolicy/sequence_share_masked | | masked, sequences
 [trust weights_raw]
 offpolicy/is_weight_raw_mean | | raw token weight, mean
     importance weight of a token: its probability for the learner over that for the sampler; 1
-    where both agree
+    if both agree
 offpolicy/is_weight_raw_min | | raw token weight, least
     importance weight of a token: its probability for the learner over that for the sampler; 1
-    where both agree
+    if both agree
 offpolicy/is_weight_raw_max | | raw token weight, greatest
     importance weight of a token: its probability for the learner over that for the sampler; 1
-    where both agree
+    if both agree
 [trust weights_kept]
 offpolicy/is_weight_kept_mean | | kept token weight, mean
     importance weight of a token after truncation, of sequences not masked
@@ -219,7 +219,7 @@ time/train/step_avg_last10_s | s | step time, mean of ten
     mean wall time of the last ten trained steps
 [breakdown sides]
 time/train/rollout_generate_s | s | waited for rollouts
-    how long the step waited for its groups; asynchronous runs hide most of it
+    how long the step waited for its groups; asynchronous runs overlap most of it
 time/train/update_s | s | update time
     from the request for the update to its report
 [breakdown sides-]
@@ -230,7 +230,7 @@ time/{process}/{phase}_s | s | time of one phase
     seconds that a process spent in a phase of the ledger during the step
 [breakdown background-]
 time/{process}/background_{thread}_s | s | background time
-    seconds in which a worker fetched weights or pushed groups beside its loop
+    seconds in which a worker fetched weights or pushed groups in the background
 [breakdown throughput]
 throughput/train/decode_tokens_per_s | tokens/s | tokens decoded per second
     completion tokens over the prefill and decode seconds of the slowest worker
@@ -247,13 +247,13 @@ queue/out_max | groups | groups with workers, most
     groups leased to workers, most in the step
 [trust receipts]
 groups/unknown_receipt | groups | groups of an unknown receipt
-    refused since the start: their weights were none that this learner had issued
+    refused since the start: this learner never issued their weights
 [trust receipts-]
 groups/duplicate | groups | groups pushed twice
     recognised since the start and counted once
 [trust receipts]
 groups/malformed | groups | malformed groups
-    refused since the start: their contents do not fit together
+    refused since the start: their contents are inconsistent
 [trust stale_groups]
 groups/stale | groups | groups refused as stale
     too old when they arrived, since the start
@@ -263,10 +263,10 @@ groups/dropped_stale | groups | groups dropped as stale
 leases/done | leases | leases done
     ended with a group, since the start
 [trust leases]
-leases/returned | leases | leases given back
-    taken from a worker or given back by it without a group, since the start
+leases/returned | leases | leases returned
+    taken from a worker or returned by it without a group, since the start
 leases/expired | leases | leases lost
-    lost with the worker that held them, since the start; their prompts are given out again
+    lost with the worker that held them, since the start; their prompts are leased again
 [trust leases-]
 leases/out | leases | leases out
     held by workers at the step's end
@@ -298,17 +298,17 @@ weights/gb_per_s | GB/s | weight pull rate
     bytes on the wire over the seconds of the pulls
 [fleet pulls-]
 weights/relay_depth_max | hops | weight relay depth
-    longest way of a version from the learner over other workers
+    longest path of a version from the learner through other workers
 [fleet pulls]
 weights/failures | | weight pull failures
-    sources that failed during pulls of the step; the pull went on from another
+    sources that failed during pulls of the step; the pull continued from another source
 [fleet publish-]
 publish/waited_s | s | publish, waited
     how long the new version waited for the one before it
 publish/copy_s | s | publish, copy
     copy of the weights from the devices to the host
 [fleet pull_time]
-publish/total_s | s | publish, in all
+publish/total_s | s | publish, total
     from the end of the update until workers could pull the version
 [fleet weight_rate]
 publish/gb_per_s | GB/s | publish rate
@@ -321,7 +321,7 @@ mem/{process}/host_bytes | bytes | host memory
     resident memory of the process at the step's end
 [fleet device_memory]
 mem/{process}/device_bytes | bytes | device memory
-    device memory in use at the step's end, of all devices of the process together
+    device memory in use at the step's end, summed over the devices of the process
 mem/{process}/device_peak_bytes | bytes | device memory, peak
-    the most that was in use on each device of the process since it started, added up
+    peak of each device of the process since it started, summed
 """

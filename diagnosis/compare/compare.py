@@ -1,4 +1,4 @@
-"""Two runs side by side: their courses, where they part, and what was different from the start."""
+"""Two runs side by side: their histories, where they diverge, and how their inputs differ."""
 
 import math
 from typing import Any
@@ -13,12 +13,12 @@ from diagnosis.records.run_log import RunLog
 from services.wire.strict_json import number_text
 
 POLICY_VIEWS = ("learning", "trust")
-"""Metrics of these views tell what the policy does. Others tell how fast it went, which differs
-between machines: they are listed, but are not where two runs part."""
+"""Metrics of these views describe the policy. Others describe speed, which depends on the machine:
+they are listed, but do not count as the divergence of the runs."""
 FIRST_GROUPS = ("reward", "accuracy")
-"""Of the view `learning`: what a person asks for first."""
+"""Groups of the view `learning` that are listed first."""
 LENGTH_GROUPS = ("length", "truncated", "tokens", "funnel")
-"""Of that view: amounts of text, which follow from what the policy learns."""
+"""Groups of that view on amounts of text, which follow from what the policy learns."""
 
 
 def compare(
@@ -44,13 +44,13 @@ def compare(
         first = min(int(steps[0]) for steps in both)
     if last is None and both:
         last = max(int(steps[-1]) for steps in both)
-    parts = find_parts(a, b)
+    divergences = _find_divergences(a, b)
     return {
         "histories": [
             history(log, first=first, last=last, points=points, shrink=False) for log in (a, b)
         ],
-        "part": headline(a, b, parts),
-        "parts": parts,
+        "part": _headline(a, b, divergences),
+        "parts": divergences,
         "config_diff": diffs.value_diff(a.config, b.config),
         "code_diff": diffs.code_diff(a.folder, b.folder),
         "environment_diff": diffs.value_diff(
@@ -59,8 +59,8 @@ def compare(
     }
 
 
-def find_parts(a: RunLog, b: RunLog) -> list[dict[str, Any]]:
-    """Every charted metric that parts: its name, the step, and a sentence.
+def _find_divergences(a: RunLog, b: RunLog) -> list[dict[str, Any]]:
+    """Every charted metric that diverges: its name, the step, and a sentence.
 
     Reward comes first, then accuracy, training, lengths, and speed; the earliest of each first.
     """
@@ -68,31 +68,33 @@ def find_parts(a: RunLog, b: RunLog) -> list[dict[str, Any]]:
     found = []
     for name in catalog.charted(_shared_names(a, b)):
         values = a.column(name)[at_a], b.column(name)[at_b]
-        part = _odd_part(a, b, name, steps) or _noise_part(name, steps, *values)
+        part = _nonfinite_divergence(a, b, name, steps) or _noise_divergence(name, steps, *values)
         if part is not None:
             found.append(part)
     return sorted(found, key=lambda part: (_rank(part["metric"]), *_earliest(part)))
 
 
-def headline(a: RunLog, b: RunLog, parts: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Where the policies of two runs part: by the bit where they were equal before, else beyond
-    noise; None where they do not. Of metrics that part at one step it names the first of `parts`.
+def _headline(a: RunLog, b: RunLog, divergences: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Where the policies of two runs diverge; None if they do not.
+
+    Runs that were equal before diverge at the first different bit, others beyond noise. Of metrics
+    that diverge at the same step it names the first.
     """
-    of_policy = [part for part in parts if _is_of_policy(part["metric"])]
+    of_policy = [part for part in divergences if _is_of_policy(part["metric"])]
     first = min(of_policy, key=_earliest, default=None)
-    exact = _exact_part(a, b)
+    exact = _exact_divergence(a, b)
     if exact is None:
         return first
     beyond = (
         f"; beyond noise from step {first['step']} on: {first['metric']}"
         if first
-        else "; no metric leaves its noise"
+        else "; no metric diverges beyond noise"
     )
     return {**exact, "text": exact["text"] + beyond}
 
 
-def _exact_part(a: RunLog, b: RunLog) -> dict[str, Any] | None:
-    """The first step at which runs that did the very same before differ in a bit."""
+def _exact_divergence(a: RunLog, b: RunLog) -> dict[str, Any] | None:
+    """The first step at which two runs that were equal before differ in a bit."""
     steps, at_a, at_b = _common(a, b)
     found = []
     for name in filter(_is_of_policy, _shared_names(a, b)):
@@ -106,7 +108,7 @@ def _exact_part(a: RunLog, b: RunLog) -> dict[str, Any] | None:
     return min(found, key=_earliest, default=None)
 
 
-def _noise_part(
+def _noise_divergence(
     name: str, steps_N: np.ndarray, a_N: np.ndarray, b_N: np.ndarray
 ) -> dict[str, Any] | None:
     both = np.isfinite(a_N) & np.isfinite(b_N)
@@ -121,8 +123,10 @@ def _noise_part(
     return {"metric": name, "step": step, "text": text}
 
 
-def _odd_part(a: RunLog, b: RunLog, name: str, steps_N: np.ndarray) -> dict[str, Any] | None:
-    """The first step at which a metric is not finite in one run, and finite in the other."""
+def _nonfinite_divergence(
+    a: RunLog, b: RunLog, name: str, steps_N: np.ndarray
+) -> dict[str, Any] | None:
+    """The first step at which a metric is finite in one run only."""
     for log, other, here, there in ((a, b, "A", "B"), (b, a, "B", "A")):
         odd = log.steps[log.nonfinite(name)]
         for step in odd[np.isin(odd, steps_N)].tolist():
@@ -139,7 +143,7 @@ def _at(log: RunLog, name: str, step: int) -> float:
 
 
 def _common(a: RunLog, b: RunLog) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Steps that both runs know, and where they stand in each."""
+    """Steps that both runs have, and their indices in each."""
     return np.intersect1d(a.steps, b.steps, assume_unique=True, return_indices=True)
 
 
@@ -149,14 +153,14 @@ def _shared_names(a: RunLog, b: RunLog) -> list[str]:
 
 
 def _earliest(part: dict[str, Any]) -> tuple[int, int, int]:
-    """A key: by step, and at one step by what a person asks for first."""
+    """A sort key: by step, then by importance of the metric."""
     metric = catalog.find(part["metric"])
     row = len(catalog.METRICS) if metric is None else catalog.METRICS.index(metric)
     return part["step"], _rank(part["metric"]), row
 
 
 def _rank(name: str) -> int:
-    """The place of a metric in what a person asks for first; somebody's own is about training."""
+    """The importance of a metric, 0 first; a user's own metric counts as one of training."""
     metric = catalog.find(name)
     if not _is_of_policy(name):
         return len(FIRST_GROUPS) + 2

@@ -1,4 +1,4 @@
-"""What differs between two runs beside their numbers: configuration, code, environment."""
+"""Differences between two runs other than their numbers: configuration, code, environment."""
 
 import difflib
 import json
@@ -11,16 +11,16 @@ CODE = "code.zip"
 FILE_BYTES = 400_000
 """A longer file is not compared line by line."""
 DIFF_CHARS = 20_000
-"""Shown of one file."""
+"""Maximum length of the diff of one file."""
 ALL_CHARS = 400_000
-"""Shown of all files together."""
+"""Maximum length of all diffs together."""
 MOST_FILES = 2_000
-"""Looked at in an archive."""
+"""Maximum number of files compared."""
 
 
 def value_diff(a: Any, b: Any) -> list[dict[str, Any]]:
-    """Keys, dotted, whose values differ between two nested mappings; None where one lacks it."""
-    of_a, of_b = dict(leaves(a)), dict(leaves(b))
+    """Dotted keys whose values differ between two nested mappings; None stands for no value."""
+    of_a, of_b = dict(_leaves(a)), dict(_leaves(b))
     keys = dict.fromkeys([*of_a, *of_b])
     return [
         {"key": key, "a": of_a.get(key), "b": of_b.get(key)}
@@ -29,8 +29,8 @@ def value_diff(a: Any, b: Any) -> list[dict[str, Any]]:
     ]
 
 
-def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of everything that holds nothing itself."""
+def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of everything that is not a container."""
     if isinstance(value, Mapping) and (value or not prefix):
         items = [(str(key), one) for key, one in value.items()]
     elif isinstance(value, list) and value:
@@ -39,11 +39,11 @@ def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, value
         return
     for key, one in items:
-        yield from leaves(one, f"{prefix}.{key}" if prefix else key)
+        yield from _leaves(one, f"{prefix}.{key}" if prefix else key)
 
 
 def read_environment(folder: pathlib.Path) -> dict[str, Any]:
-    """Of environment.json; empty where the run has none that can be read."""
+    """Of environment.json; empty if the run has no readable one."""
     try:
         found = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):  # not written yet, or by an older Tandem
@@ -52,7 +52,7 @@ def read_environment(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def code_diff(a: pathlib.Path, b: pathlib.Path) -> list[dict[str, str]]:
-    """What differs in the code that two runs ran with, file by file, as unified diffs.
+    """Differences in the code of two runs, file by file, as unified diffs.
 
     Args:
         a: folder of a run; its code.zip may be missing.
@@ -83,12 +83,12 @@ _MISSING = "the run has no code.zip"
 
 
 def _files(path: pathlib.Path) -> dict[str, bytes] | str:
-    """Content of each file of an archive, the first FILE_BYTES of it and one more; or why not."""
+    """Up to FILE_BYTES + 1 bytes of each file of an archive, or why it cannot be read."""
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
             if len(names) > MOST_FILES:
-                return f"code.zip holds {len(names)} files: at most {MOST_FILES} are compared"
+                return f"code.zip has {len(names)} files: at most {MOST_FILES} are compared"
             found = {}
             for name in names:
                 with archive.open(name) as file:
@@ -110,7 +110,7 @@ def _lines_diff(name: str, before: bytes, after: bytes) -> Iterator[str]:
 
 
 def _shortened(lines: Iterator[str], most: int) -> str:
-    """As many whole lines as fit, and how many more there are."""
+    """As many whole lines as fit, and the number of the remaining ones."""
     kept: list[str] = []
     size = more = 0
     for line in lines:
@@ -120,5 +120,5 @@ def _shortened(lines: Iterator[str], most: int) -> str:
         else:
             kept.append(line)
     if more:
-        kept.append(f"... and {more} lines more")
+        kept.append(f"... and {more} more lines")
     return "\n".join(kept)

@@ -1,18 +1,18 @@
-"""From which step on two runs differ by more than their noise.
+"""The step from which on two runs differ by more than their noise.
 
 The rule for one metric: smooth the paired differences by a running median over `window` steps, and
-compare it with the noise of such medians. The noise comes from each run alone: how far its running
-medians of neighbouring windows lie apart beside their trend, by the median of those distances, so
-that a few spikes do not count as noise. Where the differences within a window are spread further
-than that, their spread counts: much noise dies down, or grows, while a policy learns. The runs part
-where the smoothed difference stays beyond Z times the noise, on one side, for a whole window of
-windows; the step that is named is where it left the noise before that, which is within half a
-window of a jump.
+compare the result with the noise of such medians. The noise is estimated from each run alone: the
+median distance between running medians of neighbouring windows after removing their trend, so that
+a few spikes do not count as noise. If the differences within a window are spread further than that,
+their spread is the noise: noise often shrinks or grows while a policy learns. The runs diverge if
+the smoothed difference stays beyond Z times the noise, on one side, for a whole window of windows;
+the step reported is where it left the noise before that, which is within half a window of a jump.
 
-Runs with fewer steps in common part where every value of one is above all of the other.
+Runs with few common steps diverge if every value of one is above all values of the other.
 
-Two runs that differ by their random numbers alone part by this rule in under 1 of 1000 metrics of
-independent noise. Noise that drifts for longer than two windows is not told from a difference.
+Two runs that only differ in their random numbers diverge by this rule in fewer than 1 of 1000
+metrics of independent noise. Noise that drifts for longer than two windows looks like a
+difference.
 
 Dimension key:
     N: steps that measured the metric in both runs
@@ -24,23 +24,23 @@ import dataclasses
 import numpy as np
 
 LEAST_STEPS = 30
-"""Fewer steps in common say nothing of noise that drifts."""
+"""Fewer common steps cannot show noise that drifts."""
 SHORT_STEPS = 10
-"""So many are enough where every value of one run is above every value of the other: independent
-noise does that once in 92 000 times."""
+"""Enough if every value of one run is above every value of the other: independent noise does that
+once in 92 000 times."""
 MOST_WINDOW = 11
 Z = 4.5
 SHORT_Z = 35.0
-"""Added to Z, over the number of steps: few steps tell less of the noise."""
+"""Divided by the number of steps and added to Z: few steps give a worse estimate of the noise."""
 NORMAL_MEDIAN, NORMAL_MEAN = 1.4826, 1.2533
 """Standard deviation of normal numbers over the median and the mean of their distance from 0."""
 EQUAL_STEPS = 3
-"""So many equal values of a metric that is never twice the same are no coincidence."""
+"""This many equal values of a metric that never repeats are no coincidence."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """Where one metric of two runs parts."""
+    """Where one metric of two runs diverges."""
 
     index: int
     """Of the first step that differs, among those given."""
@@ -52,10 +52,10 @@ class Divergence:
 
 
 def find_divergence(a_N: np.ndarray, b_N: np.ndarray) -> Divergence | None:
-    """Where two series of finite values part beyond noise; None where they do not."""
+    """Where two series of finite values diverge beyond noise; None if they do not."""
     n = len(a_N)
     if n < LEAST_STEPS:
-        return _apart_throughout(a_N, b_N)
+        return _separate_throughout(a_N, b_N)
     window = min(MOST_WINDOW, max(5, n // 16 * 2 + 1))
     smooth_W = running_median(a_N - b_N, window)
     noise = float(np.hypot(window_noise(a_N, window), window_noise(b_N, window)))
@@ -72,8 +72,8 @@ def find_divergence(a_N: np.ndarray, b_N: np.ndarray) -> Divergence | None:
     return Divergence(index=index, a=a, b=b, noise=noise)
 
 
-def _apart_throughout(a_N: np.ndarray, b_N: np.ndarray) -> Divergence | None:
-    """The parting of short runs that have no value in common, nor one in between."""
+def _separate_throughout(a_N: np.ndarray, b_N: np.ndarray) -> Divergence | None:
+    """The divergence of short runs whose ranges of values do not overlap."""
     n = len(a_N)
     if n < SHORT_STEPS or (a_N.max() >= b_N.min() and b_N.max() >= a_N.min()):
         return None
@@ -105,9 +105,9 @@ def spread_noise(values_N: np.ndarray, window: int) -> np.ndarray:
 
 
 def equal_until(a_N: np.ndarray, b_N: np.ndarray) -> int | None:
-    """Index of the first difference of two runs that did the very same before it.
+    """Index of the first difference of two runs that were equal before it.
 
-    None where the metric cannot tell: it repeats its values, or differs too soon, or never.
+    None if the metric cannot tell: it repeats its values, or differs too soon, or never.
     """
     differs = np.flatnonzero(a_N != b_N)
     if not len(differs) or differs[0] < EQUAL_STEPS:

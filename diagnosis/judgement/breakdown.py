@@ -1,10 +1,9 @@
-"""Which work of which process a step was waiting for.
+"""The critical path of a step: which work of which process determined its length.
 
-The critical path of a step is what the busiest rollout worker did, then what the learner did: in a
-synchronous step one comes after the other. Where both together are longer than the step they
-overlapped: the longer side is the path then, and while it waited the other one, for as much as it
-worked. What the path leaves of the wall time is `other`: hand-overs, and waits for something that
-is no process of the run.
+In a synchronous step the path is the work of the busiest rollout worker, followed by that of the
+learner. If both together are longer than the step, they overlapped: the path is then the longer
+side, plus the shorter side for the time in which the longer one waited. The rest of the wall time
+is `other`: transfers, and waits for something outside the run's processes.
 """
 
 import collections
@@ -18,9 +17,9 @@ from diagnosis.records.facts import LEARNER, StepFacts
 from services.process.phases import UNEXPLAINED, WAITS
 
 OTHER = "other"
-"""Seconds of a step that its critical path does not explain."""
+"""Seconds of a step outside its critical path."""
 STARTING_SHARE = 0.1
-"""Of the wall time; a step with a process that compiles for longer is no usual one."""
+"""Of the wall time; a step in which a process compiles for longer is not typical."""
 
 PHASE_GROUPS: dict[str, tuple[str, ...]] = {
     group: tuple(row.name for row in PHASE_ROWS if row.group == group)
@@ -43,18 +42,18 @@ class PathSegment:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bottleneck:
-    """The part of the critical path that is longest in the steps looked at."""
+    """The longest segment of the critical path over some steps."""
 
     text: str
     process: str
-    """Empty where the rest that no process explains is longest."""
+    """Empty if the rest outside all processes is longest."""
     phase: str
     share: float
     """Of the wall time of those steps."""
 
 
 def busiest_worker(facts: StepFacts) -> str | None:
-    """The rollout worker that did something else than wait for longest; None without workers."""
+    """The rollout worker with the most busy seconds; None without workers."""
     return max(facts.workers, key=facts.busy_s, default=None)
 
 
@@ -64,11 +63,11 @@ def is_overlapped(facts: StepFacts) -> bool:
     return worker is not None and facts.busy_s(LEARNER) + facts.busy_s(worker) > facts.wall_s
 
 
-def path_parts(facts: StepFacts) -> list[PathSegment]:
-    """The critical path of a step; its seconds may be fewer than the wall time, not more by much.
+def path_segments(facts: StepFacts) -> list[PathSegment]:
+    """The critical path of a step; its seconds add up to at most about the wall time.
 
-    A worker's wait for weights counts where the sides follow each other and it fits: then the
-    transfer is what everybody waits for. Where they overlap it is a wait for the learner.
+    A worker's wait for weights is on the path if the sides follow each other and it fits: then all
+    processes wait for the transfer. If the sides overlap, it is a wait for the learner.
     """
     worker = busiest_worker(facts)
     learner = _busy(facts, LEARNER)
@@ -87,13 +86,13 @@ def path_parts(facts: StepFacts) -> list[PathSegment]:
 def critical_path(facts: StepFacts) -> dict[str, float]:
     """Seconds by phase of the critical path, and `other`: the rest of the wall time."""
     path: dict[str, float] = collections.defaultdict(float)
-    for part in path_parts(facts):
-        path[part.phase] += part.seconds
+    for segment in path_segments(facts):
+        path[segment.phase] += segment.seconds
     return {**path, OTHER: max(0.0, facts.wall_s - sum(path.values()))}
 
 
 def by_group(phase_s: Mapping[str, float]) -> dict[str, float]:
-    """Adds phases up by their group; a name that is no phase, such as `other`, stays."""
+    """Sums phases by their group; a name that is not a phase, such as `other`, stays."""
     groups: dict[str, float] = {}
     for phase, seconds in phase_s.items():
         name = _GROUP_OF.get(phase, phase)
@@ -102,9 +101,9 @@ def by_group(phase_s: Mapping[str, float]) -> dict[str, float]:
 
 
 def without_starts(recent: Sequence[StepFacts]) -> Sequence[StepFacts]:
-    """Leaves out the steps in which a process compiled, as at a start, where most have none.
+    """The steps without those in which a process compiled, unless most of them did.
 
-    One of them takes as long as dozens of others, and says nothing of the next step.
+    A step with compilation may take as long as dozens of others, and is not typical.
     """
     others = [
         facts
@@ -118,7 +117,7 @@ def without_starts(recent: Sequence[StepFacts]) -> Sequence[StepFacts]:
 
 
 def usual_step_s(recent: Sequence[StepFacts]) -> float:
-    """Mean seconds of these steps, those of a start left out; NaN without a step."""
+    """Mean seconds of these steps without those that compiled; NaN without a step."""
     usual = without_starts(recent)
     return sum(facts.wall_s for facts in usual) / len(usual) if usual else math.nan
 
@@ -129,27 +128,27 @@ def waiting_share(facts: StepFacts, process: str) -> float:
 
 
 def bottleneck(recent: Sequence[StepFacts]) -> Bottleneck | None:
-    """What of these steps is longest, in one sentence; None without a step.
+    """The longest segment of these steps, in one sentence; None without a step.
 
     Args:
-        recent: trained steps, oldest first; means over all of them count, not one noisy step.
+        recent: trained steps, oldest first; the means over all of them decide.
     """
     if not recent:
         return None
     wall_s = sum(facts.wall_s for facts in recent)
     seconds: dict[tuple[bool, str], float] = collections.defaultdict(float)
     for facts in recent:
-        parts = path_parts(facts)
-        for part in parts:
-            seconds[part.process == LEARNER, part.phase] += part.seconds
-        seconds[False, OTHER] += max(0.0, facts.wall_s - _total(parts))
+        segments = path_segments(facts)
+        for segment in segments:
+            seconds[segment.process == LEARNER, segment.phase] += segment.seconds
+        seconds[False, OTHER] += max(0.0, facts.wall_s - _total(segments))
     (is_learner, phase), most_s = max(seconds.items(), key=lambda item: item[1])
     share = min(1.0, most_s / wall_s)
     numbers = (
         f"{share:.0%} of a step ({most_s / len(recent):.2f} of {wall_s / len(recent):.2f} s)"
     ).replace("%", " %")
     if phase == OTHER:
-        text = f"no process explains {numbers}: neither learner nor busiest worker is at work then"
+        text = f"no process accounts for {numbers}: learner and busiest worker both wait"
         return Bottleneck(text=text, process="", phase=phase, share=share)
     process = LEARNER if is_learner else _most_often(busiest_worker(facts) for facts in recent)
     whom = "the learner" if is_learner else process
@@ -160,7 +159,7 @@ def bottleneck(recent: Sequence[StepFacts]) -> Bottleneck | None:
 
 
 def _other_side(recent: Sequence[StepFacts], is_learner: bool, worker: str) -> str:
-    """How much of overlapped steps the side waits that does not set the pace."""
+    """How long the other side waits in overlapped steps."""
     if is_learner:
         names = [busiest_worker(facts) or LEARNER for facts in recent]
         whom = "the busiest worker"
@@ -169,7 +168,7 @@ def _other_side(recent: Sequence[StepFacts], is_learner: bool, worker: str) -> s
     waits = statistics.median(
         waiting_share(facts, name) for facts, name in zip(recent, names, strict=True)
     )
-    return f"beside it, {whom} waits {waits * 100:.0f} % of the time"
+    return f"meanwhile {whom} waits {waits * 100:.0f} % of the time"
 
 
 def _busy(facts: StepFacts, process: str) -> list[PathSegment]:
@@ -181,14 +180,18 @@ def _busy(facts: StepFacts, process: str) -> list[PathSegment]:
     ]
 
 
-def _cut(parts: Sequence[PathSegment], seconds: float) -> list[PathSegment]:
-    """So many seconds of them at most, of each its share."""
-    share = min(1.0, seconds / (_total(parts) or 1.0))
-    return [dataclasses.replace(part, seconds=share * part.seconds) for part in parts if share]
+def _cut(segments: Sequence[PathSegment], seconds: float) -> list[PathSegment]:
+    """The segments, scaled down to at most `seconds` in all."""
+    share = min(1.0, seconds / (_total(segments) or 1.0))
+    return [
+        dataclasses.replace(segment, seconds=share * segment.seconds)
+        for segment in segments
+        if share
+    ]
 
 
-def _total(parts: Iterable[PathSegment]) -> float:
-    return sum(part.seconds for part in parts)
+def _total(segments: Iterable[PathSegment]) -> float:
+    return sum(segment.seconds for segment in segments)
 
 
 def _most_often(names: Iterable[str | None]) -> str:

@@ -1,4 +1,4 @@
-"""The course of a run as columns, in so few points that a page can draw it.
+"""The history of a run as columns, binned to a number of points that a page can draw.
 
 Dimension key:
     N: known steps in the range
@@ -25,7 +25,7 @@ POINTS = 600
 MOST_POINTS = 5000
 DIGITS = 5
 SECONDS_DECIMALS = 5
-"""Of the seconds by phase, which are most of the document; fewer than 0.00001 s become none."""
+"""Of the seconds by phase, which are most of the document; less than 0.00001 s becomes 0."""
 MARKED_STEPS = 100
 PATH_PHASES = (*(phase for phase in PHASES if phase != UNEXPLAINED), OTHER)
 
@@ -35,7 +35,7 @@ _WEIGHTS_WAIT = PHASES.index("weights_wait")
 
 @dataclasses.dataclass(frozen=True)
 class Bins:
-    """Which steps of a range share a point."""
+    """How the steps of a range are grouped into points."""
 
     size: int
     """Steps a bin covers."""
@@ -46,20 +46,18 @@ class Bins:
 
     @classmethod
     def of(cls, steps_N: np.ndarray, points: int, first: int, last: int) -> "Bins":
-        """At most `points` bins of equal width between two steps; those without a step are left
-        out.
-        """
+        """At most `points` bins of equal width between two steps; empty bins are left out."""
         size = max(1, math.ceil((last - first + 1) / points))
         bin_N = (steps_N - first) // size
         begin_B = np.flatnonzero(np.diff(bin_N, prepend=-1))
         return cls(size, begin_B, first + bin_N[begin_B] * size)
 
     def sum(self, values: np.ndarray) -> np.ndarray:
-        """Adds up along the first axis."""
+        """Sum along the first axis."""
         return np.add.reduceat(values, self.begin_B, axis=0)
 
     def mean(self, values: np.ndarray, is_there: np.ndarray) -> np.ndarray:
-        """Mean over those that are there; NaN in a bin without any."""
+        """Mean over the values that exist; NaN in a bin without any."""
         count = self.sum(is_there.astype(np.float64))
         with np.errstate(invalid="ignore", divide="ignore"):
             return self.sum(np.where(is_there, values, 0.0)) / count
@@ -77,19 +75,19 @@ def history(
     """The document of /api/history.
 
     A point is the mean over those of its steps that measured the metric, or had the process; null
-    where none did. Values that are not finite are left out of a mean, and listed under
-    `nonfinite`; a point of such values alone is one of the texts "NaN", "Infinity", "-Infinity".
+    if none did. Values that are not finite are left out of a mean, and listed under `nonfinite`; a
+    point of only such values is one of the texts "NaN", "Infinity", "-Infinity".
 
     Args:
         first: step number; the first known one by default.
         last: step number, included.
-        points: at most so many.
-        names: metrics, all charted ones by default; one that is asked for comes in any case.
-        shrink: whether a range that begins before the first known step, or ends after the last
-            one, ends there. If not, runs of any length have the same bins.
+        points: maximum number of points.
+        names: metrics, all charted ones by default; a named one is always included.
+        shrink: whether to cut the range to the known steps. If not, runs of any length have the
+            same bins.
 
     Raises:
-        ValueError: for a range or number of points that cannot be.
+        ValueError: for an impossible range or number of points.
     """
     places, first, last = _range(log, first, last, points, shrink)
     steps_N = log.steps[places]
@@ -123,7 +121,7 @@ def history(
 class _Column:
     mean: list[float | str | None]
     low: list[float | None] | None
-    """None, as `high`, where it is the mean everywhere."""
+    """None, as `high`, if it equals the mean everywhere."""
     high: list[float | None] | None
     marked: list[int]
     is_empty: bool
@@ -157,7 +155,7 @@ def _metric(log: RunLog, name: str, places: slice, bins: Bins) -> _Column:
 
 
 def _breakdown(log: RunLog, places: slice, bins: Bins) -> dict[str, Any]:
-    """Where the seconds of each bin went; the mean over the steps in which a process was there."""
+    """Seconds by phase of each bin, as the mean over the steps with the process."""
     wall_N = log.column("wall_s")[places]
     seconds_NF = {name: log.seconds(name)[places] for name in log.processes}
     is_there_N = {name: ~np.isnan(rows[:, 0]) for name, rows in seconds_NF.items()}
@@ -185,18 +183,18 @@ def _breakdown(log: RunLog, places: slice, bins: Bins) -> dict[str, Any]:
 
 
 def critical_paths(wall_s_N: np.ndarray, seconds_NF: dict[str, np.ndarray]) -> np.ndarray:
-    """What `breakdown.critical_path` says of each of many steps, as [N, PATH_PHASES].
+    """`breakdown.critical_path` of many steps, as [N, PATH_PHASES].
 
     Args:
         wall_s_N: of the steps.
-        seconds_NF: of every process; NaN in the steps without it.
+        seconds_NF: of every process; NaN in steps without it.
     """
     busy_NF = {name: np.where(_IS_BUSY_F, np.nan_to_num(s), 0.0) for name, s in seconds_NF.items()}
     nothing_NF = np.zeros((len(wall_s_N), len(PHASES)))
     learner_NF = busy_NF.pop(LEARNER, nothing_NF)
     learner_N = learner_NF.sum(axis=1)
     worker_NF, worker_N = nothing_NF, np.full(len(wall_s_N), -1.0)
-    """Of the busiest worker of each step; -1 where there is none."""
+    """Of the busiest worker of each step; -1 without a worker."""
     for name, one_NF in busy_NF.items():
         total_N = np.where(np.isnan(seconds_NF[name][:, 0]), -1.0, one_NF.sum(axis=1))
         is_busier_N = total_N > worker_N
@@ -214,14 +212,14 @@ def critical_paths(wall_s_N: np.ndarray, seconds_NF: dict[str, np.ndarray]) -> n
     rest_N = np.maximum(0.0, wall_s_N - longer_N)
     is_cut_N = is_overlapped_N & (shorter_N > 0)
     share_N = np.divide(rest_N, shorter_N, out=np.ones(len(rest_N)), where=is_cut_N)
-    """Of the shorter side, that is on the path."""
+    """Of the shorter side: the share on the path."""
     path_NF = learner_NF * np.where(learner_N < worker_N, share_N, 1.0)[:, None]
     path_NF += worker_NF * np.where(learner_N < worker_N, 1.0, share_N)[:, None]
     path_NF[:, -1] = np.maximum(0.0, wall_s_N - path_NF.sum(axis=1))
     return path_NF
 
 
-def round_digits(values: np.ndarray, digits: int = DIGITS) -> np.ndarray:
+def _round_digits(values: np.ndarray, digits: int = DIGITS) -> np.ndarray:
     """Rounds to significant digits; NaN and infinity stay."""
     usable = np.isfinite(values) & (values != 0)
     size = np.where(usable, np.abs(values), 1.0)
@@ -234,12 +232,12 @@ def round_digits(values: np.ndarray, digits: int = DIGITS) -> np.ndarray:
 
 
 def _numbers(values_B: np.ndarray) -> list[Any]:
-    """Rounded numbers for JSON, whole ones without a point; None for what is not finite."""
-    return [_number(value) for value in round_digits(values_B).tolist()]
+    """Rounded numbers for JSON, whole ones without a point; None if not finite."""
+    return [_number(value) for value in _round_digits(values_B).tolist()]
 
 
 def _rows(values_BF: np.ndarray) -> list[list[Any] | None]:
-    """The same by bin; None for a bin without the process."""
+    """The same for each bin; None for a bin without the process."""
     flat = _numbers(_rounded_s(values_BF).ravel())
     bins, width = values_BF.shape
     is_absent_B = np.isnan(values_BF[:, :1]).ravel() if width else np.zeros(bins, bool)
@@ -259,7 +257,7 @@ def _rounded_s(seconds: np.ndarray) -> np.ndarray:
 def _range(
     log: RunLog, first: int | None, last: int | None, points: int, shrink: bool
 ) -> tuple[slice, int, int]:
-    """Places of the known steps of a range, and its first and last step number."""
+    """Indices of the known steps of a range, and its first and last step number."""
     if not 1 <= points <= MOST_POINTS:
         raise ValueError(f"points={points} must be between 1 and {MOST_POINTS}")
     if first is not None and last is not None and first > last:

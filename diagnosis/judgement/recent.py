@@ -1,6 +1,7 @@
-"""The last trained steps of a run, as the judgements look at them: no one noisy step decides."""
+"""The last trained steps of a run: judgements use several, so that no single step decides."""
 
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -19,43 +20,44 @@ class Recent:
 
     @property
     def last(self) -> StepFacts:
+        """The newest step."""
         return self.steps[-1]
 
     @property
     def is_full(self) -> bool:
-        """Whether there are enough steps for a judgement on a habit rather than on a start."""
+        """Whether there are WINDOW steps."""
         return len(self.steps) >= WINDOW
 
     def values(self, name: str) -> list[float]:
-        """Of the steps that measured it, without NaN."""
+        """The measured values of a metric, without NaN."""
         found = (facts.metrics.get(name, math.nan) for facts in self.steps)
         return [value for value in found if not math.isnan(value)]
 
     def median(self, name: str) -> float:
-        """NaN where no step measured it."""
+        """Median of a metric; NaN if no step measured it."""
         values = self.values(name)
         return statistics.median(values) if values else math.nan
 
     def mean(self, name: str) -> float:
-        """NaN where no step measured it."""
+        """Mean of a metric; NaN if no step measured it."""
         values = self.values(name)
         return sum(values) / len(values) if values else math.nan
 
     def greatest(self, name: str) -> float:
-        """NaN where no step measured it."""
+        """Maximum of a metric; NaN if no step measured it."""
         return max(self.values(name), default=math.nan)
 
     def median_of(self, number: Callable[[StepFacts], float]) -> float:
-        """The median of a number that is made of a step."""
+        """Median of a number that is computed from each step."""
         return statistics.median(map(number, self.steps))
 
     def rise(self, name: str) -> float:
-        """By how much a counter rose within the steps; a fall, as after a resume, counts as 0."""
+        """Increase of a counter within the steps; a decrease, as after a resume, counts as 0."""
         values = self.values(name)
-        return sum(max(0.0, b - a) for a, b in zip(values, values[1:], strict=False))
+        return sum(max(0.0, b - a) for a, b in itertools.pairwise(values))
 
     def names(self, start: str, end: str) -> list[str]:
-        """Metrics of the last step whose names start and end so."""
+        """Metrics of the last step with this start and end of the name."""
         return [name for name in self.last.metrics if name.startswith(start) and name.endswith(end)]
 
     def nonfinite(self) -> list[str]:
@@ -71,7 +73,7 @@ class Recent:
 
 
 def percent(fraction: float) -> str:
-    """`41 %`; with a digit more below ten. Halves go up, as in the page's own numbers."""
+    """`41 %`, with one decimal below ten. Halves are rounded up, as on the page."""
     value = fraction * 100
     if not math.isfinite(value):
         return f"{value} %"

@@ -18,18 +18,18 @@ from collections.abc import Mapping, Sequence
 from diagnosis.records.facts import LEARNER, RunSettings, StepFacts
 
 WINDOW = 10
-"""Settled steps with one number of workers whose medians count."""
+"""Settled steps with one number of workers that enter the medians."""
 ENOUGH = 3
-"""Settled steps that make a number of workers one that the run has shown."""
+"""Settled steps needed to count a number of workers as measured."""
 SHARED_SCALABILITY = 0.3
-"""Prior exponent of work over the share of the work, for workers that share a host's CPU cores. One
-worker's XLA threads already use all of them; a second one fills what is left while the first is in
-Python or waits for scores, which is about a third."""
+"""Prior exponent of work over the share of the work, for workers that share a host's CPU cores. The
+XLA threads of one worker already use all of them; a second worker only uses the time in which the
+first is in Python or waits for scores, which is about a third."""
 OWN_OVERLAP = 0.95
-"""Prior share of the shorter side that hides behind the longer, where both have devices of their
-own: hand-overs stay."""
+"""Prior share of the shorter side that overlaps with the longer one if both have their own devices;
+transfers do not overlap."""
 SHARED_OVERLAP = 0.3
-"""The same where both sides share the CPU cores of a host, for the reason above."""
+"""The same if both sides share the CPU cores of a host, for the reason above."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,11 +42,11 @@ class Sides:
     update_s: float
     """Of the learner, for this step's update."""
     rollout_s: float
-    """Until the last group was there, had the workers begun with the step; `work_s` included."""
+    """From the start of the step until the last group arrived; includes `work_s`."""
     work_s: float
-    """Prefill, decode and scoring of the busiest worker: what more workers would share."""
+    """Prefill, decode and scoring of the busiest worker: the work that more workers would share."""
     tokens: float
-    """Completion tokens of the step; NaN, as in the next four, where it is not known."""
+    """Completion tokens of the step; this and the next four are NaN if unknown."""
     completion_len_mean: float
     completion_len_max: float
     prompt_len_mean: float
@@ -55,18 +55,19 @@ class Sides:
 
     @property
     def fixed_s(self) -> float:
-        """What of the rollout side does not shrink with the work: weights, swaps, hand-overs."""
+        """Rollout time that does not depend on the work: weights, swaps, transfers."""
         return max(0.0, self.rollout_s - self.work_s)
 
     @property
     def work_s_per_token(self) -> float:
+        """Work per completion token; all of the work if the tokens are unknown."""
         return self.work_s / self.tokens if self.tokens > 0 else self.work_s
 
     def at_length(self, tokens: float, mean: float, settings: RunSettings) -> "Sides":
-        """The same step, had its completions had so many tokens in all and on the mean.
+        """The same step with another total number of completion tokens and mean length.
 
-        The work goes with the tokens that are drawn, the update with those that it reads, prompts
-        included; where a length is not known, its side stays as it is.
+        The work is proportional to the tokens drawn, the update to the tokens read, prompts
+        included; if a length is unknown, its side stays the same.
         """
         work_s = self.work_s * _ratio(tokens, self.tokens)
         prompt = 0.0 if math.isnan(self.prompt_len_mean) else self.prompt_len_mean
@@ -94,8 +95,8 @@ def both_s(update_s: float, rollout_s: float, settings: RunSettings) -> float:
 def sides_of(facts: StepFacts, settings: RunSettings) -> Sides:
     """Splits a trained step into its sides.
 
-    In a synchronous step the driver's own waits are the sides: first for groups, then for the
-    update. In an asynchronous one the waits hide what overlapped, so the busy seconds are.
+    In a synchronous step the sides are the driver's waits: first for groups, then for the update.
+    In an asynchronous step waits do not show what overlapped, so the sides are the busy seconds.
     """
     eval_s = facts.metrics.get("time/eval_s", 0.0)
     learner_s = facts.phase_s(LEARNER, "checkpoint", "compile")
@@ -124,7 +125,7 @@ def sides_of(facts: StepFacts, settings: RunSettings) -> Sides:
 
 
 def _rollout_s(facts: StepFacts, worker: str) -> float:
-    """Of an asynchronous step: work and weights; a wait longer than the pull is for the learner."""
+    """Of an asynchronous step: work and weights; waiting beyond the pull is for the learner."""
     pulled_s = facts.metrics.get("weights/pull_s_max", 0.0)
     busy_s = facts.busy_s(worker) - facts.phase_s(worker, "eval", "compile")
     return busy_s + min(facts.phase_s(worker, "weights_wait"), pulled_s)
@@ -133,7 +134,7 @@ def _rollout_s(facts: StepFacts, worker: str) -> float:
 def median_sides(sides: Sequence[Sides]) -> Sides:
     """Medians field by field, over steps with the same number of workers; at least one step.
 
-    They need not add up: `step_s` is seldom the sum of the others.
+    They need not add up to `step_s`.
     """
     fields = [field.name for field in dataclasses.fields(Sides) if field.name != "workers"]
     medians = {name: _median([getattr(one, name) for one in sides]) for name in fields}
@@ -155,12 +156,12 @@ class Forecast:
 
     step_s: float
     measured: bool
-    """Whether the run has been in that configuration, as far as the answer rests on it."""
+    """Whether the run itself has used that configuration."""
     note: str
 
 
 class StepModel:
-    """Predictions from what a run has shown so far."""
+    """Predictions from the measured steps of a run."""
 
     def __init__(
         self, seen: Mapping[int, Sequence[Sides]], settings: RunSettings, *, hosts: int = 1
@@ -175,10 +176,10 @@ class StepModel:
         self._is_shared = settings.platform == "cpu" and hosts <= 1
 
     def with_workers(self, now: int, then: int) -> Forecast:
-        """From `now` workers, which the run has shown, to `then`."""
+        """From `now` workers, which the run has used, to `then`."""
         level = self._level[now]
         if then == now:
-            return Forecast(level.step_s, True, "as it is")
+            return Forecast(level.step_s, True, "current setting")
         work_s, measured, note = self._work_s(now, then)
         fixed_s = self._level[then].fixed_s if measured else level.fixed_s
         rollout_s = fixed_s + work_s
@@ -189,7 +190,7 @@ class StepModel:
         level, steps = self._level[now], self._seen[now]
         staleness = self._settings.max_staleness
         if then == staleness:
-            return Forecast(level.step_s, True, "as it is")
+            return Forecast(level.step_s, True, "current setting")
         longer = max(level.rollout_s, level.update_s)
         shorter = min(level.rollout_s, level.update_s)
         hidden = self._overlap()
@@ -199,14 +200,14 @@ class StepModel:
             return Forecast(
                 longer + hidden * shorter + rest_s,
                 False,
-                f"the sides follow each other again; {share} is taken to be hidden now",
+                f"rollouts and update run one after the other; {share} is assumed to overlap now",
             )
         if staleness == 0:
             longer = _paired(steps) if then == 1 else longer
             return Forecast(
                 longer + (1 - hidden) * shorter + rest_s,
                 False,
-                f"rollouts go on beside the update; {share} is taken to hide",
+                f"rollouts continue during the update; {share} is assumed to overlap",
             )
         if then == 1:
             longer = _paired(steps)
@@ -215,7 +216,7 @@ class StepModel:
         return Forecast(
             longer + rest_s,
             False,
-            "a deeper queue only evens out which side is longer from step to step",
+            "a deeper queue only evens out differences between steps",
         )
 
     def with_half_length(self, now: int) -> Forecast:
@@ -228,7 +229,9 @@ class StepModel:
         if math.isnan(lost):
             mean = level.completion_len_mean
             lost = max(0.0, 1 - half / mean) if mean > 0 else 0.0
-            note = "how many tokens lie beyond half the maximum is not logged: at most so long"
+            note = (
+                "the share of tokens beyond half the maximum is not logged: this is an upper bound"
+            )
         mean = level.completion_len_mean * (1 - lost)
         kept = 1 - lost
         if not self._is_shared and not math.isnan(level.completion_len_mean):
@@ -245,38 +248,40 @@ class StepModel:
         return both_s(update_s, rollout_s, self._settings) + self._rest_s(level)
 
     def _rest_s(self, level: Sides) -> float:
-        """What `level` leaves beside its two sides, so that what changes nothing predicts its step.
+        """The step time of `level` outside its two sides, so that no change predicts the same step.
 
         Medians do not add up: with the median of the rests every prediction would be off by the
-        same seconds, and both a worker more and a worker fewer could look faster.
+        same seconds, and both one more and one fewer worker could look faster.
         """
         return level.step_s - both_s(level.update_s, level.rollout_s, self._settings)
 
     def _work_s(self, now: int, then: int) -> tuple[float, bool, str]:
-        """Seconds of the busiest worker among `then`, whether that was seen, and from what."""
+        """Seconds of the busiest of `then` workers, whether they are measured, and the reason."""
         level = self._level[now]
         tokens = level.tokens if level.tokens > 0 else 1.0
         if len(self._seen.get(then, ())) >= ENOUGH:
             work_s = self._level[then].work_s_per_token * tokens
-            return work_s, True, f"as the run did with {then} workers"
+            return work_s, True, f"measured with {then} workers"
         exponent = self._prior(now, then)
         note = (
-            "workers share the cores of one host: little is to be gained"
+            "workers share the cores of one host: the gain is small"
             if self._is_shared
-            else "bound by tokens until a worker's slots are not full, then by the longest one"
+            else "limited by tokens while all slots are in use, then by the longest completion"
         )
-        if shown := self._shown(now):
-            exponent = (2 * sum(shown.values()) / len(shown) + exponent) / 3
-            *few, most = sorted({now, *shown})
-            note = f"by what {', '.join(map(str, few))} and {most} workers took"
+        if measured_exponents := self._measured_exponents(now):
+            exponent = (
+                2 * sum(measured_exponents.values()) / len(measured_exponents) + exponent
+            ) / 3
+            *few, most = sorted({now, *measured_exponents})
+            note = f"from the times with {', '.join(map(str, few))} and {most} workers"
         ratio = (self._share(then) / self._share(now)) ** exponent
         return level.work_s * ratio, False, note
 
-    def _shown(self, now: int) -> dict[int, float]:
+    def _measured_exponents(self, now: int) -> dict[int, float]:
         """Exponents of work over share between `now` and other numbers of workers.
 
-        Beyond 1.2 or under -0.5 they are noise: there is no more than all to be shared, and
-        workers that get in each other's way are still some use.
+        Values beyond 1.2 or below -0.5 are noise: workers cannot share more than all of the work,
+        and even workers that slow each other down share some of it.
         """
         exponents = {}
         mine = self._level[now].work_s_per_token
@@ -290,7 +295,7 @@ class StepModel:
         return exponents
 
     def _prior(self, now: int, then: int) -> float:
-        """Exponent of work over share where the run has shown none."""
+        """Exponent of work over share without measurements."""
         if self._is_shared:
             return SHARED_SCALABILITY
         level = self._level[now]
@@ -304,15 +309,15 @@ class StepModel:
         return math.log(ratio) / math.log(shares)
 
     def _share(self, workers: int) -> float:
-        """Of the groups of a step for the busiest worker: groups cannot be cut."""
+        """Share of a step's groups for the busiest worker; groups are not divided."""
         groups = max(1, self._settings.prompts_per_step)
         return math.ceil(groups / workers) / groups
 
     def _decode_steps(self, workers: int, mean: float, longest: float) -> float:
-        """Decode steps of the busiest of so many workers, each step costing the same.
+        """Decode steps of the busiest of `workers` workers, if each step costs the same.
 
-        With all slots in use it is bound by tokens, and half of a longest completion is left over
-        at the end; with slots to spare by the longest completion.
+        With all slots in use the tokens are the limit, plus half of a longest completion at the
+        end; with free slots the longest completion is the limit.
         """
         settings = self._settings
         groups = math.ceil(settings.prompts_per_step / workers)
@@ -328,5 +333,5 @@ class StepModel:
 
 
 def _paired(steps: Sequence[Sides]) -> float:
-    """The longer side, step by step: with one version of slack each step waits for both."""
+    """Median of the longer side of each step: with one version of slack a step waits for both."""
     return statistics.median(max(one.rollout_s, one.update_s) for one in steps)

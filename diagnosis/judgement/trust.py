@@ -1,7 +1,6 @@
-"""Whether the numbers of a run can be trusted: each check with its bound and a light.
+"""Whether the numbers of a run can be trusted: each check with its bound and a traffic light.
 
-A bound is a judgement; its reason stands in the docstring of its check. Every check looks at the
-last ten trained steps.
+The docstring of each check explains its bound. Every check uses the last ten trained steps.
 """
 
 import dataclasses
@@ -23,18 +22,19 @@ class Check:
     value: float | None
     unit: str
     bound: float | None
-    """Beyond it the light is not green."""
+    """Beyond it the traffic light is not green."""
     light: str
     text: str
     series: Sequence[str]
     """Metrics that show its history."""
 
     def json(self) -> dict[str, Any]:
+        """One of `trust` of /api/judgement."""
         return dataclasses.asdict(self) | {"series": list(self.series)}
 
 
 def trust(recent: Recent) -> list[Check]:
-    """Every check, in the order in which the view shows them."""
+    """Every check, in the order of the view."""
     return [check(recent) for check in CHECKS]
 
 
@@ -53,9 +53,9 @@ def worst_imbalance(recent: Recent) -> tuple[float, int, str]:
 def _logprob_gap(recent: Recent) -> Check:
     """Mean |log w| between learner and sampler.
 
-    Equal arithmetic in float32 leaves 1e-6 nats, bfloat16 with different kernels about 0.01. A
-    version of staleness moves the policy by about its learning rate: 0.1 is allowed then. Five
-    times that is no rounding: weights, template, temperature or cache differ.
+    Equal arithmetic in float32 leaves 1e-6 nats, bfloat16 with different kernels about 0.01. With
+    stale groups the policy has changed meanwhile: 0.1 is allowed. Five times the bound is more than
+    rounding: weights, template, temperature or cache differ.
     """
     name = "offpolicy/logprob_gap_mean"
     stale = recent.median("offpolicy/staleness_mean") > 0
@@ -78,8 +78,8 @@ def _logprob_gap(recent: Recent) -> Check:
 def _raw_weights(recent: Recent) -> Check:
     """Mean raw importance weight.
 
-    Under the distribution that sampled, its expectation is exactly 1, however stale. Over some
-    thousand tokens 5 % off is more than chance where weights are near 1; 20 % off means that the
+    Its expectation under the sampling distribution is exactly 1, for any staleness. Over some
+    thousand tokens 5 % off is more than chance if weights are near 1; 20 % off means that the
     recorded logprobs are not those of the sampler.
     """
     name = "offpolicy/is_weight_raw_mean"
@@ -93,7 +93,7 @@ def _raw_weights(recent: Recent) -> Check:
         "",
         1.05,
         _above(off, 0.05, 0.2),
-        f"the mean weight is {value:.4g}, the greatest {worst:.3g}; an honest record gives 1",
+        f"the mean weight is {value:.4g}, the greatest {worst:.3g}; correct logprobs give 1",
         [name, "offpolicy/is_weight_raw_min", "offpolicy/is_weight_raw_max"],
     )
 
@@ -101,16 +101,18 @@ def _raw_weights(recent: Recent) -> Check:
 def _truncated_weights(recent: Recent) -> Check:
     """Share of tokens whose weight is cut, or whose sequence is masked.
 
-    Truncation trades bias for variance. At 5 % of the tokens the bias is small beside the clip of
-    the ratio; at 20 % the update is mostly of another objective.
+    Truncation trades bias for variance. At 5 % of the tokens the bias is small compared with that
+    of ratio clipping; at 20 % the update mostly optimises another objective.
     """
     names = ["offpolicy/token_share_truncated", "offpolicy/token_share_masked"]
     shares = [recent.median(name) for name in names]
     value = math.nan if all(map(math.isnan, shares)) else sum(s for s in shares if s == s)
-    text = "no correction is configured: algorithm.off_policy cuts no weight"
+    text = "no correction is configured: algorithm.off_policy truncates no weight"
     if not math.isnan(value):
         kept = recent.greatest("offpolicy/is_weight_kept_max")
-        text = f"{percent(value)} of the tokens are cut or masked; the greatest kept is {kept:.3g}"
+        text = (
+            f"{percent(value)} of the tokens are truncated or masked; kept weights reach {kept:.3g}"
+        )
     return _check(
         "weights_truncated",
         "importance weights truncated",
@@ -124,7 +126,7 @@ def _truncated_weights(recent: Recent) -> Check:
 
 
 def _staleness(recent: Recent) -> Check:
-    """Greatest staleness against rollout.max_staleness, which is a promise and not a wish."""
+    """Greatest staleness against rollout.max_staleness, which is a hard limit."""
     name, bound = "offpolicy/staleness_max", recent.settings.max_staleness
     value = recent.greatest(name)
     return _check(
@@ -142,8 +144,8 @@ def _staleness(recent: Recent) -> Check:
 def _zero_variance(recent: Recent) -> Check:
     """Share of groups without a learning signal.
 
-    Beyond one half most of the work of workers teaches nothing; beyond nine tenths the gradient
-    comes from a handful of prompts.
+    Beyond one half most of the rollout work is wasted; beyond nine tenths the gradient comes from a
+    few prompts.
     """
     name = "rollout/zero_variance_fraction"
     value = recent.median(name)
@@ -162,8 +164,8 @@ def _zero_variance(recent: Recent) -> Check:
 def _reward_errors(recent: Recent) -> Check:
     """Share of completions that could not be scored.
 
-    They are left out, so that a bias remains: what fails is seldom a random sample. 1 % can be a
-    slow machine; 10 % is a broken function.
+    They are left out, which biases the batch: failures are seldom random. 1 % can be a slow
+    machine; 10 % is a broken function.
     """
     name = "reward_error/fraction"
     value = recent.mean(name)
@@ -180,9 +182,10 @@ def _reward_errors(recent: Recent) -> Check:
 
 
 def _disagreement(recent: Recent) -> Check:
-    """Where strict and lenient parser differ, the reward measures form instead of answers.
+    """Share of completions on which strict and lenient parser disagree.
 
-    Up to 5 % are odd completions; from 20 % on accuracy depends on the parser that is believed.
+    There the reward measures the answer's format. Up to 5 % are unusual completions; from 20 % on
+    the accuracy depends on the choice of the parser.
     """
     names = recent.names("reward/", "/disagreement")
     values = {name: recent.median(name) for name in names}
@@ -196,7 +199,7 @@ def _disagreement(recent: Recent) -> Check:
         "",
         0.05,
         _above(value, 0.05, 0.2),
-        f"{scorer}: the parsers differ in {percent(value)} of the completions"
+        f"{scorer}: the parsers disagree on {percent(value)} of the completions"
         if worst
         else "no reward function has a strict and a lenient variant",
         names,
@@ -206,8 +209,8 @@ def _disagreement(recent: Recent) -> Check:
 def _canary(recent: Recent) -> Check:
     """Logprobs of a fixed text at learner and workers, under the same weights.
 
-    weights.canary_bound is the most where it is set; workers refuse a version beyond it. Else 0.1
-    nats: other kernels in bfloat16 stay below, a wrong tensor does not. Half of it is the bound.
+    The limit is weights.canary_bound if it is set, since workers refuse a version beyond it, else
+    0.1 nats: other kernels in bfloat16 stay below, a wrong tensor does not. The bound is half.
     """
     name = "canary/gap_max"
     most = recent.settings.canary_bound or 0.1
@@ -219,7 +222,7 @@ def _canary(recent: Recent) -> Check:
         "nats",
         most / 2,
         _above(value, most / 2, most),
-        f"a fixed text has logprobs that differ by at most {value:.2g} nats between the processes; "
+        f"logprobs of a fixed text differ by at most {value:.2g} nats between the processes; "
         f"beyond {most:g} the weights are not the same",
         [name],
     )
@@ -228,8 +231,7 @@ def _canary(recent: Recent) -> Check:
 def _receipts(recent: Recent) -> Check:
     """Groups whose weights this learner never issued; they are refused.
 
-    A few come with a learner that restarted; new ones in a quiet run are from a worker that holds
-    weights of somebody else.
+    A few are usual after a restart of the learner; otherwise a worker holds foreign weights.
     """
     name = "groups/unknown_receipt"
     value, risen = recent.greatest(name), recent.rise(name)
@@ -243,7 +245,7 @@ def _receipts(recent: Recent) -> Check:
         "groups",
         0,
         light,
-        f"{value:.0f} groups since the start came under weights that this learner never issued, "
+        f"{value:.0f} groups since the start have weights that this learner never issued, "
         f"{risen:.0f} of them in the last {len(recent.steps)} steps; all were refused",
         [name],
     )
@@ -252,8 +254,8 @@ def _receipts(recent: Recent) -> Check:
 def _ledger(recent: Recent) -> Check:
     """Sum of a process's phases against the wall time of the step.
 
-    1 % is the promise of the ledger; clocks that are asked one after the other explain less. 5 %
-    is time that is counted twice.
+    The ledger promises 1 %; reading the clocks one after another explains less. 5 % means that
+    time is counted twice.
     """
     value, step, process = worst_imbalance(recent)
     return _check(
@@ -263,33 +265,32 @@ def _ledger(recent: Recent) -> Check:
         "",
         0.01,
         _above(value, 0.01, 0.05),
-        f"at worst {percent(value)} off: {process} in step {step}",
+        f"the greatest difference is {percent(value)}: {process} in step {step}",
         ["time/train/step_s"],
     )
 
 
 def _leases(recent: Recent) -> Check:
-    """Groups that are not ended against those that workers hold.
+    """Unfinished groups against the leases that workers hold.
 
-    Every lease that is out is a group that is not ended; fewer groups than leases would mean that
-    one got lost.
+    Every lease belongs to an unfinished group; fewer groups than leases mean that one got lost.
     """
     outstanding, out = recent.last.outstanding, recent.last.metric("leases/out")
     light = NONE if math.isnan(out) else BAD if outstanding < out else OK
     return _check(
         "leases",
-        "groups on their way",
+        "groups in progress",
         float(outstanding),
         "groups",
         None,
         light,
-        f"{outstanding} groups are leased and not ended; workers hold {out:.0f} of them",
+        f"{outstanding} leased groups are unfinished; workers hold {out:.0f} of them",
         ["leases/out", "leases/expired"],
     )
 
 
 def _updates(recent: Recent) -> Check:
-    """Updates that were skipped: one can be an accident of numbers, three are a habit."""
+    """Skipped updates: one can be chance, more than two are a pattern."""
     name = "train/update_skipped"
     value = float(sum(recent.values(name)))
     return _check(
@@ -305,7 +306,7 @@ def _updates(recent: Recent) -> Check:
 
 
 def _nonfinite(recent: Recent) -> Check:
-    """Metrics that were NaN or infinite: what they stand for is unknown in those steps."""
+    """Metrics that were NaN or infinite: their values are unknown in those steps."""
     names = recent.nonfinite()
     trained = [name for name in names if name.startswith("train/")]
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
@@ -339,7 +340,7 @@ CHECKS: tuple[Callable[[Recent], Check], ...] = (
 
 
 def _above(value: float, bound: float, bad: float) -> str:
-    """The light of a value that should be small."""
+    """The traffic light of a value that should be small."""
     if math.isnan(value):
         return NONE
     return BAD if value > bad else WARN if value > bound else OK

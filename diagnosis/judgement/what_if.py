@@ -1,10 +1,10 @@
-"""Predicted step times for other settings, and how right past predictions were.
+"""Predicted step times for other settings, and the errors of past predictions.
 
-Two kinds of past predictions are kept. Before every settled step its time is predicted from what
-was known then. Where the number of workers changes, the time with the new number is predicted from
-steps before the new worker was there, and judged by the median of as many settled steps after, put
-to the tokens of the prediction: lengths change while a policy learns, and no setting made them.
-Nothing is fitted to the answers. Times leave out evaluations and checkpoints.
+There are two kinds of past predictions. The time of every settled step is predicted from the steps
+before it. When the number of workers changes, the time with the new number is predicted from the
+steps before the change, and compared with the median of as many settled steps after it, corrected
+to the same number of tokens: completion lengths change while a policy learns. Nothing is fitted to
+the outcomes. Times exclude evaluations and checkpoints.
 """
 
 import collections
@@ -33,7 +33,7 @@ PAST = 50
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """One prediction with what came of it; seconds a step."""
+    """One prediction and its outcome, in seconds a step."""
 
     step: int
     predicted: float
@@ -41,7 +41,7 @@ class Prediction:
 
     @property
     def error(self) -> float:
-        """Above 0 where the step was faster than predicted; relative to the actual time."""
+        """Relative to the actual time; above 0 if the step was faster than predicted."""
         return (self.predicted - self.actual) / self.actual
 
 
@@ -52,23 +52,23 @@ class Change(Prediction):
     before: int
     after: int
     update_before_s: float
-    """Of the learner in the steps that the prediction rests on: taken to stay as it was."""
+    """Of the learner before the change; the prediction assumes that it stays the same."""
     update_after_s: float
-    """What it was. In a synchronous run no worker is at work beside it, so that a difference is
-    the machine's and not that of the number of workers."""
+    """After the change. In a synchronous run no worker works during the update, so that a
+    difference comes from the machine and not from the number of workers."""
 
 
 @dataclasses.dataclass
 class _Open:
-    """A change whose answer is not known yet."""
+    """A change whose outcome is not known yet."""
 
     step: int
     before: int
     after: int
     predicted: float
     level: Sides
-    """Of the steps that the prediction rests on."""
-    answers: list[Sides] = dataclasses.field(default_factory=list)
+    """Of the steps that the prediction is based on."""
+    outcomes: list[Sides] = dataclasses.field(default_factory=list)
 
 
 class WhatIf:
@@ -88,14 +88,14 @@ class WhatIf:
         """Relative errors, without sign, of every prediction made one step ahead."""
 
     def set_hosts(self, hosts: int) -> None:
-        """How many hosts the workers run on, where the fleet tells."""
+        """Sets the number of hosts that the workers run on."""
         self._hosts = max(1, hosts)
 
     def add_step(self, facts: StepFacts, *, starting: bool = False) -> None:
-        """Takes the next step: first it answers predictions, then new ones may rest on it.
+        """Takes the next step: it is the outcome of predictions, and the basis of new ones.
 
         Args:
-            starting: whether a process is known to start now.
+            starting: whether a process is starting now, according to the driver.
         """
         if not facts.trained:
             return
@@ -107,7 +107,7 @@ class WhatIf:
             return
         if self._workers and sides.workers != self._workers:
             self._begin_change(facts.step, sides.workers)
-        self._answer(facts.step, sides)
+        self._compare_outcome(facts.step, sides)
         self._seen.setdefault(sides.workers, collections.deque(maxlen=WINDOW)).append(sides)
         self._workers = sides.workers
 
@@ -142,7 +142,7 @@ class WhatIf:
         }
 
     def options(self) -> list[dict[str, Any]]:
-        """What could be changed, with the step time that it would bring."""
+        """Possible changes of settings, each with its predicted step time."""
         if not self._workers:
             return []
         model, n, settings = self._model(), self._workers, self._settings
@@ -166,23 +166,23 @@ class WhatIf:
     def _model(self) -> StepModel:
         return StepModel(self._seen, self._settings, hosts=self._hosts)
 
-    def _answer(self, step: int, sides: Sides) -> None:
-        """Compares what was said of this step with what it took."""
-        if predicted := self._said(sides.workers):
+    def _compare_outcome(self, step: int, sides: Sides) -> None:
+        """Compares the predictions of this step with its time."""
+        if predicted := self._predicted(sides.workers):
             made = Prediction(step, predicted, sides.step_s)
             self.past.append(made)
             self.errors.append(abs(made.error))
         change = self._open
         if change is not None:
             level = change.level
-            change.answers.append(
+            change.outcomes.append(
                 sides.at_length(level.tokens, level.completion_len_mean, self._settings)
             )
-            if len(change.answers) == WINDOW:
+            if len(change.outcomes) == WINDOW:
                 self._end_change()
 
-    def _said(self, workers: int) -> float | None:
-        """The time of a step with so many workers, by what is known before it."""
+    def _predicted(self, workers: int) -> float | None:
+        """The predicted time of the next step with this number of workers."""
         if len(self._seen.get(workers, ())) >= ENOUGH:
             return statistics.median(sides.step_s for sides in self._seen[workers])
         if not self._workers:
@@ -199,8 +199,8 @@ class WhatIf:
 
     def _end_change(self) -> None:
         change = self._open
-        if change is not None and len(change.answers) >= ENOUGH:
-            found = median_sides(change.answers)
+        if change is not None and len(change.outcomes) >= ENOUGH:
+            found = median_sides(change.outcomes)
             self.changes.append(
                 Change(
                     step=change.step,
@@ -215,20 +215,24 @@ class WhatIf:
             self._open = None
 
     def _error(self) -> dict[str, Any]:
-        """How far off predictions were, in the median over the run."""
+        """Median error of the predictions over the run."""
         if not self.errors:
-            return {"median": None, "count": 0, "text": "no prediction was put to the test yet"}
+            return {
+                "median": None,
+                "count": 0,
+                "text": "no prediction has been compared with a step yet",
+            }
         median = statistics.median(self.errors)
         text = (
-            f"{len(self.errors)} predictions of the next step were off by {median * 100:.1f} % in "
-            "the median"
+            f"{len(self.errors)} predictions of the next step have a median error of "
+            f"{median * 100:.1f} %"
         )
         if self.changes:
             of_changes = statistics.median(abs(change.error) for change in self.changes)
             times = "time" if len(self.changes) == 1 else "times"
             text += (
-                f"; the number of workers changed {len(self.changes)} {times}, predicted "
-                f"{of_changes * 100:.1f} % off in the median"
+                f"; the number of workers changed {len(self.changes)} {times}, with a median "
+                f"error of {of_changes * 100:.1f} %"
             )
         return {"median": median, "count": len(self.errors), "text": text}
 

@@ -1,8 +1,7 @@
-"""Columns of numbers by step: what stays in memory of a run's metrics and ledger.
+"""Columns of numbers by step: a run's metrics and ledger in memory.
 
-A table of 10,000 steps holds 8 bytes a number, where the records it came from took about 100. A
-value that a step did not measure is NaN in its column; a value that was measured and is NaN is
-NaN too, and marked.
+A table takes 8 bytes a number; the records that it is built from take about 100. A value that a
+step did not measure is NaN in its column; a value that was measured as NaN is NaN too, and marked.
 """
 
 import functools
@@ -18,27 +17,28 @@ from services.wire.strict_json import NUMBERS
 
 GROW_ROWS = 2048
 MOST_S = 1e12
-"""Longer than any step; a number above it is a fault of whoever wrote it."""
+"""Longer than any step; a larger number is an error of its writer."""
 _PHASE_METRIC = re.compile(f"time/(.+)/({'|'.join(PHASES)})_s", re.DOTALL)
 
 
 class MetricsTable:
-    """The numbers of metrics.jsonl but for seconds by phase, which the ledger holds."""
+    """The numbers of metrics.jsonl without seconds by phase, which the ledger has."""
 
     def __init__(self) -> None:
         self.steps = np.empty(0, np.int64)
         """Step of each row, rising."""
         self.columns: dict[str, np.ndarray] = {}
         self.nonfinite: dict[str, list[int]] = {}
-        """Rows in which a metric was measured and is not finite, rising."""
+        """Rows in which a metric was measured but is not finite, rising."""
         self._rows = 0
 
     @property
     def rows(self) -> int:
+        """Number of rows in use."""
         return self._rows
 
-    def add(self, records: Sequence[Mapping[str, Any]]) -> int:
-        """Takes records in; returns how many could not be: no step, or one that does not rise."""
+    def append_records(self, records: Sequence[Mapping[str, Any]]) -> int:
+        """Appends records; returns how many were invalid: no step, or one that does not rise."""
         usable = list(_rising(records, _last(self.steps, self._rows)))
         first, self._rows = self._rows, self._rows + len(usable)
         self.steps = _grown(self.steps, self._rows, 0)
@@ -56,7 +56,7 @@ class MetricsTable:
         return len(records) - len(usable)
 
     def _add_alike(self, first: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Takes records of the same keys in, as rows from `first` on."""
+        """Stores records of the same keys as rows from `first` on."""
         names = [name for name in records[0] if name != "step" and phase_metric(name) is None]
         rows = [[record[name] for name in names] for record in records]
         absent = np.zeros((len(rows), len(names)), bool)
@@ -81,20 +81,20 @@ class MetricsTable:
 
 
 class LedgerTable:
-    """The numbers of ledger.jsonl, and where in the file each step stands."""
+    """The numbers of ledger.jsonl, and the offset of each step in the file."""
 
     def __init__(self) -> None:
         self.steps = np.empty(0, np.int64)
         self.wall_s = np.empty(0, np.float64)
         self.outstanding = np.empty(0, np.int64)
         self.offsets = np.empty((0, 2), np.int64)
-        """Where the line of a row begins in the file, and its length in bytes."""
+        """Offset of the line of each row in the file, and its length in bytes."""
         self.seconds: dict[str, np.ndarray] = {}
-        """Seconds of every process as [row, phase of PHASES]; NaN where it was not there."""
+        """Seconds of every process as [row, phase of PHASES]; NaN in steps without the process."""
         self.used: dict[str, np.ndarray] = {}
         """Which phases of PHASES each process has spent time in, bool."""
         self.groups: dict[str, np.ndarray] = {}
-        """How many groups ended in each row, by state."""
+        """Number of groups that ended in each row, by state."""
         self.overlap_s: dict[int, dict[str, float]] = {}
         self.absent_s: dict[int, dict[str, float]] = {}
         self.warnings: dict[int, tuple[str, ...]] = {}
@@ -102,13 +102,16 @@ class LedgerTable:
 
     @property
     def rows(self) -> int:
+        """Number of rows in use."""
         return self._rows
 
-    def add(self, records: Sequence[Mapping[str, Any]], offsets: Sequence[tuple[int, int]]) -> int:
-        """Takes records in; returns how many could not be.
+    def append_records(
+        self, records: Sequence[Mapping[str, Any]], offsets: Sequence[tuple[int, int]]
+    ) -> int:
+        """Appends records; returns how many were invalid.
 
         Args:
-            offsets: where the line of each record begins, and its length.
+            offsets: offset and length of the line of each record.
         """
         places = {id(record): place for record, place in zip(records, offsets, strict=True)}
         sound = [record for record in records if _is_ledger_record(record)]
@@ -163,7 +166,7 @@ def phase_metric(name: str) -> tuple[str, str] | None:
 
 
 def number(value: Any) -> float:
-    """A value of a log as a float; NaN for what is no number."""
+    """A value of a log as a float; NaN if it is not a number."""
     if isinstance(value, str):
         return NUMBERS.get(value, math.nan)
     if not isinstance(value, int | float):
@@ -179,7 +182,7 @@ def _is_no_number(value: Any) -> bool:
 
 
 def _is_ledger_record(record: Mapping[str, Any]) -> bool:
-    """Whether a record has the parts without which a step cannot be shown."""
+    """Whether a record has everything that is needed to show a step."""
     processes = record.get("processes")
     return (
         _are_seconds(record.get("wall_s"))
@@ -193,12 +196,12 @@ def _is_ledger_record(record: Mapping[str, Any]) -> bool:
 
 
 def _are_seconds(value: Any) -> bool:
-    """Whether a value is a number that can be one of seconds; NaN and infinity are none."""
+    """Whether a value is a plausible, finite number of seconds."""
     return isinstance(value, int | float) and abs(value) <= MOST_S
 
 
 def _rising(records: Sequence[Mapping[str, Any]], last: int) -> Iterator[Mapping[str, Any]]:
-    """The records whose step is a whole number above that of all before."""
+    """The records whose step is a whole number above all earlier ones."""
     for record in records:
         step = record.get("step")
         if type(step) is int and last < step < 2**62:
@@ -207,7 +210,7 @@ def _rising(records: Sequence[Mapping[str, Any]], last: int) -> Iterator[Mapping
 
 
 def _grown(array: np.ndarray, rows: int, fill: float) -> np.ndarray:
-    """The array, or a longer copy of it that has room for so many rows."""
+    """The array, or a longer copy of it with room for `rows` rows."""
     if rows <= len(array):
         return array
     room = max(rows, len(array) + max(GROW_ROWS, len(array) // 4))

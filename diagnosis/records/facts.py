@@ -1,4 +1,4 @@
-"""What is known of one closed step and of a run's settings, as the page's judgements take it."""
+"""One closed step and the settings of a run, as input for judgements."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ LEARNER = "learner"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepFacts:
-    """One line of ledger.jsonl with the line of metrics.jsonl that belongs to it."""
+    """One line of ledger.jsonl with its line of metrics.jsonl."""
 
     step: int
     time: float
@@ -23,13 +23,13 @@ class StepFacts:
     metrics: Mapping[str, float]
     """By the names of the metrics log, with NaN and infinity as floats."""
     overlap_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Seconds that a process claims beyond the wall time."""
+    """Seconds of a process beyond the wall time."""
     absent_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Seconds of the step in which a process was not there, or of which it told nothing."""
+    """Seconds of the step in which a process was not running, or that it did not report."""
     groups: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """How many groups ended in this step, by TrajectoryState value."""
+    """Number of groups that ended in this step, by TrajectoryState value."""
     outstanding: int = 0
-    """Groups leased and not ended."""
+    """Groups leased and not ended yet."""
     warnings: tuple[str, ...] = ()
 
     @property
@@ -48,24 +48,24 @@ class StepFacts:
         return sum(row.get(phase, 0.0) for phase in phases)
 
     def busy_s(self, process: str) -> float:
-        """Seconds in which a process did something else than wait."""
+        """Seconds in which a process did not wait."""
         row = self.processes.get(process, {})
         return sum(s for phase, s in row.items() if phase not in (*WAITS, UNEXPLAINED))
 
     def accounted_s(self, process: str) -> float:
-        """Seconds that phases claim, and those in which the process was not there; those of the
-        step, where none is counted twice.
+        """Sum of the phases and the absence of a process; equals the wall time unless seconds are
+        counted twice.
         """
         return sum(self.processes[process].values()) + self.absent_s.get(process, 0.0)
 
     def metric(self, name: str) -> float:
-        """The value, or NaN where the step did not measure it."""
+        """The value, or NaN if the step did not measure it."""
         return self.metrics.get(name, math.nan)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """What of the configuration the judgements need."""
+    """The settings that judgements need."""
 
     steps: int
     max_staleness: int
@@ -86,8 +86,8 @@ class RunSettings:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "RunSettings":
-        """Of config.yaml as plain values; a key that is absent, or has a value of another kind than
-        a run would take, takes the run's default.
+        """From config.yaml as plain values; an absent or invalid value is replaced by the run's
+        default.
         """
 
         def get(dotted: str, default: Any) -> Any:
@@ -117,8 +117,8 @@ class RunSettings:
 
 
 def _is_like(value: Any, default: Any) -> bool:
-    """Whether a value can stand for a default: a text for a text, a number that is not negative
-    for a number, a whole one for a whole one; None is the default of a number.
+    """Whether a value has the type of a default: text, or a number that is not negative, whole if
+    the default is; None is the default of a number.
     """
     if isinstance(default, str):
         return isinstance(value, str)

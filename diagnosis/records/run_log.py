@@ -1,7 +1,7 @@
-"""What the logs in a run's folder say, step by step, kept up to date while the run writes them.
+"""The logs in a run's folder by step, kept up to date while the run writes them.
 
-A step is known once both of its lines are there: that of ledger.jsonl, and then that of
-metrics.jsonl. JSONL is the truth: nothing is kept here that a second reading would not find.
+A step is known once both of its lines exist, in ledger.jsonl and in metrics.jsonl. The files are
+the source of truth: reading them again gives the same result.
 """
 
 import dataclasses
@@ -21,30 +21,30 @@ from ruamel.yaml.error import YAMLError
 
 from diagnosis.records.columns import LedgerTable, MetricsTable, phase_metric
 from diagnosis.records.facts import LEARNER, RunSettings, StepFacts
-from diagnosis.records.tail import Seen, Tail, parse_line, read_line
+from diagnosis.records.tail import Tail, TailChange, parse_line, read_line
 from services.process.phases import PHASES
 
 MOST_VALUES = 100_000
-"""Of a configuration."""
+"""Values of a configuration."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Changes:
-    """What `RunLog.refresh` found."""
+    """News that `RunLog.refresh` found."""
 
     new_steps: Sequence[StepFacts]
-    """Steps that are known now, rising; after a reload all of them again. They are made one by
-    one as they are asked for: as a list, 10,000 would take hundreds of megabytes."""
+    """Steps that became known, rising; after a reload all of them. Each is built when it is
+    accessed: a list of 10,000 would take hundreds of megabytes."""
     reloaded: bool
-    """What was known before no longer stands in the logs (a resume goes back to its checkpoint):
-    forget it."""
+    """The logs were replaced, as by a resume from an older checkpoint: forget all earlier
+    steps."""
     status_changed: bool
 
 
 class RunLog:
     """Reads one run's folder; every file may be missing, or from an older version of Tandem.
 
-    One thread at a time may use it. `refresh` costs a few `stat` while nothing happens.
+    One thread at a time may use it. `refresh` costs a few `stat` calls if nothing has changed.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -54,28 +54,28 @@ class RunLog:
             ValueError: if there is no such folder.
         """
         if not folder.is_dir():
-            raise ValueError(f"{folder} is no folder: give the output folder of a run")
+            raise ValueError(f"{folder} is not a folder: give the output folder of a run")
         self.folder = folder
         self.status: dict[str, Any] = {}
-        """As status.json says; empty while there is none."""
+        """Of status.json; empty if there is none."""
         self.config: dict[str, Any] = {}
-        """Of config.yaml, as values that JSON can hold."""
+        """Of config.yaml, as values that JSON can represent."""
         self.settings = RunSettings.of({})
         self.skipped: dict[str, int] = {}
-        """Lines that could not be used, by file: no JSON, no step, or a step out of order."""
+        """Count of invalid lines by file: no JSON, no step, or a step out of order."""
         self._small_files: dict[str, tuple[int, int, int]] = {}
         self._forget()
 
     def refresh(self) -> Changes:
-        """Takes up what was written since the last call."""
+        """Reads what was written since the last call."""
         status_changed = self._read_status()
         self._read_config()
-        looks = (self._ledger_tail.look(), self._metrics_tail.look())
-        reloaded = Seen.REPLACED in looks
+        changes = (self._ledger_tail.poll(), self._metrics_tail.poll())
+        reloaded = TailChange.REPLACED in changes
         if reloaded:
             self._forget()
         known = len(self.steps)
-        if reloaded or Seen.GROWN in looks:
+        if reloaded or TailChange.GROWN in changes:
             self._read_ledger()
             self._read_metrics()
             self._join()
@@ -92,7 +92,7 @@ class RunLog:
 
     @property
     def processes(self) -> list[str]:
-        """Every process of the run so far: the learner, then the workers by number."""
+        """Every process of the run so far: the learner, then the workers in order."""
         return sorted(self._ledger.seconds, key=lambda name: (name != LEARNER, natural(name)))
 
     @property
@@ -102,7 +102,7 @@ class RunLog:
 
     @property
     def metric_names(self) -> list[str]:
-        """Names of the metrics log, in its order, those that repeat the ledger last."""
+        """Names of the metrics log in order; seconds by phase, as in the ledger, come last."""
         names = [name for name in self._metrics.columns if name != "time"]
         for process in self.processes:
             used = np.flatnonzero(self._ledger.used[process]).tolist()
@@ -110,7 +110,7 @@ class RunLog:
         return names
 
     def column(self, name: str) -> np.ndarray:
-        """A metric by known step, float64; NaN where it was not measured, or is NaN."""
+        """A metric by known step, float64; NaN if it was not measured, or is NaN."""
         if (repeated := phase_metric(name)) is not None:
             process, phase = repeated
             seconds = self.seconds(process)[:, PHASES.index(phase)]
@@ -123,7 +123,7 @@ class RunLog:
         return column[self._metrics_rows]
 
     def seconds(self, process: str) -> np.ndarray:
-        """Seconds by [known step, phase of PHASES]; NaN in the steps without the process."""
+        """Seconds by [known step, phase of PHASES]; NaN in steps without the process."""
         seconds = self._ledger.seconds.get(process)
         if seconds is None:
             return np.full((len(self._steps), len(PHASES)), math.nan)
@@ -142,7 +142,7 @@ class RunLog:
         return list(_Steps(self, max(0, last - n), last))
 
     def step(self, n: int) -> StepFacts | None:
-        """A step by its number; None where it is not known."""
+        """A step by its number; None if it is not known."""
         place = self._place(n)
         return None if place is None else self._facts(place)
 
@@ -210,17 +210,17 @@ class RunLog:
                     records.append(record)
                     places.append((offset, len(line)))
             unparsed = len(batch) - len(records)
-            self.skipped["ledger.jsonl"] += unparsed + self._ledger.add(records, places)
+            self.skipped["ledger.jsonl"] += unparsed + self._ledger.append_records(records, places)
 
     def _read_metrics(self) -> None:
         for batch in self._metrics_tail.batches():
             parsed = (parse_line(line) for _, line in batch)
             records = [record for record in parsed if record is not None]
             unparsed = len(batch) - len(records)
-            self.skipped["metrics.jsonl"] += unparsed + self._metrics.add(records)
+            self.skipped["metrics.jsonl"] += unparsed + self._metrics.append_records(records)
 
     def _join(self) -> None:
-        """Finds the steps that both tables hold; those known before come first, as both rise."""
+        """Finds the steps that both tables have; earlier ones keep their index, as both rise."""
         ledger, metrics = self._ledger, self._metrics
         self._steps, self._ledger_rows, self._metrics_rows = np.intersect1d(
             ledger.steps[: ledger.rows],
@@ -245,15 +245,15 @@ class RunLog:
         if not text:
             return
         try:
-            config = plain(YAML(typ="safe", pure=True).load(text))
-        except (YAMLError, RecursionError, ValueError):  # ValueError: a date that is none
+            config = _plain(YAML(typ="safe", pure=True).load(text))
+        except (YAMLError, RecursionError, ValueError):  # ValueError: an impossible date
             return
         if isinstance(config, dict):
             self.config = config
             self.settings = RunSettings.of(self.config)
 
     def _changed_text(self, name: str) -> str:
-        """The text of a small file; empty where it is missing or has not changed."""
+        """The text of a small file; empty if it is missing or has not changed."""
         path = self.folder / name
         try:
             stat = os.stat(path)
@@ -268,7 +268,7 @@ class RunLog:
 
 
 class _Steps(Sequence[StepFacts]):
-    """Known steps of a log by place, each made when it is asked for."""
+    """Known steps of a log by index, each built when it is accessed."""
 
     def __init__(self, log: RunLog, first: int, end: int):
         self._log = log
@@ -290,26 +290,26 @@ class _Steps(Sequence[StepFacts]):
         return (self._log._facts(place) for place in self._places)
 
 
-def plain(value: Any, counted: Iterator[int] | None = None) -> Any:
-    """A copy of a YAML value that JSON can hold: dates and the like become text.
+def _plain(value: Any, counted: Iterator[int] | None = None) -> Any:
+    """A copy of a YAML value that JSON can represent: dates and the like become text.
 
     Raises:
-        ValueError: for more than MOST_VALUES, which aliases of aliases make of a few lines.
+        ValueError: for more than MOST_VALUES, which nested aliases can make from a few lines.
     """
     counted = itertools.count() if counted is None else counted
     if next(counted) > MOST_VALUES:
         raise ValueError(f"the configuration has more than {MOST_VALUES} values")
     if isinstance(value, Mapping):
-        return {str(key): plain(one, counted) for key, one in value.items()}
+        return {str(key): _plain(one, counted) for key, one in value.items()}
     if isinstance(value, list | tuple | set):
-        return [plain(one, counted) for one in value]
+        return [_plain(one, counted) for one in value]
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
 def natural(name: str) -> tuple[tuple[int, str], ...]:
-    """A key by which rollout-10 comes after rollout-9."""
+    """A sort key that places rollout-10 after rollout-9."""
     return tuple(
         (int(part), "") if part.isdecimal() else (-1, part)
         for part in re.split(r"(\d{1,18})", name)

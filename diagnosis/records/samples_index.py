@@ -1,8 +1,8 @@
 """Finds completions in samples.jsonl and eval.jsonl.
 
-Memory holds where each line stands, a few small fields of it, and its text in lower case as far as
-a budget goes; what is beyond the budget is searched on disk. Everything that is shown is read from
-disk, so a completion of any length costs nothing until someone looks at it.
+Memory holds the offset of each line, a few small fields, and its text in lower case up to a budget;
+texts beyond the budget are searched on disk. What the page shows is read from disk, so that long
+completions cost nothing until they are opened.
 """
 
 import dataclasses
@@ -17,19 +17,19 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from diagnosis.records.columns import number
-from diagnosis.records.tail import Seen, Tail, parse_line
+from diagnosis.records.tail import Tail, TailChange, parse_line
 
 FILES = {"train": "samples.jsonl", "eval": "eval.jsonl"}
 SHOWN_CHARS = 400
 """Of a completion or question in a list."""
 MOST_LISTED = 500
 MOST_SAME = 200
-"""Completions of one prompt that are listed; the newest ones."""
+"""Completions of one prompt that are listed: the newest ones."""
 QUERY_CHARS = 1000
 TEXT_BUDGET = 32 << 20
-"""Characters kept in memory for the search, of both files."""
+"""Characters kept in memory for the search, for both files together."""
 LONG_CHARS = 16 << 10
-"""A longer text is never kept in memory."""
+"""A longer text is not kept in memory."""
 _ID = re.compile(r"([te])(\d{1,15})")
 _DISAGREES, _FAILED = 1, 2
 _NO_PROMPT = -1
@@ -37,14 +37,14 @@ _NO_PROMPT = -1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleQuery:
-    """Which completions to list; None and "" ask for all.
+    """Which completions to list; None and "" mean no restriction.
 
     Raises:
-        ValueError: naming a value that cannot be.
+        ValueError: for an impossible value.
     """
 
     q: str = ""
-    """Text within question, prompt, completion or answer; upper and lower case are the same."""
+    """Text in question, prompt, completion or answer, ignoring case."""
     kind: str | None = None
     """`train` or `eval`."""
     first: int | None = None
@@ -78,13 +78,13 @@ class SampleQuery:
 
 
 class SampleIndex:
-    """Knows every completion that a run wrote down. One thread at a time may use it."""
+    """Indexes the recorded completions of a run. One thread at a time may use it."""
 
     def __init__(self, folder: pathlib.Path, *, text_budget: int = TEXT_BUDGET):
         """Reads nothing yet; files may be missing.
 
         Args:
-            text_budget: characters that may be kept for the search.
+            text_budget: characters kept in memory for the search.
         """
         share = text_budget // len(FILES)
         self._files = {
@@ -92,14 +92,14 @@ class SampleIndex:
         }
 
     def refresh(self) -> int:
-        """Takes up what was written since the last call; returns `total`."""
+        """Reads what was written since the last call; returns `total`."""
         for file in self._files.values():
             file.refresh()
         return self.total
 
     @property
     def total(self) -> int:
-        """Completions known, of training and of evaluation."""
+        """Number of completions, of training and of evaluation."""
         return sum(map(len, self._files.values()))
 
     def search(self, query: SampleQuery) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class SampleIndex:
         }
 
     def sample(self, name: str) -> dict[str, Any] | None:
-        """The whole record of an id, such as `t12`; None where there is none."""
+        """The whole record of an id, such as `t12`; None for an unknown id."""
         if (place := self._find(name)) is None:
             return None
         file, index = place
@@ -127,9 +127,9 @@ class SampleIndex:
         return None if record is None else {**record, "id": name, "kind": file.kind}
 
     def same_prompt(self, name: str) -> dict[str, Any] | None:
-        """The document of /api/samples/ID/same: that prompt over time, the oldest first.
+        """The document of /api/samples/ID/same: completions of its prompt, the oldest first.
 
-        Only completions of the same kind: prompts of training and of evaluation count apart.
+        Prompts of training and of evaluation are numbered separately, so it lists one kind.
         """
         if (place := self._find(name)) is None:
             return None
@@ -149,7 +149,7 @@ class SampleIndex:
 
 
 class _IndexedFile:
-    """Owns what is kept of one file; a completion's place is the number of its line."""
+    """The index of one file; a completion's place is the number of its line."""
 
     def __init__(self, path: pathlib.Path, kind: str, text_budget: int):
         self.path = path
@@ -173,10 +173,11 @@ class _IndexedFile:
         return len(self._texts)
 
     def refresh(self) -> None:
-        seen = self._tail.look()
-        if seen is Seen.REPLACED:
+        """Reads what was written since the last call."""
+        change = self._tail.poll()
+        if change is TailChange.REPLACED:
             self._forget()
-        if seen is not Seen.SAME:
+        if change is not TailChange.SAME:
             for offset, line in self._tail.lines():
                 record = parse_line(line)
                 if record is not None and type(record.get("step")) is int:
@@ -192,7 +193,7 @@ class _IndexedFile:
         self._whys.append(self._code(record.get("why")))
         failed = _FAILED if record.get("reward_error") else 0
         self._flags.append(failed | (_DISAGREES if _disagrees(record) else 0))
-        text = search_text(record)
+        text = _search_text(record)
         if len(text) <= min(LONG_CHARS, self._budget_left):
             self._budget_left -= len(text)
             self._texts.append(text)
@@ -203,7 +204,7 @@ class _IndexedFile:
         return self._codes.setdefault(text if isinstance(text, str) else "", len(self._codes))
 
     def matches(self, query: SampleQuery) -> list[int]:
-        """Places of the completions that are asked for, rising."""
+        """Places of the matching completions, rising."""
         found = np.ones(len(self), bool)
         steps, rewards = np.array(self.steps), np.array(self._rewards)
         if query.first is not None:
@@ -229,7 +230,7 @@ class _IndexedFile:
         return list(self._holding(places, query.q.lower())) if query.q else places
 
     def _holding(self, places: list[int], words: str) -> Iterator[int]:
-        """Those of the places whose text holds the words."""
+        """The places whose text contains the words."""
         escaped = json.dumps(words, ensure_ascii=False)[1:-1]
         with _opened(self.path) as file:
             for place in places:
@@ -247,22 +248,22 @@ class _IndexedFile:
         if escaped not in raw and "\\u" not in raw:
             return False  # most lines, and parsing one takes far longer
         record = parse_line(line)
-        return record is not None and words in search_text(record)
+        return record is not None and words in _search_text(record)
 
     def record(self, place: int) -> dict[str, Any] | None:
-        """The line at a place; None where the file has changed since the last refresh."""
+        """The record at a place; None if the file has changed since the last refresh."""
         with _opened(self.path) as file:
             record = parse_line(self._line(file, place))
         is_it = record is not None and record.get("step") == self.steps[place]
         return record if is_it else None
 
     def item(self, place: int, words: str) -> dict[str, Any] | None:
-        """What a list shows of a completion: around the words if they stand far inside."""
+        """A completion as a list shows it: an excerpt around the words if they come late."""
         record = self.record(place)
         if record is None:
             return None
-        completion, is_cut = excerpt(_text(record.get("completion")), words)
-        question, question_is_cut = excerpt(_text(record.get("question")), words)
+        completion, is_cut = _excerpt(_text(record.get("completion")), words)
+        question, question_is_cut = _excerpt(_text(record.get("question")), words)
         fields = (
             *("step", "prompt_id", "group_id", "sample_index", "worker", "rewards"),
             *("total_reward", "finish_reason", "completion_tokens", "policy_version"),
@@ -284,19 +285,19 @@ class _IndexedFile:
         return file.read(self._sizes[place])
 
 
-def search_text(record: Mapping[str, Any]) -> str:
-    """What a search looks at, in lower case."""
+def _search_text(record: Mapping[str, Any]) -> str:
+    """The searchable text, in lower case."""
     names = ("question", "prompt", "completion", "answer")
     question, prompt, completion, answer = (_text(record.get(name)) for name in names)
     if question in prompt:
-        question = ""  # a prompt holds its question: once is enough
+        question = ""  # a prompt contains its question
     return "\0".join((question, prompt, completion, answer)).lower()
 
 
-def excerpt(text: str, words: str) -> tuple[str, bool]:
-    """At most SHOWN_CHARS of a text, around the words if they stand beyond; and whether it is cut.
+def _excerpt(text: str, words: str) -> tuple[str, bool]:
+    """At most SHOWN_CHARS of a text, around the words if they come later; and whether it is cut.
 
-    A part from the middle begins with an ellipsis.
+    An excerpt from the middle begins with an ellipsis.
     """
     if len(text) <= SHOWN_CHARS:
         return text, False
@@ -308,7 +309,7 @@ def excerpt(text: str, words: str) -> tuple[str, bool]:
 
 
 def _opened(path: pathlib.Path) -> BinaryIO:
-    """The file, or an empty one where it has gone."""
+    """The file, or an empty one if it does not exist."""
     try:
         return path.open("rb")
     except FileNotFoundError:

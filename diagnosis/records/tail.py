@@ -1,4 +1,4 @@
-"""Reads the whole lines that were appended to a log since it was last looked at."""
+"""Reads the whole lines that were appended to a log since the last poll."""
 
 import enum
 import itertools
@@ -13,20 +13,20 @@ MARK_BYTES = 64
 BATCH_LINES = 256
 
 
-class Seen(enum.Enum):
-    """What became of a file since it was last looked at."""
+class TailChange(enum.Enum):
+    """How a file has changed since the last poll."""
 
     SAME = "same"
     GROWN = "grown"
     REPLACED = "replaced"
-    """Another file, a shorter one, other bytes before the place that was read to, or none."""
+    """Another file, a shorter one, different bytes before the offset that was read to, or none."""
 
 
 class Tail:
-    """Remembers how far one log was read; a torn last line waits for its rest.
+    """Remembers how far one log was read; an incomplete last line waits for its rest.
 
-    `look` costs one stat while nothing happens. After REPLACED the owner starts anew with another
-    Tail: what was read before no longer stands in the file.
+    `poll` costs one stat if nothing has changed. After REPLACED the owner starts again with another
+    Tail: what was read before is no longer in the file.
     """
 
     def __init__(self, path: pathlib.Path):
@@ -36,20 +36,20 @@ class Tail:
         self._offset = 0
         self._mark = b""
 
-    def look(self) -> Seen:
+    def poll(self) -> TailChange:
         """Whether there is more to read, without reading it."""
         try:
             stat = os.stat(self.path)
         except FileNotFoundError:
-            return Seen.SAME if self._file_id is None else Seen.REPLACED
+            return TailChange.SAME if self._file_id is None else TailChange.REPLACED
         file_id = (stat.st_dev, stat.st_ino)
         if self._file_id is None:
             self._file_id = file_id
         if file_id != self._file_id:
-            return Seen.REPLACED
+            return TailChange.REPLACED
         if stat.st_size == self._size:
-            return Seen.SAME
-        return Seen.GROWN if self._mark_stands() else Seen.REPLACED
+            return TailChange.SAME
+        return TailChange.GROWN if self._mark_matches() else TailChange.REPLACED
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
         """The whole lines not read yet, without their ends, and the offset at which each begins."""
@@ -60,7 +60,7 @@ class Tail:
         with file:
             stat = os.fstat(file.fileno())
             if self._file_id not in (None, (stat.st_dev, stat.st_ino)):
-                return  # replaced since the last look; the next one says so
+                return  # replaced since the last poll; the next one reports it
             self._file_id = (stat.st_dev, stat.st_ino)
             self._size = stat.st_size
             file.seek(self._offset)
@@ -78,20 +78,20 @@ class Tail:
                     begin += len(line) + 1
 
     def batches(self) -> Iterator[list[tuple[int, bytes]]]:
-        """The same, some hundred lines at a time."""
+        """The same, BATCH_LINES at a time."""
         lines = self.lines()
         while batch := list(itertools.islice(lines, BATCH_LINES)):
             yield batch
 
-    def _mark_stands(self) -> bool:
-        """Whether the bytes before the place that was read to are those that were read."""
+    def _mark_matches(self) -> bool:
+        """Whether the bytes before the current offset are still those that were read."""
         with self.path.open("rb") as file:
             file.seek(self._offset - len(self._mark))
             return file.read(len(self._mark)) == self._mark
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """The record of a line; None for what is not a JSON object."""
+    """The record of a line; None if it is not a JSON object."""
     try:
         record = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError):  # bad UTF-8 is a ValueError, as is bad JSON
@@ -100,7 +100,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def read_line(path: pathlib.Path, offset: int, size: int) -> dict[str, Any] | None:
-    """The record that stands at an offset; None where the file has changed meanwhile."""
+    """The record at an offset; None if the file has changed."""
     try:
         with path.open("rb") as file:
             file.seek(offset)

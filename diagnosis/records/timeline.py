@@ -20,7 +20,7 @@ from diagnosis.records.span_arrays import (
     thinned,
     without_overlaps,
 )
-from diagnosis.records.tail import Seen, Tail, parse_line
+from diagnosis.records.tail import Tail, TailChange, parse_line
 from services.process.phases import PHASES
 
 LAST_S = 60.0
@@ -62,10 +62,10 @@ class TimelineLog:
 
     def refresh(self) -> int | None:
         """Reads what was written since the last call; returns the last step, if any."""
-        seen = self._tail.look()
-        if seen is Seen.REPLACED:
+        change = self._tail.poll()
+        if change is TailChange.REPLACED:
             self._forget()
-        for offset, line in self._tail.lines() if seen is not Seen.SAME else ():
+        for offset, line in self._tail.lines() if change is not TailChange.SAME else ():
             head = _HEAD.match(line)
             step, start, end = _head_of(head[1], head[2], head[3]) if head else _parsed(line)
             rises = not self._steps or step > self._steps[-1]

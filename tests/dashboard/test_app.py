@@ -83,13 +83,13 @@ def test_a_number_that_is_not_finite_arrives_as_a_text_wherever_it_stands(site, 
     "path, status, part",
     [
         ("/api/step/41", 404, "the log has steps up to 40"),
-        ("/api/step/x", 404, "'x' is no step"),
-        ("/api/samples/t99999", 404, "ids are those that /api/samples lists"),
+        ("/api/step/x", 404, "'x' is not a step"),
+        ("/api/samples/t99999", 404, "give an id that /api/samples lists"),
         ("/api/samples/../../etc/passwd", 404, "there is no"),
         ("/api/history?first=x", 422, "first='x' must be a whole number"),
         ("/api/history?first=9&last=3", 422, "first"),
         ("/api/history?points=3", 422, "points='3' must be a whole number between 10 and 5000"),
-        ("/api/history?frist=3", 422, "'frist' is no parameter here: there are first, last"),
+        ("/api/history?frist=3", 422, "'frist' is not a parameter here: give first, last"),
         ("/api/timeline?last_s=nan", 422, "last_s='nan' must be a number"),
         ("/api/samples?kind=both", 422, "kind='both' must be train or eval"),
         ("/api/samples?reward_min=2&reward_max=1", 422, "swap them"),
@@ -146,31 +146,34 @@ def running(tmp_path):
 
 
 def test_steps_and_the_end_of_a_run_reach_those_who_watch(running):
-    with served(running.folder) as site, site.client() as client:
-        with client.stream("GET", "/api/stream") as response:
-            told = events(response)
-            first = [next(told) for _ in range(3)]
-            assert [event.kind for event in first] == ["run", "fleet", "judgement"]
-            assert first[0].data["state"] == "running"
+    with (
+        served(running.folder) as site,
+        site.client() as client,
+        client.stream("GET", "/api/stream") as response,
+    ):
+        told = events(response)
+        first = [next(told) for _ in range(3)]
+        assert [event.kind for event in first] == ["run", "fleet", "judgement"]
+        assert first[0].data["state"] == "running"
+        running.write_step()
+        step = next(event for event in told if event.kind == "step")
+        assert step.data["step"] == 4
+        assert step.data["groups"] == {
+            state: len(ids) for state, ids in site.get("/api/step/4").json()["groups"].items()
+        }
+        judgement = next(event for event in told if event.kind == "judgement")
+        assert judgement.data["step"] == 4
+        for _ in range(60):
             running.write_step()
-            step = next(event for event in told if event.kind == "step")
-            assert step.data["step"] == 4
-            assert step.data["groups"] == {
-                state: len(ids) for state, ids in site.get("/api/step/4").json()["groups"].items()
-            }
-            judgement = next(event for event in told if event.kind == "judgement")
-            assert judgement.data["step"] == 4
-            for _ in range(60):
-                running.write_step()
-            assert next(event for event in told if event.kind == "reload").data == {}
-            running.end("failed")
-            ids = []
-            for event in told:
-                ids.append(event.id)
-                if event.kind == "run" and event.data["state"] == "failed":
-                    break
-            assert ids == sorted(set(ids))
-            assert event.data["live"] is False
+        assert next(event for event in told if event.kind == "reload").data == {}
+        running.end("failed")
+        ids = []
+        for event in told:
+            ids.append(event.id)
+            if event.kind == "run" and event.data["state"] == "failed":
+                break
+        assert ids == sorted(set(ids))
+        assert event.data["live"] is False
 
 
 def test_a_run_that_falls_silent_is_told_though_nothing_is_written(running):
@@ -178,38 +181,47 @@ def test_a_run_that_falls_silent_is_told_though_nothing_is_written(running):
         return [alert["id"] for alert in judgement["alerts"]]
 
     clock = [lines(running.folder, "metrics.jsonl")[-1]["time"]]
-    with served(running.folder, now=lambda: clock[0]) as site, site.client() as client:
-        with client.stream("GET", "/api/stream") as response:
-            told = (event.data for event in events(response) if event.kind == "judgement")
-            assert "no_step" not in alerts(next(told))
-            clock[0] += 3600
-            until(lambda: "no_step" in alerts(client.get("/api/judgement").json()), "the alert")
-            assert any("no_step" in alerts(judgement) for judgement in told)
+    with (
+        served(running.folder, now=lambda: clock[0]) as site,
+        site.client() as client,
+        client.stream("GET", "/api/stream") as response,
+    ):
+        told = (event.data for event in events(response) if event.kind == "judgement")
+        assert "no_step" not in alerts(next(told))
+        clock[0] += 3600
+        until(lambda: "no_step" in alerts(client.get("/api/judgement").json()), "the alert")
+        assert any("no_step" in alerts(judgement) for judgement in told)
 
 
 def test_a_run_whose_driver_is_gone_is_lost(running):
     gone = []
-    with served(running.folder, driver_is_gone=lambda pid: bool(gone)) as site:
-        with site.client() as client, client.stream("GET", "/api/stream") as response:
-            told = events(response)
-            assert next(told).data["state"] == "running"
-            gone.append(True)
-            lost = next(e for e in told if e.kind == "run" and e.data["state"] == "lost")
-            assert lost.data["live"] is False and lost.data["can_control"] is False
+    with (
+        served(running.folder, driver_is_gone=lambda pid: bool(gone)) as site,
+        site.client() as client,
+        client.stream("GET", "/api/stream") as response,
+    ):
+        told = events(response)
+        assert next(told).data["state"] == "running"
+        gone.append(True)
+        lost = next(e for e in told if e.kind == "run" and e.data["state"] == "lost")
+        assert lost.data["live"] is False and lost.data["can_control"] is False
 
 
 def test_a_log_that_was_rewound_is_told_as_a_reload(running):
-    with served(running.folder) as site, site.client() as client:
-        with client.stream("GET", "/api/stream") as response:
-            told = events(response)
-            next(told)
-            for name in ("ledger.jsonl", "metrics.jsonl"):
-                path = running.folder / name
-                kept = path.read_text("utf-8").splitlines(keepends=True)[:2]
-                path.with_suffix(".new").write_text("".join(kept), "utf-8")
-                path.with_suffix(".new").replace(path)
-            until(lambda: site.get("/api/run").json()["step"] == 1, "the log to be read anew")
-            assert next(event for event in told if event.kind == "reload")
+    with (
+        served(running.folder) as site,
+        site.client() as client,
+        client.stream("GET", "/api/stream") as response,
+    ):
+        told = events(response)
+        next(told)
+        for name in ("ledger.jsonl", "metrics.jsonl"):
+            path = running.folder / name
+            kept = path.read_text("utf-8").splitlines(keepends=True)[:2]
+            path.with_suffix(".new").write_text("".join(kept), "utf-8")
+            path.with_suffix(".new").replace(path)
+        until(lambda: site.get("/api/run").json()["step"] == 1, "the log to be read anew")
+        assert next(event for event in told if event.kind == "reload")
 
 
 class Driver:
@@ -270,12 +282,12 @@ def test_the_fleet_can_be_seen_and_changed_with_the_control_token(running, drive
                 ("/api/fleet", {"target": 3}, 409, "the run is ending"),
                 ("/api/fleet", {"target": 1}, 504, "the driver was busy"),
                 ("/api/fleet", {"target": True}, 422, "a whole number"),
-                ("/api/fleet", {"target": -1}, 422, "no number of workers"),
+                ("/api/fleet", {"target": -1}, 422, "not a number of workers"),
                 ("/api/fleet", {"workers": 4}, 422, "'target' alone"),
                 ("/api/fleet", [4], 422, "'target' alone"),
                 ("/api/fleet/drain", {"name": "rollout-1"}, 200, ""),
                 ("/api/fleet/drain", {"name": "rollout-9"}, 404, "no rollout worker 'rollout-9'"),
-                ("/api/fleet/drain", {"name": "a\0"}, 422, "is no worker"),
+                ("/api/fleet/drain", {"name": "a\0"}, 422, "is not a worker"),
             ):
                 answer = client.post(path, json=body)
                 assert answer.status_code == status, (body, answer.text)

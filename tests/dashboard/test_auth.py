@@ -10,7 +10,7 @@ import pytest
 from benchmarks.made_run.made_run import make_run
 from dashboard import auth
 from dashboard.app import Api
-from dashboard.auth import Gate, NoLink, Tokens, cookie_name
+from dashboard.auth import Gate, NoLink, Tokens, _cookie_name
 from dashboard.guard import SECURITY_HEADERS
 from tests.dashboard.served import served
 
@@ -48,7 +48,7 @@ def test_without_its_token_every_path_but_health_is_closed(site, browser, method
     elif shown == "Basic":
         headers["authorization"] = f"Basic {view}"
     elif shown == "cookie":
-        headers["cookie"] = f"{cookie_name('made')}=wrong; {cookie_name('other')}={view}"
+        headers["cookie"] = f"{_cookie_name('made')}=wrong; {_cookie_name('other')}={view}"
     elif shown == "of another kind":
         headers["x-token"] = view
     response = browser.request(method, path, headers=headers)
@@ -79,7 +79,7 @@ def test_the_control_token_opens_the_pages_too(site):
 
 
 def test_a_cookie_never_commands_even_if_it_holds_the_control_token(site, browser):
-    cookie = f"{cookie_name('made')}={site.tokens.control}"
+    cookie = f"{_cookie_name('made')}={site.tokens.control}"
     answer = browser.post("/api/fleet", json={"target": 3}, headers={"cookie": cookie})
     assert answer.status_code == 401
 
@@ -104,7 +104,7 @@ def test_a_link_that_another_site_leads_to_goes_on_by_a_page_of_ours(site, brows
 def test_a_wrong_token_in_the_link_is_refused_whatever_the_cookie_says(site, browser):
     browser.get("/", params={"token": site.tokens.view})
     answer = browser.get("/", params={"token": "wrong"})
-    assert answer.status_code == 401 and "not that of this run" in answer.text
+    assert answer.status_code == 401 and "not the token of this run" in answer.text
 
 
 def test_a_link_leads_to_no_other_host(site, browser):
@@ -175,7 +175,7 @@ def test_tokens_are_for_their_owner_alone_and_are_found_again(tmp_path):
 def test_tokens_that_were_emptied_open_nothing():
     gate = Gate(Tokens(view="", control=""), "made")
     for headers in ({}, {"authorization": "Bearer "}, {"cookie": f"{gate.cookie}="}):
-        assert not gate.may_look(headers) and not gate.may_command(headers)
+        assert not gate.may_view(headers) and not gate.may_control(headers)
 
 
 def test_a_folder_without_a_link_says_why(tmp_path):
@@ -187,7 +187,7 @@ def test_a_folder_without_a_link_says_why(tmp_path):
     "cookie", ["", "=", "tandem_made", "a=b; tandem_made", "\x00;;=", "tandem_made=\u00e9"]
 )
 def test_a_cookie_that_makes_no_sense_opens_nothing(cookie):
-    assert not Gate(Tokens.create(), "made").may_look({"cookie": cookie})
+    assert not Gate(Tokens.create(), "made").may_view({"cookie": cookie})
 
 
 @pytest.mark.parametrize(
@@ -196,11 +196,11 @@ def test_a_cookie_that_makes_no_sense_opens_nothing(cookie):
 def test_a_cookie_of_another_server_on_this_host_does_not_lock_out(other):
     gate = Gate(Tokens(view="v" * 43, control="c" * 43), "made")
     for cookie in (f"{other}{gate.cookie}={'v' * 43}", f"{gate.cookie}={'v' * 43}; {other}"):
-        assert gate.may_look({"cookie": cookie}), cookie
+        assert gate.may_view({"cookie": cookie}), cookie
 
 
 @pytest.mark.parametrize("header", ["", "Bearer", "Bearer ", "bearer \u00e9", "Bearer a b"])
 def test_an_authorization_that_makes_no_sense_opens_nothing(header):
     gate = Gate(Tokens.create(), "made")
-    assert not gate.may_look({"authorization": header})
-    assert not gate.may_command({"authorization": header})
+    assert not gate.may_view({"authorization": header})
+    assert not gate.may_control({"authorization": header})

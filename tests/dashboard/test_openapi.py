@@ -152,16 +152,19 @@ def test_events_have_the_forms_of_their_documents(tmp_path):
     run.progress()
     forms = {"run": "Run", "fleet": "Fleet", "judgement": "Judgement", "step": "Step"}
     seen = set()
-    with served(run.folder) as site, site.client() as client:
-        with client.stream("GET", "/api/stream") as response:
-            told = events(response)
-            assert next(told).kind == "run"
-            run.write_step()
-            while not seen >= {"step", "timeline", "samples"}:
-                event = next(told)
-                seen.add(event.kind)
-                if event.kind in forms:
-                    check(forms[event.kind], event.data)
+    with (
+        served(run.folder) as site,
+        site.client() as client,
+        client.stream("GET", "/api/stream") as response,
+    ):
+        told = events(response)
+        assert next(told).kind == "run"
+        run.write_step()
+        while not seen >= {"step", "timeline", "samples"}:
+            event = next(told)
+            seen.add(event.kind)
+            if event.kind in forms:
+                check(forms[event.kind], event.data)
     assert seen <= {*forms, "timeline", "samples", "reload"}
 
 

@@ -74,8 +74,8 @@ def test_a_metric_of_the_log_has_a_name_that_prometheus_takes(name, shown, label
 
 def test_seconds_of_steps_add_up_by_process_and_phase():
     exporter = Exporter()
-    exporter.add(facts(1))
-    exporter.add(facts(2, metrics={"train/kl": math.inf, "train/loss": math.nan}))
+    exporter.add_step(facts(1))
+    exporter.add_step(facts(2, metrics={"train/kl": math.inf, "train/loss": math.nan}))
     found = samples(exporter.text(RUN, no_fleet("")))
     assert value(found, "tandem_phase_seconds_total", process="learner", phase="idle") == 3.0
     assert value(found, "tandem_phase_seconds_total", process="rollout-0", phase="decode") == 4.0
@@ -93,14 +93,14 @@ def test_states_of_a_run_are_those_of_the_api():
 
 def test_a_metric_that_is_not_measured_at_every_step_keeps_its_last_value():
     exporter = Exporter()
-    exporter.add(facts(1, metrics={"eval/accuracy/strict": 0.25}))
-    exporter.add(facts(2))
+    exporter.add_step(facts(1, metrics={"eval/accuracy/strict": 0.25}))
+    exporter.add_step(facts(2))
     assert value(samples(exporter.text(RUN, no_fleet(""))), "tandem_eval_accuracy_strict") == 0.25
 
 
 def test_names_that_prometheus_cannot_tell_apart_keep_apart_by_a_label():
     exporter = Exporter()
-    exporter.add(
+    exporter.add_step(
         facts(1, metrics={"my/a_b": 1.0, "my/a/b": 2.0, "run/step": 3.0, "log/a\ud800": 4})
     )
     found = samples(exporter.text(RUN, no_fleet("")))
@@ -152,7 +152,7 @@ def test_a_log_that_is_loaded_says_what_its_steps_say_one_by_one(tmp_path):
     make_run(tmp_path, steps=30, workers=1, workers_to=3, nonfinite=True)
     log, one_by_one, at_once = RunLog(tmp_path), Exporter(), Exporter()
     for step in log.refresh().new_steps:
-        one_by_one.add(step)
+        one_by_one.add_step(step)
     at_once.load(log)
     expected = samples(one_by_one.text(RUN, no_fleet("")))
     found = samples(at_once.text(RUN, no_fleet("")))
@@ -192,7 +192,7 @@ def test_a_panel_without_a_number_of_a_run_that_is_over_says_why(tmp_path):
     log, exporter = RunLog(tmp_path), Exporter()
     for step in log.refresh().new_steps:
         kept = {name: one for name, one in step.metrics.items() if not name.startswith("eval/")}
-        exporter.add(dataclasses.replace(step, metrics=kept))
+        exporter.add_step(dataclasses.replace(step, metrics=kept))
     there = {name for name, _ in samples(exporter.text(RUN, no_fleet("over")))}
     empty = []
     for panel in panels(json.loads(GRAFANA.read_text())):

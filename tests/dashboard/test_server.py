@@ -52,13 +52,13 @@ def test_a_host_that_is_not_here_is_named(host):
 
 @pytest.mark.parametrize("host", ["ü..de", "ü" * 64, "a\0b"])
 def test_what_is_no_host_name_is_refused_in_a_sentence(host):
-    with pytest.raises(PortTaken, match="is no host name"):
+    with pytest.raises(PortTaken, match="is not a host name"):
         bind(host, None)
 
 
 @pytest.mark.parametrize("sent", ["", "GET / HTTP/1.1\r\nX: ", "POST / HTTP/1.1\r\n{}"])
 def test_a_request_that_never_arrives_does_not_hold_its_connection(tmp_path, monkeypatch, sent):
-    monkeypatch.setattr(server, "ASK_S", 0.3)
+    monkeypatch.setattr(server, "REQUEST_S", 0.3)
     make_run(tmp_path / "run", steps=2)
     with served(tmp_path / "run") as site:
         rest = "Host: localhost\r\nContent-Length: 9\r\n\r\n"
@@ -97,16 +97,19 @@ def test_descriptors_are_left_for_the_files_of_the_run():
 
 
 def test_a_viewer_may_stay_for_longer_than_a_request_may_take(tmp_path, monkeypatch):
-    monkeypatch.setattr(server, "ASK_S", 0.3)
+    monkeypatch.setattr(server, "REQUEST_S", 0.3)
     run = MadeRun(tmp_path / "run", Plan(steps=50, workers=2))
     run.write_step()
-    with served(run.folder) as site, site.client() as client:
-        with client.stream("GET", "/api/stream") as response:
-            told = events(response)
-            next(told)
-            time.sleep(0.6)
-            run.write_step()
-            assert next(event for event in told if event.kind == "step")
+    with (
+        served(run.folder) as site,
+        site.client() as client,
+        client.stream("GET", "/api/stream") as response,
+    ):
+        told = events(response)
+        next(told)
+        time.sleep(0.6)
+        run.write_step()
+        assert next(event for event in told if event.kind == "step")
 
 
 def test_a_url_is_what_a_browser_takes():

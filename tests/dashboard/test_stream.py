@@ -57,7 +57,7 @@ def test_a_viewer_whose_queue_is_full_is_dropped_and_the_others_are_not():
 def test_more_viewers_than_there_is_room_for_are_refused():
     hub = Hub(max_viewers=1)
     viewer = hub.join()
-    with pytest.raises(TooManyViewers, match="no more than 1 are served"):
+    with pytest.raises(TooManyViewers, match="which is the limit"):
         hub.join()
     hub.leave(viewer)
     hub.join()

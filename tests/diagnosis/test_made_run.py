@@ -1,5 +1,6 @@
 """The made-up run that the tests of the dashboard stand on is like a real one."""
 
+import itertools
 import json
 
 import pytest
@@ -27,7 +28,7 @@ def test_spans_add_up_to_the_ledger_and_do_not_overlap(tmp_path):
     for booked, drawn in zip(ledger, timeline, strict=True):
         for process, lane in drawn["processes"].items():
             spans = lane["spans"]
-            assert all(a[1] + a[2] <= b[1] + 2e-4 for a, b in zip(spans, spans[1:], strict=False))
+            assert all(a[1] + a[2] <= b[1] + 2e-4 for a, b in itertools.pairwise(spans))
             decode_s = sum(s for phase, _, s in spans if PHASES[phase] == "decode")
             assert decode_s == pytest.approx(booked["processes"][process]["decode"], abs=1e-3)
 

@@ -71,14 +71,14 @@ def test_runs_that_differ_by_their_seed_do_not_part(base, read, seed):
 
 
 @pytest.mark.parametrize("step", [4, 57, 150])
-def test_runs_that_are_equal_to_the_bit_before_part_at_that_very_step(base, read, step):
+def test_runs_that_are_equal_to_the_bit_before_diverge_at_that_very_step(base, read, step):
     part = compare(base, read(part_at=step))["part"]
     assert part["step"] == step
     assert part["text"].startswith(f"every bit is equal up to step {step - 1}; ")
-    assert part["text"].endswith("no metric leaves its noise")
+    assert part["text"].endswith("no metric diverges beyond noise")
 
 
-def test_a_reward_that_turns_parts_near_where_it_turns(base, read):
+def test_a_reward_that_turns_diverges_near_where_it_turns(base, read):
     found = compare(base, read(seed=5, flat_from=60))
     steps = {part["metric"]: part["step"] for part in found["parts"]}
     assert 55 <= steps["reward/total/mean"] <= 80
@@ -86,7 +86,7 @@ def test_a_reward_that_turns_parts_near_where_it_turns(base, read):
     assert "in A and" in found["part"]["text"] and "noise would explain" in found["part"]["text"]
 
 
-def test_a_setting_that_differs_from_the_start_parts_at_the_first_step(base, read):
+def test_a_setting_that_differs_from_the_start_diverges_at_the_first_step(base, read):
     other = read(seed=1)
     column = other._metrics.columns["train/learning_rate"]
     column *= 2
@@ -126,7 +126,7 @@ def test_what_people_ask_for_first_is_named_first(base, read):
     assert found["part"]["step"] == 1 and found["part"]["metric"] == "train/loss"
 
 
-def test_a_metric_that_is_not_finite_in_one_run_parts_there(base, read):
+def test_a_metric_that_is_not_finite_in_one_run_diverges_there(base, read):
     parts = compare(base, read(seed=1, nonfinite=True))["parts"]
     loss = next(part for part in parts if part["metric"] == "train/loss")
     assert loss["step"] == STEPS // 2
@@ -157,7 +157,7 @@ def test_a_run_without_steps_can_be_compared(base, tmp_path):
     ],
 )
 @pytest.mark.parametrize("n", [30, 40, 200])
-def test_noise_alone_parts_in_under_one_of_five_hundred(n, kind):
+def test_noise_alone_diverges_in_under_one_of_five_hundred(n, kind):
     rng = np.random.default_rng([n, len(kind)])
     runs = 1000
     alarms = sum(
@@ -259,7 +259,7 @@ def test_long_diffs_are_cut_to_whole_lines(base, read):
     other = read(code={"a.py": text, "b.py": huge})
     first, second = diffs.code_diff(base.folder, other.folder)
     assert len(first["diff"]) < diffs.DIFF_CHARS + 100
-    assert first["diff"].splitlines()[-1].endswith(" lines more")
+    assert first["diff"].splitlines()[-1].endswith(" more lines")
     assert second["diff"] == f"longer than {diffs.FILE_BYTES} bytes: not compared line by line"
 
 

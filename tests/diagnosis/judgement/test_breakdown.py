@@ -9,7 +9,7 @@ from diagnosis.judgement.breakdown import (
     by_group,
     critical_path,
     is_overlapped,
-    path_parts,
+    path_segments,
 )
 from services.process.phases import PHASES
 from tests.diagnosis.judgement.step_facts import step
@@ -39,7 +39,7 @@ def test_a_synchronous_path_is_the_busiest_worker_and_then_the_learner():
             OTHER: 0.5,
         }
     )
-    assert {part.process for part in path_parts(SYNCHRONOUS)} == {"learner", "rollout-1"}
+    assert {part.process for part in path_segments(SYNCHRONOUS)} == {"learner", "rollout-1"}
 
 
 def test_where_the_sides_overlap_the_path_is_the_longer_one_and_what_it_waited_for():
@@ -97,7 +97,7 @@ def test_an_overlapped_bottleneck_says_how_long_the_other_side_waits():
     found = bottleneck([OVERLAPPED, OVERLAPPED])
     assert found is not None
     assert found.text == (
-        "decode of rollout-0 takes 88 % of a step (3.50 of 4.00 s); beside it, the learner "
+        "decode of rollout-0 takes 88 % of a step (3.50 of 4.00 s); meanwhile the learner "
         "waits 50 % of the time"
     )
 
@@ -109,11 +109,11 @@ def test_one_noisy_step_does_not_move_the_bottleneck():
     assert found is not None and found.phase == "forward_backward"
 
 
-def test_time_that_no_process_explains_can_be_the_bottleneck():
+def test_time_that_no_process_accounts_for_can_be_the_bottleneck():
     found = bottleneck(
         [step(1, wall_s=9.0, learner={"forward_backward": 1.0}, workers=[{"decode": 1.0}])]
     )
     assert found is not None
     assert found.phase == OTHER and found.process == ""
-    assert found.text.startswith("no process explains 78 % of a step (7.00 of 9.00 s)")
+    assert found.text.startswith("no process accounts for 78 % of a step (7.00 of 9.00 s)")
     assert bottleneck([]) is None

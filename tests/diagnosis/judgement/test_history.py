@@ -10,7 +10,7 @@ import pytest
 from benchmarks.made_run.made_run import MadeRun, make_run
 from benchmarks.made_run.made_steps import Plan
 from diagnosis.judgement.breakdown import OTHER, critical_path
-from diagnosis.judgement.history import PATH_PHASES, critical_paths, history, round_digits
+from diagnosis.judgement.history import PATH_PHASES, _round_digits, critical_paths, history
 from diagnosis.records.run_log import RunLog
 from services.process.phases import PHASES
 
@@ -183,12 +183,12 @@ def test_a_range_that_cannot_be_is_refused(log, query, message):
     "value", [0.0, 1.0, -123456.7, 0.000123456, 1e-17, 6.5432123e15, 2.0**60, 0.1 + 0.2, 99999.6]
 )
 def test_rounding_keeps_five_digits(value):
-    assert float(round_digits(np.array([value]))[0]) == float(f"{value:.5g}")
+    assert float(_round_digits(np.array([value]))[0]) == float(f"{value:.5g}")
 
 
 def test_rounding_keeps_what_is_not_finite_and_does_not_fail_on_extremes():
     values = np.array([math.nan, math.inf, -math.inf, 5e-324, 1.7e308])
-    rounded = round_digits(values)
+    rounded = _round_digits(values)
     np.testing.assert_array_equal(rounded[:3], values[:3])
     assert rounded[3] == 5e-324 and rounded[4] == pytest.approx(1.7e308, rel=1e-4)
 

@@ -139,7 +139,7 @@ def test_a_made_run_is_judged_from_its_files(tmp_path, capsys):
     assert not [alert for alert in found["alerts"] if alert["severity"] == "bad"]
     assert ledger_report(["--run", str(tmp_path / "run")]) == 0
     first, *others = capsys.readouterr().out.splitlines()
-    assert first.startswith("sums: 31 steps, 93 times") and first.endswith("0 beyond 1 %")
+    assert first.startswith("sums: 31 steps, 93 rows") and first.endswith("0 beyond 1 %")
     assert [line.split(":")[0] for line in others] == [
         f"unexplained of {name}" for name in log.processes
     ]
@@ -149,7 +149,7 @@ def test_a_made_run_is_judged_from_its_files(tmp_path, capsys):
 
 def test_reports_say_what_is_wrong_with_a_folder(tmp_path, capsys):
     assert ledger_report(["--run", str(tmp_path / "none")]) == 2
-    assert "is no folder" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err
     assert ledger_report(["--run", str(tmp_path)]) == 2
     assert what_if_report(["--run", str(tmp_path)]) == 2
     assert "no step that trained" in capsys.readouterr().err

@@ -255,7 +255,7 @@ def test_half_the_length_of_a_log_without_it_takes_at_most_the_mean():
     facts = of_length(1, 1, tokens=1000, mean=20, work_s=2.0, update_s=1.2)
     found = StepModel({1: [sides_of(facts, cpu)] * 3}, cpu).with_half_length(1)
     # 15 of 20 tokens are left, and the update reads 40 + 15 of 40 + 20.
-    assert found.step_s == pytest.approx(2.0 * 0.75 + 0.2 + 1.1) and "at most" in found.note
+    assert found.step_s == pytest.approx(2.0 * 0.75 + 0.2 + 1.1) and "upper bound" in found.note
 
 
 def test_an_error_is_above_0_where_the_step_was_faster_than_predicted():

@@ -92,7 +92,7 @@ def test_a_torn_line_waits_for_its_rest(run, tmp_path):
 
 
 def test_a_rewound_log_is_read_anew(run, tmp_path):
-    made, log = run
+    _made, log = run
     for name in ("metrics", "ledger"):
         rewound = JsonlLog(tmp_path / f"{name}.jsonl")
         rewound.rewind(3)
@@ -104,7 +104,7 @@ def test_a_rewound_log_is_read_anew(run, tmp_path):
 
 def test_a_log_rewound_between_two_looks_and_longer_since_is_read_anew(run, tmp_path):
     """A copy in place keeps the inode, and may be as long as before."""
-    made, log = run
+    _made, log = run
     path = tmp_path / "metrics.jsonl"
     other = [record | {"train/loss": 7.0} for record in lines(path)]
     before = path.stat()
@@ -115,7 +115,7 @@ def test_a_log_rewound_between_two_looks_and_longer_since_is_read_anew(run, tmp_
 
 
 def test_a_log_replaced_by_one_of_the_same_size_is_read_anew(run, tmp_path):
-    made, log = run
+    _made, log = run
     path = tmp_path / "metrics.jsonl"
     text = path.read_text()
     (tmp_path / "new").write_text(
@@ -127,7 +127,7 @@ def test_a_log_replaced_by_one_of_the_same_size_is_read_anew(run, tmp_path):
 
 
 def test_a_log_cut_short_in_place_is_read_anew(run, tmp_path):
-    made, log = run
+    _made, log = run
     path = tmp_path / "ledger.jsonl"
     os.truncate(path, sum(map(len, path.read_text().splitlines(True)[:4])))
     changes = log.refresh()
@@ -135,7 +135,7 @@ def test_a_log_cut_short_in_place_is_read_anew(run, tmp_path):
 
 
 def test_a_deleted_log_leaves_no_step(run, tmp_path):
-    made, log = run
+    _made, log = run
     (tmp_path / "ledger.jsonl").unlink()
     changes = log.refresh()
     assert changes.reloaded and numbers(changes.new_steps) == [] and log.last_step == 0
@@ -180,7 +180,7 @@ def test_what_is_not_finite_comes_back_as_itself(tmp_path):
 
 
 def test_a_step_that_the_ledger_lacks_marks_no_other_one(run, tmp_path):
-    made, log = run
+    _made, log = run
     of_metrics, of_ledger = lines(tmp_path / "metrics.jsonl"), lines(tmp_path / "ledger.jsonl")
     of_metrics[4] |= {"train/loss": "NaN"}
     del of_ledger[4]
@@ -281,7 +281,7 @@ def test_status_and_configuration_are_read_when_they_change(run, tmp_path):
 
 @pytest.mark.parametrize("name", ["status.json", "config.yaml"])
 def test_a_file_that_is_cut_short_changes_nothing(run, tmp_path, name):
-    made, log = run
+    _made, log = run
     before = (log.status, log.config)
     (tmp_path / name).write_text('{"run": [')
     log.refresh()
@@ -296,7 +296,7 @@ def test_an_empty_folder_is_a_run_without_steps(tmp_path):
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(ValueError, match="nowhere is no folder: give the output folder"):
+    with pytest.raises(ValueError, match="nowhere is not a folder: give the output folder"):
         RunLog(tmp_path / "nowhere")
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.made_run.made_run import MadeRun, make_run
 from benchmarks.made_run.made_steps import Plan
-from diagnosis.records.samples_index import SHOWN_CHARS, SampleIndex, SampleQuery, excerpt
+from diagnosis.records.samples_index import SHOWN_CHARS, SampleIndex, SampleQuery, _excerpt
 from services.wire.strict_json import encode
 
 
@@ -137,7 +137,7 @@ def test_a_long_completion_is_cut_in_lists_and_whole_alone(tmp_path):
 @pytest.mark.parametrize("at", [0, 399, 400, 5000, 9994])
 def test_an_excerpt_shows_the_words_it_was_asked_for(at):
     text = "x" * at + "Needle" + "y" * (10_000 - at - 6)
-    shown, is_cut = excerpt(text, "needle")
+    shown, is_cut = _excerpt(text, "needle")
     assert "Needle" in shown and len(shown) <= SHOWN_CHARS and is_cut
 
 

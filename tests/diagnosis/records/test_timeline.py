@@ -1,5 +1,6 @@
 """What each process did when, for the page and for Perfetto."""
 
+import itertools
 import json
 
 import numpy as np
@@ -50,7 +51,7 @@ def test_steps_follow_each_other_in_seconds_after_the_first(run):
     starts = [record["start"] - records[5]["start"] for record in records[5:9]]
     assert [one["start"] for one in shown["steps"]] == pytest.approx(starts, abs=1e-3)
     learner = shown["lanes"][0]["spans"]
-    assert all(a[1] + a[2] <= b[1] + 2e-4 for a, b in zip(learner, learner[1:], strict=False))
+    assert all(a[1] + a[2] <= b[1] + 2e-4 for a, b in itertools.pairwise(learner))
     written = sum(len(record["processes"]["learner"]["spans"]) for record in records[5:9])
     assert len(learner) == written
 

@@ -187,7 +187,7 @@ def test_text_of_a_run_is_never_read_as_markup(folder, capsys):
 
 def test_what_is_no_run_is_named(tmp_path, capsys):
     assert main(["--run", str(tmp_path / "none")]) == 2
-    assert "is no folder" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err
     assert main(["--run", str(tmp_path)]) == 2
     assert "holds no status.json" in capsys.readouterr().err
 
