@@ -1,0 +1,327 @@
+"""Forty deliberate breaks of the product, one for each area, and the tests that must notice them.
+
+`python -m tests.breaks` applies each in a copy of the repository, runs its tests, and says which
+were noticed; `python -m tests.breaks 3 7` takes only those with these numbers. It exits with 1 if a
+break passed unnoticed.
+"""
+
+import dataclasses
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "__pycache__", "runs", "downloads", ".*_cache")
+
+
+@dataclasses.dataclass(frozen=True)
+class Break:
+    """One change of a source file that makes the product wrong."""
+
+    file: str
+    text: str
+    """Occurs once in the file."""
+    replacement: str
+    tests: str
+    """Below tests/; several are divided by blanks."""
+
+
+BREAKS = [
+    # kernels
+    Break(
+        "kernels/token_logprob/reference.py",
+        "entropy = jnp.where(has_support, -p_log_p.sum(axis=-1), 0.0)",
+        "entropy = jnp.where(has_support, p_log_p.sum(axis=-1), 0.0)",
+        "kernels/token_logprob/test_token_logprob.py",
+    ),
+    Break(
+        "kernels/linear_objective/chunks.py",
+        "return chunk, place.start + jnp.arange(place.size) < self._active_tokens",
+        "return chunk, place.start + jnp.arange(place.size) <= self._active_tokens",
+        "kernels/linear_objective/test_linear_objective.py",
+    ),
+    Break(
+        "kernels/choose.py",
+        "return PALLAS_INTERPRET",
+        "return XLA",
+        "kernels/test_choose.py",
+    ),
+    # models
+    Break(
+        "models/rope.py",
+        "return inverse * (kept + (1 - kept) / rope.factor)",
+        "return inverse * (kept + (1 - kept) * rope.factor)",
+        "models/test_rope.py",
+    ),
+    Break(
+        "models/attention.py",
+        "causal_TT = jnp.tril(jnp.ones((T, T), bool))",
+        "causal_TT = jnp.tril(jnp.ones((T, T), bool), 1)",
+        "learner/update/test_train_step.py",
+    ),
+    Break(
+        "models/files/safetensors_file.py",
+        "if size != end:",
+        "if size < end:",
+        "models/files/test_safetensors_file.py",
+    ),
+    Break(
+        "models/files/hf_config.py",
+        'if activation not in ("silu", "swish"):',
+        'if activation not in ("silu", "swish", "gelu"):',
+        "models/files/test_hf_config.py",
+    ),
+    # learner
+    Break(
+        "learner/update/advantages.py",
+        'scale = centred.std() + eps if kind == "group_norm" else 1.0',
+        'scale = centred.std(ddof=1) + eps if kind == "group_norm" else 1.0',
+        "learner/update/test_advantages.py",
+    ),
+    Break(
+        "learner/update/loss.py",
+        "loss_BT = -jnp.where(plain_BT <= clipped_BT, plain_BT, clipped_BT)",
+        "loss_BT = -jnp.where(plain_BT >= clipped_BT, plain_BT, clipped_BT)",
+        "learner/update/test_loss.py",
+    ),
+    Break(
+        "learner/update/off_policy.py",
+        "truncated_T=np.minimum(raw_T, correction.token_truncate or np.inf),",
+        "truncated_T=np.maximum(raw_T, correction.token_truncate or 0.0),",
+        "learner/update/test_off_policy.py",
+    ),
+    Break(
+        "learner/update/batching.py",
+        'cut = completion.finish_reason is FinishReason.LENGTH and rules.truncated == "mask"',
+        'cut = completion.finish_reason is FinishReason.LENGTH and rules.truncated != "mask"',
+        "learner/update/test_batching.py",
+    ),
+    Break(
+        "learner/update/optimizer.py",
+        "lambda path, leaf: own_ndim(path, leaf) >= 2, params",
+        "lambda path, leaf: own_ndim(path, leaf) >= 1, params",
+        "learner/update/test_optimizer.py learner/update/test_train_step.py",
+    ),
+    Break(
+        "learner/durable/frames.py",
+        "if hashlib.sha256(body).digest() != digest:",
+        "if len(hashlib.sha256(body).digest()) != len(digest):",
+        "learner/durable/test_spool.py learner/durable/test_rollout_file.py",
+    ),
+    Break(
+        "learner/durable/segment_file.py",
+        "if update.policy_version > policy_version",
+        "if update.policy_version >= policy_version",
+        "learner/durable/test_spool.py learner/test_actor.py",
+    ),
+    Break(
+        "learner/publish/publisher.py",
+        "if snapshot.policy_version != policy_version:",
+        "if snapshot.policy_version < policy_version:",
+        "learner/publish/test_publisher.py",
+    ),
+    # rollout_worker
+    Break(
+        "rollout_worker/rewards/answers.py",
+        'return -value if "-" in (number["sign"], number["inner"]) else value',
+        "return value",
+        "rollout_worker/rewards/test_answers.py",
+    ),
+    Break(
+        "rollout_worker/rewards/scorers.py",
+        "return 1.0 if _compile(pattern).fullmatch(completion) else 0.0",
+        "return 1.0 if _compile(pattern).match(completion) else 0.0",
+        "rollout_worker/rewards/test_scorers.py",
+    ),
+    Break(
+        "rollout_worker/engine/sampling.py",
+        "return jax.random.fold_in(jax.random.fold_in(key, epoch), sample_index)",
+        "return jax.random.fold_in(jax.random.fold_in(key, epoch), 0 * sample_index)",
+        "rollout_worker/engine/test_sampling.py",
+    ),
+    Break(
+        "rollout_worker/engine/stop_strings.py",
+        "{chr(256 + i): byte for i, byte in enumerate(others)}",
+        "{chr(255 + i): byte for i, byte in enumerate(others)}",
+        "rollout_worker/engine/test_stop_strings.py",
+    ),
+    Break(
+        "rollout_worker/pusher.py",
+        "if leased.cancelled:",
+        "if not leased.cancelled:",
+        "rollout_worker/test_pusher.py",
+    ),
+    Break(
+        "rollout_worker/data/prompts.py",
+        "if len(token_ids) > max_prompt_tokens:",
+        "if len(token_ids) > max_prompt_tokens + 1:",
+        "rollout_worker/data/test_prompts.py",
+    ),
+    # services
+    Break(
+        "services/trajectories/receipts.py",
+        "return self.learner_version - policy_version > self._max_staleness",
+        "return self.learner_version - policy_version > self._max_staleness + 1",
+        "services/trajectories/test_group_buffer.py",
+    ),
+    Break(
+        "services/trajectories/id_set.py",
+        "return at >= 0 and number <= ranges[at][1]",
+        "return at >= 0 and number < ranges[at][1]",
+        "services/trajectories/test_id_set.py",
+    ),
+    Break(
+        "services/weights/relay_tree.py",
+        "worker: None if index < fanout else workers[index // fanout - 1]",
+        "worker: None if index <= fanout else workers[index // fanout - 1]",
+        "services/weights/test_relay.py",
+    ),
+    Break(
+        "services/weights/delta.py",
+        "if max_bytes is not None and total > max_bytes:",
+        "if max_bytes is not None and total > 2 * max_bytes:",
+        "services/weights/test_delta.py",
+    ),
+    Break(
+        "services/weights/digest.py",
+        "for name in sorted(tensors):",
+        "for name in tensors:",
+        "services/weights/test_digest.py",
+    ),
+    Break(
+        "services/wire/strict_json.py",
+        "if isinstance(value, float) and not math.isfinite(value):",
+        "if isinstance(value, float) and math.isinf(value):",
+        "services/wire/test_strict_json.py",
+    ),
+    Break(
+        "services/process/phase_clock.py",
+        "marks = tuple(mark for mark in self._marks if mark.at_s <= end_s)",
+        "marks = tuple(self._marks)",
+        "services/process/test_phase_clock.py",
+    ),
+    # driver
+    Break(
+        "driver/accounting/leases.py",
+        "self._returned[index] = self._out.pop(index) + 1",
+        "self._returned[index] = self._out.pop(index)",
+        "driver/accounting/test_leases.py",
+    ),
+    Break(
+        "driver/accounting/ledger.py",
+        "return row, max(0.0, -rest)",
+        "return row, 0.0",
+        "driver/accounting/test_ledger.py",
+    ),
+    Break(
+        "driver/fleet/balance.py",
+        "if workers > 1 and waits.learner < rule.drain_below:",
+        "if workers > 1 and waits.learner > rule.drain_below:",
+        "driver/fleet/test_balance.py",
+    ),
+    Break(
+        "driver/config/plan.py",
+        "if config.sequence_tokens > model.max_position_embeddings:",
+        "if config.sequence_tokens > 2 * model.max_position_embeddings:",
+        "driver/config/test_plan.py",
+    ),
+    Break(
+        "driver/config/resume_identity.py",
+        'if last.get("state") == "finished" and last.get("step", 0) >= steps:',
+        'if last.get("state") == "finished" and last.get("step", 0) > steps:',
+        "driver/config/test_resume_identity.py",
+    ),
+    Break(
+        "driver/reports/redact.py",
+        "return path.parent.name in SECRET_FOLDERS or bool(_SECRET_FILE.search(path.name))",
+        "return bool(_SECRET_FILE.search(path.name))",
+        "driver/postmortem/test_archive.py",
+    ),
+    # diagnosis
+    Break(
+        "diagnosis/judgement/breakdown.py",
+        "return {**path, OTHER: max(0.0, facts.wall_s - sum(path.values()))}",
+        "return {**path, OTHER: 0.0}",
+        "diagnosis/judgement/test_breakdown.py",
+    ),
+    Break(
+        "diagnosis/compare/divergence.py",
+        "window = min(MOST_WINDOW, max(5, n // 16 * 2 + 1))",
+        "window = n",
+        "diagnosis/compare/test_compare.py",
+    ),
+    # dashboard
+    Break(
+        "dashboard/auth.py",
+        "return bool(token) and hmac.compare_digest(shown.encode(), token.encode())",
+        "return hmac.compare_digest(shown.encode(), token.encode())",
+        "dashboard/test_auth.py dashboard/test_app.py",
+    ),
+    Break(
+        "dashboard/guard.py",
+        "if origin is not None and _host_of(origin) != host:",
+        "if origin is None and _host_of(origin) != host:",
+        "dashboard/test_auth.py dashboard/test_app.py",
+    ),
+    # benchmarks
+    Break(
+        "benchmarks/ab/compare.py",
+        "if difference is None or difference > tolerance:",
+        "if difference is not None and difference > tolerance:",
+        "benchmarks/ab/test_ab.py",
+    ),
+    Break(
+        "benchmarks/chaos/run_checks.py",
+        'if state != "duplicate":',
+        "if state:",
+        "benchmarks/chaos/test_run_checks.py",
+    ),
+]
+
+
+def is_noticed(broken: Break) -> bool:
+    """Whether one of its tests fails in a copy of the repository with the break."""
+    with tempfile.TemporaryDirectory(prefix="tandem-break-") as folder:
+        copy = pathlib.Path(folder) / "tree"
+        shutil.copytree(ROOT, copy, ignore=NOT_COPIED)
+        path = copy / broken.file
+        source = path.read_text(encoding="utf-8")
+        if source.count(broken.text) != 1:
+            raise ValueError(
+                f"{broken.file} holds this {source.count(broken.text)} times: {broken}"
+            )
+        path.write_text(source.replace(broken.text, broken.replacement), encoding="utf-8")
+        ended = subprocess.run(
+            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+            + ["-m", "not gpu and not tpu and not service"]
+            + [f"tests/{name}" for name in broken.tests.split()],
+            cwd=copy,
+            env={**os.environ, "PYTHONPATH": str(copy)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    if ended.returncode not in (0, 1):  # 1: tests failed; the others: pytest could not run them
+        raise RuntimeError(f"pytest ended with {ended.returncode}:\n{ended.stdout[-3000:]}")
+    return ended.returncode == 1
+
+
+def main(numbers: list[str]) -> int:
+    chosen = [int(number) for number in numbers] or range(1, len(BREAKS) + 1)
+    unnoticed = []
+    for number in chosen:
+        broken, started = BREAKS[number - 1], time.monotonic()
+        found = is_noticed(broken)
+        unnoticed += [] if found else [number]
+        said = "noticed" if found else "UNNOTICED"
+        print(f"{number:2} {said} in {time.monotonic() - started:.0f} s: {broken.file}", flush=True)
+    print(f"breaks: {len(chosen)}, noticed: {len(chosen) - len(unnoticed)}, unnoticed: {unnoticed}")
+    return 1 if unnoticed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,20 @@
+"""The list of deliberate breaks fits the product as it is."""
+
+import ast
+
+import pytest
+
+from tests.breaks import BREAKS, ROOT
+
+
+def test_there_are_forty_of_different_files():
+    assert len(BREAKS) == len({one.file for one in BREAKS}) == 40
+
+
+@pytest.mark.parametrize("broken", BREAKS, ids=lambda one: one.file)
+def test_a_break_changes_one_place_and_stays_python(broken):
+    source = (ROOT / broken.file).read_text(encoding="utf-8")
+    assert source.count(broken.text) == 1
+    ast.parse(source.replace(broken.text, broken.replacement))
+    for name in broken.tests.split():
+        assert (ROOT / "tests" / name).is_file()
