@@ -173,13 +173,6 @@ def abstract_params(config: ModelConfig) -> Params:
     return jax.eval_shape(lambda: init_params(jax.random.key(0), config))
 
 
-def unstack_layers(params: Params) -> Params:
-    """Turns the stacked layer tree into a list of per-layer trees; others pass unchanged."""
-    L = jax.tree.leaves(params["layers"])[0].shape[0]
-    layers = [jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(L)]
-    return {**params, "layers": layers}
-
-
 def forward(
     params: Params,
     config: ModelConfig,

@@ -28,10 +28,9 @@ import jax
 import orbax.checkpoint as ocp
 
 from learner.durable.certificate import Certificate
-from learner.durable.fsync import sync_folder
 from learner.update.state import TrainState
 from services.process import failpoints
-from services.process.whole_file import write_whole
+from services.process.whole_file import sync_folder, write_whole
 
 log = logging.getLogger(__name__)
 

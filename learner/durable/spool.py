@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 
 from learner.durable.frames import frame
-from learner.durable.fsync import sync_folder
 from learner.durable.segment_file import (
     OpenWork,
     Segment,
@@ -33,13 +32,13 @@ from learner.durable.segment_file import (
     segments_since,
     update_record,
 )
+from services.process.whole_file import sync_folder, whole_file
 from services.wire.messages import Group
 
 log = logging.getLogger(__name__)
 
 CLAIM_S = 30.0
 """How long to wait for an earlier learner process to end."""
-_WRITING = ".writing"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
@@ -231,22 +230,15 @@ class Spool:
 
     def _begin(self, segment: Segment, still_open: OpenWork) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        writing = segment.path.with_name(segment.path.name + _WRITING)
-        try:
-            with writing.open("wb") as file:
+        with contextlib.ExitStack() as undo:
+            with whole_file(segment.path, sync=True) as file:
                 file.write(opening_bytes(self._run_id, segment))
                 for body in records_of(still_open):
                     file.write(frame(body))
-                file.flush()
-                os.fsync(file.fileno())
                 end = file.tell()
-            descriptor = os.open(writing, os.O_WRONLY)
-        except OSError:
-            with contextlib.suppress(OSError):
-                writing.unlink(missing_ok=True)
-            raise
-        os.lseek(descriptor, end, os.SEEK_SET)
-        writing.replace(segment.path)
+                descriptor = os.dup(file.fileno())  # shares the position, which is the end
+                undo.callback(os.close, descriptor)
+            undo.pop_all()
         sync_folder(self._folder)
         if self._descriptor is not None:
             with contextlib.suppress(OSError):

@@ -35,3 +35,12 @@ def write_whole(path: pathlib.Path, content: str | bytes, *, sync: bool = False)
     """Writes a file as `whole_file` does; text as UTF-8."""
     with whole_file(path, sync=sync) as file:
         file.write(content.encode() if isinstance(content, str) else content)
+
+
+def sync_folder(folder: pathlib.Path) -> None:
+    """Waits until renames and new files in a folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -11,7 +11,15 @@ from learner.actor import LearnerActor
 from learner.core import LearnerCore
 from learner.resume_check import NothingToCheck, find_step
 from services.wire.tls import RunAuthority
-from tests.learner.tiny_learner import BOOKS, WAIT_S, groups_of, learner_spec, names, push, train
+from tests.learner.tiny_learner import (
+    RUN_STATE,
+    WAIT_S,
+    groups_of,
+    learner_spec,
+    names,
+    push,
+    train,
+)
 from tests.tiny_model import write_tiny_model
 
 
@@ -46,11 +54,11 @@ def run(tmp_path_factory, compiled):
     learner.publish()
     for step in (1, 2):
         train(learner, step)
-        learner.save(step, BOOKS)
+        learner.save(step, RUN_STATE)
     push(learner, groups_of(learner, 8, version=2))
     learner.update([], names(8), WAIT_S)
     train(learner, 3)
-    learner.save(3, BOOKS)
+    learner.save(3, RUN_STATE)
     shutil.rmtree(folder / "checkpoints" / "step-00000003")
     push(learner, groups_of(learner, 4))
     learner.close()

@@ -1,4 +1,4 @@
-"""A learner in a process of its own, to be killed: goes on from what it left, up to step 5.
+"""A learner in a process of its own, to be killed: resumes from what it left, up to step 5.
 
 Arguments: model folder, run folder, folder of failpoints. Prints the digest of version 5.
 """
@@ -8,7 +8,7 @@ import sys
 
 from learner.actor import LearnerActor
 from services.wire.tls import RunAuthority
-from tests.learner.tiny_learner import BOOKS, WAIT_S, groups_of, learner_spec, names, push
+from tests.learner.tiny_learner import RUN_STATE, WAIT_S, groups_of, learner_spec, names, push
 
 STEPS = 5
 
@@ -33,7 +33,7 @@ def main(model: str, folder: str, failpoints: str) -> None:
         held = {report.group_id for report in learner.reports()}
         push(learner, [group for group in groups_of(learner, step) if group.group_id not in held])
         learner.update(names(step), [], WAIT_S)
-        learner.save(step, BOOKS)
+        learner.save(step, RUN_STATE)
     print(learner.digest(STEPS, WAIT_S), flush=True)
     learner.close()
 

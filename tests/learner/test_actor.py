@@ -1,4 +1,4 @@
-"""A learner that stops at any point and goes on gives the weights of one that never stopped."""
+"""A learner that stops at any point and resumes gives the weights of one that never stopped."""
 
 import dataclasses
 import pathlib
@@ -17,7 +17,15 @@ from services.trajectories.group_buffer import NotStored
 from services.trajectories.receipts import UnknownReceipt
 from services.wire.messages import PushOutcome
 from services.wire.tls import RunAuthority
-from tests.learner.tiny_learner import BOOKS, WAIT_S, groups_of, learner_spec, names, push, train
+from tests.learner.tiny_learner import (
+    RUN_STATE,
+    WAIT_S,
+    groups_of,
+    learner_spec,
+    names,
+    push,
+    train,
+)
 from tests.tiny_model import write_tiny_model
 
 
@@ -95,13 +103,13 @@ def test_a_learner_that_was_restored_gives_the_digests_of_one_that_never_stopped
     for step in (1, 2, 3):
         train(before, step)
         if step <= saved:
-            before.save(step, BOOKS)
+            before.save(step, RUN_STATE)
     push(before, groups_of(before, 4))
 
     after = start(tmp_path)
     restored = after.restore()
     assert (restored.step, restored.policy_version) == (saved, saved)
-    assert restored.driver_state == (BOOKS if saved else None)
+    assert restored.driver_state == (RUN_STATE if saved else None)
     assert [update.group_ids for update in restored.replay] == [
         names(step) for step in range(saved + 1, 4)
     ]
@@ -120,13 +128,13 @@ def test_a_second_restart_in_the_middle_of_the_replay_loses_nothing(start, tmp_p
     before = start(tmp_path)
     before.publish()
     train(before, 1)
-    before.save(1, BOOKS)
+    before.save(1, RUN_STATE)
     train(before, 2, 3)
     middle = start(tmp_path)
     middle.restore()
     middle.publish()
     middle.update(names(2), [], WAIT_S)
-    middle.save(2, BOOKS)  # while the update that makes 3 is yet to be made again
+    middle.save(2, RUN_STATE)  # while the update that makes 3 is yet to be made again
     push(middle, groups_of(before, 4))
 
     after = start(tmp_path)
@@ -142,7 +150,7 @@ def test_a_damaged_newest_checkpoint_is_made_up_for_by_the_spool_C01(start, tmp_
     before.publish()
     for step in (1, 2):
         train(before, step)
-        before.save(step, BOOKS)
+        before.save(step, RUN_STATE)
     train(before, 3)
     (tmp_path / "checkpoints" / "step-00000002" / "manifest.json").unlink()
     after = start(tmp_path)
@@ -162,7 +170,7 @@ def test_a_first_checkpoint_that_was_cut_is_made_up_for_by_the_spool_C01(start, 
     assert (restored.step, restored.driver_state) == (0, None)
     assert restored.skipped == ["step-00000001.writing: was not finished"]
     assert replayed(after, restored) == [(1, "equal")]
-    after.save(1, BOOKS)
+    after.save(1, RUN_STATE)
     assert train(after, 2) == [digests[2]]
 
 
@@ -245,11 +253,11 @@ def test_a_full_disk_during_a_save_leaves_checkpoint_and_spool_C02(start, tmp_pa
     learner = start(tmp_path, keep_checkpoints=1, failpoints=str(points))
     learner.publish()
     train(learner, 1)
-    learner.save(1, BOOKS)
+    learner.save(1, RUN_STATE)
     train(learner, 2)
     failpoints.arm(points, "learner.checkpoint", "enospc")
     with pytest.raises(CheckpointFailed, match="checkpoint of step 2 .*No space left"):
-        learner.save(2, BOOKS)
+        learner.save(2, RUN_STATE)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
     assert train(learner, 3) == [digests[3]]
 
@@ -290,11 +298,13 @@ def disk_full(_):
     raise OSError(28, "No space left on device")
 
 
-def test_a_state_that_is_not_the_saved_one_is_refused_by_part(start, tmp_path, monkeypatch):
+def test_a_state_other_than_the_saved_one_is_refused_and_its_component_named(
+    start, tmp_path, monkeypatch
+):
     learner = start(tmp_path)
     learner.publish()
     train(learner, 1)
-    learner.save(1, BOOKS)
+    learner.save(1, RUN_STATE)
     after = start(tmp_path)
     resume = after._core.resume
 
@@ -315,7 +325,7 @@ def test_segments_go_with_the_checkpoints_that_need_them(start, tmp_path):
     learner.publish()
     for step in (1, 2, 3):
         train(learner, step)
-        learner.save(step, BOOKS)
+        learner.save(step, RUN_STATE)
     assert sorted(path.name for path in (tmp_path / "spool").iterdir()) == [
         "step-00000002.bin",
         "step-00000003.bin",

@@ -160,7 +160,7 @@ def test_second_update_on_a_batch_is_off_policy():
     assert second["train/loss"] < first["train/loss"]
 
 
-def test_resume_on_another_mesh_goes_on_as_if_nothing_had_happened_C05_C07(tmp_path):
+def test_resume_on_another_mesh_continues_exactly_C05_C07(tmp_path):
     optimizer = {"schedule": "cosine", "warmup_steps": 2}
     options = dict(optimizer=optimizer, microbatch_tokens=32)
     core = make_core(data=2, fsdp=4, **options)

@@ -11,7 +11,10 @@ from services.wire.tls import RunAuthority
 from tests.deadlines import HANG_S
 from tests.learner.builders import random_groups
 
-BOOKS = {"book": {"seed": 0, "prompt_count": 8, "cursor": 4, "unfinished": [[3, 1]]}, "rewards": []}
+RUN_STATE = {
+    "book": {"seed": 0, "prompt_count": 8, "cursor": 4, "unfinished": [[3, 1]]},
+    "rewards": [],
+}
 WAIT_S = HANG_S
 
 

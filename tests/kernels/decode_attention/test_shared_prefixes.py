@@ -1,4 +1,4 @@
-"""Decode attention of rows that begin alike: that they are read once, and that nobody can tell.
+"""Decode attention of rows that share a prefix: it is read once, and the results are the same.
 
 Tolerances are those of test_decode_attention.py: sharing changes the order of sums alone.
 """
@@ -175,8 +175,8 @@ def test_other_implementations_ignore_it(impl):
     leader, shared = arguments["leader"], arguments["shared"]
     alone = [arguments[name] for name in NAMES[:6]]
     plain = ops.decode_attention(*alone, impl=impl)
-    told = ops.decode_attention(*alone, leader_B=leader, shared_B=shared, impl=impl)
-    np.testing.assert_array_equal(told.out_BNH, plain.out_BNH)
+    found = ops.decode_attention(*alone, leader_B=leader, shared_B=shared, impl=impl)
+    np.testing.assert_array_equal(found.out_BNH, plain.out_BNH)
 
 
 def test_half_of_it_or_other_shapes_are_refused():

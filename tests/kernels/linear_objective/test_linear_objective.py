@@ -171,7 +171,7 @@ def test_partial_blocks_of_vocabulary_and_tokens_K02(impl, cases):
 
 @pytest.mark.parametrize("impl", ["xla", "pallas_tpu"])
 @pytest.mark.parametrize("T, at_most", [(8192, 1024), (2048, 512), (300, 300)])
-def test_last_chunk_of_a_masked_batch_holds_little_in_vain(impl, T, at_most):
+def test_last_chunk_of_a_masked_batch_is_little_padded(impl, T, at_most):
     options = HeadOptions(impl=impl)
     size = lambda masked: chunk_size(T, (32000, 64), jnp.dtype("bfloat16"), options, masked=masked)
     assert size(True) == at_most

@@ -159,7 +159,7 @@ def test_only_damaged_checkpoints_never_mean_a_fresh_start(two):
     ],
 )
 def test_a_full_disk_is_called_one_and_gets_its_space_back(two, monkeypatch, raised):
-    """The second is how Orbax's storage library tells of one."""
+    """The second is how the storage library of Orbax reports one."""
     folder, path = two
 
     def disk_full(self, directory, *args, **kwargs):
@@ -183,12 +183,12 @@ def test_another_error_of_a_library_keeps_its_name(two, monkeypatch):
 
 def test_a_certificate_is_kept_covered_and_given_back(tmp_path):
     state, _ = place(data=2, fsdp=4)
-    books = {"book": {"cursor": 6, "unfinished": [[4, 1]]}, "rewards": [0.5, None]}
-    certificate = make_certificate(state, seed=7, driver_state=books)
+    run_state = {"book": {"cursor": 6, "unfinished": [[4, 1]]}, "rewards": [0.5, None]}
+    certificate = make_certificate(state, seed=7, driver_state=run_state)
     folder = CheckpointFolder(tmp_path, keep=1)
     saved = folder.save(5, state, RECORD, certificate)
     restored = folder.restore(place()[1])  # on one device
-    again = make_certificate(restored.state, seed=7, driver_state=json.loads(json.dumps(books)))
+    again = make_certificate(restored.state, seed=7, driver_state=json.loads(json.dumps(run_state)))
     check_certificate(restored.certificate, again, "the checkpoint of step 5")
     (saved / "certificate.json").write_text(json.dumps({**certificate.plain(), "keys": "0" * 64}))
     with pytest.raises(DamagedCheckpoint, match="certificate.json has"):
@@ -201,15 +201,15 @@ def test_a_certificate_is_kept_covered_and_given_back(tmp_path):
         ("weights", dict(params=lambda leaf: leaf.at[0].add(1e-7))),
         ("optimizer", dict(opt_state=lambda leaf: leaf + 1)),
         ("optimizer", dict(update_count=lambda leaf: leaf + 1)),
-        ("data_order, ledger", dict(books={"book": {"cursor": 7, "unfinished": [[4, 1]]}})),
-        ("data_order, ledger", dict(books={"book": {"cursor": 6, "unfinished": [[4, 2]]}})),
-        ("ledger", dict(books={"book": {"cursor": 6, "unfinished": [[4, 1]]}, "rewards": [1]})),
+        ("data_order, ledger", dict(run_state={"book": {"cursor": 7, "unfinished": [[4, 1]]}})),
+        ("data_order, ledger", dict(run_state={"book": {"cursor": 6, "unfinished": [[4, 2]]}})),
+        ("ledger", dict(run_state={"book": {"cursor": 6, "unfinished": [[4, 1]]}, "rewards": [1]})),
         ("data_order, keys", dict(seed=8)),
     ],
 )
-def test_a_certificate_names_the_part_that_differs(part, change):
+def test_a_certificate_names_the_component_that_differs(part, change):
     state, _ = place()
-    books = change.pop("books", None)
+    run_state = change.pop("run_state", None)
     seed = change.pop("seed", 7)
     given = {"book": {"cursor": 6, "unfinished": [[4, 1]]}}
     stored = make_certificate(state, seed=7, driver_state=given).plain()
@@ -217,7 +217,7 @@ def test_a_certificate_names_the_part_that_differs(part, change):
         name: jax.tree.map(function, getattr(state, name)) for name, function in change.items()
     }
     now = make_certificate(
-        dataclasses.replace(state, **changed), seed=seed, driver_state=books or given
+        dataclasses.replace(state, **changed), seed=seed, driver_state=run_state or given
     )
     with pytest.raises(CertificateMismatch, match=f"resume certificate: {part} differ"):
         check_certificate(stored, now, "the checkpoint of step 1")

@@ -118,7 +118,7 @@ def test_a_resumed_run_ends_the_steps_that_it_takes_again(path):
     assert as_bytes(read_groups(path, places[2])) == as_bytes(random_groups(2, seed=52))
 
 
-def test_a_resumed_run_goes_on_after_a_record_that_was_cut(path):
+def test_a_resumed_run_continues_after_a_record_that_was_cut(path):
     record(path, 0, 1)
     path.write_bytes(path.read_bytes()[:-5])
     record(path, 1, 2)

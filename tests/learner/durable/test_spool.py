@@ -77,7 +77,7 @@ def test_what_a_checkpoint_has_is_not_open(folder):
 
 
 @pytest.mark.parametrize("cut", [1, PREFIX_BYTES - 1, PREFIX_BYTES, PREFIX_BYTES + 3])
-def test_a_last_frame_that_was_cut_is_gone_and_the_spool_goes_on_there(folder, cut):
+def test_a_last_frame_that_was_cut_is_removed_and_the_spool_continues_there(folder, cut):
     spool = begun(folder)
     spool.write_group(GROUPS[0])
     whole = (folder / "step-00000000.bin").stat().st_size
@@ -216,7 +216,7 @@ def test_a_record_that_fails_leaves_no_trace_and_the_next_one_is_whole(folder, m
     assert spool.problem == "" and list(spool.read(0).groups) == ["g0", "g2"]
 
 
-def test_a_rotation_that_fails_leaves_the_segment_before_to_go_on(folder, monkeypatch):
+def test_a_rotation_that_fails_keeps_the_segment_before_in_use(folder, monkeypatch):
     spool = begun(folder)
     spool.write_group(GROUPS[0])
     with monkeypatch.context() as patched:

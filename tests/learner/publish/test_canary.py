@@ -1,5 +1,5 @@
-"""The canary from end to end: what the learner makes of the probe when it publishes, what a worker
-makes of it from its live copy, and the name of the layer where they part."""
+"""The canary from end to end: scores of the learner when it publishes, scores of a worker from its
+live copy, and the name of the layer where they diverge."""
 
 import dataclasses
 import functools

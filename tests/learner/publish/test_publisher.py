@@ -1,5 +1,5 @@
-"""Publication beside the training thread: the bytes of the version that is named, whatever comes
-after it, and errors that reach whoever trains."""
+"""Publication beside the training thread: the bytes are those of the named version, whatever comes
+after it, and errors reach the training thread."""
 
 import dataclasses
 import threading

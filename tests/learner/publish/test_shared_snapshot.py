@@ -62,7 +62,7 @@ def test_a_version_is_handed_over_once_it_is_visible_in_the_buffers_it_was_copie
     np.testing.assert_array_equal(taken[0].tensors["matrix"], np.zeros((4, 6)))
 
 
-def test_a_snapshot_that_nobody_takes_over_is_freed_as_it_is_copied(mesh):
+def test_a_snapshot_that_is_not_shared_is_freed_as_it_is_copied(mesh):
     snapshot = snapshot_of(mesh, 0)
     publisher = Publisher(
         lambda: snapshot, WeightStore("run", keep_versions=1), lambda version, digest: None
@@ -72,7 +72,7 @@ def test_a_snapshot_that_nobody_takes_over_is_freed_as_it_is_copied(mesh):
     assert all(array.is_deleted() for array in snapshot.tensors.values())
 
 
-def test_whoever_waits_gets_the_newest_version_as_often_as_it_asks(mesh):
+def test_every_wait_returns_the_newest_version(mesh):
     store, shared = WeightStore("run", keep_versions=1), SharedSnapshot()
     with pytest.raises(TimeoutError, match=r"no policy version >= 0 in 0.01 s; the newest is -1"):
         shared.wait_for_version(0, 0.01)

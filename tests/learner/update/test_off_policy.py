@@ -360,7 +360,7 @@ def test_bounds_that_nothing_reaches_change_no_bit():
 
 
 @pytest.mark.usefixtures("quick_compilation")
-def test_truncation_holds_over_several_updates_and_what_is_left_of_none_is_reported():
+def test_truncation_applies_to_all_updates_of_a_batch_and_full_rejection_is_reported():
     core = learner({"token_truncate": 1.3, "sequence_high": 1.5}, updates_per_batch=2)
     metrics = core.update(random_groups(), PhaseClock())
     assert core.state.update_count == 2

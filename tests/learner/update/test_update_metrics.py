@@ -186,7 +186,7 @@ def test_a_batch_that_the_correction_leaves_nothing_of_loses_all_at_the_last_sta
     assert funnel(metrics) == [38, 38, 32, 32, 0]
 
 
-def test_lengths_are_told_by_their_spread_and_by_what_lies_beyond_half_the_limit():
+def test_length_metrics_are_the_spread_and_the_share_beyond_half_the_limit():
     lengths = [2, 4, 6, 16]
     completions = [make_completion(ids(n), 0.0, index=i) for i, n in enumerate(lengths)]
     metrics = group_metrics(
@@ -197,7 +197,7 @@ def test_lengths_are_told_by_their_spread_and_by_what_lies_beyond_half_the_limit
     assert metrics["rollout/tokens_beyond_half"] == (1 + 11) / 28
 
 
-def test_disagreement_is_told_of_every_scorer_that_has_both_variants():
+def test_disagreement_is_reported_for_every_scorer_with_both_variants():
     def scored(index, **rewards):
         completion = make_completion([1], 0.0, index=index)
         return dataclasses.replace(completion, rewards=rewards)

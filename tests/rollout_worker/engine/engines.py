@@ -13,7 +13,6 @@ from models.transformer import (
     init_params,
     logits,
     packed_attend,
-    unstack_layers,
 )
 from rollout_worker.engine.decode_request import DecodeRequest
 from rollout_worker.engine.engine import Engine
@@ -38,6 +37,13 @@ PROMPT_TOKENS, NEW_TOKENS = 40, 12
 STOP_IDS = (5, 9)
 VALID_VOCAB = 60
 F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
+
+
+def unstack_layers(params):
+    """Turns the stacked layer tree into a list of per-layer trees; others pass unchanged."""
+    L = jax.tree.leaves(params["layers"])[0].shape[0]
+    layers = [jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(L)]
+    return {**params, "layers": layers}
 
 
 @functools.cache

@@ -9,14 +9,14 @@ import pytest
 
 from models.files.checkpoint import load_model, save_model, to_named
 from models.tokenizer import load_tokenizer
-from models.transformer import forward, head_weight, logits, packed_attend, unstack_layers
+from models.transformer import forward, head_weight, logits, packed_attend
 from rollout_worker.engine.decode_request import DecodeRequest, SamplingSettings
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.engine_limits import EngineLimits
 from rollout_worker.engine.layout import Layout, make_mesh
 from rollout_worker.engine.slots import DecodeSpec
 from services.process.phase_clock import PhaseClock
-from tests.rollout_worker.engine.engines import run_to_end
+from tests.rollout_worker.engine.engines import run_to_end, unstack_layers
 
 SMOLLM2 = pathlib.Path(__file__).parents[3] / "downloads" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 pytestmark = [
