@@ -1,4 +1,4 @@
-"""The command line: what to run, and the two ways of only looking at it."""
+"""The command line of `python -m driver`."""
 
 import argparse
 import os
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from driver.config import load_config as settings
 from driver.config import resume_identity as identity
-from driver.config.paths import check_folder, claim, hold, locate, output_folder
+from driver.config.paths import check_folder, clear_folder, locate, lock_folder, output_folder
 from driver.config.prepare import prepare
 from driver.config.run_config import RunConfig
 from driver.config.yaml_text import parse_yaml
@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",
-        help="override one key; may be repeated, the last one for a key holds",
+        help="override one key; may be repeated, the last one for a key counts",
     )
     parser.add_argument(
         "--resume",
@@ -72,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code; what a user can mend is one message without a traceback."""
+    """Returns the exit code; a user's mistake is one message without a traceback."""
     given = parser().parse_args(arguments)
     overrides = [*given.overrides, *(["run.resume=true"] if given.resume else [])]
     try:
@@ -90,20 +90,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         marks = identity.identity_of(config, prepared.model, prepared.digest)
         if config.run.resume:
             try:
-                identity.check(folder, marks, steps=config.run.steps)
+                identity.check_identity(folder, marks, steps=config.run.steps)
             except identity.AlreadyFinished as finished:
                 if not automatic:
                     raise
                 print(f"nothing to do: {finished}")
                 return 0
         if given.dry_run:
-            print("this run can start; devices and the room in the cluster were not looked at")
+            print("this run can start; devices and free resources of the cluster were not checked")
             return 0
-        lock = hold(folder)  # for as long as this process lives
+        lock = lock_folder(folder)  # until this process ends
         check_folder(folder, resume=bool(config.run.resume))
-        claim(folder, resume=bool(config.run.resume))
+        clear_folder(folder, resume=bool(config.run.resume))
         if not config.run.resume:
-            identity.note(folder, marks)
+            identity.write_identity(folder, marks)
         for change in _note_settings(folder, config):
             print(f"resumed with another {change}", flush=True)
         # Imported late: nothing above needs Ray, and it reads its token when it is imported.

@@ -1,4 +1,4 @@
-"""Ends of a run that a person can act on."""
+"""Errors that end a run and that a user can act on."""
 
 
 class RunError(Exception):

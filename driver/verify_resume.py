@@ -1,4 +1,4 @@
-"""`python -m driver.verify_resume DIR`: does the run in DIR resume bit for bit?
+"""`python -m driver.verify_resume DIR`: checks that the run in DIR resumes bit for bit.
 
 Reads a checkpoint back, makes its resume certificate again, takes the step that the run took after
 it once more in this process, and compares the digest of the weights with the one issued then.
@@ -18,7 +18,7 @@ from learner.resume_check import NothingToCheck, RecordedStep, RepeatedStep, fin
 from models.platform import WrongPlatform
 
 SHOWN = 16
-"""Characters of a hash that stand in the table."""
+"""Characters of a hash that the table shows."""
 
 
 def parser() -> argparse.ArgumentParser:

@@ -45,7 +45,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     Args:
         n: completions drawn of the prompt.
         c: right ones among them.
-        k: completions one may hand in, 1 to n.
+        k: completions that are looked at, 1 to n.
 
     Raises:
         ValueError: unless 1 <= k <= n and 0 <= c <= n.
@@ -68,6 +68,7 @@ class Accuracy:
 
     @property
     def fraction(self) -> float:
+        """Right answers per answer, 0 to 1."""
         return self.correct / self.total
 
     def __str__(self) -> str:

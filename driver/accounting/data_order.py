@@ -1,4 +1,4 @@
-"""The data order: which prompt comes at which place of the run.
+"""The data order: which prompt comes at which index of the run.
 
 A pure function of (seed, epoch), so that a cursor, one integer, is all that a checkpoint keeps.
 """
@@ -28,12 +28,12 @@ def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
 
 
 def prompt_at(seed: int, count: int, index: int) -> tuple[int, int]:
-    """Returns the prompt at place `index` of the run, drawn without replacement in each epoch.
+    """Returns the prompt at an index of the run, drawn without replacement in each epoch.
 
     Args:
         seed: of the run; not negative.
         count: prompts in the set.
-        index: place in the run, counted from 0 over all epochs: the data cursor.
+        index: counted from 0 over all epochs; the data cursor.
 
     Returns:
         (epoch, position): the number of whole passes before, and the position in the prompt set.
@@ -47,5 +47,5 @@ def prompt_at(seed: int, count: int, index: int) -> tuple[int, int]:
             f"the data order needs seed >= 0, index >= 0 and at least one prompt, "
             f"got {seed=}, {index=}, {count=}"
         )
-    epoch, place = divmod(index, count)
-    return epoch, int(epoch_order(seed, epoch, count)[place])
+    epoch, offset = divmod(index, count)
+    return epoch, int(epoch_order(seed, epoch, count)[offset])

@@ -1,6 +1,7 @@
 """Which groups train in a step, and how many prompts may be under way for that.
 
-Pure decisions over reports: what the learner holds, what is out with workers, what grew too old.
+Pure decisions over reports: which groups the learner has, which are with workers, which are too
+old.
 Synchronous mode is `max_staleness` 0 and needs no rule of its own.
 """
 
@@ -24,7 +25,7 @@ class StepBatch:
     kept: list[str]
     """Group ids to train on, in the order of the data."""
     dropped: list[str] = dataclasses.field(default_factory=list)
-    """Group ids in the learner's buffer that nobody will ask for."""
+    """Group ids in the learner's buffer that will never be trained on."""
     reports: list[GroupReport] = dataclasses.field(default_factory=list)
     """Of the groups above, kept and dropped."""
     arrived_tokens: int = 0
@@ -82,7 +83,7 @@ class IntakeRules:
 
 
 class Intake:
-    """Groups that the learner holds and was not yet asked to train on."""
+    """Groups in the learner's buffer that it was not yet asked to train on."""
 
     def __init__(self, leases: LeaseTable, rules: IntakeRules):
         self._leases = leases
@@ -106,7 +107,7 @@ class Intake:
         return len(self._waiting)
 
     def grant_leases(self, count: int, policy_version: int, steps_left: int) -> list[Lease]:
-        """Leases at most so many groups, and no more than may be under way.
+        """Leases up to `count` groups, and no more than may be under way.
 
         Each names the oldest version that it can be sampled under and still train in its turn.
 
@@ -126,7 +127,7 @@ class Intake:
         return leases
 
     def record_result(self, result: LeaseResult) -> None:
-        """Books how one lease ended, unless it was given back."""
+        """Records how one lease ended, unless it was returned."""
         if result.outcome is LeaseOutcome.STALE:
             self._leases.end_group(result.group_id, TrajectoryState.DROPPED_STALE)
         elif result.outcome is LeaseOutcome.DUPLICATE:
@@ -140,14 +141,14 @@ class Intake:
                 self._samples += result.samples
 
     def adopt_reports(self, reports: Iterable[GroupReport]) -> None:
-        """Takes groups over that the learner reports to hold."""
+        """Adds groups that the learner reports to have."""
         for report in reports:
             self.unconfirmed.discard(report.group_id)
             self._leases.adopt_groups([report.group_id])
             self._admit(report)
 
     def is_ready(self, policy_version: int, steps_left: int) -> bool:
-        """Whether a step can be taken: enough groups, or no way to more of them."""
+        """Whether a step can be taken: there are enough groups, or no more can come."""
         if self.unconfirmed:
             return False
         if len(self._admissible(policy_version)) >= self._wanted:
@@ -155,7 +156,7 @@ class Intake:
         return self._leases.out == 0 and self._allowance(steps_left) == 0
 
     def take_batch(self, policy_version: int) -> StepBatch:
-        """Gives away the oldest groups that may train."""
+        """Removes and returns the oldest groups that may train."""
         self._expire(policy_version)
         kept = sorted(self._admissible(policy_version)[: self._wanted])
         taken = {group_id: self._waiting.pop(group_id) for group_id in kept} | self._dropped
@@ -172,7 +173,7 @@ class Intake:
     def repeat_batch(
         self, kept: Sequence[str], dropped: Sequence[str], reports: Sequence[GroupReport]
     ) -> StepBatch:
-        """The batch of a step that is trained again, as it was recorded.
+        """The batch of a recorded step that is trained again.
 
         Args:
             reports: of these groups, as the learner gives them.
@@ -188,12 +189,12 @@ class Intake:
         )
 
     def discard_groups(self, group_ids: Iterable[str]) -> None:
-        """Leaves out groups that the learner has given up; the caller records how they end."""
+        """Removes groups that the learner has dropped; the caller records how they end."""
         for group_id in group_ids:
             self._waiting.pop(group_id, None)
 
     def _expire(self, policy_version: int) -> None:
-        """Ends what has grown too old while it waited."""
+        """Ends the groups that became too old while they waited."""
         fresh = set(self._admissible(policy_version))
         for group_id in [group_id for group_id in self._waiting if group_id not in fresh]:
             self._leases.end_group(group_id, TrajectoryState.DROPPED_STALE)

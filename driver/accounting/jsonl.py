@@ -89,6 +89,7 @@ class JsonlLog:
         return len(moved)
 
     def close(self) -> None:
+        """Closes the file."""
         self._file.close()
 
     def _open(self) -> io.TextIOWrapper:

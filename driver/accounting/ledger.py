@@ -1,6 +1,6 @@
 """The seconds of a run: for each process the phases of a step add up to its wall time, and what no
 phase claims is `unexplained`. A process that was not there all the time has no phase for the rest:
-it was neither idle nor waiting, and that rest is told apart.
+it was neither idle nor waiting, and that rest is recorded apart.
 
 Each closed step is one line of ledger.jsonl, with the groups that ended in it (`leases.py`).
 """
@@ -18,12 +18,12 @@ from services.process.phases import PHASES, UNEXPLAINED
 ROUNDING_S = 1e-6
 """Seconds that sums of floats may be off; no overlap."""
 UNEXPLAINED_FLOOR_S = 0.25
-"""Below this nobody is warned: a short step on a busy machine has so much jitter."""
+"""No warning below this: a short step on a busy machine has as much jitter."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One closed step, as it stands in ledger.jsonl."""
+    """One closed step, as ledger.jsonl has it."""
 
     step: int
     wall_s: float
@@ -31,10 +31,10 @@ class StepRecord:
     """Seconds by phase of each process; every phase of PHASES, `unexplained` included. They add up
     to wall_s, plus overlap_s and less absent_s of that process where it has one."""
     overlap_s: dict[str, float]
-    """Processes whose phases claim more seconds than the step had, and how many more."""
+    """Processes whose phases add up to more than the step's wall time, and by how many seconds."""
     absent_s: dict[str, float]
     """Processes that were not there all the time, as they started, died or left in this step, or
-    did not answer; and for how many seconds nobody knows what they did."""
+    did not answer; and the seconds without information."""
     groups: dict[str, list[str]]
     """Group ids that ended since the last step was closed, by TrajectoryState value."""
     outstanding: int
@@ -68,7 +68,7 @@ class StepLedger:
         leases: LeaseTable,
         gaps: Collection[str] = (),
     ) -> StepRecord:
-        """Books one step.
+        """Closes one step.
 
         Args:
             step: its number.
@@ -76,24 +76,24 @@ class StepLedger:
                 process's own `unexplained` is computed anew from wall_s.
             wall_s: seconds that the step took on the driver's clock.
             leases: its groups are checked for conservation, and those that ended are listed.
-            gaps: processes that cannot tell of the whole step; what they tell stays as it is.
+            gaps: processes that did not report on the whole step; their seconds are kept.
 
         Raises:
-            LedgerError: if a phase is unknown, a number of seconds is impossible, or groups got
+            LedgerError: if a phase is unknown, a number of seconds is impossible, or groups were
                 lost or counted twice.
         """
         leases.check_conservation()
         rows, overlap_s, absent_s, warnings = {}, {}, {}, []
         for process, phase_s in processes.items():
-            row, over_s = _balance(step, process, phase_s, wall_s)
+            row, over_s = _with_unexplained(step, process, phase_s, wall_s)
             if over_s > ROUNDING_S:
                 overlap_s[process] = over_s
-            told_s = phase_s.get(UNEXPLAINED, 0.0)
-            if process in gaps and row[UNEXPLAINED] > told_s + ROUNDING_S:
-                absent_s[process] = row[UNEXPLAINED] - told_s
-                row[UNEXPLAINED] = told_s
+            reported_s = phase_s.get(UNEXPLAINED, 0.0)
+            if process in gaps and row[UNEXPLAINED] > reported_s + ROUNDING_S:
+                absent_s[process] = row[UNEXPLAINED] - reported_s
+                row[UNEXPLAINED] = reported_s
             rows[process] = row
-            warnings += self._oddities(f"step {step}:", process, row, over_s, wall_s)
+            warnings += self._warnings(f"step {step}:", process, row, over_s, wall_s)
         record = StepRecord(
             step=step,
             wall_s=wall_s,
@@ -128,10 +128,10 @@ class StepLedger:
         """Closes ledger.jsonl."""
         self._log.close()
 
-    def _oddities(
+    def _warnings(
         self, where: str, process: str, row: Mapping[str, float], over_s: float, wall_s: float
     ) -> list[str]:
-        """What a person should look at in the seconds of one process."""
+        """Warnings about the seconds of one process."""
         slack_s = max(self._unexplained_fraction * wall_s, UNEXPLAINED_FLOOR_S)
         found = []
         if over_s > slack_s:
@@ -154,7 +154,7 @@ class StepLedger:
                 total[phase] += seconds
 
 
-def _balance(
+def _with_unexplained(
     step: int, process: str, phase_s: Mapping[str, float], wall_s: float
 ) -> tuple[dict[str, float], float]:
     """All phases of one process, `unexplained` being the rest; and the seconds claimed too many."""

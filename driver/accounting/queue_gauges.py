@@ -15,21 +15,21 @@ class Gauge(NamedTuple):
     at_s: float
     """On the driver's monotonic clock."""
     waiting: int
-    """Groups that the learner holds and was not asked to train on."""
+    """Groups in the learner's buffer that it was not yet asked to train on."""
     out: int
     """Groups leased to workers."""
     policy_version: int
 
 
 class QueueGauges:
-    """Looks at the queues of one step; how often it is told does not matter."""
+    """Records queue lengths during one step; redundant records are dropped."""
 
     def __init__(self):
         self._seen: list[Gauge] = []
         self.newest = Gauge(time.monotonic(), 0, 0, -1)
 
     def record_counts(self, waiting: int, out: int, policy_version: int) -> None:
-        """Notes how the queues are now, where that is new or was not said for a while."""
+        """Records the current lengths, if they changed or the last record is old."""
         before, self.newest = self.newest, Gauge(time.monotonic(), waiting, out, policy_version)
         changed = self.newest[1:] != before[1:]
         if not self._seen or changed or self.newest.at_s - self._seen[-1].at_s >= GAUGE_S:
@@ -38,16 +38,16 @@ class QueueGauges:
             self._seen = spread(self._seen, _MOST_KEPT // 2)
 
     def take_gauges(self) -> list[Gauge]:
-        """What was seen since the last call."""
+        """The records since the last call."""
         seen, self._seen = self._seen, []
         return seen
 
 
 def queue_metrics(gauges: Sequence[Gauge], until_s: float) -> dict[str, float]:
-    """Mean over time and most of both queues, as `queue/*`; nothing where nobody looked.
+    """Mean over time and maximum of both queues, as `queue/*`; empty without records.
 
     Args:
-        until_s: until when it was as the last of them says.
+        until_s: end of the time that the last record stands for.
     """
     if not gauges:
         return {}
@@ -64,7 +64,7 @@ def queue_metrics(gauges: Sequence[Gauge], until_s: float) -> dict[str, float]:
 
 
 def spread(gauges: Sequence[Gauge], most: int) -> list[Gauge]:
-    """At most so many of them, evenly chosen, the first and the last included."""
+    """At most `most` of the records, evenly chosen, the first and the last included."""
     if len(gauges) <= most:
         return list(gauges)
     return [gauges[round(i * (len(gauges) - 1) / (most - 1))] for i in range(most)]

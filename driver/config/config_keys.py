@@ -1,4 +1,4 @@
-"""Every key a run configuration may hold, and the nearest one to a key that it may not.
+"""Every key that a run configuration may have, and the nearest one to an unknown key.
 
 Derived from the pydantic models of `run_config.py`, so that no second list can go stale.
 """
@@ -29,7 +29,7 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Key:
-    """What may stand under one dotted key."""
+    """What one dotted key accepts."""
 
     kind: Kind
     optional: bool
@@ -37,7 +37,7 @@ class Key:
     model: type[BaseModel] | None = None
     """The section, or the section of each list item."""
     types: frozenset[type] = frozenset()
-    """Plain types that a LEAF may have, null apart; of a SECTION, what may stand in its place."""
+    """Plain types that a LEAF may have, null apart; of a SECTION, what may replace it."""
     default: Any = None
 
 
@@ -96,7 +96,7 @@ def fields_of(model: type[BaseModel]) -> dict[str, Key]:
 
 
 def resolve(parts: tuple[str, ...]) -> Key | None:
-    """What may stand under a dotted key split at its dots, or None where no such key exists.
+    """What a dotted key, split at its dots, accepts; None where no such key exists.
 
     An item of a list of sections is named by its index: `("reward", "functions", "0", "weight")`.
     """
@@ -119,7 +119,7 @@ def resolve(parts: tuple[str, ...]) -> Key | None:
 
 
 def nearest(dotted: str) -> str | None:
-    """The known dotted key that looks most like an unknown one; None if none comes near.
+    """The known dotted key most similar to an unknown one; None if none is similar.
 
     The whole key and its last part are compared, so that a misspelt section, a misspelt last part
     and a key under the wrong section are all recognised.

@@ -1,8 +1,8 @@
 """From a YAML file and `--set` overrides to a RunConfig, or to one message with every error.
 
 The file is YAML 1.2, so `1e-6` is a number and `no` is a word; duplicate keys are refused. An
-override `--set dotted.key=value` is applied to what the file says, in the order given, and its
-value is read by the same rules, except that a key which holds text takes the text as it stands.
+override `--set dotted.key=value` is applied to the file's content, in the order given, and its
+value is read by the same rules, except that a key of type text takes the text unchanged.
 Setting a whole section to a mapping replaces it; what is left out takes its default.
 """
 
@@ -44,7 +44,7 @@ def load(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
 
     Args:
         path: a YAML file; None starts from the defaults alone.
-        overrides: `dotted.key=value` each, applied in order; the last one for a key holds.
+        overrides: `dotted.key=value` each, applied in order; the last one for a key counts.
 
     Raises:
         ConfigError: naming every unknown key, wrong value and broken rule at once.
@@ -91,7 +91,7 @@ def _read_file(path: str, sources: dict[str, str]) -> dict[str, Any]:
         return {}
     if not isinstance(tree, dict):
         raise ConfigError(
-            f"{path} must hold a mapping of sections such as `model:` and `data:`, "
+            f"{path} must be a mapping of sections such as `model:` and `data:`, "
             f"not a {type(tree).__name__}"
         )
     sources.update({key: f"{path}, line {line}" for key, line in lines.items()})
@@ -180,7 +180,7 @@ def _container(parts: tuple[str, ...], before: Any) -> Any:
 def _check_section(
     tree: Any, model: type[BaseModel], prefix: str, faults: list[_Fault]
 ) -> dict[str, Any]:
-    """Returns the keys that pydantic may judge, having named those it could not judge well."""
+    """Returns the keys for pydantic to check; adds a fault for each that it would explain badly."""
     clean: dict[str, Any] = {}
     fields = fields_of(model)
     for name, value in tree.items():
@@ -198,7 +198,7 @@ def _check_section(
 
 
 def _check_value(value: Any, key: Key, dotted: str, faults: list[_Fault]) -> Any:
-    """The value as pydantic may judge it, or _REFUSED with a fault added."""
+    """The value for pydantic to check, or _REFUSED with a fault added."""
     if value is None and key.optional:
         return None
     if key.kind is Kind.SECTION and isinstance(value, dict):
@@ -227,7 +227,7 @@ def _check_value(value: Any, key: Key, dotted: str, faults: list[_Fault]) -> Any
 
 
 def _section_problem(value: Any, key: Key, dotted: str) -> str:
-    """Why a plain value cannot stand in place of a section; '' if it can."""
+    """Why a plain value cannot replace a section; '' if it can."""
     assert key.model is not None
     if type(value) in key.types:
         return ""
@@ -238,7 +238,7 @@ def _section_problem(value: Any, key: Key, dotted: str) -> str:
 
 
 def _leaf_problem(value: Any, key: Key) -> str:
-    """Why pydantic cannot judge a value well, or must not see it; '' if it can."""
+    """Why a value is refused before pydantic checks it; '' if it is not."""
     for text in value if isinstance(value, list) else [value]:
         problem = _text_problem(text) if isinstance(text, str) else ""
         if problem:
@@ -276,9 +276,9 @@ def _free_problem(value: Any, name: str = "") -> str:
 
 def _text_problem(text: str) -> str:
     if _SECRET_URL.search(text):
-        return "holds a password in a URL: secrets belong in the environment, not here"
+        return "contains a password in a URL: secrets belong in the environment, not here"
     if any("\ud800" <= character <= "\udfff" for character in text):
-        return f"{_shown(text)} holds half a surrogate pair, which is no text: write UTF-8"
+        return f"{_shown(text)} contains half a surrogate pair, which is not text: write UTF-8"
     return ""
 
 
@@ -287,8 +287,8 @@ def _pydantic_faults(error: ValidationError, known: list[_Fault]) -> list[_Fault
     found = []
     for detail in error.errors(include_url=False):
         dotted = ".".join(str(part) for part in detail["loc"]) or "configuration"
-        # A rule of a whole section, or one that spans sections, cannot be judged while a key of it
-        # is refused: its default would stand in for it.
+        # A rule of a whole section, or one that spans sections, cannot be checked while a key of it
+        # is refused: its default would be used.
         about_it = (
             not detail["loc"] or fault.key == dotted or fault.key.startswith(f"{dotted}.")
             for fault in known

@@ -1,4 +1,4 @@
-"""Where a run reads and writes, wherever its driver was started.
+"""Folders and paths of a run, independent of where its driver was started.
 
 `ray job submit --working-dir .` runs the driver in an unpacked copy of the working directory, which
 lacks what git ignores and disappears with the cluster. TANDEM_HOME names the folder that relative
@@ -36,7 +36,7 @@ def output_folder(config: RunConfig) -> pathlib.Path:
     """The absolute folder of this run, with `{name}` and `{time}` filled in."""
     if config.run.resume and "{time}" in config.run.output_dir:
         raise FolderTaken(
-            f"run.output_dir={config.run.output_dir} is another folder at every start: say which "
+            f"run.output_dir={config.run.output_dir} is another folder at every start: name the "
             "one to resume with --set run.output_dir=FOLDER"
         )
     filled = config.run.output_dir.replace("{name}", config.run.name)
@@ -49,7 +49,7 @@ def locate(config: RunConfig) -> RunConfig:
 
     A path that exists here or under the home folder becomes absolute, but for one in the working
     directory of a submitted job, which every actor unpacks for itself. Anything else is a hub id,
-    or an error of whoever reads it.
+    or an error of the process that reads it.
     """
     cwd = pathlib.Path.cwd()
     base = home(os.environ, cwd)
@@ -95,12 +95,12 @@ class FolderTaken(RunError):
 
 
 def check_folder(folder: pathlib.Path, *, resume: bool) -> None:
-    """Holds that a run may write there, without touching anything.
+    """Checks that a run may write there, without changing anything.
 
-    What a run left that never closed a step does not stand in the way of the next try.
+    Files of a run that never closed a step do not prevent the next try.
 
     Raises:
-        FolderTaken: naming the folder and the ways out.
+        FolderTaken: naming the folder and what to do.
     """
     existing = folder
     while not existing.exists():
@@ -115,7 +115,7 @@ def check_folder(folder: pathlib.Path, *, resume: bool) -> None:
     kept = [path.name for path in folder.iterdir() if not _left_by_a_start(path)]
     if kept:
         raise FolderTaken(
-            f"run.output_dir={folder} is not empty (it holds {kept[0]}): continue that run with "
+            f"run.output_dir={folder} is not empty (it contains {kept[0]}): continue that run with "
             "--resume, or choose another run.name or run.output_dir"
         )
 
@@ -126,8 +126,8 @@ def _left_by_a_start(path: pathlib.Path) -> bool:
     return path.name in OF_A_START or empty_log or archive
 
 
-def hold(folder: pathlib.Path) -> TextIO:
-    """Makes the folder, and keeps every other driver away for as long as the file is open.
+def lock_folder(folder: pathlib.Path) -> TextIO:
+    """Makes the folder, and locks it against other drivers while the file is open.
 
     Raises:
         FolderTaken: if another driver is at work there, or the folder cannot be made.
@@ -155,7 +155,7 @@ def hold(folder: pathlib.Path) -> TextIO:
     return file
 
 
-def claim(folder: pathlib.Path, *, resume: bool) -> None:
-    """Clears what a run that starts anew must not find: groups of a try before it."""
+def clear_folder(folder: pathlib.Path, *, resume: bool) -> None:
+    """Removes groups of an earlier try, which a new run must not find."""
     if not resume and (folder / "spool").is_dir():
         shutil.rmtree(folder / "spool")

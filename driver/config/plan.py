@@ -47,7 +47,7 @@ class WorkerPlan:
     cache_bytes: int
     """Of the slots' cache at its widest."""
     pool_bytes: int
-    """Of the prompts that lie prefilled."""
+    """Of the prefilled prompts."""
     programs: int
     """That can be compiled at most."""
 
@@ -68,7 +68,7 @@ class Plan:
     """Of a step, by the busiest worker."""
     worker: WorkerPlan
     row_tokens: int
-    """Longest training row: the first bucket that holds the longest sequence."""
+    """Longest training row: the first bucket that fits the longest sequence."""
     microbatch_rows: int
     """Rows of a micro-batch of such rows, over all learner devices."""
     microbatches_per_update: int
@@ -76,7 +76,7 @@ class Plan:
     updates: int
     """Optimiser updates of the whole run."""
     loss: str
-    """How the head is worked through, and by which implementation."""
+    """How the head is computed, and by which implementation."""
     parameters: int
     learner_bytes_per_device: int
     """Master weights, optimiser moments, gradients and reference policy, cut over fsdp."""
@@ -84,7 +84,7 @@ class Plan:
     shared_bytes_per_device: int | None
     """Of learner and worker together, with two copies of the policy, where they share devices."""
     notes: tuple[str, ...]
-    """What works, but is probably not meant."""
+    """Settings that work, but are probably not meant."""
 
 
 def asked_devices(config: RunConfig) -> Devices:
@@ -205,7 +205,7 @@ def derive(config: RunConfig, model: ModelConfig, devices: Devices) -> Plan:
 
 
 def plan_worker(setup: EngineSetup, devices: int) -> WorkerPlan:
-    """The decode engine of a worker with so many devices, which need not be at hand.
+    """The decode engine of a worker with `devices` devices, which need not be present.
 
     Raises:
         ValueError: if it cannot work, with value, rule and fix.
@@ -239,7 +239,7 @@ def format_plan(plan: Plan) -> str:
         f"rows x {plan.row_tokens:,} tokens; {plan.updates:,} updates in the run",
         f"loss: {plan.loss}",
         f"learner: mesh data={data} x fsdp={fsdp}; state {_bytes(plan.learner_bytes_per_device)} "
-        "a device, activations apart",
+        "a device, without activations",
         f"worker: {plan.devices.worker} device(s); policy {_bytes(worker.policy_bytes)} a device, "
         "twice that while versions change; KV cache at most "
         f"{_bytes(worker.cache_bytes)} for {worker.cache_tokens:,} columns a slot, and "
@@ -251,8 +251,8 @@ def format_plan(plan: Plan) -> str:
     else:
         lines.append(
             f"colocated: learner and worker share {plan.devices.learner} device(s) of one process, "
-            f"together {_bytes(plan.shared_bytes_per_device)} a device, activations apart; the "
-            f"{version} of a policy version are handed over there"
+            f"together {_bytes(plan.shared_bytes_per_device)} a device, without activations; the "
+            f"{version} of a policy version stay there"
         )
     return "\n".join(lines + [f"note: {note}" for note in plan.notes])
 
@@ -309,7 +309,7 @@ def _speed(config: RunConfig, decode_impl: str, loss_impl: str) -> list[str]:
 
 
 def _shares(config: RunConfig) -> list[str]:
-    """Where slots or workers stand idle."""
+    """Where slots or workers are idle."""
     found, rollout = [], config.rollout
     workers, prompts = rollout.workers.at_start, rollout.prompts_per_step
     if config.placement.mode == "colocated" and rollout.max_staleness:
@@ -323,7 +323,7 @@ def _shares(config: RunConfig) -> list[str]:
         found.append(
             f"a worker has at most {most} completions a step, so {rollout.decode.slots - most} of "
             f"rollout.decode.slots={rollout.decode.slots} are never filled in training, and "
-            "decoded in vain"
+            "decoded for nothing"
         )
     if prompts % workers:
         found.append(
@@ -346,7 +346,7 @@ def checked(function, *arguments, about: str = "", **named):
 
 
 def _bytes(count: int) -> str:
-    """A number of bytes as people say it, in powers of 1000."""
+    """A number of bytes with its unit, in powers of 1000."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= size:
             return f"{count / size:.2f} {unit}"

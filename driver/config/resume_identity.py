@@ -1,7 +1,7 @@
-"""What a run must keep over a resume, written down when it starts and compared when it goes on.
+"""What a run must keep over a resume: written when it starts, compared when it resumes.
 
 A checkpoint of another seed, other prompts, another model or another optimiser would load, or fail
-late, and train something that nobody asked for.
+late, and train something that the user did not want.
 """
 
 import dataclasses
@@ -28,19 +28,19 @@ KEYS = {
 
 
 class AlreadyFinished(RunError):
-    """There is nothing left to do, which a scheduler that submits again may take for success."""
+    """Nothing is left to do; a scheduler that submits again may count this as success."""
 
     exit_code = 2
 
 
 class NotResumable(RunError):
-    """--resume cannot go on from what the output folder holds."""
+    """--resume cannot go on from the content of the output folder."""
 
     exit_code = 2
 
 
 def resolved(config: RunConfig, folder: pathlib.Path) -> RunConfig:
-    """The configuration with `run.resume: auto` decided: whether the folder holds a run."""
+    """The configuration with `run.resume: auto` decided: whether the folder has a run."""
     run = config.run.model_copy(update={"resume": (folder / FILE).is_file()})
     return config.model_copy(update={"run": run})
 
@@ -56,13 +56,13 @@ def identity_of(config: RunConfig, model: ModelConfig, prompts_digest: str) -> d
     }
 
 
-def note(folder: pathlib.Path, identity: dict[str, str]) -> None:
+def write_identity(folder: pathlib.Path, identity: dict[str, str]) -> None:
     """Writes the identity of a run that starts, whole or not at all."""
     write_whole(folder / FILE, json.dumps(identity, indent=1))
 
 
-def check(folder: pathlib.Path, identity: dict[str, str], *, steps: int) -> None:
-    """Holds a resume to the run that the folder holds.
+def check_identity(folder: pathlib.Path, identity: dict[str, str], *, steps: int) -> None:
+    """Checks that a resume matches the run in the folder.
 
     Raises:
         NotResumable: if there is no run, or it was another one; names the key.
@@ -71,7 +71,7 @@ def check(folder: pathlib.Path, identity: dict[str, str], *, steps: int) -> None
     path = folder / FILE
     if not path.is_file():
         raise NotResumable(
-            f"--resume: {folder} holds no run of this program: correct run.name or "
+            f"--resume: {folder} has no run of this program: correct run.name or "
             "run.output_dir, or start without --resume"
         )
     before = _read(path)
@@ -94,7 +94,7 @@ def check(folder: pathlib.Path, identity: dict[str, str], *, steps: int) -> None
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Settings of a run that goes on with others, such as `rollout.max_staleness: 2 -> 0`.
+    """Settings that differ from those before a resume, such as `rollout.max_staleness: 2 -> 0`.
 
     Args:
         before, now: configurations as plain values.
@@ -123,5 +123,5 @@ def _read(path: pathlib.Path) -> dict:
     except (OSError, ValueError) as error:
         raise NotResumable(f"--resume: {path} cannot be read ({error}): restore it") from None
     if not isinstance(found, dict):
-        raise NotResumable(f"--resume: {path} holds no JSON object: restore it")
+        raise NotResumable(f"--resume: {path} is not a JSON object: restore it")
     return found

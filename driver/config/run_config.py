@@ -60,12 +60,12 @@ class WeightsConfig(Section):
     timeout_s: float = Field(default=600.0, ge=0.01, le=WEEK_S)
     """How long the transfer of one version may take."""
     keep_versions: int = Field(default=2, ge=1, le=64)
-    """Published versions that the learner holds in host memory."""
+    """Published versions that the learner keeps in host memory."""
     relay_fanout: int = Field(default=2, ge=0, le=64)
     """Workers that fetch from the learner, and from each worker that has fetched; 0 has every
     worker fetch from the learner."""
     deltas: bool = True
-    """Send only the elements that changed, to a worker that holds the version before."""
+    """Send only the elements that changed, to a worker that has the version before."""
     canary: bool = True
     """Have every worker score a fixed probe under each version, and compare its logprobs with the
     learner's."""
@@ -256,7 +256,7 @@ class RunConfig(Section):
         if tensor != 1:
             raise ValueError(
                 f"rollout.decode.tensor={tensor} must be 1 where placement.mode=colocated: a "
-                "policy version is handed over as it lies on each device"
+                "policy version stays where it lies on each device"
             )
         return self
 

@@ -42,7 +42,7 @@ def _walk(
     """Visits every node once: undoes dates and a lone `=`, and notes the line of each key.
 
     Raises:
-        MarkedYAMLError: if an alias stands inside what it names, which would have no end, or if
+        MarkedYAMLError: if an alias is inside what it names, which would never end, or if
             the node is nested too deeply.
     """
     if len(around) > _MAX_DEPTH:
@@ -69,7 +69,7 @@ def _walk(
 
 
 class _Representer(SafeRepresenter):
-    """Quotes text with line breaks that YAML 1.1 had and 1.2 has not, so that they come back."""
+    """Quotes text with line breaks that only YAML 1.1 has, so that they are read back."""
 
     def represent_str(self, data: str):
         style = '"' if _OLD_BREAKS.search(data) else None

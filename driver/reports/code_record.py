@@ -66,7 +66,7 @@ def code_archive(root: pathlib.Path) -> bytes:
 def environment(root: pathlib.Path) -> dict[str, Any]:
     """What the code ran on: versions of all packages, and the commit where there is a repository.
 
-    `commit` and `dirty` are None where nobody can say.
+    `commit` and `dirty` are None where git cannot say.
     """
     commit = _git(root, "rev-parse", "HEAD")
     changes = None if commit is None else _git(root, "status", "--porcelain", "--", *PACKAGES)
@@ -90,7 +90,7 @@ def package_versions() -> dict[str, str]:
 
 
 def _git(root: pathlib.Path, *arguments: str) -> str | None:
-    """What git says, or None where it is not there or root is not the top of a repository."""
+    """Git's output; None where it is not installed or root is not the top of a repository."""
     if not (root / ".git").exists():
         return None  # a folder around it may be another project's
     try:

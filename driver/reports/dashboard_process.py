@@ -37,13 +37,13 @@ RESTART_PAUSE_S = 1.0
 NICENESS = 5
 """Of the process: training comes first."""
 END_S = 2.0
-"""For it to tell its viewers how the run ended."""
+"""Time for it to send its viewers the end of the run."""
 TAKE_OVER_S = 5.0
 """For the dashboard of a driver that was killed to notice that this one wants its port."""
 
 
 class PortUnavailable(RunError):
-    """The dashboard cannot listen where it is told to."""
+    """The dashboard cannot listen on its configured address."""
 
     exit_code = 2
 
@@ -66,7 +66,7 @@ class Dashboard:
         self._watch: threading.Thread | None = None
 
     def start(self, say: Callable[[str], None]) -> None:
-        """Starts the process and says where it is; never waits and never raises.
+        """Starts the process and shows its address; never waits and never raises.
 
         Args:
             say: shows one line; called from another thread too.
@@ -92,7 +92,7 @@ class Dashboard:
         )
 
     def stop(self) -> None:
-        """Lets it tell how the run ended, then ends it, within END_S."""
+        """Lets it send the end of the run to its viewers, then ends it, within END_S."""
         self._ended.set()
         deadline = time.monotonic() + END_S
         for send in ("terminate", "kill"):
@@ -114,7 +114,9 @@ class Dashboard:
                 return
             if self._ended.is_set():
                 return
-            again = f"starting it again, {left} restarts left" if left else "it stays away"
+            again = (
+                f"starting it again, {left} restarts left" if left else "it is not started again"
+            )
             self._say(f"the dashboard ended (exit code {code}, see {LOG}): {again}")
             if not left or self._ended.wait(RESTART_PAUSE_S * (RESTARTS + 1 - left)):
                 return
@@ -142,8 +144,8 @@ class Dashboard:
 
 @contextlib.contextmanager
 def open_dashboard(config: DashboardConfig, folder: pathlib.Path) -> Iterator[Dashboard | None]:
-    """Binds the dashboard's socket and leaves URL and tokens in the run's folder; takes them away
-    and ends the process with the block. None where it is not wanted.
+    """Binds the dashboard's socket and writes URL and tokens to the run's folder; removes them and
+    ends the process with the block. None where it is disabled.
 
     Raises:
         PortUnavailable: naming the key, before anything is started.
@@ -156,7 +158,7 @@ def open_dashboard(config: DashboardConfig, folder: pathlib.Path) -> Iterator[Da
         access = folder / auth.FOLDER
         try:  # new files, which a dashboard that was left sees: it makes room for this one
             auth.write_access(access, "", tokens or Tokens.create())
-        except OSError as error:  # as on a full disk, of which the run itself will tell
+        except OSError as error:  # as on a full disk, which the run itself reports
             print(f"no dashboard: {error}", file=sys.stderr, flush=True)
             yield None
             return
@@ -171,12 +173,12 @@ def _left_by_killed(folder: pathlib.Path) -> tuple[int | None, Tokens | None]:
     """Port and tokens of the dashboard that a killed driver has left; None for what is not there,
     or was not for this user alone.
     """
-    place = folder / auth.FOLDER
+    access = folder / auth.FOLDER
     try:
-        found = place.stat()
+        found = access.stat()
         if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) != 0o700:
             return None, None
-        url, tokens = auth.read_access(place)
+        url, tokens = auth.read_access(access)
         port = urlsplit(url).port
     except (NoLink, OSError, ValueError):  # ValueError: what was killed while it wrote
         return None, None

@@ -1,4 +1,4 @@
-"""What a set of held-out completions says: accuracy with its interval, pass@k, mean rewards."""
+"""Metrics of a set of held-out completions: accuracy with its interval, pass@k, mean rewards."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: JSONL files, which are the truth, and trackers where asked for.
+"""Where the metrics of a run go: JSONL files, which are complete, and optional trackers.
 
 Files in the run's folder, one JSON object a line, each with its own `step`:
     metrics.jsonl   one line per step: every metric, `time` in Unix seconds, `nonfinite` keys
@@ -8,7 +8,7 @@ Files in the run's folder, one JSON object a line, each with its own `step`:
 Rule of a resume: the run goes on from a checkpoint at step s; lines after s were made by work that
 no checkpoint holds, and move to `<name>.superseded.jsonl` (see `jsonl.py`). The files then
 hold each step once. On W&B the run keeps its id, and the charts have `step` as their own axis, so
-that repeated steps are accepted there too; TensorBoard is told to forget them.
+that repeated steps are accepted there too; TensorBoard gets a purge step.
 
 A tracker is best effort (`tracker.py`): nothing that it does can delay or end a step.
 """
@@ -27,7 +27,7 @@ from driver.reports.wandb_tracker import WandbTracker
 
 
 class MetricsLog:
-    """Owns the three logs of a run, and the trackers that are asked for.
+    """Owns the three logs of a run, and the enabled trackers.
 
     Args:
         folder: the run's output folder.
@@ -79,12 +79,14 @@ class MetricsLog:
         return record
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Writes completions of a step."""
         for sample in samples:
             self._samples.append({"step": step, **sample})
         for tracker in self._trackers:
             tracker.log_samples(step, samples)
 
     def log_eval(self, step: int, items: Iterable[Mapping[str, Any]]) -> None:
+        """Writes the completions of an evaluation."""
         for item in items:
             self._eval.append({"step": step, **item})
 

@@ -1,4 +1,4 @@
-"""Texts that may leave the machine: no keys, no tokens, and no more of a file than asked for."""
+"""Texts that may leave the machine: no keys, no tokens, and no more of a file than requested."""
 
 import os
 import pathlib
@@ -14,7 +14,7 @@ GUARD_BYTES = 8192
 and a token are shorter."""
 
 SECRET_FOLDERS = ("control", "dashboard")
-"""In a run's folder, where its driver leaves what opens it to its owner."""
+"""In a run's folder: credentials that its driver writes for the owner."""
 
 _SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|CREDENTIAL|PRIVATE|_KEY$", re.I)
 _SECRET_CHARS = 8
@@ -36,7 +36,7 @@ _PATTERNS = (
         r"\1<secret>",
     ),
 )
-"""What a secret looks like wherever it stands; a number of many digits is none."""
+"""Patterns of secrets; a number of many digits is none."""
 
 
 class Redactor:
@@ -103,5 +103,5 @@ def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_secret(path: pathlib.Path) -> bool:
-    """Whether a file holds keys or tokens by its place or name."""
+    """Whether a file holds keys or tokens, by its folder or name."""
     return path.parent.name in SECRET_FOLDERS or bool(_SECRET_FILE.search(path.name))

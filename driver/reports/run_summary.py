@@ -8,7 +8,7 @@ from driver.accounting.accuracy import Accuracy
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """What a finished or interrupted run came to."""
+    """Results of a finished or interrupted run."""
 
     name: str
     rewards: Sequence[float]
@@ -17,11 +17,11 @@ class RunSummary:
     accuracy_after: Accuracy | None
     seconds: float
     outputs: Mapping[str, str]
-    """What lies where, such as {"policy": "runs/demo/export"}."""
+    """Path by content, such as {"policy": "runs/demo/export"}."""
 
 
 def summary_lines(summary: RunSummary) -> list[str]:
-    """The end of a run for people; the last line is for machines."""
+    """The last lines of a run; scripts read the very last one."""
     few = len(_ends(summary.rewards)[0])
     lines = [
         f"reward of the first {few} steps  {_number(_mean(_ends(summary.rewards)[0]), 3)}",

@@ -1,4 +1,4 @@
-"""How a run ended, for people and for whatever started it: exit codes and `status.json`.
+"""How a run ended, for users and for the program that started it: exit codes and `status.json`.
 
 `status.json` in the run's folder is replaced atomically at every change, so a reader sees a whole
 document at any moment. A run that was killed outright leaves `state: running` behind, with the
@@ -27,7 +27,7 @@ class ExitCode(enum.IntEnum):
     FINISHED = 0
     """All steps are done and the last checkpoint is on disk."""
     FAILED = 1
-    """An error ended the run; its last complete checkpoint stands."""
+    """An error ended the run; its last complete checkpoint is usable."""
     BAD_CONFIG = 2
     """Nothing was started: configuration, files or geometry cannot work."""
     RESOURCES_NOT_MET = 3
@@ -41,6 +41,8 @@ class ExitCode(enum.IntEnum):
 
 
 class State(enum.Enum):
+    """State of a run."""
+
     RUNNING = "running"
     FINISHED = "finished"
     FAILED = "failed"
@@ -49,7 +51,7 @@ class State(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Status:
-    """What status.json says; times in Unix seconds."""
+    """Content of status.json; times in Unix seconds."""
 
     run: str
     run_id: str
@@ -71,7 +73,7 @@ class Status:
 def exit_code_of(error: BaseException) -> ExitCode:
     """The exit code of a run that this error ended.
 
-    A RunError says which; anything else but Ctrl-C has failed.
+    A RunError names its own; anything else but Ctrl-C is FAILED.
     """
     if isinstance(error, KeyboardInterrupt):
         return ExitCode.INTERRUPTED
@@ -81,7 +83,7 @@ def exit_code_of(error: BaseException) -> ExitCode:
 class StatusFile:
     """Owns status.json of one run.
 
-    `with status.tracked(): ...` writes the final state on every way out, and lets errors travel.
+    `with status.tracked(): ...` writes the final state on every exit, and lets errors propagate.
     """
 
     def __init__(self, folder: pathlib.Path, *, run: str, run_id: str):
@@ -104,6 +106,7 @@ class StatusFile:
 
     @property
     def current(self) -> Status:
+        """What the file says now."""
         return self._status
 
     def progress(self, step: int, last_checkpoint: int | None = None) -> None:
@@ -115,7 +118,7 @@ class StatusFile:
     def end(self, code: ExitCode, reason: str = "") -> None:
         """Writes how the run ended; a later call for the same run is ignored.
 
-        Where the disk is full it says so on stderr: the reason of the end must not get lost.
+        On a full disk the error goes to stderr, so that the reason of the end is not hidden.
         """
         if self._status.state is not State.RUNNING:
             return
@@ -137,7 +140,7 @@ class StatusFile:
 
     @contextlib.contextmanager
     def tracked(self) -> Iterator["StatusFile"]:
-        """Ends the status with the block: finished, or as the error that leaves it says."""
+        """Ends the status with the block: finished, or by the error that leaves it."""
         try:
             yield self
         except BaseException as error:

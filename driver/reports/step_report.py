@@ -1,4 +1,4 @@
-"""What a run says of itself: closes each step's state, writes them down, shows them, sums up."""
+"""Reports of a run: closes each step, writes its records, shows it, and sums up the run."""
 
 import dataclasses
 import math
@@ -28,18 +28,18 @@ RECENT_STEPS = 10
 
 
 class DecodeRate:
-    """Tokens that were decoded a second while the busiest worker decoded.
+    """Tokens per second of decoding, by the seconds of the busiest worker.
 
-    In an asynchronous run the groups of a step were decoded in the seconds of steps before it, now
-    more and now fewer of them, so that only sums over several steps belong together.
+    In an asynchronous run the groups of a step were decoded in the seconds of earlier steps, so
+    that only sums over several steps match.
     """
 
     def __init__(self, max_staleness: int):
         self._steps: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS if max_staleness else 1)
 
     def add_step(self, tokens: float, decode_s: float) -> float | None:
-        """The rate with the next step, whose busiest worker decoded for so long; None where nobody
-        did, as while recorded groups train again.
+        """The rate with the next step, whose busiest worker decoded for `decode_s`; None for 0, as
+        while recorded groups train again.
         """
         if decode_s <= 0:
             return None
@@ -83,7 +83,7 @@ class StepReports:
         self._canary_gaps: list[float] = []
         self._background_s: dict[str, float] = {}
         self.queues = QueueGauges()
-        """To be told how they are, now and then."""
+        """Receives the queue lengths from the step loop."""
         self.say = say
 
     def start_step(self, at_s: float) -> None:
@@ -98,7 +98,7 @@ class StepReports:
         )
 
     def record_news(self, worker: str, news: News) -> None:
-        """Keeps what a worker tells beside the ends of its leases for the step that is open."""
+        """Keeps what a worker reports besides the ends of its leases, for the open step."""
         self._transfers += news.transfers
         if not math.isnan(news.canary_gap):
             self._canary_gaps.append(news.canary_gap)
@@ -107,14 +107,14 @@ class StepReports:
             self._background_s[name] = self._background_s.get(name, 0.0) + seconds
 
     def show_divergence(self, step: int, report: UpdateReport) -> None:
-        """Shows that a recorded update did not make the version that it had made."""
+        """Shows that a recorded update did not reproduce its policy version."""
         self.say(
-            f"step {step}: made again from the record, policy version {report.policy_version} came "
-            f"out different; {len(report.disowned)} groups that rest on what it was are dropped"
+            f"step {step}: made again from the record, policy version {report.policy_version} "
+            f"differs; {len(report.disowned)} groups that were sampled under it are dropped"
         )
 
     def show_problems(self, step: int, batch: StepBatch, metrics: Mapping[str, float]) -> None:
-        """Shows what of a step a person should hear at once."""
+        """Shows problems of a step that a user should see at once."""
         if problem := batch.reward_problem():
             self.say(f"step {step}: {problem}")
         if metrics["train/update_skipped"]:
@@ -157,7 +157,7 @@ class StepReports:
 
         Args:
             timings: of every process; the step ends where they do.
-            memory: of every process that has told.
+            memory: of every process that has reported it.
         """
         started_s, self._step_started = self._step_started, timings.at_s
         wall_s = timings.at_s - started_s
@@ -188,16 +188,16 @@ class StepReports:
         return record
 
     def summarise(self, state: RunState) -> None:
-        """Prints what the run came to; the last line is for machines."""
+        """Prints the results of the run; scripts read the last line."""
         outputs = {"status, metrics, ledger, samples, eval, checkpoints": str(self._folder)}
         if state.step < self._run.steps:
-            outputs["to go on, add to the same command"] = (
+            outputs["to continue, add to the same command"] = (
                 f"--set run.output_dir={self._folder} --resume"
             )
         if (self._folder / "export").exists():
             outputs["policy as a Hugging Face folder"] = str(self._folder / "export")
         if self._log.dashboard.enabled:
-            outputs["to look at it again"] = f"python -m dashboard --run {self._folder}"
+            outputs["to show it again"] = f"python -m dashboard --run {self._folder}"
         after = [accuracy for step, accuracy in sorted(state.accuracy.items()) if step > 0]
         summary = RunSummary(
             name=self._run.name,
@@ -211,7 +211,7 @@ class StepReports:
             self.say(line)
 
     def _take_background(self) -> dict[str, float]:
-        """Of what workers did beside their loops since the last step was closed."""
+        """Metrics of the workers' background work since the last step was closed."""
         metrics, self._background_s = self._background_s, {}
         if self._transfers:
             metrics |= transfer_metrics(self._transfers)
@@ -222,7 +222,7 @@ class StepReports:
 
 
 def transfer_metrics(transfers: Sequence[PullStats]) -> dict[str, float]:
-    """How versions came to the workers, as `weights/*`.
+    """Transfers of policy versions to the workers, as `weights/*`.
 
     Args:
         transfers: at least one.
@@ -242,9 +242,9 @@ def transfer_metrics(transfers: Sequence[PullStats]) -> dict[str, float]:
 
 
 def choose_samples(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """Those that tell something before first completions of groups, which get half of the room.
+    """Samples chosen for a reason before first completions of groups, each kind half of them.
 
-    Where there are too few of one kind, the other takes its room.
+    Where there are too few of one kind, the other fills up.
     """
     plain = [sample for sample in samples if sample["why"] == FIRST]
     telling = [sample for sample in samples if sample["why"] != FIRST]

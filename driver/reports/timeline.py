@@ -1,7 +1,7 @@
-"""What each process of a run did when: timeline.jsonl, one line a step.
+"""The phases of each process with their times: timeline.jsonl, one line a step.
 
 The seconds of a step are in ledger.jsonl; here is how they lie in it, and how many groups waited
-and were out meanwhile.
+and were with workers.
 """
 
 import pathlib
@@ -24,7 +24,7 @@ _INDEX = {phase: index for index, phase in enumerate(PHASES)}
 def timeline_record(
     step: int, timings: RunTiming, gauges: Sequence[Gauge], *, start_s: float, unix_s: float
 ) -> dict[str, Any]:
-    """One step, as it stands in timeline.jsonl; times are seconds after its start.
+    """One step, as timeline.jsonl has it; times are seconds after its start.
 
     Args:
         start_s: where the step began, on the driver's monotonic clock.
@@ -51,7 +51,7 @@ class Timeline:
     def record_step(
         self, step: int, timings: RunTiming, gauges: Sequence[Gauge], *, start_s: float
     ) -> None:
-        """Writes a step down whose timings were just taken."""
+        """Writes a step whose timings were just collected."""
         if self._log is not None:
             unix_s = time.time() - (time.monotonic() - timings.at_s)
             self._log.append(timeline_record(step, timings, gauges, start_s=start_s, unix_s=unix_s))
@@ -61,6 +61,7 @@ class Timeline:
         return 0 if self._log is None else self._log.rewind(step)
 
     def close_log(self) -> None:
+        """Closes timeline.jsonl."""
         if self._log is not None:
             self._log.close()
 

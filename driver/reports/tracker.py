@@ -1,11 +1,12 @@
 """What every tracker of metrics shares: a thread of its own behind a bounded queue.
 
-A tracker is best effort. Nothing that it does, or fails to do, can delay or end a step: what the
-queue has no room for is dropped and counted, what its library raises becomes one warning a topic,
+A tracker is best effort. Nothing that it does, or fails to do, can delay or end a step: what does
+not fit into the queue is dropped and counted, what its library raises becomes one warning a topic,
 and the end waits for it no longer than asked.
 """
 
 import abc
+import contextlib
 import queue
 import threading
 import time
@@ -35,7 +36,7 @@ class Tracker(abc.ABC):
         self._warned: set[str] = set()
         self._queue: queue.Queue[Callable[[], Any] | None] = queue.Queue(queue_lines)
         self.dropped = 0
-        """Lines that the full queue had no room for."""
+        """Lines that were dropped because the queue was full."""
         self.mode = "starting"
         """`starting`, one word for how it records, or `ended`."""
         self._thread = threading.Thread(target=self._work, name=extra, daemon=True)
@@ -56,10 +57,8 @@ class Tracker(abc.ABC):
     def close(self, timeout_s: float) -> None:
         """Asks the thread to finish and waits no longer than `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        try:
+        with contextlib.suppress(queue.Full):  # the thread is stuck; the join below warns
             self._queue.put(None, timeout=timeout_s)
-        except queue.Full:
-            pass  # the thread is stuck; the join below says so
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._warn_once(

@@ -148,7 +148,7 @@ class WandbTracker(Tracker):
 
     @staticmethod
     def _forget() -> None:
-        """Ends W&B's service process: it would hold the run's id, and the exit of ours."""
+        """Ends W&B's service process: it would block the run's id, and the exit of this process."""
         import wandb
 
         wandb.teardown()

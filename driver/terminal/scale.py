@@ -34,19 +34,19 @@ from services.process.run_processes import state_of_run
 T = TypeVar("T")
 
 ANSWER_S = 30.0
-"""For the driver to take up a request: it looks for them between two waits."""
+"""For the driver to accept a request: it checks for them between two waits."""
 POLL_S = 0.5
 PLAIN_WIDTH = 120
 """Columns where the output is no terminal."""
 
 _EPILOG = """\
 examples:
-  python -m driver.scale --run runs/gsm8k                        who works, and on what
+  python -m driver.scale --run runs/gsm8k                        shows the workers
   python -m driver.scale --run runs/gsm8k --rollout-workers 4    add or drain up to four
-  python -m driver.scale --run runs/gsm8k --drain rollout-1      let this one finish and go
+  python -m driver.scale --run runs/gsm8k --drain rollout-1      let this one finish and end
 
-exit codes: 0 done, 1 the run is not there, is over or did not get so far in time,
-2 what is asked cannot be, 3 the cluster has no room, 130 interrupted
+exit codes: 0 done, 1 the run does not exist, is over or did not finish the change in time,
+2 the request is not allowed, 3 the cluster has no room, 130 interrupted
 """
 
 
@@ -61,19 +61,19 @@ class NotControllable(RunError):
 
 
 class Refused(RunError):
-    """The run does not allow what is asked."""
+    """The run does not allow the request."""
 
     exit_code = 2
 
 
 class NoRoom(RunError):
-    """The run took its target back."""
+    """The run reduced its target again."""
 
     exit_code = 3
 
 
 class NotReached(RunError):
-    """The fleet did not get to its target in time."""
+    """The fleet did not reach its target in time."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -90,10 +90,10 @@ def parser() -> argparse.ArgumentParser:
     )
     action = parser.add_mutually_exclusive_group()
     action.add_argument(
-        "--rollout-workers", type=_count, metavar="N", help="how many workers there are to be"
+        "--rollout-workers", type=_count, metavar="N", help="the number of workers to have"
     )
     action.add_argument(
-        "--drain", metavar="NAME", help="worker that finishes or returns its work and goes"
+        "--drain", metavar="NAME", help="worker to end after it finished or returned its work"
     )
     parser.add_argument(
         "--wait",
@@ -107,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code; what a user can mend is one message without a traceback."""
+    """Returns the exit code; a user's mistake is one message without a traceback."""
     given = parser().parse_args(arguments)
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     try:
@@ -122,7 +122,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:
-        print("interrupted: what the run has accepted stands", file=sys.stderr, flush=True)
+        print(
+            "interrupted: requests that the run has accepted stay in force",
+            file=sys.stderr,
+            flush=True,
+        )
         return ExitCode.INTERRUPTED
 
 
@@ -134,7 +138,7 @@ def _connect(folder: pathlib.Path) -> ControlClient:
 
 
 def check_running(folder: pathlib.Path) -> None:
-    """Holds that a run goes on in the folder, as far as status.json and its process tell.
+    """Checks that the run in this folder is still going on, by status.json and its process.
 
     Raises:
         NoRun: if there is none.
@@ -159,8 +163,8 @@ def check_running(folder: pathlib.Path) -> None:
         )
     if state_of_run(folder, status) == "lost":
         raise NotControllable(
-            f"run {run} is over: its driver, process {pid} on {host}, is gone without a word; go "
-            "on with --resume"
+            f"run {run} is over: its driver, process {pid} on {host}, ended without a final "
+            "status; go on with --resume"
         )
 
 
@@ -172,7 +176,7 @@ _ENDED = {
 
 
 def fleet_table(fleet: Fleet) -> Table:
-    """The workers for people; `-` is what is not known yet."""
+    """The workers as a table; `-` is what is not known yet."""
     title = (
         f"step {fleet.step}, policy version {fleet.policy_version}: {fleet.current} of "
         f"{fleet.target} workers take leases ({fleet.least} to {fleet.most}, {fleet.policy.value})"
@@ -207,7 +211,7 @@ def _memory(worker: WorkerStatus) -> str:
 
 
 def _show(fleet: Fleet, console: Console) -> None:
-    """Prints the table, and below it what went wrong."""
+    """Prints the table, and the last errors below it."""
     console.print(fleet_table(fleet))
     failed = [
         f"{one.name} failed last: {one.last_error}" for one in fleet.workers if one.last_error
@@ -217,11 +221,11 @@ def _show(fleet: Fleet, console: Console) -> None:
 
 
 def waited_for(fleet: Fleet, drained: str | None) -> str:
-    """What keeps a fleet from being what is wanted; '' once it is.
+    """What the fleet still lacks to its target; '' once it has reached it.
 
     Args:
         fleet: as last seen.
-        drained: a worker that must have gone, whatever the others do; None looks at the target.
+        drained: a worker that must have ended; None compares the fleet with its target.
     """
     states = {worker.name: worker.state for worker in fleet.workers}
     if drained is not None:
@@ -243,17 +247,18 @@ def _change(client: ControlClient, given: argparse.Namespace, console: Console) 
     else:
         accepted = _ask(lambda timeout_s: client.drain(given.drain, timeout_s))
     console.print(
-        f"accepted: {accepted.target} rollout workers are wanted, {accepted.current} take leases",
+        f"accepted: the target is {accepted.target} rollout workers, {accepted.current} take "
+        "leases",
         highlight=False,
     )
     if not given.wait:
         return
-    deadline, said = time.monotonic() + given.wait, ""
+    deadline, shown = time.monotonic() + given.wait, ""
     while True:
         try:
             fleet = _ask(client.fleet, max(1.0, deadline - time.monotonic()))
         except NotControllable:
-            check_running(given.run)  # says it better, if the run has ended meanwhile
+            check_running(given.run)  # has a better message if the run has ended meanwhile
             raise
         if fleet.target != accepted.target:
             raise _taken_back(fleet, accepted.target)
@@ -264,24 +269,24 @@ def _change(client: ControlClient, given: argparse.Namespace, console: Console) 
         if time.monotonic() > deadline:
             check_running(given.run)
             raise NotReached(
-                f"waited {given.wait:g} s and {what}; the run goes on with it: look again with "
-                f"python -m driver.scale --run {given.run}"
+                f"waited {given.wait:g} s and {what}; the run goes on with the change: check again "
+                f"with python -m driver.scale --run {given.run}"
             )
-        if what != said:
+        if what != shown:
             console.print(f"waiting: {what}", highlight=False)
-            said = what
+            shown = what
         time.sleep(min(POLL_S, given.wait))
 
 
 def _taken_back(fleet: Fleet, wanted: int) -> RunError:
-    text = f"{wanted} rollout workers were accepted, but the run wants {fleet.target} by now"
+    text = f"{wanted} rollout workers were accepted, but the run's target is {fleet.target} now"
     if fleet.notice and fleet.target < wanted:
         return NoRoom(f"{text}: {fleet.notice}")
-    return NotReached(f"{text}: its policy or another command changed that")
+    return NotReached(f"{text}: its policy or another command changed it")
 
 
 def _ask(call: Callable[[float], T], timeout_s: float = ANSWER_S) -> T:
-    """What a call of the client returns, with refusals as ends of this command."""
+    """The result of a call of the client; a refusal ends this command."""
     try:
         return call(min(timeout_s, ANSWER_S))
     except (OutOfBounds, NoSuchWorker) as error:
@@ -291,9 +296,9 @@ def _ask(call: Callable[[float], T], timeout_s: float = ANSWER_S) -> T:
 
 
 def _count(text: str) -> int:
-    """A number of workers that fits into the message; the run says which it allows."""
+    """A number of workers; the run decides which numbers it allows."""
     if not text.isdecimal() or int(text) >= 2**31:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of workers: give 1, 2, 3, ...")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of workers: give 1, 2, 3, ...")
     return int(text)
 
 

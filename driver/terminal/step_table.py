@@ -32,7 +32,7 @@ COLUMNS = ("step", "reward", "acc", "len", "tok/s", "step s", *PHASE_COLUMNS)
 WIDTHS = (9, 8, 6, 7, 7, 8, *(7 if name == OTHER else 8 for name in PHASE_COLUMNS))
 HEADER_EVERY = 20
 LIVE_ROWS = 20
-"""Steps that stay in sight on a terminal that is high enough."""
+"""Steps that stay visible on a terminal that is high enough."""
 FEWEST_ROWS = 3
 OTHER_LINES = 14
 """Of a terminal: title and head of the table, progress, legend, and bars of a few processes."""
@@ -130,11 +130,11 @@ class StepView:
         self.say(plain_line(row.cells()))
 
     def say(self, text: str) -> None:
-        """Prints a line as it stands, above the table on a terminal."""
+        """Prints a line unchanged, above the table on a terminal."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _drawn(self) -> Group:
-        """The table, and under it where the last step's time went and how long the rest takes."""
+        """The table, and under it the last step's bars and the remaining time."""
         if not self._rows:
             return Group(self._table())
         last, width = self._rows[-1], self._console.width

@@ -33,7 +33,7 @@ from services.control.messages import Fleet, WorkerState
 from services.process.run_processes import state_of_run
 
 ANSWER_S = 2.0
-"""For the driver to tell of its workers: it always has an answer ready."""
+"""For the driver to report its workers: it always has an answer ready."""
 PLAIN_WIDTH = 120
 """Columns where the output is no terminal."""
 ALERTS_SHOWN = 4
@@ -49,7 +49,7 @@ _ENDS = {
     "finished": "the run finished",
     "failed": "the run failed",
     "interrupted": "the run was interrupted",
-    "lost": "the driver is gone without a word; go on with --resume",
+    "lost": "the driver ended without a final status; go on with --resume",
 }
 _MARKS = {
     "bad": ("✖ act", "bold #d55e00"),
@@ -66,16 +66,16 @@ class NoRun(RunError):
 
 
 class FleetView:
-    """Asks the driver of a run for its workers, as long as it answers."""
+    """Asks the driver of a run for its workers."""
 
     def __init__(self, folder: pathlib.Path):
         self._folder = folder
         self._client: ControlClient | None = None
         self.why = ""
-        """Why nobody tells; empty where somebody does."""
+        """Why the driver does not answer; empty where it does."""
 
-    def look(self) -> Fleet | None:
-        """The fleet, or None with `why` where the driver does not tell."""
+    def poll_fleet(self) -> Fleet | None:
+        """The fleet, or None and `why` where the driver does not answer."""
         try:
             if self._client is None:
                 self._client = ControlClient(*read_access(self._folder))
@@ -88,6 +88,7 @@ class FleetView:
         return fleet
 
     def close(self) -> None:
+        """Closes the connection."""
         if self._client is not None:
             self._client.close()
         self._client = None
@@ -115,13 +116,13 @@ class Top:
         self._judge: Judge | None = None
         self.state = "running"
 
-    def look(self) -> None:
-        """Takes up what is new."""
+    def refresh(self) -> None:
+        """Reads what is new in the run's folder."""
         changes = self._log.refresh()
         self.state = state_of_run(self._folder, self._log.status)
         if self._judge is None or changes.reloaded:
             self._judge = Judge(self._log.settings)
-        self._fleet = self._fleet_view.look() if self.state == "running" else None
+        self._fleet = self._fleet_view.poll_fleet() if self.state == "running" else None
         workers = () if self._fleet is None else self._fleet.workers
         self._judge.set_workers(
             starting=any(worker.state is WorkerState.STARTING for worker in workers),
@@ -131,20 +132,21 @@ class Top:
             self._judge.add_step(facts)
 
     def close(self) -> None:
+        """Closes the connection to the driver."""
         self._fleet_view.close()
 
-    def picture(self, width: int, *, coloured: bool, now: float) -> Group:
+    def render(self, width: int, *, coloured: bool, now: float) -> Group:
         """Everything, as wide as the terminal.
 
         Args:
             now: Unix seconds.
         """
-        assert self._judge is not None, "look comes first"
+        assert self._judge is not None, "refresh comes first"
         verdict = self._judge.verdict(now, {"state": self.state})
         parts: list[RenderableType] = [self._head()]
-        told = verdict["progress"]
-        left_s = math.nan if told["remaining_s"] is None else told["remaining_s"]
-        parts.append(bars.progress(told["step"], told["total"], left_s, width))
+        progress = verdict["progress"]
+        left_s = math.nan if progress["remaining_s"] is None else progress["remaining_s"]
+        parts.append(bars.progress(progress["step"], progress["total"], left_s, width))
         last = self._log.step(self._log.last_step)
         if last is None:
             parts.append(Text("no step was closed yet"))
@@ -222,23 +224,23 @@ def parser() -> argparse.ArgumentParser:
         type=_seconds,
         default=1.0,
         metavar="SECONDS",
-        help="between two looks (default: %(default)g)",
+        help="between two refreshes (default: %(default)g)",
     )
     return parser
 
 
 def main(arguments: Sequence[str] | None = None, console: Console | None = None) -> int:
-    """Returns the exit code; what a user can mend is one message without a traceback."""
+    """Returns the exit code; a user's mistake is one message without a traceback."""
     given = parser().parse_args(arguments)
     width = None if sys.stdout.isatty() else PLAIN_WIDTH
     console = console or Console(file=sys.stdout, width=width)
     try:
         with contextlib.closing(Top(given.run)) as top:
-            top.look()
+            top.refresh()
             if console.is_terminal and not given.once:
                 _watch(top, console, given.every)
             else:
-                console.print(_picture(top, console))
+                console.print(_rendered(top, console))
             if ending := top.ending():
                 console.print(_Harmless(Text(ending)), soft_wrap=True)
         return ExitCode.FINISHED
@@ -251,25 +253,25 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
 
 
 def _watch(top: Top, console: Console, every_s: float) -> None:
-    """Draws until the run is over or somebody presses Ctrl-C; the last picture stays."""
+    """Draws until the run is over or the user presses Ctrl-C; the last state stays visible."""
     with (
         contextlib.suppress(KeyboardInterrupt),
-        Live(_picture(top, console), console=console, auto_refresh=False) as live,
+        Live(_rendered(top, console), console=console, auto_refresh=False) as live,
     ):
         while top.state == "running":
             time.sleep(every_s)
-            top.look()
-            live.update(_picture(top, console), refresh=True)
+            top.refresh()
+            live.update(_rendered(top, console), refresh=True)
 
 
-def _picture(top: Top, console: Console) -> "_Harmless":
+def _rendered(top: Top, console: Console) -> "_Harmless":
     coloured = console.color_system is not None
-    return _Harmless(top.picture(console.width, coloured=coloured, now=time.time()))
+    return _Harmless(top.render(console.width, coloured=coloured, now=time.time()))
 
 
 class _Harmless:
     """Draws something without the control characters in its text: a name or an error that a run
-    has written down may hold some, and a terminal obeys them.
+    has written down may contain some, and a terminal obeys them.
     """
 
     def __init__(self, drawn: RenderableType):

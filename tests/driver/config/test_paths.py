@@ -70,10 +70,10 @@ def test_a_folder_with_another_run_is_not_written_into(tmp_path):
     folder = tmp_path / "new"
     paths.check_folder(folder, resume=False)
     assert not folder.exists(), "looking must not make it"
-    paths.hold(folder).close()
-    paths.claim(folder, resume=False)
+    paths.lock_folder(folder).close()
+    paths.clear_folder(folder, resume=False)
     (folder / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(paths.FolderTaken, match=r"it holds metrics.jsonl\): .* --resume"):
+    with pytest.raises(paths.FolderTaken, match=r"it contains metrics.jsonl\): .* --resume"):
         paths.check_folder(folder, resume=False)
     paths.check_folder(folder, resume=True)
 
@@ -90,7 +90,7 @@ def test_a_folder_below_a_file_or_without_permission_is_refused(tmp_path):
     for folder in (tmp_path / "file" / "below", pathlib.Path("/proc/nothing")):
         with pytest.raises(paths.FolderTaken, match="choose another"):
             paths.check_folder(folder, resume=False)
-            paths.hold(folder)
+            paths.lock_folder(folder)
 
 
 def test_a_tilde_is_the_home_folder(config):
@@ -105,16 +105,16 @@ def test_a_try_that_never_took_a_step_leaves_no_groups_to_the_next(tmp_path):
     (tmp_path / "spool" / "step-00000000.bin").touch()
     (tmp_path / "postmortem-20260101T000000Z.tar.gz").touch()
     paths.check_folder(tmp_path, resume=False)
-    paths.claim(tmp_path, resume=True)
+    paths.clear_folder(tmp_path, resume=True)
     assert (tmp_path / "spool").is_dir(), "a resume goes on from what was accepted"
-    paths.claim(tmp_path, resume=False)
+    paths.clear_folder(tmp_path, resume=False)
     assert not (tmp_path / "spool").exists()
 
 
 def test_two_drivers_never_work_in_one_folder(tmp_path):
     folder = tmp_path / "run"
-    with paths.hold(folder):
+    with paths.lock_folder(folder):
         with pytest.raises(paths.FolderTaken, match=f"another driver .process {os.getpid()} on "):
-            paths.hold(folder)
+            paths.lock_folder(folder)
         paths.check_folder(folder, resume=False)
-    paths.hold(folder).close()
+    paths.lock_folder(folder).close()

@@ -9,10 +9,10 @@ from driver.config.resume_identity import (
     AlreadyFinished,
     NotResumable,
     changed_settings,
-    check,
+    check_identity,
     identity_of,
-    note,
     resolved,
+    write_identity,
 )
 from models.config import ModelConfig
 
@@ -46,8 +46,8 @@ def make(tmp_path):
 
 
 def test_the_same_run_may_go_on_with_other_rates_and_lengths(make, tmp_path):
-    note(tmp_path, make())
-    check(tmp_path, make("run.steps=7", "learner.optimizer.learning_rate=1e-4"), steps=7)
+    write_identity(tmp_path, make())
+    check_identity(tmp_path, make("run.steps=7", "learner.optimizer.learning_rate=1e-4"), steps=7)
 
 
 @pytest.mark.parametrize(
@@ -66,38 +66,38 @@ def test_another_run_is_refused_with_the_key_to_put_back(
 
     if changes.get("model"):
         changes = {"model": dataclasses.replace(MODEL, rms_norm_eps=1e-4)}
-    note(tmp_path, make())
+    write_identity(tmp_path, make())
     with pytest.raises(NotResumable, match=message):
-        check(tmp_path, make(*overrides, **changes), steps=100)
+        check_identity(tmp_path, make(*overrides, **changes), steps=100)
 
 
 def test_a_folder_without_a_run_is_refused(make, tmp_path):
-    with pytest.raises(NotResumable, match="holds no run of this program"):
-        check(tmp_path, make(), steps=100)
+    with pytest.raises(NotResumable, match="has no run of this program"):
+        check_identity(tmp_path, make(), steps=100)
 
 
 def test_a_finished_run_says_how_to_train_on(make, tmp_path):
-    note(tmp_path, make())
+    write_identity(tmp_path, make())
     (tmp_path / "status.json").write_text(json.dumps({"state": "finished", "step": 100}))
     with pytest.raises(AlreadyFinished, match="run.steps a higher number"):
-        check(tmp_path, make(), steps=100)
-    check(tmp_path, make(), steps=101)
+        check_identity(tmp_path, make(), steps=100)
+    check_identity(tmp_path, make(), steps=101)
 
 
 @pytest.mark.parametrize("name", ["identity.json", "status.json"])
 @pytest.mark.parametrize("text", ["", "[]", '{"state": '])
 def test_a_damaged_file_is_named(make, tmp_path, name, text):
-    note(tmp_path, make())
+    write_identity(tmp_path, make())
     (tmp_path / name).write_text(text)
-    with pytest.raises(NotResumable, match=f"{name} (cannot be read|holds no JSON object)"):
-        check(tmp_path, make(), steps=5)
+    with pytest.raises(NotResumable, match=f"{name} (cannot be read|is not a JSON object)"):
+        check_identity(tmp_path, make(), steps=5)
 
 
 def test_auto_resumes_where_there_is_a_run_and_starts_one_where_there_is_none(make, tmp_path):
     file = tmp_path / "run.yaml"
     config = load(str(file), ["run.resume=auto"])
     assert resolved(config, tmp_path).run.resume is False
-    note(tmp_path, make())
+    write_identity(tmp_path, make())
     assert resolved(config, tmp_path).run.resume is True
 
 

@@ -125,7 +125,7 @@ def test_it_waits_until_added_workers_take_leases(tmp_path, start, capsys):
     driver.move = adding
     assert scale(tmp_path, "--rollout-workers", "4", "--wait", "30") == 0
     text = capsys.readouterr().out
-    assert "accepted: 4 rollout workers are wanted, 2 take leases" in text
+    assert "accepted: the target is 4 rollout workers, 2 take leases" in text
     assert "4 of 4 workers take leases" in text
     assert driver.box.fleet().current == 4
 
@@ -152,7 +152,7 @@ def test_without_waiting_it_returns_once_the_run_has_accepted(tmp_path, start, c
     driver = start(min=1, max=8, start=2)
     assert scale(tmp_path, "--rollout-workers", "3", "--wait", "0") == 0
     assert driver.box.fleet().target == 3
-    assert "accepted: 3" in capsys.readouterr().out
+    assert "the target is 3" in capsys.readouterr().out
 
 
 def test_what_was_not_reached_in_time_is_named(tmp_path, start, capsys):
@@ -196,7 +196,7 @@ def test_what_is_no_number_of_workers_is_an_error_of_usage(tmp_path, capsys, val
     with pytest.raises(SystemExit) as ended:
         scale(tmp_path, f"--rollout-workers={value}")
     assert ended.value.code == 2
-    assert "is no number of workers" in capsys.readouterr().err
+    assert "is not a number of workers" in capsys.readouterr().err
 
 
 def status_of(folder, **changes):
@@ -226,7 +226,7 @@ def test_a_folder_without_a_run_is_named(tmp_path, capsys):
         ({"state": "finished", "step": 60}, "run demo is over: it finished after step 60"),
         ({"state": "failed", "reason": "no space"}, "it failed after step 0: no space"),
         ({"state": "interrupted"}, "it was interrupted"),
-        ({"pid": "gone"}, "is gone without a word; go on with --resume"),
+        ({"pid": "gone"}, "ended without a final status; go on with --resume"),
         ({}, "is still starting, or is ending"),
         ({"host": "elsewhere", "pid": "gone"}, "is still starting, or is ending"),
     ],

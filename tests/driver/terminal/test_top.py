@@ -124,7 +124,7 @@ def test_a_run_whose_driver_died_is_told_to_go_on(folder, capsys):
     (folder / "status.json").write_text(json.dumps(status | {"pid": ended.pid, "step": 10}))
     assert main(["--run", str(folder)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == (
-        "the driver is gone without a word; go on with --resume after step 10"
+        "the driver ended without a final status; go on with --resume after step 10"
     )
 
 
@@ -132,14 +132,14 @@ def test_a_run_that_went_back_is_judged_by_the_steps_that_it_has(folder):
     """A resume takes lines away: what stood because of those stands no more."""
     write_steps(folder, 11, 12, **{"train/loss": "NaN", "nonfinite": ["train/loss"]})
     top = Top(folder)
-    top.look()
+    top.refresh()
     assert "not finite" in drawn(top)
     for name in ("ledger.jsonl", "metrics.jsonl"):
         kept = (folder / name).read_text().splitlines(keepends=True)[:10]
         (folder / f"{name}.new").write_text("".join(kept))
         (folder / f"{name}.new").replace(folder / name)
     write_steps(folder, 11, 11)
-    top.look()
+    top.refresh()
     assert "not finite" not in drawn(top) and "step 11 of 20" in drawn(top)
 
 
@@ -148,15 +148,15 @@ def test_the_driver_that_resumes_is_asked_like_the_one_before(folder):
     with contextlib.closing(view):
         for _ in range(2):
             with control(folder):
-                fleet = view.look()
+                fleet = view.poll_fleet()
                 assert fleet is not None and fleet.step == 10 and not view.why
-            assert view.look() is None and view.why
+            assert view.poll_fleet() is None and view.why
 
 
 def drawn(top: Top) -> str:
     console = Console(width=120, file=io.StringIO(), no_color=True)
     with console.capture() as capture:
-        console.print(top.picture(120, coloured=False, now=time.time()))
+        console.print(top.render(120, coloured=False, now=time.time()))
     return capture.get()
 
 
