@@ -1,4 +1,4 @@
-"""Values and gradients in float64 numpy: what the instruments measure errors against.
+"""Values and gradients in float64 numpy: what errors are measured against.
 
 The gradient is written out, from the same derivatives that `token_logprob.statistics.slopes`
 states, so that nothing here goes through an implementation that is being checked.

@@ -73,6 +73,7 @@ def run(folder: pathlib.Path, *, steps: int, staleness: int, seconds: float) -> 
 
 
 def median(lines: list[dict], name: str) -> float:
+    """Of one metric over the steps."""
     return statistics.median(line[name] for line in lines)
 
 

@@ -1,4 +1,4 @@
-"""Problems that the instruments of this package pose: random data on the device, an objective.
+"""Random problems for benches of the loss: data on the device, and an objective.
 
 Logits have a standard deviation of about 3, so that the running maximum and the sums of a softmax
 have work to do, and tokens are drawn from them, so that logprobs are those of real completions.
@@ -61,7 +61,7 @@ class ClipShares(NamedTuple):
     ratio_high: float
     """Ratio above it."""
     clipped: float
-    """Held by the clip: low with a negative advantage, high with a positive one."""
+    """Clipped, so without a gradient: low with a negative advantage, high with a positive one."""
 
 
 def clip_shares(

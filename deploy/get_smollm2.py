@@ -29,6 +29,7 @@ def fetch(target: pathlib.Path) -> None:
 
 
 def main() -> int:
+    """Fetches the model unless it is there; returns the exit code."""
     target = DOWNLOADS / pathlib.PurePath(MEMBER).name
     if target.is_file():
         print(f"{target} is already there")

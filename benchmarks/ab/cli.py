@@ -1,6 +1,6 @@
-"""Trains on recorded rollouts with several implementations and holds them against each other.
+"""Trains on recorded rollouts with several implementations and compares them.
 
-The first implementation is the measure of the others. Each trains in a process of its own, so that
+The others are compared with the first implementation. Each trains in a process of its own, so that
 one learner is in memory at a time and each compiles for itself; this process touches no device.
 """
 
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None, launch: Launch | None = None) -
 
 
 def _report(given: argparse.Namespace, launch: Launch | None) -> Report:
-    """Does the comparison; the folder is removed with signals held off, whatever happens."""
+    """Does the comparison; the folder is removed with signals blocked, also after an error."""
     with (
         Interrupts() as interrupts,
         tempfile.TemporaryDirectory(prefix="tandem-ab-") as folder,
@@ -158,7 +158,7 @@ def _plan(given: argparse.Namespace, scratch: pathlib.Path) -> list[TrainingJob]
     recorded = len(contents.places)
     steps = recorded if given.steps is None else given.steps
     if not 1 <= steps <= recorded:
-        raise WrongInput(f"--steps {steps}: {given.rollouts} holds 1 to {recorded} steps to take")
+        raise WrongInput(f"--steps {steps}: {given.rollouts} has steps 1 to {recorded}")
     for option, value in (("--check-every", given.check_every), ("--repeat", given.repeat)):
         if value is not None and value < 1:
             raise WrongInput(f"{option} {value}: must be at least 1")
@@ -202,7 +202,7 @@ def _contents(path: str) -> Contents:
     except ValueError as error:
         raise WrongInput(f"--rollouts {error}") from error
     if not contents.places:
-        raise WrongInput(f"--rollouts {path} holds no whole step: record at least one")
+        raise WrongInput(f"--rollouts {path} has no complete step: record at least one")
     if contents.cut_at is not None:
         print(
             f"notice: {path} is cut short after step {contents.places[-1].step} (byte "
@@ -213,7 +213,7 @@ def _contents(path: str) -> Contents:
 
 
 def _model_of(contents: Contents) -> str:
-    """The weights that the run had: of a hub id the very snapshot, where it is still there."""
+    """The run's initial weights: the recorded snapshot of a hub id, if it still exists."""
     assert contents.header is not None
     folder = contents.header.model_folder
     return folder if folder and pathlib.Path(folder).is_dir() else contents.header.model_path
@@ -327,7 +327,7 @@ def _without_snapshots(job: TrainingJob) -> TrainingJob:
 
 
 def _check_movement(comparison: Comparison) -> None:
-    """Raises WrongInput if no update moved anything: then all implementations look alike."""
+    """Raises WrongInput if no update moved anything: then all implementations seem equal."""
     last = comparison.changes[-1]
     if last.update_norm == 0 and last.other_norm == 0:
         raise WrongInput(
@@ -338,7 +338,7 @@ def _check_movement(comparison: Comparison) -> None:
 
 
 class _Child:
-    """Does each job in a fresh process; only it holds a device, and only while it runs."""
+    """Does each job in a fresh process; only this process uses a device."""
 
     def __init__(self, scratch: pathlib.Path, interrupts: Interrupts):
         self._scratch = scratch

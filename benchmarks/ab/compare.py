@@ -79,7 +79,7 @@ class Comparison:
 
     run: RunResult
     changes: tuple[ParameterChange, ...]
-    """At every step whose parameters were looked at; none where they were not."""
+    """At every step whose parameters were compared; may be empty."""
 
 
 def loss_difference(a: float | None, b: float | None) -> float | None:
@@ -102,7 +102,7 @@ def _relative(a: float | None, b: float | None, *, least: float) -> float | None
 def compare_snapshots(
     start: pathlib.Path, first: pathlib.Path, other: pathlib.Path, step: int
 ) -> ParameterChange:
-    """Holds two folders of parameters against each other and against where both began.
+    """Compares two folders of parameters with each other and with the start of both.
 
     Args:
         start, first, other: folders of float32 .npy files with the same names and shapes.

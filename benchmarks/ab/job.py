@@ -1,4 +1,4 @@
-"""What an A/B comparison hands to a child process, and what comes back; plain JSON both ways."""
+"""Job and result of a child process of an A/B comparison; plain JSON both ways."""
 
 import dataclasses
 from typing import Any
@@ -21,6 +21,7 @@ class Implementation:
 
     @property
     def name(self) -> str:
+        """As `--impl` has it."""
         return f"{self.lm_head}:{self.loss_impl}"
 
 
@@ -48,7 +49,7 @@ class TrainingJob:
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> "TrainingJob":
-        """From what `dataclasses.asdict` made, after a way through JSON."""
+        """From the JSON form of `dataclasses.asdict`."""
         return cls(
             **{
                 **plain,
@@ -77,6 +78,7 @@ class StepResult:
 
     @property
     def ms_per_token(self) -> float | None:
+        """Milliseconds of the update per valid token; None if there was none."""
         return 1000 * self.update_s / self.valid_tokens if self.valid_tokens else None
 
 
@@ -103,5 +105,5 @@ class RunResult:
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> "RunResult":
-        """From what `dataclasses.asdict` made, after a way through JSON."""
+        """From the JSON form of `dataclasses.asdict`."""
         return cls(**{**plain, "steps": tuple(StepResult(**step) for step in plain["steps"])})

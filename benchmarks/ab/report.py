@@ -39,7 +39,7 @@ class Report:
 
 
 def median_ms_per_token(runs: Sequence[RunResult]) -> float | None:
-    """Over all steps of all repetitions that had a token to train on."""
+    """Over all steps, of all repetitions, that trained on a token."""
     times = [step.ms_per_token for run in runs for step in run.steps]
     known = [ms for ms in times if ms is not None]
     return statistics.median(known) if known else None
@@ -217,7 +217,7 @@ def _plain_comparison(first: RunResult, one: Comparison) -> dict[str, Any]:
 
 
 def _largest(values) -> float | None:
-    """None where there is no value, or one is not to be had."""
+    """None where there is no value, or one is unknown."""
     known = list(values)
     return max(known) if known and None not in known else None
 

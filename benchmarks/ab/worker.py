@@ -67,7 +67,7 @@ def train(job: TrainingJob) -> RunResult:
 def _train_steps(
     job: TrainingJob, devices: Sequence[jax.Device]
 ) -> tuple[LearnerCore, list[StepResult], int]:
-    """The core after the last step, what each step came to, and the peak in bytes until then."""
+    """The core after the last step, the result of each step, and the peak in bytes until then."""
     path = pathlib.Path(job.rollouts)
     contents = scan(path)
     assert contents.header is not None

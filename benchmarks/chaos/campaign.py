@@ -1,4 +1,4 @@
-"""One run undisturbed, the same with faults, and what the difference is."""
+"""Runs the same configuration without and with faults, and compares."""
 
 import dataclasses
 import os
@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 import psutil
 
 from benchmarks.chaos import run_checks
-from benchmarks.chaos.inject import Injector, NotAsPromised
-from benchmarks.chaos.job import DriverJob, JobEnded, TooLong
+from benchmarks.chaos.inject import Injector, UnexpectedBehaviour
+from benchmarks.chaos.job import DriverEnded, DriverJob, WaitTimeout
 from benchmarks.chaos.ray_head import Head, running_head
 from benchmarks.chaos.schedule import Fault
 from services.process import failpoints
@@ -21,15 +21,15 @@ RECOVERY_S = 60.0
 END_S = 120.0
 """From the last step to the end of the driver."""
 STALENESS = {"sync": 0, "async": 2}
-"""By the mode of a campaign, `rollout.max_staleness`."""
+"""`rollout.max_staleness` by the mode of a campaign."""
 CACHE = "jax-cache"
 
-FAILURES = (JobEnded, TooLong, NotAsPromised, LookupError, psutil.Error)
+FAILURES = (DriverEnded, WaitTimeout, UnexpectedBehaviour, LookupError, psutil.Error)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Campaign:
-    """What is to be done."""
+    """Settings of both runs, and the faults of the second."""
 
     steps: int
     every_steps: int
@@ -50,7 +50,7 @@ class Campaign:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """How one fault was got over."""
+    """How long the run took to recover from one fault."""
 
     fault: Fault
     seconds: float
@@ -58,7 +58,7 @@ class Recovery:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a campaign came to."""
+    """Result of a campaign."""
 
     hit: int
     lost: int
@@ -68,6 +68,7 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
+        """Whether every check passed."""
         return not (self.lost or self.duplicated or self.problems or self.parameters_equal is False)
 
 
@@ -78,7 +79,7 @@ def run_campaign(
     *,
     undisturbed: pathlib.Path | None = None,
 ) -> Outcome:
-    """Runs twice and judges.
+    """Runs twice and compares.
 
     Args:
         folder: empty; everything goes there.
@@ -88,7 +89,7 @@ def run_campaign(
     points = folder / "failpoints"
     points.mkdir(parents=True)
     # Programs are compiled once for all the processes that come and go; the compiler's part of a
-    # restart is not what is looked at here.
+    # restart is not measured here.
     extra = {
         failpoints.VARIABLE: str(points),
         "JAX_COMPILATION_CACHE_DIR": os.environ.get(
@@ -128,38 +129,38 @@ def compare(
     hit: int,
     problems: Sequence[str],
 ) -> Outcome:
-    """Judges the disturbed run by the undisturbed one.
+    """Compares the disturbed run with the undisturbed one.
 
-    Synchronous runs must train the same groups to the same bits. Asynchronous ones differ in what
-    is sampled under which version, so they are held to their books and to the staleness bound.
+    Synchronous runs must train the same groups to the same bits. Asynchronous runs may sample other
+    groups under other versions, so only their accounting and the staleness bound are checked.
     """
     found = [*problems]
     staleness = STALENESS[campaign.mode]
     synchronous = staleness == 0
-    calm = run_checks.check_accounting(undisturbed, steps=campaign.steps)
-    found += [f"undisturbed: {problem}" for problem in calm.problems]
+    baseline = run_checks.check_accounting(undisturbed, steps=campaign.steps)
+    found += [f"undisturbed: {problem}" for problem in baseline.problems]
     trained = [
         i for i, states in run_checks.ends(undisturbed.ledger).items() if "trained" in states
     ]
-    books = run_checks.check_accounting(
+    accounting = run_checks.check_accounting(
         disturbed, steps=campaign.steps, expected=trained if synchronous else None
     )
-    found += [*books.problems, *run_checks.check_staleness(disturbed.metrics, staleness)]
+    found += [*accounting.problems, *run_checks.check_staleness(disturbed.metrics, staleness)]
     equal = None
     if synchronous:
         different = run_checks.different_tensors(undisturbed.parameters, disturbed.parameters)
-        parts = run_checks.different_parts(undisturbed, disturbed)
-        equal = not different and not parts
+        components = run_checks.different_components(undisturbed, disturbed)
+        equal = not different and not components
         if different:
             found.append(f"{len(different)} tensors differ, first {different[0]}")
-        if parts:
-            found.append(f"the last checkpoints differ in {', '.join(parts)}")
-        if parted := run_checks.first_difference(undisturbed.metrics, disturbed.metrics):
-            found.append(parted)
+        if components:
+            found.append(f"the last checkpoints differ in {', '.join(components)}")
+        if divergence := run_checks.first_difference(undisturbed.metrics, disturbed.metrics):
+            found.append(divergence)
     return Outcome(
         hit=hit,
-        lost=len(calm.lost) + len(books.lost),
-        duplicated=len(calm.duplicated) + len(books.duplicated),
+        lost=len(baseline.lost) + len(accounting.lost),
+        duplicated=len(baseline.duplicated) + len(accounting.duplicated),
         parameters_equal=equal,
         problems=tuple(found),
     )
@@ -188,16 +189,16 @@ def _disturbed(
             hit = injector.inject(fault)
             job.wait_for_step(hit.step + 1, f"after fault {fault.number}, {fault.kind.value}")
             yield Recovery(fault=fault, seconds=time.monotonic() - hit.at_s)
-        injector.settle()
+        injector.wait_for_scaling()
         _finish(job, campaign.steps)
     finally:
         job.end()
 
 
 def _finish(job: DriverJob, steps: int) -> None:
-    job.wait_for_step(steps, "on the way to the end")
+    job.wait_for_step(steps, "before the last step")
     if job.wait(END_S):
-        job.check("at its end")
+        job.check_running("at its end")
 
 
 def _line(recovery: Recovery, count: int) -> str:
@@ -213,5 +214,5 @@ def _failed(hit: int, problems: Sequence[str]) -> Outcome:
 
 
 def clean(folder: pathlib.Path) -> None:
-    """Removes what a campaign that passed has left."""
+    """Removes the folder of a campaign that passed."""
     shutil.rmtree(folder, ignore_errors=True)

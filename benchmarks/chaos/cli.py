@@ -1,10 +1,10 @@
-"""Trains twice, once while faults hit, and holds the second run to the first; or soaks a run.
+"""Trains twice, the second time with faults, and compares the two runs; or soaks a run.
 
     python -m deploy.chaos [--steps 60] [--faults 20] [--seed 0] [--mode sync|async] [--short]
     python -m deploy.chaos soak [--minutes 10]
 
-docs/chaos.md says which faults there are, what is judged and how to read the report. Exit code: 0
-if everything held, 1 if anything did not, 130 after Ctrl-C.
+docs/chaos.md lists the faults, the checks and how to read the report. Exit code: 0 if every check
+passed, 1 if one failed, 130 after Ctrl-C.
 """
 
 import argparse
@@ -26,12 +26,12 @@ def parser() -> argparse.ArgumentParser:
     """The arguments of `python -m deploy.chaos`."""
     parser = argparse.ArgumentParser(
         prog="python -m deploy.chaos",
-        description="Trains a tiny model twice, once while faults hit, and compares.",
+        description="Trains a tiny model twice, the second time with faults, and compares.",
         allow_abbrev=False,
     )
-    parser.add_argument("--steps", type=int, help=f"of both runs (default: {STEPS})")
-    parser.add_argument("--faults", type=int, help=f"in the second run (default: {FAULTS})")
-    parser.add_argument("--seed", type=int, default=0, help="of the faults (default: 0)")
+    parser.add_argument("--steps", type=int, help=f"steps of both runs (default: {STEPS})")
+    parser.add_argument("--faults", type=int, help=f"faults in the second run (default: {FAULTS})")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the faults (default: 0)")
     parser.add_argument("--mode", choices=sorted(campaign.STALENESS), default="sync")
     parser.add_argument(
         "--short", action="store_true", help=f"{SHORT_FAULTS} faults in {SHORT_STEPS} steps"
@@ -40,17 +40,17 @@ def parser() -> argparse.ArgumentParser:
         "--only",
         type=_kinds,
         metavar="KIND,...",
-        help=f"draw from these alone: {', '.join(kind.name.lower() for kind in FaultKind)}",
+        help=f"draw only from these kinds: {', '.join(kind.name.lower() for kind in FaultKind)}",
     )
     parser.add_argument(
         "--undisturbed",
         type=pathlib.Path,
         metavar="DIR",
-        help="an earlier run to compare with, of the same steps and mode (default: made first)",
+        help="an earlier undisturbed run of the same steps and mode (default: one is made first)",
     )
     parser.add_argument("--folder", type=pathlib.Path, help="kept afterwards; default: temporary")
     parser.add_argument(
-        "--list", action="store_true", help="print the faults that this seed draws, and end"
+        "--list", action="store_true", help="print the faults of this seed and exit"
     )
     commands = parser.add_subparsers(dest="command")
     soaking = commands.add_parser("soak", help="kills and adds workers, and looks for leaks")
@@ -111,7 +111,10 @@ def _chaos(given: argparse.Namespace) -> int:
 def _soak(given: argparse.Namespace) -> int:
     if given.minutes < soak.LEAST_MINUTES:
         least = f"{soak.LEAST_MINUTES:g}"
-        print(f"error: --minutes {given.minutes:g} gives no slope: give {least}", file=sys.stderr)
+        print(
+            f"error: --minutes {given.minutes:g} is too short: use at least {least}",
+            file=sys.stderr,
+        )
         return 2
     folder = _folder(given)
     report = soak.run_soak(given.minutes * 60, folder, _say)
@@ -142,7 +145,7 @@ def _kinds(text: str) -> tuple[FaultKind, ...]:
     try:
         return tuple(FaultKind[name.strip().upper()] for name in text.split(","))
     except KeyError as error:
-        raise argparse.ArgumentTypeError(f"there is no kind {error}; see --help") from error
+        raise argparse.ArgumentTypeError(f"unknown kind {error}; see --help") from error
 
 
 def _interrupt(signum: int, frame) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import psutil
 
-from benchmarks.chaos.job import POLL_S, ROOT, DriverJob, TooLong
+from benchmarks.chaos.job import POLL_S, ROOT, DriverJob, WaitTimeout
 from benchmarks.chaos.schedule import BESIDE, POINTS, Fault, FaultKind
 from driver.reports.status import ExitCode
 from services.process import failpoints
@@ -20,22 +20,22 @@ GRACE_S = 30.0
 FIRE_S = 90.0
 """How long a failpoint may wait for its place in the run to be reached."""
 LASTING_STEPS = 2
-"""A fault that lasts ends early when so many steps were closed in spite of it: others are due."""
-BEAT_S = 0.1
+"""A lasting fault ends early when this number of steps was closed in spite of it."""
+INTERVAL_S = 0.1
 SLOWNESS = 10
-"""A slow worker runs in every so many'th beat."""
+"""A slow worker runs for one of this number of equal intervals."""
 FEWEST, MOST = 1, 4
 """Workers between which a run is scaled."""
 SCALE_S = 60
 
 
-class NotAsPromised(RuntimeError):
-    """The run did something else than it should in this fault."""
+class UnexpectedBehaviour(RuntimeError):
+    """The run reacted to a fault in another way than it must."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hit:
-    """When a fault hit."""
+    """Time and step at which a fault hit."""
 
     at_s: float
     """Monotonic."""
@@ -44,7 +44,7 @@ class Hit:
 
 
 class Injector:
-    """Does what each kind of fault stands for."""
+    """Makes every kind of fault happen."""
 
     def __init__(self, job: DriverJob, folder: str):
         """Args:
@@ -59,22 +59,22 @@ class Injector:
         """Makes a fault happen; one that lasts is over when this returns.
 
         Raises:
-            TooLong: if the fault could not hit, or what must follow at once did not.
-            NotAsPromised: if a command or an exit code says that the run failed.
+            WaitTimeout: if the fault could not hit, or what must follow at once did not.
+            UnexpectedBehaviour: if a command or an exit code says that the run failed.
         """
         if fault.kind in POINTS:
             self._arm(fault)
             step = self._job.closed_step() + (fault.kind in BESIDE)
             return Hit(at_s=time.monotonic(), step=step)
         hit = Hit(at_s=time.monotonic(), step=self._job.closed_step())
-        self._others(hit)[fault.kind](fault)
+        self._actions(hit)[fault.kind](fault)
         return hit
 
-    def settle(self) -> None:
-        """Waits for a change of the number of workers that is under way.
+    def wait_for_scaling(self) -> None:
+        """Waits until a change of the number of workers is complete.
 
         Raises:
-            NotAsPromised: if it failed while no driver came or went.
+            UnexpectedBehaviour: if it failed although no driver was replaced.
         """
         scaling, self._scaling = self._scaling, None
         if scaling is None:
@@ -85,11 +85,11 @@ class Injector:
             scaling.process.kill()
         undisturbed = self._job.starts == scaling.starts and self._job.exit_code is None
         if scaling.process.returncode and undisturbed:
-            raise NotAsPromised(
+            raise UnexpectedBehaviour(
                 f"driver.scale ended with code {scaling.process.returncode}: {output.strip()}"
             )
 
-    def _others(self, hit: Hit) -> dict[FaultKind, Callable[[Fault], None]]:
+    def _actions(self, hit: Hit) -> dict[FaultKind, Callable[[Fault], None]]:
         job = self._job
 
         def lasting(fault: Fault) -> Callable[[], bool]:
@@ -113,9 +113,9 @@ class Injector:
         armed = failpoints.arm(self._folder, point, fault.action)
         deadline = time.monotonic() + FIRE_S
         while not failpoints.fired(self._folder, point):
-            self._job.check(f"before {point} was reached")
+            self._job.check_running(f"before {point} was reached")
             if time.monotonic() > deadline:
-                raise TooLong(f"{point} was not reached within {FIRE_S:g} s")
+                raise WaitTimeout(f"{point} was not reached within {FIRE_S:g} s")
             time.sleep(POLL_S)
         for mark in armed.parent.glob(f"{point}.*.fired"):
             mark.unlink()
@@ -127,32 +127,32 @@ class Injector:
     def _terminate_driver(self) -> None:
         code = self._job.terminate(GRACE_S)
         if code != ExitCode.TERMINATED:
-            raise NotAsPromised(
+            raise UnexpectedBehaviour(
                 f"the driver ended with code {code} after SIGTERM, {ExitCode.TERMINATED.value} "
-                f"was due: {self._job.log}"
+                f"was expected: {self._job.log}"
             )
         self._job.submit()
 
     def _scale(self, change: int, hit: Hit) -> None:
-        """Asks for another number of workers, and goes on when it is reached, or steps are closed
-        meanwhile: a process takes longer to start than a step.
+        """Requests another number of workers. Returns when it is reached, or when steps were closed
+        meanwhile, since a process takes longer to start than a step.
         """
-        self.settle()
-        there = len(self._job.workers())
-        target = min(MOST, max(FEWEST, there + change))
-        if target == there:
-            target = there - change
+        self.wait_for_scaling()
+        running = len(self._job.workers())
+        target = min(MOST, max(FEWEST, running + change))
+        if target == running:
+            target = running - change
         self._scaling = _Scaling.to(target, self._job)
         while self._job.closed_step() < hit.step + LASTING_STEPS:
-            self._job.check("while its workers were scaled")
+            self._job.check_running("while its workers were scaled")
             if self._scaling.process.poll() is not None:
-                return self.settle()
+                return self.wait_for_scaling()
             time.sleep(POLL_S)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Scaling:
-    """A command that changes the number of workers, under way."""
+    """A running command that changes the number of workers."""
 
     process: subprocess.Popen
     starts: int
@@ -173,30 +173,30 @@ class _Scaling:
 
 
 def stall(process: psutil.Process, lasts: Callable[[], bool]) -> None:
-    """Stops a process for so long: its connections stay open and say nothing."""
+    """Stops a process while `lasts()`: its connections stay open and silent."""
     with _stopped(process):
         while lasts():
             time.sleep(POLL_S)
 
 
 def slow_down(process: psutil.Process, lasts: Callable[[], bool]) -> None:
-    """Lets a process run in one of SLOWNESS beats."""
+    """Lets a process run for one of SLOWNESS equal intervals, while `lasts()`."""
     while lasts():
         with _stopped(process):
-            time.sleep(BEAT_S * (SLOWNESS - 1) / SLOWNESS)
-        time.sleep(BEAT_S / SLOWNESS)
+            time.sleep(INTERVAL_S * (SLOWNESS - 1) / SLOWNESS)
+        time.sleep(INTERVAL_S / SLOWNESS)
 
 
 def _one(processes: Sequence[psutil.Process], fault: Fault) -> psutil.Process:
     """The process that is hit."""
     if not processes:
-        raise NotAsPromised(f"there is no process for: {fault.kind.value}")
+        raise UnexpectedBehaviour(f"there is no process for: {fault.kind.value}")
     return processes[int(fault.choice * len(processes))]
 
 
 @contextlib.contextmanager
 def _stopped(process: psutil.Process):
-    """A process that has ended meanwhile is none to go on."""
+    """Stopped in this block; a process that ended meanwhile is no error."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process.send_signal(signal.SIGSTOP)
     try:

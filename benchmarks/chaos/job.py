@@ -18,17 +18,17 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONFIG = pathlib.Path(__file__).with_name("run.yaml")
 POLL_S = 0.05
 QUIET_S = 240.0
-"""A run that closes no step for so long hangs."""
+"""A run that closes no step in this time hangs."""
 STACKS_S = 10.0
 LEARNER, WORKER = "LearnerActor", "RolloutActor"
 
 
-class JobEnded(RuntimeError):
-    """The driver ended where it should have gone on."""
+class DriverEnded(RuntimeError):
+    """The driver ended although it should have continued."""
 
 
-class TooLong(RuntimeError):
-    """What was waited for did not come."""
+class WaitTimeout(RuntimeError):
+    """A wait exceeded its bound."""
 
 
 class DriverJob:
@@ -69,6 +69,7 @@ class DriverJob:
 
     @property
     def driver_pid(self) -> int:
+        """Process id of the newest driver."""
         assert self._process is not None, "submit was not called"
         return self._process.pid
 
@@ -87,7 +88,7 @@ class DriverJob:
         """Asks the driver to end; returns its exit code.
 
         Raises:
-            TooLong: if it takes longer than the grace; it is killed then.
+            WaitTimeout: if it takes longer than the grace; it is killed then.
         """
         os.kill(self.driver_pid, signal.SIGTERM)
         return self.wait(grace_s)
@@ -96,17 +97,19 @@ class DriverJob:
         """Waits for the driver's end; returns its exit code.
 
         Raises:
-            TooLong: and kills it.
+            WaitTimeout: and kills it.
         """
         assert self._process is not None, "submit was not called"
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.end()
-            raise TooLong(f"the driver did not end within {timeout_s:g} s: {self.log}") from None
+            raise WaitTimeout(
+                f"the driver did not end within {timeout_s:g} s: {self.log}"
+            ) from None
 
     def end(self) -> None:
-        """Ends a driver that still runs, whatever it does."""
+        """Kills a driver that still runs."""
         if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait(10)
@@ -120,28 +123,28 @@ class DriverJob:
         """Waits until a step is closed.
 
         Raises:
-            JobEnded: if the driver ends before.
-            TooLong: if no step at all is closed for QUIET_S; every process is asked for its stacks.
+            DriverEnded: if the driver ends before.
+            WaitTimeout: if no step is closed for QUIET_S; every process writes its stacks.
         """
         closed, since = self.closed_step(), time.monotonic()
         while closed < step:
             if self.exit_code is not None and self.closed_step() < step:
-                self.check(why)
+                self.check_running(why)
             time.sleep(POLL_S)
             if (now := self.closed_step()) != closed:
                 closed, since = now, time.monotonic()
             elif time.monotonic() > since + QUIET_S:
                 request_stacks(self.folder, STACKS_S)
-                raise TooLong(
+                raise WaitTimeout(
                     f"no step was closed for {QUIET_S:g} s {why}, the last was {closed}: "
                     f"{self.log}, {self.folder / 'stacks'}"
                 )
 
-    def check(self, why: str) -> None:
-        """Raises JobEnded if no driver runs."""
+    def check_running(self, why: str) -> None:
+        """Raises DriverEnded if no driver runs."""
         if self.exit_code is not None:
             last = self.log.read_text(errors="replace").strip().splitlines()[-5:]
-            raise JobEnded(
+            raise DriverEnded(
                 f"the driver ended with code {self.exit_code} {why}: {self.log} ends with\n  "
                 + "\n  ".join(last)
             )
@@ -154,7 +157,7 @@ class DriverJob:
         """
         found = self._head.actors(LEARNER)
         if not found:
-            raise LookupError("no learner process is there")
+            raise LookupError("there is no learner process")
         return found[-1]
 
     def workers(self) -> list[psutil.Process]:

@@ -15,11 +15,11 @@ import psutil
 from deploy.run_local import end_group, free_ports, wait_for_head
 
 CPUS = 8
-"""What the head believes to have: room for an old learner beside the one that replaces it."""
+"""CPUs that the head reports: enough for an old learner beside the one that replaces it."""
 
 
 class Head:
-    """A running head and what has to be known to join it."""
+    """A running Ray head, and the environment that a driver needs to join it."""
 
     def __init__(self, process: subprocess.Popen, environment: Mapping[str, str]):
         self.environment = dict(environment)
@@ -87,7 +87,7 @@ def running_head(folder: pathlib.Path, extra: Mapping[str, str]) -> Iterator[Hea
 
 
 def _keep_logs(session: pathlib.Path, folder: pathlib.Path) -> None:
-    """Moves the logs of the actors beside those of the drivers; the rest of the session goes."""
+    """Copies the logs of the actors to `folder`, and removes the session."""
     logs = (session / "session_latest").resolve() / "logs"
     if logs.is_dir():
         target = folder / "ray-logs"

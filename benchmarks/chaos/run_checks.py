@@ -1,7 +1,6 @@
-"""What a run left behind, and whether it may look like that: pure functions over its files.
+"""Checks of the files that a run has written: pure functions.
 
-Lines that a resume has moved to `*.superseded.jsonl` are of work that was done again: they do not
-count.
+Lines that a resume moved to `*.superseded.jsonl` are of work that was done again and are not read.
 """
 
 import collections
@@ -11,19 +10,19 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import ml_dtypes  # noqa: F401 - numpy learns of bfloat16 by it
+import ml_dtypes  # noqa: F401 - registers bfloat16 with numpy
 import numpy as np
 import safetensors.numpy
 
 CERTIFIED = ("weights", "optimizer", "data_order", "keys")
-"""Parts of a checkpoint's certificate that equal training makes equal; its ledger holds seconds."""
+"""Entries of a checkpoint's certificate that are equal after equal training."""
 COMPARED = ("reward/total/mean", "train/loss", "train/grad_norm")
-"""Metrics that equal training makes equal to the bit, to say where two runs part."""
+"""Metrics that are equal to the bit after equal training: they name the step of a divergence."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunFiles:
-    """The books and the result of one run."""
+    """Logs and result of one run."""
 
     ledger: list[dict[str, Any]]
     metrics: list[dict[str, Any]]
@@ -40,11 +39,11 @@ class Accounting:
     """How the groups of a run ended."""
 
     lost: tuple[str, ...]
-    """Ids below the highest one that neither ended nor can be still under way."""
+    """Ids below the highest one that neither ended nor can be in progress."""
     duplicated: tuple[str, ...]
     """Ids that ended more than once, as trained or otherwise."""
     problems: tuple[str, ...]
-    """Whatever else does not add up."""
+    """Every other inconsistency, one sentence each."""
 
 
 def read_run(folder: pathlib.Path) -> RunFiles:
@@ -84,13 +83,13 @@ def ends(ledger: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
 def check_accounting(
     run: RunFiles, *, steps: int, expected: Iterable[str] | None = None
 ) -> Accounting:
-    """Holds the books of a finished run to one end for each group and one line for each step.
+    """Checks that each group of a finished run ended once, and that each step has one line.
 
     Args:
         run: as read.
         steps: that it was to take.
         expected: ids that must have been trained, no more and no fewer; None where two runs may
-            differ in that, and every id below the highest must have ended or be under way.
+            differ in that, and every id below the highest must have ended or be in progress.
     """
     ended = ends(run.ledger)
     twice = tuple(sorted(group_id for group_id, states in ended.items() if len(states) > 1))
@@ -131,12 +130,12 @@ def different_tensors(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndar
     )
 
 
-def different_parts(one: RunFiles, other: RunFiles) -> list[str]:
-    """Parts of the last checkpoints whose hashes differ, or that one side lacks."""
+def different_components(one: RunFiles, other: RunFiles) -> list[str]:
+    """Components of the last checkpoints whose hashes differ, or that one side lacks."""
     return [
-        part
-        for part in CERTIFIED
-        if part not in one.certificate or one.certificate[part] != other.certificate.get(part)
+        name
+        for name in CERTIFIED
+        if name not in one.certificate or one.certificate[name] != other.certificate.get(name)
     ]
 
 
@@ -145,12 +144,12 @@ def first_difference(
     other: Sequence[Mapping[str, Any]],
     names: Sequence[str] = COMPARED,
 ) -> str:
-    """Where two runs part, by their metrics; '' where they do not."""
+    """The first step and metric in which two runs diverge; '' if they do not."""
     for mine, theirs in zip(one, other, strict=False):
         for name in names:
             if mine.get(name) != theirs.get(name):
                 return (
-                    f"the runs part at step {mine['step']}: {name} is {mine.get(name)} and "
+                    f"the runs diverge at step {mine['step']}: {name} is {mine.get(name)} and "
                     f"{theirs.get(name)}"
                 )
     return ""
@@ -159,7 +158,7 @@ def first_difference(
 def last_line(
     *, faults: int, lost: int, duplicated: int, parameters_equal: bool | None, seconds: float
 ) -> str:
-    """What a run of chaos came to, for machines; None says that parameters were not compared."""
+    """The summary line, for programs; None means that parameters were not compared."""
     compared = {True: "equal", False: "different", None: "not compared"}[parameters_equal]
     return (
         f"chaos: faults {faults}, lost {lost}, duplicated {duplicated}, parameters {compared}, "
@@ -182,13 +181,13 @@ def _check_steps(name: str, lines: Sequence[Mapping[str, Any]], steps: int) -> l
 def _unaccounted(
     ended: Mapping[str, Sequence[str]], ledger: Sequence[Mapping[str, Any]]
 ) -> tuple[str, ...]:
-    """Ids below the highest that did not end, beyond those that the last line has under way."""
+    """Ids below the highest that did not end, beyond those in progress in the last line."""
     if not ended:
         return ()
     highest = max(int(group_id.removeprefix("g")) for group_id in ended)
     missing = [f"g{index:08d}" for index in range(highest) if f"g{index:08d}" not in ended]
-    under_way = ledger[-1]["outstanding"]
-    return tuple(missing[under_way:])
+    in_progress = ledger[-1]["outstanding"]
+    return tuple(missing[in_progress:])
 
 
 def _bits(tensor: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:

@@ -1,7 +1,7 @@
 """Which fault hits when: a pure function of a seed.
 
-Faults come one after the other. Each is armed when a step has been closed, and the next only when
-the run has recovered, that is, has closed a further step.
+Faults come one at a time. Each is armed when a step is closed, and the next one only after the run
+has recovered, that is, has closed another step.
 """
 
 import dataclasses
@@ -10,13 +10,13 @@ import random
 from collections.abc import Sequence
 
 FIRST_STEP = 2
-"""Everything has been compiled and published once by then."""
+"""By then everything was compiled and published once."""
 STALLS_S = (2.0, 6.0)
 """Shortest and longest time for which a process is stopped or slowed down."""
 
 
 class FaultKind(enum.Enum):
-    """What goes wrong; the value is how reports name it."""
+    """What goes wrong; the value is its name in reports."""
 
     WORKER_KILLED_DECODING = "worker killed while decoding"
     WORKER_KILLED_RECEIVING = "worker killed while receiving weights"
@@ -25,7 +25,7 @@ class FaultKind(enum.Enum):
     LEARNER_KILLED_PUBLISHING = "learner killed while publishing"
     LEARNER_KILLED_CHECKPOINTING = "learner killed while checkpointing"
     DRIVER_KILLED = "driver killed, resubmitted"
-    DRIVER_TERMINATED = "driver told to end, resubmitted"
+    DRIVER_TERMINATED = "driver terminated, resubmitted"
     WORKER_SLOW = "worker ten times slower"
     WORKER_STALLED = "worker's connections stalled"
     LEARNER_STALLED = "learner's connections stalled"
@@ -52,7 +52,7 @@ POINTS: dict[FaultKind, tuple[str, str]] = {
 """Kinds that are made by a failpoint (`services/process/failpoints.py`), and its action."""
 
 DRAWS = 1000
-"""How often a draw that does not fit is drawn again."""
+"""Largest number of attempts to draw a schedule that fits."""
 
 AT_CHECKPOINTS = (FaultKind.LEARNER_KILLED_CHECKPOINTING, FaultKind.DISK_FULL)
 SKIPPING = (
@@ -60,7 +60,7 @@ SKIPPING = (
     FaultKind.WORKER_KILLED_PUSHING,
     FaultKind.LEARNER_KILLED_UPDATING,
 )
-"""Kinds whose point is reached several times a step, so that some arrivals may be let pass."""
+"""Kinds whose failpoint is reached several times a step, so that some arrivals may be skipped."""
 
 LASTING = (
     FaultKind.WORKER_SLOW,
@@ -73,8 +73,8 @@ LASTING = (
 """Kinds that last for a while, in which steps may be closed."""
 
 BESIDE = (FaultKind.LEARNER_KILLED_PUBLISHING,)
-"""Kinds that hit beside the step under way, which may be closed as if nothing had happened: the run
-has recovered with the step after it."""
+"""Kinds that may leave the current step undisturbed: the run has recovered when the step after it
+is closed."""
 
 SHORT = (
     FaultKind.WORKER_KILLED_PUSHING,
@@ -82,12 +82,12 @@ SHORT = (
     FaultKind.DRIVER_KILLED,
     FaultKind.WEIGHTS_CORRUPT,
 )
-"""What the short form draws from."""
+"""Kinds of the short form."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One thing that goes wrong."""
+    """One fault of a run."""
 
     number: int
     """From 1."""
@@ -129,7 +129,7 @@ def draw(
         In the order of their steps.
 
     Raises:
-        ValueError: if the run is too short for so many.
+        ValueError: if the run is too short for this number of faults.
     """
     chance = random.Random(seed)
     for _ in range(DRAWS):
@@ -158,7 +158,7 @@ def draw(
 
 
 def recovered_by(at: Sequence[int], kinds: Sequence[FaultKind], every_steps: int) -> int:
-    """The step by which a run has recovered from the last fault, if it is unlucky each time.
+    """The step by which a run has recovered from the last fault, in the worst case.
 
     Args:
         at: steps at which faults of these kinds are armed.
@@ -169,7 +169,7 @@ def recovered_by(at: Sequence[int], kinds: Sequence[FaultKind], every_steps: int
     for step, kind in zip(at, kinds, strict=True):
         armed = max(step, free)
         if kind in AT_CHECKPOINTS:
-            # One that is being written as it is armed may be over before it looks.
+            # A checkpoint that is being written now may end before it reaches the point.
             hit = (armed // every_steps + 1) * every_steps
         elif kind in LASTING or kind in BESIDE:
             hit = armed + 2

@@ -1,4 +1,4 @@
-"""A long asynchronous run whose workers come and go, watched for memory and descriptors lost."""
+"""A long asynchronous run whose workers are added and killed, watched for leaks."""
 
 import dataclasses
 import json
@@ -13,20 +13,20 @@ from collections.abc import Callable, Sequence
 import psutil
 
 from benchmarks.chaos.inject import FEWEST, GRACE_S
-from benchmarks.chaos.job import ROOT, DriverJob, JobEnded, TooLong
+from benchmarks.chaos.job import ROOT, DriverEnded, DriverJob, WaitTimeout
 from benchmarks.chaos.ray_head import running_head
 
 EVERY_S = 10.0
 """Between two changes of the fleet."""
 SAMPLE_S = 0.1
-"""Between two looks: an update is over within some tenths of a second, and between two of them lies
-the memory that is kept."""
+"""Between two samples: an update takes some tenths of a second, and memory is lowest between two
+updates."""
 WARM_UP = 0.25
 """Part of the soak after which memory must have settled."""
 WINDOW = 0.2
 """Part of what follows the warm-up in which descriptors are counted, at its start and its end."""
 CYCLE_S = 4 * EVERY_S
-"""In which the fleet goes through all its sizes; no window is shorter."""
+"""Time in which the fleet goes through all its sizes; no window is shorter."""
 LEAST_MINUTES = 2.0
 SLOPE_MB_PER_MIN = 1.0
 MOST_WORKERS = 3
@@ -40,7 +40,7 @@ SETTINGS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One look at one process."""
+    """Memory and descriptors of one process at one moment."""
 
     at_s: float
     rss_bytes: int
@@ -57,6 +57,7 @@ class Growth:
 
     @property
     def problems(self) -> list[str]:
+        """Bounds that are exceeded, one sentence each."""
         found = []
         if self.mb_per_min > SLOPE_MB_PER_MIN:
             found.append(
@@ -70,7 +71,7 @@ class Growth:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SoakReport:
-    """What a soak came to."""
+    """Result of a soak."""
 
     problems: tuple[str, ...]
     last_line: str
@@ -79,9 +80,9 @@ class SoakReport:
 def growth(samples: Sequence[Sample]) -> Growth:
     """Slope of memory by least squares, and the growth of the fewest descriptors, after warm-up.
 
-    An update takes and gives back a hundred megabytes within a second, and workers hold connections
-    while they are there. So the least memory of each cycle enters the slope, and the fewest
-    descriptors of a window are those that are never given back.
+    An update allocates and frees a hundred megabytes within a second, and every worker has open
+    connections. So the least memory of each cycle enters the slope, and the fewest descriptors of
+    a window are those that are never closed.
 
     Raises:
         ValueError: if less than two cycles lie after the warm-up.
@@ -115,7 +116,7 @@ def growth(samples: Sequence[Sample]) -> Growth:
 
 
 def run_soak(seconds: float, folder: pathlib.Path, say: Callable[[str], None]) -> SoakReport:
-    """Soaks for so long, and ends the run as a scheduler would."""
+    """Soaks for a number of seconds, and ends the run as a scheduler would."""
     samples: dict[str, list[Sample]] = {"driver": [], "learner": []}
     problems: list[str] = []
     changes = steps = 0
@@ -129,7 +130,7 @@ def run_soak(seconds: float, folder: pathlib.Path, say: Callable[[str], None]) -
             steps = job.closed_step()
             if (code := job.terminate(GRACE_S)) != 128 + signal.SIGTERM:
                 problems.append(f"the driver ended with code {code} after SIGTERM: {job.log}")
-        except (JobEnded, TooLong, LookupError) as error:
+        except (DriverEnded, WaitTimeout, LookupError) as error:
             problems.append(str(error))
         finally:
             job.end()
@@ -149,18 +150,18 @@ def run_soak(seconds: float, folder: pathlib.Path, say: Callable[[str], None]) -
 def _soak(
     job: DriverJob, seconds: float, samples: dict[str, list[Sample]], say: Callable[[str], None]
 ) -> int:
-    """Kills and adds workers by turns; returns how often."""
+    """Kills and adds workers in turn; returns the number of changes."""
     chance = random.Random(0)
     watched = {"driver": psutil.Process(job.driver_pid), "learner": job.learner()}
     begun = time.monotonic()
     changes, next_change, next_sample = 0, begun + EVERY_S, begun
     scaling: subprocess.Popen | None = None
     while (now := time.monotonic()) < begun + seconds:
-        job.check("while it was soaked")
+        job.check_running("during the soak")
         if now >= next_sample:
             next_sample += SAMPLE_S
             for name, process in watched.items():
-                samples[name].append(_look(process, now - begun))
+                samples[name].append(_sample(process, now - begun))
         if now >= next_change:
             next_change += EVERY_S
             scaling = _change(job, changes, scaling, chance)
@@ -198,14 +199,14 @@ def _change(
 
 
 def _write(path: pathlib.Path, samples: dict[str, list[Sample]]) -> None:
-    """Every look, for a plot where something grows."""
+    """Writes every sample, for a plot."""
     with path.open("w") as file:
         for name, taken in samples.items():
             for one in taken:
                 file.write(json.dumps({"process": name, **dataclasses.asdict(one)}) + "\n")
 
 
-def _look(process: psutil.Process, at_s: float) -> Sample:
+def _sample(process: psutil.Process, at_s: float) -> Sample:
     with process.oneshot():
         return Sample(at_s=at_s, rss_bytes=process.memory_info().rss, descriptors=process.num_fds())
 

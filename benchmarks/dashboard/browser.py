@@ -1,4 +1,4 @@
-"""A dashboard to look at with a browser: for pictures of it, and to measure it."""
+"""A dashboard server and a headless browser, for screenshots and measurements."""
 
 import contextlib
 import pathlib
@@ -16,7 +16,7 @@ MADE_RUN = "benchmarks.made_run.made_run"
 """The module that writes a made-up run, which stands in for a real one."""
 LAPTOP = {"width": 1366, "height": 768}
 DRAWN = "body[data-drawn=true]"
-"""The page says so when the view that is shown has drawn what it has."""
+"""The page sets this when the current view has drawn all its data."""
 OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
 START_S = 40.0
 

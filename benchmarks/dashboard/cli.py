@@ -15,6 +15,7 @@ from benchmarks.dashboard import history, predictions, step_cost, viewers
 
 
 def main() -> int:
+    """Returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m deploy.dashboard_bench",
         description=__doc__,

@@ -58,10 +58,12 @@ class DemoRun:
 
     @property
     def url(self) -> str:
+        """Address of the page, without a token."""
         return (self.folder / "dashboard" / "url").read_text().strip()
 
     @property
     def token(self) -> str:
+        """The page's view token."""
         return (self.folder / "dashboard" / "view_token").read_text().strip()
 
     @property

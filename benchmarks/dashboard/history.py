@@ -85,8 +85,8 @@ def _writing(run: pathlib.Path, steps: int, workers: int) -> Iterator[subprocess
     """Writes a run that goes on; then one more step for each line on the writer's stdin."""
     code = (
         "import sys, pathlib\n"
-        "from benchmarks.made_run.made_run import MadeRun, Plan\n"
-        "run = MadeRun(pathlib.Path(sys.argv[1]), Plan(steps=int(sys.argv[2]) + 1000, "
+        "from benchmarks.made_run.made_run import MadeRun, RunPlan\n"
+        "run = MadeRun(pathlib.Path(sys.argv[1]), RunPlan(steps=int(sys.argv[2]) + 1000, "
         "workers=int(sys.argv[3])))\n"
         "for _ in range(int(sys.argv[2])): run.write_step()\n"
         "run.progress()\n"
@@ -124,7 +124,7 @@ def _load(browser, link: str) -> tuple[float, float, float]:
     paint_ms = page.evaluate(
         "performance.getEntriesByName('first-contentful-paint')[0]?.startTime ?? Infinity"
     )
-    page.wait_for_timeout(1000)  # what is fetched behind the first picture counts too
+    page.wait_for_timeout(1000)  # requests after the first paint count too
     context.close()
     return paint_ms / 1e3, drawn_ms / 1e3, sum(nbytes)
 

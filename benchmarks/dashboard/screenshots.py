@@ -1,10 +1,10 @@
-"""Makes the pictures of the dashboard's views in docs/dashboard/, light and dark.
+"""Makes the screenshots of the dashboard's views in docs/dashboard/, light and dark.
 
     python -m deploy.dashboard_shots                 of a made-up run
     python -m deploy.dashboard_shots --run DIR       of a real one
 
 The made-up run of the tests stands in for a real one: 60 steps, and workers that go from 1 to 3.
-Pictures are JPEG, and each stays below MOST_BYTES.
+Screenshots are JPEG files below MOST_BYTES.
 """
 
 import argparse
@@ -29,9 +29,9 @@ VIEWS = {
     "what-if": "what_if",
     "alerts": "alerts",
 }
-"""Name of the picture -> part of the address after #."""
+"""Name of the screenshot -> part of the address after #."""
 CODE = "def clip(x, low, high):\n    return max(low, min(x, high))\n"
-MAKE_PARTED = f"""
+MAKE_DIVERGED = f"""
 import pathlib, sys
 from benchmarks.made_run.made_run import make_run
 make_run(pathlib.Path(sys.argv[1]), steps=60, part_at=25, flat_from=25,
@@ -42,14 +42,14 @@ make_run(pathlib.Path(sys.argv[1]), steps=60, part_at=25, flat_from=25,
 
 
 def main() -> None:
-    """Writes every picture and prints its size."""
+    """Writes every screenshot and prints its size."""
     arguments = _arguments()
     for scheme in ("light", "dark"):
         (OUT / scheme).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="tandem-shots-") as folder:
         place = pathlib.Path(folder)
         run = arguments.run or _made(place / "run", "--workers", "1", "--workers-to", "3")
-        pair = [_made(place / "a"), _made_parted(place / "b")]
+        pair = [_made(place / "a"), _made_diverged(place / "b")]
         with chromium() as browser:
             with serving(place / "log", "--run", str(run)) as link:
                 _shoot(browser, link, VIEWS)
@@ -63,8 +63,8 @@ def _made(folder: pathlib.Path, *arguments: str) -> pathlib.Path:
     return folder
 
 
-def _made_parted(folder: pathlib.Path) -> pathlib.Path:
-    command = [sys.executable, "-c", MAKE_PARTED, str(folder)]
+def _made_diverged(folder: pathlib.Path) -> pathlib.Path:
+    command = [sys.executable, "-c", MAKE_DIVERGED, str(folder)]
     subprocess.run(command, cwd=ROOT, check=True)
     return folder
 
@@ -83,7 +83,7 @@ def _shoot(browser, link: str, views: dict[str, str]) -> None:
 
 
 def _write(page, path: pathlib.Path) -> None:
-    """Writes a picture in the best quality that is small enough."""
+    """Writes a screenshot in the best quality that is small enough."""
     image = b""
     for quality in QUALITIES:
         image = page.screenshot(type="jpeg", quality=quality)

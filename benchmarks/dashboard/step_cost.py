@@ -1,11 +1,11 @@
 """What the page costs the run: step times with viewers against those without a dashboard.
 
 One run. Blocks of steps alternate: in one the dashboard's process is stopped (SIGSTOP), so that
-there is none as far as the machine is concerned; in the other it runs and so many viewers listen.
+it costs nothing; in the other it runs and VIEWERS viewers listen.
 The order within a pair turns round from pair to pair, so that a drift of the steps themselves, as
 completions grow longer, falls on both sides alike. Of each block the first step is left out. The
 viewers are lean clients in a process of their own, at the same cores: a browser belongs to the
-machine of whoever looks.
+viewer's machine.
 """
 
 import dataclasses
@@ -52,7 +52,7 @@ class StepCost:
         return self.ratios[quarter], self.ratios[-1 - quarter]
 
 
-def order(pairs: int) -> list[bool]:
+def block_order(pairs: int) -> list[bool]:
     """Whether the page is there in each block; which side comes first turns from pair to pair."""
     return [watched for pair in range(pairs) for watched in (pair % 2 == 1, pair % 2 == 0)]
 
@@ -89,7 +89,7 @@ def measure(*, steps: int, viewers: int, block: int) -> bool:
         page = run.dashboard
         blocks = [
             _run_block(run, page, watched, viewers, block)
-            for watched in order(steps // (2 * block))
+            for watched in block_order(steps // (2 * block))
         ]
         step_s = {line["step"]: line["time/train/step_s"] for line in run.metrics()}
     cost = cost_of(blocks, step_s)
@@ -109,7 +109,7 @@ def measure(*, steps: int, viewers: int, block: int) -> bool:
 def _run_block(
     run: DemoRun, page: psutil.Process, watched: bool, viewers: int, block: int
 ) -> StepBlock:
-    """Lets so many steps pass."""
+    """Waits for `block` steps, with viewers or with the dashboard stopped."""
     if watched:
         with listeners(run, viewers) as process:
             wait_until_listening(process, viewers)

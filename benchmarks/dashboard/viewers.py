@@ -1,4 +1,4 @@
-"""Memory of the driver and of the dashboard while many listen, some of whom never read."""
+"""Memory of driver and dashboard with many viewers, some of which never read."""
 
 import contextlib
 import json

@@ -33,6 +33,7 @@ from models.files.checkpoint import check_model_files, read_model_config
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
     arguments = _parser().parse_args(argv)
     try:
         check_report_file(arguments.json)
@@ -59,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def read_settings(arguments: argparse.Namespace) -> DecodeSettings:
-    """The settings that a command line asks for; `check_settings` holds the rules across them.
+    """The settings of a command line; `check_settings` has the rules across them.
 
     Raises:
         ValueError: naming the value, the rule and what to write instead.
@@ -212,7 +213,7 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--shape", help=f"one of {', '.join(SHAPES)}")
     model.add_argument("--model", metavar="PATH", help="HF folder, .gguf file or hub id")
     add("--random-weights", action="store_true", help="draw the weights, read none")
-    add("--layers", type=int, help="cut a random model to so many layers")
+    add("--layers", type=int, help="cut a random model to its first LAYERS layers")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of the weights (%(default)s)")
     add("--slots", default="16", metavar="N[,N...]", help="of all lanes together (%(default)s)")
     add("--tensor", type=int, default=1, help="devices a model is cut over (%(default)s)")

@@ -1,4 +1,4 @@
-"""Engines over random prompts, and what the turns of a pass over them took."""
+"""One engine over random requests, and the time of each of its steps."""
 
 import dataclasses
 import time
@@ -49,10 +49,12 @@ class Pass:
 
     @property
     def compilations(self) -> int:
+        """Programs compiled during the pass."""
         return sum(turn.compilations for turn in self.turns)
 
     @property
     def tokens_per_s(self) -> float:
+        """Completion tokens a second."""
         return self.counts.tokens / self.seconds
 
 
@@ -139,8 +141,8 @@ class Bench:
         """Decodes requests to their end.
 
         Args:
-            batch: so many at a time, the next ones when the last of them has ended; None hands
-                over all at once.
+            batch: number submitted at a time, the next ones when the last of them has ended; None
+                submits all at once.
         """
         self.engine.counts = EngineCounts()
         self._clock.take_timing()
@@ -201,7 +203,7 @@ def full_turns(one: Pass, slots: int) -> list[Turn]:
     found = []
     quiet_before = False
     for turn in one.turns:
-        # What a turn starts is heard out in the next one.
+        # What a turn dispatches may finish in the next one.
         quiet = not (turn.prefill_calls or turn.resizes or turn.compilations)
         full = turn.token_steps and turn.tokens == turn.token_steps * slots
         if quiet and quiet_before and full and not turn.finished:

@@ -51,7 +51,7 @@ def compare_with_hf(
     """Decodes one batch greedily by the engine and by transformers, in turn.
 
     Args:
-        folder: the weights that the engine holds.
+        folder: the weights of the engine.
         prompt_QT: one prompt for each slot.
 
     Returns:

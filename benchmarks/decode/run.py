@@ -61,7 +61,7 @@ def measure(settings: DecodeSettings, layout: Layout, progress: Progress) -> dic
 
 
 def _at(settings, layout, params, slots: int, copy_rate: float, progress) -> list[dict[str, Any]]:
-    """The runs with so many slots."""
+    """The runs with this number of slots."""
     if settings.is_steady:
         return _token_steps(settings, layout, params, slots, copy_rate, progress)
     runs = []
@@ -83,7 +83,7 @@ def _at(settings, layout, params, slots: int, copy_rate: float, progress) -> lis
 
 
 def _token_steps(settings, layout, params, slots, copy_rate, progress) -> list[dict[str, Any]]:
-    """Every variant with so many slots, in turn."""
+    """Every variant with this number of slots, in turn."""
     prompt_QT = prompts(slots, settings.prompt, settings.model.vocab_size, settings.seed)
     benches = {}
     for name in settings.variants:

@@ -20,7 +20,7 @@ HF = "hf"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeSettings:
-    """Everything that decides about the measurements."""
+    """All settings of one bench."""
 
     shape: str
     """Name of the shape, or path of the model."""
@@ -49,6 +49,7 @@ class DecodeSettings:
 
     @property
     def longest_completion(self) -> int:
+        """Tokens."""
         return self.lengths.most if self.lengths else self.new
 
     @property
@@ -146,16 +147,16 @@ def _check_memory(settings: DecodeSettings, layout: Layout) -> None:
     shared = len(layout.mesh.devices.flat) if device.platform == "cpu" else 1
     most = 0
     for slots in settings.slots:
-        held = 0
+        needed = 0
         for variant in settings.variants.values():
             spec = decode_spec(layout, variant, slots)
             programs = DecodePrograms(spec, geometry_of(spec, settings.limits(variant)))
-            held += programs.cache_bytes(programs.geometry.widths[-1]) + programs.pool_bytes()
-        most = max(most, held)
-    needed = shared * (copy_bytes(layout) + most)
+            needed += programs.cache_bytes(programs.geometry.widths[-1]) + programs.pool_bytes()
+        most = max(most, needed)
+    whole = shared * (copy_bytes(layout) + most)
     available = available_bytes(device)
-    if available is not None and needed > available:
+    if available is not None and whole > available:
         raise ValueError(
-            f"weights and caches need {needed / 1e9:.1f} GB and the device has "
+            f"weights and caches need {whole / 1e9:.1f} GB and the device has "
             f"{available / 1e9:.1f} GB: lower --slots, --layers, --prompt or --new, or compare less"
         )

@@ -1,6 +1,6 @@
 """A token step with all slots busy: its time, and the time in which its bytes could move.
 
-In a token step every weight must be read once, and of the cache the columns that hold something.
+In a token step every weight must be read once, and of the cache the columns in use.
 The share of the roofline is the time in which the device can move as many bytes, by a copy that
 is timed in the same run, over the time of the step.
 """
@@ -57,7 +57,7 @@ class StepBytes:
 
     def of(self, columns: float) -> float:
         """Args:
-        columns: of the cache that hold something, in all slots of all lanes together.
+        columns: of the cache in use, in all slots of all lanes together.
         """
         return self.weights + columns / self._lanes * self.per_column
 

@@ -20,7 +20,7 @@ class Variant:
     """One way to run the same model on the same requests."""
 
     loop: str = "while"
-    """`python` has the host look at every token."""
+    """`python` returns to the host after every token."""
     attention: str = "auto"
     """`bf16` and `f32` are XLA with operands of that dtype, `pallas` is the kernel; `auto` is what
     the service takes on the platform."""

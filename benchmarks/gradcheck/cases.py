@@ -1,4 +1,4 @@
-"""The questions of the gradient check: objectives of the learner, on data that is hard on them.
+"""Cases of the gradient check: objectives of the learner on random and on difficult data.
 
 A problem is the loss of a few tokens, given either logits or hidden states and a head. Its true
 gradient is worked out in float64 (`float64_reference.py`), for the objectives of training.
@@ -84,11 +84,13 @@ class Problem:
 
     @property
     def active_N(self) -> jax.Array | None:
+        """bool: tokens with a weight; None if all have one."""
         is_active_N = np.asarray(self.data.weight) > 0
         return None if is_active_N.all() else jnp.asarray(is_active_N)
 
     @property
     def support(self) -> dict[str, float | int]:
+        """Temperature and vocabulary, as arguments of the operations."""
         return {"temperature": self.case.temperature, "valid_vocab": self.valid_vocab}
 
 
@@ -151,7 +153,7 @@ def make_problem(
     dtype: str,
     rng: np.random.Generator,
 ) -> Problem:
-    """Poses a case on arrays: makes the tokens' data and works out the true gradient.
+    """A case on given arrays, with random data of its tokens and the exact gradient.
 
     Args:
         arrays: as Problem has them, float32. They are rounded to `dtype` first, and are then what

@@ -1,4 +1,4 @@
-"""Holds the gradient of the summed loss to float64, on random data and on a real model.
+"""Compares the gradient of the summed loss with float64, on random data and on a real model.
 
     python -m kernels.gradcheck
     python -m kernels.gradcheck --impl xla,pallas --schedule fast,lean --model FOLDER_OR_GGUF
@@ -7,9 +7,9 @@
 A summed loss has gradients of the size of one token's, whatever the number of tokens, so that
 relative bounds bind. An array passes if its relative l2 error, its cosine and its worst row are
 within the tolerances, if it is not zero throughout, and if the rows without a gradient are zero.
-A --model is asked the very same cases. The hard case puts unusual data on 20 tokens, and the tokens
-are divided among 3 sequences: hence at least 21 of them. On two cores of a CPU the default sizes
-take half a minute with XLA, and some three with Pallas, which is interpreted there.
+With --model the same cases run on a real model. The hard case puts unusual data on 20 tokens, and
+the tokens are divided among 3 sequences: hence at least 21 of them. On two cores of a CPU the
+default sizes take half a minute with XLA, and some three with Pallas, which is interpreted there.
 The JSON file of --config has the keys of the flags: impl, schedule, case, model, tolerance,
 tokens, width, vocab, seed; a flag wins over it. Exits with 1 when anything fails, with 2 when the
 arguments are wrong.
@@ -63,6 +63,7 @@ LISTS = ("impl", "schedule", "case")
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
     arguments = _parser().parse_args(argv)
     try:
         settings = read_settings(vars(arguments))
@@ -130,10 +131,10 @@ class Settings:
 
 
 def check_fits(settings: Settings, available: int | None) -> None:
-    """Refuses random problems that the host's memory cannot hold.
+    """Refuses random problems that do not fit the host's memory.
 
     Args:
-        available: bytes; None where nobody knows.
+        available: bytes; None if unknown.
 
     Raises:
         ValueError: with both sizes and what to do.

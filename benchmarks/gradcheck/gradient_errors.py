@@ -1,4 +1,4 @@
-"""Differentiates a problem by whatever claims to compute its loss, and judges the gradient.
+"""Differentiates a problem by an implementation of its loss, and judges the gradient.
 
 Dimension key:
     N: tokens
@@ -51,7 +51,7 @@ ROW_FLOOR = 0.01
 
 
 class Candidate(NamedTuple):
-    """Something that claims to compute the loss of a problem."""
+    """An implementation of the loss of a problem."""
 
     name: str
     loss_of: Callable[[Problem, dict[str, jax.Array]], jax.Array]

@@ -1,4 +1,4 @@
-"""The gradient check's question on a real model: text, its last hidden states, its own head.
+"""Real text for the gradient check: hidden states, head and next tokens of a model.
 
 Dimension key:
     B: sequences, one here
@@ -41,7 +41,7 @@ def model_tokens(path: str, *, tokens: int) -> ModelTokens:
 
     Args:
         path: HF folder, .gguf file, or hub id.
-        tokens: at most so many are returned.
+        tokens: largest number returned.
 
     Raises:
         ValueError: if the model or its tokenizer cannot be read.

@@ -1,4 +1,4 @@
-"""What one bench measures: a problem of given sizes, and the implementations that compete on it."""
+"""What one bench measures: a problem of given sizes, and the implementations that are compared."""
 
 import dataclasses
 
@@ -10,21 +10,21 @@ from kernels import choose
 from kernels.linear_objective.schedule import SCHEDULES
 
 LOG_SOFTMAX = "log_softmax"
-"""The bar: what anyone would write, `jax.nn.log_softmax` of whole logits, derived by autodiff."""
+"""The baseline: `jax.nn.log_softmax` of whole logits, differentiated by autodiff."""
 IMPLS = (*choose.CHOICES, LOG_SOFTMAX)
 MODES = ("on_policy", "off_policy")
 DTYPES = ("bfloat16", "float32")
 SMALLEST = {"batch": 1, "time": 1, "hidden": 1, "vocab": 2}
 """Of a single column the gradient is zero, and relative errors say nothing."""
 MOST = 2**63 - 1
-"""Largest size of an axis; beyond it sizes in bytes are no numbers that anyone can print."""
+"""Largest size of an axis; with larger ones sizes in bytes overflow."""
 SEEDS = 2**32
-"""`jax.random.key` keeps so many apart, and takes others for one of them."""
+"""Number of different seeds of `jax.random.key`; it takes others modulo this."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One problem; the sizes are checked, whether they fit a machine is not."""
+    """One problem. Sizes are checked here, but not against the memory of a machine."""
 
     batch: int
     time: int
@@ -65,19 +65,23 @@ class Case:
 
     @property
     def tokens(self) -> int:
+        """Of all sequences."""
         return self.batch * self.time
 
     @property
     def active_tokens(self) -> int:
+        """Tokens that are not masked."""
         share = 1.0 if self.active_fraction is None else self.active_fraction
         return max(1, round(share * self.tokens))
 
     @property
     def noise(self) -> float:
+        """Standard deviation of behaviour minus policy logprob; 0 on policy; nats."""
         return self.behavior_noise if self.mode == "off_policy" else 0.0
 
     @property
     def clip(self) -> dict[str, float]:
+        """Arguments of the objective."""
         return {"clip_low": self.clip_low, "clip_high": self.clip_high}
 
     @property
@@ -91,6 +95,7 @@ class Case:
 
     @property
     def shape_text(self) -> str:
+        """Sizes, dtype and mode for messages."""
         width = "" if self.hidden is None else f" H{self.hidden}"
         return f"B{self.batch} T{self.time}{width} V{self.vocab} {self.dtype} {self.mode}"
 
@@ -142,7 +147,7 @@ def parse_competitor(
 
 
 def available_bytes(device: jax.Device) -> int | None:
-    """Memory that a program may still take on a device; None where nobody says."""
+    """Memory that a program may still take on a device; None if unknown."""
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]

@@ -1,4 +1,4 @@
-"""Times the loss over a vocabulary, value and gradient, and says how exact it is.
+"""Times the loss over a vocabulary, value and gradient, and measures its error.
 
     python -m kernels.bench logits --compare log_softmax,xla,pallas --json logits.json
     python -m kernels.bench lm_head --compare log_softmax,auto:fast,auto:lean
@@ -62,10 +62,11 @@ SIZE_HELP = {
 WANDB_MODES = ("online", "offline", "disabled")
 OF_THE_HEAD = ("hidden", "schedule", "chunk-tokens", "active-fraction")
 SCHEDULE = SCHEDULES[0]
-"""Of the competitors that name none."""
+"""Schedule of a competitor that names none."""
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
     arguments = _parser().parse_args(argv)
     try:
         case, specs, effort = read_arguments(arguments)
@@ -101,7 +102,7 @@ def _report(document: dict[str, Any], arguments: argparse.Namespace) -> None:
 
 
 def read_arguments(arguments: argparse.Namespace) -> tuple[Case, list[CompetitorSpec], Effort]:
-    """What is to be measured.
+    """Problem, competitors and rounds that a command line asks for.
 
     Raises:
         ValueError: naming the value, the rule and what to write instead.

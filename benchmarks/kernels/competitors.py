@@ -53,6 +53,7 @@ class HeadInputs(NamedTuple):
 
 
 def objective_of(case: Case) -> Callable:
+    """The per-token objective of a case: `grpo_objective` with its clip and entropy bonus."""
     return functools.partial(
         random_problems.grpo_objective, entropy_coef=case.entropy_coef, **case.clip
     )
@@ -99,7 +100,7 @@ def head_program(spec: CompetitorSpec, case: Case) -> Callable:
 
 
 def chunk_tokens(spec: CompetitorSpec, case: Case, tokens: int, *, masked: bool) -> int | None:
-    """Tokens of a chunk of a head program over so many tokens; None where there are no chunks."""
+    """Tokens of a chunk of a head program over `tokens`; None where there are no chunks."""
     if spec.schedule is None:
         return None
     assert case.hidden is not None, "a schedule works through a head"
@@ -119,7 +120,7 @@ def _options(spec: CompetitorSpec, case: Case) -> HeadOptions:
 
 
 def _whole_head(spec, case, objective):
-    """Autodiff of whole logits: the reference, or the bar."""
+    """Autodiff of whole logits: the reference, or the baseline."""
 
     def loss(hidden_ND, head_VD, ids_N, active_N, data):
         if spec.impl == choose.REFERENCE:

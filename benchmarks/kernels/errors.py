@@ -27,7 +27,7 @@ from benchmarks.kernels.competitors import HeadInputs, LogitsInputs, objective_o
 from kernels.token_logprob.reference import TokenLogprob
 
 ROWS_AT_ONCE = 4096
-"""Rows of the head that are held in float64 at once."""
+"""Rows of the head that are in float64 at once."""
 
 
 def logits_errors(

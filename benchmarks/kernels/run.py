@@ -1,4 +1,4 @@
-"""Sets up the competitors of a bench on one device, checks them, and lets them run in turn."""
+"""Runs a bench on one device: compiles competitors, measures errors, times them in turn."""
 
 import dataclasses
 import functools
@@ -40,7 +40,7 @@ ALL, PADDED, VALID = "all", "padded", "valid"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How long and how closely is looked; any may be 0."""
+    """Rounds to time, and tokens to compare with float64; any may be 0."""
 
     iters: int
     warmup: int
@@ -64,17 +64,18 @@ class Competitor:
 
     @property
     def name(self) -> str:
+        """Of the implementation, and of the batch where there are several."""
         return str(self.spec) if self.batch == ALL else f"{self.spec} ({self.batch})"
 
 
 class Competition:
-    """The competitors with the arrays they run on, and the one accumulator they share."""
+    """The competitors, the arrays they run on, and the gradient accumulator that they share."""
 
     def __init__(self, case: Case, specs: Sequence[CompetitorSpec], device: jax.Device):
         """Compiles every competitor for shapes alone, then makes the data.
 
         Raises:
-            DoesNotFit: if the device's memory will not hold it.
+            DoesNotFit: if it does not fit the device's memory.
         """
         self.case = case
         self._accumulator: Any = None
@@ -114,7 +115,7 @@ class Competition:
     def step(self, competitor: Competitor) -> Any:
         """Runs a competitor once; its results are ready on return.
 
-        The accumulator among them is lent: the next step of anyone takes it back.
+        The accumulator in the results is shared: the next step of any competitor overwrites it.
         """
         inputs, _ = self._data[competitor.batch]
         if self.case.hidden is None:
@@ -153,7 +154,7 @@ def measure(
         `runs`, one flat record each, and `ratios` of their medians; all plain values.
 
     Raises:
-        DoesNotFit: if the device's memory will not hold it.
+        DoesNotFit: if it does not fit the device's memory.
     """
     names = ", ".join(map(str, specs))
     progress(f"{case.shape_text} on {device.device_kind}: compiling {names}")

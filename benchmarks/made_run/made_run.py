@@ -1,4 +1,4 @@
-"""Writes the folder of a made-up run, like that of a real one in form and size.
+"""Writes the output folder of a made-up run, with the files of a real run of that size.
 
     python -m benchmarks.made_run.made_run DIR --steps 10000 --workers 8
     python -m benchmarks.made_run.made_run DIR --steps 60 --workers 1 --workers-to 3 --live 1
@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.made_run.made_steps import (
     COMPLETIONS,
-    Plan,
+    RunPlan,
     Step,
     first_step,
     make_step,
@@ -56,7 +56,7 @@ class MadeRun:
     def __init__(
         self,
         folder: pathlib.Path,
-        plan: Plan,
+        plan: RunPlan,
         *,
         started: float = STARTED,
         config: Mapping[str, Any] | None = None,
@@ -145,7 +145,7 @@ class MadeRun:
         self._files[name].write(strict_line(record) + "\n")
 
     def _write_raw_surrogate(self, number: int) -> None:
-        """A line whose JSON escapes stand for no character, as other writers leave them."""
+        """A line with a JSON escape that is no character, as other programs may write it."""
         if self.plan.hostile and number == 1:
             record = next(samples(self.plan, number, 0.5)) | {"completion": "\ud800 lone"}
             self._files["samples"].write(json.dumps(record) + "\n")
@@ -233,9 +233,9 @@ def make_run(
         state: finished, failed, interrupted, or running (of this process, which lives).
         config: changes of the configuration by dotted key.
         code: changes of files in code.zip by name.
-        plan: further fields of Plan.
+        plan: further fields of RunPlan.
     """
-    chosen = Plan(
+    chosen = RunPlan(
         steps=steps, workers=workers, seed=seed, nonfinite=nonfinite, hostile=hostile, **plan
     )
     run = MadeRun(folder, chosen, config=config, code=code)
@@ -247,8 +247,8 @@ def make_run(
     return run
 
 
-def configuration(plan: Plan, name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.yaml holds, as far as the dashboard looks at it."""
+def configuration(plan: RunPlan, name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of config.yaml that the dashboard reads."""
     most = max(plan.workers, plan.workers_to or 0)
     elastic = {"min": 1, "max": most, "policy": "fixed"}
     config: dict[str, Any] = {
@@ -305,11 +305,12 @@ def _arguments() -> argparse.Namespace:
 
 
 def main() -> None:
+    """Writes the run that the command line describes."""
     arguments = _arguments()
-    names = {field.name for field in dataclasses.fields(Plan)}
-    plan = Plan(**{name: value for name, value in vars(arguments).items() if name in names})
+    names = {field.name for field in dataclasses.fields(RunPlan)}
+    plan = RunPlan(**{name: value for name, value in vars(arguments).items() if name in names})
     if list(arguments.folder.glob("*.jsonl")):
-        sys.exit(f"{arguments.folder} holds a run: choose another folder")
+        sys.exit(f"{arguments.folder} already has a run: choose another folder")
     started = STARTED if arguments.live is None else time.time()
     run = MadeRun(arguments.folder, plan, started=started)
     for _ in range(plan.steps + 1):

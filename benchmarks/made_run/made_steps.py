@@ -1,4 +1,4 @@
-"""One step of a made-up run: what each process does when, and the numbers that come of it.
+"""One step of a made-up run: spans of each process, and the metrics that follow from them.
 
 The model is that of a run without drift: a fixed amount of decoding is shared by the workers, the
 learner updates after them (staleness 0) or beside them, and the reward rises towards a limit.
@@ -20,8 +20,8 @@ PULL_BYTES = 10_022_400.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What run to make up."""
+class RunPlan:
+    """What kind of run to make up."""
 
     steps: int = 40
     workers: int = 2
@@ -53,8 +53,8 @@ class Plan:
 
     def random(self, step: int) -> np.random.Generator:
         """The numbers of one step depend on nothing but the seed and the step."""
-        parted = self.part_at is not None and step >= self.part_at
-        return np.random.default_rng([self.seed, step, int(parted)])
+        diverged = self.part_at is not None and step >= self.part_at
+        return np.random.default_rng([self.seed, step, int(diverged)])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class Step:
         return rows
 
 
-def first_step(plan: Plan) -> Step:
+def first_step(plan: RunPlan) -> Step:
     """Step 0, which compiles and evaluates and trains nothing."""
     rng = plan.random(0)
     spans: dict[str, list[tuple[str, float, float]]] = {"learner": [("idle", 0.0, 4.8)]}
@@ -92,13 +92,13 @@ def first_step(plan: Plan) -> Step:
     return Step(step=0, wall_s=4.805, spans=spans, metrics=metrics, accuracy=0.275)
 
 
-def make_step(plan: Plan, step: int) -> Step:
+def make_step(plan: RunPlan, step: int) -> Step:
     """One step that trains."""
     rng = plan.random(step)
     workers = plan.names(step)[1:]
-    chains = [_worker_parts(rng, len(workers), step) for _ in workers]
+    chains = [_worker_spans(rng, len(workers), step) for _ in workers]
     generate_s = max(sum(seconds for _, seconds in chain) for chain in chains)
-    update = _learner_parts(rng, plan, step)
+    update = _learner_spans(rng, plan, step)
     update_s = sum(seconds for _, seconds in update)
     evaluates = step == plan.steps
     eval_s = 0.3 if evaluates else 0.0
@@ -130,7 +130,7 @@ def make_step(plan: Plan, step: int) -> Step:
     return Step(step=step, wall_s=wall_s, spans=spans, metrics=metrics, accuracy=accuracy)
 
 
-def _worker_parts(rng: np.random.Generator, workers: int, step: int) -> list[tuple[str, float]]:
+def _worker_spans(rng: np.random.Generator, workers: int, step: int) -> list[tuple[str, float]]:
     decode_s = DECODE_S / workers * float(rng.normal(1.0, 0.04))
     rounds = 3
     parts = [("weights_wait", float(rng.uniform(0.03, 0.05)))]
@@ -143,7 +143,7 @@ def _worker_parts(rng: np.random.Generator, workers: int, step: int) -> list[tup
     return parts
 
 
-def _learner_parts(rng: np.random.Generator, plan: Plan, step: int) -> list[tuple[str, float]]:
+def _learner_spans(rng: np.random.Generator, plan: RunPlan, step: int) -> list[tuple[str, float]]:
     update_s = UPDATE_S * float(rng.normal(1.0, 0.03))
     parts = [("forward_backward", update_s), ("optimizer", 0.006), ("serialise", 0.001)]
     parts.append(("publish", float(rng.uniform(0.01, 0.02))))
@@ -182,7 +182,7 @@ def without_holes(
     return found
 
 
-def _accuracy(plan: Plan, step: int) -> float:
+def _accuracy(plan: RunPlan, step: int) -> float:
     """Expected reward: from 0.25 towards 0.9, most of it in the first fifth of the run."""
     scale = max(8.0, plan.steps / 5)
     turned = step if plan.flat_from is None else min(step, plan.flat_from)
@@ -190,7 +190,9 @@ def _accuracy(plan: Plan, step: int) -> float:
     return max(0.02, 0.25 + 0.65 * (1 - float(np.exp(-turned / scale))) - fallen)
 
 
-def _learning(rng: np.random.Generator, plan: Plan, step: int, accuracy: float) -> dict[str, float]:
+def _learning(
+    rng: np.random.Generator, plan: RunPlan, step: int, accuracy: float
+) -> dict[str, float]:
     strict = float(rng.binomial(COMPLETIONS, accuracy)) / COMPLETIONS
     lenient = min(1.0, strict + float(rng.binomial(COMPLETIONS, 0.01)) / COMPLETIONS)
     length = 11 + 9 * accuracy + float(rng.normal(0, 0.5))
@@ -260,7 +262,7 @@ def _learning(rng: np.random.Generator, plan: Plan, step: int, accuracy: float) 
 
 
 def _transfers(rng: np.random.Generator, workers: int) -> dict[str, float]:
-    """How the version came to the workers, and what memory everyone holds."""
+    """Transfers of the version to the workers, and the memory of each process."""
     pull_s = 0.03 * float(rng.lognormal(0, 0.1))
     metrics = {
         "workers/restarts": 0.0,
@@ -309,7 +311,7 @@ def _evaluation(rng: np.random.Generator, accuracy: float) -> dict[str, float]:
     }
 
 
-def _nonfinite(plan: Plan, step: int) -> dict[str, Any]:
+def _nonfinite(plan: RunPlan, step: int) -> dict[str, Any]:
     """What goes wrong in two steps: a NaN halfway, infinity at three quarters."""
     if step == max(1, plan.steps // 2):
         nan = float("nan")

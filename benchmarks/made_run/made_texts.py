@@ -1,4 +1,4 @@
-"""What the model of a made-up run wrote: questions, completions, their tokens and rewards."""
+"""Texts of a made-up run: questions, completions, their tokens and rewards."""
 
 import re
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.made_run.made_steps import Plan
+from benchmarks.made_run.made_steps import RunPlan
 
 HOSTILE = (
     "<script>window.attacked = true</script>",
@@ -18,7 +18,7 @@ HOSTILE = (
 LONG_CHARS = 100_000
 
 
-def samples(plan: Plan, step: int, accuracy: float) -> Iterator[dict[str, Any]]:
+def samples(plan: RunPlan, step: int, accuracy: float) -> Iterator[dict[str, Any]]:
     """The first few completions of a step."""
     rng = np.random.default_rng([plan.seed, step, 7])
     workers = plan.names(step)[1:]
@@ -46,7 +46,7 @@ def samples(plan: Plan, step: int, accuracy: float) -> Iterator[dict[str, Any]]:
         yield {"step": step, **record, **more}
 
 
-def evaluation(plan: Plan, step: int, accuracy: float, items: int = 200) -> Iterator[dict]:
+def evaluation(plan: RunPlan, step: int, accuracy: float, items: int = 200) -> Iterator[dict]:
     """Held-out completions: the same prompts at every evaluation."""
     rng = np.random.default_rng([plan.seed, step, 11])
     for prompt_id in range(items):

@@ -1,4 +1,4 @@
-"""Upper bounds on what the compiler says of each TPU program, and whether they hold.
+"""Upper bounds on what the compiler says of each TPU program, and their comparison.
 
 `budgets.json` has the bounds, set about 5 % above what was reached, and the versions of the
 compiler that reached it: another one may break them without a change of ours.
@@ -31,6 +31,7 @@ class BudgetCheck(NamedTuple):
 
     @property
     def verdict(self) -> str:
+        """`held`, `BROKEN`, `no budget` or `not measured`."""
         if self.budget is None:
             return "no budget"
         if self.reached is None:

@@ -1,4 +1,4 @@
-"""Compiles one program for a TPU v6e chip that is not there, in a process of its own.
+"""Compiles one program of kernel_programs.py for a TPU v6e chip, without a TPU, in a child process.
 
 libtpu reads its settings once, when it starts, and may end the whole process: hence a child for
 each, with a deadline. The schedules that it dumps go to a temporary folder that is watched and
@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.tpu import hlo, issue_cycles
 
 ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",  # the TPU compiler is asked for by name; no device is to be looked for
+    "JAX_PLATFORMS": "cpu",  # the TPU compiler is asked for by name; no device may be looked for
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v6e-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -97,7 +97,7 @@ def compile_here(lower: Any) -> Figures:
 
 
 def compile_in_child(name: str, deadline_s: float) -> Figures:
-    """Compiles a program of programs.py; a failure is in the figures' `error`."""
+    """Compiles a program of kernel_programs.py; a failure is in the figures' `error`."""
     with tempfile.TemporaryDirectory(prefix="tpu_report_") as folder:
         dump, result = pathlib.Path(folder) / "dump", pathlib.Path(folder) / "result.json"
         dump.mkdir()  # libtpu does not make it

@@ -1,7 +1,7 @@
 """What a TPU program would cost by the compiler's own figures. No figure here is a measured time.
 
-The schedule of each operation gives its issue cycles, memory not included (bundles.py), and the
-program's text the bytes that it moves (hlo.py). The model time of an operation is the larger of
+The schedule of each operation gives its issue cycles, memory not included (issue_cycles.py), and
+the program's text the bytes that it moves (hlo.py). The model time of an operation is the larger of
 the two at a v6e's rates, and that of the program their sum, as if nothing overlapped:
 
     t = max(cycles / 1.75 GHz, bytes / 1.64 TB/s)

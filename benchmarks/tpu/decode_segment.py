@@ -1,9 +1,9 @@
-"""Compiles the decode loop for a TPU v6e host that is not there, and reports what a token costs.
+"""Compiles the decode loop for a TPU v6e host, without a TPU, and reports what a token costs.
 
     python -m deploy.tpu_decode --shape qwen2.5-3b --slots 128 --json decode.json
     python -m deploy.tpu_decode --shape smollm2 --layers 2 --tensor 1 --compare attention=f32
 
-The same slots are decoded by eight lanes that each hold the whole model (`tensor 1`), or by one
+The same slots are decoded by eight lanes that each have the whole model (`tensor 1`), or by one
 that is cut over the eight chips (`tensor 8`). The program is the engine's own segment at its widest
 cache. Nothing is executed and no figure is a measured time: cycles are counted in the compiler's
 schedules and bytes in the program's text, for one token step in which one row enters a slot and no
@@ -92,6 +92,7 @@ class SegmentCost:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
     arguments = _parser().parse_args(argv)
     try:
         check_report_file(arguments.json)
@@ -340,7 +341,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="qwen2.5-3b", help="(%(default)s)")
-    add("--layers", type=int, help="cut the model to so many layers, for a try")
+    add("--layers", type=int, help="cut the model to its first LAYERS layers")
     add("--slots", type=int, default=128, help="of all chips together (%(default)s)")
     add("--prompt", type=int, default=256, help="longest prompt, in tokens (%(default)s)")
     add("--new", type=int, default=256, help="longest completion, in tokens (%(default)s)")

@@ -27,7 +27,7 @@ CALLS = {"call": "to_apply", "call-start": "to_apply", "async-start": "calls"}
 VIEWS = {"bitcast", "reshape", "convert", "copy"}
 """Inside a fusion: the same elements under another name."""
 UPDATES = {"dynamic-update-slice": 1, "scatter": -1}
-"""Operations that change their first operand in place, and which operand holds what is new."""
+"""Operations that change their first operand in place, and which operand has the new values."""
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 STATED_BYTES = re.compile(r'"bytes_accessed":"?(\d+)')
 
@@ -85,10 +85,11 @@ class Traffic(NamedTuple):
 
     ops: list[OpTraffic]
     uncounted_loops: list[str]
-    """Loops whose number of rounds the text does not tell; one round of each is counted."""
+    """Loops whose number of rounds is not in the text; one round of each is counted."""
 
     @property
     def bytes(self) -> int:
+        """Of all executions together."""
         return sum(op.bytes * op.times for op in self.ops)
 
 

@@ -3,7 +3,7 @@
 A TPU core issues one bundle of instructions a cycle, in order, so that a loop takes its bundles
 times its rounds. The text dump of the final schedule has both: nesting marks, and the constant
 that the loop's exit test compares with. Counted is every bundle of a body, those of branches that
-are seldom taken too; not counted are the rounds of a loop that the text does not tell, which has
+are seldom taken too; not counted are the rounds of a loop whose count is not in the text, which has
 one, and the time that bundles wait for memory. Libtpu's own static evaluator, which takes minutes
 and gigabytes for a kernel of a few hundred steps, came to 0 to 3 % more on the kernels over given
 logits.

@@ -1,4 +1,4 @@
-"""The programs that `python -m kernels.tpu_report` compiles: kernels and their rivals.
+"""The programs that `python -m kernels.tpu_report` compiles: kernels and their alternatives.
 
 Each is for one chip, with bfloat16 in. Losses over a vocabulary with their gradients:
 
@@ -6,7 +6,7 @@ Each is for one chip, with bfloat16 in. Losses over a vocabulary with their grad
     probe/SHAPE/IMPL: the same with an entropy bonus, at the size of a small probe.
     head/SHAPE/IMPL: from hidden vectors and head; the float32 gradient of the head is donated and
         added to.
-    head_chunk/SHAPE/IMPL: the same for as many tokens as one chunk holds.
+    head_chunk/SHAPE/IMPL: the same for the tokens of one chunk.
 
 and one layer's attention from one new token per row, its cache donated:
 

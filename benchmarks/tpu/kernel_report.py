@@ -1,11 +1,11 @@
-"""What the TPU compiler says of every kernel and its rivals, held to committed budgets.
+"""Compiles every kernel and its alternatives for a TPU, and compares their costs with budgets.
 
     python -m kernels.tpu_report --fast
     python -m kernels.tpu_report --only 'token_logprob/*' 'head/*' --ops --json report.json
 
-Compiles the programs of programs.py for one chip of a TPU v6e and needs jax[tpu], no TPU.
+Compiles the programs of kernel_programs.py for one chip of a TPU v6e and needs jax[tpu], no TPU.
 Nothing is executed and no figure is a measured time. Cycles are counted in the compiler's own
-schedule of each operation, and the model of cost.py makes a time of them and of the bytes, to rank
+schedule of each operation, and cost_model.py makes a time of them and of the bytes, to rank
 variants by.
 
 Exits with 1 when a program does not compile or breaks a budget of budgets.json, and with 2
@@ -36,11 +36,12 @@ NOTE = (
 )
 
 
-class WrongQuestion(Exception):
-    """The command asks for what does not exist here."""
+class WrongArgument(Exception):
+    """An argument names something that does not exist here."""
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
     arguments = _parser().parse_args(argv)
     if arguments.child:
         return _child(arguments.child, pathlib.Path(arguments.into))
@@ -49,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         names = _chosen(arguments.only, arguments.fast)
         versions = _versions()
         budgets = tpu_budgets.load()
-    except (WrongQuestion, ValueError) as error:
+    except (WrongArgument, ValueError) as error:
         print(f"tpu_report: {error}", file=sys.stderr)
         return 2
     print(f"TPU v6e, one chip; jax {versions['jax']}, libtpu {versions['libtpu']}")
@@ -77,8 +78,8 @@ def judge(name: str, figures: compile_kernel.Figures, budget: dict[str, float]) 
     """One program beside its budget.
 
     Returns:
-        What --json has of it: `name`, the fields of compile.Figures but `ops` and `op_cycles`, in
-        their place `cycles`, `model_ms` and `cost`; and `checks`.
+        What --json has of it: `name`, the fields of `compile_kernel.Figures`, but `cycles`,
+        `model_ms` and `cost` in place of `ops` and `op_cycles`; and `checks`.
     """
     entry = {"name": name, **dataclasses.asdict(figures), "checks": []}
     del entry["ops"], entry["op_cycles"]
@@ -169,14 +170,14 @@ def _chosen(only: list[str] | None, fast: bool) -> list[str]:
         if not matching:
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
             kind = "fast program" if fast else "program"
-            raise WrongQuestion(f"no {kind} is called {pattern!r}; nearest: {', '.join(near)}")
+            raise WrongArgument(f"no {kind} is called {pattern!r}; nearest: {', '.join(near)}")
         chosen += [name for name in matching if name not in chosen]
     return chosen
 
 
 def _versions() -> dict[str, str]:
     if importlib.util.find_spec("libtpu") is None:
-        raise WrongQuestion("libtpu, the compiler, is not installed: pip install '.[tpu]'")
+        raise WrongArgument("libtpu, the compiler, is not installed: pip install '.[tpu]'")
     return {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
 
 
@@ -191,7 +192,7 @@ def _child(name: str, into: pathlib.Path) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m kernels.tpu_report",
-        description="Compile the TPU kernels without a TPU and hold them to their budgets.",
+        description="Compile the TPU kernels without a TPU and compare their costs with budgets.",
     )
     parser.add_argument(
         "--only", nargs="+", metavar="NAME", help="these programs; shell patterns are understood"

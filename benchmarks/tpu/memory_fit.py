@@ -1,4 +1,4 @@
-"""What a compiled program needs of a chip, and whether it fits: the arithmetic of tpu_check.
+"""Memory that a compiled program needs of a chip, and whether it fits: arithmetic of tpu_check.
 
 All bytes are those of one chip. GB are 10^9 bytes.
 """
@@ -36,10 +36,11 @@ class RunProgram:
 
     @property
     def need_bytes(self) -> int:
-        """What the chip must hold while this program runs."""
+        """Memory of a chip while this program runs."""
         return self.peak_bytes + self.beside_bytes
 
     def fits(self, usable_bytes: int) -> bool:
+        """Whether it compiled and needs no more than this."""
         return not self.error and self.need_bytes <= usable_bytes
 
 

@@ -1,4 +1,4 @@
-"""Compiles the programs of a run for TPU v6e chips that are not there, and says whether they fit.
+"""Compiles all programs of a run for TPU v6e chips, without a TPU, and checks that they fit.
 
     make tpu-check
     python -m deploy.tpu_check --config deploy/runs/gsm8k_qwen25_3b_v6e8.yaml --json check.json
@@ -53,6 +53,7 @@ CHIP_BOUNDS = {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 4, 1)}
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
     arguments = _parser().parse_args(argv)
     usable_bytes = round(arguments.usable_gib * 2**30)
     try:
@@ -95,7 +96,7 @@ def learner_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Itera
     """`empty`, `accumulate` and `apply` of one update, on micro-batches of the longest rows, and
     `snapshot` and `canary` of a publication.
 
-    An update is judged with two snapshots beside it, as if publications were slow.
+    An update is counted with two snapshots beside it, as if publications were slow.
     """
     programs = make_learner_functions(
         abstract_params(model),
@@ -163,8 +164,8 @@ def worker_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Iterat
     """The decode engine's programs at their largest: the longest prefill chunks, a segment over
     the widest cache, and the widening to it.
 
-    Each is judged with a second policy beside it, as if a version could arrive at any time; only
-    `empty` runs when the older one is gone.
+    Each is counted with a second policy beside it, as if a version could arrive at any time; only
+    `empty` runs after the older one is freed.
     """
     setup = EngineSetup(
         rollout=config.rollout,
@@ -250,7 +251,7 @@ def outputs(compiled: jax.stages.Compiled):
 
 
 def topology_devices(count: int) -> list[jax.Device]:
-    """The chips of a process that holds so many of a v6e host, for the compiler alone."""
+    """The chips of a process that has `count` of a v6e host, for the compiler only."""
     bounds = CHIP_BOUNDS[count]
     topology = topologies.get_topology_desc(
         platform="tpu",
@@ -290,7 +291,7 @@ def _require_tpu_run(config: RunConfig) -> None:
     for role, count in (("learner", asked.learner), ("worker", asked.worker)):
         if count not in CHIP_BOUNDS:
             raise ConfigError(
-                f"{count} TPU chips for the {role}: a process can hold {sorted(CHIP_BOUNDS)} of a "
+                f"{count} TPU chips for the {role}: a process can have {sorted(CHIP_BOUNDS)} of a "
                 "v6e host; change placement"
             )
     if config.rollout.decode.loop != "while":
@@ -319,7 +320,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--role", action="append", choices=ROLES, help="check this one; may be given twice"
     )
-    parser.add_argument("--layers", type=int, help="cut the model to so many layers, for a try")
+    parser.add_argument("--layers", type=int, help="cut the model to its first LAYERS layers")
     parser.add_argument(
         "--usable-gib",
         type=float,

@@ -57,6 +57,7 @@ class DeltaRow(NamedTuple):
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
     arguments = _parser().parse_args(argv)
     try:
         loaded = load_model(arguments.model)

@@ -1,6 +1,6 @@
 """The other processes of a bench: a learner that publishes, and workers that pull.
 
-A process answers one command at a time over a pipe, so that whoever measures says what happens.
+A process answers one command at a time over a pipe, so that the bench controls the sequence.
 """
 
 import concurrent.futures
@@ -29,8 +29,8 @@ LARGEST_TENSOR_BYTES = 32 * MIB
 
 
 def bf16_tensors(mib: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """Returns bfloat16 tensors of so many MiB together, normal with deviation 0.02, as in a layer
-    of a language model: an embedding and matrices of several sizes.
+    """bfloat16 tensors of `mib` MiB in all, normal with deviation 0.02, of several sizes as in a
+    language model.
     """
     rng = np.random.default_rng(seed)
     left, tensors = mib * MIB, {}
@@ -60,16 +60,23 @@ class Peer:
         self._process.start()
         theirs.close()
         self.hello = self.answer()
-        """What the process said of itself when it was ready."""
+        """What the process sent when it was ready."""
 
     def ask(self, *command: object) -> Any:
-        self.tell(*command)
+        """Sends a command and returns its answer."""
+        self.send(*command)
         return self.answer()
 
-    def tell(self, *command: object) -> None:
+    def send(self, *command: object) -> None:
+        """Sends a command; `answer` returns what it answers."""
         self._pipe.send(command)
 
     def answer(self) -> Any:
+        """The next answer of the process.
+
+        Raises:
+            TimeoutError: after ANSWER_S.
+        """
         if not self._pipe.poll(ANSWER_S):
             raise TimeoutError(f"waited {ANSWER_S:g} s for {self._process.name} of the bench")
         return self._pipe.recv()

@@ -24,7 +24,7 @@ RESET_PEAK = "5"
 LARGE_CHUNK_BYTES = 2 * MIB
 """A bare stream of such messages is shown too, as the usual advice has it."""
 COLD = 2
-"""Pulls until memory goes round: the held version has one buffer, the coming one another."""
+"""Pulls before buffers are reused: the current version has one, the next version another."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,11 +117,11 @@ def _spent(peer: Peer, transfer: Callable[[], object]) -> Spent:
 
 
 def _take_bare(address: str, credentials: Credentials, nbytes: int, chunk_bytes: int) -> None:
-    """Takes in the bare stream, in messages of that size, and drops it."""
+    """Receives the bare stream in messages of `chunk_bytes`, and discards it."""
     with open_channel(address, credentials) as channel:
         got = sum(map(len, channel.unary_stream(BARE_METHOD)(b"%d" % chunk_bytes, timeout=600)))
     if got != nbytes:
-        raise ValueError(f"the bare stream had {got} bytes, the version has {nbytes}")
+        raise ValueError(f"the bare stream sent {got} bytes, the version has {nbytes}")
 
 
 def _status_bytes(field: str) -> int:

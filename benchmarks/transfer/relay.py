@@ -22,7 +22,7 @@ def measure(workers: int, mib: int, fanout: int) -> str:
         source.ask("publish", 0, 0.0)
         for name, peer in fleet.items():
             relays = [fleet[relay].hello for relay in ancestors(tree, name)]
-            peer.tell(0, [*relays, source.hello[0]])
+            peer.send(0, [*relays, source.hello[0]])
         stats = {name: peer.answer() for name, peer in fleet.items()}
         _, egress = source.ask("spent")
     addresses = {peer.hello: name for name, peer in fleet.items()} | {source.hello[0]: "learner"}

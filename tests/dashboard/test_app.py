@@ -6,7 +6,7 @@ import math
 import pytest
 
 from benchmarks.made_run.made_run import MadeRun, make_run
-from benchmarks.made_run.made_steps import Plan
+from benchmarks.made_run.made_steps import RunPlan
 from dashboard.guard import SECURITY_HEADERS
 from dashboard.runs import driver_client as fleet
 from dashboard.runs.driver_client import DriverClient
@@ -138,7 +138,7 @@ def test_a_change_of_a_run_that_is_over_is_refused(site):
 
 @pytest.fixture
 def running(tmp_path):
-    run = MadeRun(tmp_path / "run", Plan(steps=200, workers=2))
+    run = MadeRun(tmp_path / "run", RunPlan(steps=200, workers=2))
     for _ in range(4):
         run.write_step()
     run.progress()

@@ -6,7 +6,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from benchmarks.made_run.made_run import MadeRun, make_run
-from benchmarks.made_run.made_steps import Plan
+from benchmarks.made_run.made_steps import RunPlan
 from dashboard.app import Api
 from dashboard.openapi import DOCUMENT
 from dashboard.runs.driver_client import fleet_json
@@ -146,7 +146,7 @@ def test_a_run_that_has_not_written_anything_yet_has_the_same_forms(tmp_path):
 
 
 def test_events_have_the_forms_of_their_documents(tmp_path):
-    run = MadeRun(tmp_path / "run", Plan(steps=50, workers=2))
+    run = MadeRun(tmp_path / "run", RunPlan(steps=50, workers=2))
     for _ in range(3):
         run.write_step()
     run.progress()

@@ -1,7 +1,7 @@
 """What a look at a run's folder tells those who watch."""
 
 from benchmarks.made_run.made_run import MadeRun
-from benchmarks.made_run.made_steps import Plan
+from benchmarks.made_run.made_steps import RunPlan
 from dashboard.runs.run_follower import RunFollower
 
 
@@ -12,7 +12,7 @@ def told_of_logs(follower):
 def test_a_look_tells_once_how_far_timeline_and_samples_are(tmp_path):
     follower = RunFollower(tmp_path)
     assert told_of_logs(follower) == [("samples", {"total": 0})]
-    made = MadeRun(tmp_path, Plan())
+    made = MadeRun(tmp_path, RunPlan())
     made.write_step()
     assert told_of_logs(follower) == [("timeline", {"step": 0}), ("samples", {"total": 200})]
     assert told_of_logs(follower) == []
@@ -24,7 +24,7 @@ def test_a_look_tells_once_how_far_timeline_and_samples_are(tmp_path):
 
 
 def test_skipped_lines_are_logged_once(tmp_path, caplog):
-    MadeRun(tmp_path, Plan()).write_step()
+    MadeRun(tmp_path, RunPlan()).write_step()
     follower = RunFollower(tmp_path)
     follower.poll()
     assert not caplog.records

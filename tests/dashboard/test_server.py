@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from benchmarks.made_run.made_run import MadeRun, make_run
-from benchmarks.made_run.made_steps import Plan
+from benchmarks.made_run.made_steps import RunPlan
 from dashboard import auth, listener, server
 from dashboard.auth import Tokens
 from dashboard.listener import PortTaken, answers, bind, url_of
@@ -98,7 +98,7 @@ def test_descriptors_are_left_for_the_files_of_the_run():
 
 def test_a_viewer_may_stay_for_longer_than_a_request_may_take(tmp_path, monkeypatch):
     monkeypatch.setattr(server, "REQUEST_S", 0.3)
-    run = MadeRun(tmp_path / "run", Plan(steps=50, workers=2))
+    run = MadeRun(tmp_path / "run", RunPlan(steps=50, workers=2))
     run.write_step()
     with (
         served(run.folder) as site,
@@ -128,7 +128,7 @@ def free_port() -> int:
 
 
 def test_viewers_are_told_how_the_run_ended_before_the_server_ends(tmp_path):
-    run = MadeRun(tmp_path / "run", Plan(steps=50, workers=2))
+    run = MadeRun(tmp_path / "run", RunPlan(steps=50, workers=2))
     run.write_step()
     run.progress()
     heard = []
@@ -190,7 +190,7 @@ time.sleep(600)
 @pytest.fixture
 def orphan(tmp_path):
     """A run whose driver can be killed: its folder, its dashboard's URL, the two processes."""
-    run = MadeRun(tmp_path / "run", Plan(steps=50, workers=2))
+    run = MadeRun(tmp_path / "run", RunPlan(steps=50, workers=2))
     run.write_step()
     run.progress()
     with bind("127.0.0.1", 0) as listening:

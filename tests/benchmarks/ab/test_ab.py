@@ -1,4 +1,4 @@
-"""Implementations held against each other on recorded rollouts, and a wrong one found out.
+"""Implementations compared on recorded rollouts, and a wrong one detected.
 
 The jobs run in this process, but in one test, which starts them as a user does.
 """
@@ -190,7 +190,7 @@ def test_a_wrong_temperature_is_a_disagreement(compared, monkeypatch):
 
 
 def test_a_lost_gradient_of_the_entropy_is_a_disagreement(compared, monkeypatch):
-    """The loss of the first step is right, so only gradient and update can tell."""
+    """The loss of the first step is right, so only gradient and update differ."""
     right = head.schedule.value_and_gradients
 
     def wrong(hidden, head_VD, ids, active, data, objective, *rest, **options):
@@ -263,8 +263,8 @@ def test_updates_that_move_nothing_prove_nothing(compared, monkeypatch):
         (["--impl", "fast,fast:triton"], "implementation of auto, reference, xla, pallas$"),
         (["--impl", "fast,xla:lean"], r"'xla:lean': did you mean lean:xla\?"),
         (["--impl", "lean,fast:reference"], "the reference has whole logits"),
-        (["--impl", "fast,lean", "--steps", "0"], "--steps 0: .* holds 1 to 3 steps"),
-        (["--impl", "fast,lean", "--steps", "4"], "--steps 4: .* holds 1 to 3 steps"),
+        (["--impl", "fast,lean", "--steps", "0"], "--steps 0: .* has steps 1 to 3"),
+        (["--impl", "fast,lean", "--steps", "4"], "--steps 4: .* has steps 1 to 3"),
         (["--impl", "fast,lean", "--check-every", "0"], "--check-every 0: must be at least 1"),
         (["--impl", "fast,lean", "--loss-tol", "nan"], "--loss-tol nan: must be 0 or above"),
         (["--impl", "fast,lean", "--compute-dtype", "f8"], "'f8': must be bfloat16 or float32"),
@@ -319,7 +319,7 @@ def test_a_file_that_cannot_be_used_is_one_message(compared, rollouts, tmp_path)
     assert code == 2 and "record 3 " in printed
     bad.write_bytes(whole[:200])
     code, printed = compared(*impl, file=bad)
-    assert code == 2 and "holds no whole step" in printed
+    assert code == 2 and "has no complete step" in printed
 
 
 def test_an_implementation_that_the_platform_lacks_is_refused_at_once(model, rollouts, monkeypatch):

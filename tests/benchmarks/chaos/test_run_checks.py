@@ -1,4 +1,4 @@
-"""The judge of `python -m deploy.chaos` on books made by hand, its faults, and the soak's slope."""
+"""The checks of `python -m deploy.chaos` on files written by hand, its faults, the soak's slope."""
 
 import collections
 import json
@@ -72,9 +72,11 @@ EXPECTED = [f"g{index:08d}" for index in range(2 * STEPS)]
 
 
 def test_an_orderly_run_passes(folder):
-    books = run_checks.check_accounting(run_checks.read_run(folder), steps=STEPS, expected=EXPECTED)
-    assert books == run_checks.Accounting(lost=(), duplicated=(), problems=())
-    assert run_checks.check_accounting(run_checks.read_run(folder), steps=STEPS) == books
+    accounting = run_checks.check_accounting(
+        run_checks.read_run(folder), steps=STEPS, expected=EXPECTED
+    )
+    assert accounting == run_checks.Accounting(lost=(), duplicated=(), problems=())
+    assert run_checks.check_accounting(run_checks.read_run(folder), steps=STEPS) == accounting
 
 
 def test_superseded_lines_and_a_line_being_written_do_not_count(folder):
@@ -172,9 +174,9 @@ def campaign(mode: str) -> Campaign:
     return Campaign(steps=STEPS, every_steps=1, mode=mode, faults=())
 
 
-def test_a_synchronous_campaign_wants_equal_bits_and_says_where_they_part(folder):
-    calm = run_checks.read_run(folder)
-    assert compare(campaign("sync"), calm, run_checks.read_run(folder), 0, []).passed
+def test_a_synchronous_campaign_wants_equal_bits_and_names_the_divergence(folder):
+    undisturbed = run_checks.read_run(folder)
+    assert compare(campaign("sync"), undisturbed, run_checks.read_run(folder), 0, []).passed
 
     def drift(lines):
         lines[1]["train/loss"] += 1e-9
@@ -182,24 +184,24 @@ def test_a_synchronous_campaign_wants_equal_bits_and_says_where_they_part(folder
 
     other = change(folder, "metrics.jsonl", drift)
     other.parameters["w"][0] = 2
-    outcome = compare(campaign("sync"), calm, other, 0, [])
+    outcome = compare(campaign("sync"), undisturbed, other, 0, [])
     assert not outcome.passed and outcome.parameters_equal is False
     assert "1 tensors differ, first w" in outcome.problems[0]
-    assert "part at step 2: train/loss" in outcome.problems[1]
-    assert compare(campaign("async"), calm, other, 0, []).passed
+    assert "diverge at step 2: train/loss" in outcome.problems[1]
+    assert compare(campaign("async"), undisturbed, other, 0, []).passed
 
 
 @pytest.mark.parametrize("part", run_checks.CERTIFIED)
 def test_a_checkpoint_that_differs_where_an_export_cannot_show_it_is_found(folder, part):
     """Exports are rounded to 16 bits; the master weights and the optimiser are not."""
-    calm, other = run_checks.read_run(folder), run_checks.read_run(folder)
+    undisturbed, other = run_checks.read_run(folder), run_checks.read_run(folder)
     other.certificate[part] = "ff00"
-    outcome = compare(campaign("sync"), calm, other, 0, [])
+    outcome = compare(campaign("sync"), undisturbed, other, 0, [])
     assert outcome.parameters_equal is False
     assert outcome.problems == (f"the last checkpoints differ in {part}",)
     other.certificate.pop(part)
-    assert not compare(campaign("sync"), other, calm, 0, []).passed
-    assert compare(campaign("async"), calm, other, 0, []).passed
+    assert not compare(campaign("sync"), other, undisturbed, 0, []).passed
+    assert compare(campaign("async"), undisturbed, other, 0, []).passed
 
 
 def test_a_slow_recovery_fails_a_campaign_whose_books_are_right(folder):

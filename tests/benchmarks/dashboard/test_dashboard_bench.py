@@ -10,7 +10,7 @@ import pytest
 from benchmarks.dashboard import demo_run, history, step_cost, viewer_process, viewers
 from benchmarks.dashboard.browser import ROOT, serving
 from benchmarks.dashboard.history import seen_of
-from benchmarks.dashboard.step_cost import StepBlock, StepCost, cost_of, order
+from benchmarks.dashboard.step_cost import StepBlock, StepCost, block_order, cost_of
 from benchmarks.dashboard.viewers import Memory, growth
 from benchmarks.made_run.made_run import make_run
 from dashboard.listener import answers
@@ -20,7 +20,7 @@ GOOD = {"loads": [(0.1, 0.9, 4e5)], "updates_ms": [3.0]}
 
 
 def test_which_side_comes_first_turns_from_pair_to_pair():
-    assert order(3) == [False, True, True, False, False, True]
+    assert block_order(3) == [False, True, True, False, False, True]
 
 
 def test_the_cost_is_the_median_ratio_of_neighbours():
@@ -42,7 +42,7 @@ def test_a_drift_of_the_steps_is_no_cost():
     step_s = {step: 1.0 + 0.01 * step for step in range(40)}
     blocks = [
         StepBlock(watched=watched, first=5 * at, last=5 * at + 4)
-        for at, watched in enumerate(order(4))
+        for at, watched in enumerate(block_order(4))
     ]
     ratios = cost_of(blocks, step_s).ratios
     assert ratios[0] < 1 < ratios[-1], "it falls on both sides"
@@ -108,7 +108,7 @@ def test_every_goal_of_the_long_run_counts(changes, within):
     assert (step_cost.MOST, viewers.MOST_GROWTH_MB) == (1.02, 50)
 
 
-def test_viewers_listen_and_count_what_they_are_told(tmp_path):
+def test_viewers_listen_and_count_what_they_receive(tmp_path):
     make_run(tmp_path, steps=3)
     with served(tmp_path) as site:
         command = [sys.executable, "-m", "benchmarks.dashboard.viewer_process", site.url, "3", "1"]
@@ -120,7 +120,7 @@ def test_viewers_listen_and_count_what_they_are_told(tmp_path):
             process.stdin.write(site.tokens.view + "\n")
             process.stdin.flush()
             count = viewers.wait_until_listening(process, 3, 20)
-            until(lambda: site.live.hub.viewers == 3, "all of them")
+            until(lambda: site.follower.hub.viewers == 3, "all of them")
         finally:
             process.kill()
             process.wait()
@@ -164,7 +164,7 @@ def test_a_server_for_a_browser_is_there_with_the_block_and_gone_with_it(tmp_pat
 
 def test_a_server_that_does_not_start_says_why(tmp_path):
     with (
-        pytest.raises(RuntimeError, match="is not there: give the output folder"),
+        pytest.raises(RuntimeError, match="does not exist: give the output folder"),
         serving(tmp_path / "log", "--run", str(tmp_path / "nowhere")),
     ):
         raise AssertionError("it serves")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.made_run.made_run import MadeRun, make_run
-from benchmarks.made_run.made_steps import Plan
+from benchmarks.made_run.made_steps import RunPlan
 from diagnosis.judgement.breakdown import OTHER, critical_path
 from diagnosis.judgement.history import PATH_PHASES, _round_digits, critical_paths, history
 from diagnosis.records.run_log import RunLog
@@ -123,7 +123,7 @@ def test_critical_path_is_that_of_each_step(tmp_path, max_staleness):
 def test_critical_path_of_made_up_seconds_is_that_of_each_step(tmp_path):
     """Sides that overlap, workers that only wait, steps without a worker or without a learner."""
     rng = np.random.default_rng(0)
-    run = MadeRun(tmp_path, Plan(steps=300, workers=3, samples_per_step=0, timeline=False))
+    run = MadeRun(tmp_path, RunPlan(steps=300, workers=3, samples_per_step=0, timeline=False))
     for _ in range(301):
         run.write_step()
     run.end()

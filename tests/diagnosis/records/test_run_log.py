@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.made_run.made_run import MadeRun, make_run
-from benchmarks.made_run.made_steps import Plan
+from benchmarks.made_run.made_steps import RunPlan
 from diagnosis.records.run_log import RunLog
 from driver.accounting.jsonl import JsonlLog
 from services.process.phases import PHASES
@@ -18,7 +18,7 @@ from services.process.phases import PHASES
 @pytest.fixture
 def run(tmp_path):
     """A run that has written steps 0 to 5 of 40, and its log after the first look."""
-    made = MadeRun(tmp_path, Plan(steps=40))
+    made = MadeRun(tmp_path, RunPlan(steps=40))
     for _ in range(6):
         made.write_step()
     log = RunLog(tmp_path)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks.made_run.made_run import MadeRun, make_run
-from benchmarks.made_run.made_steps import Plan
+from benchmarks.made_run.made_steps import RunPlan
 from diagnosis.records.samples_index import SHOWN_CHARS, SampleIndex, SampleQuery, _excerpt
 from services.wire.strict_json import encode
 
@@ -191,7 +191,7 @@ def test_a_line_without_a_step_is_left_out(tmp_path, record):
 
 
 def test_what_is_appended_is_found_and_what_is_rewound_is_not(tmp_path):
-    made = MadeRun(tmp_path, Plan())
+    made = MadeRun(tmp_path, RunPlan())
     made.write_step()
     index = index_of(tmp_path)
     assert index.total == 200

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.made_run.made_run import MadeRun, make_run
-from benchmarks.made_run.made_steps import Plan
+from benchmarks.made_run.made_steps import RunPlan
 from diagnosis.records import span_arrays, timeline
 from diagnosis.records.run_log import RunLog
 from diagnosis.records.timeline import TimelineLog
@@ -77,7 +77,7 @@ def test_staleness_is_what_the_metrics_say_at_the_end_of_each_step(run):
 
 
 def test_what_is_appended_is_shown_and_what_is_rewound_is_not(tmp_path):
-    made = MadeRun(tmp_path, Plan())
+    made = MadeRun(tmp_path, RunPlan())
     made.write_step()
     known = TimelineLog(tmp_path)
     assert len(known.timeline()["steps"]) == 1

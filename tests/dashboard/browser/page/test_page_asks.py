@@ -4,7 +4,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from benchmarks.made_run.made_run import MadeRun, Plan
+from benchmarks.made_run.made_run import MadeRun, RunPlan
 from tests.chromium import open_view, wait_until
 from tests.dashboard.browser.page_server import Handed
 
@@ -24,7 +24,7 @@ VIEWS = {
 
 @pytest.fixture
 def run(tmp_path):
-    made = MadeRun(tmp_path / "run", Plan(steps=30))
+    made = MadeRun(tmp_path / "run", RunPlan(steps=30))
     for _ in range(7):
         made.write_step()
     made.progress()

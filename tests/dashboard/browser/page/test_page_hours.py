@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.made_run.made_run import MadeRun, Plan
+from benchmarks.made_run.made_run import MadeRun, RunPlan
 from dashboard.runs import run_follower
 from tests.chromium import open_view, wait_until, wait_until_drawn
 from tests.dashboard import served as in_thread
@@ -54,7 +54,7 @@ def visit_all(page, run, until):
 
 def test_nothing_grows_with_the_steps_that_were_watched(tmp_path, watch, monkeypatch):
     monkeypatch.setattr(run_follower, "POLL_S", 0.02)
-    run = MadeRun(tmp_path / "run", Plan(steps=100_000, samples_per_step=2))
+    run = MadeRun(tmp_path / "run", RunPlan(steps=100_000, samples_per_step=2))
     run.write_step()
     run.progress()
     with in_thread.served(run.folder) as server:

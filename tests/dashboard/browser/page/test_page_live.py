@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from benchmarks.made_run.made_run import MadeRun, Plan
+from benchmarks.made_run.made_run import MadeRun, RunPlan
 from tests.chromium import open_view, table_rows, wait_for, wait_until
 from tests.dashboard.browser.page_server import Handed
 from tests.dashboard.browser.reading import says
@@ -21,7 +21,7 @@ BANNER = "#banner"
 @pytest.fixture
 def run(tmp_path):
     """A run of this process that has closed six steps and goes on."""
-    made = MadeRun(tmp_path / "run", Plan(steps=30))
+    made = MadeRun(tmp_path / "run", RunPlan(steps=30))
     for _ in range(7):
         made.write_step()
     made.progress()
@@ -198,7 +198,7 @@ def test_a_server_with_other_tokens_asks_for_a_new_link(handed, watch):
 def test_a_run_rewound_at_a_resume_is_read_anew(run, handed, watch, tmp_path):
     page = watch(handed, "learning").page
     wait_for_step(page, 6)
-    again = MadeRun(tmp_path / "again", Plan(steps=30, seed=9))
+    again = MadeRun(tmp_path / "again", RunPlan(steps=30, seed=9))
     go_on(again, 5)
     put_in_place(again, run)
     wait_for_step(page, 4)
@@ -217,7 +217,7 @@ def test_a_run_rewound_while_nobody_answered_is_read_anew(run, handed, watch, tm
     watched.allow(GONE)
     wait_for_step(watched.page, 6)
     handed.kill()
-    again = MadeRun(tmp_path / "again", Plan(steps=30, seed=9))
+    again = MadeRun(tmp_path / "again", RunPlan(steps=30, seed=9))
     go_on(again, 7)  # as many as before
     put_in_place(again, run)
     handed.start()
@@ -225,7 +225,7 @@ def test_a_run_rewound_while_nobody_answered_is_read_anew(run, handed, watch, tm
 
 
 def test_a_run_without_a_step_says_what_it_waits_for(tmp_path, serve, watch):
-    made = MadeRun(tmp_path / "run", Plan(steps=30))
+    made = MadeRun(tmp_path / "run", RunPlan(steps=30))
     page = watch(serve("--run", made.folder), "breakdown").page
     for view in [
         "breakdown",

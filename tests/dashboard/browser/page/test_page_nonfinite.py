@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.made_run.made_run import MadeRun, Plan, make_run
+from benchmarks.made_run.made_run import MadeRun, RunPlan, make_run
 from tests.chromium import open_view, table_rows
 from tests.dashboard.browser.page_server import Served
 
@@ -91,7 +91,7 @@ def test_rewards_and_logprobs_that_are_not_finite_are_shown_as_such(broken, watc
 
 
 def test_values_that_arrive_live_are_marked_too(tmp_path, serve, watch):
-    run = MadeRun(tmp_path / "run", Plan(steps=9, nonfinite=True))
+    run = MadeRun(tmp_path / "run", RunPlan(steps=9, nonfinite=True))
     for _ in range(3):
         run.write_step()
     run.progress()

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from benchmarks.made_run.made_run import MadeRun, Plan
+from benchmarks.made_run.made_run import MadeRun, RunPlan
 from services.control.access import write_access
 from services.control.messages import (
     Accepted,
@@ -100,7 +100,7 @@ class Driver:
 @pytest.fixture
 def driver(tmp_path, authority):
     """The driver of a run of this process."""
-    run = MadeRun(tmp_path / "run", Plan(steps=30))
+    run = MadeRun(tmp_path / "run", RunPlan(steps=30))
     for _ in range(4):
         run.write_step()
     run.progress()

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from benchmarks.made_run.made_run import MadeRun, Plan
+from benchmarks.made_run.made_run import MadeRun, RunPlan
 from services.process.phases import PHASES
 from tests.chromium import open_view, table_rows, wait_until
 from tests.dashboard.browser.reading import says
@@ -121,7 +121,7 @@ def test_the_window_and_the_steps_chosen_are_what_is_loaded(served, watch):
 
 
 def test_steps_that_are_too_many_to_be_told_are_loaded_anew(tmp_path, serve, watch):
-    run = MadeRun(tmp_path / "run", Plan(steps=30))
+    run = MadeRun(tmp_path / "run", RunPlan(steps=30))
     for _ in range(3):
         run.write_step()
     run.progress()
