@@ -60,13 +60,13 @@ class Fetcher:
     @property
     def ready(self) -> Fetched | None:
         """The newest version that was fetched and not yet taken."""
-        self._thread.check()
+        self._thread.raise_failure()
         with self._lock:
             return self._ready
 
     def take_version(self) -> Fetched | None:
         """Returns `ready`, which is None from then on."""
-        self._thread.check()
+        self._thread.raise_failure()
         with self._lock:
             ready, self._ready = self._ready, None
             return ready

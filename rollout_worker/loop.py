@@ -262,7 +262,7 @@ class WorkLoop:
         return self._thread.failure is not None or self._pusher.failure is not None
 
     def _check(self) -> None:
-        self._thread.check()
+        self._thread.raise_failure()
         self._pusher.check()
 
 

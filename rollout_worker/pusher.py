@@ -66,7 +66,7 @@ class Pusher:
             BackgroundFailed: if the thread has failed.
         """
         while True:
-            self._thread.check()
+            self._thread.raise_failure()
             try:
                 return self._queue.put(leased, timeout=0.5)
             except queue.Full:
@@ -79,7 +79,7 @@ class Pusher:
 
     def check(self) -> None:
         """Raises BackgroundFailed if the thread has failed."""
-        self._thread.check()
+        self._thread.raise_failure()
 
     def connect(self, address: str) -> None:
         """Pushes to another address from the next attempt on."""
@@ -133,7 +133,7 @@ class Pusher:
                 client, address = self._client, self._address
             left_s = max(0.01, deadline - time.monotonic())
             try:
-                return LeaseOutcome(client.push_packed(packed, min(ATTEMPT_S, left_s)).value)
+                return LeaseOutcome(client.push_group(packed, min(ATTEMPT_S, left_s)).value)
             except StaleGroup:
                 return LeaseOutcome.STALE
             except TimeoutError:

@@ -141,7 +141,7 @@ def _bare_server(store: WeightStore, credentials: Credentials) -> tuple[grpc.Ser
     """Streams the newest version as raw messages of the size asked for: no offsets, no checks."""
 
     def stream(request: bytes, context: grpc.ServicerContext):
-        manifest = store.wait_for().manifest
+        manifest = store.wait_for_version().manifest
         data = store.read(manifest.policy_version, 0, manifest.nbytes)
         chunk_bytes = int(request)
         for start in range(0, len(data), chunk_bytes):

@@ -132,7 +132,7 @@ class Journal:
             return None
         work = written.beyond(policy_version, IdSet(buffer_state["consumed_group_ids"]))
         _check_sequence(work.updates, policy_version, self._folder)
-        self.buffer.take_over(work.groups.values(), work.issued, policy_version)
+        self.buffer.restore_accepted(work.groups.values(), work.issued, policy_version)
         self._pending.extend(work.updates)
         self._digests = dict(work.issued)
         return work
@@ -159,13 +159,13 @@ class Journal:
             timeout_s: bound of the wait for groups that have not arrived.
 
         Raises:
-            TimeoutError, ValueError: as GroupBuffer.take says; the buffer is unchanged.
+            TimeoutError, ValueError: as GroupBuffer.take_groups says; the buffer is unchanged.
             SpoolFailed: if it cannot be logged; the buffer is unchanged.
         """
         self.buffer.forget(dropped_ids)
         with self._lock:
             wanted = [group_id for group_id in group_ids if group_id not in self._disowned]
-        self.buffer.wait(wanted, timeout_s)
+        self.buffer.wait_for_groups(wanted, timeout_s)
         update = UpdateRecord(
             policy_version=policy_version,
             group_ids=tuple(group_ids),
@@ -180,7 +180,7 @@ class Journal:
         if not is_replay and (group_ids or dropped_ids):
             self._spool.write_update(update)
         failpoints.reach("learner.update")
-        return Begun(taken=self.buffer.take(wanted, 0.0), is_replay=is_replay)
+        return Begun(taken=self.buffer.take_groups(wanted, 0.0), is_replay=is_replay)
 
     def issue(self, policy_version: int, digest: str) -> None:
         """Logs a version before workers can see it.

@@ -32,7 +32,7 @@ class Background:
         self._thread = threading.Thread(target=self._guarded, name=name, daemon=True)
         self._thread.start()
 
-    def check(self) -> None:
+    def raise_failure(self) -> None:
         """Raises BackgroundFailed from what ended the thread, if an error did."""
         if self.failure is not None:
             raise BackgroundFailed(

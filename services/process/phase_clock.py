@@ -124,7 +124,7 @@ class PhaseClock:
             current = self._open[-1] if self._open else UNEXPLAINED
             self._seconds[current] += now - self._charged_until
             self._charged_until = now
-            self._log.add(current, now)
+            self._log.add_span(current, now)
 
     def _check_owner(self, phase: str) -> None:
         if self._owner not in (None, threading.get_ident()):

@@ -72,7 +72,7 @@ class SpanLog:
         self._phases: list[str] = []
         self._ends: list[float] = []
 
-    def add(self, phase: str, end_s: float) -> None:
+    def add_span(self, phase: str, end_s: float) -> None:
         """Gives the time since the last span to a phase."""
         if self._phases and self._phases[-1] == phase:
             self._ends[-1] = end_s

@@ -34,7 +34,7 @@ class PackedGroup:
 
 
 def pack_group(group: Group) -> PackedGroup:
-    """Serialises a group and digests it; `push_packed` then only sends."""
+    """Serialises a group and digests it; `push_group` then only sends."""
     raw = codec.encode_group(group)
     header = trajectories_pb2.PushGroupHeader(
         run_id=group.run_id,
@@ -60,11 +60,7 @@ class TrajectoryClient:
         self._channel = open_channel(address, credentials)
         self._stub = trajectories_pb2_grpc.TrajectoryServiceStub(self._channel)
 
-    def push(self, group: Group, timeout_s: float) -> PushOutcome:
-        """`push_packed` of a group as it is."""
-        return self.push_packed(pack_group(group), timeout_s)
-
-    def push_packed(self, packed: PackedGroup, timeout_s: float) -> PushOutcome:
+    def push_group(self, packed: PackedGroup, timeout_s: float) -> PushOutcome:
         """Sends a group; repeats are harmless, so UNAVAILABLE is tried again.
 
         A learner that is away, has no room or whose disk is full is waited for.
@@ -74,15 +70,13 @@ class TrajectoryClient:
 
         Raises:
             TimeoutError: naming learner, group and the last reason; whether it arrived is unknown.
-            StaleGroup, UnknownReceipt, ValueError: the learner's refusals, as `GroupBuffer.put`
-                describes them.
+            StaleGroup, UnknownReceipt, ValueError: the learner's refusals, as
+                `GroupBuffer.put_group` describes them.
             PushFailed: any other status.
         """
         group_id = packed.header.group_id
         deadline = Deadline(timeout_s, f"learner {self._address} to take group {group_id!r}")
-        backoff = Backoff(
-            deadline
-        )  # shared by both reasons to try again, so that the error has the last one
+        backoff = Backoff(deadline)  # for both reasons to try again: the error names the last one
         while True:
             try:
                 response = self._stub.PushGroup(_requests(packed), timeout=deadline.remaining_s())

@@ -120,7 +120,7 @@ class GroupBuffer:
             self._receipts.revoke(policy_version)
             return self._give_up(lambda group: group.policy_version >= policy_version)
 
-    def put(self, group: Group) -> PushOutcome:
+    def put_group(self, group: Group) -> PushOutcome:
         """Accepts a group, unless one of its id was accepted before, under any attempt.
 
         Raises:
@@ -167,7 +167,7 @@ class GroupBuffer:
         with self._changed:
             self._count(received=1, malformed=1)
 
-    def wait(self, group_ids: Sequence[str], timeout_s: float) -> None:
+    def wait_for_groups(self, group_ids: Sequence[str], timeout_s: float) -> None:
         """Waits until these groups are there to be taken.
 
         Raises:
@@ -195,7 +195,7 @@ class GroupBuffer:
                     f"arrive from the rollout workers: {missing}"
                 )
 
-    def take(self, group_ids: Sequence[str], timeout_s: float) -> Taken:
+    def take_groups(self, group_ids: Sequence[str], timeout_s: float) -> Taken:
         """Waits for these groups and removes them; all of them, or none if time runs out.
 
         Args:
@@ -203,10 +203,10 @@ class GroupBuffer:
             timeout_s: how long to wait.
 
         Raises:
-            TimeoutError, ValueError: as `wait` says; the groups stay in the buffer.
+            TimeoutError, ValueError: as `wait_for_groups` does; the groups stay in the buffer.
         """
         with self._changed:  # entered again by the wait, so that no thread comes between
-            self.wait(group_ids, timeout_s)
+            self.wait_for_groups(group_ids, timeout_s)
             return self._take_waiting(group_ids)
 
     def reports(self, group_ids: Iterable[str] | None = None) -> list[GroupReport]:
@@ -263,7 +263,7 @@ class GroupBuffer:
             self._waiting.clear()
             self._held_bytes = sum(arriving.nbytes for arriving in self._storing.values())
 
-    def take_over(
+    def restore_accepted(
         self, groups: Iterable[Group], issued: Mapping[int, str], policy_version: int
     ) -> None:
         """Restores what the process before had accepted and issued.
@@ -276,7 +276,7 @@ class GroupBuffer:
             policy_version: the learner's now.
         """
         with self._changed:
-            self._receipts.take_over(issued, policy_version)
+            self._receipts.restore_issued(issued, policy_version)
             for group in groups:
                 if not self._knows(group.group_id):
                     waiting = WaitingGroup(group, report_of(group), group_nbytes(group))
@@ -296,7 +296,7 @@ class GroupBuffer:
             )
         if self._knows(group.group_id):
             return None
-        self._receipts.check(group)
+        self._receipts.check_group(group)
         held = len(self._waiting) + len(self._storing)
         if (
             held >= self._capacity_groups

@@ -60,7 +60,7 @@ class Receipts:
         """Withdraws this version and later ones."""
         self._issued = {v: d for v, d in self._issued.items() if v < policy_version}
 
-    def take_over(self, issued: Mapping[int, str], policy_version: int) -> None:
+    def restore_issued(self, issued: Mapping[int, str], policy_version: int) -> None:
         """Adds versions that the learner process before had issued, later ones included.
 
         Args:
@@ -77,7 +77,7 @@ class Receipts:
         """Whether the learner has reached that version; after a restart it may be behind."""
         return policy_version <= self.learner_version
 
-    def check(self, group: Group) -> None:
+    def check_group(self, group: Group) -> None:
         """Checks the origin of a group.
 
         Raises:

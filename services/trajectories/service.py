@@ -51,7 +51,7 @@ class _TrajectoryServicer(trajectories_pb2_grpc.TrajectoryServiceServicer):
         except NotStored as error:
             refuse(context, grpc.StatusCode.UNAVAILABLE, error)
         try:
-            outcome = self._buffer.put(group)
+            outcome = self._buffer.put_group(group)
         except ValueError as error:
             refuse(context, grpc.StatusCode.INVALID_ARGUMENT, error)
         except UnknownReceipt as error:

@@ -84,7 +84,7 @@ class WeightClient:
         self._channel = self._connect()
         self._stub = weights_pb2_grpc.WeightServiceStub(self._channel)
 
-    def ask(
+    def ask_manifest(
         self,
         min_version: int,
         *,

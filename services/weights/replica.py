@@ -260,7 +260,7 @@ class Replica:
 
     def _ask(self, address: str, min_version: int, wait_s: float, deadline: Deadline) -> Offer:
         timeout_s = min(wait_s + self._patience_s, max(deadline.remaining_s(), POLL_S))
-        return self._clients[address].ask(
+        return self._clients[address].ask_manifest(
             min_version, wait_s=wait_s, timeout_s=timeout_s, stopped=self._closed.is_set
         )
 
@@ -334,7 +334,7 @@ class Replica:
         deadline = Deadline(self._patience_s, relay.address)
         while True:
             left_s = max(deadline.remaining_s(), POLL_S)
-            offer = relay.ask(
+            offer = relay.ask_manifest(
                 version,
                 wait_s=WAIT_FRACTION * left_s,
                 timeout_s=left_s,

@@ -118,7 +118,7 @@ class _WeightServicer(weights_pb2_grpc.WeightServiceServicer):
     def _wait_for_version(self, request, context) -> HeldVersion:
         context.add_callback(self._store.wake)
         with self._waiting(request.wait_s) as wait_s:
-            return self._store.wait_for(
+            return self._store.wait_for_version(
                 request.min_policy_version,
                 wait_s,
                 abandoned=lambda: self._closing.is_set() or not context.is_active(),

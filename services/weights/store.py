@@ -161,7 +161,7 @@ class WeightStore:
                 )
             return self._held[policy_version]
 
-    def wait_for(
+    def wait_for_version(
         self,
         min_version: int = 0,
         timeout_s: float = 0.0,

@@ -12,7 +12,7 @@ from learner.durable.certificate import CertificateMismatch
 from learner.durable.checkpoint import CheckpointFailed
 from learner.durable.spool import SpoolFailed
 from services.process import failpoints
-from services.trajectories.client import TrajectoryClient
+from services.trajectories.client import TrajectoryClient, pack_group
 from services.trajectories.group_buffer import NotStored
 from services.trajectories.receipts import UnknownReceipt
 from services.wire.messages import PushOutcome
@@ -283,7 +283,7 @@ def test_a_full_disk_refuses_groups_and_updates_and_shows_in_health(
         assert "No space left" in learner.health().problem
         client = TrajectoryClient(learner.describe().address, authority.issue("rollout-0"))
         with pytest.raises(TimeoutError, match="waited 0.5 s .*'g1-1'.*No space left"):
-            client.push(groups[1], 0.5)
+            client.push_group(pack_group(groups[1]), 0.5)
         client.close()
         with pytest.raises(SpoolFailed, match="No space left"):
             learner.update(names(1)[:1], [], WAIT_S)

@@ -75,7 +75,7 @@ def groups_of(learner: LearnerActor, step: int, *, version: int | None = None) -
 
 
 def push(learner: LearnerActor, groups: list[Group]) -> list[PushOutcome]:
-    return [learner._journal.buffer.put(group) for group in groups]
+    return [learner._journal.buffer.put_group(group) for group in groups]
 
 
 def train(learner: LearnerActor, *steps: int) -> list[str]:

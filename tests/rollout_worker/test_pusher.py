@@ -19,7 +19,7 @@ class Line:
         self.open = threading.Event()
         self.pushed: list[tuple[str, int]] = []
 
-    def push_packed(self, packed, timeout_s):
+    def push_group(self, packed, timeout_s):
         assert self.open.wait(HANG_S)
         self.pushed.append((packed.header.group_id, packed.header.attempt))
         return PushOutcome.ACCEPTED

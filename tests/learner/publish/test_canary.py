@@ -319,7 +319,9 @@ def test_canary_rides_with_every_published_version_to_the_worker():
     for version in range(2):
         publisher.submit(version)
         publisher.wait(version, 60)
-        message = codec.encode_manifest(store.wait_for(version).manifest).SerializeToString()
+        message = codec.encode_manifest(
+            store.wait_for_version(version).manifest
+        ).SerializeToString()
         manifest = codec.decode_manifest(codec.weights_pb2.WeightManifest.FromString(message))
         named = core.named_weights(F32)
         live = layout.to_inference(from_named(named, TINY, stacked=False))

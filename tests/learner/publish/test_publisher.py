@@ -145,7 +145,7 @@ def test_one_snapshot_waits_beside_the_one_that_is_copied_and_no_more(core):
         publisher.wait(2, 0.1)
     gate.set()
     publisher.close(PATIENCE_S)
-    assert store.current_version == 1 and store.wait_for().manifest.canary is None
+    assert store.current_version == 1 and store.wait_for_version().manifest.canary is None
 
 
 def failing_write(monkeypatch, part):

@@ -53,7 +53,10 @@ def test_a_version_is_handed_over_once_it_is_visible_in_the_buffers_it_was_copie
         publisher.submit(version)
         publisher.wait(version, PATIENCE_S)
         manifest, tensors = shared.wait_for_version(version, 0)
-        assert manifest == store.wait_for(version).manifest and seen[-1] == (version, manifest)
+        assert manifest == store.wait_for_version(version).manifest and seen[-1] == (
+            version,
+            manifest,
+        )
         assert tree_digest(tensors)[1] == manifest.digest
         for name, array in taken[version].tensors.items():
             assert pointers(tensors[name]) == pointers(array)

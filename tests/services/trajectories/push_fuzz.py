@@ -141,8 +141,8 @@ def _real_buffer() -> GroupBuffer:
 def _prepared(buffer: GroupBuffer) -> GroupBuffer:
     for version, digest in ISSUED.items():
         buffer.issue(version, digest)
-    buffer.put(good_group(USED))
-    buffer.take([USED], 0.0)
+    buffer.put_group(good_group(USED))
+    buffer.take_groups([USED], 0.0)
     return buffer
 
 

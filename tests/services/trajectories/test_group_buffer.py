@@ -26,11 +26,11 @@ def buffer(make_buffer):
 
 def test_g05_group_trains_once_however_often_it_is_pushed(buffer, make_group):
     trained = []
-    outcomes = [buffer.put(make_group("g1")), buffer.put(make_group("g1", attempt=1))]
-    trained += buffer.take(["g1"], 1).groups
-    outcomes += [buffer.put(make_group("g1", attempt=2)), buffer.put(make_group("g2"))]
-    trained += buffer.take(["g2"], 1).groups
-    outcomes.append(buffer.put(make_group("g2")))
+    outcomes = [buffer.put_group(make_group("g1")), buffer.put_group(make_group("g1", attempt=1))]
+    trained += buffer.take_groups(["g1"], 1).groups
+    outcomes += [buffer.put_group(make_group("g1", attempt=2)), buffer.put_group(make_group("g2"))]
+    trained += buffer.take_groups(["g2"], 1).groups
+    outcomes.append(buffer.put_group(make_group("g2")))
     assert outcomes == [ACCEPTED, DUPLICATE, DUPLICATE, ACCEPTED, DUPLICATE]
     assert [(group.group_id, group.attempt) for group in trained] == [("g1", 0), ("g2", 0)]
     counts = buffer.counts()
@@ -38,10 +38,10 @@ def test_g05_group_trains_once_however_often_it_is_pushed(buffer, make_group):
 
 
 def test_repeat_is_a_duplicate_even_when_its_version_is_long_stale(buffer, make_group):
-    buffer.put(make_group())
-    buffer.take(["g1"], 1)
+    buffer.put_group(make_group())
+    buffer.take_groups(["g1"], 1)
     buffer.issue(9, "e" * 64)
-    assert buffer.put(make_group()) is DUPLICATE
+    assert buffer.put_group(make_group()) is DUPLICATE
 
 
 def test_r07_age_counts_when_taken(make_buffer, make_group, cases):
@@ -58,9 +58,9 @@ def test_r07_age_counts_when_taken(make_buffer, make_group, cases):
         group_id: make_group(group_id, policy_version=version, weight_digest=f"digest-{version}")
         for group_id, version in oldest.items()
     }
-    assert all(buffer.put(group) is ACCEPTED for group in pushed.values())
+    assert all(buffer.put_group(group) is ACCEPTED for group in pushed.values())
     buffer.issue(learner_version, "digest-8")
-    taken = buffer.take(list(pushed), 1)
+    taken = buffer.take_groups(list(pushed), 1)
     expected = case["expected"]
     assert [group.group_id for group in taken.groups] == expected["used_groups"]
     assert [group.group_id for group in taken.dropped_stale] == expected["dropped_stale_groups"]
@@ -69,15 +69,15 @@ def test_r07_age_counts_when_taken(make_buffer, make_group, cases):
     assert taken.groups[0] is pushed["p1"]  # logprobs as recorded, untouched
     counts = buffer.counts()
     assert (counts.taken, counts.dropped_stale, counts.waiting) == (2, 1, 0)
-    assert buffer.put(pushed["p2"]) is DUPLICATE
+    assert buffer.put_group(pushed["p2"]) is DUPLICATE
 
 
 def test_group_too_old_at_the_door_is_refused_and_may_come_again_fresh(buffer, make_group):
     buffer.issue(1, "e" * 64)
     with pytest.raises(StaleGroup, match="under policy version 0; the current one is 1 and max_s"):
-        buffer.put(make_group())
+        buffer.put_group(make_group())
     fresh = make_group(attempt=1, policy_version=1, weight_digest="e" * 64)
-    assert buffer.put(fresh) is ACCEPTED
+    assert buffer.put_group(fresh) is ACCEPTED
     assert buffer.counts().stale == 1
 
 
@@ -86,14 +86,14 @@ def test_group_too_old_at_the_door_is_refused_and_may_come_again_fresh(buffer, m
 )
 def test_receipt_that_was_not_issued_is_refused(buffer, make_group, changes):
     with pytest.raises(UnknownReceipt, match="from 'rollout-0' names weight digest"):
-        buffer.put(make_group(**changes))
+        buffer.put_group(make_group(**changes))
     assert buffer.counts().unknown_receipt == 1
 
 
 def test_nothing_is_accepted_before_a_version_is_issued(make_buffer, make_group):
     buffer = make_buffer()
     with pytest.raises(NotOpen, match="before the learner has a policy"):
-        buffer.put(make_group())
+        buffer.put_group(make_group())
     assert buffer.counts().not_open == 1
 
 
@@ -122,7 +122,7 @@ def test_issued_versions_must_rise(buffer):
 )
 def test_malformed_group_is_refused_with_value_and_rule(buffer, make_group, message, changes):
     with pytest.raises(ValueError, match=message):
-        buffer.put(make_group(**changes))
+        buffer.put_group(make_group(**changes))
     counts = buffer.counts()
     assert (counts.malformed, counts.waiting) == (1, 0)
 
@@ -152,36 +152,36 @@ def logprobs(*values: float) -> np.ndarray:
 def test_malformed_completion_is_refused(buffer, make_group, make_completion, message, changes):
     group = make_group(completions=(make_completion(0), make_completion(4, **changes)))
     with pytest.raises(ValueError, match=f"sample 4: .*{message}"):
-        buffer.put(group)
+        buffer.put_group(group)
 
 
 @pytest.mark.parametrize("indices", [(0, 0), (-1, 0)])
 def test_sample_indices_differ_and_are_not_negative(buffer, make_group, make_completion, indices):
     with pytest.raises(ValueError, match="sample_index must differ"):
-        buffer.put(make_group(completions=tuple(map(make_completion, indices))))
+        buffer.put_group(make_group(completions=tuple(map(make_completion, indices))))
 
 
 def test_completion_with_a_reward_error_is_welcome(buffer, make_group, make_completion):
     failed = make_completion(
         1, reward_error="x: raised", total_reward=math.nan, rewards={"x": math.nan}
     )
-    assert buffer.put(make_group(completions=(make_completion(0), failed))) is ACCEPTED
+    assert buffer.put_group(make_group(completions=(make_completion(0), failed))) is ACCEPTED
 
 
 def test_rounding_above_zero_is_no_fault(buffer, make_group, make_completion):
     rounded = make_completion(behavior_logprobs=logprobs(0, 1e-6, -0.0))
-    assert buffer.put(make_group(completions=(rounded,))) is ACCEPTED
+    assert buffer.put_group(make_group(completions=(rounded,))) is ACCEPTED
 
 
 def test_full_buffer_refuses_until_groups_are_taken(make_buffer, make_group):
     buffer = make_buffer(capacity_groups=1)
     buffer.issue(0, DIGEST)
-    buffer.put(make_group("g1"))
+    buffer.put_group(make_group("g1"))
     with pytest.raises(BufferFull, match="1 of 1 groups"):
-        buffer.put(make_group("g2"))
-    assert buffer.put(make_group("g1")) is DUPLICATE
-    buffer.take(["g1"], 1)
-    assert buffer.put(make_group("g2")) is ACCEPTED
+        buffer.put_group(make_group("g2"))
+    assert buffer.put_group(make_group("g1")) is DUPLICATE
+    buffer.take_groups(["g1"], 1)
+    assert buffer.put_group(make_group("g2")) is ACCEPTED
     assert buffer.counts().full == 1
 
 
@@ -189,52 +189,52 @@ def test_capacity_in_bytes(make_buffer, make_group):
     nbytes = 2 * 4 + 2 * 3 * 8  # prompt ids, and ids with logprobs of two completions
     buffer = make_buffer(capacity_bytes=2 * nbytes - 1)
     buffer.issue(0, DIGEST)
-    buffer.put(make_group("g1"))
+    buffer.put_group(make_group("g1"))
     assert buffer.counts().waiting_bytes == nbytes
     with pytest.raises(BufferFull, match=f"{nbytes} of {2 * nbytes - 1} bytes wait"):
-        buffer.put(make_group("g2"))
+        buffer.put_group(make_group("g2"))
     tiny = make_buffer(capacity_bytes=nbytes - 1)
     tiny.issue(0, DIGEST)
     with pytest.raises(ValueError, match=f"has {nbytes} bytes, and the whole buffer {nbytes - 1}"):
-        tiny.put(make_group("g1"))
+        tiny.put_group(make_group("g1"))
 
 
 def test_take_keeps_the_order_asked_for(buffer, make_group):
     for group_id in ("a", "b", "c"):
-        buffer.put(make_group(group_id))
-    assert [group.group_id for group in buffer.take(["c", "a"], 1).groups] == ["c", "a"]
+        buffer.put_group(make_group(group_id))
+    assert [group.group_id for group in buffer.take_groups(["c", "a"], 1).groups] == ["c", "a"]
     assert buffer.counts().waiting == 1
 
 
 def test_take_waits_for_the_last_group(buffer, make_group):
-    buffer.put(make_group("a"))
-    later = threading.Timer(0.05, lambda: buffer.put(make_group("b")))
+    buffer.put_group(make_group("a"))
+    later = threading.Timer(0.05, lambda: buffer.put_group(make_group("b")))
     later.start()
-    assert len(buffer.take(["a", "b"], 10).groups) == 2
+    assert len(buffer.take_groups(["a", "b"], 10).groups) == 2
     later.join()
 
 
 def test_take_that_times_out_names_the_missing_and_consumes_nothing(buffer, make_group):
-    buffer.put(make_group("a"))
+    buffer.put_group(make_group("a"))
     with pytest.raises(TimeoutError, match=r"waited 0.01 s for 3 groups; 2 .*\['b', 'c'\]"):
-        buffer.take(["a", "b", "c"], 0.01)
-    assert len(buffer.take(["a"], 0).groups) == 1
+        buffer.take_groups(["a", "b", "c"], 0.01)
+    assert len(buffer.take_groups(["a"], 0).groups) == 1
 
 
 def test_take_of_a_group_that_is_gone_fails_at_once(buffer, make_group):
-    buffer.put(make_group("a"))
-    buffer.take(["a"], 1)
+    buffer.put_group(make_group("a"))
+    buffer.take_groups(["a"], 1)
     with pytest.raises(ValueError, match=r"\['a'\] were taken"):
-        buffer.take(["a"], 60)
+        buffer.take_groups(["a"], 60)
     with pytest.raises(ValueError, match="must differ"):
-        buffer.take(["b", "b"], 60)
+        buffer.take_groups(["b", "b"], 60)
 
 
 def test_take_ends_when_its_group_is_given_up(buffer):
     later = threading.Timer(0.05, lambda: buffer.forget(["a"]))
     later.start()
     with pytest.raises(ValueError, match=r"\['a'\] were taken or forgotten"):
-        buffer.take(["a"], 60)
+        buffer.take_groups(["a"], 60)
     later.join()
 
 
@@ -243,36 +243,36 @@ def test_what_grew_too_old_while_it_waited_is_given_away_apart(make_buffer, make
     buffer.issue(0, "d0")
     buffer.issue(1, "d1")
     for group_id, version in (("a", 1), ("b", 0), ("c", 1), ("d", 1)):
-        buffer.put(make_group(group_id, policy_version=version, weight_digest=f"d{version}"))
+        buffer.put_group(make_group(group_id, policy_version=version, weight_digest=f"d{version}"))
     buffer.issue(2, "d2")
-    taken = buffer.take(["a", "b", "c"], 0.0)
+    taken = buffer.take_groups(["a", "b", "c"], 0.0)
     assert [group.group_id for group in taken.groups] == ["a", "c"]
     assert [group.group_id for group in taken.dropped_stale] == ["b"]
     assert [report.group_id for report in buffer.reports()] == ["d"]
 
 
 def test_forgotten_group_is_dropped_and_its_late_arrival_a_duplicate(buffer, make_group):
-    buffer.put(make_group("a"))
+    buffer.put_group(make_group("a"))
     buffer.forget(["a", "b"])
-    assert buffer.put(make_group("b")) is DUPLICATE
+    assert buffer.put_group(make_group("b")) is DUPLICATE
     counts = buffer.counts()
     assert (counts.waiting, counts.waiting_bytes, counts.forgotten) == (0, 0, 1)
 
 
 def test_state_survives_json_and_waiting_groups_are_taken_over(buffer, make_buffer, make_group):
     for group_id in ("a", "b"):
-        buffer.put(make_group(group_id))
+        buffer.put_group(make_group(group_id))
     held = buffer.held()
-    buffer.take(["a"], 1)
+    buffer.take_groups(["a"], 1)
     state = json.loads(json.dumps(buffer.state()))
     resumed = make_buffer(capacity_groups=1)
     resumed.restore(state)
-    resumed.take_over([*held.values(), make_group("c")], {0: DIGEST}, policy_version=0)
+    resumed.restore_accepted([*held.values(), make_group("c")], {0: DIGEST}, policy_version=0)
     assert [report.group_id for report in resumed.reports()] == ["b", "c"]  # beyond its bound
     for group_id in ("a", "b", "c"):
-        assert resumed.put(make_group(group_id)) is DUPLICATE
+        assert resumed.put_group(make_group(group_id)) is DUPLICATE
     with pytest.raises(BufferFull, match="2 of 1 groups"):
-        resumed.put(make_group("d"))
+        resumed.put_group(make_group("d"))
     counts = resumed.counts()
     assert (counts.restored, counts.waiting) == (2, 2)
 
@@ -319,18 +319,18 @@ def started(function, *args):
 def test_a_group_counts_as_accepted_only_when_it_is_stored(make_group):
     disk = SlowDisk()
     buffer = stored_buffer(disk)
-    thread, results = started(buffer.put, make_group("a"))
+    thread, results = started(buffer.put_group, make_group("a"))
     assert disk.reached.wait(HANG_S)
     # Readers answer meanwhile, and nobody has the group yet; but what is on its way is held.
     counts = buffer.counts()
     assert (counts.received, counts.accepted, counts.waiting, buffer.reports()) == (0, 0, 0, [])
     assert list(buffer.held()) == ["a"]
     with pytest.raises(TimeoutError):
-        buffer.take(["a"], 0.01)
+        buffer.take_groups(["a"], 0.01)
     disk.go.set()
     thread.join(HANG_S)
     assert results == [ACCEPTED] and disk.stored == [("a", 0)]
-    assert len(buffer.take(["a"], 0).groups) == 1
+    assert len(buffer.take_groups(["a"], 0).groups) == 1
 
 
 @pytest.mark.parametrize("fails, expected", [((), DUPLICATE), ((0,), ACCEPTED)])
@@ -338,9 +338,9 @@ def test_a_repeat_hears_what_became_of_the_group_that_is_being_stored(make_group
     """A duplicate if it was stored; else it is the one that counts."""
     disk = SlowDisk(*fails)
     buffer = stored_buffer(disk)
-    first, of_first = started(buffer.put, make_group("a"))
+    first, of_first = started(buffer.put_group, make_group("a"))
     assert disk.reached.wait(HANG_S)
-    second, of_second = started(buffer.put, make_group("a", attempt=1))
+    second, of_second = started(buffer.put_group, make_group("a", attempt=1))
     header, of_header = started(buffer.put_duplicate, RUN_ID, "a")
     second.join(0.05)
     assert of_second == of_header == [], "answered before anybody could know"
@@ -357,19 +357,19 @@ def test_a_repeat_hears_what_became_of_the_group_that_is_being_stored(make_group
 def test_room_is_held_for_what_is_being_stored(make_group):
     disk = SlowDisk(0)
     buffer = stored_buffer(disk, capacity_groups=1)
-    thread, _ = started(buffer.put, make_group("a"))
+    thread, _ = started(buffer.put_group, make_group("a"))
     assert disk.reached.wait(HANG_S)
     with pytest.raises(BufferFull, match="1 of 1 groups"):
-        buffer.put(make_group("b", attempt=1))
+        buffer.put_group(make_group("b", attempt=1))
     disk.go.set()
     thread.join(HANG_S)
-    assert buffer.put(make_group("b", attempt=1)) is ACCEPTED, "the failed one left its room"
+    assert buffer.put_group(make_group("b", attempt=1)) is ACCEPTED, "the failed one left its room"
 
 
 def test_a_group_given_up_while_it_is_stored_does_not_wait(make_group):
     disk = SlowDisk()
     buffer = stored_buffer(disk)
-    thread, results = started(buffer.put, make_group("a"))
+    thread, results = started(buffer.put_group, make_group("a"))
     assert disk.reached.wait(HANG_S)
     buffer.forget(["a"])
     disk.go.set()
@@ -382,11 +382,11 @@ def test_a_group_given_up_while_it_is_stored_does_not_wait(make_group):
 def test_staleness_counts_from_the_learner_not_from_what_workers_can_have(make_buffer, make_group):
     buffer = make_buffer(max_staleness=1)
     buffer.issue(0, DIGEST)
-    buffer.put(make_group("a"))
+    buffer.put_group(make_group("a"))
     buffer.advance(2)  # versions 1 and 2 are on their way out
     with pytest.raises(StaleGroup, match="the current one is 2 and max_staleness 1"):
-        buffer.put(make_group("b"))
-    taken = buffer.take(["a"], 0)
+        buffer.put_group(make_group("b"))
+    taken = buffer.take_groups(["a"], 0)
     assert (taken.groups, len(taken.dropped_stale), taken.policy_version) == ((), 1, 2)
     assert buffer.current_version == 0
 
@@ -398,24 +398,24 @@ def restarted(make_buffer, make_group, **sizes):
         make_group(f"of-{version}", policy_version=version, weight_digest=f"d{version}")
         for version in (3, 1, 2)
     ]
-    buffer.take_over(groups, {1: "d1", 2: "d2", 3: "d3"}, policy_version=1)
+    buffer.restore_accepted(groups, {1: "d1", 2: "d2", 3: "d3"}, policy_version=1)
     return buffer
 
 
 def test_groups_of_versions_to_come_can_be_taken_when_those_are_reached(make_buffer, make_group):
     buffer = restarted(make_buffer, make_group)
     assert buffer.issue(1, "d1") == ()
-    assert buffer.put(make_group("new", policy_version=3, weight_digest="d3")) is ACCEPTED
+    assert buffer.put_group(make_group("new", policy_version=3, weight_digest="d3")) is ACCEPTED
     with pytest.raises(TimeoutError, match=r"\['of-2'\]"):
-        buffer.take(["of-1", "of-2"], 0.01)
-    assert buffer.take(["of-1"], 0.0).groups
+        buffer.take_groups(["of-1", "of-2"], 0.01)
+    assert buffer.take_groups(["of-1"], 0.0).groups
     buffer.advance(2)
-    assert buffer.take(["of-2"], 0.0).groups
+    assert buffer.take_groups(["of-2"], 0.0).groups
     assert buffer.issue(2, "d2") == ()
     with pytest.raises(TimeoutError, match=r"\['of-3', 'new'\]"):
-        buffer.take(["of-3", "new"], 0.0)
+        buffer.take_groups(["of-3", "new"], 0.0)
     buffer.advance(3)
-    assert len(buffer.take(["of-3", "new"], 0.0).groups) == 2
+    assert len(buffer.take_groups(["of-3", "new"], 0.0).groups) == 2
 
 
 def test_groups_of_a_version_that_came_out_different_are_disowned(make_buffer, make_group):
@@ -424,16 +424,18 @@ def test_groups_of_a_version_that_came_out_different_are_disowned(make_buffer, m
     assert buffer.issue(2, "other") == ("of-2",)
     assert buffer.revoke(3) == ("of-3",)
     with pytest.raises(UnknownReceipt):
-        buffer.put(make_group("new", policy_version=3, weight_digest="d3"))
-    assert buffer.put(make_group("of-2", policy_version=2, weight_digest="other")) is DUPLICATE
+        buffer.put_group(make_group("new", policy_version=3, weight_digest="d3"))
+    assert (
+        buffer.put_group(make_group("of-2", policy_version=2, weight_digest="other")) is DUPLICATE
+    )
     counts = buffer.counts()
     assert (counts.restored, counts.disowned, counts.waiting) == (3, 2, 1)
 
 
 def test_reports_sum_up_what_waits_in_order_of_arrival(buffer, make_group, make_completion):
     failed = make_completion(1, reward_error="x: raised", total_reward=math.nan)
-    buffer.put(make_group("b", attempt=2, completions=(make_completion(0), failed)))
-    buffer.put(make_group("a"))
+    buffer.put_group(make_group("b", attempt=2, completions=(make_completion(0), failed)))
+    buffer.put_group(make_group("a"))
     first, second = buffer.reports()
     assert (first.group_id, first.attempt, first.policy_version) == ("b", 2, 0)
     assert (first.scored, first.reward_sum, first.reward_error) == (1, 1.0, "x: raised")
@@ -475,13 +477,13 @@ def test_every_push_and_every_group_ends_in_exactly_one_state(make_group, events
             buffer.forget([group_id])
         elif action == "take":
             waiting = [report.group_id for report in buffer.reports()]
-            taken = buffer.take(waiting[:number], 0.0)
+            taken = buffer.take_groups(waiting[:number], 0.0)
             assert all(current - group.policy_version <= 1 for group in taken.groups)
             given_away += [group.group_id for group in taken.groups + taken.dropped_stale]
         else:
             group = make_group(group_id, policy_version=number, weight_digest=f"d{number}")
             try:
-                buffer.put(group)
+                buffer.put_group(group)
             except (StaleGroup, UnknownReceipt, BufferFull, NotOpen):
                 pass
     assert len(set(given_away)) == len(given_away)

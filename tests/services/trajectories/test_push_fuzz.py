@@ -36,7 +36,7 @@ def test_a_message_above_the_cap_is_refused(monkeypatch):
     assert report.passed and report.answers == {("oversized message", "RESOURCE_EXHAUSTED"): 4}
 
 
-@pytest.mark.parametrize("owner, rule", [(Receipts, "check"), (GroupBuffer, "_knows")])
+@pytest.mark.parametrize("owner, rule", [(Receipts, "check_group"), (GroupBuffer, "_knows")])
 def test_a_server_that_breaks_a_rule_is_noticed(monkeypatch, owner, rule):
     monkeypatch.setattr(owner, rule, lambda self, group: False)
     report = run_fuzz(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from services.pb import trajectories_pb2, trajectories_pb2_grpc
 from services.trajectories import codec
-from services.trajectories.client import TrajectoryClient
+from services.trajectories.client import TrajectoryClient, pack_group
 from services.trajectories.group_buffer import GroupBuffer
 from services.trajectories.receipts import StaleGroup, UnknownReceipt
 from services.trajectories.service import trajectory_service
@@ -55,18 +55,18 @@ def stub(server, credentials):
 
 def test_group_arrives_whole_and_once(client, buffer, make_group):
     group = make_group()
-    outcomes = [client.push(group, 10), client.push(group, 10)]
+    outcomes = [client.push_group(pack_group(group), 10), client.push_group(pack_group(group), 10)]
     assert outcomes == [PushOutcome.ACCEPTED, PushOutcome.DUPLICATE]
-    (received,) = buffer.take(["g1"], 1).groups
+    (received,) = buffer.take_groups(["g1"], 1).groups
     assert same_group(received, group)
-    assert client.push(make_group(attempt=1), 10) is PushOutcome.DUPLICATE
+    assert client.push_group(pack_group(make_group(attempt=1)), 10) is PushOutcome.DUPLICATE
     counts = buffer.counts()
     assert (counts.received, counts.accepted, counts.duplicate) == (3, 1, 2)
 
 
 def test_r08_received_arrays_can_be_changed_in_place(client, buffer, make_group):
-    client.push(make_group(), 10)
-    (received,) = buffer.take(["g1"], 1).groups
+    client.push_group(pack_group(make_group()), 10)
+    (received,) = buffer.take_groups(["g1"], 1).groups
     received.prompt_token_ids[0] = 1
     for completion in received.completions:
         completion.token_ids[0] = 1
@@ -84,8 +84,8 @@ def test_g01_group_of_any_size_arrives(client, buffer, make_group, make_completi
     missing = nbytes - len(codec.encode_group(group))
     group = make_group(completions=(completion,), worker="w" * (999 + missing))
     assert len(codec.encode_group(group)) == nbytes
-    assert client.push(group, 60) is PushOutcome.ACCEPTED
-    (received,) = buffer.take(["g1"], 1).groups
+    assert client.push_group(pack_group(group), 60) is PushOutcome.ACCEPTED
+    (received,) = buffer.take_groups(["g1"], 1).groups
     assert same_group(received, group)
 
 
@@ -94,7 +94,7 @@ def test_group_above_the_limit_is_refused_by_its_header(serve, buffer, credentia
     client = TrajectoryClient(server.address, credentials)
     nbytes = len(codec.encode_group(make_group(worker="w" * 300)))
     with pytest.raises(ValueError, match=f"may have 1 to 300 bytes, got {nbytes}"):
-        client.push(make_group(worker="w" * 300), 10)
+        client.push_group(pack_group(make_group(worker="w" * 300)), 10)
     client.close()
 
 
@@ -113,7 +113,7 @@ def test_refusal_reaches_the_worker_by_its_name(
 ):
     buffer.issue(1, "e" * 64)
     with pytest.raises(refusal, match=f"learner {server.address}: .*'?g"):
-        client.push(make_group(**changes), 10)
+        client.push_group(pack_group(make_group(**changes)), 10)
     assert buffer.counts().accepted == 0
 
 
@@ -121,23 +121,23 @@ def test_refusal_reaches_the_worker_by_its_name(
 def test_push_that_is_reset_is_used_once(server, buffer, credentials, make_group, cut):
     with TcpProxy(server.port, itertools.chain([cut], itertools.repeat(None)), reset) as proxy:
         client = TrajectoryClient(proxy.address, credentials)
-        client.push(make_group(), 20)
+        client.push_group(pack_group(make_group()), 20)
         client.close()
-    assert buffer.counts().accepted == 1 and len(buffer.take(["g1"], 0).groups) == 1
+    assert buffer.counts().accepted == 1 and len(buffer.take_groups(["g1"], 0).groups) == 1
 
 
 def test_a_worker_waits_for_room_until_its_deadline(serve, make_buffer, credentials, make_group):
     buffer = make_buffer(capacity_groups=1)
     buffer.issue(0, DIGEST)
     client = TrajectoryClient(serve(buffer=buffer).address, credentials)
-    client.push(make_group("a"), 10)
+    client.push_group(pack_group(make_group("a")), 10)
     with pytest.raises(
         TimeoutError, match="waited 0.3 s for learner .* to take .*'b'.*no room.* 1 of 1 groups"
     ):
-        client.push(make_group("b"), 0.3)
-    room = threading.Timer(0.3, lambda: buffer.take(["a"], 1))
+        client.push_group(pack_group(make_group("b")), 0.3)
+    room = threading.Timer(0.3, lambda: buffer.take_groups(["a"], 1))
     room.start()
-    assert client.push(make_group("b"), 20) is PushOutcome.ACCEPTED
+    assert client.push_group(pack_group(make_group("b")), 20) is PushOutcome.ACCEPTED
     room.join()
     assert buffer.counts().full >= 3
     client.close()
@@ -155,12 +155,12 @@ def test_a_learner_whose_disk_is_full_is_waited_for(serve, credentials, make_gro
     )
     buffer.issue(0, DIGEST)
     client = TrajectoryClient(serve(buffer=buffer).address, credentials)
-    assert client.push(make_group(), 20) is PushOutcome.ACCEPTED
+    assert client.push_group(pack_group(make_group()), 20) is PushOutcome.ACCEPTED
     counts = buffer.counts()
     assert (counts.not_stored, counts.accepted, counts.received) == (3, 1, 4)
     problems += [OSError(28, "No space left on device")] * 99
     with pytest.raises(TimeoutError, match="'g2'.*is not accepted: .*No space left on device"):
-        client.push(make_group("g2"), 0.3)
+        client.push_group(pack_group(make_group("g2")), 0.3)
     client.close()
 
 
@@ -169,8 +169,8 @@ class CutAfterPut(GroupBuffer):
 
     cut = staticmethod(lambda: None)
 
-    def put(self, group):
-        outcome = super().put(group)
+    def put_group(self, group):
+        outcome = super().put_group(group)
         self.cut()
         return outcome
 
@@ -181,7 +181,7 @@ def test_push_whose_answer_is_lost_is_used_once(serve, credentials, make_group):
     with TcpProxy(serve(buffer=buffer).port, itertools.repeat(None), reset) as proxy:
         buffer.cut = proxy.reset_all
         client = TrajectoryClient(proxy.address, credentials)
-        assert client.push(make_group(), 20) is PushOutcome.DUPLICATE
+        assert client.push_group(pack_group(make_group()), 20) is PushOutcome.DUPLICATE
         client.close()
     counts = buffer.counts()
     assert (counts.accepted, counts.duplicate, counts.waiting) == (1, 1, 1)
@@ -193,7 +193,7 @@ def test_push_waits_for_a_learner_that_comes_up_late(serve, buffer, credentials,
         client = TrajectoryClient(proxy.address, credentials)
         late = threading.Timer(0.4, lambda: setattr(proxy, "target_port", port))
         late.start()
-        assert client.push(make_group(), 20) is PushOutcome.ACCEPTED
+        assert client.push_group(pack_group(make_group()), 20) is PushOutcome.ACCEPTED
         late.join()
         client.close()
 
@@ -201,7 +201,7 @@ def test_push_waits_for_a_learner_that_comes_up_late(serve, buffer, credentials,
 def test_learner_that_is_gone_is_named(credentials, make_group):
     client = TrajectoryClient("127.0.0.1:1", credentials)
     with pytest.raises(TimeoutError, match="waited 0.3 s for learner 127.0.0.1:1 to take .*'g1'"):
-        client.push(make_group(), 0.3)
+        client.push_group(pack_group(make_group()), 0.3)
     client.close()
 
 
@@ -209,7 +209,7 @@ def test_learner_that_hangs_is_named(server, credentials, make_group):
     with TcpProxy(server.port, itertools.repeat(100), hold) as proxy:
         client = TrajectoryClient(proxy.address, credentials)
         with pytest.raises(TimeoutError, match=f"waited 0.3 s for learner {proxy.address}"):
-            client.push(make_group(), 0.3)
+            client.push_group(pack_group(make_group()), 0.3)
         client.close()
 
 
@@ -264,7 +264,7 @@ def test_field_of_the_wrong_width_is_refused(stub, make_group):
 
 def test_text_of_a_refusal_is_bounded(client, make_group):
     with pytest.raises(ValueError) as refusal:
-        client.push(make_group(run_id="r" * 100_000), 10)
+        client.push_group(pack_group(make_group(run_id="r" * 100_000)), 10)
     assert len(str(refusal.value)) < 1200
 
 

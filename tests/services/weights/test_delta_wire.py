@@ -114,7 +114,7 @@ def test_delta_that_lies_is_found_and_all_is_fetched(serve, family, at):
 def test_delta_with_a_checksum_of_its_own_that_makes_other_bits_is_found(serve, family):
     server, store, parent, child = family
     store.publish(6, nudged(5, 1))
-    manifest = store.wait_for(6).manifest
+    manifest = store.wait_for_version(6).manifest
     forger = WeightStore(RUN_ID, 3)
     forger.publish(5, nudged(5, 0))
     forger.publish(6, nudged(5, 2))

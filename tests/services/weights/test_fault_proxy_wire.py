@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from services.trajectories.client import PushFailed, TrajectoryClient
+from services.trajectories.client import PushFailed, TrajectoryClient, pack_group
 from services.weights import transfer
 from services.weights.client import WeightClient
 from services.weights.digest import tree_digest
@@ -234,10 +234,13 @@ def group(make_group, make_completion):
 def test_a_group_is_taken_once_through(name, line, credentials, group):
     line.of_connection = {(0, "up"): PUSHED[name]}
     client = TrajectoryClient(line.address, credentials)
-    assert client.push(group, HANG_S) in (PushOutcome.ACCEPTED, PushOutcome.DUPLICATE)
+    assert client.push_group(pack_group(group), HANG_S) in (
+        PushOutcome.ACCEPTED,
+        PushOutcome.DUPLICATE,
+    )
     client.close()
     assert line.faults or name in ("slow", "late")
-    (received,) = line.buffer.take(["g1"], 1).groups
+    (received,) = line.buffer.take_groups(["g1"], 1).groups
     assert same_group(received, group) and line.buffer.counts().accepted == 1
 
 
@@ -260,10 +263,13 @@ def test_a_push_that_fails_says_who_and_its_repeat_counts_once(name, line, crede
     client = TrajectoryClient(line.address, credentials)
     started = time.monotonic()
     with pytest.raises((TimeoutError, PushFailed), match=line.address) as error:
-        client.push(group, 0.8)
+        client.push_group(pack_group(group), 0.8)
     assert time.monotonic() - started < 0.8 + SLACK_S and "'g1'" in str(error.value)
     line.heal()
-    assert client.push(group, HANG_S) in (PushOutcome.ACCEPTED, PushOutcome.DUPLICATE)
+    assert client.push_group(pack_group(group), HANG_S) in (
+        PushOutcome.ACCEPTED,
+        PushOutcome.DUPLICATE,
+    )
     client.close()
-    (received,) = line.buffer.take(["g1"], 1).groups
+    (received,) = line.buffer.take_groups(["g1"], 1).groups
     assert same_group(received, group) and line.buffer.counts().accepted == 1

@@ -45,7 +45,7 @@ def test_version_is_visible_from_its_commit_on():
     seen = []
     manifest = publication.commit(before_visible=lambda m: seen.append((m, store.current_version)))
     assert seen == [(manifest, NO_VERSION)]
-    assert store.wait_for(3).manifest == manifest
+    assert store.wait_for_version(3).manifest == manifest
     assert (manifest.tensors, manifest.digest) == tree_digest(values)
     expected = b"".join(values[name].tobytes() for name in sorted(values))
     assert store.read(3, 0, manifest.nbytes) == expected
@@ -120,7 +120,7 @@ def test_aborted_publication_leaves_nothing_and_its_number_free():
     for call in (publication.commit, lambda: publication.write("scale", ALL, np.float32(1))):
         with pytest.raises(PublicationClosed, match="policy version 1 has ended"):
             call()
-    assert store.wait_for().manifest == first
+    assert store.wait_for_version().manifest == first
     with pytest.raises(UnknownVersion):
         store.held(1)
     assert store.publish(1, tensors(1)).policy_version == 1

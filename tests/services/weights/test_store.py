@@ -95,7 +95,7 @@ def test_range_outside_the_version_is_refused(offset, length):
 def test_manifest_waits_for_a_version_new_enough():
     store = WeightStore("r", 2)
     got = []
-    waiter = threading.Thread(target=lambda: got.append(store.wait_for(2, 10.0).manifest))
+    waiter = threading.Thread(target=lambda: got.append(store.wait_for_version(2, 10.0).manifest))
     waiter.start()
     store.publish(1, tensors(1.0))
     time.sleep(0.05)
@@ -109,10 +109,10 @@ def test_manifest_that_does_not_come_times_out_and_says_what_there_is():
     store = WeightStore("run-x", 2)
     assert store.current_version == NO_VERSION
     with pytest.raises(TimeoutError, match="'run-x' has no policy version >= 0 .* newest is none"):
-        store.wait_for(0, 0.01)
+        store.wait_for_version(0, 0.01)
     store.publish(1, tensors(1.0))
     with pytest.raises(TimeoutError, match="version >= 2 after 0.01 s; the newest is 1"):
-        store.wait_for(2, 0.01)
+        store.wait_for_version(2, 0.01)
 
 
 def test_abandoned_wait_ends_when_woken():
@@ -122,7 +122,7 @@ def test_abandoned_wait_ends_when_woken():
 
     def wait():
         try:
-            store.wait_for(0, HANG_S, abandoned=gone.is_set)
+            store.wait_for_version(0, HANG_S, abandoned=gone.is_set)
         except TimeoutError as error:
             errors.append(error)
 

@@ -296,7 +296,7 @@ def test_manifest_that_lies_is_refused_before_any_transfer(serve, credentials, s
     )
     client = WeightClient(serve(store=lying).address, credentials, run_id=RUN_ID)
     with pytest.raises(WeightTransferError, match="weight service .*manifest digest"):
-        client.ask(0, wait_s=0.0, timeout_s=10)
+        client.ask_manifest(0, wait_s=0.0, timeout_s=10)
     assert lying.egress_bytes == 0
 
 

@@ -50,7 +50,7 @@ def newest_manifest(client: WeightClient, min_version: int, timeout_s: float) ->
     while True:
         left_s = max(deadline.remaining_s(), 0.01)
         try:
-            offer = client.ask(min_version, wait_s=0.8 * left_s, timeout_s=left_s)
+            offer = client.ask_manifest(min_version, wait_s=0.8 * left_s, timeout_s=left_s)
         except Unreachable as error:
             if not deadline.remaining_s():
                 raise deadline.error(str(error)) from error
@@ -75,7 +75,7 @@ def fetch(
 
 def is_whole(replica: Replica, tensors: dict[str, np.ndarray]) -> bool:
     """Whether the newest version that the replica serves has these bits."""
-    newest = replica.store.wait_for()
+    newest = replica.store.wait_for_version()
     digest = tree_digest(tensors)[1]
     raw = b"".join(tensors[name].tobytes() for name in sorted(tensors))
     return newest.manifest.digest == digest and newest.stream.tobytes() == raw

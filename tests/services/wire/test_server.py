@@ -5,7 +5,7 @@ import grpc
 import pytest
 
 from services.pb import weights_pb2, weights_pb2_grpc
-from services.trajectories.client import TrajectoryClient
+from services.trajectories.client import TrajectoryClient, pack_group
 from services.trajectories.codec import TRAJECTORY_SERVICE
 from services.weights.codec import WEIGHT_SERVICE
 from services.weights.service import weight_service
@@ -136,5 +136,5 @@ def test_server_of_another_authority_is_refused(server, make_group):
     foreign = RunAuthority.create("run-a").issue("rollout-0")
     client = TrajectoryClient(server.address, foreign)
     with pytest.raises(TimeoutError, match=f"for learner {server.address} .*CERTIFICATE_VERIFY"):
-        client.push(make_group(), 0.5)
+        client.push_group(pack_group(make_group()), 0.5)
     client.close()
