@@ -1,10 +1,10 @@
-"""Lets a model complete one prompt and streams the text, for a look at a checkpoint.
+"""Completes one prompt with a model and streams the text, to inspect a checkpoint.
 
     python -m rollout_worker.generate --model deploy/demo/model --prompt 'Compute 3 + 4.'
     echo 'Once upon a time' | python -m rollout_worker.generate --model MODEL --prompt - --raw
 
-The text goes to stdout as it is decoded, of several completions one after the other; what ended
-them and how fast they were goes to stderr. Exits with 2 when the question is wrong, with 130 when
+The text goes to stdout as it is decoded; several completions are printed one after the other.
+Their finish reasons and the speed go to stderr. Exits with 2 if an argument is wrong, with 130 if
 interrupted.
 """
 
@@ -34,12 +34,12 @@ from services.process.phase_clock import PhaseClock
 from services.wire.messages import FinishReason
 
 RAW_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""The messages' own text."""
+"""The text of the messages and nothing else."""
 SEGMENT_TOKENS = 8
-"""The text grows by so many tokens at a time."""
+"""Tokens by which the printed text grows at a time."""
 MOST_SAMPLES = 1024
 MOST_NEW_TOKENS = 512
-"""Where none are asked for and the model's positions allow it."""
+"""Default of --max-new-tokens, if the model's positions allow it."""
 REPLACEMENT = "\ufffd"
 LONGEST_CHARACTER_BYTES = 4
 DTYPES = ("bfloat16", "float32")
@@ -48,12 +48,13 @@ INTERRUPTED = 130
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
     arguments = _parser().parse_args(argv)
     try:
         return _generate(arguments)
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError):
-            # The reader has gone; what Python flushes at its end must find another place.
+            # The reader has closed the pipe; Python flushes stdout at its end, which must not fail.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         print(f"generate: {error}", file=sys.stderr)
@@ -103,7 +104,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     )
     printer = Printer(sys.stdout, tokenizer.decode, several=arguments.samples > 1)
     try:
-        stream(engine, request, printer)
+        stream_completions(engine, request, printer)
     finally:
         printer.close()
         print(printer.summary(), file=sys.stderr)
@@ -120,13 +121,14 @@ def build_engine(
     stop_strings: Sequence[str],
     dtype: str,
 ) -> Engine:
-    """An engine on one device for one prompt, that waits for its policy.
+    """An engine on one device for one prompt; it has no policy yet.
 
     Args:
         dtype: of weights and activations.
 
     Raises:
-        ValueError: if the lengths do not fit the model, or a stop string cannot be watched for.
+        ValueError: if the lengths do not fit the model, or the tokenizer or number of stop strings
+            is not supported.
     """
     device = jax.devices()[0]
     layout = Layout(config, make_mesh([device], 1, 1), np.dtype(jnp.dtype(dtype)))
@@ -161,7 +163,7 @@ def build_engine(
 
 
 class Printer:
-    """Writes the completions of a request one after the other, each as far as it is known."""
+    """Writes the completions of a request one after the other, as their tokens arrive."""
 
     def __init__(self, out: TextIO, decode: Callable[[Iterable[int]], str], *, several: bool):
         """Args:
@@ -177,14 +179,14 @@ class Printer:
         self._ended: dict[int, FinishReason] = {}
         self._started = time.monotonic()
         self._first: tuple[float, int] | None = None
-        """When the first tokens came, and how many."""
+        """Time of the first tokens, and their count."""
 
-    def show(self, running: dict[int, np.ndarray], ended: Sequence[FinishedRow]) -> None:
-        """Takes what a turn of the engine brought, and writes what is next.
+    def show_tokens(self, running: dict[int, np.ndarray], ended: Sequence[FinishedRow]) -> None:
+        """Writes the new text of the completion whose turn it is, and of those after it.
 
         Args:
             running: tokens of completions that have not ended, by sample index.
-            ended: completions that did.
+            ended: completions that ended in this turn of the engine.
         """
         self._known |= running
         for row in ended:
@@ -200,7 +202,7 @@ class Printer:
         self._out.flush()
 
     def close(self) -> None:
-        """Writes what is known of completions that were interrupted."""
+        """Writes the tokens so far of completions that were interrupted."""
         while self._sample in self._known:
             self._write()
             if self._written and self._sample not in self._ended:
@@ -209,7 +211,7 @@ class Printer:
         self._out.flush()
 
     def summary(self) -> str:
-        """Why the completions ended, and how fast they were."""
+        """The finish reasons of the completions, and the speed."""
         reasons = [
             self._ended[sample].value if sample in self._ended else "unfinished"
             for sample in sorted(self._known)
@@ -229,14 +231,14 @@ class Printer:
         return sum(map(len, self._known.values()))
 
     def _write(self) -> None:
-        """Writes what is new of the completion whose turn it is."""
+        """Writes the new text of the completion whose turn it is."""
         token_ids, is_whole = self._known[self._sample], self._sample in self._ended
         if self._several and not self._written and len(token_ids):
             self._out.write(f"--- completion {self._sample} ---\n")
         text = self._decode(token_ids)
         if not is_whole:
             text = settled(text)
-        # What a decoder says of the last token it may revise; what is written stays.
+        # A decoder may revise the text of the last token; text that was written stays.
         if len(text) > len(self._written):
             self._out.write(text[len(self._written) :])
             self._written = text
@@ -245,19 +247,19 @@ class Printer:
 
 
 def settled(text: str) -> str:
-    """The text without the beginning of a character whose other bytes are in tokens to come."""
+    """The text without the beginning of a character whose other bytes are in later tokens."""
     kept = text.rstrip(REPLACEMENT)
     if len(text) - len(kept) >= LONGEST_CHARACTER_BYTES:
         return text[: -(LONGEST_CHARACTER_BYTES - 1)]
     return kept
 
 
-def stream(engine: Engine, request: DecodeRequest, printer: Printer) -> None:
-    """Decodes a request, showing its completions as they grow."""
+def stream_completions(engine: Engine, request: DecodeRequest, printer: Printer) -> None:
+    """Decodes a request and prints its completions as they grow."""
     engine.submit_requests([request])
     while engine.pending:
         ended = engine.step()
-        printer.show(engine.tokens_so_far(request.request_id), ended)
+        printer.show_tokens(engine.tokens_so_far(request.request_id), ended)
 
 
 def _messages(system: str | None, text: str) -> list[dict[str, str]]:
@@ -269,7 +271,7 @@ def _check(arguments: argparse.Namespace) -> None:
     if not 1 <= arguments.samples <= MOST_SAMPLES:
         raise ValueError(f"--samples must be from 1 to {MOST_SAMPLES}, got {arguments.samples}")
     if arguments.raw and arguments.system is not None:
-        raise ValueError("--system belongs to the chat template, which --raw leaves out")
+        raise ValueError("--system needs the chat template, which --raw leaves out")
     if not 0 <= arguments.seed < 2**63:
         raise ValueError(f"--seed must be from 0 to 2**63 - 1, got {arguments.seed}")
 
@@ -303,9 +305,9 @@ def _parser() -> argparse.ArgumentParser:
     }
     add = parser.add_argument
     add("--model", required=True, metavar="PATH", help="HF folder, .gguf file or hub id")
-    add("--prompt", required=True, metavar="TEXT", help="what the user says; - reads stdin")
+    add("--prompt", required=True, metavar="TEXT", help="text of the user message; - reads stdin")
     add("--system", metavar="TEXT", help="system message before it")
-    add("--raw", action="store_true", help="complete the very text, without the chat template")
+    add("--raw", action="store_true", help="complete the text as it is, without the chat template")
     add("--max-new-tokens", type=int, metavar="N", help=f"(default: {MOST_NEW_TOKENS} or less)")
     add("--temperature", type=float, default=settings["temperature"], help="(%(default)s)")
     add("--top-k", type=int, default=settings["top_k"], help="0 is off (%(default)s)")
@@ -318,8 +320,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="STRING",
-        help="ends a completion, which keeps it and all of the token that completes it; may be "
-        "given several times",
+        help="text that ends a completion, which keeps it and the whole token that completes it; "
+        "can be given several times",
     )
     add("--dtype", choices=DTYPES, default="bfloat16", help="of weights and sums (%(default)s)")
     return parser
@@ -329,6 +331,6 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     if code == INTERRUPTED:
-        # A thread of XLA may still compile; taking the interpreter down beneath it would crash.
+        # A thread of XLA may still be compiling; an ordinary exit of the interpreter would crash.
         os._exit(code)
     sys.exit(code)

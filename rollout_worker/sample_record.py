@@ -1,9 +1,9 @@
-"""What samples.jsonl says of a completion: prompt, text, tokens with their logprobs, and scores.
+"""Records of completions for samples.jsonl: prompt, text, tokens with their logprobs, and scores.
 
-A group whose lease is marked for the log gives its first completion. Any group may give one that
-tells something: a completion that could not be scored, or whose strict and lenient answers differ;
-a few of those are made under each policy version, however many there are. A record of 2,048 tokens
-takes about 10 ms to make, which is spent where groups are pushed, beside the decoding.
+Of a group whose lease is marked for the log, the first completion is recorded. Of any group, one
+notable completion may be: one that could not be scored, or whose strict and lenient answers differ.
+Their number is limited under each policy version. A record of 2,048 tokens takes about 10 ms to
+make; this happens in the thread that pushes groups, while the device decodes.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,13 +17,13 @@ from rollout_worker.rewards.answers import FinalAnswer, lenient_answer, strict_a
 from services.wire.messages import Completion, FinishReason, Group
 
 MOST_TOKENS = 2048
-"""Of one record; what follows is counted in `tokens_cut`."""
+"""Of one record; the number of further tokens is in `tokens_cut`."""
 MOST_ANSWER_CHARACTERS = 20_000
-"""A longer text is not searched for its answer: nothing bounds the time of that here, as the
-reward processes have it bounded."""
+"""A longer text is not searched for its answer: the reward processes bound the time of that
+search, and here nothing does."""
 MOST_VALUE_CHARACTERS = 60
 MOST_OPEN_TOKENS = 32
-"""Tokens in a row that complete no character, after which they are shown as they are."""
+"""After this many consecutive tokens that complete no character, they are shown as they are."""
 
 FIRST, DISAGREEMENT, REWARD_ERROR = "first", "disagreement", "reward_error"
 
@@ -56,7 +56,7 @@ class Sample(TypedDict):
 
 
 class SampleRecords:
-    """Makes the records of groups; counts those that it made under the newest policy version."""
+    """Makes the records of groups, a limited number of notable ones under each policy version."""
 
     def __init__(
         self,
@@ -69,31 +69,33 @@ class SampleRecords:
         """Args:
         decode: text of token ids, special tokens visible.
         text: a completion as the scorers read it.
-        per_step: records that the log keeps of a step, and most of those that tell something
-            which are made under one policy version; 0 makes none.
-        reads_numbers: whether `gsm8k_answer` is among the scorers, so that `parsed` says which
-            numbers it reads.
+        per_step: records that the log keeps of a step, and the largest number of notable records
+            under one policy version; 0 makes no records.
+        reads_numbers: whether `gsm8k_answer` is among the scorers; then `parsed` has the numbers
+            that it reads.
         """
         self._decode = decode
         self._text = text
         self._per_step = per_step
         self._reads_numbers = reads_numbers
         self._version = -1
-        self._telling = 0
+        self._notable = 0
 
     def of_group(self, group: Group, prompt: Prompt, *, marked: bool) -> tuple[Sample, ...]:
         """At most two records.
 
         Args:
-            prompt: what the group was made from.
-            marked: whether the first completion is wanted.
+            prompt: of the group.
+            marked: whether the first completion is to be recorded.
         """
         if not self._per_step:
             return ()
         if group.policy_version != self._version:
-            self._version, self._telling = group.policy_version, 0
-        chosen = choose(group.completions, first=marked, telling=self._telling < self._per_step)
-        self._telling += any(why != FIRST for _, why in chosen)
+            self._version, self._notable = group.policy_version, 0
+        chosen = choose_completions(
+            group.completions, first=marked, notable=self._notable < self._per_step
+        )
+        self._notable += any(why != FIRST for _, why in chosen)
         return tuple(self._record(group, prompt, completion, why) for completion, why in chosen)
 
     def _record(self, group: Group, prompt: Prompt, completion: Completion, why: str) -> Sample:
@@ -131,40 +133,41 @@ class SampleRecords:
         return record
 
 
-def choose(
-    completions: Sequence[Completion], *, first: bool, telling: bool
+def choose_completions(
+    completions: Sequence[Completion], *, first: bool, notable: bool
 ) -> list[tuple[Completion, str]]:
-    """The completions of a group that are logged, and why each is.
+    """The completions of a group that are recorded, each with the reason.
 
     Args:
-        first: whether the first one is wanted.
-        telling: whether the first one that tells something is; it may be the same.
+        first: whether the first one is chosen.
+        notable: whether the first notable one is chosen; it may be the same one.
     """
-    found = [(c, why) for c in completions if (why := _what_it_tells(c))][: int(telling)]
+    found = [(c, why) for c in completions if (why := _reason_to_record(c))][: int(notable)]
     if first and not any(c is completions[0] for c, _ in found):
         return [(completions[0], FIRST), *found]
     return found
 
 
-def _what_it_tells(completion: Completion) -> str:
+def _reason_to_record(completion: Completion) -> str:
     if completion.reward_error:
         return REWARD_ERROR
     return DISAGREEMENT if any(completion.disagreements.values()) else ""
 
 
 def token_texts(decode: Callable[[Sequence[int]], str], token_ids: Sequence[int]) -> list[str]:
-    """The text that each token adds; joined, they are the text of all.
+    """The text that each token adds; joined, the text of all tokens.
 
-    A token that ends inside a character adds nothing, and the one that completes it adds the
-    character. Bytes that never become one are shown as U+FFFD, with the next token that completes
-    something, the last one, or the `MOST_OPEN_TOKENS`-th.
+    A token that ends inside a character adds nothing, and the token that completes the character
+    adds it. Bytes that never form a character are shown as U+FFFD, at the next token that completes
+    one, at the last token, or after `MOST_OPEN_TOKENS`.
 
     Args:
         decode: text of token ids, special tokens visible.
     """
     texts = []
-    # Tokenizers look at the token before, as where they drop a leading blank: `before` to `done`
-    # is decoded with each new token, and taken off again.
+    # The text of a token can depend on the token before it, as where a decoder drops a leading
+    # blank. So the tokens from `before` to `done` are decoded again with each new one, and their
+    # text is removed.
     before = done = 0
     for end in range(1, len(token_ids) + 1):
         known = decode(token_ids[before:done])
@@ -181,7 +184,7 @@ def token_texts(decode: Callable[[Sequence[int]], str], token_ids: Sequence[int]
 def parsed_answers(text: str) -> dict[str, str | None]:
     """The numbers that `gsm8k_answer` reads in a completion.
 
-    None where there is no answer, where it is not one number, and in a text of more than
+    None if there is no answer, if it is not one number, or if the text is longer than
     `MOST_ANSWER_CHARACTERS`.
     """
     if len(text) > MOST_ANSWER_CHARACTERS:
@@ -190,7 +193,7 @@ def parsed_answers(text: str) -> dict[str, str | None]:
 
 
 def _value(answer: FinalAnswer | None) -> str | None:
-    """Decimal where that is exact and short, else a fraction; cut in its middle if long."""
+    """A decimal number if that is exact and short, else a fraction; shortened in its middle."""
     if answer is None or answer.value is None:
         return None
     text = number_text(answer.value)
@@ -215,5 +218,5 @@ def number_text(value: Fraction) -> str:
 
 
 def _rounded(logprob: float) -> float:
-    """Six digits say all that a shade shows; NaN and infinity stay."""
+    """Six digits are enough for the page's colours; NaN and infinity stay."""
     return float(f"{logprob:.6g}")

@@ -1,7 +1,7 @@
 """Tasks of reasoning-gym by name, with errors that name the nearest task or parameter.
 
-Both sides of a prompt use this: `prompts.py` makes the items, and `scorers.py` makes the same item
-again in a child process to let the task score an answer.
+`prompts.py` makes the items of a task here, and `scorers.py` makes the same item again in a child
+process, so that the task can score an answer.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ MAX_ITEMS = 1_000_000
 
 
 def nearest_hint(name: str, known: list[str]) -> str:
-    """Returns ` (nearest: 'x')`, or nothing where no known name comes near."""
+    """Returns ` (nearest: 'x')`, or an empty text if no known name is similar."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     return f" (nearest: {close[0]!r})" if close else ""
 
@@ -25,14 +25,14 @@ def make_dataset(task: str, *, seed: int, size: int, params: dict[str, Any]):
 
     Args:
         task: its name in reasoning-gym, such as `chain_sum`.
-        seed: of the first item. Seeds that lie closer than `size` share items.
+        seed: of the first item. Two seeds that differ by less than `size` share items.
         size: number of items.
         params: fields of the task's own configuration, without seed and size.
 
     Raises:
-        ValueError: for an unknown task or parameter, or one that the task refuses.
+        ValueError: if the task or a parameter is unknown, or the task refuses a value.
     """
-    # Imported here, not above: it takes a second, and other sources and scorers do without.
+    # Imported here, since it takes a second and other sources and scorers do not need it.
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
@@ -58,7 +58,7 @@ def make_dataset(task: str, *, seed: int, size: int, params: dict[str, Any]):
 
 
 def _check_types(task: str, config: type, params: dict[str, Any]) -> None:
-    """Refuses values of another type than a plain field has; others are left to the task."""
+    """Refuses values of the wrong type for plain fields; the task checks the others."""
     hints = typing.get_type_hints(config)
     for name, value in params.items():
         wanted = hints.get(name)

@@ -1,10 +1,10 @@
-"""Prompts: records of a source become chat messages, and those token ids.
+"""Prompts: the records of a source as chat messages, and these as token ids.
 
 Dimension key:
     P: tokens of one prompt
 
-A source is a reasoning-gym task, a JSONL or Parquet file, or an HF dataset. Whatever is wrong with
-one is a ValueError that names the source, the place in it, and the fix. Only this module knows
+A source is a reasoning-gym task, a JSONL or Parquet file, or an HF dataset. Every fault of a source
+is a ValueError that names the source, the place in it, and the fix. Only this module imports
 `datasets`.
 """
 
@@ -32,9 +32,11 @@ _OTHER_FILES = (".json", ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow", ".yaml
 
 
 class ChatTokenizer(Protocol):
-    """What this module needs of `models.tokenizer.Tokenizer`."""
+    """The part of `models.tokenizer.Tokenizer` that this module uses."""
 
-    def encode_chat(self, messages: list[dict]) -> list[int]: ...
+    def encode_chat(self, messages: list[dict]) -> list[int]:
+        """Token ids of messages in the chat template, generation prompt included."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,20 +44,20 @@ class Prompt:
     """One question, ready to be prefilled."""
 
     prompt_id: int
-    """Index in the source, before anything was left out: the same for every length bound."""
+    """Index in the source, prompts that are left out included: the same for every length bound."""
     token_ids: np.ndarray
     """int32 [P], read-only; ends in the generation prompt of the chat template."""
     question: str
     """The record's question, without template and system prompt."""
     answer: str
-    """The gold answer: of a GSM8K solution what follows the last `####`."""
+    """The gold answer; of a GSM8K solution, the text after the last `####`."""
     item: dict[str, Any]
-    """The whole record, in JSON values."""
+    """The whole record, as JSON values."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptSet:
-    """The prompts of a source that fit, in its order."""
+    """The prompts of a source that are not too long, in its order."""
 
     prompts: tuple[Prompt, ...]
     overlong: int
@@ -63,7 +65,7 @@ class PromptSet:
 
     @property
     def digest(self) -> str:
-        """sha256 over ids and tokens, hex: equal where two processes read the same prompts."""
+        """sha256 over ids and tokens, hex: equal if two processes read the same prompts."""
         total = hashlib.sha256()
         for prompt in self.prompts:
             total.update(f"{prompt.prompt_id}:".encode())
@@ -85,9 +87,9 @@ def load_prompts(
     """Reads a source and encodes its prompts.
 
     Args:
-        source: where the records are and what their fields are called.
+        source: location of the records, and the names of their fields.
         tokenizer: applies the chat template.
-        system_prompt: first message; None sends none.
+        system_prompt: first message; None for no such message.
         question_template: user message, with `{question}` for the question.
         max_prompt_tokens: longer prompts are left out and counted.
 
@@ -111,7 +113,7 @@ def load_prompts(
     if not prompts and not overlong:
         raise ValueError(
             f"{source.source} has no records"
-            + (f" after the first skip={source.skip}: lower skip" if source.skip else "")
+            + (f" after the first {source.skip}: lower skip={source.skip}" if source.skip else "")
         )
     if not prompts:
         raise ValueError(
@@ -144,8 +146,8 @@ def _records(source: SourceConfig) -> Iterator[tuple[int, str, dict[str, Any]]]:
         records = _hub(source)
     else:
         raise ValueError(
-            f"source {name!r} is none of: {PREFIX}<task>, a path ending in .jsonl or .parquet, an "
-            "HF dataset id such as openai/gsm8k"
+            f"source {name!r} is none of: {PREFIX}<task>, a path that ends in .jsonl or .parquet, "
+            "an HF dataset id such as openai/gsm8k"
         )
     stop = None if source.size is None else source.skip + source.size
     indexed = enumerate(records)
@@ -173,7 +175,7 @@ def _existing_file(name: str) -> pathlib.Path:
 def _procedural(source: SourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     task = source.source.removeprefix(PREFIX)
     if source.size is None:
-        raise ValueError(f"{source.source} could go on for ever: set size, the number of prompts")
+        raise ValueError(f"{source.source} has no end: set size, the number of prompts")
     origin = {
         "task": task,
         "seed": source.seed,
@@ -194,7 +196,7 @@ def _procedural(source: SourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _refuse_constant(constant: str):
-    raise ValueError(f"{constant} is no JSON number")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 def _jsonl(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -253,8 +255,8 @@ def _hub(source: SourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
         ) from error
     try:
         dataset = datasets.load_dataset(name, name=source.subset, split=source.split)
-    # Missing data sets, unknown subsets and splits, and an unreachable hub all end here; the
-    # library raises OSError and ValueError families, and RuntimeError for a closed client.
+    # Missing data sets, unknown subsets and splits, and an unreachable hub: the library raises
+    # OSError, ValueError and their subclasses, and RuntimeError for a closed client.
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         raise ValueError(
             f"HF dataset {name!r} (subset={source.subset}, split={source.split!r}) cannot be "
@@ -277,8 +279,8 @@ def _plain(value: Any, where: str = "", depth: int = 0) -> Any:
     """Turns a value into JSON values, since a record crosses process boundaries.
 
     Raises:
-        ValueError: if a text holds half a surrogate pair, which neither UTF-8 nor a tokenizer can
-            take, or if the value is nested too deeply for the JSON of another process.
+        ValueError: if a text has half of a surrogate pair, which neither UTF-8 nor a tokenizer
+            accepts, or if the value is nested too deeply for the JSON of another process.
     """
     if depth > _MAX_DEPTH:
         raise ValueError(f"the record is nested more than {_MAX_DEPTH} levels deep: flatten it")
@@ -309,8 +311,8 @@ def _checked_text(text: str, where: str) -> str:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{where} holds the lone surrogate {text[error.start]!r} at character {error.start}, "
-            "which is no text: correct the record"
+            f"{where} has the lone surrogate {text[error.start]!r} at character {error.start}, "
+            "which is not valid text: correct the record"
         ) from error
     return text
 
@@ -328,7 +330,7 @@ def _question_and_answer(record: dict, source: SourceConfig, place: str) -> tupl
         value = record[field]
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise ValueError(
-                f"{where}: field {field!r} must hold text or a number, got {value!r:.80}: "
+                f"{where}: field {field!r} must be text or a number, got {value!r:.80}: "
                 f"correct the record or set the source's {key}"
             )
         texts.append(str(value))
@@ -342,7 +344,7 @@ def _question_and_answer(record: dict, source: SourceConfig, place: str) -> tupl
         gold = gold_answer(answer)
     except ValueError as error:
         raise ValueError(f"{source.source}, {place}: {error}") from error
-    # A reasoning-gym task scores by the item it makes again, and the empty text may be its answer.
+    # A reasoning-gym task scores with the item that it makes again; its answer may be empty.
     if not gold and not source.is_procedural:
         raise ValueError(
             f"{source.source}, {place}: field {source.answer_field!r} is empty: fill it in or "

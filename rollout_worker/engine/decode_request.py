@@ -12,24 +12,24 @@ import numpy as np
 from services.wire.messages import FinishReason
 
 LEAST_TOP_P = 1e-9
-"""Below it a share of the probability is no number that float32 can tell from 0."""
+"""Smaller values are too close to 0 for float32 sums of probabilities."""
 
 
 class OnSwap(enum.Enum):
-    """What becomes of rows that are being decoded when the policy changes."""
+    """What the engine does with rows that are being decoded when the policy changes."""
 
     FINISH = "finish"
     """They end under the version they began with; the swap waits for them."""
     RESTART = "restart"
-    """Their tokens are thrown away and drawn anew."""
+    """Their tokens are discarded and drawn again."""
     CONTINUE = "continue"
     """They keep their tokens and go on under the new version, which computes all keys and values
-    anew; each token says its version."""
+    again; the version of each token is recorded."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
-    """From which distribution a request's tokens are drawn."""
+    """The distribution from which a request's tokens are drawn."""
 
     temperature: float = 1.0
     """0 takes the most likely token."""
@@ -52,7 +52,7 @@ class SamplingSettings:
         if self.top_p < LEAST_TOP_P:
             raise ValueError(
                 f"top_p must be at least {LEAST_TOP_P:g}, got {self.top_p:g}: temperature=0 takes "
-                "the likeliest id"
+                "the most likely id"
             )
         if not isinstance(self.top_k, int) or not 0 <= self.top_k < 2**31:
             raise ValueError(
@@ -63,10 +63,10 @@ class SamplingSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeRequest:
-    """One prompt and the completions asked of it. The ids enter the random keys."""
+    """One prompt and the completions to draw for it. Its ids are part of the random keys."""
 
     request_id: str
-    """Unique among the requests that the engine holds."""
+    """Unique among the requests in the engine."""
     token_ids: np.ndarray
     """int32 [T], T >= 1."""
     prompt_id: int
@@ -75,12 +75,12 @@ class DecodeRequest:
     """Sample index of each completion."""
     max_new_tokens: int
     key_data: np.ndarray
-    """uint32 [2]: `jax.random.key_data` of the run's key, or of another stream's."""
+    """uint32 [2]: `jax.random.key_data` of the run's key, or of the evaluation's."""
     sampling: SamplingSettings = SamplingSettings()
     stop_ids: tuple[int, ...] | None = None
     """A completion ends with any of these, which it keeps; None takes the engine's."""
     stop_set: int = 0
-    """Which start state of the engine's stop automaton; 0 has no stop strings."""
+    """Index of a stop set of the engine's stop automaton; set 0 has no stop strings."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,10 @@
-"""Stop strings as a table over token ids, so that a device can watch for them.
+"""Stop strings as a table over token ids, so that a device can detect them.
 
-A completion ends with the first token after which its bytes contain a stop string: wherever the
-string begins, over however many tokens it goes, and whatever its last token has after it. The
-automaton reads bytes (Aho and Corasick, 1975); the table has its steps for whole tokens, and a
-step of decoding is one look-up. What a token's bytes are is said by the tokenizer's own file.
+A completion ends with the first token after which its bytes contain a stop string. The string may
+begin inside a token, span several tokens, and be followed by more bytes of its last token. The
+automaton reads bytes (Aho and Corasick, 1975). The table has its transitions for whole tokens, so
+that a token step makes one look-up per slot. The bytes of a token are read from the tokenizer's own
+file.
 
 Dimension key:
     S: states
@@ -48,10 +49,11 @@ def build_stop_automaton(
 
     Args:
         token_bytes: of every token id, as `token_bytes` gives them.
-        stop_sets: the stop strings of every kind of request; a set without any starts in NO_STOP.
+        stop_sets: lists of stop strings, of which a request names one; an empty list starts in
+            NO_STOP.
 
     Raises:
-        ValueError: if a stop string is empty or no text, or the table would be too large.
+        ValueError: if a stop string is empty or not valid text, or the table would be too large.
     """
     V = len(token_bytes)
     patterns = [_shortest(stop_strings) for stop_strings in stop_sets]
@@ -64,7 +66,7 @@ def build_stop_automaton(
             f"table of {table_bytes / 2**20:.0f} MiB; at most {np.iinfo(np.int16).max} states and "
             f"{MOST_TABLE_BYTES / 2**20:.0f} MiB are allowed: give fewer or shorter ones"
         )
-    # The two states that nothing leaves.
+    # NO_STOP and ACCEPT, which no token leaves.
     steps = [np.full((1, 256), NO_STOP, np.int16), np.full((1, 256), ACCEPT, np.int16)]
     starts = []
     first = len(steps)
@@ -76,12 +78,12 @@ def build_stop_automaton(
 
 
 def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
-    """What every token id adds to a completion as people read it: special tokens add nothing.
+    """The bytes that every token id adds to the text of a completion; special tokens add none.
 
     The space that some decoders drop at the very beginning of a text is kept.
 
     Raises:
-        ValueError: if the tokenizer is neither byte-level nor of sentencepiece's kind.
+        ValueError: if the tokenizer is neither byte-level nor sentencepiece-like.
     """
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(folder)
@@ -108,8 +110,8 @@ def parse_token_bytes(description: Mapping[str, Any]) -> dict[int, bytes]:
         read = functools.partial(_sentencepiece_piece, byte_fallback="ByteFallback" in kinds)
     else:
         raise ValueError(
-            "stop strings need a tokenizer that is byte-level or of sentencepiece's kind; this "
-            f"one decodes by {', '.join(sorted(kinds)) or 'nothing'}: end completions by stop ids"
+            "stop strings need a tokenizer that is byte-level or sentencepiece-like; this one "
+            f"decodes by {', '.join(sorted(kinds)) or 'nothing'}: end completions by stop ids"
         )
     vocabulary = description["model"]["vocab"]
     if isinstance(vocabulary, Mapping):
@@ -122,7 +124,7 @@ def parse_token_bytes(description: Mapping[str, Any]) -> dict[int, bytes]:
 
 
 def _decoders(decoder: Mapping[str, Any]):
-    """The simple decoders of which one is made."""
+    """The decoders of a sequence, or the one decoder."""
     if decoder.get("type") == "Sequence":
         for part in decoder["decoders"]:
             yield from _decoders(part)
@@ -157,24 +159,25 @@ def _encoded(stop_string: str) -> bytes:
     try:
         return stop_string.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(f"the stop string {stop_string!r} is no text: {error}") from error
+        raise ValueError(f"the stop string {stop_string!r} is not valid text: {error}") from error
 
 
 def _shortest(stop_strings: Sequence[str]) -> set[bytes]:
-    """The strings without those that contain another, which ends a completion first."""
+    """The strings without those that contain another one, which would be complete first."""
     stops = {_encoded(stop) for stop in stop_strings}
     return {stop for stop in stops if not any(other != stop and other in stop for other in stops)}
 
 
 def _proper_prefixes(stops: set[bytes]) -> list[bytes]:
-    """What of a stop string can be there while it is not whole, shortest first."""
+    """The proper prefixes of the stop strings, shortest first: one state each."""
     return sorted({stop[:size] for stop in stops for size in range(len(stop))}, key=len)
 
 
 def _byte_steps(stops: set[bytes], ordered: list[bytes], first: int) -> np.ndarray:
-    """int16 [states, 256]: from the longest proper prefix that the bytes end with, to the next.
+    """int16 [states, 256]: the next state for each byte.
 
-    No stop string lies in another, so that one can only be complete at its own last byte.
+    A state is the longest proper prefix that the bytes so far end with. No stop string contains
+    another, so one can only become complete at its own last byte.
     """
     state_of = {prefix: first + i for i, prefix in enumerate(ordered)}
     onward: dict[bytes, list[tuple[int, int]]] = {prefix: [] for prefix in ordered}
@@ -184,7 +187,8 @@ def _byte_steps(stops: set[bytes], ordered: list[bytes], first: int) -> np.ndarr
     step = np.full((len(ordered), 256), first, np.int16)
     for row, prefix in zip(step, ordered, strict=True):
         if prefix:
-            # Bytes that do not go on from here go where they would from the next shorter prefix.
+            # A byte that does not continue this prefix leads where it leads from the next shorter
+            # one.
             suffixes = (prefix[start:] for start in range(1, len(prefix) + 1))
             shorter = next(suffix for suffix in suffixes if suffix in state_of)
             row[:] = step[state_of[shorter] - first]
@@ -194,7 +198,7 @@ def _byte_steps(stops: set[bytes], ordered: list[bytes], first: int) -> np.ndarr
 
 
 def _token_steps(step: np.ndarray, token_bytes: Sequence[bytes]) -> np.ndarray:
-    """int16 [S, V]: the steps of every token's bytes, one after the other, from every state."""
+    """int16 [S, V]: the state after all bytes of a token, for every state and token."""
     longest_first = sorted(range(len(token_bytes)), key=lambda v: -len(token_bytes[v]))
     columns = []
     for place in range(max(map(len, token_bytes), default=0)):

@@ -96,7 +96,7 @@ _BOXED = re.compile(r"\\f?boxed\s*\{")
 
 @dataclasses.dataclass(frozen=True)
 class FinalAnswer:
-    """What a completion gives as its answer; `value` is None where that is not one number."""
+    """The answer that a completion gives; `value` is None if that is not one number."""
 
     value: Fraction | None
 
@@ -145,7 +145,7 @@ def _read(text: str, start: int) -> tuple[Fraction | None, int] | None:
 
 
 def _skip_decoration(text: str) -> str:
-    """Drops what may stand between a marker and its number, labels included."""
+    """Drops decoration and labels between a marker and its number."""
     while True:
         shorter = text
         for pattern in (_DECORATION, _DELIMITER, _LABEL):

@@ -5,8 +5,8 @@ line in says which scorers to load; the answer is `{"loading": name}` before eac
 `{"ready": true}` or `{"refused": message}`. Every later line in is one completion; the answer is
 one line per scorer, `{"rewards": {...}}` or `{"error": message}`.
 
-Scorers are foreign code. What they print goes to stderr, what they raise is an answer, and the
-parent kills this process when they take too long.
+Scorers are foreign code. What they print goes to stderr, what they raise becomes an error message
+to the parent, and the parent kills this process when they take too long.
 """
 
 import ctypes
@@ -32,9 +32,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Asks the kernel to kill this process with the thread that started it (Linux only).
+    """Asks the kernel to kill this process when the thread that started it ends (Linux only).
 
-    Elsewhere the end of stdin ends it, once the scorer that runs has returned.
+    On other systems the end of stdin ends it, once the running scorer has returned.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -59,18 +59,18 @@ def take_pipes() -> tuple[BinaryIO, BinaryIO]:
     return requests, replies
 
 
-def described(error: BaseException) -> str:
-    """One line on what a scorer raised, even where its own `__str__` raises."""
-    return encodable(traceback.format_exception_only(error)[-1].strip()[:MESSAGE_CHARS])
+def describe_error(error: BaseException) -> str:
+    """One line on what a scorer raised, even if its own `__str__` raises."""
+    return escape_surrogates(traceback.format_exception_only(error)[-1].strip()[:MESSAGE_CHARS])
 
 
-def encodable(text: str) -> str:
+def escape_surrogates(text: str) -> str:
     """The text with lone surrogates written as escapes, since it goes on as UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 class Guard:
-    """Runs foreign code; what it raises becomes a message. Prints the first few tracebacks."""
+    """Runs foreign code and turns what it raises into a message; prints the first tracebacks."""
 
     def __init__(self):
         self._shown = 0
@@ -80,24 +80,24 @@ class Guard:
         try:
             return function(*arguments), ""
         except BadScorer as error:
-            return None, encodable(str(error))
-        # A scorer may raise anything, SystemExit too. Each is its outcome for one completion and
-        # must reach the books, which is the opposite of hiding a failure.
+            return None, escape_surrogates(str(error))
+        # A scorer may raise anything, SystemExit too. Each is the outcome for one completion and is
+        # reported to the parent, so no failure is hidden.
         except BaseException as error:
             if self._shown < TRACEBACKS_SHOWN:
                 self._shown += 1
                 traceback.print_exception(error)
-            return None, described(error)
+            return None, describe_error(error)
 
 
-def load(name: str, params: dict) -> Scorer:
+def load_scorer(name: str, params: dict) -> Scorer:
     """Finds a scorer and checks its parameters."""
     scorer = resolve_scorer(name)
     check_scorer_params(name, scorer, params)
     return scorer
 
 
-def score(name: str, scorer: Scorer, params: dict, line: bytes) -> dict[str, float]:
+def score_completion(name: str, scorer: Scorer, params: dict, line: bytes) -> dict[str, float]:
     """Runs one scorer on one request, decoded anew so that no scorer sees another's changes."""
     request = json.loads(line)
     result = scorer(
@@ -111,6 +111,7 @@ def score(name: str, scorer: Scorer, params: dict, line: bytes) -> dict[str, flo
 
 
 def main() -> None:
+    """Loads the scorers, then answers requests until stdin ends."""
     die_with_parent(int(sys.argv[1]))
     requests, replies = take_pipes()
     guard = Guard()
@@ -125,7 +126,7 @@ def main() -> None:
     scorers = []
     for function in setup["functions"]:
         reply({"loading": function["name"]})
-        scorer, problem = guard.call(load, function["name"], function["params"])
+        scorer, problem = guard.call(load_scorer, function["name"], function["params"])
         if problem:
             reply({"refused": problem})
             return
@@ -134,7 +135,7 @@ def main() -> None:
 
     for line in requests:
         for name, scorer, params in scorers:
-            rewards, problem = guard.call(score, name, scorer, params, line)
+            rewards, problem = guard.call(score_completion, name, scorer, params, line)
             reply({"error": problem} if problem else {"rewards": rewards})
 
 

@@ -1,8 +1,9 @@
 """Child processes that score completions under a wall-clock bound.
 
-Each lane is a thread with one child. A child that takes too long is killed, and its completion gets
-an error that names the scorer; so does one at which the child dies twice. The child is replaced,
-and no other completion is touched. Nothing here depends on signals, so any thread may ask.
+Each child is fed by a thread of its own. A child that takes too long is killed, and its completion
+gets an error that names the scorer; so does a completion at which the child dies twice. The child
+is replaced, and no other completion is affected. Nothing here depends on signals, so the pool may
+be used from any thread.
 """
 
 import concurrent.futures
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class ScoreRequest:
-    """One completion to score, and what its scorers may look at."""
+    """One completion to score, with the prompt's data for its scorers."""
 
     completion: str
     answer: str
@@ -44,18 +45,19 @@ class Score:
     """The rewards of one completion."""
 
     rewards: dict[str, float]
-    """By scorer name, and `name/variant` for what is only logged. Without those that failed."""
+    """By scorer name, and by `name/variant` for values that are only logged. Scorers that failed
+    are left out."""
     total: float
-    """Weighted sum; NaN where `error` says something."""
+    """Weighted sum; NaN if `error` is not empty."""
     error: str
     """Empty, or which scorer failed and how."""
 
 
 class _ScorerThread(threading.Thread):
-    """One child and the thread that feeds it; the child lives no longer than the thread."""
+    """The thread that feeds one child; the child ends with it."""
 
     def __init__(self, pool: "RewardPool", index: int):
-        super().__init__(name=f"reward-lane-{index}", daemon=True)
+        super().__init__(name=f"scorer-{index}", daemon=True)
         self.ready: Future[None] = Future()
         self.child: RewardProcess | None = None
         self._pool = pool
@@ -70,28 +72,29 @@ class _ScorerThread(threading.Thread):
         for request, future in iter(self._pool.jobs.get, None):
             try:
                 future.set_result(self._score(request))
-            except BaseException as error:  # whoever waits for this score must hear of it
+            except BaseException as error:  # raised in the thread that waits for this score
                 future.set_exception(error)
-        self.stop()
+        self.kill_child()
 
-    def stop(self) -> None:
+    def kill_child(self) -> None:
+        """Kills the child, if there is one."""
         child, self.child = self.child, None
         if child is not None:
             child.kill()
 
     def _restart(self) -> RewardProcess:
-        self.stop()
+        self.kill_child()
         self.child = child = RewardProcess(self._pool.functions)
         child.wait_ready(self._pool.start_timeout_s)
         return child
 
     def _score(self, request: ScoreRequest) -> Score:
-        """Scores once more where the child died: something else may have killed it, such as a want
-        of memory, and a reward must not depend on that.
+        """Scores a second time if the child died: the cause may be outside, such as a lack of
+        memory, and a reward must not depend on that.
         """
         score, died = self._attempt(request)
         if died:
-            log.warning("a reward child died: %s; the completion is scored once more", score.error)
+            log.warning("a reward process died: %s; the completion is scored again", score.error)
             score, _ = self._attempt(request)
         return score
 
@@ -115,38 +118,38 @@ class _ScorerThread(threading.Thread):
                 name = next(names, None)
         except TimeoutError:
             errors.append(f"{name}: no result within {timeout_s:g} s, child killed")
-            self.stop()
+            self.kill_child()
         except ChildFailed as failure:
             errors.append(f"{name}: {failure}")
             died = True
-            self.stop()
+            self.kill_child()
         if errors:
             return Score(rewards, math.nan, "; ".join(errors)), died
         return Score(rewards, weighted_total(rewards, weights), ""), False
 
 
 class PendingScores:
-    """Scores that are on their way."""
+    """Scores of several completions, which become ready in the background."""
 
-    def __init__(self, futures: Sequence[Future[Score]], bound_s: float, lanes: Sequence[str]):
+    def __init__(self, futures: Sequence[Future[Score]], bound_s: float, threads: Sequence[str]):
         self._futures = futures
         self._bound_s = bound_s
         self._deadline_s = time.monotonic() + bound_s
-        self._lanes = lanes
+        self._threads = threads
 
     @property
     def done(self) -> bool:
-        """Whether `wait` would not wait."""
+        """Whether all scores are ready."""
         return all(future.done() for future in self._futures)
 
     def wait_done(self, timeout_s: float | None) -> None:
-        """Waits until `wait` would not wait, at most for so long; None takes the scorers' bound."""
+        """Waits until all scores are ready, at most `timeout_s`; None takes the scorers' bound."""
         left_s = max(0.0, self._deadline_s - time.monotonic())
         concurrent.futures.wait(
             self._futures, left_s if timeout_s is None else min(timeout_s, left_s)
         )
         if time.monotonic() >= self._deadline_s:
-            self.wait()  # says who did not answer
+            self.wait()  # raises an error that names the threads
 
     def wait(self) -> list[Score]:
         """One score per item, in the order of the items.
@@ -161,8 +164,8 @@ class PendingScores:
                 scores.append(future.result(timeout=self._deadline_s - time.monotonic()))
             except TimeoutError:
                 raise RuntimeError(
-                    f"no reward lane answered for {len(self._futures)} completions within "
-                    f"{self._bound_s:g} s: {self._lanes}"
+                    f"no scorer thread answered for {len(self._futures)} completions within "
+                    f"{self._bound_s:g} s: {self._threads}"
                 ) from None
         return scores
 
@@ -196,18 +199,18 @@ class RewardPool:
         self.start_timeout_s = start_timeout_s
         self.closed = False
         self.jobs: queue.SimpleQueue = queue.SimpleQueue()
-        self._lanes = [_ScorerThread(self, index) for index in range(processes)]
-        for lane in self._lanes:
-            lane.start()
+        self._threads = [_ScorerThread(self, index) for index in range(processes)]
+        for thread in self._threads:
+            thread.start()
         try:
-            for lane in self._lanes:
-                lane.ready.result(timeout=start_timeout_s + 2 * STOP_TIMEOUT_S)
+            for thread in self._threads:
+                thread.ready.result(timeout=start_timeout_s + 2 * STOP_TIMEOUT_S)
         except BaseException:
             self.close()
             raise
 
     def submit(self, items: Sequence[ScoreRequest]) -> "PendingScores":
-        """Has completions scored while the caller goes on; safe from any thread.
+        """Starts to score completions and returns at once; safe from any thread.
 
         Raises:
             RuntimeError: if the pool is closed.
@@ -217,19 +220,21 @@ class RewardPool:
         futures: list[Future[Score]] = [Future() for _ in items]
         for request, future in zip(items, futures, strict=True):
             self.jobs.put((request, future))
-        # Lanes keep every bound themselves; this one only turns a lost lane into an error.
-        waiting = self.jobs.qsize() + len(items) + len(self._lanes)
+        # The threads enforce the bounds themselves; this one turns a lost thread into an error.
+        waiting = self.jobs.qsize() + len(items) + len(self._threads)
         per_item_s = self.timeout_s + self.start_timeout_s + 2 * STOP_TIMEOUT_S
-        return PendingScores(futures, waiting * per_item_s, [lane.name for lane in self._lanes])
+        return PendingScores(
+            futures, waiting * per_item_s, [thread.name for thread in self._threads]
+        )
 
     def close(self) -> None:
-        """Ends the lanes and kills the children; safe to call twice."""
+        """Ends the threads and kills the children; safe to call twice."""
         self.closed = True
-        for _ in self._lanes:
+        for _ in self._threads:
             self.jobs.put(None)
-        for lane in self._lanes:
-            lane.join(self.timeout_s + STOP_TIMEOUT_S)
-            lane.stop()
+        for thread in self._threads:
+            thread.join(self.timeout_s + STOP_TIMEOUT_S)
+            thread.kill_child()
 
 
 def validate_functions(

@@ -1,5 +1,6 @@
 """The pool's end of one child process that runs scorers (`reward_child.py` is the other)."""
 
+import contextlib
 import json
 import logging
 import math
@@ -20,9 +21,9 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S = 60.0
 """Bound on the start of a child, which imports the scorers' modules."""
 SLOW_START_S = 5.0
-"""After which a start that goes on says what it waits for."""
+"""A start that takes longer logs what it waits for."""
 STOP_TIMEOUT_S = 5.0
-"""How long a killed child may take to be gone."""
+"""Bound on the end of a child that was killed."""
 _MAX_REPLY_BYTES = 1 << 20
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -32,7 +33,7 @@ class ChildFailed(Exception):
 
 
 _SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|API_KEY|CREDENTIALS)", re.I)
-"""Names of environment variables that foreign scorers have no business with."""
+"""Environment variables with such names are not passed on to scorers, which are foreign code."""
 
 
 class RewardProcess:
@@ -40,8 +41,8 @@ class RewardProcess:
 
     def __init__(self, functions: Sequence[RewardFunctionConfig]):
         """Starts the process; `wait_ready` completes it. The process dies with this thread."""
-        # The child must find this package whatever its working directory is; the scorers find
-        # their modules where this process would, or in the working directory.
+        # The child finds this package from any working directory. Scorers' modules are found on the
+        # import path of this process, or in the working directory.
         environment = {k: v for k, v in os.environ.items() if not _SECRET.search(k)}
         paths = [str(_ROOT), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -70,10 +71,12 @@ class RewardProcess:
 
     @property
     def pid(self) -> int:
+        """Process id."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
+        """Whether the process has not ended."""
         return self._process.poll() is None
 
     def wait_ready(self, timeout_s: float) -> None:
@@ -90,7 +93,7 @@ class RewardProcess:
             self.send(self._setup, deadline_s)
             while True:
                 if notice_s < deadline_s and not self._has_reply_by(notice_s):
-                    log.warning("reward child: still %s, killed after %g s in all", at, timeout_s)
+                    log.warning("reward process: still %s; killed after %g s in all", at, timeout_s)
                     notice_s = math.inf
                 message = self.receive(deadline_s)
                 if "loading" in message:
@@ -102,12 +105,12 @@ class RewardProcess:
         except TimeoutError:
             self.kill()
             raise RuntimeError(
-                f"reward child: not ready within {timeout_s:g} s, killed while {at}: importing "
-                "its module must end"
+                f"reward process: not ready within {timeout_s:g} s, killed while {at}: the import "
+                "of its module must end"
             ) from None
         except ChildFailed as failure:
             self.kill()
-            raise RuntimeError(f"reward child: {failure} while {at}") from failure
+            raise RuntimeError(f"reward process: {failure} while {at}") from failure
         except ValueError:
             self.kill()
             raise
@@ -116,8 +119,8 @@ class RewardProcess:
         """Writes one message.
 
         Raises:
-            TimeoutError: if the child does not take it before the deadline (monotonic seconds).
-            ChildFailed: if the child is gone.
+            TimeoutError: if the child does not read it before the deadline (monotonic seconds).
+            ChildFailed: if the child has ended.
         """
         data = memoryview(json.dumps(message, allow_nan=False).encode() + b"\n")
         while data:
@@ -132,7 +135,7 @@ class RewardProcess:
 
         Raises:
             TimeoutError: if none is complete before the deadline (monotonic seconds).
-            ChildFailed: if the child is gone or sent something else than a message.
+            ChildFailed: if the child has ended, or sent something that is no message.
         """
         while b"\n" not in self._received:
             self._wait(self._output_fd, select.POLLIN, deadline_s)
@@ -149,14 +152,12 @@ class RewardProcess:
             raise ChildFailed(f"child sent {line[:80]!r}, which is no message") from None
 
     def kill(self) -> None:
-        """Kills the child with the processes it started, and closes the pipes; only once."""
+        """Kills the child with the processes it started, and closes the pipes; safe to repeat."""
         if self._killed:
             return
         self._killed = True
-        try:
+        with contextlib.suppress(ProcessLookupError):  # it has ended already
             os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # it is gone already
         self._process.wait(STOP_TIMEOUT_S)
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe

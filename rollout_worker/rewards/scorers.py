@@ -4,12 +4,12 @@ A scorer is a function
 
     score(completion: str, *, answer: str, prompt: str, item: dict, **params) -> float | dict
 
-with the text sampled, the gold answer, the question and the whole record of the source. A dict's
-`value` is the reward; its other keys are variants that are logged only. Booleans count as 0 and 1;
-anything else that is not a finite number is an error of the scorer, as is whatever it raises.
+with the sampled text, the gold answer, the question and the whole record of the source. In a dict,
+`value` is the reward; the other keys are variants that are logged only. Booleans count as 0 and 1.
+Any other result that is not a finite number is an error of the scorer, as is any exception.
 
-Scorers run in the child processes of `reward_pool.py`; this module is what a child imports, so it
-stays free of jax and pydantic.
+Scorers run in the child processes of `reward_pool.py`. The children import this module, so it
+imports neither jax nor pydantic.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ if typing.TYPE_CHECKING:
 Scorer = Callable[..., Any]
 
 MAX_REWARD = 1e6
-"""Largest absolute reward of a scorer; what lies beyond is a mistake that would drown the rest."""
+"""Largest absolute reward of a scorer; a larger one is a mistake that would outweigh the rest."""
 
 DEFAULT_FORMAT = r"(?:(?!####).)*(?<![^\n])#### ?[-+]?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?%?\s*"
 """Any text without the marker, then one line `#### number`, then nothing but white space."""
@@ -59,7 +59,7 @@ def gsm8k_answer(
         prompt: not used.
         item: not used.
         mode: which variant is the reward. `strict` accepts only a number after `####` or in
-            `\boxed{}`; `lenient` takes the last number of the text where there is neither.
+            `\boxed{}`; `lenient` takes the last number of the text if there is neither.
 
     Returns:
         `value`, and both variants as `strict` and `lenient`.
@@ -88,7 +88,7 @@ def gsm8k_answer(
 def math_verify_answer(completion: str, *, answer: str, prompt: str, item: dict) -> float:
     """Scores 1 where the math-verify library finds the completion equal to the gold answer.
 
-    The library's own timeout needs the main thread's alarm signal; it is off, since the pool
+    The library's own timeout needs the alarm signal of the main thread. It is off, since the pool
     bounds the time from outside.
 
     Args:
@@ -98,11 +98,11 @@ def math_verify_answer(completion: str, *, answer: str, prompt: str, item: dict)
         item: not used.
 
     Raises:
-        ValueError: if the gold answer holds no expression.
+        ValueError: if the gold answer has no expression.
     """
     import math_verify
 
-    # Both calls warn that a bound is missing; there is one.
+    # Both calls warn that they have no timeout; the pool has one.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     gold_text = answers.gold_answer(answer)
     gold = math_verify.parse(f"${gold_text}$", parsing_timeout=None, raise_on_error=True)  # pyright: ignore[reportArgumentType]
@@ -123,7 +123,7 @@ def answer_format(
         answer: not used.
         prompt: not used.
         item: not used.
-        pattern: a regular expression; the default wants one `####` in all, on a last line
+        pattern: a regular expression; the default requires exactly one `####`, on a last line
             `#### number`.
     """
     return 1.0 if _compile(pattern).fullmatch(completion) else 0.0
@@ -151,15 +151,15 @@ def reasoning_gym_answer(
         answer: not used; the task has its own.
         prompt: not used.
         item: of a `reasoning_gym:` source; its `reasoning_gym` entry says how to make the item
-            again, since what a task keeps about an item does not survive JSON.
-        extract: `marker` hands the line after the last `####` to the task and scores 0 without
-            one; `whole` hands over the completion.
+            again, since a task's own data about an item cannot be written as JSON.
+        extract: `marker` passes the line after the last `####` to the task and scores 0 without
+            one; `whole` passes the completion.
 
     Raises:
-        ValueError: if the item is of another source, or made differently here.
+        ValueError: if the item is of another source, or the task makes a different item here.
     """
     if "reasoning_gym" not in item:
-        raise ValueError("the reasoning_gym scorer needs prompts of a reasoning_gym: source")
+        raise ValueError("the reasoning_gym scorer needs prompts from a reasoning_gym: source")
     text = answers.answer_text(completion) if extract == "marker" else completion
     if text is None:
         return 0.0
@@ -187,7 +187,7 @@ class BadScorer(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class BuiltIn:
-    """A scorer of ours, and the module that it uses, imported before anything is timed."""
+    """A scorer of this package, and the module that it needs, imported before any timed call."""
 
     score: Scorer
     needs: str | None = None
@@ -202,7 +202,7 @@ BUILT_INS = {
 
 
 def _nearest_built_in(name: str) -> str:
-    # A colon never occurs in a built-in name; what follows it is the likelier typing error.
+    # A colon never occurs in a built-in name; the text after it is more likely the misspelt name.
     return nearest_hint(name.rpartition(":")[2], list(BUILT_INS)) or nearest_hint(
         name, list(BUILT_INS)
     )
@@ -214,7 +214,7 @@ def resolve_scorer(name: str) -> Scorer:
     Runs the module's own code, so it is called only in a child process.
 
     Raises:
-        BadScorer: where there is no such scorer or its module does not load, with what to do.
+        BadScorer: if there is no such scorer or its module does not load, with what to do.
     """
     if name in BUILT_INS:
         built_in = BUILT_INS[name]
@@ -250,7 +250,7 @@ def resolve_scorer(name: str) -> Scorer:
 
 
 def _import(name: str, module_name: str):
-    """Imports a user's module; whatever it raises becomes one line that says where."""
+    """Imports a user's module; what it raises becomes one line that names the place."""
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -281,7 +281,7 @@ def _import(name: str, module_name: str):
 
 
 def _place(error: BaseException) -> str:
-    """` (file:line)` of what a module raised while it was imported; nothing where it has none."""
+    """` (file:line)` of the error that a module raised during import; empty if there is none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}:{error.lineno})"
     own = ("<frozen ", importlib.__file__, __file__)
@@ -312,7 +312,9 @@ def check_scorer_params(name: str, scorer: Scorer, params: Mapping[str, Any]) ->
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     for key in params:
         if key in given:
-            raise BadScorer(f"reward function {name!r}: params must not hold {key!r}, it is given")
+            raise BadScorer(
+                f"reward function {name!r}: params must not hold {key!r}, which is passed already"
+            )
         if key not in own and not takes_any:
             raise BadScorer(
                 f"reward function {name!r} has no parameter {key!r}{nearest_hint(key, own)}; "
@@ -362,7 +364,7 @@ def _bounded(reward: float) -> float:
 
 
 def named_rewards(name: str, result: Any) -> dict[str, float]:
-    """Names what a scorer returned: `name` for the reward, `name/variant` for each variant.
+    """Names the values that a scorer returned: `name` for the reward, `name/variant` for a variant.
 
     Raises:
         ValueError: if the result is neither a finite number nor a dict of them with `value`, if
@@ -387,5 +389,5 @@ def resolve_weights(functions: "Sequence[RewardFunctionConfig]") -> dict[str, fl
 
 
 def weighted_total(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """Returns the weighted sum of one completion's rewards; each weighted scorer must be there."""
+    """Returns the weighted sum of one completion's rewards; every weighted scorer must have one."""
     return math.fsum(weight * rewards[name] for name, weight in weights.items())

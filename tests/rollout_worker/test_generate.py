@@ -39,11 +39,11 @@ def test_a_character_is_written_when_its_last_byte_is_there(character):
     printer = Printer(out, decode, several=False)
     whole = f"a{character}b".encode()
     for size in range(1, len(character.encode()) + 1):
-        printer.show({0: running(whole[:size])}, [])
+        printer.show_tokens({0: running(whole[:size])}, [])
         assert out.getvalue() == "a"
-    printer.show({0: running(whole[:-1])}, [])
+    printer.show_tokens({0: running(whole[:-1])}, [])
     assert out.getvalue() == f"a{character}"
-    printer.show({}, [finished(0, f"a{character}b")])
+    printer.show_tokens({}, [finished(0, f"a{character}b")])
     assert out.getvalue() == f"a{character}b\n"
 
 
@@ -54,13 +54,13 @@ def test_bytes_that_never_become_a_character_are_not_held_back_for_ever():
 def test_completions_come_one_after_the_other_in_their_order():
     out = io.StringIO()
     printer = Printer(out, decode, several=True)
-    printer.show({0: running(b"fir"), 1: running(b"second"), 2: running(b"")}, [])
+    printer.show_tokens({0: running(b"fir"), 1: running(b"second"), 2: running(b"")}, [])
     assert out.getvalue() == "--- completion 0 ---\nfir"
-    printer.show({0: running(b"first")}, [finished(2, "third")])
+    printer.show_tokens({0: running(b"first")}, [finished(2, "third")])
     assert out.getvalue() == "--- completion 0 ---\nfirst"
-    printer.show({1: running(b"second o")}, [finished(0, "first one")])
+    printer.show_tokens({1: running(b"second o")}, [finished(0, "first one")])
     assert out.getvalue() == "--- completion 0 ---\nfirst one\n--- completion 1 ---\nsecond o"
-    printer.show({}, [finished(1, "second one", FinishReason.LENGTH)])
+    printer.show_tokens({}, [finished(1, "second one", FinishReason.LENGTH)])
     assert out.getvalue().endswith("second one\n--- completion 2 ---\nthird\n")
     assert printer.summary().startswith("stop, length, stop: 24 tokens")
 
@@ -90,7 +90,9 @@ def test_a_completion_ends_by_its_length_or_at_its_stop_string(capsys, tiny):
 
 def test_a_raw_prompt_is_the_text_alone(capsys, tiny, monkeypatch):
     seen = []
-    monkeypatch.setattr(generate, "stream", lambda engine, request, _: seen.append(request))
+    monkeypatch.setattr(
+        generate, "stream_completions", lambda engine, request, _: seen.append(request)
+    )
     assert complete(capsys, tiny, "--raw")[0] == 0
     tokenizer = generate.load_tokenizer(tiny)
     assert tokenizer.decode(seen[0].token_ids, skip_special=False) == "ab"
@@ -98,10 +100,10 @@ def test_a_raw_prompt_is_the_text_alone(capsys, tiny, monkeypatch):
 
 def test_an_interruption_is_told_and_ends_with_130(capsys, tiny, monkeypatch):
     def interrupted(engine, request, printer):
-        printer.show({0: running(b"@AB")}, [])
+        printer.show_tokens({0: running(b"@AB")}, [])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(generate, "stream", interrupted)
+    monkeypatch.setattr(generate, "stream_completions", interrupted)
     tokenizer = generate.load_tokenizer(tiny)
     status, text, said = complete(capsys, tiny)
     assert (status, text) == (130, tokenizer.decode([64, 65, 66]) + "\n")
@@ -115,7 +117,7 @@ def test_an_interruption_is_told_and_ends_with_130(capsys, tiny, monkeypatch):
         (["--top-p", "0"], "top_p must be at least"),
         (["--max-new-tokens", "0"], "--max-new-tokens must be from 1 to 2"),
         (["--samples", "0"], "--samples must be from 1 to 1024, got 0"),
-        (["--raw", "--system", "s"], "--system belongs to the chat template"),
+        (["--raw", "--system", "s"], "--system needs the chat template"),
         (["--stop", ""], "a stop string must not be empty"),
         (["--prompt", 300 * "a"], "model's 256 positions"),
         (["--seed", str(2**70)], "--seed must be from 0"),

@@ -91,24 +91,24 @@ def test_gsm8k_gold_is_what_follows_the_marker(tmp_path):
         ("{", "line 3 is not JSON .*each line must be one object, got b'{"),
         ("", "line 3 is empty: remove it"),
         ("[1]", "line 3 must be a JSON object with named fields, got list"),
-        ('{"question": "q", "answer": NaN}', "line 3 is not JSON .NaN is no JSON number"),
+        ('{"question": "q", "answer": NaN}', "line 3 is not JSON .NaN is not a JSON number"),
         (
             '{"question": "q"}',
             r"line 3 has no field 'answer', only \['question'\]: set .*answer_field",
         ),
         ('{"questoin": "q", "answer": "1"}', "line 3 has no field 'question' .nearest: 'questoin'"),
-        ('{"question": "q", "answer": null}', "line 3: field 'answer' must hold text or a number"),
-        ('{"question": "q", "answer": true}', "line 3: field 'answer' must hold text or a number"),
+        ('{"question": "q", "answer": null}', "line 3: field 'answer' must be text or a number"),
+        ('{"question": "q", "answer": true}', "line 3: field 'answer' must be text or a number"),
         ('{"question": " ", "answer": "1"}', "line 3: field 'question' is empty"),
         ('{"question": "q", "answer": "so ####"}', "line 3: nothing follows the last ####"),
         ('{"question": "q", "answer": ""}', "line 3: field 'answer' is empty: fill it in"),
         ('{"question": "q", "answer": " \\n"}', "line 3: field 'answer' is empty"),
-        (r'{"question": "\ud800", "answer": "1"}', "line 3: field 'question' holds the lone surr"),
+        (r'{"question": "\ud800", "answer": "1"}', "line 3: field 'question' has the lone surr"),
         (
             r'{"question": "q", "answer": "1", "notes": [{"by": "x\udfff"}]}',
-            r"line 3: field 'notes' holds the lone surrogate '.udfff' at character 1",
+            r"line 3: field 'notes' has the lone surrogate '.udfff' at character 1",
         ),
-        (r'{"question": "q", "answer": "1", "\ud800": 1}', "line 3: a key holds the lone surr"),
+        (r'{"question": "q", "answer": "1", "\ud800": 1}', "line 3: a key has the lone surr"),
         ("[" * 100_000, "line 3 is nested more than 64 levels deep"),
         (
             '{"question": "q", "answer": "1", "tree": ' + "[" * 70 + "]" * 70 + "}",
@@ -138,7 +138,7 @@ def test_a_missing_file_names_the_nearest(tmp_path):
 def test_an_empty_file_and_too_large_a_skip_are_refused(tmp_path):
     with pytest.raises(ValueError, match="empty.jsonl has no records$"):
         load(write(tmp_path / "empty.jsonl", []))
-    with pytest.raises(ValueError, match="has no records after the first skip=9: lower skip"):
+    with pytest.raises(ValueError, match="has no records after the first 9: lower skip=9"):
         load(write(tmp_path / "a.jsonl", RECORDS), skip=9)
 
 
@@ -177,7 +177,7 @@ def test_a_broken_parquet_file_is_named(tmp_path):
             {"source": "reasoning_gym:chain_sun", "size": 3},
             "no task 'chain_sun' .nearest: 'chain_sum'",
         ),
-        ({"source": "reasoning_gym:chain_sum"}, "could go on for ever: set size"),
+        ({"source": "reasoning_gym:chain_sum"}, "has no end: set size"),
         (
             {"source": "reasoning_gym:chain_sum", "size": 3, "params": {"min_term": 2}},
             "has no parameter 'min_term' .nearest: 'min_terms'",

@@ -95,7 +95,7 @@ def test_an_empty_stop_string_is_refused():
 
 
 def test_half_a_character_is_refused():
-    with pytest.raises(ValueError, match="is no text"):
+    with pytest.raises(ValueError, match="is not valid text"):
         build_stop_automaton([b"a"], [["\ud83d"]])
 
 

@@ -131,7 +131,7 @@ def test_reasoning_gym_scores_with_the_task_itself():
 
 
 def test_reasoning_gym_refuses_items_that_it_did_not_make():
-    with pytest.raises(ValueError, match="needs prompts of a reasoning_gym: source"):
+    with pytest.raises(ValueError, match="needs prompts from a reasoning_gym: source"):
         score("reasoning_gym", "#### 1", "1")
     prompt = one_item("reasoning_gym:chain_sum")
     changed = {**prompt.item, "question": "another"}
