@@ -9,4 +9,10 @@ class RunError(Exception):
     def __init__(self, message: str, *, details: str = ""):
         super().__init__(message)
         self.details = details
-        """What a developer wants besides, such as the traceback of another process."""
+        """Further information for a developer, such as the traceback of another process."""
+
+
+class NoRun(RunError):
+    """The folder is not the output folder of a run."""
+
+    exit_code = 2

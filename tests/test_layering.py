@@ -77,9 +77,7 @@ NAMED_TWICE = {
     "Fleet",
     "Piece",
     "Canary",
-    "PortUnavailable",
     "Request",
-    "NoRun",
 }
 """Classes whose name the product still defines twice."""
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from driver.errors import RunError
+from driver.errors import NoRun, RunError
 from driver.postmortem.evidence import FILE_BYTES, Found, Sources, described, parts
 from driver.postmortem.probable_cause import page, probable_causes
 from driver.postmortem.run_facts import Facts
@@ -33,12 +33,6 @@ TOTAL_S = 20.0
 PART_S = 5.0
 
 T = TypeVar("T")
-
-
-class NoRun(RunError):
-    """The folder holds no run."""
-
-    exit_code = 2
 
 
 def collect(

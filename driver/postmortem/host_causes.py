@@ -40,8 +40,8 @@ HANDSHAKE = PatternRule(
 NETWORK = PatternRule(
     "network",
     80,
-    r"connection refused|failed to connect|nobody answers|no route to host|connection reset"
-    r"|network is unreachable|\bUNAVAILABLE\b",
+    r"connection refused|failed to connect|(nobody|no \w+) answers|no route to host"
+    r"|connection reset|network is unreachable|\bUNAVAILABLE\b",
     "a process could not be reached over the network",
     "check whether the process that listened there is still running (processes.json); across hosts "
     "check firewall, placement.bind_host and placement.learner_port",

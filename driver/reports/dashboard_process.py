@@ -42,7 +42,7 @@ TAKE_OVER_S = 5.0
 """For the dashboard of a driver that was killed to notice that this one wants its port."""
 
 
-class PortUnavailable(RunError):
+class DashboardPortTaken(RunError):
     """The dashboard cannot listen on its configured address."""
 
     exit_code = 2
@@ -148,7 +148,7 @@ def open_dashboard(config: DashboardConfig, folder: pathlib.Path) -> Iterator[Da
     ends the process with the block. None where it is disabled.
 
     Raises:
-        PortUnavailable: naming the key, before anything is started.
+        DashboardPortTaken: naming the key, before anything is started.
     """
     if not config.enabled:
         yield None
@@ -197,7 +197,7 @@ def _bind(config: DashboardConfig, left: int | None) -> socket.socket:
             if time.monotonic() > deadline and wanted != config.port:
                 wanted = config.port
             elif time.monotonic() > deadline:
-                raise PortUnavailable(
+                raise DashboardPortTaken(
                     f"log.dashboard.port={config.port}, log.dashboard.host={config.host}: {error}; "
                     "choose another port, null for a free one, or log.dashboard.enabled=false"
                 ) from error

@@ -17,7 +17,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from driver.errors import RunError
+from driver.errors import NoRun, RunError
 from driver.reports.status import ExitCode, State
 from services.control.access import NoAccess, read_access
 from services.control.client import ControlClient, ControlFailed
@@ -48,12 +48,6 @@ examples:
 exit codes: 0 done, 1 the run does not exist, is over or did not finish the change in time,
 2 the request is not allowed, 3 the cluster has no room, 130 interrupted
 """
-
-
-class NoRun(RunError):
-    """The folder is not that of a run."""
-
-    exit_code = 2
 
 
 class NotControllable(RunError):

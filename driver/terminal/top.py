@@ -23,7 +23,7 @@ from rich.text import Text
 
 from diagnosis.judgement.judge import Judge
 from diagnosis.records.run_log import RunLog
-from driver.errors import RunError
+from driver.errors import NoRun, RunError
 from driver.reports.status import ExitCode
 from driver.terminal import bars
 from driver.terminal.scale import fleet_table
@@ -57,12 +57,6 @@ _MARKS = {
     "info": ("◆ note", "#56b4e9"),
 }
 """Shape and word of an alert, as on the page."""
-
-
-class NoRun(RunError):
-    """The folder is not that of a run."""
-
-    exit_code = 2
 
 
 class FleetView:

@@ -22,7 +22,7 @@ from driver.config.run_config import DashboardConfig
 from driver.postmortem.archive import collect
 from driver.postmortem.evidence import Sources
 from driver.reports import dashboard_process as dashboard
-from driver.reports.dashboard_process import PortUnavailable, open_dashboard
+from driver.reports.dashboard_process import DashboardPortTaken, open_dashboard
 from driver.reports.redact import is_secret
 from driver.reports.status import ExitCode, StatusFile
 from tests.deadlines import HANG_S
@@ -177,17 +177,21 @@ def test_a_port_that_is_taken_ends_the_start(folder, monkeypatch):
     monkeypatch.setattr(dashboard, "TAKE_OVER_S", 0.2)
     with bind("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(PortUnavailable, match=rf"log.dashboard.port={port}.*null for a free"):
-            with open_dashboard(DashboardConfig(port=port), folder):
-                raise AssertionError("was opened")
-    assert PortUnavailable.exit_code == ExitCode.BAD_CONFIG
+        with (
+            pytest.raises(DashboardPortTaken, match=rf"log.dashboard.port={port}.*null for a free"),
+            open_dashboard(DashboardConfig(port=port), folder),
+        ):
+            raise AssertionError("was opened")
+    assert DashboardPortTaken.exit_code == ExitCode.BAD_CONFIG
     assert list(folder.iterdir()) == [], "nothing is left"
 
 
 def test_a_host_that_is_not_this_ones_ends_the_start(folder):
-    with pytest.raises(PortUnavailable, match="log.dashboard.host=192.0.2.1"):
-        with open_dashboard(DashboardConfig(host="192.0.2.1"), folder):
-            raise AssertionError("was opened")
+    with (
+        pytest.raises(DashboardPortTaken, match="log.dashboard.host=192.0.2.1"),
+        open_dashboard(DashboardConfig(host="192.0.2.1"), folder),
+    ):
+        raise AssertionError("was opened")
 
 
 def test_another_host_than_loopback_is_warned_of(folder, status):

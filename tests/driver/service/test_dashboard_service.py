@@ -38,14 +38,16 @@ def test_a_run_serves_its_dashboard_to_its_end_and_writes_its_tokens_nowhere(tmp
     url, tokens = auth.read_access(service.out / "dashboard")
     assert f"dashboard: {url} (link with its token: python -m dashboard" in service.text
     headers = {"authorization": f"Bearer {tokens.view}"}
-    told: list[dict] = []
+    received: list[dict] = []
 
     def watch() -> None:
-        with httpx.Client(base_url=url, headers=headers, timeout=HANG_S, trust_env=False) as viewer:
-            with viewer.stream("GET", "/api/stream") as response:
-                for line in response.iter_lines():
-                    if line.startswith("data: "):
-                        told.append(json.loads(line.removeprefix("data: ")))
+        with (
+            httpx.Client(base_url=url, headers=headers, timeout=HANG_S, trust_env=False) as viewer,
+            viewer.stream("GET", "/api/stream") as response,
+        ):
+            for line in response.iter_lines():
+                if line.startswith("data: "):
+                    received.append(json.loads(line.removeprefix("data: ")))
 
     service.wait_for(lambda: answers(url), "an answer")
     thread = threading.Thread(target=watch, daemon=True)
@@ -60,9 +62,9 @@ def test_a_run_serves_its_dashboard_to_its_end_and_writes_its_tokens_nowhere(tmp
     assert service.wait() == 0, service.text
     thread.join(HANG_S)
     assert not thread.is_alive(), "the stream ended with the run"
-    states = [one["state"] for one in told if "steps_total" in one]
+    states = [one["state"] for one in received if "steps_total" in one]
     assert states[0] == "running" and states[-1] == "finished"
-    assert [one["step"] for one in told if "wall_s" in one][-1] == service.status["step"]
+    assert [one["step"] for one in received if "wall_s" in one][-1] == service.status["step"]
     assert not (service.out / "dashboard").exists()
     assert (service.out / "dashboard.log").read_text() == ""
     left = [p for p in psutil.process_iter() if str(service.out) in " ".join(command_of(p))]
