@@ -127,7 +127,7 @@ def test_a_page_follows_a_run_changes_its_fleet_and_stays_when_it_ends(run, watc
     confirm(page, "wrong-token")
     refusal = page.locator("#confirm-error")
     refusal.wait_for(state="visible")
-    assert "a change needs the control token" in refusal.inner_text()
+    assert "the control token is missing or wrong" in refusal.inner_text()
     confirm(page, tokens.control)
     page.locator("#fleet-status", has_text="Accepted").wait_for()
     wait_for(page, lambda: len(states(page)) == 2, "a second worker")

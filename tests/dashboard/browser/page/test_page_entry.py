@@ -32,11 +32,11 @@ def test_without_a_token_a_form_asks_for_it_and_lets_one_in(served, watch):
     watched.allow(REFUSED)
     page = watched.page
     page.goto(server.url)
-    assert "This dashboard needs its token" in page.inner_text("h1")
+    assert "This dashboard needs a token" in page.inner_text("h1")
     assert "--link" in page.inner_text("body"), "it says how to get one"
     page.get_by_label("Token").fill("wrong-token")
     page.keyboard.press("Enter")
-    page.get_by_text("not that of this run").wait_for()
+    page.get_by_text("not the token of this run").wait_for()
     page.get_by_label("Token").fill(server.tokens.view)
     page.keyboard.press("Enter")
     page.locator("#header-run").wait_for()
@@ -73,4 +73,4 @@ def test_the_link_of_another_run_is_refused(served, watch):
     watched = watch()
     watched.allow(REFUSED)
     watched.page.goto(auth.link(mine.url, other.tokens))
-    assert "not that of this run" in watched.page.inner_text("body")
+    assert "not the token of this run" in watched.page.inner_text("body")

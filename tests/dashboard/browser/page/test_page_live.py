@@ -168,7 +168,7 @@ def test_a_server_that_is_killed_leaves_the_page_and_is_found_again(run, handed,
     page = watched.page
     wait_for_step(page, 6)
     handed.kill()
-    assert "What you see is of step 6" in banner(page, "disconnected")
+    assert "The page shows step 6" in banner(page, "disconnected")
     assert page.get_by_test_id("chart-loss").locator("canvas").is_visible()
     go_on(run, 4)
     page.wait_for_timeout(1500)
@@ -256,4 +256,4 @@ def test_a_driver_that_is_gone_is_said_to_be_lost(run, handed, watch):
     status = json.loads(path.read_text()) | {"pid": 2**22 + 1}
     path.with_suffix(".new").write_text(json.dumps(status))
     path.with_suffix(".new").replace(path)
-    assert "gone without having said why" in banner(page, "lost")
+    assert "ended without a reason" in banner(page, "lost")

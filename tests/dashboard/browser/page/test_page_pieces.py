@@ -112,8 +112,8 @@ TIMELINE = """(() => {
 def test_later_steps_join_and_old_ones_go(call):
     body = """const timeline = new it.Timeline(made(1000, 0, 3, 6));
       const moved = timeline.join(made(1030, 3, 2, 4), 25);
-      return [moved, timeline.start, timeline.steps, timeline.lanes[0].spans.length,
-        timeline.lanes[0].marks, timeline.gauges.t, timeline.stepAt(25)?.step, timeline.crowded];"""
+      return [moved, timeline.start, timeline.steps, timeline.tracks[0].spans.length,
+        timeline.tracks[0].marks, timeline.gauges.t, timeline.stepAt(25)?.step, timeline.crowded];"""
     moved, start, steps, spans, marks, gauges, at, crowded = call(
         "timeline_data", TIMELINE.replace("WHAT", body)
     )
@@ -124,7 +124,7 @@ def test_later_steps_join_and_old_ones_go(call):
     assert crowded is False
 
 
-def test_a_lane_of_very_many_spans_asks_to_be_thinned(call):
+def test_a_track_of_very_many_spans_asks_to_be_thinned(call):
     body = """const timeline = new it.Timeline(made(1000, 0, 3, 4000));
       timeline.join(made(1030, 3, 3, 3990), 600);
       const before = timeline.crowded;

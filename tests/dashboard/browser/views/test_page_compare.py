@@ -96,5 +96,5 @@ def test_two_equal_runs_do_not_part(tmp_path, serve, watch):
     serve("--compare", tmp_path / "a", tmp_path / "b").open(watched.page)
     wait_until_drawn(watched.page)
     said = watched.page.inner_text("#compare-part")
-    assert "do not part" in said and "with 20 steps in common" in said
+    assert "diverges beyond noise" in said and "20 common steps" in said
     assert "same configuration" in watched.page.inner_text("[data-testid=compare-config]")

@@ -154,11 +154,11 @@ def test_every_worker_is_shown_with_what_the_driver_says(watched):
         value = page.get_by_test_id(f"fleet-{tile}").locator(".tile-value")
         assert value.inner_text() == text, tile
     wanted = page.get_by_test_id("fleet-target")
-    assert wanted.locator(".tile-more").inner_text() == "you choose, 1 to 4"
+    assert wanted.locator(".tile-more").inner_text() == "manual, 1 to 4"
     head = page.locator(".fleet-table th", has_text="tokens/s with waits")
     assert "last 10 s of wall time" in (head.get_attribute("title") or "")
     about = page.get_by_role("heading", name="Tokens a second, without waits")
-    assert "the table counts waits too" in (about.get_attribute("title") or "")
+    assert "the table includes waiting time" in (about.get_attribute("title") or "")
 
 
 def test_names_and_errors_of_workers_are_text(watched):
@@ -181,7 +181,7 @@ def test_a_worker_is_added_after_the_confirmation_with_the_token(watched, handed
     change(page, handed.tokens.control)
     said = page.locator("#fleet-status", has_text="Accepted at")
     said.wait_for()
-    assert said.inner_text().endswith(": a worker more; wanted then: 4.")
+    assert said.inner_text().endswith(": one more worker; new target: 4.")
     wait_for(page, lambda: page.get_by_test_id("worker-row").count() == 4, "a fourth worker")
     assert driver.target == 4
     assert page.locator("#add-worker").is_disabled(), "four are the most"
@@ -205,7 +205,7 @@ def test_a_wrong_token_is_refused_with_the_servers_words_and_kept_nowhere(watche
         if not page.locator("#confirm-dialog").is_visible():
             page.locator("#add-worker").click()
         change(page, token)
-        page.locator("#confirm-error", has_text="a change needs the control token").wait_for()
+        page.locator("#confirm-error", has_text="the control token is missing or wrong").wait_for()
         wait_for(page, page.locator("#confirm-ok").is_enabled, "the answer")
     assert driver.target == 3
     page.locator("#confirm-cancel").click()

@@ -62,7 +62,7 @@ def test_what_if_shows_predictions_and_how_right_past_ones_were(served, watch, k
             assert says(f"{share} %", abs(1 - option["ratio"]))
             assert mark == ("▼" if option["ratio"] < 1 else "▲")
             small = abs(1 - option["ratio"]) < said["error"]["median"]
-            assert change.endswith("less than the error") is small
+            assert change.endswith("within the error") is small
     assert said["error"]["text"] == page.get_by_test_id("prediction-error").inner_text()
 
 
