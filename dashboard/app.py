@@ -1,4 +1,4 @@
-"""The HTTP side of the dashboard as a Starlette application; `openapi.py` describes it.
+"""The HTTP side of the dashboard as a Starlette application.
 
 Every answer is strict JSON or a file of the page, except the text for Prometheus and the event
 stream. Handlers decode a request and delegate; they are the only place that knows status codes.
@@ -8,7 +8,8 @@ import contextlib
 import dataclasses
 import json
 import pathlib
-from collections.abc import Awaitable, Callable
+import types
+from collections.abc import Callable
 from typing import Any
 
 from starlette.applications import Starlette
@@ -21,16 +22,17 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Scope
 
-from dashboard import openapi
 from dashboard.auth import Gate, Tokens
 from dashboard.guard import SECURITY_HEADERS, AccessGuard
+from dashboard.openapi import Endpoint, document
 from dashboard.prometheus import CONTENT_TYPE
-from dashboard.query import BadQuery, Query, sample_query
+from dashboard.query import BadQuery, choice, flag, names, number, read_query, text, whole
 from dashboard.runs.driver_client import DriverClient, Refusal
 from dashboard.runs.run_follower import RunFollower, step_json
 from dashboard.stream import EventStream, TooManyViewers
 from diagnosis.catalog import catalog
 from diagnosis.judgement.history import history
+from diagnosis.records.samples_index import MOST_LISTED, SampleQuery
 from services.control.messages import Accepted
 from services.wire.strict_json import encode
 
@@ -73,7 +75,10 @@ def build(
         compared.compares = True
     api = Api(follower, compared)
     gate = Gate(tokens, cookie)
-    routes = [Route(path, handler, methods=[method]) for path, method, handler in api.routes()]
+    routes = [
+        Route(one.path, types.MethodType(one.handler, api), methods=[one.method])
+        for one in ENDPOINTS
+    ]
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette):
@@ -91,36 +96,43 @@ def build(
     )
 
 
+RANGE = (
+    whole("first", "First step; absent: the first of the run."),
+    whole("last", "Last step, included; absent: the last of the run."),
+)
+POINTS = whole("points", "Maximum number of bins.", least=10, most=5000, default=600)
+HISTORY = (
+    *RANGE,
+    POINTS,
+    names("names", "Metrics, separated by commas; absent: those charted."),
+)
+TIMELINE = (
+    *RANGE,
+    number("last_s", "The last seconds instead of a range of steps.", above=0, most=86_400),
+)
+SAMPLES = (
+    text("q", "Text in question, prompt, completion or answer, ignoring case.", default=""),
+    choice("kind", "Of training or of evaluation; absent: both.", "train", "eval"),
+    whole("first", "First step."),
+    whole("last", "Last step, included."),
+    whole("prompt", "prompt_id."),
+    number("reward_min", "Least total reward."),
+    number("reward_max", "Greatest total reward."),
+    text("finish", "Finish reason, such as stop or length."),
+    text("why", "Why it was kept."),
+    flag("disagree", "1: strict and lenient parser disagree."),
+    flag("error", "1: a reward function failed."),
+    whole("offset", "Number of the newest to skip.", default=0),
+    whole("limit", "Maximum number to list.", least=1, most=MOST_LISTED, default=50),
+)
+
+
 class Api:
     """The handlers; each docstring is the summary in the OpenAPI document."""
 
     def __init__(self, follower: RunFollower, compared: RunFollower | None):
         self._follower = follower
         self._compared = compared
-
-    def routes(self) -> list[tuple[str, str, Callable[[Request], Awaitable[Any]]]]:
-        """Path, method and handler of everything except the static files."""
-        return [
-            ("/", "GET", self.page),
-            ("/healthz", "GET", self.healthz),
-            ("/openapi.json", "GET", self.openapi),
-            ("/metrics", "GET", self.metrics),
-            ("/api/run", "GET", self.run),
-            ("/api/catalog", "GET", self.catalog),
-            ("/api/history", "GET", self.history),
-            ("/api/step/{step}", "GET", self.step),
-            ("/api/timeline", "GET", self.timeline),
-            ("/api/trace", "GET", self.trace),
-            ("/api/samples", "GET", self.samples),
-            ("/api/samples/{id}", "GET", self.sample),
-            ("/api/samples/{id}/same", "GET", self.same_prompt),
-            ("/api/judgement", "GET", self.judgement),
-            ("/api/fleet", "GET", self.fleet),
-            ("/api/fleet", "POST", self.scale),
-            ("/api/fleet/drain", "POST", self.drain),
-            ("/api/compare", "GET", self.compare),
-            ("/api/stream", "GET", self.stream),
-        ]
 
     async def page(self, request: Request) -> Response:
         """The page; with ?token= it sets the cookie and redirects."""
@@ -132,7 +144,7 @@ class Api:
 
     async def openapi(self, request: Request) -> Response:
         """This document."""
-        return Json(openapi.DOCUMENT)
+        return Json(DOCUMENT)
 
     async def metrics(self, request: Request) -> Response:
         """Every number of the run, for Prometheus."""
@@ -154,17 +166,8 @@ class Api:
 
     async def history(self, request: Request) -> Response:
         """Metrics, phases and critical path over steps, binned."""
-        query = Query(request.query_params, "first", "last", "points", "names")
-        return Json(
-            await self._read_or_refuse(
-                history,
-                self._follower.log,
-                first=query.whole("first"),
-                last=query.whole("last"),
-                points=query.whole("points", least=10, most=5000) or 600,
-                names=query.names("names"),
-            )
-        )
+        query = read_query(request.query_params, HISTORY)
+        return Json(await self._read_or_refuse(history, self._follower.log, **query))
 
     async def step(self, request: Request) -> Response:
         """One closed step."""
@@ -179,23 +182,22 @@ class Api:
 
     async def timeline(self, request: Request) -> Response:
         """Spans of every process."""
-        query = Query(request.query_params, "first", "last", "last_s")
-        first, last = query.whole("first"), query.whole("last")
-        last_s = query.number("last_s", above=0, most=86_400)
-        read = self._follower.timeline.timeline
-        return Json(await self._read_or_refuse(read, first=first, last=last, last_s=last_s))
+        query = read_query(request.query_params, TIMELINE)
+        return Json(await self._read_or_refuse(self._follower.timeline.timeline, **query))
 
     async def trace(self, request: Request) -> Response:
         """The timeline as a trace for Perfetto or chrome://tracing."""
-        query = Query(request.query_params, "first", "last")
-        first, last = query.whole("first"), query.whole("last")
-        found = await self._read_or_refuse(self._follower.timeline.trace, first=first, last=last)
-        name = "-".join(["trace", *(str(step) for step in (first, last) if step is not None)])
+        query = read_query(request.query_params, RANGE)
+        found = await self._read_or_refuse(self._follower.timeline.trace, **query)
+        name = "-".join(["trace", *(str(step) for step in query.values() if step is not None)])
         return Json(found, headers={"content-disposition": f'attachment; filename="{name}.json"'})
 
     async def samples(self, request: Request) -> Response:
         """Completions, the newest first."""
-        query = sample_query(request.query_params)
+        try:
+            query = SampleQuery(**read_query(request.query_params, SAMPLES))
+        except ValueError as error:
+            raise BadQuery(str(error)) from error
         return Json(await self._follower.read(self._follower.samples.search, query))
 
     async def sample(self, request: Request) -> Response:
@@ -236,14 +238,18 @@ class Api:
             return _error(
                 404, "only one run is shown: compare two with python -m dashboard --compare A B"
             )
-        query = Query(request.query_params, "first", "last", "points")
-        points = query.whole("points", least=10, most=5000) or 600
-        first, last = query.whole("first"), query.whole("last")
+        query = read_query(request.query_params, (*RANGE, POINTS))
         compare = self._follower.compare_with
-        return Json(await self._read_or_refuse(compare, self._compared, first, last, points))
+        return Json(await self._read_or_refuse(compare, self._compared, **query))
 
     async def stream(self, request: Request) -> Any:
-        """Server-sent events."""
+        """Server-sent events.
+
+        `id` counts up; `data` is JSON: `run` as /api/run, `step` as /api/step/N with counts instead
+        of ids, `fleet`, `judgement`, `timeline` {step}, `samples` {total}, and `reload` {} if the
+        history has changed. A new viewer receives `run`, `fleet` and `judgement` at once. A comment
+        comes every 10 s. A reader that falls 32 events behind is disconnected, and may reconnect.
+        """
         if request.method == "HEAD":  # the route accepts it too, and it ends at once
             return Response(media_type="text/event-stream")
         try:
@@ -286,9 +292,43 @@ class _Static(StaticFiles):
     """The page's files; a browser asks at every load whether they changed."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
+        """A file of the page."""
         response = await super().get_response(path, scope)
         response.headers["cache-control"] = "no-cache"
         return response
+
+
+_CHANGE_ERRORS = (403, 404, 409, 422, 503, 504)
+_TARGET = ("target", {"type": "integer", "minimum": 0})
+ENDPOINTS = (
+    Endpoint("/", Api.page, "text/html", (text("token", "View token, once."),)),
+    Endpoint("/healthz", Api.healthz, "Health", is_open=True),
+    Endpoint("/openapi.json", Api.openapi, ""),
+    Endpoint("/metrics", Api.metrics, "text/plain"),
+    Endpoint("/api/run", Api.run, "Run"),
+    Endpoint("/api/catalog", Api.catalog, "Catalog"),
+    Endpoint("/api/history", Api.history, "History", HISTORY, (422,)),
+    Endpoint("/api/step/{step}", Api.step, "Step", errors=(404,)),
+    Endpoint("/api/timeline", Api.timeline, "Timeline", TIMELINE, (422,)),
+    Endpoint("/api/trace", Api.trace, "Trace", RANGE, (422,)),
+    Endpoint("/api/samples", Api.samples, "Samples", SAMPLES, (422,)),
+    Endpoint("/api/samples/{id}", Api.sample, "SampleWhole", errors=(404,)),
+    Endpoint("/api/samples/{id}/same", Api.same_prompt, "SamplesSame", errors=(404,)),
+    Endpoint("/api/judgement", Api.judgement, "Judgement"),
+    Endpoint("/api/fleet", Api.fleet, "Fleet"),
+    Endpoint("/api/fleet", Api.scale, "Accepted", errors=_CHANGE_ERRORS, body=_TARGET),
+    Endpoint(
+        *("/api/fleet/drain", Api.drain, "Accepted"),
+        errors=_CHANGE_ERRORS,
+        body=("name", {"type": "string"}),
+    ),
+    Endpoint("/api/compare", Api.compare, "Compare", (*RANGE, POINTS), (404, 422)),
+    Endpoint("/api/stream", Api.stream, "text/event-stream", errors=(503,)),
+)
+"""Everything except the static files."""
+DOCUMENT = document(
+    [*ENDPOINTS, Endpoint("/static/{path}", _Static.get_response, "*/*", errors=(404,))]
+)
 
 
 def _gzip(app: ASGIApp) -> ASGIApp:

@@ -1,10 +1,9 @@
-"""Query parameters and their validation."""
+"""Query parameters: how each is read and checked, and how OpenAPI describes it."""
 
 import dataclasses
 import math
-from collections.abc import Mapping
-
-from diagnosis.records.samples_index import MOST_LISTED, SampleQuery
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 MOST = 10**12
 TEXT_CHARS = 1000
@@ -14,36 +13,59 @@ class BadQuery(ValueError):
     """An invalid parameter; the message names value, rule and fix."""
 
 
-class Query:
-    """The parameters of one request."""
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """One query parameter."""
 
-    def __init__(self, given: Mapping[str, str], *known: str):
-        """Raises:
-        BadQuery: for an unknown name.
-        """
-        for name in given:
-            if name not in known:
-                raise BadQuery(f"{name[:40]!r} is not a parameter here: give {', '.join(known)}")
-        self._given = given
+    name: str
+    about: str
+    schema: Mapping[str, Any]
+    """JSON schema."""
+    parse: Callable[[str, str], Any]
+    """From name and text to the value; raises BadQuery."""
+    default: Any = None
+    """Value of an absent or empty parameter."""
 
-    def whole(self, name: str, *, least: int = 0, most: int = MOST) -> int | None:
-        """A whole number, or None if it is not given."""
-        text = self._given.get(name, "")
-        if not text:
-            return None
+
+def read_query(given: Mapping[str, str], parameters: Iterable[Parameter]) -> dict[str, Any]:
+    """The value of each parameter.
+
+    Raises:
+        BadQuery: for an unknown name or an invalid value.
+    """
+    known = {one.name: one for one in parameters}
+    for name in given:
+        if name not in known:
+            raise BadQuery(f"{name[:40]!r} is not a parameter here: give {', '.join(known)}")
+    return {
+        name: one.parse(name, text) if (text := given.get(name, "")) else one.default
+        for name, one in known.items()
+    }
+
+
+def whole(
+    name: str, about: str, *, least: int = 0, most: int = MOST, default: int | None = None
+) -> Parameter:
+    """A whole number."""
+
+    def parse(name: str, text: str) -> int:
         if not text.isdecimal() or len(text) > 15 or not least <= int(text) <= most:
             raise BadQuery(
                 f"{name}={text[:40]!r} must be a whole number between {least} and {most}"
             )
         return int(text)
 
-    def number(
-        self, name: str, *, above: float = -math.inf, most: float = math.inf
-    ) -> float | None:
-        """A finite number, or None if it is not given."""
-        text = self._given.get(name, "")
-        if not text:
-            return None
+    schema = {"type": "integer", "minimum": least, "maximum": most, "default": default}
+    left_out = [*(["maximum"] if most == MOST else []), *(["default"] if default is None else [])]
+    for key in left_out:
+        del schema[key]
+    return Parameter(name, about, schema, parse, default)
+
+
+def number(name: str, about: str, *, above: float = -math.inf, most: float = math.inf) -> Parameter:
+    """A finite number."""
+
+    def parse(name: str, text: str) -> float:
         try:
             value = float(text)
         except ValueError:
@@ -54,56 +76,39 @@ class Query:
             )
         return value
 
-    def text(self, name: str) -> str | None:
-        """A text, or None if it is empty or not given."""
-        text = self._given.get(name, "")
+    return Parameter(name, about, {"type": "number"}, parse)
+
+
+def text(name: str, about: str, *, default: str | None = None) -> Parameter:
+    """A text."""
+
+    def parse(name: str, text: str) -> str:
         if len(text) > TEXT_CHARS:
             raise BadQuery(f"{name} has {len(text)} characters: give at most {TEXT_CHARS}")
-        return text or None
+        return text
 
-    def names(self, name: str) -> list[str] | None:
-        """Texts separated by commas, or None if it is not given."""
-        text = self._given.get(name, "")
-        return [one for one in text.split(",") if one] if text else None
+    return Parameter(name, about, {"type": "string"}, parse, default)
 
-    def flag(self, name: str) -> bool:
-        """True for `1`, false for `0` or an empty value."""
-        text = self._given.get(name, "0") or "0"
-        if text not in ("0", "1"):
-            raise BadQuery(f"{name}={text[:40]!r} must be 0 or 1")
-        return text == "1"
 
-    def choice(self, name: str, *choices: str) -> str | None:
-        """One of these texts, or None if it is not given."""
-        text = self._given.get(name, "")
-        if text and text not in choices:
+def names(name: str, about: str) -> Parameter:
+    """Texts separated by commas, as a list."""
+    parse = lambda _, text: [one for one in text.split(",") if one]
+    return Parameter(name, about, {"type": "string"}, parse)
+
+
+def choice(name: str, about: str, *choices: str) -> Parameter:
+    """One of these texts."""
+
+    def parse(name: str, text: str) -> str:
+        if text not in choices:
             raise BadQuery(f"{name}={text[:40]!r} must be {' or '.join(choices)}")
-        return text or None
+        return text
+
+    return Parameter(name, about, {"type": "string", "enum": list(choices)}, parse)
 
 
-def sample_query(given: Mapping[str, str]) -> SampleQuery:
-    """The query of /api/samples.
-
-    Raises:
-        BadQuery: naming the parameter.
-    """
-    names = (field.name for field in dataclasses.fields(SampleQuery))
-    query = Query(given, *names)
-    try:
-        return SampleQuery(
-            q=query.text("q") or "",
-            kind=query.choice("kind", "train", "eval"),
-            first=query.whole("first"),
-            last=query.whole("last"),
-            prompt=query.whole("prompt"),
-            reward_min=query.number("reward_min"),
-            reward_max=query.number("reward_max"),
-            finish=query.text("finish"),
-            why=query.text("why"),
-            disagree=query.flag("disagree"),
-            error=query.flag("error"),
-            offset=query.whole("offset") or 0,
-            limit=query.whole("limit", least=1, most=MOST_LISTED) or 50,
-        )
-    except ValueError as error:
-        raise BadQuery(str(error)) from error
+def flag(name: str, about: str) -> Parameter:
+    """True for `1`, false for `0` or an empty value."""
+    one_of = choice(name, about, "0", "1")
+    parse = lambda name, text: one_of.parse(name, text) == "1"
+    return dataclasses.replace(one_of, parse=parse, default=False)

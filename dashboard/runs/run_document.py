@@ -4,7 +4,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from dashboard.openapi import VERSION
+from dashboard.schemas import VERSION
 from diagnosis.records.facts import LEARNER
 from diagnosis.records.run_log import RunLog
 from services.process.phases import PHASES

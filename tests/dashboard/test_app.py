@@ -325,7 +325,7 @@ def test_a_driver_that_cannot_be_reached_is_no_error_of_the_page(running, author
 
 def test_a_connection_is_opened_anew_after_a_driver_was_replaced(running, authority):
     link, driver = DriverClient(running.folder), Driver()
-    assert "is not there" in link.fleet()["why"]
+    assert "is missing" in link.fleet()["why"]
     for _ in range(2):
         with Server(authority.issue("driver"), [control_service(driver)]) as server:
             write_access(running.folder, server.address, authority.issue("control"))

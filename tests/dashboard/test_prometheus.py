@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.made_run.made_run import make_run
-from dashboard.openapi import DOCUMENT
+from dashboard.app import DOCUMENT
 from dashboard.prometheus import STATES, Exporter, exposed
 from dashboard.runs.driver_client import fleet_json, no_fleet
 from diagnosis.records.facts import StepFacts

@@ -113,7 +113,8 @@ def test_later_steps_join_and_old_ones_go(call):
     body = """const timeline = new it.Timeline(made(1000, 0, 3, 6));
       const moved = timeline.join(made(1030, 3, 2, 4), 25);
       const { start, steps, tracks: [{ spans, marks }], gauges, crowded } = timeline;
-      return [moved, start, steps, spans.length, marks, gauges.t, timeline.stepAt(25)?.step, crowded];"""
+      const at = timeline.stepAt(25)?.step;
+      return [moved, start, steps, spans.length, marks, gauges.t, at, crowded];"""
     moved, start, steps, spans, marks, gauges, at, crowded = call(
         "timeline_data", TIMELINE.replace("WHAT", body)
     )

@@ -1,8 +1,11 @@
-"""Schemas of the dashboard's documents, JSON Schema 2020-12 as OpenAPI 3.1 takes it."""
+"""Schemas of the dashboard's documents: JSON Schema 2020-12, as in OpenAPI 3.1."""
 
 from typing import Any
 
 Json = dict[str, Any]
+
+VERSION = "1"
+"""Of the interface; it changes with the meaning of something that programs read."""
 
 TEXT: Json = {"type": "string"}
 WHOLE: Json = {"type": "integer"}
@@ -28,7 +31,7 @@ def _or_null(schema: Json) -> Json:
 
 
 def _row(*items: Json) -> Json:
-    """An array of fixed places."""
+    """An array of fixed length."""
     count = len(items)
     return {"type": "array", "prefixItems": list(items), "minItems": count, "maxItems": count}
 
@@ -174,7 +177,7 @@ _SAMPLE_WHOLE = _object(
     {"tokens": _or_null(_list(_row(TEXT, MAYBE))), "tokens_cut": WHOLE, "prompt": _or_null(TEXT)},
 )
 
-_BYTES: Json = {**WHOLE, "description": "-1 where the platform does not say."}
+_BYTES: Json = {**WHOLE, "description": "-1 if the platform does not report it."}
 _WORKER = _object(
     {
         "name": TEXT,
