@@ -115,4 +115,29 @@ def make_core(
         max_completion_tokens=16,
     )
     params = host_params(config) if params is None else params
-    return LearnerCore(settings, config, params, devices=jax.devices()[: data * fsdp])
+    core = LearnerCore(settings, config, params, devices=jax.devices()[: data * fsdp])
+    core._compiled = _COMPILED.setdefault(_compiled_for(settings, config, params), core._compiled)
+    return core
+
+
+_COMPILED = {}
+"""What learners have compiled, shared by those that would compile the same."""
+
+
+def _compiled_for(settings, config, params):
+    """All that the compiled functions of a learner depend on, beside shapes of its batches.
+
+    Modules that compile in a way of their own, by a replaced `compile`, share nothing with others.
+    """
+    algorithm, learner = settings.algorithm, settings.learner
+    in_objective = {"clip_low", "clip_high", "kl_coef", "kl_estimator", "entropy_coef"}
+    return (
+        jax.stages.Lowered.compile,
+        config,
+        algorithm.model_dump_json(include=in_objective),
+        learner.model_dump_json(exclude={"updates_per_batch", "microbatch_tokens"}),
+        settings.total_steps * learner.updates_per_batch,
+        settings.temperature,
+        settings.valid_vocab,
+        str(jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), params)),
+    )
