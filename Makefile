@@ -54,14 +54,14 @@ chromium: ## install Debian's Chromium, which tests of the dashboard drive (as r
 	@which chromium > /dev/null || \
 		{ apt-get update -q && apt-get install -qy --no-install-recommends chromium; }
 
-demo-model: .venv/.run ## make deploy/demo/model anew (a few minutes, deterministic)
+demo-model: .venv/.run ## rebuild deploy/demo/model (a few minutes, deterministic)
 	$(BIN)/python -m deploy.demo.make_model
 
 tpu-check: .venv/.tpu ## compile the reference run and the kernels for a TPU v6e without a TPU (minutes)
 	$(BIN)/python -m deploy.tpu_check
 	$(BIN)/python -m kernels.tpu_report
 
-chaos: .venv/.run ## train while 20 faults hit and compare with a run left alone (docs/chaos.md)
+chaos: .venv/.run ## train with 20 faults and compare with an undisturbed run (docs/chaos.md)
 	$(BIN)/python -m deploy.chaos
 
 soak: .venv/.run ## kill and add workers for ten minutes and look for leaks (docs/chaos.md)

@@ -1,12 +1,12 @@
-"""Makes the demo's model: a small Qwen2 that can calculate but would rather guess.
+"""Makes the demo's model: a small Qwen2 that can calculate but mostly guesses.
 
     python -m deploy.demo.make_model [--output deploy/demo/model]
 
-The warm start teaches two habits. A worked answer writes one line per step and is mostly right; a
-terse answer names a result at once and is mostly wrong, since little training goes into adding up
-five numbers at a stroke. First comes calculation, then the bad habit, which stays the more frequent
-one. So reinforcement learning has something real to find: that working pays. It finds the habit,
-not the arithmetic: accuracy ends about where the warm start's worked answers already are.
+Supervised training teaches two kinds of answers. A worked answer writes one line per operation and
+is mostly right; a short answer states a result at once and is mostly wrong, since little training
+goes into adding five numbers at once. Worked answers are taught first, then short ones, which stay
+more frequent. So reinforcement learning can find that worked answers pay. It does not improve the
+arithmetic: final accuracy is about that of the worked answers before it.
 
 The problems are reasoning-gym's `chain_sum`, from seeds that data.train and data.eval of
 deploy/runs/demo_cpu.yaml do not reach, without the 200 held-out questions. The same versions on the
@@ -174,12 +174,12 @@ def stage_batches(tokenizer: Tokenizer, stage: Stage) -> tuple[np.ndarray, np.nd
             {"role": "user", "content": question},
         ]
         prompt = tokenizer.encode_chat(asked)
-        told = tokenizer.encode_chat([*asked, {"role": "assistant", "content": answer}])
+        whole = tokenizer.encode_chat([*asked, {"role": "assistant", "content": answer}])
         # What follows the end token belongs to the next turn: a line feed and its header.
-        end = len(prompt) + told[len(prompt) :].index(*tokenizer.stop_ids) + 1
+        end = len(prompt) + whole[len(prompt) :].index(*tokenizer.stop_ids) + 1
         if end > stage.row_tokens:
             raise ValueError(f"a row of {stage.row_tokens} tokens cannot hold {end}: {question!r}")
-        ids_NT[row, :end] = told[:end]
+        ids_NT[row, :end] = whole[:end]
         counted_NT[row, len(prompt) : end] = True
     return ids_NT.reshape(shape), counted_NT.reshape(shape)
 
