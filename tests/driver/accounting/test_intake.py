@@ -28,12 +28,12 @@ def report_of(group_id, version, *, equal=False, scored=2, reward=0.5):
     )
 
 
-def ended(lease, version, outcome=ACCEPTED, **told):
+def ended(lease, version, outcome=ACCEPTED, **fields):
     return LeaseResult(
         group_id=lease.group_id,
         attempt=lease.attempt,
         outcome=outcome,
-        report=report_of(lease.group_id, version, **told),
+        report=report_of(lease.group_id, version, **fields),
         samples=({"group_id": lease.group_id},),
     )
 
@@ -57,7 +57,7 @@ def train(table, batch):
         table.end_group(group_id, TrajectoryState.TRAINED)
 
 
-def test_groups_stand_in_the_order_of_the_data_whoever_was_faster():
+def test_groups_are_in_data_order_whichever_worker_was_faster():
     _, intake = intake_of()
     for lease in reversed(intake.grant_leases(MANY, 0, 5)):
         assert not intake.is_ready(0, 5)
@@ -93,7 +93,7 @@ def test_with_staleness_later_steps_are_made_ahead_under_versions_that_will_stil
     assert intake.grant_leases(MANY, 5, MANY) == [], "groups in training count until they end"
 
 
-def test_a_step_tells_of_its_own_groups_and_counts_the_tokens_that_came_since_the_last():
+def test_a_step_reports_its_own_groups_and_counts_all_tokens_since_the_last_step():
     _, intake = intake_of(staleness=1)
     for index, lease in enumerate(intake.grant_leases(MANY, 0, MANY)):
         intake.record_result(ended(lease, 0, reward=float(index // 3)))
@@ -144,12 +144,12 @@ def test_what_grew_too_old_makes_room_for_new_prompts():
 
 
 def test_equal_rewards_are_replaced_only_where_asked():
-    told = {1: dict(equal=True, reward=1.0), 3: dict(equal=True, reward=0.0)}
+    equal = {1: dict(equal=True, reward=1.0), 3: dict(equal=True, reward=0.0)}
     for rounds, kept, dropped in ((0, ids(0, 1, 2), []), (4, ids(0, 2, 4), ids(1, 3))):
         table, intake = intake_of(rounds=rounds)
         while not intake.is_ready(0, 5):
             for lease in intake.grant_leases(MANY, 0, 5):
-                intake.record_result(ended(lease, 0, **told.get(int(lease.group_id[1:]), {})))
+                intake.record_result(ended(lease, 0, **equal.get(int(lease.group_id[1:]), {})))
         batch = intake.take_batch(0)
         assert batch.kept == kept and batch.dropped == dropped
         assert table.totals["dropped_zero_variance"] == len(dropped)
@@ -188,7 +188,7 @@ def test_which_groups_are_replaced_does_not_depend_on_who_is_faster(seed):
     assert len({str(run(random.Random(order))) for order in range(20)}) == 1
 
 
-def test_a_duplicate_is_of_a_group_that_the_learner_must_speak_for():
+def test_a_duplicate_waits_until_the_learner_confirms_its_group():
     table, intake = intake_of(wanted=1)
     (lease,) = intake.grant_leases(1, 0, 5)
     intake.record_result(ended(lease, 0, DUPLICATE))
@@ -240,7 +240,7 @@ def test_completions_that_could_not_be_scored_are_said():
         (2, 9, "0 1"),
     ],
 )
-def test_so_many_leases_of_every_step_ask_for_a_sample_or_a_few_more(wanted, samples, logged):
+def test_the_configured_number_of_leases_or_a_few_more_ask_for_a_sample(wanted, samples, logged):
     table, intake = intake_of(wanted=wanted, samples=samples)
     for version in range(3):
         leases = []

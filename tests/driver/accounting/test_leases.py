@@ -128,7 +128,7 @@ def test_a_lost_lease_breaks_the_conservation_law_with_all_numbers():
         table.check_conservation()
 
 
-def test_a_lease_that_nobody_accounts_for_breaks_the_law_of_leases():
+def test_an_unaccounted_lease_breaks_the_conservation_of_leases():
     table = table_of()
     train(table, table.grant_leases(2))
     table._granted += 1
@@ -147,7 +147,7 @@ def test_every_lease_ends_done_returned_or_expired():
     table.check_conservation()
 
 
-def test_groups_of_a_learner_that_outlived_the_books_are_held_and_what_lies_between_comes_again():
+def test_groups_newer_than_a_restored_table_are_adopted_and_those_between_are_leased_again():
     table = table_of()
     train(table, table.grant_leases(2))
     table = LeaseTable.restore(through_json(table.state()), seed=0, prompt_count=10)

@@ -79,7 +79,7 @@ def test_seconds_counted_twice_warn_and_are_kept(tmp_path):
 
 
 def test_a_process_that_was_not_there_has_no_phase_for_that_and_no_warning(tmp_path):
-    """Neither idle nor unexplained: it started in that step, and told what it did since."""
+    """Neither idle nor unexplained: it started in that step, and reported what it did since."""
     ledger = open_ledger(tmp_path)
     record = ledger.close_step(
         1,
@@ -95,8 +95,8 @@ def test_a_process_that_was_not_there_has_no_phase_for_that_and_no_warning(tmp_p
     )
     assert record.absent_s == {"rollout-0": 10.0, "rollout-1": 6.75}
     assert sum(record.processes["rollout-0"].values()) == 0.0
-    told = {name: s for name, s in record.processes["rollout-1"].items() if s}
-    assert told == {"decode": 3.0, "unexplained": 0.25}
+    spent = {name: s for name, s in record.processes["rollout-1"].items() if s}
+    assert spent == {"decode": 3.0, "unexplained": 0.25}
     (line,) = read_lines(tmp_path / "ledger.jsonl")
     for process, row in line["processes"].items():
         assert sum(row.values()) + line["absent_s"].get(process, 0.0) == 10.0

@@ -73,7 +73,7 @@ def test_without_a_repository_there_is_no_commit(root, folder):
     assert found["cpus"] >= 1
 
 
-def test_the_commit_is_told_and_whether_the_packages_are_as_it_has_them(root, folder):
+def test_the_commit_is_recorded_and_whether_the_packages_match_it(root, folder):
     def git(*arguments):
         identity = ("-c", "user.name=a", "-c", "user.email=a@b")
         subprocess.run(["git", "-C", root, *identity, *arguments], check=True, capture_output=True)

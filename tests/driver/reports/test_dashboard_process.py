@@ -117,8 +117,8 @@ def test_it_gets_the_drivers_environment_without_the_secrets(folder, status, mon
     assert environ["PATH"] == os.environ["PATH"] and environ.get("HOME") == os.environ.get("HOME")
 
 
-def test_viewers_are_told_how_the_run_ended(folder, status):
-    told = []
+def test_viewers_receive_the_end_of_the_run(folder, status):
+    received = []
     with open_dashboard(FREE, folder) as board:
         board.start(lambda text: None)
         until(lambda: served(folder), "the dashboard")
@@ -128,9 +128,9 @@ def test_viewers_are_told_how_the_run_ended(folder, status):
             next(line for line in lines if line.startswith("data: "))
             status.end(ExitCode.FAILED, "the disk is full")
             board.stop()
-            told = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+            received = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
         viewer.close()
-    states = [one.get("state") for one in map(json.loads, told) if "reason" in one]
+    states = [one.get("state") for one in map(json.loads, received) if "reason" in one]
     assert states[-1] == "failed"
 
 
@@ -279,15 +279,15 @@ def test_an_open_page_goes_on_with_the_driver_that_resumes(folder):
             until(lambda: answers(url) and viewer.get("/api/run").is_success, "the dashboard")
             killed.kill()
             killed.wait()
-            until(lambda: viewer.get("/api/run").json()["state"] == "lost", "the end to be told")
+            until(lambda: viewer.get("/api/run").json()["state"] == "lost", "the loss to be shown")
     StatusFile(folder, run="made", run_id="made-1")
     with open_dashboard(DashboardConfig(), folder) as board:
         board.start(lambda text: None)
         assert (board.url, tokens) == (url, auth.read_access(folder / "dashboard")[1])
         until(lambda: served(folder), "the dashboard")
         with client(folder) as viewer:
-            told = viewer.get("/api/run").json()
-    assert (told["state"], told["pid"]) == ("running", os.getpid())
+            shown = viewer.get("/api/run").json()
+    assert (shown["state"], shown["pid"]) == ("running", os.getpid())
 
 
 def test_a_post_mortem_holds_no_token(folder, status):

@@ -25,5 +25,5 @@ F, D, E = "first", "disagreement", "reward_error"
         ((), 4, []),
     ],
 )
-def test_what_tells_something_comes_first_and_leaves_half_of_the_room(whys, count, chosen):
+def test_samples_chosen_for_a_reason_come_first_and_leave_half_of_the_places(whys, count, chosen):
     assert [sample["id"] for sample in choose_samples(samples(*whys), count)] == chosen

@@ -131,7 +131,7 @@ with open_dashboard(DashboardConfig(port=0), folder) as dashboard:
 
 @pytest.fixture
 def head(tmp_path, monkeypatch):
-    """A Ray head of our own: its job address, and the environment for whoever joins it."""
+    """A Ray head of our own: its job address, and the environment of a process that joins it."""
     folder = pathlib.Path(f"/tmp/tandem-test-{secrets.token_hex(3)}")
     folder.mkdir()
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

@@ -176,7 +176,7 @@ def scale(service: Service, workers: int) -> None:
     assert done.returncode == 0, done.stdout + done.stderr + service.text
 
 
-def test_a_run_trains_each_group_once_and_its_books_add_up(undisturbed):
+def test_a_run_trains_each_group_once_and_its_accounting_adds_up(undisturbed):
     assert undisturbed.status["state"] == "finished" and undisturbed.status["exit_code"] == 0
     expected = [f"g{index:08d}" for index in range(4 * STEPS)]
     assert sorted(undisturbed.trained()) == expected
@@ -199,28 +199,30 @@ def test_a_run_trains_each_group_once_and_its_books_add_up(undisturbed):
 def marks_of(line: dict) -> list[tuple[str, str]]:
     """Process and text of every mark of a step."""
     return [
-        (process, text) for process, lane in line["processes"].items() for _, text in lane["marks"]
+        (process, text)
+        for process, track in line["processes"].items()
+        for _, text in track["marks"]
     ]
 
 
 def lanes_say_what_the_ledger_says(service: Service) -> None:
     """Also of processes that were not there all the time."""
-    for line, books in zip(service.lines("timeline"), service.lines("ledger"), strict=True):
-        assert line["step"] == books["step"] and books["overlap_s"] == {}
-        assert line["end"] - line["start"] == pytest.approx(books["wall_s"], abs=1e-5)
-        assert line["processes"].keys() <= books["processes"].keys()
-        for process, row in books["processes"].items():
-            told_s = sum(row.values())
-            absent_s = books["absent_s"].get(process, 0.0)
-            assert told_s + absent_s == pytest.approx(books["wall_s"], rel=1e-6), process
+    for line, ledger in zip(service.lines("timeline"), service.lines("ledger"), strict=True):
+        assert line["step"] == ledger["step"] and ledger["overlap_s"] == {}
+        assert line["end"] - line["start"] == pytest.approx(ledger["wall_s"], abs=1e-5)
+        assert line["processes"].keys() <= ledger["processes"].keys()
+        for process, row in ledger["processes"].items():
+            reported_s = sum(row.values())
+            absent_s = ledger["absent_s"].get(process, 0.0)
+            assert reported_s + absent_s == pytest.approx(ledger["wall_s"], rel=1e-6), process
             spans = line["processes"].get(process, {"spans": []})["spans"]
             assert len(spans) <= 200
             shown = dict.fromkeys(PHASES, 0.0)
             for phase, _, seconds in spans:
                 shown[PHASES[phase]] += seconds
-            assert sum(shown.values()) == pytest.approx(told_s, abs=0.01), process
+            assert sum(shown.values()) == pytest.approx(reported_s, abs=0.01), process
             for phase, seconds in row.items():
-                assert shown[phase] == pytest.approx(seconds, abs=0.02 * books["wall_s"]), process
+                assert shown[phase] == pytest.approx(seconds, abs=0.02 * ledger["wall_s"]), process
 
 
 def test_the_timeline_shows_when_what_the_ledger_adds_up(undisturbed):
@@ -293,7 +295,9 @@ def test_a_second_signal_ends_at_once_and_says_so(start):
     service = start()
     service.wait_for_step(1)
     service.process.send_signal(signal.SIGTERM)
-    service.wait_for(lambda: "interrupted by SIGTERM" in service.text, "the first to be heard")
+    service.wait_for(
+        lambda: "interrupted by SIGTERM" in service.text, "the first signal to be noticed"
+    )
     service.process.send_signal(signal.SIGTERM)
     assert service.wait(HANG_S) == 143
     assert service.status["state"] == "interrupted"
@@ -308,7 +312,7 @@ def test_a_resume_of_another_run_is_refused_before_anything_starts(start, undist
         resumed = start("--resume", *arguments, "--set", f"run.output_dir={undisturbed.out}")
         assert resumed.wait(HANG_S) == 2, resumed.text
         assert message in resumed.text
-        assert undisturbed.status["state"] == "finished", "the books stay as they were"
+        assert undisturbed.status["state"] == "finished", "status.json stays as it was"
 
 
 def test_a_killed_learner_is_replaced_as_often_as_allowed_and_a_resume_loses_nothing(

@@ -77,7 +77,7 @@ def test_a_step_whose_phases_claim_too_much_still_fits():
     assert learner.count("K") == 10  # a third of the cells
 
 
-def test_progress_tells_what_is_left():
+def test_progress_shows_the_remaining_time():
     text = progress(10, 40, 90.0, 100).plain
     assert text.startswith("step 10 of 40 ") and text.endswith(" 25 %, about 1 min 30 s left")
     assert text.count("━") == 10 and text.count("─") == 30

@@ -239,7 +239,7 @@ def test_a_run_that_cannot_be_controlled_says_why(tmp_path, capsys, changes, par
     assert part in capsys.readouterr().err
 
 
-def test_a_run_that_ends_while_it_is_waited_for_is_told(tmp_path, start, capsys):
+def test_a_run_that_ends_during_the_wait_is_reported(tmp_path, start, capsys):
     driver = start(min=1, max=8, start=2)
     status = StatusFile(tmp_path, run="demo", run_id="demo-1")
 

@@ -70,7 +70,7 @@ def folder(tmp_path):
 
 @contextlib.contextmanager
 def control(folder):
-    """A driver that tells of one worker."""
+    """A driver that reports one worker."""
     box = ControlBox(WorkersConfig(min=1, max=2))
     worker = WorkerStatus(
         name="rollout-0", state=WorkerState.WORKING, policy_version=9, pid=77, host="h1"
@@ -117,7 +117,7 @@ def test_a_run_that_is_over_ends_with_a_line_that_says_how(folder, capsys):
         assert out.splitlines()[-1] == end and ", about" not in out
 
 
-def test_a_run_whose_driver_died_is_told_to_go_on(folder, capsys):
+def test_a_run_whose_driver_died_shows_how_to_go_on(folder, capsys):
     ended = subprocess.Popen(["true"])
     ended.wait()
     status = json.loads((folder / "status.json").read_text())
@@ -221,7 +221,7 @@ def test_on_a_terminal_it_draws_until_the_run_ends(folder):
 
 
 @pytest.mark.slow
-def test_ctrl_c_leaves_and_the_picture_stays(folder):
+def test_ctrl_c_ends_and_the_last_state_stays_visible(folder):
     """On a real terminal, as a person would."""
     screen, end = pty.openpty()
     process = subprocess.Popen(
