@@ -86,7 +86,7 @@ BREAKS = [
         "learner/update/loss.py",
         "loss_BT = -jnp.where(plain_BT <= clipped_BT, plain_BT, clipped_BT)",
         "loss_BT = -jnp.where(plain_BT >= clipped_BT, plain_BT, clipped_BT)",
-        "learner/update/test_loss.py",
+        "learner/update/test_loss.py learner/update/test_train_step.py",
     ),
     Break(
         "learner/update/off_policy.py",
@@ -288,6 +288,7 @@ def is_noticed(broken: Break) -> bool:
     with tempfile.TemporaryDirectory(prefix="tandem-break-") as folder:
         copy = pathlib.Path(folder) / "tree"
         shutil.copytree(ROOT, copy, ignore=NOT_COPIED)
+        (pathlib.Path(folder) / "shared").symlink_to(ROOT.parent / "shared")
         path = copy / broken.file
         source = path.read_text(encoding="utf-8")
         if source.count(broken.text) != 1:

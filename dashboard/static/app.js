@@ -16,7 +16,10 @@ const root = document.getElementById("app");
 const store = new Store();
 window.tandem = { store };
 
-const view = ([id, title]) => ({ id, title, load: () => import(`./views/${id}.js`) });
+/** The views that have a folder of their own. */
+const FOLDERS = { fleet: "fleet/", samples: "samples/" };
+const view = ([id, title]) => (
+  { id, title, load: () => import(`./views/${FOLDERS[id] ?? ""}${id}.js`) });
 
 async function start() {
   try {
