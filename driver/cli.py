@@ -10,7 +10,6 @@ from driver.config import load_config as settings
 from driver.config import resume_identity as identity
 from driver.config.paths import check_folder, clear_folder, locate, lock_folder, output_folder
 from driver.config.prepare import prepare
-from driver.config.run_config import RunConfig
 from driver.config.yaml_text import parse_yaml
 from driver.errors import RunError
 from driver.fleet.ray_auth import set_token
@@ -104,7 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         clear_folder(folder, resume=bool(config.run.resume))
         if not config.run.resume:
             identity.write_identity(folder, marks)
-        for change in _note_settings(folder, config):
+        for change in _write_settings(
+            folder, settings.dump(config), resume=bool(config.run.resume)
+        ):
             print(f"resumed with another {change}", flush=True)
         # Imported late: nothing above needs Ray, and it reads its token when it is imported.
         set_token(os.environ)
@@ -118,12 +119,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
 
 
-def _note_settings(folder: pathlib.Path, config: RunConfig) -> list[str]:
-    """Writes the configuration down; returns what is another than in the run so far."""
+def _write_settings(folder: pathlib.Path, text: str, *, resume: bool) -> list[str]:
+    """Writes the configuration, YAML, into the run's folder.
+
+    Returns:
+        the settings that changed since the run was last started.
+    """
     path = folder / "config.yaml"
     changed = []
-    if config.run.resume and path.is_file():
+    if resume and path.is_file():
         before = parse_yaml(path.read_text(encoding="utf-8"))
-        changed = identity.changed_settings(before or {}, config.model_dump(mode="json"))
-    write_whole(path, settings.dump(config))
+        changed = identity.changed_settings(before or {}, parse_yaml(text) or {})
+    write_whole(path, text)
     return changed

@@ -13,13 +13,19 @@ from collections.abc import Iterator
 
 import ray
 
+from driver.accounting.intake import IntakeRules
 from driver.accounting.ledger import StepLedger
+from driver.accounting.run_state import RunState
+from driver.config import load_config as settings
+from driver.config.actor_specs import ActorSpecs
 from driver.config.prepare import Prepared
 from driver.config.run_config import RunConfig
 from driver.errors import RunError
+from driver.evaluator import Evaluator
 from driver.fleet.cluster import check_bind_host, connect, reserve
 from driver.fleet.control_server import ControlBox, offer_control
 from driver.fleet.fleet import WorkersLost
+from driver.fleet.fleet_size import Scaler
 from driver.postmortem.archive import collect
 from driver.postmortem.evidence import Sources
 from driver.reports.code_record import record_code
@@ -32,6 +38,7 @@ from driver.session import Session
 from driver.signals import Interrupted, StopSignal
 from driver.supervisor import Supervisor
 from driver.terminal.step_table import StepView
+from learner.learner_records import Restored
 from services.process import failpoints, stacks
 from services.wire.tls import RunAuthority
 
@@ -79,56 +86,46 @@ def _run_tracked(
         connect(config.run.name, stop, {METADATA_KEY: dashboard.url} if dashboard else {})
         stack.callback(ray.shutdown)
         group = reserve(config.placement, config.rollout.workers.at_start, stop)
-        supervisor = Supervisor(config.placement, group, stop, warn=view.say)
-        stack.callback(supervisor.shutdown)
-        metrics = MetricsLog(
-            folder,
-            config.log.wandb,
+        specs = ActorSpecs(
+            config=config,
+            folder=folder,
             run_id=run_id,
-            config=config.model_dump(mode="json"),
+            authority=RunAuthority.create(run_id),
+            driver_host=ray.util.get_node_ip_address(),
+        )
+        supervisor = Supervisor(
+            config.placement,
+            config.rollout,
+            config.weights,
+            specs=specs,
+            group=group,
+            stop=stop,
             warn=view.say,
-            tensorboard=config.log.tensorboard,
         )
-        stack.callback(metrics.close)
-        ledger = StepLedger(
-            folder, unexplained_fraction=config.log.unexplained_fraction, warn=view.say
-        )
-        stack.callback(ledger.close_log)
-        timeline = Timeline(folder, enabled=config.log.timeline)
-        stack.callback(timeline.close_log)
-        authority = RunAuthority.create(run_id)
+        stack.callback(supervisor.shutdown)
+        reports = _open_reports(config, folder, status, view, stack)
         box = ControlBox(config.rollout.workers)
-        stack.enter_context(
-            offer_control(
-                folder,
-                authority,
+        offered = offer_control(
+            folder,
+            specs.authority,
+            box,
+            bind_host=config.placement.bind_host,
+            driver_host=specs.driver_host,
+        )
+        stack.enter_context(offered)
+        session = _session(config, folder, prepared, supervisor, reports)
+        stack.enter_context(_post_mortem(folder, config, session, view))
+        session.start(
+            lambda fleet: Scaler(
+                config.rollout.workers,
+                config.placement,
+                fleet,
+                group,
                 box,
-                bind_host=config.placement.bind_host,
-                driver_host=ray.util.get_node_ip_address(),
+                view.say,
+                learner=supervisor.learner_status,
             )
         )
-        session = Session(
-            config,
-            folder,
-            run_id=run_id,
-            authority=authority,
-            prepared=prepared,
-            supervisor=supervisor,
-            reports=StepReports(
-                config.run,
-                config.log,
-                folder,
-                max_staleness=config.rollout.max_staleness,
-                metrics=metrics,
-                ledger=ledger,
-                timeline=timeline,
-                status=status,
-                say=view.say,
-                show_step=view.add_step,
-            ),
-        )
-        stack.enter_context(_post_mortem(folder, session, view))
-        session.start(group, box)
         try:
             session.work()
         except (Interrupted, WorkersLost) as error:
@@ -138,6 +135,79 @@ def _run_tracked(
             session.summarise()
             raise
         session.summarise()
+
+
+def _open_reports(
+    config: RunConfig,
+    folder: pathlib.Path,
+    status: StatusFile,
+    view: StepView,
+    stack: contextlib.ExitStack,
+) -> StepReports:
+    """Opens the logs of the run; the stack closes them."""
+    metrics = MetricsLog(
+        folder,
+        config.log.wandb,
+        run_id=status.current.run_id,
+        config=config.model_dump(mode="json"),
+        warn=view.say,
+        tensorboard=config.log.tensorboard,
+    )
+    stack.callback(metrics.close)
+    ledger = StepLedger(folder, unexplained_fraction=config.log.unexplained_fraction, warn=view.say)
+    stack.callback(ledger.close_log)
+    timeline = Timeline(folder, enabled=config.log.timeline)
+    stack.callback(timeline.close_log)
+    return StepReports(
+        config.run,
+        config.log,
+        folder,
+        max_staleness=config.rollout.max_staleness,
+        metrics=metrics,
+        ledger=ledger,
+        timeline=timeline,
+        status=status,
+        say=view.say,
+        show_step=view.add_step,
+    )
+
+
+def _session(
+    config: RunConfig,
+    folder: pathlib.Path,
+    prepared: Prepared,
+    supervisor: Supervisor,
+    reports: StepReports,
+) -> Session:
+    """The step loop, with the sections of the configuration that it needs."""
+
+    def new_state(restored: Restored | None) -> RunState:
+        return RunState.create(
+            IntakeRules.of(config.rollout, config.algorithm, config.log.samples_per_step),
+            seed=config.run.seed,
+            prompt_count=prepared.prompts,
+            restored=restored,
+        )
+
+    return Session(
+        folder,
+        run=config.run,
+        data=config.data,
+        checkpoint=config.checkpoint,
+        placement=config.placement,
+        prepared=prepared,
+        new_state=new_state,
+        supervisor=supervisor,
+        evaluator=Evaluator(
+            config.eval,
+            supervisor,
+            reports,
+            held_out=prepared.held_out,
+            scorer=config.reward.functions[0].name,
+            timeout_s=config.placement.step_timeout_s,
+        ),
+        reports=reports,
+    )
 
 
 @contextlib.contextmanager
@@ -160,19 +230,25 @@ def _readable(folder: pathlib.Path):
 
 
 @contextlib.contextmanager
-def _post_mortem(folder: pathlib.Path, session: Session, view: StepView) -> Iterator[None]:
+def _post_mortem(
+    folder: pathlib.Path, config: RunConfig, session: Session, view: StepView
+) -> Iterator[None]:
     """Leaves an archive of what is known where a run ends badly, while its processes are there."""
     try:
         yield
     except Interrupted:
         raise
     except BaseException as error:
-        collect(folder, error, _sources(session), view.say)
+        collect(folder, error, _sources(config, session), view.say)
         raise
 
 
-def _sources(session: Session) -> Sources:
+def _sources(config: RunConfig, session: Session) -> Sources:
     try:
-        return session.sources()
+        return Sources(
+            config=settings.dump(config),
+            tables=session.tables(),
+            worker_errors=session.worker_errors,
+        )
     except Exception as error:  # whatever fails in here must not hide what ended the run
         return Sources(worker_errors=[f"the driver could not say more: {error}"])

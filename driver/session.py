@@ -5,39 +5,30 @@ meanwhile, as far as `rollout.max_staleness` lets them (`intake.py`). A learner 
 replaced, and the steps since its last checkpoint are taken again with the recorded groups.
 """
 
-import dataclasses
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import ray
-from ray.util.placement_group import PlacementGroup
-
-from driver.accounting.accuracy import Accuracy
-from driver.accounting.intake import IntakeRules, StepBatch
+from driver.accounting.intake import StepBatch
 from driver.accounting.leases import LeaseState, TrajectoryState
 from driver.accounting.run_state import RunState
 from driver.accounting.step_timing import LEARNER
-from driver.config import load_config as settings
 from driver.config.prepare import Prepared
-from driver.config.run_config import RunConfig
+from driver.config.run_config import CheckpointConfig, PlacementConfig, RunSection
 from driver.errors import RunError
+from driver.evaluator import Evaluator
 from driver.fleet.actor_calls import ActorFailed, LearnerLost
-from driver.fleet.actor_specs import learner_spec, rollout_spec
-from driver.fleet.control_server import ControlBox
-from driver.fleet.fleet import FleetEvents
+from driver.fleet.fleet import Fleet, FleetEvents
 from driver.fleet.fleet_size import Scaler
 from driver.fleet.fleet_worker import Worker
-from driver.postmortem.evidence import Sources
-from driver.reports.evaluation import eval_metrics, is_due
 from driver.reports.step_report import StepReports
 from driver.supervisor import Supervisor
 from learner.learner_records import Restored
-from learner.learner_spec import LearnerSpec
-from rollout_worker.worker_records import EvalRequest, News, Orders, WorkerInfo
+from rollout_worker.config import DataConfig
+from rollout_worker.worker_records import Orders, WorkerInfo
 from services.process import failpoints
 from services.trajectories.group_report import GroupReport
-from services.wire.tls import RunAuthority
 
 BEFORE_ALL = -1
 """A step before the evaluation at the start, which is step 0."""
@@ -48,69 +39,67 @@ class Session:
 
     def __init__(
         self,
-        config: RunConfig,
         folder: pathlib.Path,
         *,
-        run_id: str,
-        authority: RunAuthority,
+        run: RunSection,
+        data: DataConfig,
+        checkpoint: CheckpointConfig,
+        placement: PlacementConfig,
         prepared: Prepared,
+        new_state: Callable[[Restored | None], RunState],
         supervisor: Supervisor,
+        evaluator: Evaluator,
         reports: StepReports,
     ):
-        self._config = config
+        """Args:
+        folder: of the run.
+        prepared: what `driver/config/plan.py` found in the data.
+        new_state: makes the state of a run that begins, or goes on from a checkpoint.
+        """
         self._folder = folder
-        self._run_id = run_id
-        self._authority = authority
+        self._run = run
+        self._data = data
+        self._checkpoint = checkpoint
+        self._startup_s, self._wait_s = placement.startup_timeout_s, placement.step_timeout_s
         self._prepared = prepared
+        self._new_state = new_state
         self._supervisor = supervisor
+        self._evaluator = evaluator
         self._reports = reports
         self._say = reports.say
-        self._held_out = min(config.eval.prompts or prepared.held_out, prepared.held_out)
-        self._state = self._new_state(None)
+        self._state = new_state(None)
         self._leasing = False
-        self._crewed = False
-        """Whether the workers of the start were there once."""
+        self._has_workers = False
+        """Whether the initial workers were ready once."""
         self._agreed = False
-        """Whether the learner is where the books are, so that a checkpoint may be written."""
-        self._worker_errors: list[str] = []
+        """Whether the learner is where the run state is, so that a checkpoint may be written."""
+        self.worker_errors: list[str] = []
+        """Why processes were replaced, and what else was warned of; the newest last."""
 
-    def start(self, group: PlacementGroup, box: ControlBox) -> None:
-        """Starts the learner, and resumes where that is asked for.
+    def start(self, make_scaler: Callable[[Fleet], Scaler]) -> None:
+        """Starts the learner.
 
         Args:
-            group: room for all of them.
-            box: where requests for other numbers of workers arrive.
+            make_scaler: keeps a fleet at the size that is wanted.
         """
-        config = self._config
-        self._learner = self._supervisor.start_learner(self._learner_spec())
-        if not self._learner.sees_output_folder:
+        self._supervisor.start_learner()
+        learner = self._supervisor.learner_info
+        if not learner.sees_output_folder:
             raise RunError(
-                f"run.output_dir={self._folder} is not there on {self._learner.host}, where "
-                "the learner runs and writes checkpoints: use a folder that all hosts share"
+                f"run.output_dir={self._folder} is not there on {learner.host}, where the learner "
+                "runs and writes checkpoints: use a folder that all hosts share"
             )
         fleet = self._supervisor.make_fleet(
-            config.rollout,
-            config.weights.relay_fanout,
-            lambda name: rollout_spec(
-                config,
-                self._folder,
-                name,
-                self._run_id,
-                self._authority,
-                self._learner.address,
-            ),
             FleetEvents(
                 ended=lambda result: self._state.intake.record_result(result),
-                void=self._take_back,
-                news=self._hear,
-                joined=self._join,
-                left=self._left,
+                void=self._return_leases,
+                news=lambda worker, news: self._reports.record_news(worker.name, news),
+                joined=self._admit,
+                left=self._release,
                 warn=self._warn,
-            ),
+            )
         )
-        self._scaler = Scaler(
-            config, fleet, group, box, self._say, learner=self._supervisor.learner_status
-        )
+        self._scaler = make_scaler(fleet)
 
     def work(self) -> None:
         """Takes every step that is left, whatever learners it takes, and leaves the results."""
@@ -146,24 +135,20 @@ class Session:
         """Prints what the run came to; the last line is for machines."""
         self._reports.summarise(self._state)
 
-    def sources(self) -> Sources:
-        """What a post-mortem cannot find in the run's folder."""
-        tables = self._supervisor.tables() | {"leases": self._state.leases.lease_totals}
-        return Sources(
-            config=settings.dump(self._config), tables=tables, worker_errors=self._worker_errors
-        )
+    def tables(self) -> dict[str, Any]:
+        """What only the driver knows of its processes and leases, for a post-mortem."""
+        return self._supervisor.tables() | {"leases": self._state.leases.lease_totals}
 
     def _train(self) -> None:
         """Takes every step that is left, after an evaluation that is due or was cut short."""
-        state, every = self._state, self._config.checkpoint.every_steps
+        state, steps, every = self._state, self._run.steps, self._checkpoint.every_steps
         self._leasing = True
-        steps, evaluation = self._config.run.steps, self._config.eval
-        if is_due(state.step, steps, evaluation) and state.step not in state.accuracy:
+        if self._evaluator.is_due(state.step, steps) and state.step not in state.accuracy:
             self._close_step(self._evaluate())
         while state.step < steps:
             state.open = self._train_step(state.step + 1)
             state.step += 1
-            if is_due(state.step, steps, evaluation):
+            if self._evaluator.is_due(state.step, steps):
                 state.open |= self._evaluate()
             self._close_step(state.open)
             if every and state.step % every == 0 and state.step < steps:
@@ -172,12 +157,12 @@ class Session:
     def _finish(self) -> None:
         """Leaves the last checkpoint and the exported policy."""
         self._save()
-        if self._config.checkpoint.export_hf:
+        if self._checkpoint.export_hf:
             exported = self._supervisor.learner.export(str(self._folder / "export"))
             self._supervisor.wait_for(exported, timeout_s=self._wait_s)
 
     def _save_in_passing(self) -> None:
-        """Writes a checkpoint; one that fails is said, and the run goes on without it."""
+        """Writes a checkpoint; if that fails, the run warns and goes on without it."""
         try:
             self._save()
         except ActorFailed as error:
@@ -186,83 +171,57 @@ class Session:
             self._warn(f"step {self._state.step}: {error}; the run goes on from the one before")
 
     def _save(self) -> None:
-        """Writes a checkpoint of the last closed step, books included."""
+        """Writes a checkpoint of the last closed step, with the run state."""
         state = self._state
         kept = state.checkpoint_state(self._reports.ledger_state())
         saved = self._supervisor.learner.save(state.step, kept)
         self._supervisor.wait_for(saved, timeout_s=self._wait_s)
         self._reports.record_checkpoint(state.step)
 
-    def _new_state(self, restored: Restored | None) -> RunState:
-        config = self._config
-        return RunState.create(
-            IntakeRules.of(config.rollout, config.algorithm, config.log.samples_per_step),
-            seed=config.run.seed,
-            prompt_count=self._prepared.prompts,
-            restored=restored,
-        )
-
-    @property
-    def _wait_s(self) -> float:
-        return self._config.placement.step_timeout_s
-
     @property
     def _steps_left(self) -> int:
         """Steps that are not trained; one whose update is under way is among them."""
-        return self._config.run.steps - self._state.step
-
-    def _learner_spec(self) -> LearnerSpec:
-        return learner_spec(
-            self._config,
-            self._folder,
-            self._run_id,
-            self._authority,
-            ray.util.get_node_ip_address(),
-        )
+        return self._run.steps - self._state.step
 
     def _replace_learner(self, error: LearnerLost) -> None:
         """Starts a learner in place of one that died."""
         self._leasing = False
-        self._worker_errors.append(str(error))
+        self.worker_errors.append(str(error))
         self._supervisor.fleet.cancel_all()
-        port = int(self._learner.address.rpartition(":")[2])
-        spec = dataclasses.replace(self._learner_spec(), port=port)  # which workers know
-        self._learner = self._supervisor.restart_learner(spec, error)
+        self._supervisor.restart_learner(error)
 
     def _begin(self, *, again: bool) -> None:
-        """Takes up what there is of the run, offers the policy, and has workers ready for it.
+        """Restores what was recorded of the run, offers the policy, and waits for workers.
 
         Args:
             again: whether a learner of this run was there before.
         """
-        fleet = self._supervisor.fleet
-        issued = self._resume() if again or self._config.run.resume else {}
-        self._reports.show_joined(self._learner, again=False)
+        fleet, learner = self._supervisor.fleet, self._supervisor.learner_info
+        issued = self._resume() if again or self._run.resume else {}
+        self._reports.show_joined(learner, again=False)
         self._state.policy_version = self._supervisor.wait_for(
-            self._supervisor.learner.publish(),
-            timeout_s=self._config.placement.startup_timeout_s,
+            self._supervisor.learner.publish(), timeout_s=self._startup_s
         )
-        fleet.order_all(Orders(learner_address=self._learner.address))
-        fleet.send_sources(self._learner.address)
+        fleet.order_all(Orders(learner_address=learner.address))
+        fleet.send_sources(learner.address)
         for worker in fleet.ready():
             if worker.policy_version >= 0 and worker.policy_version not in issued:
                 worker.order(Orders(refetch=True))
-        if not self._crewed:
-            self._supervisor.start_workers(self._config.rollout.workers.at_start)
+        if not self._has_workers:
+            self._supervisor.start_workers()
             self._supervisor.before_turn = self._before_turn
             self._reports.start_step(self._supervisor.step_timings().at_s)
-        self._agreed = self._crewed = True
+        self._agreed = self._has_workers = True
 
     def _resume(self) -> dict[int, str]:
-        """Puts every book back to the newest complete checkpoint, if there is one, and takes over
+        """Sets the run state back to the newest complete checkpoint, if there is one, and adds
         what the learner has written down since.
 
         Returns:
             digest by version of what the learner before had issued since that checkpoint.
         """
         restored = self._supervisor.wait_for(
-            self._supervisor.learner.restore(),
-            timeout_s=self._config.placement.startup_timeout_s,
+            self._supervisor.learner.restore(), timeout_s=self._startup_s
         )
         for reason in restored.skipped if restored else ():
             self._warn(f"checkpoint skipped: {reason}")
@@ -286,7 +245,7 @@ class Session:
         return restored.issued
 
     def _before_turn(self) -> None:
-        """Gives out as much work as there may be, and keeps the fleet at its size."""
+        """Leases as many groups as may be under way, and keeps the fleet at its size."""
         state, fleet = self._state, self._supervisor.fleet
         self._scaler.turn(state.step, self._reports.queues.newest)
         if self._leasing and not state.replay:
@@ -295,37 +254,36 @@ class Session:
                     fleet.free_capacity(), state.policy_version, self._steps_left
                 )
             )
-        self._look_at_queues()
+        self._record_queues()
 
-    def _look_at_queues(self) -> None:
+    def _record_queues(self) -> None:
         state = self._state
         self._reports.queues.record_counts(
             state.intake.waiting, state.leases.out, state.policy_version
         )
 
-    def _take_back(self, group_ids: Sequence[str], expired: bool) -> None:
+    def _return_leases(self, group_ids: Sequence[str], expired: bool) -> None:
         how = LeaseState.EXPIRED if expired else LeaseState.RETURNED
         self._state.leases.return_leases(group_ids, how)
 
-    def _join(self, worker: Worker, info: WorkerInfo) -> None:
+    def _admit(self, worker: Worker, info: WorkerInfo) -> None:
+        """Checks a worker that is ready, and connects it with the others."""
         if info.prompts_digest != self._prepared.digest:
             raise RunError(
-                f"{info.name} on {info.host} reads other training prompts than the "
-                f"driver from data.train.source={self._config.data.train.source}: every host "
-                "needs the same data and tokenizer"
+                f"{info.name} on {info.host} reads other training prompts than the driver from "
+                f"data.train.source={self._data.train.source}: every host needs the same data and "
+                "tokenizer"
             )
         self._reports.show_joined(info, again=worker.restarts > 0)
-        self._supervisor.fleet.send_sources(self._learner.address)
+        self._supervisor.fleet.send_sources(self._supervisor.learner_info.address)
 
-    def _left(self, worker: Worker) -> None:
+    def _release(self, worker: Worker) -> None:
+        """Frees the room of a worker that was drained."""
         self._scaler.left(worker)
-        self._supervisor.fleet.send_sources(self._learner.address)
-
-    def _hear(self, worker: Worker, news: News) -> None:
-        self._reports.record_news(worker.name, news)
+        self._supervisor.fleet.send_sources(self._supervisor.learner_info.address)
 
     def _warn(self, text: str) -> None:
-        self._worker_errors.append(text)
+        self.worker_errors.append(text)
         self._say(text)
 
     def _gather(self) -> StepBatch:
@@ -386,29 +344,16 @@ class Session:
         }
 
     def _evaluate(self) -> dict[str, float]:
-        """Scores the held-out prompts under the current policy and notes every item."""
-        started = time.monotonic()
-        evaluation = self._config.eval
-        items = self._supervisor.evaluate(
-            EvalRequest(
-                positions=range(self._held_out),
-                policy_version=self._state.policy_version,
-                samples=evaluation.samples_per_prompt,
-                sampling=evaluation.sampling,
-                timeout_s=self._wait_s,
-            )
+        """Scores the held-out prompts under the current policy; returns metrics."""
+        state = self._state
+        metrics, state.accuracy[state.step] = self._evaluator.evaluate(
+            state.step, state.policy_version
         )
-        items.sort(key=lambda item: (item.prompt_id, item.sample_index))
-        self._reports.write_evaluation(self._state.step, items)
-        scorer = self._config.reward.functions[0].name
-        metrics = eval_metrics(items, scorer=scorer, pass_k=evaluation.pass_k)
-        right = round(metrics["eval/accuracy/strict"] * len(items))
-        self._state.accuracy[self._state.step] = Accuracy(correct=right, total=len(items))
-        return metrics | {"time/eval_s": time.monotonic() - started}
+        return metrics
 
     def _close_step(self, metrics: dict[str, float]) -> None:
-        """Asks everybody for their seconds, and closes the books of the step."""
-        self._look_at_queues()
+        """Collects the seconds of every process, and closes the accounting of the step."""
+        self._record_queues()
         timings = self._supervisor.step_timings()
         record = self._reports.close_step(self._state, metrics, timings, self._supervisor.memory())
         self._state.open = None

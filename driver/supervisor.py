@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 from ray.util.placement_group import PlacementGroup
 
 from driver.accounting.step_timing import LEARNER, RunTiming
-from driver.config.run_config import PlacementConfig
+from driver.config.actor_specs import ActorSpecs
+from driver.config.run_config import PlacementConfig, WeightsConfig
 from driver.errors import RunError
 from driver.fleet.actor_calls import (
     GONE,
@@ -36,7 +37,6 @@ from driver.fleet.timing_collector import TimingCollector
 from driver.signals import StopSignal
 from learner.learner_records import LearnerHealth, LearnerInfo
 from learner.learner_spec import LearnerSpec
-from rollout_worker.actor import RolloutSpec
 from rollout_worker.config import RolloutConfig
 from rollout_worker.worker_records import EvalItem, EvalRequest
 from services.control.messages import LearnerStatus
@@ -72,6 +72,10 @@ class Supervisor:
     def __init__(
         self,
         placement: PlacementConfig,
+        rollout: RolloutConfig,
+        weights: WeightsConfig,
+        *,
+        specs: ActorSpecs,
         group: PlacementGroup,
         stop: StopSignal,
         warn: Callable[[str], None],
@@ -83,6 +87,9 @@ class Supervisor:
             warn: shows one line.
         """
         self._placement = placement
+        self._rollout = rollout
+        self._weights = weights
+        self._specs = specs
         self._group = group
         self._stop = stop
         self._warn = warn
@@ -113,17 +120,23 @@ class Supervisor:
         assert self._learner is not None
         return self._learner
 
-    def start_learner(self, spec: LearnerSpec) -> LearnerInfo:
+    @property
+    def learner_info(self) -> LearnerInfo:
+        """Where the learner runs; there once `start_learner` has returned."""
+        assert self._info is not None
+        return self._info
+
+    def start_learner(self) -> None:
         """Starts the learner and waits until it serves."""
         try:
-            return self._begin_learner(spec)
+            self._begin_learner(self._specs.learner())
         except LearnerLost as error:
             raise start_failure(error.__cause__ or error, "learner") from error
         except ActorFailed as error:
             raise start_failure(error, "learner") from error
 
-    def restart_learner(self, spec: LearnerSpec, error: LearnerLost) -> LearnerInfo:
-        """Starts another learner in place of one that died.
+    def restart_learner(self, error: LearnerLost) -> None:
+        """Starts another learner in place of one that died, on the port that workers know.
 
         Raises:
             LearnerLost: if that one dies too before it serves.
@@ -140,14 +153,14 @@ class Supervisor:
         self._warn(f"{error}: restart {self.learner_restarts} of {allowed}")
         with contextlib.suppress(ValueError):
             self.learner.kill()
-        if not self._launcher.colocated or self._fleet is None:
-            return self._begin_learner(spec)
-        self._fleet.await_process(error)
-        info = self._begin_learner(spec)
-        self._fleet.enter_process()
-        return info
+        if self._launcher.colocated:
+            self.fleet.await_process(error)
+        port = int(self.learner_info.address.rpartition(":")[2])
+        self._begin_learner(self._specs.learner(port))
+        if self._launcher.colocated:
+            self.fleet.enter_process()
 
-    def _begin_learner(self, spec: LearnerSpec) -> LearnerInfo:
+    def _begin_learner(self, spec: LearnerSpec) -> None:
         room = Room(self._group, 0, shared=True)
         self._learner = self._launcher.start_learner(spec, room)
         self._timings.table.remove_process(LEARNER)
@@ -157,32 +170,26 @@ class Supervisor:
         info = self.wait_for(self._learner.describe(), timeout_s=self._placement.startup_timeout_s)
         self._timings.table.add_process(LEARNER, asked_s, info.clock_s)
         self._info, self._watch_at = info, 0.0
-        return info
 
-    def make_fleet(
-        self,
-        rollout: RolloutConfig,
-        relay_fanout: int,
-        make_spec: Callable[[str], RolloutSpec],
-        events: FleetEvents,
-    ) -> Fleet:
-        """A fleet without workers; arguments as of `Fleet`."""
+    def make_fleet(self, events: FleetEvents) -> Fleet:
+        """A fleet without workers."""
         self._fleet = Fleet(
             self._placement,
             self._launcher,
-            make_spec,
+            lambda name: self._specs.worker(name, self.learner_info.address),
             events,
             self._timings,
-            capacity=worker_capacity(rollout),
-            relay_fanout=relay_fanout,
+            capacity=worker_capacity(self._rollout),
+            relay_fanout=self._weights.relay_fanout,
         )
         return self._fleet
 
-    def start_workers(self, count: int) -> None:
+    def start_workers(self) -> None:
         """Starts the rollout workers that the run begins with, and waits until each is ready.
 
         Those that an interrupted try has started are kept.
         """
+        count = self._rollout.workers.at_start
         for index in range(len(self.fleet.workers), count):
             self.fleet.add(Room(self._group, index + 1, shared=True))
         deadline = time.monotonic() + self._placement.startup_timeout_s

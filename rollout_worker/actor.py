@@ -4,7 +4,6 @@ A plain class, so that it runs in a Ray actor (driver/supervisor.py) or in any o
 moves data and decides nothing.
 """
 
-import dataclasses
 import functools
 import logging
 import os
@@ -20,7 +19,6 @@ from models.files.checkpoint import read_model_config
 from models.platform import require_platform
 from models.tokenizer import load_tokenizer
 from rollout_worker.canary import CanaryCheck
-from rollout_worker.config import DataConfig, RewardConfig, RolloutConfig
 from rollout_worker.data.prompts import PromptSet, load_prompts
 from rollout_worker.engine_setup import EngineSetup
 from rollout_worker.fetcher import Fetched, Fetcher
@@ -30,6 +28,7 @@ from rollout_worker.rewards.reward_pool import RewardPool
 from rollout_worker.sample_record import Sample, SampleRecords
 from rollout_worker.worker import CanaryFailed, RolloutWorker
 from rollout_worker.worker_records import EvalItem, EvalRequest, News, Orders, WorkerInfo
+from rollout_worker.worker_spec import RolloutSpec
 from services.process import failpoints, stacks
 from services.process.phase_clock import PhaseClock
 from services.process.process_memory import process_memory
@@ -39,7 +38,6 @@ from services.weights.replica import PullStats, Replica
 from services.wire.health import check_serving
 from services.wire.messages import Group, Lease, WeightManifest
 from services.wire.reachable import host_of, is_loopback, own_address
-from services.wire.tls import Credentials
 
 log = logging.getLogger(__name__)
 
@@ -49,45 +47,6 @@ DIAL_S = 30.0
 HandOver = Callable[[int, float], tuple[WeightManifest, Mapping[str, jax.Array]]]
 """Version wanted at least and seconds to wait for it -> its manifest and arrays of this process;
 raises TimeoutError."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RolloutSpec:
-    """Everything a worker needs to start; plain values, so that it can travel."""
-
-    name: str
-    run_id: str
-    seed: int
-    platform: str
-    model_path: str
-    tokenizer: str | None
-    chat_template: str | None
-    stop_tokens: tuple[str, ...]
-    data: DataConfig
-    rollout: RolloutConfig
-    reward: RewardConfig
-    learner_address: str
-    credentials: Credentials
-    weights_dtype: str
-    """Of the policy versions that the learner publishes."""
-    bind_host: str
-    """Of the run: where it is loopback, the worker serves there too, else on its own address."""
-    streams: int
-    chunk_bytes: int
-    deltas: bool
-    """Whether only what changed is asked for, where that is possible."""
-    canary: bool
-    """Whether every version is proved by the learner's scores of a probe."""
-    canary_bound: float | None
-    """Largest gap of a logprob that passes, in nats; None takes that of the dtypes."""
-    timeout_s: float
-    """Bound of one weight transfer and of one push."""
-    samples_per_step: int
-    """Completions of a step that the log keeps; where it is 0, none is returned as text."""
-    run_folder: str
-    """Where the process says how it can be asked for its stacks."""
-    failpoints: str | None = None
-    """Folder of `services/process/failpoints.py`, in tests of faults."""
 
 
 class RolloutActor:

@@ -73,7 +73,6 @@ NOT_YET = {
 """Imports of a unit that the table forbids and that still exist."""
 
 NAMED_TWICE = {
-    "WorkerState",
     "Fleet",
     "Piece",
     "Canary",

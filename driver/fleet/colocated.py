@@ -11,8 +11,9 @@ from typing import Concatenate, ParamSpec, TypeVar
 from learner.actor import LearnerActor
 from learner.learner_spec import LearnerSpec
 from learner.publish.shared_snapshot import SharedSnapshot
-from rollout_worker.actor import RolloutActor, RolloutSpec
+from rollout_worker.actor import RolloutActor
 from rollout_worker.worker_records import WorkerInfo
+from rollout_worker.worker_spec import RolloutSpec
 
 P = ParamSpec("P")
 T = TypeVar("T")

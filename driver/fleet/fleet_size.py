@@ -12,13 +12,14 @@ from ray.util.placement_group import PlacementGroup
 
 from driver.accounting.ledger import StepRecord
 from driver.accounting.queue_gauges import Gauge
-from driver.config.run_config import RunConfig
+from driver.config.run_config import PlacementConfig
 from driver.fleet.balance import BalanceRule, BalanceState, balance, waits_of
 from driver.fleet.cluster import ResourcesNotMet, WorkerRoom, release
 from driver.fleet.control_server import ControlBox, Drain, Request, new_target
 from driver.fleet.fleet import Fleet
 from driver.fleet.fleet_worker import Worker
 from driver.fleet.launch import Room
+from rollout_worker.config import WorkersConfig
 from services.control import messages as control
 from services.control.messages import NoSuchWorker, NotNow, OutOfBounds
 
@@ -33,7 +34,8 @@ class Scaler:
 
     def __init__(
         self,
-        config: RunConfig,
+        workers: WorkersConfig,
+        placement: PlacementConfig,
         fleet: Fleet,
         group: PlacementGroup,
         box: ControlBox,
@@ -42,17 +44,18 @@ class Scaler:
         learner: Callable[[], control.LearnerStatus | None],
     ):
         """Args:
-        group: of the learner and the workers of the start.
-        box: where requests arrive and the picture of the fleet hangs.
-        learner: how the learner is, as last heard.
+        group: of the learner and the initial workers.
+        box: where requests arrive and snapshots of the fleet are shown.
+        say: shows one line.
+        learner: how the learner is, as it last reported.
         """
-        self._config = config
+        self._workers = workers
+        self._placement = placement
         self._fleet = fleet
         self._group = group
         self._box = box
         self._say = say
         self._learner = learner
-        self._workers = config.rollout.workers
         self._free: list[Room] = []
         """Bundles of the first group whose worker was drained."""
         self._asked: WorkerRoom | None = None
@@ -107,7 +110,7 @@ class Scaler:
     def _answer(self, request: Request, step: int, queues: Gauge) -> None:
         fleet = self._picture(step, queues)
         try:
-            if self._config.placement.mode == "colocated":
+            if self._placement.mode == "colocated":
                 raise OutOfBounds(
                     "placement.mode=colocated has one rollout worker, in the learner's process: "
                     "to have more, end the run and --resume it with placement.mode=separate"
@@ -140,7 +143,7 @@ class Scaler:
             return
         if self._asked is None:
             name = f"rollout worker {there + 1}"
-            self._asked = WorkerRoom(self._config.placement, name, self._group)
+            self._asked = WorkerRoom(self._placement, name, self._group)
         try:
             if not self._asked.is_there():
                 self._notice = self._asked.waiting()

@@ -12,7 +12,7 @@ import pytest
 
 from learner.actor import LearnerActor
 from learner.durable.rollout_file import read_groups, scan
-from rollout_worker.actor import RolloutActor, RolloutSpec
+from rollout_worker.actor import RolloutActor
 from rollout_worker.config import (
     DataConfig,
     DecodeConfig,
@@ -26,6 +26,7 @@ from rollout_worker.leased_group import LeasedGroup
 from rollout_worker.rewards.reward_pool import Score
 from rollout_worker.worker import WeightDigestMismatch
 from rollout_worker.worker_records import EvalRequest, LeaseOutcome, Orders
+from rollout_worker.worker_spec import RolloutSpec
 from services.process.background import BackgroundFailed
 from services.wire.messages import FinishReason, Lease
 from services.wire.tls import RunAuthority

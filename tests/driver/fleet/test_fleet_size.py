@@ -1,12 +1,12 @@
 """What the scaler tells of a fleet and makes of a step, without a cluster."""
 
-import types
 from typing import Any
 
 import pytest
 
 from driver.accounting.ledger import StepRecord
 from driver.accounting.queue_gauges import Gauge
+from driver.config.run_config import PlacementConfig
 from driver.fleet.control_server import ControlBox
 from driver.fleet.fleet_size import RATE_S, SHOW_S, Scaler
 from driver.fleet.fleet_worker import Worker
@@ -40,12 +40,12 @@ class Run:
         workers = WorkersConfig.model_validate(
             {"start": count, "min": 1, "max": 4, "policy": policy}
         )
-        config: Any = types.SimpleNamespace(rollout=types.SimpleNamespace(workers=workers))
         self.fleet: Any = Fleet(count)
         self.box = ControlBox(workers)
         self.said: list[str] = []
         self.scaler = Scaler(
-            config,
+            workers,
+            PlacementConfig(),
             self.fleet,
             ROOM,
             self.box,
