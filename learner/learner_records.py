@@ -92,12 +92,28 @@ class LearnerHealth:
     memory: ProcessMemory
 
 
-def books_of(work: OpenWork) -> dict[str, Any]:
-    """What the driver is told of open work."""
+def restored_at(
+    step: int,
+    policy_version: int,
+    work: OpenWork,
+    *,
+    driver_state: dict[str, Any] | None,
+    skipped: list[str],
+) -> Restored:
+    """What the driver gets of a learner that goes on from a checkpoint.
+
+    Args:
+        work: what was recorded since.
+        driver_state, skipped: as in `Restored`.
+    """
     maker = {update.policy_version: update for update in work.updates}  # the last one of each
     in_updates = {g for update in work.updates for g in (*update.group_ids, *update.dropped_ids)}
-    return {
-        "replay": [
+    return Restored(
+        step=step,
+        policy_version=policy_version,
+        driver_state=driver_state,
+        skipped=skipped,
+        replay=[
             RecordedUpdate(
                 policy_version=update.policy_version,
                 group_ids=list(update.group_ids),
@@ -108,6 +124,6 @@ def books_of(work: OpenWork) -> dict[str, Any]:
             )
             for update in work.updates
         ],
-        "waiting": [report_of(g) for name, g in work.groups.items() if name not in in_updates],
-        "issued": dict(work.issued),
-    }
+        waiting=[report_of(g) for name, g in work.groups.items() if name not in in_updates],
+        issued=dict(work.issued),
+    )

@@ -7,9 +7,10 @@ import jax
 import pytest
 
 from driver.verify_resume import main
-from learner.actor import LearnerActor
 from learner.core import LearnerCore
+from learner.recorded_learner import RecordedLearner
 from learner.resume_check import NothingToCheck, find_step
+from services.process.phase_clock import PhaseClock
 from services.wire.tls import RunAuthority
 from tests.learner.tiny_learner import (
     RUN_STATE,
@@ -45,11 +46,8 @@ def run(tmp_path_factory, compiled):
     """Checkpoints of 1 and 2; then an empty step, step 3, and groups that no step has used."""
     folder = tmp_path_factory.mktemp("run")
     model = write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("learner.actor.require_platform", lambda _: jax.devices()[:1])
-        learner = LearnerActor(
-            learner_spec(model, RunAuthority.create("run"), folder, keep_checkpoints=3)
-        )
+    spec = learner_spec(model, RunAuthority.create("run"), folder, keep_checkpoints=3)
+    learner = RecordedLearner(spec, jax.devices()[:1], PhaseClock())
     learner._core._compiled = compiled
     learner.publish()
     for step in (1, 2):

@@ -31,7 +31,8 @@ def main(model: str, folder: str, failpoints: str) -> None:
     while step < STEPS:
         step += 1
         held = {report.group_id for report in learner.reports()}
-        push(learner, [group for group in groups_of(learner, step) if group.group_id not in held])
+        groups = groups_of(learner._learner, step)
+        push(learner._learner, [group for group in groups if group.group_id not in held])
         learner.update(names(step), [], WAIT_S)
         learner.save(step, RUN_STATE)
     print(learner.digest(STEPS, WAIT_S), flush=True)

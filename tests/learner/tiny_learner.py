@@ -3,9 +3,9 @@
 import dataclasses
 import pathlib
 
-from learner.actor import LearnerActor
 from learner.config import AlgorithmConfig, LearnerConfig, MeshConfig, OptimizerConfig
 from learner.learner_spec import LearnerSpec
+from learner.recorded_learner import RecordedLearner
 from services.wire.messages import Group, PushOutcome
 from services.wire.tls import RunAuthority
 from tests.deadlines import HANG_S
@@ -60,7 +60,7 @@ def names(step: int) -> list[str]:
     return [f"g{step}-{number}" for number in range(2)]
 
 
-def groups_of(learner: LearnerActor, step: int, *, version: int | None = None) -> list[Group]:
+def groups_of(learner: RecordedLearner, step: int, *, version: int | None = None) -> list[Group]:
     """The groups of a step, the same in every run, sampled under the version before it."""
     version = step - 1 if version is None else version
     return [
@@ -74,11 +74,11 @@ def groups_of(learner: LearnerActor, step: int, *, version: int | None = None) -
     ]
 
 
-def push(learner: LearnerActor, groups: list[Group]) -> list[PushOutcome]:
-    return [learner._journal.buffer.put_group(group) for group in groups]
+def push(learner: RecordedLearner, groups: list[Group]) -> list[PushOutcome]:
+    return [learner.buffer.put_group(group) for group in groups]
 
 
-def train(learner: LearnerActor, *steps: int) -> list[str]:
+def train(learner: RecordedLearner, *steps: int) -> list[str]:
     """Digest of each version made."""
     digests = []
     for step in steps:

@@ -433,9 +433,9 @@ def test_a_group_of_unfinished_numbers_changes_nothing_and_is_kept(model, author
     worker = make_worker(model, authority, learner.describe().address)
     learner.publish()
     rollout(worker, leases(0))
-    poisoned = jax.tree.map(lambda leaf: leaf * np.nan, learner._core.state.params)
-    before = learner._core.named_weights("float32")
-    learner._core._state = dataclasses.replace(learner._core.state, params=poisoned)
+    poisoned = jax.tree.map(lambda leaf: leaf * np.nan, learner._learner._core.state.params)
+    before = learner._learner._core.named_weights("float32")
+    learner._learner._core._state = dataclasses.replace(learner._learner._core.state, params=poisoned)
     report = learner.update(["g00000000"], [], 5.0)
     assert report.metrics["train/update_skipped"] == 1.0
     kept = list((tmp_path / "rejected").glob("*.jsonl"))
@@ -444,6 +444,6 @@ def test_a_group_of_unfinished_numbers_changes_nothing_and_is_kept(model, author
     groups = [group for place in contents.places for group in read_groups(recorded, place)]
     assert [group.group_id for group in groups] == ["g00000000"]
     assert contents.header.valid_vocab == 259 and contents.header.model_path == str(model)
-    assert before.keys() == learner._core.named_weights("float32").keys()
+    assert before.keys() == learner._learner._core.named_weights("float32").keys()
     worker.close()
     learner.close()

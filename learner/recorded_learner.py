@@ -1,0 +1,309 @@
+"""The learner without its server: makes each step last, so that another learner can go on from it.
+
+Accepted groups and updates go to a journal before they count, and every step can be saved as a
+checkpoint. A learner that restores both makes the same versions again.
+"""
+
+import gc
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from learner.core import LearnerCore
+from learner.durable.certificate import check_certificate, make_certificate
+from learner.durable.checkpoint import CheckpointFolder, NoCompleteCheckpoint, RestoredCheckpoint
+from learner.durable.journal import Begun, Journal
+from learner.durable.rejected_groups import write_rejected
+from learner.durable.rollout_file import RolloutRecorder, plain_header
+from learner.durable.segment_file import NOTHING_OPEN
+from learner.learner_records import Restored, UpdateReport, restored_at
+from learner.learner_spec import LearnerSpec, rollout_header
+from learner.publish.publisher import Publisher, PublishFailed
+from learner.publish.snapshot import Snapshot
+from models.files.checkpoint import load_model, save_model
+from models.tokenizer import load_tokenizer
+from services.process.phase_clock import PhaseClock
+from services.trajectories.group_buffer import GroupBuffer
+from services.trajectories.id_set import PlainIds
+from services.weights.store import WeightStore
+from services.wire.messages import Group, WeightManifest
+
+SPOOL = "spool"
+"""Folder of the journal, beside that of the checkpoints."""
+PUBLISH_S = 600.0
+"""How long one publication may take."""
+NOTHING_USED: dict[str, PlainIds] = {"consumed_group_ids": []}
+
+
+class RecordedLearner:
+    """Owns the learner core, the journal with the group buffer, and the versions of the policy.
+
+    `restore`, `publish`, `update`, `save` and `export` are for one thread at a time; the other
+    methods may be called meanwhile.
+    """
+
+    def __init__(
+        self,
+        spec: LearnerSpec,
+        devices: Sequence[jax.Device],
+        clock: PhaseClock,
+        share: Callable[[Snapshot, WeightManifest], None] | None = None,
+    ):
+        """Args:
+        clock: gets the seconds of each phase.
+        share: gets every published version for a worker in this process, the only one.
+        """
+        folder = pathlib.Path(spec.checkpoint_folder).parent
+        self._spec = spec
+        self._clock = clock
+        self._devices = devices
+        self._tokenizer = load_tokenizer(
+            spec.model_path,
+            tokenizer=spec.tokenizer,
+            chat_template=spec.chat_template,
+            stop_tokens=spec.stop_tokens,
+        )
+        loaded = load_model(spec.model_path)
+        self._model = loaded.config
+        valid_vocab = min(self._tokenizer.vocab_size, loaded.config.vocab_size)
+        self._header = rollout_header(spec, loaded, valid_vocab)
+        self._core = LearnerCore(self._header, loaded.config, loaded.params, devices=devices)
+        self._rejected = folder / "rejected"
+        self._recorder = None
+        if spec.rollouts_file is not None:
+            self._recorder = RolloutRecorder(pathlib.Path(spec.rollouts_file), self._header)
+        self._checkpoints = CheckpointFolder(spec.checkpoint_folder, keep=spec.keep_checkpoints)
+        self.weights = WeightStore(
+            spec.run_id, keep_versions=spec.keep_versions, deltas=share is None
+        )
+        """The published versions, for a server."""
+        self._journal = Journal(
+            folder / SPOOL,
+            spec.run_id,
+            capacity_groups=spec.buffer_groups,
+            capacity_bytes=spec.buffer_bytes,
+            max_staleness=spec.max_staleness,
+        )
+        self._publisher = Publisher(
+            lambda: self._core.snapshot(spec.weights_dtype, clock, probe=spec.canary),
+            self.weights,
+            self._issue,
+            timeout_s=PUBLISH_S,
+            share=share,
+        )
+
+    @property
+    def buffer(self) -> GroupBuffer:
+        """The accepted groups that wait, for a server."""
+        return self._journal.buffer
+
+    @property
+    def policy_version(self) -> int:
+        """The current one."""
+        return self._core.policy_version
+
+    @property
+    def problem(self) -> str:
+        """What keeps it from going on, such as a full disk; empty where nothing does."""
+        try:
+            self._publisher.raise_failure()
+        except PublishFailed as error:
+            return str(error)
+        return self._journal.problem
+
+    def restore(self) -> Restored | None:
+        """Goes on from the newest complete checkpoint and what was accepted since.
+
+        Without a checkpoint it goes on from the start of the run, with what was accepted then;
+        None where there is not even that.
+
+        Raises:
+            ValueError: if what is there cannot be trusted, or is of another run, model or seed.
+        """
+        with self._clock.phase("checkpoint"):
+            found, skipped = self._find_checkpoint()
+            if found is not None:
+                self._core.resume(found.state, policy_version=found.record["policy_version"])
+                self._check_certificate(found)
+            step = found.step if found is not None else 0
+            used = found.record["buffer"] if found is not None else NOTHING_USED
+            work = self._journal.resume(step, self._core.policy_version, used)
+            if found is None and work is None:
+                return None
+            return restored_at(
+                step,
+                self._core.policy_version,
+                work or NOTHING_OPEN,
+                driver_state=found.record["driver"] if found is not None else None,
+                skipped=skipped,
+            )
+
+    def publish(self) -> int:
+        """Offers the current policy to the workers, who can have it on return; its version."""
+        with self._clock.phase("publish"):
+            self._journal.start()
+            version = self._core.policy_version
+            self._publisher.submit(version)
+            self._publisher.wait(version, PUBLISH_S)
+            return version
+
+    def update(
+        self, group_ids: Sequence[str], dropped_ids: Sequence[str], timeout_s: float
+    ) -> UpdateReport:
+        """Trains on these groups and sends the next version on its way to the workers.
+
+        Args:
+            group_ids: groups to wait for, in the order they are to be packed; none where a step
+                has nothing to train on. It is written down all the same, and made again in its
+                place after a restart.
+            dropped_ids: groups in the buffer that nobody will ask for.
+            timeout_s: bound of the wait for groups that are still on their way.
+
+        Raises:
+            TimeoutError: naming the groups that did not arrive; nothing has changed.
+            OSError: if the update could not be written down; nothing has changed.
+            PublishFailed: if a version before did not reach the workers.
+        """
+        self._publisher.raise_failure()
+        version = self._core.policy_version
+        with self._clock.phase("queue_wait"):
+            begun = self._journal.begin(version + 1, group_ids, dropped_ids, timeout_s)
+        outcomes: dict[str, str] = {}
+        metrics: dict[str, float] = {"train/update_skipped": 1.0}
+        if begun.taken.groups:
+            metrics = self._train(begun.taken.groups)
+            self._clock.mark(f"version {self._core.policy_version}")
+            with self._clock.phase("optimizer"):
+                gc.collect()  # left alone, cycles hold arrays of an update for long
+            outcomes |= self._core.outcomes
+            self._journal.buffer.advance(self._core.policy_version)
+            with self._clock.phase("publish"):
+                self._publisher.submit(self._core.policy_version)
+                if begun.is_replay:
+                    self._publisher.wait(self._core.policy_version, PUBLISH_S)
+        outcomes |= {group.group_id: "dropped_stale" for group in begun.taken.dropped_stale}
+        return self._report(begun, group_ids, metrics, outcomes)
+
+    def save(self, step: int, driver_state: dict[str, Any]) -> str:
+        """Writes a complete checkpoint, then drops older ones; returns its folder.
+
+        Raises:
+            CheckpointFailed: if it cannot be written, as on a full disk; those before it and what
+                was accepted since are untouched.
+        """
+        with self._clock.phase("checkpoint"):
+            record = {
+                "policy_version": self._core.policy_version,
+                "seed": self._spec.seed,
+                "buffer": self._journal.buffer.state(),
+                "driver": driver_state,
+                "header": plain_header(self._header),
+                "weights_dtype": self._spec.weights_dtype,
+                "max_staleness": self._spec.max_staleness,
+                "platform": self._spec.platform,
+                "devices": len(self._devices),
+            }
+            certificate = make_certificate(
+                self._core.state, seed=self._spec.seed, driver_state=driver_state
+            )
+            folder = self._checkpoints.save(step, self._core.state, record, certificate)
+            self._clock.mark(f"checkpoint {step}")
+            self._journal.rotate(
+                step, self._core.policy_version, min(self._checkpoints.complete_steps())
+            )
+            return str(folder)
+
+    def export(self, folder: str) -> None:
+        """Writes the current policy as a Hugging Face folder."""
+        with self._clock.phase("checkpoint"):
+            named = self._core.named_weights("bfloat16")
+            save_model(pathlib.Path(folder), self._model, named, self._tokenizer)
+
+    def digest(self, policy_version: int, timeout_s: float) -> str:
+        """The digest under which a version was issued, once it is there for the workers.
+
+        Raises:
+            TimeoutError: saying what the publication is at.
+            PublishFailed: if it did not succeed.
+        """
+        self._publisher.wait(policy_version, timeout_s)
+        return self._journal.digest_of(policy_version)
+
+    def close(self) -> None:
+        """Ends the publication that is under way, and closes the journal."""
+        try:
+            self._publisher.close()
+        finally:
+            self._journal.close()
+
+    def _issue(self, policy_version: int, digest: str) -> None:
+        self._journal.issue(policy_version, digest)
+        self._clock.mark(f"published {policy_version}")
+
+    def _find_checkpoint(self) -> tuple[RestoredCheckpoint | None, list[str]]:
+        """The newest complete checkpoint, and what was passed over.
+
+        A run whose first checkpoint was cut goes on from its start, if the journal reaches back.
+        """
+        try:
+            found = self._checkpoints.restore(self._core.abstract_state)
+        except NoCompleteCheckpoint as error:
+            if not self._journal.covers(0):
+                raise
+            return None, error.skipped
+        return found, found.skipped if found is not None else []
+
+    def _check_certificate(self, found: RestoredCheckpoint) -> None:
+        if found.certificate is not None:
+            now = make_certificate(
+                self._core.state, seed=self._spec.seed, driver_state=found.record["driver"]
+            )
+            check_certificate(found.certificate, now, f"the checkpoint of step {found.step}")
+
+    def _train(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Makes the next policy version of the groups; keeps them where it was not finite."""
+        version = self._core.policy_version
+        with self._clock.phase("serialise"):
+            if self._recorder is not None:
+                self._recorder.append(version, groups)
+        metrics = self._core.update(groups, self._clock)
+        with self._clock.phase("serialise"):
+            write_rejected(self._rejected, version + 1, self._core.rejected)
+        return metrics
+
+    def _report(
+        self,
+        begun: Begun,
+        group_ids: Sequence[str],
+        metrics: dict[str, float],
+        outcomes: dict[str, str],
+    ) -> UpdateReport:
+        version = self._core.policy_version
+        counts = self._journal.buffer.counts()
+        metrics |= {
+            f"groups/{name}": float(getattr(counts, name))
+            for name in ("duplicate", "stale", "malformed", "unknown_receipt", "dropped_stale")
+        }
+        if (stats := self._publisher.last_stats) is not None:
+            metrics |= {
+                "publish/waited_s": stats.waited_s,
+                "publish/copy_s": stats.copy_s,
+                "publish/total_s": stats.total_s,
+                "publish/gb_per_s": stats.gb_per_s,
+            }
+        replayed = None
+        if begun.taken.groups and begun.is_replay:
+            replayed = self._journal.replayed(version)
+        elif self._journal.is_disowned(group_ids):
+            replayed = "different"
+        disowned = self._journal.take_disowned()
+        return UpdateReport(
+            policy_version=version,
+            digest=self._journal.digest_of(version),
+            metrics=metrics,
+            outcomes=outcomes | dict.fromkeys(disowned, "dropped_error"),
+            replayed=replayed,
+            disowned=disowned,
+        )
