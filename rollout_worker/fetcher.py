@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from services.process.background import Background
-from services.weights.replica import PullStats
+from services.weights.replica import PullStats, Replica
 from services.weights.transfer import WeightTransferError
 from services.wire.messages import WeightManifest
 
@@ -35,6 +35,45 @@ class Fetched:
 
 Pull = Callable[[int, Sequence[str], float], Fetched]
 """Version wanted at least, addresses in order of preference, seconds to wait for it to exist."""
+
+WaitForShared = Callable[[int, float], tuple[WeightManifest, Mapping[str, jax.Array]]]
+"""Version wanted at least and seconds to wait for it -> its manifest and arrays of this process;
+raises TimeoutError."""
+
+
+def pull_into(replica: Replica, timeout_s: float) -> Pull:
+    """Pulls versions over the network; the replica then serves them to other workers.
+
+    Args:
+        timeout_s: bound of one transfer.
+    """
+
+    def pull(min_version: int, sources: Sequence[str], wait_s: float) -> Fetched:
+        pulled = replica.pull(min_version, sources, wait_s, transfer_timeout_s=timeout_s)
+        return Fetched(pulled.manifest, pulled.tensors, pulled.stats)
+
+    return pull
+
+
+def pull_shared(wait_for: WaitForShared) -> Pull:
+    """Takes versions over from the learner in this process; nothing is transferred."""
+
+    def pull(min_version: int, sources: Sequence[str], wait_s: float) -> Fetched:
+        manifest, tensors = wait_for(min_version, wait_s)
+        stats = PullStats(
+            policy_version=manifest.policy_version,
+            version_bytes=manifest.nbytes,
+            wire_bytes=0,
+            delta=False,
+            wait_s=0.0,
+            seconds=0.0,
+            sources=(),
+            depth=0,
+            failures=(),
+        )
+        return Fetched(manifest, tensors, stats)
+
+    return pull
 
 
 class Fetcher:

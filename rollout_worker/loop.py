@@ -11,21 +11,24 @@ under the version they began with, and none begins while a swap is due.
 import collections
 import concurrent.futures
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from rollout_worker.fetcher import Fetched, Fetcher
+from rollout_worker.fetcher import Fetcher
 from rollout_worker.leased_group import LeasedGroup
 from rollout_worker.pusher import Pusher
-from rollout_worker.worker import RolloutWorker
+from rollout_worker.worker import CanaryFailed, RolloutWorker
 from rollout_worker.worker_records import LeaseOutcome, LeaseResult, News, Orders
 from services.process import failpoints
 from services.process.background import Background
 from services.process.phase_clock import PhaseClock
 from services.process.process_memory import ProcessMemory
 from services.wire.messages import Lease
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -45,20 +48,17 @@ class WorkLoop:
         make_pusher: Callable[
             [Callable[[LeasedGroup, LeaseResult], None], Callable[[], None]], Pusher
         ],
-        swap: Callable[[Fetched], None],
         memory: Callable[[], ProcessMemory],
         weights_timeout_s: float,
     ):
         """Starts at once.
 
         Args:
-            swap: puts a fetched version on the device and proves it, or raises.
             memory: memory of this process and of its devices now.
             weights_timeout_s: how long a lease may wait for the version that it asks for.
         """
         self._worker = worker
         self._clock = clock
-        self._swap = swap
         self._memory = memory
         self._weights_timeout_s = weights_timeout_s
         self._waiting_since: float | None = None
@@ -194,7 +194,11 @@ class WorkLoop:
         if fetched is not None and fetched.manifest.policy_version >= wanted:
             self._waiting_since = None
             with self._clock.phase("weights_swap"):
-                self._swap(fetched)
+                try:
+                    self._worker.swap_policy(fetched.manifest, fetched.named)
+                except CanaryFailed as error:
+                    log.warning("%s; placing it once more", error)
+                    self._worker.swap_policy(fetched.manifest, fetched.named)
             self._clock.mark(f"version {self._worker.policy_version}")
             return
         now = time.monotonic()

@@ -6,7 +6,7 @@ import pathlib
 
 from driver.config.run_config import RunConfig
 from learner.learner_spec import LearnerSpec
-from rollout_worker.worker_spec import RolloutSpec
+from rollout_worker.worker_core import RolloutSpec
 from services.process import failpoints
 from services.wire.tls import RunAuthority
 

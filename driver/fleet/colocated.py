@@ -12,8 +12,8 @@ from learner.actor import LearnerActor
 from learner.learner_spec import LearnerSpec
 from learner.publish.shared_snapshot import SharedSnapshot
 from rollout_worker.actor import RolloutActor
+from rollout_worker.worker_core import RolloutSpec
 from rollout_worker.worker_records import WorkerInfo
-from rollout_worker.worker_spec import RolloutSpec
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -32,8 +32,8 @@ from driver.fleet.handles import WorkerHandle
 from driver.fleet.launch import Launcher, Room
 from driver.fleet.timing_collector import TimingCollector
 from rollout_worker.config import RolloutConfig
+from rollout_worker.worker_core import RolloutSpec
 from rollout_worker.worker_records import LeaseOutcome, LeaseResult, News, Orders, WorkerInfo
-from rollout_worker.worker_spec import RolloutSpec
 from services.control.messages import WorkerState
 from services.weights.relay_tree import ancestors, relay_tree
 from services.wire.messages import Lease

@@ -25,8 +25,8 @@ from rollout_worker.engine.decode_request import SamplingSettings
 from rollout_worker.leased_group import LeasedGroup
 from rollout_worker.rewards.reward_pool import Score
 from rollout_worker.worker import WeightDigestMismatch
+from rollout_worker.worker_core import RolloutSpec
 from rollout_worker.worker_records import EvalRequest, LeaseOutcome, Orders
-from rollout_worker.worker_spec import RolloutSpec
 from services.process.background import BackgroundFailed
 from services.wire.messages import FinishReason, Lease
 from services.wire.tls import RunAuthority
@@ -153,7 +153,7 @@ def on_loop(worker, run, version=0):
 
 def rolled_out(worker, *indices):
     """Groups of the worker's core, in the order of the leases."""
-    groups = on_loop(worker, lambda: list(complete(worker._worker, *indices)))
+    groups = on_loop(worker, lambda: list(complete(worker._core.worker, *indices)))
     return sorted(groups, key=lambda group: group.group_id)
 
 
@@ -231,7 +231,7 @@ def test_a_draining_worker_returns_what_it_has_not_begun(model, authority, pair)
 
 def test_evaluation_does_not_move_the_training_draws(pair):
     learner, worker = pair
-    version = worker._worker.policy_version
+    version = worker._core.worker.policy_version
     before = rolled_out(worker, 4)
     items = worker.evaluate(held_out(5, version))
     after = rolled_out(worker, 4)
@@ -246,7 +246,7 @@ def test_timings_add_up_and_know_their_phases(pair):
     learner, worker = pair
     for actor in pair:
         actor.take_timing()
-    version = worker._worker.policy_version
+    version = worker._core.worker.policy_version
     worker.evaluate(held_out(2, version))
     timing = worker.take_timing().seconds
     assert timing["eval"] > 0 and timing["decode"] == 0, "an evaluation is booked as one"
@@ -255,7 +255,7 @@ def test_timings_add_up_and_know_their_phases(pair):
 
 def test_groups_come_one_by_one_while_others_are_decoded_and_who_leaves_ends_them(pair):
     learner, worker = pair
-    core = worker._worker
+    core = worker._core.worker
 
     def run():
         every = {group.group_id: group for group in complete(core, *range(8))}
@@ -309,7 +309,7 @@ class LateScores:
 def test_an_engine_that_fails_is_heard_of_by_its_own_error(pair, monkeypatch):
     """Not by what follows from it, and its worker decodes again once it was given a policy."""
     learner, worker = pair
-    core = worker._worker
+    core = worker._core.worker
     (before,) = rolled_out(worker, 6)
 
     def run():
@@ -317,7 +317,9 @@ def test_an_engine_that_fails_is_heard_of_by_its_own_error(pair, monkeypatch):
             patch.setattr(core._engine.device, "segment", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 list(complete(core, 6))
-        current = worker._pull(core.policy_version, [learner.describe().address], 5.0)
+        current = worker._loop._fetcher._pull(
+            core.policy_version, [learner.describe().address], 5.0
+        )
         core.swap_policy(current.manifest, current.named)
         return list(complete(core, 6))
 
@@ -329,7 +331,7 @@ def test_an_engine_that_fails_is_heard_of_by_its_own_error(pair, monkeypatch):
 
 def test_slow_scorers_do_not_hold_up_decoding(pair, monkeypatch):
     learner, worker = pair
-    core = worker._worker
+    core = worker._core.worker
     monkeypatch.setattr(core, "_rewards", LateScorers(expected=8 * G))
     assert len(rolled_out(worker, *range(8))) == 8
 
@@ -349,13 +351,13 @@ def test_a_stop_string_ends_a_completion_and_stays_in_its_text(model, authority,
     try:
         for group in rolled_out(worker, 0, 1, 2, 3):
             for completion in group.completions:
-                text = worker._worker.completion_text(
+                text = worker._core.worker.completion_text(
                     completion.token_ids, completion.finish_reason
                 )
                 assert not {"e", "7"} & set(text[:-1])
                 if completion.finish_reason is FinishReason.LENGTH:
                     assert not {"e", "7"} & set(text)
-                elif completion.token_ids[-1] not in worker._worker._tokenizer.stop_ids:
+                elif completion.token_ids[-1] not in worker._core.worker._tokenizer.stop_ids:
                     assert text[-1] in "e7"
     finally:
         worker.close()
@@ -379,10 +381,10 @@ def damaged(manifest, named, kind):
 @pytest.mark.parametrize("kind", ["missing", "misshapen", "extra", "flipped bit"])
 def test_a_swap_that_fails_leaves_the_old_version_whole(pair, kind):
     learner, worker = pair
-    core = worker._worker
+    core = worker._core.worker
     version, digest = core.policy_version, core.weight_digest
     before = rolled_out(worker, 5)
-    current = worker._pull(version, [learner.describe().address], 5.0)
+    current = worker._loop._fetcher._pull(version, [learner.describe().address], 5.0)
     manifest, named = current.manifest, current.named
     newer = dataclasses.replace(manifest, policy_version=version + 1)
 
@@ -400,11 +402,11 @@ def test_a_swap_that_fails_leaves_the_old_version_whole(pair, kind):
 
 def test_after_a_swap_a_used_worker_equals_a_fresh_one(pair, model, authority):
     learner, worker = pair
-    version = worker._worker.policy_version
+    version = worker._core.worker.policy_version
     fresh = make_worker(model, authority, learner.describe().address)
     try:
         on_loop(fresh, lambda: None, version)
-        assert fresh._worker.weight_digest == worker._worker.weight_digest
+        assert fresh._core.worker.weight_digest == worker._core.worker.weight_digest
         mine, theirs = rolled_out(worker, 6), rolled_out(fresh, 6)
     finally:
         fresh.close()
@@ -423,7 +425,7 @@ def test_a_learner_that_is_gone_is_named_and_the_worker_stays_whole(model, autho
         on_loop(worker, lambda: None, version=1)
     with pytest.raises(BackgroundFailed, match="policy version >= 1, held is 0"):
         worker.news(0.0)
-    assert worker._worker.policy_version == 0
+    assert worker._core.worker.policy_version == 0
     worker.close()
 
 
@@ -435,7 +437,9 @@ def test_a_group_of_unfinished_numbers_changes_nothing_and_is_kept(model, author
     rollout(worker, leases(0))
     poisoned = jax.tree.map(lambda leaf: leaf * np.nan, learner._learner._core.state.params)
     before = learner._learner._core.named_weights("float32")
-    learner._learner._core._state = dataclasses.replace(learner._learner._core.state, params=poisoned)
+    learner._learner._core._state = dataclasses.replace(
+        learner._learner._core.state, params=poisoned
+    )
     report = learner.update(["g00000000"], [], 5.0)
     assert report.metrics["train/update_skipped"] == 1.0
     kept = list((tmp_path / "rejected").glob("*.jsonl"))

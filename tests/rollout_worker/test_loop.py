@@ -1,12 +1,18 @@
 """The table of leases of one worker: what ends, under which record, and what is returned."""
 
+import contextlib
 import threading
+import time
+import types
 
+import numpy as np
 import pytest
 
-from rollout_worker.fetcher import Fetcher
+from rollout_worker.fetcher import Fetcher, pull_shared
 from rollout_worker.loop import WorkLoop
+from rollout_worker.worker import CanaryFailed
 from rollout_worker.worker_records import LeaseOutcome, LeaseResult, Orders
+from services.process.background import BackgroundFailed
 from services.process.phase_clock import PhaseClock
 from services.process.process_memory import process_memory
 from services.wire.messages import Lease
@@ -23,11 +29,20 @@ class Core:
 
     def __init__(self):
         self.begun = []
+        self.swaps = []
+        self.bad_canaries = 0
         self.complete = threading.Event()
 
     @property
     def busy(self):
         return bool(self.begun)
+
+    def swap_policy(self, manifest, named):
+        self.swaps.append(manifest.policy_version)
+        if self.bad_canaries:
+            self.bad_canaries -= 1
+            raise CanaryFailed("other logprobs")
+        self.policy_version = manifest.policy_version
 
     def begin_groups(self, groups):
         self.begun += groups
@@ -78,6 +93,14 @@ class Pushes:
         pass
 
 
+def shared_version(min_version, wait_s):
+    """The only version of a learner in this process."""
+    if min_version > 1:
+        raise TimeoutError("no newer version")
+    manifest = types.SimpleNamespace(policy_version=1, nbytes=8)
+    return manifest, {"w": np.zeros(2, np.float32)}
+
+
 def no_version(min_version, sources, wait_s):
     raise TimeoutError("no newer version")
 
@@ -89,12 +112,17 @@ def core():
 
 @pytest.fixture
 def loop(core):
+    with open_loop(core, no_version) as loop:
+        yield loop
+
+
+@contextlib.contextmanager
+def open_loop(core, pull):
     loop = WorkLoop(
         core,
         PhaseClock(),
-        make_fetcher=lambda wake: Fetcher(no_version, ("learner:1",), wake),
+        make_fetcher=lambda wake: Fetcher(pull, ("learner:1",), wake),
         make_pusher=lambda ended, wake: Pushes(ended),
-        swap=lambda fetched: None,
         memory=lambda: process_memory(None),
         weights_timeout_s=HANG_S,
     )
@@ -158,3 +186,21 @@ def test_groups_begin_in_order_and_none_overtakes_one_that_waits_for_a_version(l
     assert not news.drained
     loop._pusher.answer(loop._pusher.groups[0])
     assert loop.news(0.0).drained
+
+
+def test_a_version_whose_canary_fails_is_placed_once_more(core):
+    core.bad_canaries = 1
+    with open_loop(core, pull_shared(shared_version)) as loop:
+        assert loop.call(1, lambda: core.policy_version, HANG_S) == 1
+        (transfer,) = loop.news(0.0).transfers
+    assert core.swaps == [1, 1]
+    assert (transfer.wire_bytes, transfer.version_bytes, transfer.depth) == (0, 8, 0)
+
+
+def test_a_canary_that_fails_twice_ends_the_worker(core):
+    core.bad_canaries = 2
+    with open_loop(core, pull_shared(shared_version)) as loop:
+        while core.bad_canaries:
+            time.sleep(0.01)
+        with pytest.raises(BackgroundFailed, match="other logprobs"):
+            loop.news(HANG_S)

@@ -1,0 +1,156 @@
+"""A rollout worker without threads and connections, built from what its process is given."""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Sequence
+
+import jax
+
+from models.files.checkpoint import read_model_config
+from models.tokenizer import load_tokenizer
+from rollout_worker.canary import CanaryCheck
+from rollout_worker.config import DataConfig, RewardConfig, RolloutConfig, SourceConfig
+from rollout_worker.data.prompts import PromptSet, load_prompts
+from rollout_worker.engine_setup import EngineSetup
+from rollout_worker.rewards.reward_pool import RewardPool
+from rollout_worker.sample_record import Sample, SampleRecords
+from rollout_worker.worker import RolloutWorker
+from rollout_worker.worker_records import EvalItem, EvalRequest
+from services.process.phase_clock import PhaseClock
+from services.wire.messages import Group, Lease
+from services.wire.reachable import host_of, is_loopback, own_address
+from services.wire.tls import Credentials
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutSpec:
+    """Everything a worker needs to start; plain values, so that it can travel."""
+
+    name: str
+    run_id: str
+    seed: int
+    platform: str
+    model_path: str
+    tokenizer: str | None
+    chat_template: str | None
+    stop_tokens: tuple[str, ...]
+    data: DataConfig
+    rollout: RolloutConfig
+    reward: RewardConfig
+    learner_address: str
+    credentials: Credentials
+    weights_dtype: str
+    """Of the policy versions that the learner publishes."""
+    bind_host: str
+    """Of the run: where it is loopback, the worker serves there too, else on its own address."""
+    streams: int
+    chunk_bytes: int
+    deltas: bool
+    """Whether only what changed is asked for, where that is possible."""
+    canary: bool
+    """Whether every version is proved by the learner's scores of a probe."""
+    canary_bound: float | None
+    """Largest gap of a logprob that passes, in nats; None takes that of the dtypes."""
+    timeout_s: float
+    """Bound of one weight transfer and of one push."""
+    samples_per_step: int
+    """Completions of a step that the log keeps; where it is 0, none is returned as text."""
+    run_folder: str
+    """Where the process says how it can be asked for its stacks."""
+    failpoints: str | None = None
+    """Folder of `services/process/failpoints.py`, in tests of faults."""
+
+    @property
+    def serving_host(self) -> str:
+        """Where the worker serves weights to others: on loopback if the run does, else on its own
+        address towards the learner.
+        """
+        if is_loopback(self.bind_host):
+            return self.bind_host
+        return own_address(host_of(self.learner_address))
+
+
+class WorkerCore:
+    """Owns the worker, its prompts and its reward processes."""
+
+    def __init__(self, spec: RolloutSpec, devices: Sequence[jax.Device], clock: PhaseClock):
+        """Args:
+        clock: gets the seconds of each phase.
+        """
+        self._clock = clock
+        tokenizer = load_tokenizer(
+            spec.model_path,
+            tokenizer=spec.tokenizer,
+            chat_template=spec.chat_template,
+            stop_tokens=spec.stop_tokens,
+        )
+        setup = EngineSetup(
+            rollout=spec.rollout,
+            model=read_model_config(spec.model_path),
+            platform=spec.platform,
+            weights_dtype=spec.weights_dtype,
+        )
+        engine = setup.engine(devices, tokenizer, clock=clock, warn=log.warning)
+
+        def prompts_of(source: SourceConfig | None) -> PromptSet:
+            if source is None:
+                return PromptSet(prompts=(), overlong=0)
+            return load_prompts(
+                source,
+                tokenizer=tokenizer,
+                system_prompt=spec.data.system_prompt,
+                question_template=spec.data.question_template,
+                max_prompt_tokens=spec.rollout.max_prompt_tokens,
+            )
+
+        self._train = prompts_of(spec.data.train)
+        self._rewards = RewardPool(
+            spec.reward.functions,
+            processes=spec.reward.processes,
+            timeout_s=spec.reward.timeout_s,
+        )
+        self.worker = RolloutWorker(
+            name=spec.name,
+            run_id=spec.run_id,
+            seed=spec.seed,
+            rollout=spec.rollout,
+            engine=engine,
+            tokenizer=tokenizer,
+            rewards=self._rewards,
+            train=self._train,
+            held_out=prompts_of(spec.data.eval),
+            clock=clock,
+            canary=CanaryCheck(engine.spec, clock, bound=spec.canary_bound)
+            if spec.canary
+            else None,
+        )
+        self._records = SampleRecords(
+            functools.partial(tokenizer.decode, skip_special=False),
+            self.worker.completion_text,
+            per_step=spec.samples_per_step,
+            reads_numbers=any(one.name == "gsm8k_answer" for one in spec.reward.functions),
+        )
+
+    @property
+    def prompts_digest(self) -> str:
+        """Of the training prompts."""
+        return self._train.digest
+
+    def evaluate(self, request: EvalRequest) -> list[EvalItem]:
+        """Completes and scores held-out prompts, in the phase `eval`."""
+        with self._clock.phase("eval"):
+            return self.worker.evaluate(
+                request.positions, samples=request.samples, sampling=request.sampling
+            )
+
+    def samples(self, group: Group, lease: Lease) -> tuple[Sample, ...]:
+        """What is logged of a group that was accepted."""
+        prompt = self._train.prompts[lease.position]
+        return self._records.of_group(group, prompt, marked=lease.logged)
+
+    def close(self) -> None:
+        """Ends the reward processes."""
+        self._rewards.close()
