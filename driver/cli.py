@@ -1,4 +1,4 @@
-"""The command line of `python -m driver`."""
+"""The command line of a run: train, or only print or check the configuration."""
 
 import argparse
 import os

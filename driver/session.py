@@ -19,7 +19,7 @@ from driver.config.run_config import CheckpointConfig, PlacementConfig, RunSecti
 from driver.errors import RunError
 from driver.evaluator import Evaluator
 from driver.fleet.actor_calls import ActorFailed, LearnerLost
-from driver.fleet.fleet import Fleet, FleetEvents
+from driver.fleet.fleet import FleetEvents, WorkerFleet
 from driver.fleet.fleet_size import Scaler
 from driver.fleet.fleet_worker import Worker
 from driver.reports.step_report import StepReports
@@ -76,7 +76,7 @@ class Session:
         self.worker_errors: list[str] = []
         """Why processes were replaced, and what else was warned of; the newest last."""
 
-    def start(self, make_scaler: Callable[[Fleet], Scaler]) -> None:
+    def start(self, make_scaler: Callable[[WorkerFleet], Scaler]) -> None:
         """Starts the learner.
 
         Args:
@@ -279,7 +279,7 @@ class Session:
 
     def _release(self, worker: Worker) -> None:
         """Frees the room of a worker that was drained."""
-        self._scaler.left(worker)
+        self._scaler.release_room(worker)
         self._supervisor.fleet.send_sources(self._supervisor.learner_info.address)
 
     def _warn(self, text: str) -> None:
@@ -357,4 +357,4 @@ class Session:
         timings = self._supervisor.step_timings()
         record = self._reports.close_step(self._state, metrics, timings, self._supervisor.memory())
         self._state.open = None
-        self._scaler.judge(record, set(timings.gaps & record.processes.keys()) - {LEARNER})
+        self._scaler.judge_step(record, set(timings.gaps & record.processes.keys()) - {LEARNER})

@@ -1,7 +1,7 @@
-"""SIGINT, SIGTERM and SIGHUP as something the step loop can ask about.
+"""SIGINT, SIGTERM and SIGHUP as a flag that the step loop checks.
 
 The first signal asks for an orderly end: the loop sees it at its next wait. A second one ends the
-process at once, for a person who will not wait for the checkpoint.
+process at once, for a user who does not want to wait for the checkpoint.
 """
 
 import os

@@ -29,7 +29,7 @@ from driver.fleet.actor_calls import (
     start_failure,
     wait_for_calls,
 )
-from driver.fleet.fleet import Fleet, FleetEvents, worker_capacity
+from driver.fleet.fleet import FleetEvents, WorkerFleet, worker_capacity
 from driver.fleet.fleet_worker import Worker, memory_fields
 from driver.fleet.handles import LearnerHandle
 from driver.fleet.launch import Launcher, Room
@@ -103,13 +103,13 @@ class Supervisor:
         """None before the first learner serves."""
         self._health: LearnerHealth | None = None
         """As last reported; None until it was asked."""
-        self._fleet: Fleet | None = None
+        self._fleet: WorkerFleet | None = None
         self.before_turn: Callable[[], None] = lambda: None
         """The step loop's: dispatches leases."""
         self.learner_restarts = 0
 
     @property
-    def fleet(self) -> Fleet:
+    def fleet(self) -> WorkerFleet:
         """The rollout workers; there once `make_fleet` was called."""
         assert self._fleet is not None
         return self._fleet
@@ -171,9 +171,9 @@ class Supervisor:
         self._timings.table.add_process(LEARNER, asked_s, info.clock_s)
         self._info, self._watch_at = info, 0.0
 
-    def make_fleet(self, events: FleetEvents) -> Fleet:
+    def make_fleet(self, events: FleetEvents) -> WorkerFleet:
         """A fleet without workers."""
-        self._fleet = Fleet(
+        self._fleet = WorkerFleet(
             self._placement,
             self._launcher,
             lambda name: self._specs.worker(name, self.learner_info.address),

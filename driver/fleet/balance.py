@@ -1,4 +1,4 @@
-"""Whether a run wants one rollout worker more or less, judged by who waits for whom.
+"""Whether a run needs one rollout worker more or fewer, judged by which side waits.
 
 `policy: balance` adds a worker while the learner waits for groups, and drains one while the workers
 wait for the learner and one fewer would still keep up. The decision is a function of what was
@@ -8,13 +8,13 @@ measured; nothing here starts or stops anything.
 import dataclasses
 from collections.abc import Mapping
 
-from diagnosis.records.facts import LEARNER
+from driver.accounting.step_timing import LEARNER
 from services.process.phases import WAITS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepWaits:
-    """Who waited in one step, as shares of its seconds between 0 and 1."""
+    """How long each side waited in one step, as shares of its seconds between 0 and 1."""
 
     learner: float
     """In which the learner had no groups to train on."""
@@ -24,7 +24,7 @@ class StepWaits:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BalanceRule:
-    """When waiting is too much; the numbers leave no size from which two ways lead.
+    """When waiting is too much; the defaults never ask to add and to drain at the same size.
 
     A worker is added where the learner waits for more than `add_above` of the step. The addition
     cannot be taken back while the rollout takes as long as before: in a run whose two sides overlap
@@ -63,7 +63,7 @@ class BalanceState:
 
 
 def waits_of(phases: Mapping[str, Mapping[str, float]], wall_s: float) -> StepWaits:
-    """What one step's ledger says of waiting.
+    """How long each side waited, by the ledger of one step.
 
     Args:
         phases: seconds by process and phase, as in ledger.jsonl.

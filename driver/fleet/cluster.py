@@ -1,4 +1,4 @@
-"""The Ray cluster that a run stands on: connecting to it, and asking it for room.
+"""The Ray cluster of a run: connecting to it, and reserving room on it.
 
 Without an address a local cluster is started for this run alone, on loopback and with a token of
 its own (`ray_auth.py`). Inside `ray job submit`, or with RAY_ADDRESS set, the existing one
@@ -76,7 +76,7 @@ def connect(namespace: str, stop: StopSignal, metadata: Mapping[str, str] | None
             a submitted job comes with its submission.
 
     Raises:
-        NoCluster: naming the address, within seconds when nobody listens there.
+        NoCluster: naming the address, within seconds when nothing listens there.
         Interrupted: for a signal that came meanwhile.
     """
     address = os.environ.get("RAY_ADDRESS", "")
@@ -103,7 +103,7 @@ def connect(namespace: str, stop: StopSignal, metadata: Mapping[str, str] | None
 
 
 def _end_children() -> None:
-    """Ends a cluster that was interrupted half-way up.
+    """Ends a cluster whose start was interrupted.
 
     Ray would end the parents alone, and their agents notice that only much later. Parents come
     first here too, so that none of them starts anything meanwhile.
@@ -116,7 +116,7 @@ def _end_children() -> None:
 
 
 def _check_listening(address: str) -> None:
-    """Dials the address once: Ray itself would try for minutes without a word."""
+    """Dials the address once: Ray itself would try for minutes without a message."""
     if address.startswith("http") and "RAY_JOB_ID" not in os.environ:
         raise NoCluster(
             f"RAY_ADDRESS={address} is the address of the job server: submit with `ray job submit "
@@ -141,8 +141,8 @@ def bundle(resources: Resources) -> dict[str, float]:
 
 
 def reserve(config: PlacementConfig, workers: int, stop: StopSignal) -> PlacementGroup:
-    """Reserves room for the learner (bundle 0) and the workers of the start (bundles 1..), which
-    need none where they share the learner's process.
+    """Reserves room for the learner (bundle 0) and the initial workers (bundles 1..), which need
+    none where they share the learner's process.
 
     Raises:
         ResourcesNotMet: after `resources_timeout_s`, with what was asked and what is there; or if
@@ -235,12 +235,12 @@ def release(group: PlacementGroup) -> None:
 
 
 def shortage(who: str, bundles: list[dict[str, float]], timeout_s: float) -> str:
-    """Says that the cluster cannot fit what somebody asks for, with every kind of resource."""
+    """Says that the cluster cannot fit a request, with each resource that was asked for."""
     return f"the Ray cluster cannot fit {who} within {timeout_s:g} s:\n{_room(bundles)}"
 
 
 def _room(bundles: list[dict[str, float]]) -> str:
-    """What was asked and what is there, a line for every kind of resource."""
+    """What was asked for and what the cluster has, a line for each resource."""
     there, free = ray.cluster_resources(), ray.available_resources()
     return "\n".join(
         f"  {name}: asked {amount:g}, cluster has {there.get(name, 0):g}, "
@@ -259,7 +259,7 @@ def _is_hopeless(bundles: list[dict[str, float]]) -> bool:
 
 
 def _check_hosts(config: PlacementConfig, groups: list[PlacementGroup]) -> None:
-    """Holds that whoever must reach the learner can, once all groups have their room."""
+    """Checks that all processes can reach the learner, once all groups have their room."""
     tables = [placement_group_table(group)["bundles_to_node_id"] for group in groups]
     nodes = {node for table in tables for node in table.values()}
     if len(nodes) > 1 and is_loopback(config.bind_host):

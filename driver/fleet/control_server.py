@@ -1,4 +1,4 @@
-"""What a running driver offers to whoever may change the number of its rollout workers.
+"""What a running driver offers to clients that may change the number of its rollout workers.
 
 Requests arrive in threads of the control service and are answered by the driver's own loop, which
 alone starts and drains workers: `ControlBox` is the mailbox between them. `offer_control` opens the
@@ -35,7 +35,7 @@ STOP_GRACE_S = 1.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scale:
-    """So many workers are wanted."""
+    """A number of workers that is wanted."""
 
     target: int
 
@@ -48,7 +48,7 @@ class Drain:
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class FleetRequest:
     """A wish that waits for its answer."""
 
     wish: Scale | Drain
@@ -57,11 +57,11 @@ class Request:
     )
 
     def accept(self, target: int, current: int) -> None:
-        """Tells the caller that so many workers are wanted now, and how many there are."""
+        """Answers with the number of workers that is wanted now, and of those that take leases."""
         self.answer.set_result(Accepted(target=target, current=current))
 
     def refuse(self, error: OutOfBounds | NoSuchWorker | NotNow) -> None:
-        """Tells the caller why not."""
+        """Answers with the reason why not."""
         self.answer.set_exception(error)
 
 
@@ -98,13 +98,13 @@ class ControlBox:
     """The mailbox between the control service and the driver's loop."""
 
     def __init__(self, workers: WorkersConfig):
-        """Starts empty; until `show` is called the fleet has no workers.
+        """Starts empty; until `show_fleet` is called the fleet has no workers.
 
         Args:
             workers: `rollout.workers` of the run.
         """
         self._lock = threading.Lock()
-        self._requests: list[Request] = []
+        self._requests: list[FleetRequest] = []
         self._closed = ""
         self._fleet = Fleet(
             target=workers.at_start,
@@ -113,16 +113,16 @@ class ControlBox:
             policy=ScalingPolicy(workers.policy),
         )
 
-    def take(self) -> list[Request]:
+    def take_requests(self) -> list[FleetRequest]:
         """Returns the requests that came since, in order; each must be answered at once.
 
-        A request whose caller waits no more is left out, and has no effect.
+        A request whose caller has stopped waiting is left out, and has no effect.
         """
         with self._lock:
             requests, self._requests = self._requests, []
         return [one for one in requests if one.answer.set_running_or_notify_cancel()]
 
-    def show(self, fleet: Fleet) -> None:
+    def show_fleet(self, fleet: Fleet) -> None:
         """Replaces what `fleet` says from now on."""
         with self._lock:
             self._fleet = fleet
@@ -131,7 +131,7 @@ class ControlBox:
         """Refuses every request, those that wait and those to come."""
         with self._lock:
             self._closed = reason
-        for request in self.take():
+        for request in self.take_requests():
             request.refuse(NotNow(reason))
 
     def fleet(self) -> Fleet:
@@ -148,11 +148,11 @@ class ControlBox:
         return self._ask(Drain(name=name), timeout_s)
 
     def _ask(self, wish: Scale | Drain, timeout_s: float) -> Accepted:
-        request = Request(wish)
+        request = FleetRequest(wish)
         with self._lock:
             if self._closed:
                 raise NotNow(self._closed)
-            new_target(wish, self._fleet)  # what cannot be is refused without waiting for the loop
+            new_target(wish, self._fleet)  # an impossible wish is refused at once
             self._requests.append(request)
         try:
             accepted = request.answer.result(timeout_s)
@@ -161,7 +161,7 @@ class ControlBox:
             raise TimeoutError(
                 f"the driver was busy for {timeout_s:.3g} s and did not answer: {effect}; try again"
             ) from None
-        with self._lock:  # the loop may not have shown its fleet since, and callers look at once
+        with self._lock:  # the loop may not have shown its fleet since
             self._fleet = dataclasses.replace(self._fleet, target=accepted.target)
         return accepted
 
@@ -175,12 +175,12 @@ def offer_control(
     bind_host: str,
     driver_host: str,
 ) -> Iterator[str]:
-    """Serves the box, and leaves the way to it in the run's folder, until the block ends.
+    """Serves the box, and keeps address and credentials in the run's folder, until the block ends.
 
     Args:
         folder: of the run.
         authority: of the run.
-        box: is answered by the driver's loop meanwhile.
+        box: the driver's loop answers its requests meanwhile.
         bind_host: `placement.bind_host`. Where it is neither loopback nor all addresses it is the
             learner's, and the driver listens on its own.
         driver_host: address of this host within the cluster.

@@ -68,7 +68,7 @@ class FleetEvents:
     warn: Callable[[str], None]
 
 
-class Fleet:
+class WorkerFleet:
     """Owns the rollout actors."""
 
     def __init__(

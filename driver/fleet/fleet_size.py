@@ -1,4 +1,4 @@
-"""Keeps the fleet at the size that is wanted, and answers whoever wants another.
+"""Keeps the fleet at the size that is wanted, and answers requests for another size.
 
 The wish comes from the configuration, from a person (`python -m driver.scale`) or from
 `policy: balance`; the step loop calls `turn` while it waits, and `judge` once a step.
@@ -15,8 +15,8 @@ from driver.accounting.queue_gauges import Gauge
 from driver.config.run_config import PlacementConfig
 from driver.fleet.balance import BalanceRule, BalanceState, balance, waits_of
 from driver.fleet.cluster import ResourcesNotMet, WorkerRoom, release
-from driver.fleet.control_server import ControlBox, Drain, Request, new_target
-from driver.fleet.fleet import Fleet
+from driver.fleet.control_server import ControlBox, Drain, FleetRequest, new_target
+from driver.fleet.fleet import WorkerFleet
 from driver.fleet.fleet_worker import Worker
 from driver.fleet.launch import Room
 from rollout_worker.config import WorkersConfig
@@ -24,7 +24,7 @@ from services.control import messages as control
 from services.control.messages import NoSuchWorker, NotNow, OutOfBounds
 
 SHOW_S = 0.5
-"""Between two pictures of the fleet, and between two looks for room."""
+"""Between two snapshots of the fleet, and between two checks for room."""
 RATE_S = 10.0
 """Window of a worker's tokens a second."""
 
@@ -36,7 +36,7 @@ class Scaler:
         self,
         workers: WorkersConfig,
         placement: PlacementConfig,
-        fleet: Fleet,
+        fleet: WorkerFleet,
         group: PlacementGroup,
         box: ControlBox,
         say: Callable[[str], None],
@@ -67,15 +67,15 @@ class Scaler:
 
     def turn(self, step: int, queues: Gauge) -> None:
         """Answers requests, and takes the next step towards the target; never waits."""
-        for request in self._box.take():
+        for request in self._box.take_requests():
             self._answer(request, step, queues)
         if time.monotonic() - self._shown_at < SHOW_S:
             return
         self._shown_at = time.monotonic()
         self._follow()
-        self._box.show(self._picture(step, queues))
+        self._box.show_fleet(self._snapshot(step, queues))
 
-    def left(self, worker: Worker) -> None:
+    def release_room(self, worker: Worker) -> None:
         """Keeps or gives back the room of a worker that is gone."""
         self._tokens.pop(worker.name, None)
         self._say(f"{worker.name} has left")
@@ -84,11 +84,11 @@ class Scaler:
         else:
             release(worker.room.group)
 
-    def judge(self, record: StepRecord, gaps: set[str]) -> None:
-        """With `policy: balance`: whether this step speaks for one worker more or less.
+    def judge_step(self, record: StepRecord, gaps: set[str]) -> None:
+        """With `policy: balance`: changes the target if recent steps ask for it.
 
         Args:
-            gaps: workers that were not there for all of the step.
+            gaps: workers that did not run during the whole step.
         """
         if self._workers.policy != "balance":
             return
@@ -107,8 +107,8 @@ class Scaler:
             who = "the learner waits for groups" if change > 0 else "workers wait for the learner"
             self._say(f"step {record.step}: {who}: {self.target} rollout workers from now on")
 
-    def _answer(self, request: Request, step: int, queues: Gauge) -> None:
-        fleet = self._picture(step, queues)
+    def _answer(self, request: FleetRequest, step: int, queues: Gauge) -> None:
+        fleet = self._snapshot(step, queues)
         try:
             if self._placement.mode == "colocated":
                 raise OutOfBounds(
@@ -124,7 +124,7 @@ class Scaler:
         if isinstance(request.wish, Drain):
             self._fleet.drain(request.wish.name)
         self._say(f"asked for: {self.target} rollout workers")
-        self._box.show(self._picture(step, queues))
+        self._box.show_fleet(self._snapshot(step, queues))
         request.accept(self.target, fleet.current)
 
     def _follow(self) -> None:
@@ -160,7 +160,7 @@ class Scaler:
             w for w in self._fleet.workers.values() if w.state is not control.WorkerState.DRAINING
         ]
 
-    def _picture(self, step: int, queues: Gauge) -> control.Fleet:
+    def _snapshot(self, step: int, queues: Gauge) -> control.Fleet:
         return control.Fleet(
             target=self.target,
             least=self._workers.min,

@@ -10,7 +10,7 @@ def joins_cluster(environ: Mapping[str, str]) -> bool:
 
 
 def set_token(environ: MutableMapping[str, str]) -> None:
-    """Asks a cluster that this process will start for a token that nobody else knows.
+    """Has the cluster that this process will start use a random token.
 
     A cluster that is joined has its own rules, and a token that the user has set stays. Ray reads
     both variables once, when it is imported.

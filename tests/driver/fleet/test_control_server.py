@@ -49,7 +49,7 @@ def fleet_of(*states, target=None, least=1, most=4):
 @pytest.fixture
 def box():
     box = ControlBox(WorkersConfig(min=1, max=4, start=2))
-    box.show(fleet_of("working", "ready"))
+    box.show_fleet(fleet_of("working", "ready"))
     return box
 
 
@@ -61,7 +61,7 @@ def pool():
 
 def take_one(box):
     deadline = time.monotonic() + HANG_S
-    while not (requests := box.take()):
+    while not (requests := box.take_requests()):
         assert time.monotonic() < deadline, "the request did not arrive"
         time.sleep(0.005)
     (request,) = requests
@@ -119,13 +119,13 @@ def test_what_cannot_be_is_refused_while_the_loop_is_busy(box):
         box.scale(5, 60)
     with pytest.raises(NoSuchWorker):
         box.drain("rollout-9", 60)
-    assert box.take() == []
+    assert box.take_requests() == []
 
 
 def test_a_request_that_nobody_waits_for_any_more_has_no_effect(box):
     with pytest.raises(TimeoutError, match="did not answer: nothing will be done"):
         box.scale(3, 0.05)
-    assert box.take() == []
+    assert box.take_requests() == []
 
 
 def test_a_request_that_was_taken_and_not_answered_says_that_it_may_have_an_effect(box, pool):
@@ -153,7 +153,7 @@ def test_many_callers_each_get_their_own_answer(pool):
 
     def loop():
         while not done.is_set():
-            for request in box.take():
+            for request in box.take_requests():
                 request.accept(request.wish.target, 1)
             done.wait(0.001)
 
@@ -186,7 +186,7 @@ def test_a_run_can_be_controlled_through_its_folder_while_it_lasts(tmp_path, aut
             answer = pool.submit(client.scale, 3, 10)
             take_one(box).accept(3, 2)
             assert answer.result(HANG_S).target == 3
-            box.show(dataclasses.replace(box.fleet(), step=9))
+            box.show_fleet(dataclasses.replace(box.fleet(), step=9))
             assert client.fleet(10).step == 9
             late = pool.submit(client.scale, 4, 1)
             with pytest.raises(TimeoutError, match="the driver was busy for 0.9"):

@@ -1,4 +1,4 @@
-"""What the scaler tells of a fleet and makes of a step, without a cluster."""
+"""What the scaler shows of a fleet and decides after a step, without a cluster."""
 
 from typing import Any
 
@@ -55,7 +55,7 @@ class Run:
 
     def judge(self, gaps: set[str], **processes: dict[str, float]) -> None:
         rows = {name.replace("_", "-"): row for name, row in processes.items()}
-        self.scaler.judge(
+        self.scaler.judge_step(
             StepRecord(
                 step=1,
                 wall_s=10.0,
@@ -70,7 +70,7 @@ class Run:
         )
 
 
-def test_the_picture_has_queues_learner_and_the_rate_over_a_window(monkeypatch):
+def test_the_snapshot_has_queues_learner_and_the_rate_over_a_window(monkeypatch):
     run = Run(monkeypatch, count=1)
     worker = run.fleet.workers["rollout-0"]
     worker.tokens = 1_000_000
@@ -78,12 +78,12 @@ def test_the_picture_has_queues_learner_and_the_rate_over_a_window(monkeypatch):
         run.now_s += SHOW_S
         worker.tokens += 50
         run.scaler.turn(7, Gauge(run.now_s, 3, 5, 6))
-    picture = run.box.fleet()
-    assert (picture.step, picture.policy_version) == (7, 6)
-    assert (picture.groups_waiting, picture.groups_out, picture.target) == (3, 5, 1)
-    assert picture.learner == LearnerStatus(doing="update", policy_version=8)
-    assert picture.workers[0].state is WorkerState.WORKING
-    assert picture.workers[0].tokens_per_s == pytest.approx(50 / SHOW_S)
+    snapshot = run.box.fleet()
+    assert (snapshot.step, snapshot.policy_version) == (7, 6)
+    assert (snapshot.groups_waiting, snapshot.groups_out, snapshot.target) == (3, 5, 1)
+    assert snapshot.learner == LearnerStatus(doing="update", policy_version=8)
+    assert snapshot.workers[0].state is WorkerState.WORKING
+    assert snapshot.workers[0].tokens_per_s == pytest.approx(50 / SHOW_S)
     run.now_s += RATE_S + 1
     for _ in range(2):
         run.now_s += SHOW_S
@@ -91,7 +91,7 @@ def test_the_picture_has_queues_learner_and_the_rate_over_a_window(monkeypatch):
     assert run.box.fleet().workers[0].tokens_per_s < 5, "what was decoded long ago counts no more"
 
 
-def test_the_picture_is_made_now_and_then_only(monkeypatch):
+def test_a_snapshot_is_made_twice_a_second(monkeypatch):
     run = Run(monkeypatch)
     run.scaler.turn(1, Gauge(run.now_s, 0, 0, 0))
     run.now_s += SHOW_S / 2

@@ -31,7 +31,7 @@ class Driver:
         self.box = ControlBox(workers)
         self.move = lambda fleet: fleet
         names = range(workers.at_start)
-        self.box.show(
+        self.box.show_fleet(
             dataclasses.replace(
                 self.box.fleet(),
                 step=4,
@@ -47,7 +47,7 @@ class Driver:
     def loop(self):
         while not self.ended.wait(0.02):
             fleet = self.box.fleet()
-            for request in self.box.take():
+            for request in self.box.take_requests():
                 try:
                     fleet = dataclasses.replace(fleet, target=new_target(request.wish, fleet))
                 except (OutOfBounds, NotNow) as error:
@@ -55,8 +55,8 @@ class Driver:
                     continue
                 self.granted.append(request.wish)
                 request.accept(fleet.target, fleet.current)
-                self.box.show(fleet)
-            self.box.show(self.move(fleet))
+                self.box.show_fleet(fleet)
+            self.box.show_fleet(self.move(fleet))
 
 
 @pytest.fixture
@@ -288,7 +288,7 @@ def test_the_table_shows_memory_as_far_as_it_is_known(tmp_path, start, capsys):
     ]
     workers = tuple(worker(i, "ready", **memory) for i, memory in enumerate(held))
     driver.move = lambda fleet: dataclasses.replace(fleet, workers=workers)
-    driver.box.show(driver.move(driver.box.fleet()))
+    driver.box.show_fleet(driver.move(driver.box.fleet()))
     assert scale(tmp_path) == 0
     printed = capsys.readouterr().out
     for index, expected in enumerate(("-", "1.5 GB", "2.0 + 30.0 GB")):

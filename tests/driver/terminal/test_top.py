@@ -75,7 +75,7 @@ def control(folder):
     worker = WorkerStatus(
         name="rollout-0", state=WorkerState.WORKING, policy_version=9, pid=77, host="h1"
     )
-    box.show(dataclasses.replace(box.fleet(), step=10, policy_version=10, workers=(worker,)))
+    box.show_fleet(dataclasses.replace(box.fleet(), step=10, policy_version=10, workers=(worker,)))
     authority = RunAuthority.create("demo-1")
     with offer_control(folder, authority, box, bind_host="127.0.0.1", driver_host="127.0.0.1"):
         yield
