@@ -18,7 +18,7 @@ import numpy as np
 from models.transformer import Params
 from rollout_worker.engine.decode_programs import CHUNK, LATER, WIDTH, DecodePrograms
 from rollout_worker.engine.kv_cache import LayerCache
-from rollout_worker.engine.prefill import Piece, pack_chunks
+from rollout_worker.engine.prefill import PromptPiece, pack_chunks
 from rollout_worker.engine.program_cache import ProgramCache
 from rollout_worker.engine.sampling import Sampling
 from rollout_worker.engine.slots import Rows, SegmentTokens, Slots
@@ -45,7 +45,7 @@ class DeviceState:
         slots, pool = self._compiled.get_program("empty", {}, self._programs.compile_empty)()
         self._arrays = params, slots, pool
 
-    def prefill(self, pieces: Sequence[Sequence[Piece]], size: int, later: bool) -> jax.Array:
+    def prefill(self, pieces: Sequence[Sequence[PromptPiece]], size: int, later: bool) -> jax.Array:
         """Starts one prefill call, with the chunks of every lane.
 
         Returns:

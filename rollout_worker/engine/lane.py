@@ -18,7 +18,7 @@ from collections import deque
 import numpy as np
 
 from rollout_worker.engine.decode_request import DecodeRequest, FinishedRow
-from rollout_worker.engine.prefill import Piece
+from rollout_worker.engine.prefill import PromptPiece
 from rollout_worker.engine.slots import ABORTED, FULL, GOES_ON, STOPPED
 from services.wire.messages import FinishReason
 
@@ -156,7 +156,7 @@ class Lane:
         due = (prefix.next_chunk(longest) for prefix in self._preparing)
         return [chunk for chunk in due if chunk is not None]
 
-    def take_pieces(self, fits, prompts: int, longest: int) -> list[Piece]:
+    def take_pieces(self, fits, prompts: int, longest: int) -> list[PromptPiece]:
         """Chunks for one prefill call, at most `prompts` of them.
 
         Args:
@@ -168,7 +168,9 @@ class Lane:
             if chunk is None or len(pieces) == prompts or not fits(*chunk):
                 continue
             start, length = chunk
-            pieces.append(Piece(prefix.entry, start, prefix.token_ids[start : start + length]))
+            pieces.append(
+                PromptPiece(prefix.entry, start, prefix.token_ids[start : start + length])
+            )
             prefix.prefilled += length
         return pieces
 

@@ -37,7 +37,7 @@ class Chunks(NamedTuple):
     """int32: position of the chunk's first token."""
 
 
-class Piece(NamedTuple):
+class PromptPiece(NamedTuple):
     """One chunk of a prompt, to be prefilled."""
 
     entry: int
@@ -86,7 +86,9 @@ def chunk_sizes(longest_chunk: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def pack_chunks(lanes: Sequence[Sequence[Piece]], prompts: int, size: int, no_entry: int) -> Chunks:
+def pack_chunks(
+    lanes: Sequence[Sequence[PromptPiece]], prompts: int, size: int, no_entry: int
+) -> Chunks:
     """The pieces of every lane, as numpy arrays of one call of `prompts` chunks per lane."""
     D = len(lanes)
     token_QC = np.zeros((D, prompts, size), np.int32)
