@@ -162,7 +162,7 @@ def _ratio(left: str, right: str) -> float:
 
 
 def _key(field: FieldInfo) -> Key:
-    members = _union_members(field.annotation)
+    members = union_members(field.annotation)
     optional = type(None) in members
     members = [member for member in members if member is not type(None)]
     default = field.get_default(call_default_factory=True)
@@ -183,7 +183,8 @@ def _key(field: FieldInfo) -> Key:
     return Key(kind=Kind.LEAF, optional=optional, types=plain, default=default)
 
 
-def _union_members(annotation: Any) -> list[Any]:
+def union_members(annotation: Any) -> list[Any]:
+    """The types that an annotation allows."""
     if get_origin(annotation) in (Union, types.UnionType):
         return list(get_args(annotation))
     return [annotation]

@@ -6,13 +6,12 @@ Usage: `python -m driver.config.config_reference > docs/configuration.md`
 import inspect
 import json
 import sys
-import types
-from collections.abc import Iterator
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from driver.config.config_keys import Key, Kind, fields_of, union_members
 from driver.config.run_config import RunConfig
 
 _HEAD = """\
@@ -77,73 +76,43 @@ _UNIT_OF_KEY = {
 def reference() -> str:
     """The whole page, in Markdown."""
     lines = [_HEAD]
-    for name, field in RunConfig.model_fields.items():
-        lines += _section(name, field, depth=2)
+    for name, key in fields_of(RunConfig).items():
+        lines += _section(name, key, RunConfig.model_fields[name], depth=2)
     return "\n".join(lines)
 
 
-def undescribed() -> list[str]:
-    """Dotted keys whose field has no description in its model."""
-    return [key for key, field, _ in _leaves(RunConfig, "") if not field.description]
-
-
-def _leaves(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo, Any]]:
-    """Key, field and default of every value below a section."""
-    for name, field in model.model_fields.items():
-        inner = _model_of(field)
-        if inner is None:
-            yield f"{prefix}{name}", field, field.get_default(call_default_factory=True)
-        else:
-            yield from _leaves(inner, f"{prefix}{name}.")
-
-
-def _section(key: str, field: FieldInfo, depth: int) -> list[str]:
+def _section(dotted: str, key: Key, field: FieldInfo, depth: int) -> list[str]:
     """Heading, text and table of one section, then the sections inside it."""
-    model = _model_of(field)
-    assert model is not None
-    lines = [f"{'#' * depth} `{key}`", "", inspect.cleandoc(model.__doc__ or ""), ""]
+    assert key.model is not None
+    lines = [f"{'#' * depth} `{dotted}`", "", inspect.cleandoc(key.model.__doc__ or ""), ""]
     if field.description:
         lines += [field.description.replace("\n", " "), ""]
-    if _is_list(field):
+    if key.kind is Kind.SECTION_LIST:
         lines += [f"A list; each item has these keys. Default: {_default(field)}.", ""]
     elif not field.is_required() and not isinstance(plain := _plain_default(field), dict):
         lines += [f"Default: `{json.dumps(plain)}`.", ""]
-    rows = [
-        f"| `{key}.{name}` | {_type(inner)} | {_default(inner)} | {_unit(f'{key}.{name}', inner)} "
-        f"| {_cell(inner.description or '')} |"
-        for name, inner in model.model_fields.items()
-        if _model_of(inner) is None
-    ]
+    rows, sections = [], []
+    for name, inner in fields_of(key.model).items():
+        below = key.model.model_fields[name]
+        if inner.model is not None:
+            sections += _section(f"{dotted}.{name}", inner, below, depth + 1)
+        else:
+            rows.append(_row(f"{dotted}.{name}", below))
     if rows:
         lines += ["| key | type | default | unit | meaning |", "|---|---|---|---|---|", *rows, ""]
-    for name, inner in model.model_fields.items():
-        if _model_of(inner) is not None:
-            lines += _section(f"{key}.{name}", inner, depth + 1)
-    return lines
+    return lines + sections
 
 
-def _members(annotation: Any) -> list[Any]:
-    is_union = get_origin(annotation) in (Union, types.UnionType)
-    return list(get_args(annotation)) if is_union else [annotation]
-
-
-def _is_list(field: FieldInfo) -> bool:
-    return any(get_origin(member) is tuple for member in _members(field.annotation))
-
-
-def _model_of(field: FieldInfo) -> type[BaseModel] | None:
-    """The section that a field holds, or holds a list of."""
-    for member in _members(field.annotation):
-        item = get_args(member)[0] if get_origin(member) is tuple else member
-        if isinstance(item, type) and issubclass(item, BaseModel):
-            return item
-    return None
+def _row(dotted: str, field: FieldInfo) -> str:
+    meaning = _cell(field.description or "")
+    cells = (f"`{dotted}`", _type(field), _default(field), _unit(dotted, field), meaning)
+    return f"| {' | '.join(cells)} |"
 
 
 def _type(field: FieldInfo) -> str:
     """Such as `integer, 1 to 64, or null`."""
     shown = []
-    for member in _members(field.annotation):
+    for member in union_members(field.annotation):
         if get_origin(member) is Literal:
             shown += [f"`{value}`" for value in get_args(member)]
         elif get_origin(member) is tuple:
@@ -188,7 +157,7 @@ def _plain_default(field: FieldInfo) -> Any:
 
 
 def _unit(key: str, field: FieldInfo) -> str:
-    if not {int, float} & set(_members(field.annotation)):
+    if not {int, float} & set(union_members(field.annotation)):
         return ""
     found = (unit for ending, unit in _UNIT_OF_ENDING.items() if key.endswith(ending))
     return _UNIT_OF_KEY.get(key) or next(found, "")

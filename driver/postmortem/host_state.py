@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import psutil
 
-from driver.reports.code_record import package_versions
+from driver.reports.code_record import git_output, package_versions
 from services.process.run_processes import RunProcess, state_of
 
 _KERNEL = re.compile(
@@ -27,7 +27,6 @@ _KERNEL = re.compile(
 KERNEL_LINES = 200
 COMMAND_S = 3.0
 """Bound on a command that is asked, such as dmesg."""
-_ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,7 +134,7 @@ def versions() -> dict[str, str]:
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "libc": " ".join(platform.libc_ver()),
-        "tandem commit": _commit(),
+        "tandem commit": git_output("describe", "--always", "--dirty", "--abbrev=40") or "unknown",
     }
     return found | package_versions()
 
@@ -143,19 +142,6 @@ def versions() -> dict[str, str]:
 def utc(moment: float | None = None) -> str:
     """A Unix time, by default now, such as 2026-03-01T12:00:00Z."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(moment))
-
-
-def _commit() -> str:
-    try:
-        asked = subprocess.run(
-            ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=40"],
-            capture_output=True,
-            timeout=COMMAND_S,
-            text=True,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    return asked.stdout.strip() or "none: not a checkout"
 
 
 def _disk(path: pathlib.Path) -> Disk:

@@ -68,8 +68,10 @@ def environment(root: pathlib.Path) -> dict[str, Any]:
 
     `commit` and `dirty` are None where git cannot say.
     """
-    commit = _git(root, "rev-parse", "HEAD")
-    changes = None if commit is None else _git(root, "status", "--porcelain", "--", *PACKAGES)
+    commit = git_output("rev-parse", "HEAD", root=root)
+    changes = (
+        None if commit is None else git_output("status", "--porcelain", "--", *PACKAGES, root=root)
+    )
     return {
         "versions": package_versions(),
         "python": platform.python_version(),
@@ -89,7 +91,7 @@ def package_versions() -> dict[str, str]:
     return dict(sorted(packages.items(), key=lambda pair: pair[0].lower()))
 
 
-def _git(root: pathlib.Path, *arguments: str) -> str | None:
+def git_output(*arguments: str, root: pathlib.Path = _ROOT) -> str | None:
     """Git's output; None where it is not installed or root is not the top of a repository."""
     if not (root / ".git").exists():
         return None  # a folder around it may be another project's

@@ -3,7 +3,7 @@
 import pathlib
 
 from driver.config.config_keys import known_keys
-from driver.config.config_reference import reference, undescribed
+from driver.config.config_reference import reference
 
 PAGE = pathlib.Path(__file__).parents[3] / "docs" / "configuration.md"
 
@@ -17,7 +17,8 @@ def test_the_committed_page_is_current():
 def test_every_key_is_on_the_page_and_has_a_description():
     page = reference()
     missing = [key for key in known_keys() if f"`{key.replace('.0', '')}`" not in page]
-    assert missing == [] and undescribed() == []
+    undescribed = [row for row in page.splitlines() if row.endswith("|  |")]
+    assert missing == [] and undescribed == []
 
 
 def test_a_row_has_type_default_unit_and_meaning():
