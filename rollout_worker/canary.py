@@ -1,7 +1,7 @@
-"""The rollout worker's half of the canary: the probe, scored from the live inference copy.
+"""The rollout worker's half of the canary: scores the probe with the live inference copy.
 
-It compiles one program of its own, apart from those of the engine: the same model, layout and
-dtypes as prefill and decoding have, without their cache.
+It compiles a program of its own, which is not one of the engine's: the same model, layout and
+dtypes as in prefill and decoding, without a cache.
 """
 
 from typing import Any
@@ -28,22 +28,22 @@ from services.wire.messages import Canary
 BOUNDS = {"float32": 1e-3, "bfloat16": 2.0}
 """Default bound by the coarser precision of both sides, in nats.
 
-Between healthy sides on SmolLM2-135M's 30 layers the largest gap of a logprob is 0.57 in bfloat16,
-with either side in float32 or cut over 3 devices, and 2e-6 where both are in float32; on the demo's
-3 layers 0.14 and 0. Two layers that change places make 5 to 18 nats.
+Measured on SmolLM2-135M (30 layers) with correct weights, the largest gap of a logprob is 0.57 in
+bfloat16, with either side in float32 or sharded over 3 devices, and 2e-6 if both are in float32; on
+the demo's 3 layers 0.14 and 0. Two exchanged layers give 5 to 18 nats.
 """
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.15}
-"""Of the fingerprints, likewise: healthy sides differ by up to 0.055 in bfloat16."""
+"""Of the fingerprints, likewise: with correct weights they differ by up to 0.055 in bfloat16."""
 
 
 class CanaryCheck:
-    """Scores the probe under a worker's parameters, and compares with what the learner found."""
+    """Scores the probe under a worker's parameters and compares the scores with the learner's."""
 
     def __init__(self, spec: DecodeSpec, clock: PhaseClock, *, bound: float | None = None):
         """Args:
         spec: of the engine that samples.
         clock: gets the seconds of `compile`.
-        bound: largest gap of a logprob that passes, in nats; None takes that of the dtypes.
+        bound: largest gap of a logprob that passes, in nats; None takes the default of the dtypes.
         """
         self._spec = spec
         self._clock = clock
@@ -57,10 +57,10 @@ class CanaryCheck:
 
         Args:
             params: the live inference copy, made by the layout of `spec`.
-            published: as it came with the manifest of this very version.
+            published: the learner's scores, from the manifest of this version.
 
         Raises:
-            ValueError: if the probe is not one of this model.
+            ValueError: if the probe is not for this model.
         """
         self._check_belongs(published)
         theirs = ProbeScores(published.logprobs, published.fingerprints)

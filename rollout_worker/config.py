@@ -18,12 +18,12 @@ class SourceConfig(Section):
     subset: str | None = None
     """Configuration name of an HF dataset, such as `main` of openai/gsm8k."""
     size: int | None = Field(default=None, ge=1, le=10**9)
-    """At most this many items; required for reasoning_gym, which could go on for ever."""
+    """At most this many items; required for reasoning_gym, which has no end."""
     skip: int = Field(default=0, ge=0, le=10**9)
-    """Items left out at the start of the source, to hold a split apart."""
+    """Items left out at the start of the source, to keep it apart from another split."""
     seed: int = 0
     """Seed of a reasoning_gym task; other sources ignore it."""
-    params: dict[str, Any] = {}
+    params: dict[str, Any] = Field(default={})
     """Parameters of a reasoning_gym task, such as `{min_terms: 2}`."""
     question_field: str = "question"
     """Field of an item that holds the question."""
@@ -86,15 +86,15 @@ class DecodeConfig(Section):
     """Completions decoded at once by a worker, over all its devices; a slot whose completion has
     ended takes the next one."""
     tensor: int = Field(default=1, ge=1, le=4096)
-    """Devices over which a model is cut; the worker's devices / tensor are lanes, which hold a
-    copy each and share the slots out."""
+    """Devices over which one copy of the model is sharded. A worker has devices / tensor such
+    copies, its lanes, and the slots are divided among them."""
     segment_tokens: int = Field(default=64, ge=1, le=4096)
-    """Most tokens that are drawn in a slot before the host hears of them."""
+    """Most tokens that are drawn in a slot before the host receives them."""
     prefill_tokens: int = Field(default=512, ge=32, le=2**20)
     """Prompt tokens of one prefill call of a lane, padding included: a longer prompt takes
     several, and decoding goes on between them."""
     prefixes: int | None = Field(default=None, ge=1, le=65_536)
-    """Prompts that lie prefilled while completions of theirs wait for a slot, over all devices;
+    """Prompts that are kept prefilled while their completions wait for a slot, over all devices;
     null derives half of the slots."""
     cache_tokens: int | None = Field(default=None, ge=1, le=2**24)
     """KV columns of a slot at most; null derives max_prompt_tokens + max_completion_tokens."""
@@ -104,9 +104,9 @@ class DecodeConfig(Section):
     those of the Pallas kernel have one width anyway; a wider one costs attention over all its
     columns in every token step."""
     compile_budget: int | None = Field(default=None, ge=1, le=100_000)
-    """Programs that a worker may compile; null derives what the sizes can come to need."""
+    """Programs that a worker may compile; null derives the number that the sizes can need."""
     over_budget: Literal["warn", "error"] = "warn"
-    """Whether one program more is said or refused."""
+    """Whether one program more is a warning or an error."""
 
 
 MOST_STOP_STRINGS = 64
@@ -118,14 +118,14 @@ MOST_STALENESS = 64
 
 
 class WorkersConfig(Section):
-    """How many rollout workers there are, and who changes that while the run goes on.
+    """The number of rollout workers, and whether it changes during the run.
 
     A plain number n is short for n at the start, and any number from 1 to 4096 by
     `python -m driver.scale`.
     """
 
     plain: ClassVar[type] = int
-    """What may stand in place of the keys."""
+    """Type that is accepted instead of the keys."""
 
     min: int = Field(ge=1, le=MOST_WORKERS)
     """Fewest workers."""
@@ -167,7 +167,7 @@ class WorkersConfig(Section):
 
     @model_serializer(mode="wrap")
     def _to_plain(self, serialise) -> int | dict[str, Any]:
-        """The number where a number says it all, so that it is written as it was read."""
+        """A plain number if it is equivalent, so that a section is written as it was read."""
         if self == WorkersConfig.model_validate(self.at_start):
             return self.at_start
         return serialise(self)
@@ -199,10 +199,12 @@ class RolloutConfig(Section):
 
     @property
     def completions_per_step(self) -> int:
+        """Completions of one training step."""
         return self.prompts_per_step * self.completions_per_prompt
 
     @property
     def cache_tokens(self) -> int:
+        """KV columns of a slot at most."""
         return self.decode.cache_tokens or self.max_prompt_tokens + self.max_completion_tokens
 
     @model_validator(mode="after")
@@ -239,7 +241,7 @@ class RewardFunctionConfig(Section):
     """`gsm8k_answer`, `math_verify`, `format`, `reasoning_gym`, or `package.module:function`."""
     weight: float = Field(default=1.0, ge=-1e6, le=1e6)
     """Factor of this reward in the total; 0 only logs it."""
-    params: dict[str, Any] = {}
+    params: dict[str, Any] = Field(default={})
     """Keyword arguments of the scorer."""
 
 

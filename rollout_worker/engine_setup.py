@@ -1,7 +1,7 @@
-"""From a configuration to an engine: how devices and slots are shared out, and what attends.
+"""From a configuration to an engine: lanes and slots per device, and the attention to use.
 
-Sizes alone decide, so that a plan without devices, a check without a chip and a worker come to
-the same programs.
+Sizes alone decide, so that a plan without devices, a check without a TPU and a worker get the same
+programs.
 """
 
 import dataclasses
@@ -30,11 +30,11 @@ from services.process.phase_clock import PhaseClock
 STOP_STRINGS_SET = 1
 """Stop set of requests that end with `rollout.stop_strings`; set 0 has none."""
 MOST_STOP_IDS = 8
-"""Stop ids that there is room for where a tokenizer has fewer."""
+"""Stop ids of a row that the engine has room for, if the tokenizer does not have more."""
 
 
 class DecodeAttention(NamedTuple):
-    """What attends from a new token over the cache."""
+    """The attention of a new token over the cache."""
 
     impl: str
     """One of `kernels.choose.IMPLEMENTATIONS`."""
@@ -44,10 +44,10 @@ class DecodeAttention(NamedTuple):
 def choose_attention(
     attention: str, *, compute_dtype: jnp.dtype, platform: str, head_dim: int
 ) -> DecodeAttention:
-    """What `auto`, `bf16`, `f32` or `pallas` means on a platform.
+    """The attention that `auto`, `bf16`, `f32` or `pallas` selects on a platform.
 
     Raises:
-        ValueError: if it asks for a kernel that is not there.
+        ValueError: if it selects a kernel that does not exist.
     """
     if attention in ("bf16", "f32"):
         wide = attention == "f32"
@@ -69,28 +69,20 @@ def choose_attention(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineSetup:
-    """All that decides an engine's programs, its devices and its tokenizer apart."""
+    """Everything that determines an engine's programs, except devices and tokenizer."""
 
     rollout: RolloutConfig
     model: ModelConfig
     platform: str
     """`cpu`, `gpu` or `tpu`."""
     weights_dtype: str
-    """Of the policy versions that arrive."""
-
-    def check(self, devices: int) -> None:
-        """Refuses what cannot be shared out over so many devices, or does not fit the model.
-
-        Raises:
-            ValueError: with value, rule and fix.
-        """
-        self.programs(self.abstract_mesh(devices))
+    """Of the published policy versions."""
 
     def lanes(self, devices: int) -> int:
         """Copies of the policy that a worker's devices hold, each with its own slots.
 
         Raises:
-            ValueError: if devices, slots or prefixes cannot be cut so.
+            ValueError: if devices, slots or prefixes cannot be divided so.
         """
         decode = self.rollout.decode
         if devices % decode.tensor:
@@ -109,11 +101,16 @@ class EngineSetup:
         return lanes
 
     @property
+    def stop_set(self) -> int:
+        """Stop set of every request of the run."""
+        return STOP_STRINGS_SET if self.rollout.stop_strings else 0
+
+    @property
     def attention(self) -> DecodeAttention:
-        """What `rollout.decode.attention` means on this platform.
+        """The attention that `rollout.decode.attention` selects on this platform.
 
         Raises:
-            ValueError: if it asks for a kernel that is not there.
+            ValueError: if it selects a kernel that does not exist.
         """
         decode = self.rollout.decode
         try:
@@ -128,15 +125,15 @@ class EngineSetup:
 
     @property
     def copy_dtype(self) -> np.dtype:
-        """Of the inference copy: one that holds every published value and every product's operand.
+        """Of the inference copy: it represents every published value and every product's operand.
 
-        The copy is digested, so no published value may be rounded.
+        The digest is computed from the copy, so no published value may be rounded.
         """
         wide = "float32" in (self.weights_dtype, self.rollout.decode.compute_dtype)
         return np.dtype(np.float32) if wide else np.dtype(jnp.bfloat16)
 
     def abstract_mesh(self, devices: int) -> Mesh:
-        """The mesh over so many devices that are not at hand: good for sizes alone."""
+        """A mesh over this number of devices that need not exist; usable for sizes only."""
         shape = (self.lanes(devices), self.rollout.decode.tensor)
         stand_in: Any = AbstractMesh(shape, AXES, axis_types=(AxisType.Auto,) * 2)
         return stand_in
@@ -167,7 +164,7 @@ class EngineSetup:
         )
 
     def limits(self, lanes: int, *, stop_ids: int = MOST_STOP_IDS) -> EngineLimits:
-        """What the engine is built for."""
+        """The engine's limits; those of slots and prefixes are per lane."""
         rollout, decode = self.rollout, self.rollout.decode
         return EngineLimits(
             max_prompt_tokens=rollout.max_prompt_tokens,
@@ -182,10 +179,10 @@ class EngineSetup:
         )
 
     def programs(self, mesh: Mesh, *, valid_vocab: int | None = None) -> DecodePrograms:
-        """The engine's programs and their arrays without an engine, and without stop strings.
+        """The engine's programs and array sizes without an engine, and without stop strings.
 
         Args:
-            valid_vocab: tokens of the tokenizer; without it those of the model.
+            valid_vocab: size of the tokenizer's vocabulary; None takes the model's.
         """
         spec = self.spec(mesh, valid_vocab=valid_vocab or self.model.vocab_size)
         return DecodePrograms(spec, geometry_of(spec, self.limits(spec.lanes)))
@@ -198,7 +195,7 @@ class EngineSetup:
         clock: PhaseClock,
         warn: Callable[[str], None],
     ) -> Engine:
-        """An engine that waits for its first policy version.
+        """An engine without a policy; `Engine.swap_policy` gives it the first.
 
         Raises:
             ValueError: if the configuration does not fit devices, model or tokenizer.
@@ -218,10 +215,10 @@ class EngineSetup:
 
 
 def stop_automaton(tokenizer: Tokenizer, stop_strings: Sequence[str]) -> StopAutomaton | None:
-    """Watches for stop strings under STOP_STRINGS_SET; None where there are none.
+    """The automaton with the stop strings as STOP_STRINGS_SET; None if there are none.
 
     Raises:
-        ValueError: if the tokenizer does not say what bytes its tokens are.
+        ValueError: if the bytes of the tokenizer's tokens are not known.
     """
     if not stop_strings:
         return None

@@ -1,9 +1,11 @@
 """Pushes finished groups to the learner while the device decodes the next ones.
 
-One thread, one group after the other. A learner that is away or full is waited for, up to a
-deadline that names the group; what the learner refuses for another reason than age is an error.
+One thread pushes one group after the other. It waits for a learner that cannot be reached or whose
+buffer is full, up to a deadline; the error then names the group. A group that the learner refuses
+as stale is a result; every other refusal is an error.
 """
 
+import contextlib
 import queue
 import threading
 import time
@@ -20,9 +22,9 @@ from services.trajectories.receipts import StaleGroup
 from services.wire.messages import Group, Lease
 
 QUEUED_GROUPS = 64
-"""Finished groups that may wait; then decoding waits too."""
+"""Complete groups that may be queued; when so many are, decoding waits."""
 ATTEMPT_S = 20.0
-"""One attempt to push; a learner that was replaced is dialled at the next."""
+"""Bound of one attempt to push; the next one uses the address of a learner that was replaced."""
 
 
 class Pusher:
@@ -99,10 +101,8 @@ class Pusher:
     def close(self) -> None:
         """Ends thread and connection; what is queued stays unpushed."""
         self._closed.set()
-        try:
+        with contextlib.suppress(queue.Full):  # the thread checks `_closed` before each group
             self._queue.put_nowait(None)
-        except queue.Full:
-            pass  # the thread looks at `_closed` before each group
         self._client.close()
 
     def _run(self) -> None:

@@ -16,11 +16,9 @@ import numpy as np
 from models.files.checkpoint import from_named
 from models.tokenizer import Tokenizer
 from rollout_worker.canary import CanaryCheck
-from rollout_worker.config import RolloutConfig
 from rollout_worker.data.prompts import Prompt, PromptSet
 from rollout_worker.engine.decode_request import DecodeRequest, FinishedRow, SamplingSettings
 from rollout_worker.engine.engine import Engine
-from rollout_worker.engine_setup import STOP_STRINGS_SET
 from rollout_worker.leased_group import LeasedGroup
 from rollout_worker.rewards.reward_pool import PendingScores, RewardPool, Score, ScoreRequest
 from rollout_worker.worker_records import EvalItem
@@ -38,6 +36,17 @@ class WeightDigestMismatch(RuntimeError):
 
 class CanaryFailed(RuntimeError):
     """A probe has other logprobs here than at the learner, under the same weights."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupSettings:
+    """What is drawn for a prompt; an evaluation has its own count and distribution."""
+
+    completions: int
+    sampling: SamplingSettings
+    max_new_tokens: int
+    stop_set: int
+    """Of the engine's stop automaton."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -73,7 +82,7 @@ class RolloutWorker:
         name: str,
         run_id: str,
         seed: int,
-        rollout: RolloutConfig,
+        settings: GroupSettings,
         engine: Engine,
         tokenizer: Tokenizer,
         rewards: RewardPool,
@@ -90,7 +99,7 @@ class RolloutWorker:
         key = jax.random.key(seed)
         self._train_key = _key_data(key)
         self._eval_key = _key_data(jax.random.fold_in(key, EVAL_STREAM))
-        self._rollout = rollout
+        self._settings = settings
         self._engine = engine
         self._tokenizer = tokenizer
         self._train = train
@@ -161,7 +170,6 @@ class RolloutWorker:
         Raises:
             ValueError: if one does not fit the engine. None is begun then.
         """
-        sampling = SamplingSettings(temperature=self._rollout.temperature)
         tasks = []
         for leased in groups:
             lease = leased.lease
@@ -172,9 +180,9 @@ class RolloutWorker:
                 request_id,
                 self._train.prompts[lease.position],
                 epoch=lease.epoch,
-                samples=self._rollout.completions_per_prompt,
+                samples=self._settings.completions,
                 key_data=self._train_key,
-                sampling=sampling,
+                sampling=self._settings.sampling,
             )
             task.leased = leased
             tasks.append(task)
@@ -311,10 +319,10 @@ class RolloutWorker:
             prompt_id=prompt.prompt_id,
             epoch=epoch,
             samples=tuple(range(samples)),
-            max_new_tokens=self._rollout.max_completion_tokens,
+            max_new_tokens=self._settings.max_new_tokens,
             key_data=key_data,
             sampling=sampling,
-            stop_set=STOP_STRINGS_SET if self._rollout.stop_strings else 0,
+            stop_set=self._settings.stop_set,
         )
         return _Task(request, prompt, self.policy_version, self.weight_digest, self._clock.total())
 

@@ -12,10 +12,11 @@ from models.tokenizer import load_tokenizer
 from rollout_worker.canary import CanaryCheck
 from rollout_worker.config import DataConfig, RewardConfig, RolloutConfig, SourceConfig
 from rollout_worker.data.prompts import PromptSet, load_prompts
+from rollout_worker.engine.decode_request import SamplingSettings
 from rollout_worker.engine_setup import EngineSetup
 from rollout_worker.rewards.reward_pool import RewardPool
 from rollout_worker.sample_record import Sample, SampleRecords
-from rollout_worker.worker import RolloutWorker
+from rollout_worker.worker import GroupSettings, RolloutWorker
 from rollout_worker.worker_records import EvalItem, EvalRequest
 from services.process.phase_clock import PhaseClock
 from services.wire.messages import Group, Lease
@@ -116,7 +117,12 @@ class WorkerCore:
             name=spec.name,
             run_id=spec.run_id,
             seed=spec.seed,
-            rollout=spec.rollout,
+            settings=GroupSettings(
+                completions=spec.rollout.completions_per_prompt,
+                sampling=SamplingSettings(temperature=spec.rollout.temperature),
+                max_new_tokens=spec.rollout.max_completion_tokens,
+                stop_set=setup.stop_set,
+            ),
             engine=engine,
             tokenizer=tokenizer,
             rewards=self._rewards,
