@@ -49,7 +49,9 @@ def score(completion: str, *, answer: str, prompt: str, item: dict, seconds: flo
     return len(set(completion)) / 32.0
 
 
-def run(folder: pathlib.Path, *, steps: int, staleness: int, seconds: float) -> list[dict]:
+def measured_steps(
+    folder: pathlib.Path, *, steps: int, staleness: int, seconds: float
+) -> list[dict]:
     """One run; returns the metrics of its steps beyond the warm-up."""
     out = folder / f"staleness-{staleness}-{seconds:.2f}"
     config = folder / f"{out.name}.yaml"
@@ -86,10 +88,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         update_s = median(
-            run(folder, steps=WARM_UP + 3, staleness=0, seconds=0.1), "time/train/update_s"
+            measured_steps(folder, steps=WARM_UP + 3, staleness=0, seconds=0.1),
+            "time/train/update_s",
         )
-        synchronous = run(folder, steps=given.steps, staleness=0, seconds=update_s)
-        asynchronous = run(folder, steps=given.steps, staleness=1, seconds=update_s)
+        synchronous = measured_steps(folder, steps=given.steps, staleness=0, seconds=update_s)
+        asynchronous = measured_steps(folder, steps=given.steps, staleness=1, seconds=update_s)
     phases = {
         "rollout": median(synchronous, "time/train/rollout_generate_s"),
         "update": median(synchronous, "time/train/update_s"),

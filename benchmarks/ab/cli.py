@@ -19,7 +19,7 @@ from benchmarks.ab import compare
 from benchmarks.ab.compare import Comparison, Tolerances
 from benchmarks.ab.interrupt import ComparisonInterrupted, Interrupts
 from benchmarks.ab.job import Implementation, RunFailed, RunResult, TrainingJob, WrongInput
-from benchmarks.ab.report import Report, plain, text
+from benchmarks.ab.report import Report, report_json, report_text
 from benchmarks.report_file import check_report_file
 from learner.config import LearnerConfig
 from learner.durable.rollout_file import Contents, scan
@@ -92,9 +92,11 @@ def main(arguments: Sequence[str] | None = None, launch: Launch | None = None) -
     except RunFailed as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(text(report))
+    print(report_text(report))
     if given.json:
-        pathlib.Path(given.json).write_text(json.dumps(plain(report), allow_nan=False, indent=1))
+        pathlib.Path(given.json).write_text(
+            json.dumps(report_json(report), allow_nan=False, indent=1)
+        )
     return 1 if report.disagreements else 0
 
 

@@ -45,7 +45,7 @@ def median_ms_per_token(runs: Sequence[RunResult]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def text(report: Report) -> str:
+def report_text(report: Report) -> str:
     """Steps, costs, agreement and the verdict, each a table of its own."""
     first = report.runs[0][0]
     return "\n".join(
@@ -165,7 +165,7 @@ def _verdict_lines(report: Report) -> list[str]:
     ]
 
 
-def plain(report: Report) -> dict[str, Any]:
+def report_json(report: Report) -> dict[str, Any]:
     """The report as JSON values."""
     first = report.runs[0]
     baseline = median_ms_per_token(first)

@@ -119,10 +119,12 @@ def run_campaign(
         for r in slow
     ]
     disturbed = run_checks.read_run(folder / "disturbed")
-    return compare(campaign, run_checks.read_run(undisturbed), disturbed, len(recoveries), problems)
+    return compare_runs(
+        campaign, run_checks.read_run(undisturbed), disturbed, len(recoveries), problems
+    )
 
 
-def compare(
+def compare_runs(
     campaign: Campaign,
     undisturbed: run_checks.RunFiles,
     disturbed: run_checks.RunFiles,
@@ -140,7 +142,7 @@ def compare(
     baseline = run_checks.check_accounting(undisturbed, steps=campaign.steps)
     found += [f"undisturbed: {problem}" for problem in baseline.problems]
     trained = [
-        i for i, states in run_checks.ends(undisturbed.ledger).items() if "trained" in states
+        i for i, states in run_checks.end_states(undisturbed.ledger).items() if "trained" in states
     ]
     accounting = run_checks.check_accounting(
         disturbed, steps=campaign.steps, expected=trained if synchronous else None

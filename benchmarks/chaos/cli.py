@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 
 from benchmarks.chaos import campaign, run_checks, soak
-from benchmarks.chaos.schedule import SHORT, FaultKind, draw
+from benchmarks.chaos.schedule import SHORT, FaultKind, draw_faults
 
 STEPS, FAULTS, EVERY_STEPS = 60, 20, 5
 SHORT_STEPS, SHORT_FAULTS, SHORT_EVERY_STEPS = 14, 4, 4
@@ -76,7 +76,7 @@ def _chaos(given: argparse.Namespace) -> int:
     every_steps = SHORT_EVERY_STEPS if given.short else EVERY_STEPS
     steps = given.steps or (SHORT_STEPS if given.short else STEPS)
     try:
-        faults = draw(
+        faults = draw_faults(
             given.seed,
             given.faults or (SHORT_FAULTS if given.short else FAULTS),
             steps=steps,

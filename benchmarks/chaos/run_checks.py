@@ -69,7 +69,7 @@ def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1] if line]
 
 
-def ends(ledger: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
+def end_states(ledger: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
     """The states in which each group ended, by id; further deliveries of it do not count."""
     found = collections.defaultdict(list)
     for line in ledger:
@@ -91,7 +91,7 @@ def check_accounting(
         expected: ids that must have been trained, no more and no fewer; None where two runs may
             differ in that, and every id below the highest must have ended or be in progress.
     """
-    ended = ends(run.ledger)
+    ended = end_states(run.ledger)
     twice = tuple(sorted(group_id for group_id, states in ended.items() if len(states) > 1))
     problems = [
         *_check_steps("ledger.jsonl", run.ledger, steps),

@@ -108,7 +108,7 @@ class Fault:
         return f"skip {self.skip} then {action}" if self.skip else action
 
 
-def draw(
+def draw_faults(
     seed: int,
     count: int,
     *,

@@ -20,7 +20,7 @@ START_S = 180.0
 """For the first step to be closed."""
 
 
-class RunGone(RuntimeError):
+class RunEnded(RuntimeError):
     """The run ended, or did not begin, while it was measured."""
 
 
@@ -49,12 +49,12 @@ class DemoRun:
         """The process that serves the page.
 
         Raises:
-            RunGone: if there is none.
+            RunEnded: if there is none.
         """
         for child in self.driver.children():
             if "dashboard" in child.cmdline():
                 return child
-        raise RunGone(f"the driver has no dashboard process; its output: {self.tail()}")
+        raise RunEnded(f"the driver has no dashboard process; its output: {self.tail()}")
 
     @property
     def url(self) -> str:
@@ -84,14 +84,14 @@ class DemoRun:
         """Returns when a step is closed.
 
         Raises:
-            RunGone: naming the step, if the run ends before or takes too long.
+            RunEnded: naming the step, if the run ends before or takes too long.
         """
         deadline = time.monotonic() + timeout_s
         while self.step < step:
             if self._process.poll() is not None:
-                raise RunGone(f"the run ended before step {step}; its output: {self.tail()}")
+                raise RunEnded(f"the run ended before step {step}; its output: {self.tail()}")
             if time.monotonic() > deadline:
-                raise RunGone(f"step {step} was not closed within {timeout_s:g} s: {self.tail()}")
+                raise RunEnded(f"step {step} was not closed within {timeout_s:g} s: {self.tail()}")
             time.sleep(0.05)
 
     def tail(self) -> str:

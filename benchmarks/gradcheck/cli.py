@@ -35,7 +35,7 @@ from benchmarks.gradcheck.gradient_errors import (
     Candidate,
     GradientError,
     Tolerance,
-    check,
+    check_gradient,
     head_candidate,
     logits_candidate,
 )
@@ -185,10 +185,10 @@ def run_checks(
         for case in cases:
             problem = logits_problem(case, dtype=dtype, **sizes)
             for candidate in at_logits:
-                yield from check(problem, candidate, tolerance)
+                yield from check_gradient(problem, candidate, tolerance)
             problem = head_problem(case, dtype=dtype, width=settings.width, **sizes)
             for candidate in at_head:
-                yield from check(problem, candidate, tolerance)
+                yield from check_gradient(problem, candidate, tolerance)
     if model is None:
         return
     arrays, ids_N = model
@@ -197,7 +197,7 @@ def run_checks(
             rng = np.random.default_rng(settings.seed)
             problem = make_problem(case, arrays, ids_N, dtype=dtype, rng=rng)
             for candidate in [*at_logits, *at_head]:
-                for finding in check(problem, candidate, tolerance):
+                for finding in check_gradient(problem, candidate, tolerance):
                     yield finding._replace(case=f"model {case.name}")
 
 

@@ -109,7 +109,9 @@ def head_candidate(impl: str, schedule: str) -> Candidate:
     return Candidate(f"linear_objective {impl} {schedule}", loss_of)
 
 
-def check(problem: Problem, candidate: Candidate, tolerance: Tolerance) -> list[GradientError]:
+def check_gradient(
+    problem: Problem, candidate: Candidate, tolerance: Tolerance
+) -> list[GradientError]:
     """Differentiates a problem by a candidate; one finding for each array."""
     arrays = dict(problem.arrays)
     dtype = str(next(iter(arrays.values())).dtype)

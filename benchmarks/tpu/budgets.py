@@ -39,7 +39,7 @@ class BudgetCheck(NamedTuple):
         return "held" if self.reached <= self.budget else "BROKEN"
 
 
-def load(path: pathlib.Path = FILE) -> Budgets:
+def load_budgets(path: pathlib.Path = FILE) -> Budgets:
     """Reads the bounds.
 
     Raises:
@@ -53,7 +53,7 @@ def load(path: pathlib.Path = FILE) -> Budgets:
     return Budgets(document["libtpu"], document["programs"])
 
 
-def check(figures: dict[str, Any], budget: dict[str, float]) -> list[BudgetCheck]:
+def check_figures(figures: dict[str, Any], budget: dict[str, float]) -> list[BudgetCheck]:
     """Every figure that was measured or has a bound.
 
     Args:

@@ -79,7 +79,7 @@ def compile_here(lower: Any) -> Figures:
     started = time.monotonic()
     compiled = lower(topology.devices[0]).compile()
     compile_s = time.monotonic() - started
-    module = hlo.parse(compiled.as_text())
+    module = hlo.parse_program(compiled.as_text())
     traffic = hlo.traffic(module)
     return Figures(
         compile_s=round(compile_s, 3),

@@ -47,7 +47,7 @@ class ProgramCost(NamedTuple):
     not among them."""
 
 
-def model(ops: Iterable[OpTraffic], cycles: dict[str, int]) -> ProgramCost:
+def program_cost(ops: Iterable[OpTraffic], cycles: dict[str, int]) -> ProgramCost:
     """Combines what operations move with the cycles they take.
 
     Args:

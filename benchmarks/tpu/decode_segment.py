@@ -180,7 +180,9 @@ def compile_segment(
         peak_bytes=needs["peak_bytes"],
         need_bytes=needs["peak_bytes"] + sizes["weight_bytes"],
         **token_cost(
-            hlo.parse(str(compiled.as_text())), issue_cycles.read_dump(dump), spec.segment_tokens
+            hlo.parse_program(str(compiled.as_text())),
+            issue_cycles.read_dump(dump),
+            spec.segment_tokens,
         ),
     )
 
@@ -234,7 +236,7 @@ def _cost(module: hlo.Module, cycles: dict[str, int]) -> cost_model.ProgramCost:
             op = op._replace(bytes=_slice_bytes(by_name[op.name]))
         if op.opcode != "conditional":
             ops.append(op)
-    return cost_model.model(ops, cycles)
+    return cost_model.program_cost(ops, cycles)
 
 
 def _slice_bytes(op: hlo.Op) -> int:

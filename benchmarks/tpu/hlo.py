@@ -93,7 +93,7 @@ class Traffic(NamedTuple):
         return sum(op.bytes * op.times for op in self.ops)
 
 
-def parse(text: str) -> Module:
+def parse_program(text: str) -> Module:
     """The computations of a compiled program's text.
 
     Raises:

@@ -35,11 +35,11 @@ def read_dump(folder: pathlib.Path) -> dict[str, int]:
     for path in folder.iterdir():
         match = FILE.fullmatch(path.name)
         if match:
-            found[match["op"]] = count(path.read_text(errors="replace"))
+            found[match["op"]] = count_cycles(path.read_text(errors="replace"))
     return found
 
 
-def count(text: str) -> int:
+def count_cycles(text: str) -> int:
     """Cycles of one execution of the operation whose final bundles the text has.
 
     Raises:

@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         check_report_file(arguments.json)
         names = _chosen(arguments.only, arguments.fast)
         versions = _versions()
-        budgets = tpu_budgets.load()
+        budgets = tpu_budgets.load_budgets()
     except (WrongArgument, ValueError) as error:
         print(f"tpu_report: {error}", file=sys.stderr)
         return 2
@@ -85,12 +85,12 @@ def judge(name: str, figures: compile_kernel.Figures, budget: dict[str, float]) 
     del entry["ops"], entry["op_cycles"]
     if figures.error:
         return entry
-    cost = cost_model.model(figures.ops, figures.op_cycles)
+    cost = cost_model.program_cost(figures.ops, figures.op_cycles)
     entry |= {"cycles": cost.cycles, "model_ms": cost.ms}
     ops = [op._asdict() for op in cost.ops]
     entry["cost"] = {"ops": ops, "without_cycles": cost.without_cycles}
     measured = {key: entry[key] for key in tpu_budgets.FIGURES}
-    checks = tpu_budgets.check(measured, budget)
+    checks = tpu_budgets.check_figures(measured, budget)
     entry["checks"] = [{**check._asdict(), "verdict": check.verdict} for check in checks]
     return entry
 

@@ -9,14 +9,14 @@ import pytest
 import safetensors.numpy
 
 from benchmarks.chaos import run_checks, soak
-from benchmarks.chaos.campaign import Campaign, compare
+from benchmarks.chaos.campaign import Campaign, compare_runs
 from benchmarks.chaos.schedule import (
     AT_CHECKPOINTS,
     FIRST_STEP,
     POINTS,
     SHORT,
     FaultKind,
-    draw,
+    draw_faults,
     recovered_by,
 )
 from services.process import failpoints
@@ -176,7 +176,7 @@ def campaign(mode: str) -> Campaign:
 
 def test_a_synchronous_campaign_wants_equal_bits_and_names_the_divergence(folder):
     undisturbed = run_checks.read_run(folder)
-    assert compare(campaign("sync"), undisturbed, run_checks.read_run(folder), 0, []).passed
+    assert compare_runs(campaign("sync"), undisturbed, run_checks.read_run(folder), 0, []).passed
 
     def drift(lines):
         lines[1]["train/loss"] += 1e-9
@@ -184,11 +184,11 @@ def test_a_synchronous_campaign_wants_equal_bits_and_names_the_divergence(folder
 
     other = change(folder, "metrics.jsonl", drift)
     other.parameters["w"][0] = 2
-    outcome = compare(campaign("sync"), undisturbed, other, 0, [])
+    outcome = compare_runs(campaign("sync"), undisturbed, other, 0, [])
     assert not outcome.passed and outcome.parameters_equal is False
     assert "1 tensors differ, first w" in outcome.problems[0]
     assert "diverge at step 2: train/loss" in outcome.problems[1]
-    assert compare(campaign("async"), undisturbed, other, 0, []).passed
+    assert compare_runs(campaign("async"), undisturbed, other, 0, []).passed
 
 
 @pytest.mark.parametrize("part", run_checks.CERTIFIED)
@@ -196,17 +196,17 @@ def test_a_checkpoint_that_differs_where_an_export_cannot_show_it_is_found(folde
     """Exports are rounded to 16 bits; the master weights and the optimiser are not."""
     undisturbed, other = run_checks.read_run(folder), run_checks.read_run(folder)
     other.certificate[part] = "ff00"
-    outcome = compare(campaign("sync"), undisturbed, other, 0, [])
+    outcome = compare_runs(campaign("sync"), undisturbed, other, 0, [])
     assert outcome.parameters_equal is False
     assert outcome.problems == (f"the last checkpoints differ in {part}",)
     other.certificate.pop(part)
-    assert not compare(campaign("sync"), other, undisturbed, 0, []).passed
-    assert compare(campaign("async"), undisturbed, other, 0, []).passed
+    assert not compare_runs(campaign("sync"), other, undisturbed, 0, []).passed
+    assert compare_runs(campaign("async"), undisturbed, other, 0, []).passed
 
 
 def test_a_slow_recovery_fails_a_campaign_whose_books_are_right(folder):
     run = run_checks.read_run(folder)
-    assert not compare(campaign("sync"), run, run, 1, ["fault 1: recovered in 61 s"]).passed
+    assert not compare_runs(campaign("sync"), run, run, 1, ["fault 1: recovered in 61 s"]).passed
 
 
 def test_the_last_line_is_for_machines():
@@ -217,13 +217,13 @@ def test_the_last_line_is_for_machines():
 
 
 def test_equal_seeds_draw_equal_faults_and_others_draw_others():
-    drawn = [draw(seed, 20, steps=60, every_steps=5) for seed in (0, 0, 1)]
+    drawn = [draw_faults(seed, 20, steps=60, every_steps=5) for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_kind_is_drawn_equally_often_and_there_is_time_to_recover(seed):
-    faults = draw(seed, 20, steps=60, every_steps=5)
+    faults = draw_faults(seed, 20, steps=60, every_steps=5)
     counts = collections.Counter(fault.kind for fault in faults)
     assert len(counts) == len(FaultKind) and max(counts.values()) == 2
     assert [fault.number for fault in faults] == list(range(1, 21))
@@ -241,9 +241,9 @@ def test_recovery_counts_the_wait_for_a_checkpoint_and_for_the_fault_before():
 
 def test_more_faults_than_fit_are_refused():
     with pytest.raises(ValueError, match="20 faults do not fit into 30 steps"):
-        draw(0, 20, steps=30, every_steps=5)
+        draw_faults(0, 20, steps=30, every_steps=5)
     with pytest.raises(ValueError, match="0 faults do not fit"):
-        draw(0, 0, steps=60, every_steps=5)
+        draw_faults(0, 0, steps=60, every_steps=5)
 
 
 def test_every_kind_is_made_by_a_point_that_exists_or_by_hand(tmp_path):

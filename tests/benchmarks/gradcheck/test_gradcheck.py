@@ -15,7 +15,7 @@ from benchmarks.gradcheck.gradient_errors import (
     TOLERANCES,
     Candidate,
     Tolerance,
-    check,
+    check_gradient,
     head_candidate,
     judge,
     logits_candidate,
@@ -32,7 +32,7 @@ WIDER = "bfloat16"
 def failures(problem, candidate):
     """What the default tolerances say against a candidate."""
     dtype = str(next(iter(problem.arrays.values())).dtype)
-    findings = check(problem, candidate, TOLERANCES[dtype])
+    findings = check_gradient(problem, candidate, TOLERANCES[dtype])
     return [text for finding in findings for text in finding.problems]
 
 

@@ -24,7 +24,7 @@ needs_compiler = pytest.mark.skipif(
 
 def moved(text):
     """Bytes of one execution and executions, by operation; what moves nothing is left out."""
-    found = hlo.traffic(hlo.parse(text))
+    found = hlo.traffic(hlo.parse_program(text))
     assert found.uncounted_loops == []
     return {op.name: (op.bytes, op.times) for op in found.ops if op.bytes}
 
@@ -112,7 +112,7 @@ def test_the_rounds_that_xla_states_are_believed():
 
 
 def test_a_loop_of_unknown_rounds_is_counted_once_and_named():
-    found = hlo.traffic(hlo.parse(LOOP.replace("BOUND", "parameter(1)")))
+    found = hlo.traffic(hlo.parse_program(LOOP.replace("BOUND", "parameter(1)")))
     assert found.uncounted_loops == ["w"]
     assert {op.name: op.times for op in found.ops}["y"] == 1
 
@@ -136,7 +136,7 @@ def test_a_kernel_moves_its_arrays_once_or_what_it_states_if_that_is_more(stated
 
 def test_a_text_that_is_no_program_is_refused():
     with pytest.raises(ValueError, match="no ENTRY computation"):
-        hlo.parse("error: something else")
+        hlo.parse_program("error: something else")
 
 
 LOOPS = """
@@ -157,20 +157,20 @@ base_bounds: (4, 32) */ }
 
 def test_cycles_are_the_bundles_of_loops_times_their_rounds():
     # In the outer loop 4 of its own (one is empty), 2 x 4 and 2 x 2; around it 2.
-    assert issue_cycles.count(LOOPS) == 2 + 10 * (4 + 8 + 4)
+    assert issue_cycles.count_cycles(LOOPS) == 2 + 10 * (4 + 8 + 4)
 
 
 def test_a_loop_whose_rounds_are_not_told_counts_once():
-    assert issue_cycles.count(LOOPS.replace("/* loop exit test */", "")) == 10
+    assert issue_cycles.count_cycles(LOOPS.replace("/* loop exit test */", "")) == 10
 
 
 def test_a_loop_without_a_mark_of_nesting_is_counted_where_it_stands():
-    assert issue_cycles.count("0 : { a }\n0x1 LB: { b }\n0x2 : { c }\n") == 3
+    assert issue_cycles.count_cycles("0 : { a }\n0x1 LB: { b }\n0x2 : { c }\n") == 3
 
 
 def test_a_text_without_bundles_is_refused():
     with pytest.raises(ValueError, match="no bundle in 'nothing'"):
-        issue_cycles.count("nothing")
+        issue_cycles.count_cycles("nothing")
 
 
 def test_dumps_of_final_schedules_are_known_by_their_names():
@@ -187,7 +187,7 @@ def test_an_operation_takes_the_longer_of_its_cycles_and_its_bytes():
         OpTraffic("small", "fusion", 1640, 1),
         OpTraffic("unseen", "fusion", 1_640_000, 1),
     ]
-    cost = cost_model.model(ops, {"bound_by_memory": 1, "bound_by_cycles": 1_750_000})
+    cost = cost_model.program_cost(ops, {"bound_by_memory": 1, "bound_by_cycles": 1_750_000})
     assert [(op.name, op.ms) for op in cost.ops] == [
         ("bound_by_cycles", pytest.approx(3.0)),
         ("bound_by_memory", pytest.approx(1.0)),
@@ -243,14 +243,14 @@ def test_a_program_that_does_not_compile_is_broken():
 
 
 def test_every_budget_is_that_of_a_program():
-    assert set(tpu_budgets.load().programs) <= set(programs())
+    assert set(tpu_budgets.load_budgets().programs) <= set(programs())
 
 
 def test_a_budget_for_an_unknown_figure_is_refused(tmp_path):
     path = tmp_path / "budgets.json"
     path.write_text(json.dumps({"libtpu": "1", "programs": {"p": {"temp": 1}}}))
     with pytest.raises(ValueError, match="'temp'"):
-        tpu_budgets.load(path)
+        tpu_budgets.load_budgets(path)
 
 
 def test_a_child_past_its_deadline_is_an_error_of_its_program():
