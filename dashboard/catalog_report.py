@@ -11,7 +11,7 @@ from dashboard.prometheus import Exporter, family_name
 from dashboard.runs.driver_client import fleet_json
 from diagnosis.catalog.catalog import METRICS, PHASE_ROWS
 from diagnosis.records.facts import StepFacts
-from services.control.messages import Fleet, ScalingPolicy, WorkerState, WorkerStatus
+from services.control.messages import FleetStatus, ScalingPolicy, WorkerState, WorkerStatus
 
 HEAD = """# Metrics
 
@@ -77,7 +77,7 @@ def _own_families() -> list[Metric]:
         device_bytes=1,  # only if the platform reports them
         device_peak_bytes=1,
     )
-    fleet = Fleet(target=1, least=1, most=1, policy=ScalingPolicy.FIXED, workers=(worker,))
+    fleet = FleetStatus(target=1, least=1, most=1, policy=ScalingPolicy.FIXED, workers=(worker,))
     run = {"run": "", "run_id": "", "state": "running", "step": 1, "steps_total": 1, "started": 0.0}
     return exporter.families(run, fleet_json(fleet), viewers=0, dropped=0)
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from services.control.access import NoAccess, read_access
 from services.control.client import ControlClient, ControlFailed
-from services.control.messages import Accepted, Fleet, NoSuchWorker, NotNow, OutOfBounds
+from services.control.messages import Accepted, FleetStatus, NoSuchWorker, NotNow, OutOfBounds
 
 FLEET_S = 2.0
 """Timeout of a question about the fleet, which the driver answers at once."""
@@ -83,7 +83,7 @@ class DriverClient:
             return self._client
 
 
-def fleet_json(fleet: Fleet) -> dict[str, Any]:
+def fleet_json(fleet: FleetStatus) -> dict[str, Any]:
     """Every field of the message, enums by their value."""
     fields = [
         (field.name, _plain(getattr(fleet, field.name))) for field in dataclasses.fields(fleet)

@@ -17,7 +17,7 @@ from rollout_worker.config import WorkersConfig
 from services.control import access as control_access
 from services.control.messages import (
     Accepted,
-    Fleet,
+    FleetStatus,
     NoSuchWorker,
     NotNow,
     OutOfBounds,
@@ -65,7 +65,7 @@ class FleetRequest:
         self.answer.set_exception(error)
 
 
-def new_target(wish: Scale | Drain, fleet: Fleet) -> int:
+def new_target(wish: Scale | Drain, fleet: FleetStatus) -> int:
     """Workers wanted once the wish is granted.
 
     Raises:
@@ -106,7 +106,7 @@ class ControlBox:
         self._lock = threading.Lock()
         self._requests: list[FleetRequest] = []
         self._closed = ""
-        self._fleet = Fleet(
+        self._fleet = FleetStatus(
             target=workers.at_start,
             least=workers.min,
             most=workers.max,
@@ -122,7 +122,7 @@ class ControlBox:
             requests, self._requests = self._requests, []
         return [one for one in requests if one.answer.set_running_or_notify_cancel()]
 
-    def show_fleet(self, fleet: Fleet) -> None:
+    def show_fleet(self, fleet: FleetStatus) -> None:
         """Replaces what `fleet` says from now on."""
         with self._lock:
             self._fleet = fleet
@@ -134,7 +134,7 @@ class ControlBox:
         for request in self.take_requests():
             request.refuse(NotNow(reason))
 
-    def fleet(self) -> Fleet:
+    def fleet(self) -> FleetStatus:
         """As last shown."""
         with self._lock:
             return self._fleet

@@ -160,8 +160,8 @@ class Scaler:
             w for w in self._fleet.workers.values() if w.state is not control.WorkerState.DRAINING
         ]
 
-    def _snapshot(self, step: int, queues: Gauge) -> control.Fleet:
-        return control.Fleet(
+    def _snapshot(self, step: int, queues: Gauge) -> control.FleetStatus:
+        return control.FleetStatus(
             target=self.target,
             least=self._workers.min,
             most=self._workers.max,

@@ -22,7 +22,7 @@ from driver.reports.status import ExitCode, State
 from services.control.access import NoAccess, read_access
 from services.control.client import ControlClient, ControlFailed
 from services.control.messages import (
-    Fleet,
+    FleetStatus,
     NoSuchWorker,
     NotNow,
     OutOfBounds,
@@ -169,7 +169,7 @@ _ENDED = {
 }
 
 
-def fleet_table(fleet: Fleet) -> Table:
+def fleet_table(fleet: FleetStatus) -> Table:
     """The workers as a table; `-` is what is not known yet."""
     title = (
         f"step {fleet.step}, policy version {fleet.policy_version}: {fleet.current} of "
@@ -204,7 +204,7 @@ def _memory(worker: WorkerStatus) -> str:
     return f"{worker.host_bytes / 1e9:.1f}{devices} GB"
 
 
-def _show(fleet: Fleet, console: Console) -> None:
+def _show(fleet: FleetStatus, console: Console) -> None:
     """Prints the table, and the last errors below it."""
     console.print(fleet_table(fleet))
     failed = [
@@ -214,7 +214,7 @@ def _show(fleet: Fleet, console: Console) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def waited_for(fleet: Fleet, drained: str | None) -> str:
+def waited_for(fleet: FleetStatus, drained: str | None) -> str:
     """What the fleet still lacks to its target; '' once it has reached it.
 
     Args:
@@ -272,7 +272,7 @@ def _change(client: ControlClient, given: argparse.Namespace, console: Console) 
         time.sleep(min(POLL_S, given.wait))
 
 
-def _taken_back(fleet: Fleet, wanted: int) -> RunError:
+def _taken_back(fleet: FleetStatus, wanted: int) -> RunError:
     text = f"{wanted} rollout workers were accepted, but the run's target is {fleet.target} now"
     if fleet.notice and fleet.target < wanted:
         return NoRoom(f"{text}: {fleet.notice}")

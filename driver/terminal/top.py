@@ -29,7 +29,7 @@ from driver.terminal import bars
 from driver.terminal.scale import fleet_table
 from services.control.access import NoAccess, read_access
 from services.control.client import ControlClient, ControlFailed
-from services.control.messages import Fleet, WorkerState
+from services.control.messages import FleetStatus, WorkerState
 from services.process.run_processes import state_of_run
 
 ANSWER_S = 2.0
@@ -68,7 +68,7 @@ class FleetView:
         self.why = ""
         """Why the driver does not answer; empty where it does."""
 
-    def poll_fleet(self) -> Fleet | None:
+    def poll_fleet(self) -> FleetStatus | None:
         """The fleet, or None and `why` where the driver does not answer."""
         try:
             if self._client is None:
@@ -106,7 +106,7 @@ class Top:
                 "line of output names it"
             )
         self._fleet_view = FleetView(folder)
-        self._fleet: Fleet | None = None
+        self._fleet: FleetStatus | None = None
         self._judge: Judge | None = None
         self.state = "running"
 

@@ -7,7 +7,7 @@ import grpc
 
 from services.control.messages import (
     Accepted,
-    Fleet,
+    FleetStatus,
     NoSuchWorker,
     NotNow,
     OutOfBounds,
@@ -74,7 +74,7 @@ class ControlClient:
         )
         return Accepted(target=response.target, current=response.current)
 
-    def fleet(self, timeout_s: float) -> Fleet:
+    def fleet(self, timeout_s: float) -> FleetStatus:
         """Describes the workers; raises what `scale` raises."""
         request = control_pb2.GetFleetRequest()
         response = self._call(

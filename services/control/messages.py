@@ -74,7 +74,7 @@ class LearnerStatus:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Fleet:
+class FleetStatus:
     """All rollout workers of a run, and how many are wanted; fields as in control.proto."""
 
     target: int
@@ -135,7 +135,7 @@ class ControlHandler(Protocol):
         """
         ...
 
-    def fleet(self) -> Fleet:
+    def fleet(self) -> FleetStatus:
         """The workers as the driver last saw them; never waits."""
         ...
 
@@ -144,7 +144,7 @@ _PLAIN_FIELDS = frozenset(field.name for field in dataclasses.fields(WorkerStatu
 """Of a worker, that are the same in the message."""
 
 
-def encode_fleet(fleet: Fleet) -> control_pb2.GetFleetResponse:
+def encode_fleet(fleet: FleetStatus) -> control_pb2.GetFleetResponse:
     """Returns the message that describes the workers; long errors are shortened."""
     return control_pb2.GetFleetResponse(
         target=fleet.target,
@@ -163,13 +163,13 @@ def encode_fleet(fleet: Fleet) -> control_pb2.GetFleetResponse:
     )
 
 
-def decode_fleet(message: control_pb2.GetFleetResponse) -> Fleet:
+def decode_fleet(message: control_pb2.GetFleetResponse) -> FleetStatus:
     """The inverse, but for the length of errors.
 
     Raises:
         ValueError: for a state or policy that this version does not define.
     """
-    return Fleet(
+    return FleetStatus(
         target=message.target,
         least=message.min,
         most=message.max,

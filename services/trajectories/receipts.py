@@ -2,10 +2,7 @@
 
 from collections.abc import Mapping
 
-from services.wire.messages import Group
-
-NO_VERSION = -1
-"""Stands for the current version before the first is issued."""
+from services.wire.messages import NO_VERSION, Group
 
 
 class StaleGroup(Exception):

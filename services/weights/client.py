@@ -333,7 +333,7 @@ class _Stream:
         finally:
             self._transfer.return_segment(range(position, segment.stop))
 
-    def _open(self, offset: int, length: int) -> Iterator[codec.Piece]:
+    def _open(self, offset: int, length: int) -> Iterator[codec.WeightPiece]:
         request = weights_pb2.FetchWeightsRequest(offset_bytes=offset, length_bytes=length)
         request.MergeFrom(self._request)
         self._silent.clear()

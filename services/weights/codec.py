@@ -108,7 +108,7 @@ def decode_delta_manifest(message: weights_pb2.GetDeltaResponse) -> DeltaManifes
     )
 
 
-class Piece(NamedTuple):
+class WeightPiece(NamedTuple):
     """The content of a FetchWeightsResponse."""
 
     offset: int
@@ -116,7 +116,7 @@ class Piece(NamedTuple):
     data: memoryview
 
 
-def encode_piece(piece: Piece) -> bytes:
+def encode_piece(piece: WeightPiece) -> bytes:
     """Serialises a tandem.v1.FetchWeightsResponse, copying its bytes once.
 
     The generated class copies them three times on this side and twice on the other, which costs
@@ -130,7 +130,7 @@ def encode_piece(piece: Piece) -> bytes:
     )
 
 
-def decode_piece(raw: bytes) -> Piece:
+def decode_piece(raw: bytes) -> WeightPiece:
     """Restores a piece; its data is a view of `raw` if that is laid out as by `encode_piece`.
 
     Raises:
@@ -139,18 +139,18 @@ def decode_piece(raw: bytes) -> Piece:
     return _view_piece(raw) or _parse_piece(raw)
 
 
-def _view_piece(raw: bytes) -> Piece | None:
+def _view_piece(raw: bytes) -> WeightPiece | None:
     offset, end = _read_varint(raw, len(_OFFSET_TAG))
     length, start = _read_varint(raw, end + len(_DATA_TAG))
     tags = (raw[: len(_OFFSET_TAG)], raw[end : end + len(_DATA_TAG)])
     if tags != (_OFFSET_TAG, _DATA_TAG) or start + length != len(raw):
         return None
-    return Piece(offset, memoryview(raw)[start:])
+    return WeightPiece(offset, memoryview(raw)[start:])
 
 
-def _parse_piece(raw: bytes) -> Piece:
+def _parse_piece(raw: bytes) -> WeightPiece:
     message = weights_pb2.FetchWeightsResponse.FromString(raw)
-    return Piece(message.offset_bytes, memoryview(message.data))
+    return WeightPiece(message.offset_bytes, memoryview(message.data))
 
 
 def _varint(value: int) -> bytes:

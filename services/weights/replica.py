@@ -37,7 +37,7 @@ from services.weights.transfer import (
     arrays_of,
 )
 from services.wire.channel import PIECE_BYTES, Deadline
-from services.wire.messages import WeightManifest
+from services.wire.messages import NO_VERSION, WeightManifest
 from services.wire.server import Server
 from services.wire.tls import Credentials
 
@@ -414,7 +414,7 @@ class Replica:
     def _base(self, manifest: WeightManifest) -> HeldVersion | None:
         """The newest version held, where a delta from it to this one may exist."""
         current = self.store.current_version
-        if not self._deltas or current < 0:
+        if not self._deltas or current == NO_VERSION:
             return None
         held = self.store.held(current)
         return held if same_layout(held.manifest, manifest) else None

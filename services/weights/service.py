@@ -86,7 +86,7 @@ class _WeightServicer(weights_pb2_grpc.WeightServiceServicer):
         for start in range(0, len(data), self._chunk_bytes):
             piece = failpoints.spoiled("weights.serve", data[start : start + self._chunk_bytes])
             self._store.count_egress(len(piece))
-            yield codec.Piece(offset + start, piece)
+            yield codec.WeightPiece(offset + start, piece)
 
     def GetDelta(self, request, context):
         self._check_run(request.run_id, context)

@@ -17,10 +17,8 @@ from services.weights.buffer_pool import BufferPool
 from services.weights.delta import Delta, DeltaTooLarge, encode_delta
 from services.weights.digest import HASH_THREADS, layout
 from services.weights.publication import Publication, copy_all
-from services.wire.messages import TensorSpec, WeightManifest
+from services.wire.messages import NO_VERSION, TensorSpec, WeightManifest
 
-NO_VERSION = -1
-"""Stands for the current version before the first is published."""
 DELTA_SHARE = 0.5
 """A delta larger than this share of its version is not worth its work."""
 

@@ -12,7 +12,7 @@ import threading
 
 import numpy as np
 
-from services.weights.codec import Piece
+from services.weights.codec import WeightPiece
 from services.weights.delta import Delta, DeltaKind, DeltaManifest, apply_delta
 from services.weights.digest import checksum, digest_of_specs, wire_dtype
 from services.weights.store import HeldVersion
@@ -88,7 +88,7 @@ class Transfer:
             if rest:
                 self._segments.appendleft(rest)
 
-    def write_piece(self, segment: range, position: int, piece: Piece) -> int:
+    def write_piece(self, segment: range, position: int, piece: WeightPiece) -> int:
         """Puts one piece of a segment in its place.
 
         Args:

@@ -9,6 +9,9 @@ import enum
 
 import numpy as np
 
+NO_VERSION = -1
+"""The current policy version before the first one is published and issued."""
+
 
 class FinishReason(enum.Enum):
     """Why a completion ended."""

@@ -13,7 +13,7 @@ from dashboard.runs.driver_client import DriverClient
 from services.control.access import write_access
 from services.control.messages import (
     Accepted,
-    Fleet,
+    FleetStatus,
     NoSuchWorker,
     NotNow,
     OutOfBounds,
@@ -231,11 +231,11 @@ class Driver:
         self.asked = 0
         self.target = 2
 
-    def fleet(self) -> Fleet:
+    def fleet(self) -> FleetStatus:
         self.asked += 1
         state = WorkerState.WORKING
         workers = tuple(WorkerStatus(name=f"rollout-{i}", state=state) for i in range(2))
-        return Fleet(
+        return FleetStatus(
             target=self.target, least=1, most=4, policy=ScalingPolicy.FIXED, workers=workers
         )
 

@@ -11,7 +11,13 @@ from dashboard.app import DOCUMENT, ENDPOINTS
 from dashboard.runs.driver_client import fleet_json
 from dashboard.runs.run_follower import RunFollower
 from diagnosis.catalog import catalog
-from services.control.messages import Fleet, LearnerStatus, ScalingPolicy, WorkerState, WorkerStatus
+from services.control.messages import (
+    FleetStatus,
+    LearnerStatus,
+    ScalingPolicy,
+    WorkerState,
+    WorkerStatus,
+)
 from services.wire.strict_json import encode
 from tests.dashboard.served import events, served, strict, until
 
@@ -168,7 +174,7 @@ def test_events_have_the_forms_of_their_documents(tmp_path):
 
 def test_a_whole_fleet_has_the_form_that_is_promised():
     workers = (WorkerStatus(name="rollout-0", state=WorkerState.WORKING),)
-    fleet = Fleet(
+    fleet = FleetStatus(
         target=1,
         least=1,
         most=4,

@@ -15,7 +15,7 @@ from dashboard.prometheus import STATES, Exporter, exposed
 from dashboard.runs.driver_client import fleet_json, no_fleet
 from diagnosis.records.facts import StepFacts
 from diagnosis.records.run_log import RunLog
-from services.control.messages import Fleet, ScalingPolicy, WorkerState, WorkerStatus
+from services.control.messages import FleetStatus, ScalingPolicy, WorkerState, WorkerStatus
 from tests.dashboard.served import served, until
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -115,7 +115,7 @@ def test_the_fleet_has_a_sample_for_each_worker_while_the_driver_answers():
         WorkerStatus(name="rollout-0", state=WorkerState.WORKING, tokens_per_s=12.5),
         WorkerStatus(name="rollout-1", state=WorkerState.STARTING),
     )
-    fleet = Fleet(target=3, least=1, most=4, policy=ScalingPolicy.FIXED, workers=workers)
+    fleet = FleetStatus(target=3, least=1, most=4, policy=ScalingPolicy.FIXED, workers=workers)
     found = samples(Exporter().text(RUN, fleet_json(fleet)))
     assert value(found, "tandem_workers", state="working") == 1
     assert value(found, "tandem_workers", state="gone") == 0
@@ -180,7 +180,7 @@ def panels(document) -> list[dict]:
 def test_grafana_asks_for_what_is_exposed(scraped):
     found, _ = scraped
     workers = (WorkerStatus(name="rollout-0", state=WorkerState.WORKING),)
-    fleet = Fleet(target=1, least=1, most=4, policy=ScalingPolicy.FIXED, workers=workers)
+    fleet = FleetStatus(target=1, least=1, most=4, policy=ScalingPolicy.FIXED, workers=workers)
     there = {name for name, _ in found}
     there |= {name for name, _ in samples(Exporter().text(RUN, fleet_json(fleet)))}
     asked = queried()

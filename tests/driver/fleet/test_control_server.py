@@ -20,7 +20,7 @@ from services.control.access import NoAccess, read_access
 from services.control.client import ControlClient
 from services.control.messages import (
     Accepted,
-    Fleet,
+    FleetStatus,
     NoSuchWorker,
     NotNow,
     OutOfBounds,
@@ -37,7 +37,7 @@ def fleet_of(*states, target=None, least=1, most=4):
         WorkerStatus(name=f"rollout-{i}", state=WorkerState(state))
         for i, state in enumerate(states)
     )
-    return Fleet(
+    return FleetStatus(
         target=len(states) if target is None else target,
         least=least,
         most=most,

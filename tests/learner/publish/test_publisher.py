@@ -15,7 +15,8 @@ from services.process import failpoints
 from services.process.phase_clock import PhaseClock
 from services.weights.digest import tree_digest, wire_dtype
 from services.weights.publication import Publication
-from services.weights.store import NO_VERSION, WeightStore
+from services.weights.store import WeightStore
+from services.wire.messages import NO_VERSION
 from tests.deadlines import HANG_S
 from tests.learner.builders import make_core, random_groups
 

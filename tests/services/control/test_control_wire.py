@@ -9,7 +9,7 @@ from services.control.client import ControlClient, ControlFailed
 from services.control.messages import (
     ERROR_CHARS,
     Accepted,
-    Fleet,
+    FleetStatus,
     LearnerStatus,
     NoSuchWorker,
     NotNow,
@@ -25,7 +25,7 @@ from services.wire.server import Server
 from services.wire.tls import Credentials, RunAuthority
 from tests.deadlines import HANG_S
 
-FLEET = Fleet(
+FLEET = FleetStatus(
     target=3,
     least=1,
     most=8,

@@ -85,7 +85,7 @@ def test_canary_whose_arrays_do_not_belong_together_is_refused(change, part):
 
 @given(st.integers(0, 2**63 - 1), st.binary(max_size=300))
 def test_piece_is_the_message_of_the_proto_both_ways(offset, data):
-    raw = codec.encode_piece(codec.Piece(offset, memoryview(data)))
+    raw = codec.encode_piece(codec.WeightPiece(offset, memoryview(data)))
     message = weights_pb2.FetchWeightsResponse.FromString(raw)
     assert (message.offset_bytes, message.data) == (offset, data)
     assert codec.decode_piece(raw) == (offset, data)
@@ -118,5 +118,5 @@ def test_g04_bfloat16_keeps_every_bit_and_its_name(cases):
 
 
 def test_piece_is_a_view_of_the_received_message():
-    raw = codec.encode_piece(codec.Piece(300, memoryview(b"abc")))
+    raw = codec.encode_piece(codec.WeightPiece(300, memoryview(b"abc")))
     assert codec.decode_piece(raw).data.obj is raw

@@ -16,7 +16,8 @@ from services.weights.buffer_pool import BufferPool
 from services.weights.delta import apply_delta
 from services.weights.digest import layout, tree_digest
 from services.weights.publication import PublicationClosed, PublicationIncomplete
-from services.weights.store import NO_VERSION, UnknownDelta, UnknownVersion, WeightStore
+from services.weights.store import UnknownDelta, UnknownVersion, WeightStore
+from services.wire.messages import NO_VERSION
 
 ALL = ()
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from services.weights.digest import tree_digest
-from services.weights.store import NO_VERSION, UnknownVersion, WeightStore
+from services.weights.store import UnknownVersion, WeightStore
+from services.wire.messages import NO_VERSION
 from tests.deadlines import HANG_S
 
 

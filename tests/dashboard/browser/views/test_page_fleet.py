@@ -8,7 +8,7 @@ from benchmarks.made_run.made_run import MadeRun, RunPlan
 from services.control.access import write_access
 from services.control.messages import (
     Accepted,
-    Fleet,
+    FleetStatus,
     LearnerStatus,
     NoSuchWorker,
     NotNow,
@@ -64,8 +64,8 @@ class Driver:
         self.target = 3
         self.refusal: Exception | None = None
 
-    def fleet(self) -> Fleet:
-        return Fleet(
+    def fleet(self) -> FleetStatus:
+        return FleetStatus(
             target=self.target,
             least=1,
             most=4,
