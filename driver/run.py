@@ -71,7 +71,7 @@ def _run_tracked(
     stop: StopSignal,
     dashboard: Dashboard | None,
 ) -> None:
-    """The run while status.json says that it goes on; the dashboard outlives that to tell it."""
+    """The run while status.json says `running`; the dashboard stays longer, to show its end."""
     run_id = stored_run_id(folder, f"{config.run.name}-{secrets.token_hex(4)}")
     status = StatusFile(folder, run=config.run.name, run_id=run_id)
     stop.before_abort = lambda code: status.end(

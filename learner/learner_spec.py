@@ -1,4 +1,4 @@
-"""What a learner is told at its start, and what follows from that alone."""
+"""What a learner is given at its start, and what follows from that alone."""
 
 import dataclasses
 
@@ -36,7 +36,7 @@ class LearnerSpec:
     port: int
     """0 takes a free one."""
     driver_host: str
-    """Address of the driver: on a host with several, the way there tells which one is ours."""
+    """Address of the driver: the route to it decides which address of this host workers dial."""
     credentials: Credentials
     checkpoint_folder: str
     keep_checkpoints: int

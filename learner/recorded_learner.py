@@ -158,7 +158,7 @@ class RecordedLearner:
             group_ids: groups to wait for, in the order they are to be packed; none where a step
                 has nothing to train on. It is written down all the same, and made again in its
                 place after a restart.
-            dropped_ids: groups in the buffer that nobody will ask for.
+            dropped_ids: groups in the buffer that no update will ask for.
             timeout_s: bound of the wait for groups that are still on their way.
 
         Raises:

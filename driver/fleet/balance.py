@@ -86,7 +86,7 @@ def wish(waits: StepWaits, workers: int, rule: BalanceRule) -> int:
     """What one step asks for by itself: +1, -1 or 0 workers.
 
     Args:
-        waits: of a step with so many workers.
+        waits: of a step with that number of workers.
         workers: >= 1.
         rule: the thresholds.
     """

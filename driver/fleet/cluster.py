@@ -129,7 +129,7 @@ def _check_listening(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), DIAL_S).close()
     except OSError as error:
         raise NoCluster(
-            f"nobody answers at RAY_ADDRESS={address} ({error}): start the cluster, correct the "
+            f"nothing answers at RAY_ADDRESS={address} ({error}): start the cluster, correct the "
             "address, or unset RAY_ADDRESS to run on this machine alone"
         ) from error
 

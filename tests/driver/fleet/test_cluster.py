@@ -31,7 +31,7 @@ def test_a_cluster_that_is_not_there_is_named_before_ray_asks_it(monkeypatch, sc
         address = f"{scheme}127.0.0.1:{unused.getsockname()[1]}"
     monkeypatch.setenv("RAY_ADDRESS", address)
     monkeypatch.setattr(ray, "init", None)  # it would ask for minutes
-    with pytest.raises(NoCluster, match=f"nobody answers at RAY_ADDRESS={address}"):
+    with pytest.raises(NoCluster, match=f"nothing answers at RAY_ADDRESS={address}"):
         connect("test", StopSignal())
 
 
