@@ -22,15 +22,15 @@ from learner.update.batching import (
     Selection,
     SelectionRules,
     pack,
-    select,
+    select_sequences,
     unpack,
 )
 from learner.update.off_policy import (
     Correction,
     SequenceWeights,
-    correct,
+    correct_selection,
     off_policy_metrics,
-    weigh,
+    weigh_sequence,
 )
 from learner.update.state import TrainState, init_state, place_params
 from learner.update.update_metrics import (
@@ -124,7 +124,7 @@ class LearnerCore:
             raise ValueError("update needs at least 1 group, got none")
         with self._lock, clock.phase("forward_backward"):
             started, compile_s = time.monotonic(), clock.peek()["compile"]
-            selected = select(groups, self._rules, vocab_size=self._config.vocab_size)
+            selected = select_sequences(groups, self._rules, vocab_size=self._config.vocab_size)
             selection, batches, metrics = self._corrected(selected, clock)
             metrics |= group_metrics(
                 groups,
@@ -158,7 +158,7 @@ class LearnerCore:
             return selection, batches, {}
         logprobs = [self._score(batch, clock) for batch in batches]
         weights = self._weigh(selection, logprobs)
-        selection = correct(selection, weights, self._correction, self._rules)
+        selection = correct_selection(selection, weights, self._correction, self._rules)
         batches = pack(selection.sequences, self._packing)
         return selection, batches, off_policy_metrics(weights, self._correction)
 
@@ -195,7 +195,7 @@ class LearnerCore:
         """Importance weights of the sequences, from the policy's logprobs of the micro-batches."""
         of_each = unpack(logprobs, selection.sequences, self._packing)
         return [
-            weigh(sequence, logprob_N, self._correction)
+            weigh_sequence(sequence, logprob_N, self._correction)
             for sequence, logprob_N in zip(selection.sequences, of_each, strict=True)
         ]
 

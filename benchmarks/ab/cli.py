@@ -22,7 +22,7 @@ from benchmarks.ab.job import Implementation, RunFailed, RunResult, TrainingJob,
 from benchmarks.ab.report import Report, report_json, report_text
 from benchmarks.report_file import check_report_file
 from learner.config import LearnerConfig
-from learner.durable.rollout_file import Contents, scan
+from learner.durable.rollout_file import Contents, scan_rollouts
 from services.process.config_section import validated
 
 Launch = Callable[[TrainingJob], RunResult]
@@ -195,7 +195,7 @@ def _plan(given: argparse.Namespace, scratch: pathlib.Path) -> list[TrainingJob]
 
 def _contents(path: str) -> Contents:
     try:
-        contents = scan(pathlib.Path(path))
+        contents = scan_rollouts(pathlib.Path(path))
     except OSError as error:
         raise WrongInput(
             f"--rollouts {path}: {error.strerror}: give the rollouts.bin of a run that had "

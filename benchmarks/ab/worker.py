@@ -25,7 +25,7 @@ from benchmarks.compiled_program import ProgramSizes, program_sizes, whole_bytes
 from kernels import choose
 from learner.config import LearnerConfig
 from learner.core import LearnerCore
-from learner.durable.rollout_file import RolloutHeader, read_groups, scan
+from learner.durable.rollout_file import RolloutHeader, read_groups, scan_rollouts
 from models.files.checkpoint import load_model
 from models.transformer import Params
 from services.process.config_section import validated
@@ -69,7 +69,7 @@ def _train_steps(
 ) -> tuple[LearnerCore, list[StepResult], int]:
     """The core after the last step, the result of each step, and the peak in bytes until then."""
     path = pathlib.Path(job.rollouts)
-    contents = scan(path)
+    contents = scan_rollouts(path)
     assert contents.header is not None
     core = _make_core(job, contents.header, devices)
     if job.snapshot_start:

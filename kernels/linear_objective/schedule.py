@@ -1,4 +1,4 @@
-"""The head worked through in chunks of tokens: two schedules, one loop.
+"""The loop over chunks of tokens that scores the head and forms its gradients, in two schedules.
 
 For each chunk: score it against the head, finish its logprobs, pull the objective back through
 them, and form the gradients at once. `fast` keeps the chunk's logits between scoring and gradient
@@ -33,8 +33,8 @@ from kernels.token_logprob.statistics import Support, finish, merge_over, slopes
 
 SCHEDULES = ("fast", "lean")
 MASKED_CHUNKS = 8
-"""Chunks that a batch with inactive tokens is cut into at least. The last may be half of one: what
-it holds in vain is then at most a sixteenth of the whole."""
+"""Least number of chunks of a batch with inactive tokens. The last may have half the size, so that
+at most a sixteenth of the whole is padding."""
 LEAST_MASKED_TOKENS = 512
 """Chunks are not made smaller than this for it: each reads and writes the head's gradient."""
 
@@ -68,7 +68,7 @@ PASSES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadOptions:
-    """How the head is worked through; static while a program is compiled."""
+    """How the head is computed; static while a program is compiled."""
 
     schedule: str = "fast"
     """`fast` or `lean`."""
@@ -78,7 +78,7 @@ class HeadOptions:
     valid_vocab: int | None = None
     """As `token_logprob` has these two."""
     chunk_tokens: int | None = None
-    """At most so many tokens in a chunk; None takes what suits the implementation."""
+    """Upper bound on the tokens of a chunk; None uses that of the implementation."""
     vocab_axis: str | None = None
     """Inside `shard_map`: the mesh axis over which the head is cut by rows, in equal parts. All
     else is then the same on every device of that axis."""
@@ -97,7 +97,7 @@ class HeadGradients(NamedTuple):
     """Of a sum over the active tokens, in hidden and in this device's rows of the head."""
 
     scores: TokenLogprob
-    """What the head says of each token, float32 [T] each; zeros where not active."""
+    """Logprob, logsumexp and entropy of each token, float32 [T]; zeros where not active."""
     hidden_TD: jax.Array
     """In the dtype of hidden. With a vocab_axis float32, and one device's part of a sum over that
     axis, which is the caller's to take."""
@@ -112,7 +112,7 @@ def score(
     active_T: jax.Array | None,
     options: HeadOptions,
 ) -> TokenLogprob:
-    """What the head says of every active token: one product, nothing to be differentiated.
+    """Scores every active token: one product, and no gradient.
 
     Args:
         as `reference.linear_objective`; the dtype of hidden is that of the product's operands.
@@ -234,7 +234,7 @@ def chunk_size(
 
 
 class _Head:
-    """The rows of the head at hand, with the passes that work on them."""
+    """This device's rows of the head, with the passes that work on them."""
 
     def __init__(self, head_VD: jax.Array, dtype: jnp.dtype, options: HeadOptions):
         V = head_VD.shape[0]

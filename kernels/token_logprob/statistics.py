@@ -19,7 +19,7 @@ class Support(NamedTuple):
 
     temperature: float
     columns: int
-    """Size of the support: the first so many columns of the whole vocabulary."""
+    """Size of the support, which is the first columns of the whole vocabulary."""
 
 
 class Statistics(NamedTuple):

@@ -118,7 +118,7 @@ class CheckpointFolder:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._clean()
             self._write(writing, step, state, record, certificate)
-            verify(writing)
+            verify_checkpoint(writing)
             self._put_in_place(writing, final)
         self._prune(step)
         return final
@@ -190,7 +190,7 @@ class CheckpointFolder:
         for step in self._steps() if only_step is None else [only_step]:
             folder = self._folder / f"step-{step:08d}"
             try:
-                manifest = verify(folder)
+                manifest = verify_checkpoint(folder)
             except DamagedCheckpoint as reason:
                 log.warning("skipping checkpoint %s", reason)
                 skipped.append(str(reason))
@@ -267,9 +267,9 @@ def read_record(folder: pathlib.Path) -> dict[str, Any]:
     """The caller's record in a checkpoint, without reading arrays.
 
     Raises:
-        DamagedCheckpoint: as `verify`.
+        DamagedCheckpoint: as `verify_checkpoint`.
     """
-    verify(folder)
+    verify_checkpoint(folder)
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
         restored = checkpointer.restore(
             folder, args=ocp.args.Composite(record=ocp.args.JsonRestore())
@@ -282,7 +282,7 @@ def _read_certificate(folder: pathlib.Path) -> dict[str, str] | None:
     return json.loads(path.read_text()) if path.is_file() else None
 
 
-def verify(folder: pathlib.Path) -> dict[str, Any]:
+def verify_checkpoint(folder: pathlib.Path) -> dict[str, Any]:
     """Reads every file of a checkpoint against its manifest, and returns the manifest.
 
     Raises:

@@ -75,7 +75,7 @@ class RecordingFailed(RuntimeError):
     """A step could not be written."""
 
 
-def scan(path: pathlib.Path) -> Contents:
+def scan_rollouts(path: pathlib.Path) -> Contents:
     """Reads a whole file and verifies it, without decoding its groups.
 
     Raises:
@@ -152,7 +152,7 @@ class RolloutRecorder:
         if not path.exists():
             return
         try:
-            found = scan(path)
+            found = scan_rollouts(path)
         except DamagedRollouts as error:
             raise DamagedRollouts(
                 f"{error}: move the file away to record a new one, or set log.record_rollouts=false"

@@ -1,8 +1,9 @@
 """From scored groups to fixed-shape micro-batches, on the host, in numpy.
 
-`select` decides which completions train and with what weight; `pack` lays them out. A row holds
-several sequences, told apart by segment numbers. Everything about a token comes from lengths and
-finish reasons: no id is special, so a pad token that equals EOS does no harm and EOS is trained.
+`select_sequences` decides which completions train and with what weight; `pack` lays them out. A row
+holds several sequences, told apart by segment numbers. Everything about a token comes from lengths
+and finish reasons: no id is special, so a pad token that equals EOS does no harm and EOS is
+trained.
 
 Dimension key:
     B: rows of a micro-batch, over all devices
@@ -100,7 +101,9 @@ class MicroBatch(NamedTuple):
     """float32; above 0 exactly where a token is in the loss."""
 
 
-def select(groups: Sequence[Group], rules: SelectionRules, *, vocab_size: int) -> Selection:
+def select_sequences(
+    groups: Sequence[Group], rules: SelectionRules, *, vocab_size: int
+) -> Selection:
     """Turns groups into training sequences with advantages and weights.
 
     A completion whose scoring failed or that was aborted is left out of the statistics of its

@@ -3,7 +3,7 @@
 It runs under `shard_map`, with this device's tokens and its shard of the head. Where the head is
 cut by rows (the vocabulary), `fast` and `lean` leave it so: the tokens of all devices of the `fsdp`
 axis are gathered instead, which are far fewer bytes than the matrix, and the gradient of the rows
-is born where it stays. Otherwise, and for `logits`, the head is gathered whole.
+is formed on the device that keeps it. Otherwise, and for `logits`, the head is gathered whole.
 
 Dimension key:
     B: rows of this device
@@ -31,7 +31,7 @@ LOGITS = "logits"
 
 
 class HeadPlan(NamedTuple):
-    """How the head is worked through; static while a step is compiled."""
+    """How the head is computed; static while a step is compiled."""
 
     schedule: str
     """`logits`, `fast` or `lean`."""
@@ -62,7 +62,7 @@ class PolicyHead:
     def scores(
         self, params: Params, hidden_BTD: jax.Array, ids_BT: jax.Array, active_BT: jax.Array
     ) -> TokenLogprob:
-        """What the policy says of each token; float32 [B, T]."""
+        """Logprob, logsumexp and entropy of each token; float32 [B, T]."""
         if self._plan.schedule == LOGITS:
             return self._score_logits(hidden_BTD, self._whole(params), ids_BT)
         tokens = jax.tree.map(_flat, (hidden_BTD, ids_BT, active_BT))

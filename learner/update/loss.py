@@ -152,7 +152,7 @@ def metric_sums(
 
 
 def token_weight(active_tokens: int, aggregation: str) -> float:
-    """Weight of each active token of a sequence that has so many of them.
+    """Weight of each active token of a sequence.
 
     `token_mean` and `constant` weigh every token alike; `seq_mean` every sequence.
     """

@@ -64,7 +64,7 @@ class SequenceWeights:
     is_kept: bool
 
 
-def weigh(
+def weigh_sequence(
     sequence: TrainSequence, logprob_N: np.ndarray, correction: Correction
 ) -> SequenceWeights:
     """Weighs the tokens of one sequence.
@@ -95,7 +95,7 @@ def weigh(
     )
 
 
-def correct(
+def correct_selection(
     selection: Selection,
     weights: Sequence[SequenceWeights],
     correction: Correction,

@@ -4,7 +4,7 @@
 that is not yet divided by anything, and the gradients are reduced explicitly afterwards. The only
 collectives that are ever differentiated are the parameter gathers, so gradients cannot pick up a
 factor of the device count. `apply` divides once by the denominator of the whole batch. `score` only
-asks what the policy says of the tokens, for the off-policy correction.
+computes the policy's logprobs of the tokens, for the off-policy correction.
 
 Dimension key:
     B: rows of one micro-batch
@@ -93,7 +93,7 @@ def make_accumulate(
             ).logprob
         data = TokenData(batch.old_logprobs, batch.advantages, batch.weights, reference_BT)
 
-        # The head makes its own gradient; what it asks of the hidden states, the layers pass on.
+        # The head forms its own gradient; that in the hidden states goes on through the layers.
         layers = {name: tree for name, tree in params.items() if name != "lm_head"}
         hidden_BTD, pull = jax.vjp(lambda layers: hidden_states(layers, batch), layers)
         policy, d_hidden_BTD, head_grad_VD = head.gradients(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from learner.actor import LearnerActor
-from learner.durable.rollout_file import read_groups, scan
+from learner.durable.rollout_file import read_groups, scan_rollouts
 from rollout_worker.actor import RolloutActor
 from rollout_worker.config import (
     DataConfig,
@@ -444,7 +444,7 @@ def test_a_group_of_unfinished_numbers_changes_nothing_and_is_kept(model, author
     assert report.metrics["train/update_skipped"] == 1.0
     kept = list((tmp_path / "rejected").glob("*.jsonl"))
     assert len(kept) == 1 and "g00000000" in kept[0].read_text()
-    contents = scan(recorded)
+    contents = scan_rollouts(recorded)
     groups = [group for place in contents.places for group in read_groups(recorded, place)]
     assert [group.group_id for group in groups] == ["g00000000"]
     assert contents.header.valid_vocab == 259 and contents.header.model_path == str(model)

@@ -18,7 +18,12 @@ import pytest
 from learner.config import OptimizerConfig
 from learner.durable import checkpoint
 from learner.durable.certificate import CertificateMismatch, check_certificate, make_certificate
-from learner.durable.checkpoint import CheckpointFailed, CheckpointFolder, DamagedCheckpoint, verify
+from learner.durable.checkpoint import (
+    CheckpointFailed,
+    CheckpointFolder,
+    DamagedCheckpoint,
+    verify_checkpoint,
+)
 from learner.update.mesh import make_mesh
 from learner.update.optimizer import learning_rate_schedule, make_optimizer
 from learner.update.sharding import param_specs
@@ -92,14 +97,14 @@ def files_of(folder: pathlib.Path):
 def test_any_missing_file_is_noticed_C01(two):
     _, path = two
     newest = path / "step-00000002"
-    verify(newest)
+    verify_checkpoint(newest)
     for name in files_of(newest):
         held = (newest / name).read_bytes()
         (newest / name).unlink()
         with pytest.raises(DamagedCheckpoint, match=f"step-00000002: .*{pathlib.Path(name).name}"):
-            verify(newest)
+            verify_checkpoint(newest)
         (newest / name).write_bytes(held)
-    verify(newest)
+    verify_checkpoint(newest)
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "flipped"])
@@ -192,7 +197,7 @@ def test_a_certificate_is_kept_covered_and_given_back(tmp_path):
     check_certificate(restored.certificate, again, "the checkpoint of step 5")
     (saved / "certificate.json").write_text(json.dumps({**certificate.plain(), "keys": "0" * 64}))
     with pytest.raises(DamagedCheckpoint, match="certificate.json has"):
-        verify(saved)
+        verify_checkpoint(saved)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +247,7 @@ def test_first_checkpoint_outlives_a_failed_second_save_C02(tmp_path, monkeypatc
         raise DamagedCheckpoint(f"{path.name}: state/x has another sha256 than when written")
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "verify", unreadable)
+        patched.setattr(checkpoint, "verify_checkpoint", unreadable)
         with pytest.raises(DamagedCheckpoint):
             folder.save(2, place(params=shifted(2))[0], RECORD)
     assert first_weight(folder.restore(place()[1])) == 1
@@ -290,7 +295,7 @@ def test_kill_during_a_save_leaves_the_one_before_C01_C02(tmp_path):
     steps = folder.complete_steps()
     assert steps
     for step in steps:
-        verify(tmp_path / f"step-{step:08d}")
+        verify_checkpoint(tmp_path / f"step-{step:08d}")
 
 
 def test_a_save_outlives_later_checkpoints_that_a_resume_passed_over_C01_C02(tmp_path):

@@ -16,7 +16,7 @@ from learner.durable.rollout_file import (
     RolloutHeader,
     RolloutRecorder,
     read_groups,
-    scan,
+    scan_rollouts,
 )
 from services.trajectories import codec
 from services.wire.messages import Group
@@ -58,7 +58,7 @@ def test_groups_come_back_in_their_order_with_the_settings_of_the_run(path):
     recorder = RolloutRecorder(path, HEADER)
     for version, groups in enumerate(batches, 4):
         recorder.append(version, groups)
-    contents = scan(path)
+    contents = scan_rollouts(path)
     assert contents.header == dataclasses.replace(HEADER, first_policy_version=4)
     assert contents.cut_at is None and [place.step for place in contents.places] == [5, 6]
     for groups, place in zip(batches, contents.places, strict=True):
@@ -79,10 +79,10 @@ def test_nothing_is_written_before_the_first_step(path):
 
 def test_a_file_cut_anywhere_keeps_what_is_whole(path):
     record(path, 0, 1)
-    whole, places = path.read_bytes(), scan(path).places
+    whole, places = path.read_bytes(), scan_rollouts(path).places
     for size in range(0, len(whole), 7):
         path.write_bytes(whole[:size])
-        contents = scan(path)
+        contents = scan_rollouts(path)
         kept = [place for place in places if place.end <= size]
         assert list(contents.places) == kept
         at_the_end_of_a_frame = size in {places[0].start, *(place.end for place in places)}
@@ -91,7 +91,7 @@ def test_a_file_cut_anywhere_keeps_what_is_whole(path):
 
 def test_every_flipped_byte_is_found_and_named(path):
     record(path, 0, 1)
-    whole, places = path.read_bytes(), scan(path).places
+    whole, places = path.read_bytes(), scan_rollouts(path).places
     rng = np.random.default_rng(0)
     for position in rng.choice(len(whole), 200, replace=False).tolist():
         damaged = bytearray(whole)
@@ -100,20 +100,20 @@ def test_every_flipped_byte_is_found_and_named(path):
         records = [n for n, place in enumerate(places, 1) if place.start <= position]
         named = f"record {records[-1]} " if records else "(the header|does not start as one)"
         with pytest.raises(DamagedRollouts, match=named):
-            scan(path)
+            scan_rollouts(path)
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path):
     other = tmp_path / "metrics.jsonl"
     other.write_text('{"step": 1}\n')
     with pytest.raises(DamagedRollouts, match="no file of rollouts"):
-        scan(other)
+        scan_rollouts(other)
 
 
 def test_a_resumed_run_ends_the_steps_that_it_takes_again(path):
     record(path, 0, 1, 2, 3)
     record(path, 2, seed=50)
-    places = scan(path).places
+    places = scan_rollouts(path).places
     assert [place.step for place in places] == [1, 2, 3]
     assert as_bytes(read_groups(path, places[2])) == as_bytes(random_groups(2, seed=52))
 
@@ -122,7 +122,7 @@ def test_a_resumed_run_continues_after_a_record_that_was_cut(path):
     record(path, 0, 1)
     path.write_bytes(path.read_bytes()[:-5])
     record(path, 1, 2)
-    contents = scan(path)
+    contents = scan_rollouts(path)
     assert [place.step for place in contents.places] == [1, 2, 3] and contents.cut_at is None
 
 
@@ -130,7 +130,7 @@ def test_other_settings_begin_a_new_file_and_keep_the_old_one(path):
     record(path, 0, 1)
     for seed in (8, 9):
         record(path, 1, header=dataclasses.replace(HEADER, seed=seed))
-    kept = {file.name: scan(file) for file in path.parent.iterdir()}
+    kept = {file.name: scan_rollouts(file) for file in path.parent.iterdir()}
     assert {name: found.header.seed for name, found in kept.items()} == {
         "rollouts.1.bin": 7,
         "rollouts.2.bin": 8,
@@ -158,4 +158,4 @@ def test_a_full_disk_is_an_error_that_says_what_to_do(path, monkeypatch):
         with pytest.raises(RecordingFailed, match="record step 2 in .*No space left.*--resume"):
             recorder.append(1, random_groups(1))
     recorder.append(1, random_groups(1))
-    assert [place.step for place in scan(path).places] == [1, 2]
+    assert [place.step for place in scan_rollouts(path).places] == [1, 2]

@@ -11,7 +11,7 @@ from learner.update.batching import (
     first_fit_decreasing,
     pack,
     row_buckets,
-    select,
+    select_sequences,
     unpack,
 )
 from services.wire.messages import FinishReason
@@ -28,7 +28,7 @@ RULES = SelectionRules(
 
 
 def choose(groups, **changes):
-    return select(groups, RULES._replace(**changes), vocab_size=24)
+    return select_sequences(groups, RULES._replace(**changes), vocab_size=24)
 
 
 def test_each_completion_token_is_predicted_by_the_one_before_it():

@@ -10,8 +10,13 @@ import pytest
 
 from learner.config import AlgorithmConfig, OffPolicyConfig
 from learner.update import loss as loss_lib
-from learner.update.batching import Packing, SelectionRules, pack, select, unpack
-from learner.update.off_policy import Correction, correct, off_policy_metrics, weigh
+from learner.update.batching import Packing, SelectionRules, pack, select_sequences, unpack
+from learner.update.off_policy import (
+    Correction,
+    correct_selection,
+    off_policy_metrics,
+    weigh_sequence,
+)
 from learner.update.update_metrics import group_metrics
 from services.process.config_section import validated
 from services.process.phase_clock import PhaseClock
@@ -32,7 +37,7 @@ BOTH = Correction(token_truncate=1.25, sequence_low=0.92, sequence_high=1.2)
 
 
 def choose(groups, **changes):
-    return select(groups, RULES._replace(**changes), vocab_size=24)
+    return select_sequences(groups, RULES._replace(**changes), vocab_size=24)
 
 
 def one_group(*weights):
@@ -51,7 +56,7 @@ def one_group(*weights):
 def weigh_all(selection, correction, logprob=-1.0):
     """Weighs every sequence under a policy that says the same of every token."""
     return [
-        weigh(s, np.full(len(s.weights), logprob, np.float32), correction)
+        weigh_sequence(s, np.full(len(s.weights), logprob, np.float32), correction)
         for s in selection.sequences
     ]
 
@@ -138,8 +143,10 @@ def test_loss_and_slopes_are_those_of_loops_over_tokens_however_packed(name, agg
     groups = random_groups(6)
     sampled = choose(groups, aggregation=aggregation)
     old, new = moved_logprobs(sampled, 1), moved_logprobs(sampled, 2)
-    weights = [weigh(s, o, correction) for s, o in zip(sampled.sequences, old, strict=True)]
-    selection = correct(sampled, weights, correction, rules)
+    weights = [
+        weigh_sequence(s, o, correction) for s, o in zip(sampled.sequences, old, strict=True)
+    ]
+    selection = correct_selection(sampled, weights, correction, rules)
     kept = [i for i, its in enumerate(weights) if its.is_kept]
     assert len(kept) < len(weights) if correction.sequence_low else len(kept) == len(weights)
 
@@ -169,7 +176,7 @@ def test_weights_by_hand():
     np.testing.assert_allclose(first.truncated_T, [1.5, 1], rtol=1e-6)
     assert first.geometric_mean == pytest.approx(2, rel=1e-6)
     assert second.geometric_mean == pytest.approx(1, rel=1e-6)
-    corrected = correct(selection, [first, second], Correction(token_truncate=1.5), RULES)
+    corrected = correct_selection(selection, [first, second], Correction(token_truncate=1.5), RULES)
     np.testing.assert_allclose(corrected.sequences[0].importance, [1.5, 1], rtol=1e-6)
     np.testing.assert_array_equal(corrected.sequences[0].old_logprobs, [-1, -1])
     np.testing.assert_allclose(
@@ -190,7 +197,7 @@ def test_a_masked_sequence_counts_in_no_denominator():
         rules = RULES._replace(aggregation=aggregation)
         sampled = choose([one_group([3.0, 3.0, 3.0], [1.0])], aggregation=aggregation)
         assert sampled.denominator == before
-        corrected = correct(sampled, weigh_all(sampled, correction), correction, rules)
+        corrected = correct_selection(sampled, weigh_all(sampled, correction), correction, rules)
         assert corrected.denominator == after and corrected.active_tokens == 1
     # The mask comes after the baseline: the one that is left keeps its advantage.
     assert corrected.sequences[0].advantage == selection.sequences[1].advantage
@@ -217,7 +224,9 @@ def test_a_sequence_at_a_bound_is_kept_and_one_beyond_it_is_not():
 def test_extreme_weights_are_clamped_before_exp(behavior, old, weight):
     group = make_group(0, [9], [make_completion([1, 2], 1.0, logprobs=[behavior, -1.0])])
     [sequence] = choose([group]).sequences
-    its = weigh(sequence, np.array([old, -1.0], np.float32), Correction(token_truncate=1e6))
+    its = weigh_sequence(
+        sequence, np.array([old, -1.0], np.float32), Correction(token_truncate=1e6)
+    )
     np.testing.assert_allclose(its.raw_T, [weight, 1], rtol=1e-6)
     np.testing.assert_allclose(its.truncated_T, [min(weight, 1e6), 1], rtol=1e-6)
     # The mean is taken before the clamp: exp(+-150) lies beyond any bound.
@@ -226,7 +235,7 @@ def test_extreme_weights_are_clamped_before_exp(behavior, old, weight):
 
 def test_what_a_prompt_token_holds_is_never_read():
     [sequence] = choose([make_group(0, [9, 9], [make_completion([1], 1.0)])]).sequences
-    its = weigh(sequence, np.array([np.nan, -2.0], np.float32), BOTH)
+    its = weigh_sequence(sequence, np.array([np.nan, -2.0], np.float32), BOTH)
     np.testing.assert_allclose(its.raw_T, [np.exp(1)], rtol=1e-6)
 
 

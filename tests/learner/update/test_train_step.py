@@ -10,10 +10,10 @@ from jax.sharding import PartitionSpec as P
 
 from kernels.token_logprob import reference
 from learner.update import loss as loss_lib
-from learner.update.batching import Packing, SelectionRules, pack, select, unpack
+from learner.update.batching import Packing, SelectionRules, pack, select_sequences, unpack
 from learner.update.head import HeadPlan
 from learner.update.mesh import AXES, make_mesh
-from learner.update.off_policy import Correction, correct, weigh
+from learner.update.off_policy import Correction, correct_selection, weigh_sequence
 from learner.update.sharding import param_specs, reduce_gradients
 from learner.update.state import init_state, place_params, state_shardings
 from learner.update.train_step import (
@@ -46,14 +46,14 @@ TOLERANCE = dict(rtol=2e-5, atol=2e-6)
 @pytest.fixture(scope="module")
 def selection():
     """Corrected for a policy that has moved: token weights differ, and some sequences are gone."""
-    sampled = select(random_groups(7), RULES, vocab_size=TINY.vocab_size)
+    sampled = select_sequences(random_groups(7), RULES, vocab_size=TINY.vocab_size)
     correction = Correction(token_truncate=1.2, sequence_low=0.9, sequence_high=1.3)
     rng = np.random.default_rng(5)
     weights = [
-        weigh(s, np.float32(-3 + rng.normal(0, 0.3, len(s.weights))), correction)
+        weigh_sequence(s, np.float32(-3 + rng.normal(0, 0.3, len(s.weights))), correction)
         for s in sampled.sequences
     ]
-    corrected = correct(sampled, weights, correction, RULES)
+    corrected = correct_selection(sampled, weights, correction, RULES)
     assert 15 < len(corrected.sequences) < len(sampled.sequences)
     assert len({w for s in corrected.sequences for w in s.importance[s.active]}) > 10
     return corrected
