@@ -44,14 +44,13 @@ OURS = {
     "driver": "driver learner rollout_worker models kernels services diagnosis "
     "dashboard.auth dashboard.listener",
     "driver.config": "driver.errors learner rollout_worker models kernels services",
-    "driver.accounting": "driver.config driver.errors learner rollout_worker services",
+    "driver.accounting": "driver.errors learner rollout_worker services",
     "driver.fleet": "driver.config driver.accounting driver.errors driver.signals "
     "learner rollout_worker models services diagnosis",
     "driver.reports": "driver.config driver.accounting driver.errors "
-    "learner rollout_worker services diagnosis dashboard.auth dashboard.listener",
-    "driver.postmortem": "driver.config driver.errors driver.reports services diagnosis",
-    "driver.terminal": "driver.config driver.accounting driver.errors driver.reports "
-    "services diagnosis",
+    "learner rollout_worker services dashboard.auth dashboard.listener",
+    "driver.postmortem": "driver.errors driver.reports services",
+    "driver.terminal": "driver.accounting driver.errors driver.reports services diagnosis",
     "benchmarks": "*",
     "deploy": "*",
 }
