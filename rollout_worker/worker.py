@@ -92,7 +92,7 @@ class RolloutWorker:
         canary: CanaryCheck | None = None,
     ):
         """Args:
-        canary: proves every version that comes with scores of a probe.
+        canary: checks every version that comes with the learner's scores of a probe.
         """
         self._name = name
         self._run_id = run_id
@@ -119,14 +119,14 @@ class RolloutWorker:
     def swap_policy(
         self, manifest: WeightManifest, named: Mapping[str, np.ndarray | jax.Array]
     ) -> None:
-        """Puts a fetched policy version on the device and makes it the current one, or does
-        nothing at all.
+        """Puts a fetched policy version on the device, verifies it and makes it the current one.
 
-        Until the digest is known to be right, the older copy lies beside the new one.
+        If that fails, the old version stays: both copies are on the device until the digest is
+        verified.
 
         Raises:
             ValueError: if tensors are missing, extra or wrongly shaped.
-            WeightDigestMismatch: if what lies on the device is not what was published.
+            WeightDigestMismatch: if the arrays on the device are not the published ones.
             CanaryFailed: if the same weights give other logprobs here than at the learner.
         """
         layout = self._engine.spec.layout

@@ -127,7 +127,7 @@ def load_prompts(
 def count_shared(train: PromptSet, held_out: PromptSet) -> int:
     """Counts the held-out prompts whose question is also trained on.
 
-    Two reasoning-gym sources share items when their seeds lie closer than their sizes.
+    Two reasoning-gym sources share items if their seeds differ by less than their sizes.
     """
     questions = {prompt.question for prompt in train.prompts}
     return sum(prompt.question in questions for prompt in held_out.prompts)

@@ -145,7 +145,7 @@ class DecodePrograms:
             self.stop_struct(),
             self._struct((self.spec.lanes,), jnp.int32),
         )
-        # With the mesh at hand, the draw knows where a cut vocabulary lies.
+        # In the context of the mesh, `draw_tokens` can state how a sharded vocabulary is exchanged.
         with jax.set_mesh(self.spec.layout.mesh):
             return jitted.lower(*arguments).compile()
 

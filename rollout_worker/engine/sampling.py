@@ -87,7 +87,7 @@ def draw_tokens(
             not gathered if the size of the axis divides gcd(V, 128) and that is at least 16. The
             sums of the blocks are exchanged at once if the mesh is in context (`jax.set_mesh`, or
             inside a `shard_map` over other axes), and in many small steps otherwise.
-        sampling: trusted to lie in the ranges it names.
+        sampling: the values must be in the documented ranges, which is not checked here.
         valid_vocab: 1..V; ids from here on are padding of the embedding and are never drawn.
 
     Returns:

@@ -230,7 +230,7 @@ def test_a_draining_worker_returns_what_it_has_not_begun(model, authority, pair)
 
 
 def test_evaluation_does_not_move_the_training_draws(pair):
-    learner, worker = pair
+    _, worker = pair
     version = worker._core.worker.policy_version
     before = rolled_out(worker, 4)
     items = worker.evaluate(held_out(5, version))
@@ -254,7 +254,7 @@ def test_timings_add_up_and_know_their_phases(pair):
 
 
 def test_groups_come_one_by_one_while_others_are_decoded_and_who_leaves_ends_them(pair):
-    learner, worker = pair
+    _, worker = pair
     core = worker._core.worker
 
     def run():
@@ -306,7 +306,7 @@ class LateScores:
         return [Score({}, 1.0, "")] * self._count
 
 
-def test_an_engine_that_fails_is_heard_of_by_its_own_error(pair, monkeypatch):
+def test_an_engine_that_fails_reports_its_own_error(pair, monkeypatch):
     """Not by what follows from it, and its worker decodes again once it was given a policy."""
     learner, worker = pair
     core = worker._core.worker
@@ -330,7 +330,7 @@ def test_an_engine_that_fails_is_heard_of_by_its_own_error(pair, monkeypatch):
 
 
 def test_slow_scorers_do_not_hold_up_decoding(pair, monkeypatch):
-    learner, worker = pair
+    _, worker = pair
     core = worker._core.worker
     monkeypatch.setattr(core, "_rewards", LateScorers(expected=8 * G))
     assert len(rolled_out(worker, *range(8))) == 8

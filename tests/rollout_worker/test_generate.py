@@ -98,7 +98,7 @@ def test_a_raw_prompt_is_the_text_alone(capsys, tiny, monkeypatch):
     assert tokenizer.decode(seen[0].token_ids, skip_special=False) == "ab"
 
 
-def test_an_interruption_is_told_and_ends_with_130(capsys, tiny, monkeypatch):
+def test_an_interruption_is_reported_and_ends_with_130(capsys, tiny, monkeypatch):
     def interrupted(engine, request, printer):
         printer.show_tokens({0: running(b"@AB")}, [])
         raise KeyboardInterrupt

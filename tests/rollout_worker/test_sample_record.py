@@ -145,8 +145,8 @@ def test_a_marked_group_gives_its_first_completion_and_one_that_tells_something(
         (2, "disagreement"),
     ]
     assert made[0]["question"] == "1 + 1?" and made[0]["group_id"] == "g00000007"
-    (told,) = records(decode).of_group(group, PROMPT, marked=False)
-    assert told["sample_index"] == 2
+    (notable,) = records(decode).of_group(group, PROMPT, marked=False)
+    assert notable["sample_index"] == 2
     (both,) = records(decode).of_group(group_of(failed(0), failed(1)), PROMPT, marked=True)
     assert (both["sample_index"], both["why"]) == (0, "reward_error")
     assert records(decode).of_group(group_of(completion(0)), PROMPT, marked=False) == ()
@@ -204,7 +204,7 @@ def test_numbers_that_are_not_finite_become_strict_json(decode):
     assert read["rewards"] == {"a": "Infinity"} and read["total_reward"] == "NaN"
 
 
-def test_answers_are_told_where_a_scorer_reads_numbers(tokenizer, decode):
+def test_answers_are_recorded_if_a_scorer_reads_numbers(tokenizer, decode):
     group = group_of(completion(ids=ids_of(tokenizer, "so 1 + 1 is 1,234.50")))
     (record,) = records(decode, reads_numbers=True).of_group(group, PROMPT, marked=True)
     assert record["parsed"] == {"strict": None, "lenient": "1234.5"}

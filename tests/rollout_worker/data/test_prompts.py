@@ -66,7 +66,7 @@ def test_a_source_of_which_nothing_fits_is_refused(tmp_path):
 
 
 def test_skip_and_size_choose_a_range_by_index(tmp_path):
-    path = write(tmp_path / "a.jsonl", RECORDS + ["not JSON, but never reached"])
+    path = write(tmp_path / "a.jsonl", [*RECORDS, "not JSON, but never reached"])
     assert [p.prompt_id for p in load(path, skip=1, size=3).prompts] == [1, 2, 3]
     assert [p.prompt_id for p in load(path, size=2).prompts] == [0, 1]
 

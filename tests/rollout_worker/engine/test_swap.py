@@ -229,9 +229,9 @@ def test_an_engine_goes_on_after_an_abort(undisturbed):
     assert_same_rows(run(engine, make_requests()), undisturbed[OLD])
 
 
-def test_an_abort_of_nobody_does_nothing():
+def test_an_abort_of_an_unknown_request_does_nothing():
     engine = make_engine()
-    engine.abort_request("nobody")
+    engine.abort_request("unknown")
     assert not engine.pending
 
 

@@ -36,7 +36,7 @@ def test_answer_case(cases, case_id):
             assert value == expected
 
 
-def test_gsm8k_answer_is_strict_unless_told():
+def test_gsm8k_answer_is_strict_by_default():
     assert score("gsm8k_answer", "it is 64", "64") == {
         "gsm8k_answer": 0.0,
         "gsm8k_answer/strict": 0.0,
