@@ -1,3 +1,4 @@
+import contextlib
 import json
 import math
 import threading
@@ -482,10 +483,8 @@ def test_every_push_and_every_group_ends_in_exactly_one_state(make_group, events
             given_away += [group.group_id for group in taken.groups + taken.dropped_stale]
         else:
             group = make_group(group_id, policy_version=number, weight_digest=f"d{number}")
-            try:
+            with contextlib.suppress(StaleGroup, UnknownReceipt, BufferFull, NotOpen):
                 buffer.put_group(group)
-            except (StaleGroup, UnknownReceipt, BufferFull, NotOpen):
-                pass
     assert len(set(given_away)) == len(given_away)
     now = buffer.counts()
     assert now.received == (

@@ -67,7 +67,7 @@ def full_pull(replica: Replica, policy_version: int, sources: list[str]):
 
 
 def test_all_is_fetched_where_the_base_is_not_held_or_too_much_changed(family, make_replica):
-    server, store, parent, child = family
+    server, store, _parent, child = family
     store.publish(6, nudged(5, 1))
     full_pull(make_replica(), 6, [server.address])  # holds nothing
     store.publish(7, nudged(5, 2))
@@ -112,7 +112,7 @@ def test_delta_that_lies_is_found_and_all_is_fetched(serve, family, at):
 
 
 def test_delta_with_a_checksum_of_its_own_that_makes_other_bits_is_found(serve, family):
-    server, store, parent, child = family
+    server, store, _parent, child = family
     store.publish(6, nudged(5, 1))
     manifest = store.wait_for_version(6).manifest
     forger = WeightStore(RUN_ID, 3)
