@@ -92,7 +92,10 @@ def text(name: str, about: str, *, default: str | None = None) -> Parameter:
 
 def names(name: str, about: str) -> Parameter:
     """Texts separated by commas, as a list."""
-    parse = lambda _, text: [one for one in text.split(",") if one]
+
+    def parse(_: str, text: str) -> list[str]:
+        return [one for one in text.split(",") if one]
+
     return Parameter(name, about, {"type": "string"}, parse)
 
 
@@ -110,5 +113,8 @@ def choice(name: str, about: str, *choices: str) -> Parameter:
 def flag(name: str, about: str) -> Parameter:
     """True for `1`, false for `0` or an empty value."""
     one_of = choice(name, about, "0", "1")
-    parse = lambda name, text: one_of.parse(name, text) == "1"
+
+    def parse(name: str, text: str) -> bool:
+        return one_of.parse(name, text) == "1"
+
     return dataclasses.replace(one_of, parse=parse, default=False)

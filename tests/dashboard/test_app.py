@@ -23,7 +23,6 @@ from services.control.messages import (
 )
 from services.control.service import control_service
 from services.wire.server import Server
-from services.wire.tls import RunAuthority
 from tests.dashboard.served import events, served, strict, until
 
 GETS = (
@@ -254,11 +253,6 @@ class Driver:
             raise NoSuchWorker(f"there is no rollout worker {name!r}")
         self.target -= 1
         return Accepted(target=self.target, current=2)
-
-
-@pytest.fixture(scope="module")
-def authority():
-    return RunAuthority.create("r")
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 /**
- * Stacked bars per step on a canvas: one row for the critical path and one per process, the row
- * chosen tall and the others low, all on one axis of steps and one scale of seconds.
+ * Stacked bars per step on a canvas: one row for the critical path and one per process, the selected
+ * row tall and the others low, all on one axis of steps and one scale of seconds.
  *
  * new BreakdownChart(host, {hover, open, zoom, whole, choose, placed})
  *   hover(i, row, x, y)   bin i (or null) of row under the pointer or the keys, in viewport pixels
@@ -8,11 +8,11 @@
  *   zoom(first, last)     steps that the viewer wants to see; null, null: all
  *   whole()               {first, last} of all steps there are
  *   choose(row)           another row by key
- *   placed()              the rows may stand elsewhere now: see .tops
+ *   placed()              the rows may have moved: see .tops
  * .set({columns, rows, chosen, share, threshold, open})  rows: [{id, phases, table, label}]; draws.
- *                       open: steps will follow, so some room is kept for them: a step that closes
- *                       then costs one bar, not all of them
- * .redraw()             everything anew, as for another theme
+ *                       open: more steps will follow, so there is room for them: a step that closes
+ *                       then draws one bar, not all of them
+ * .redraw()             draws everything again, as for another theme
  * .tops                 CSS top and height of each row, for the labels beside
  * .cursor               bin under the keys, or null
  */
@@ -23,15 +23,15 @@ import { addZoom } from "./zoom.js";
 
 const LEFT = 46; // room for the labels of the seconds
 const AXIS = 20; // and for the steps beneath
-const WARN = 12; // the strip above the tall row that points at what is unexplained
+const WARN = 12; // the strip above the tall row with the flags of unexplained time
 const LOW_ROW = 40;
 const LEAST_ROW = 26;
 const GAP = 6;
 const LEAST_TALL = 150;
 const WIDEST_BAR = 56;
-const SCALE_STEP = 1.08; // the scale moves in such steps, so that it rarely moves
+const SCALE_STEP = 1.08; // the scale changes in such steps, so that it rarely changes
 
-/** A top for the scale: of the longest bar, unless a few that compile are far above all others. */
+/** Top of the scale: the longest bar, unless a few compiling steps are far above all others. */
 function highOf(walls) {
   const sorted = walls.filter((x) => x > 0).sort((a, b) => a - b);
   const most = sorted.at(-1) ?? 1;
@@ -204,7 +204,7 @@ export class BreakdownChart {
     }
   }
 
-  /** A bar that is longer than the scale ends in a notch, so that it is not taken for a short one. */
+  /** A bar that is longer than the scale ends in a notch that shows the cut. */
   _drawCut(ctx, heights, size, top) {
     ctx.fillStyle = token("panel");
     for (let i = 0; i < heights.length; i++) {

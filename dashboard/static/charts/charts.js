@@ -1,6 +1,6 @@
 /**
- * Small line charts over steps (uPlot): several series, an interval as band, the least and most of
- * a bin as shade, and a mark where a value is not finite.
+ * Small line charts over steps (uPlot): several series, an interval as band, minimum and maximum
+ * of a bin as shade, and a mark for a value that is not finite.
  *
  * makeChart(store, spec) -> {node, draw(columns), redraw(), destroy()}
  *   spec: {id, title, unit, series: [{name, label, band?: [low, high]}] or (columns) -> series,
@@ -8,15 +8,15 @@
  *          zero?: true for an axis that begins at 0, columnsOf?: (series) -> Columns of that series,
  *          marks?: [{step, text}] vertical lines}
  *   node: a <figure> that fills its place; draw() creates, fills or resizes the chart.
- *   Series are told apart by colour, dash and label. Values of the steps under the cursor stand in
- *   the caption; all charts of one sync key share the cursor.
+ *   Series are told apart by colour, dash and label. Values of the steps under the cursor are in the
+ *   caption; all charts of one sync key share the cursor.
  */
 import { el, setChildren, setText } from "../parts/dom.js";
 import * as format from "../parts/format.js";
 import { LINE_DASH, lineColor, token } from "./palette.js";
 import { fontOf, observeSize } from "./plot.js";
 
-const DOTS_UP_TO = 16; // so few values, or so rare ones, need dots to be seen
+const DOTS_UP_TO = 16; // few or rare values need dots to be visible
 const RARE = 0.25;
 const SHADE = 0.16;
 
@@ -147,7 +147,7 @@ function paintSample(line, i) {
 
 /**
  * The steps that any series has, and the values of each at them. To uPlot null is a gap in the line,
- * which a value that is not finite makes; undefined, a step without this metric, is passed over.
+ * for a value that is not finite; undefined, for a step without this metric, is skipped.
  */
 function dataOf(chart, columnsOf) {
   const steps = chart.shown.map((_, i) => columnsOf(i).steps);
@@ -213,7 +213,7 @@ function hasFew(u, i) {
   return known <= DOTS_UP_TO || known < RARE * u.data[i].length;
 }
 
-/** The value at a step; of a series that is rarely measured the last one before it. */
+/** The value at a step; for a rarely measured series the last one before it. */
 function valueAt(u, k, i) {
   if (!hasFew(u, k)) return u.data[k][i];
   return u.data[k].slice(0, i + 1).findLast(isNumber);
@@ -227,7 +227,7 @@ function tickText(x, unit, step) {
   return short ? format.number(x, 3) : x.toFixed(format.decimals(step)).replace("-", "−");
 }
 
-/** Low and high of everything drawn, bands included, with a little room. */
+/** Minimum and maximum of everything drawn, bands included, with a margin. */
 function rangeOf(chart, spec, columnsOf) {
   let [low, high] = spec.zero ? [0, 0] : [Infinity, -Infinity];
   const look = (column) => {
@@ -285,7 +285,7 @@ function drawBands(u, chart, columnsOf) {
 
 const isNumber = (x) => x !== null && x !== undefined;
 
-/** Where a value is not finite: a line and a cross in the colour of an error; and the spec's marks. */
+/** A line and a cross at each value that is not finite; and the spec's marks. */
 function drawMarks(u, chart, spec, columnsOf) {
   const { ctx, bbox } = u;
   ctx.save();

@@ -1,5 +1,5 @@
 /**
- * What becomes of the tokens that were generated in the newest step that trained, as bars.
+ * The generated tokens of the newest trained step by stage, as bars.
  *
  * makeFunnel(store) -> {node, draw()}
  */
@@ -8,10 +8,10 @@ import * as format from "../parts/format.js";
 
 const STAGES = [
   ["generated", "generated", ""],
-  ["scored", "scored", "stale, in error, or cut off"],
+  ["scored", "scored", "stale, in error, or truncated"],
   ["nonzero_advantage", "non-zero advantage", "in groups of equal rewards"],
   ["unclipped", "unclipped", "outside the trust region"],
-  ["contributed", "contributed", "cut by off-policy correction"],
+  ["contributed", "contributed", "removed by off-policy correction"],
 ];
 
 export function makeFunnel(store) {

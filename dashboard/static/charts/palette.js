@@ -3,7 +3,7 @@
  *
  * phaseColor(phase)       CSS colour in the theme shown. Built on Okabe and Ito's eight; neighbours
  *                         in the stack differ in lightness too, so order and lightness tell them
- *                         apart where hue does not. Waits are greys; what no phase claims is
+ *                         apart if hue does not. Waits are grey; time without a phase is
  *                         `unexplained` (or `other` on the critical path): hatched magenta.
  * phaseFill(ctx, phase)   the same as a fillStyle; a hatch for `unexplained`.
  * STACK                   phases in the order of the stack.
@@ -36,7 +36,7 @@ const PHASE_COLORS = {
   idle: ["#dfe3e8", "#2b333e"],
 };
 const UNEXPLAINED = ["#d1007f", "#ff4db2"];
-/** Phases in the order of the stack: the ledger's, and what is unexplained last. */
+/** Phases in the order of the stack: those of the ledger, unexplained time last. */
 export const STACK = [...Object.keys(PHASE_COLORS), "unexplained", "other"];
 
 const LINES = [
@@ -97,7 +97,7 @@ export function swatch(phase) {
 }
 
 const MARKS = { ok: "●", warn: "▲", bad: "✖", info: "◆", none: "○" };
-/** What a light says by itself. */
+/** The default words of a traffic light. */
 export const WORDS = { ok: "fine", warn: "look", bad: "bad", info: "note", none: "no data" };
 
 export function lightMark(level, word = WORDS[level]) {

@@ -1,5 +1,5 @@
 /**
- * What the hand-drawn charts (breakdown, timeline) share: sharp canvases, ticks, a tooltip.
+ * Shared by the canvas charts (breakdown, timeline): sharp canvases, ticks, a tooltip.
  *
  * fitCanvas(canvas, width, height, clear)  sizes it in CSS pixels for this screen; returns its context.
  * niceTicks(low, high, most)        round numbers in between, at most about `most`.

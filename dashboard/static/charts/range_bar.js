@@ -1,6 +1,6 @@
 /**
- * Which steps the charts show: all, the newest, or a range that was zoomed to. Shared by all views
- * that draw store.shown.
+ * The steps that the charts show: all, the newest, or a zoomed range. Shared by all views that draw
+ * store.shown.
  *
  * makeRangeBar(store) -> {node, update()}: a toggle and a chip that names a zoomed range.
  * zoomTo(store, first, last)  sets it from a drag; (null, null) shows all.

@@ -1,6 +1,6 @@
 /**
  * Zoom and pan along a horizontal axis: drag to choose a range, wheel to zoom at the pointer,
- * horizontal wheel or Shift and arrows to move along, + and − and 0 by key.
+ * horizontal wheel or Shift and arrows to scroll, keys + and − and 0.
  *
  * addZoom(node, {left, width(), domain(), whole(), least, show(domain), settle(first, last),
  *   dragging(drag|null), click(x, y), center(), dragPans})
@@ -9,8 +9,8 @@
  *   center()         where keys zoom: null for the middle; left out likewise
  *   least            narrowest domain
  *   show(domain)     draws at once, with what is loaded
- *   settle(f, l)     a moment after the last change; (null, null) when all is shown again
- *   dragPans         a drag moves along instead of choosing a range
+ *   settle(f, l)     shortly after the last change; (null, null) for the whole range
+ *   dragPans         a drag scrolls instead of choosing a range
  */
 
 const SETTLE_MS = 220;

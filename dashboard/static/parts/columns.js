@@ -1,5 +1,5 @@
 /**
- * The history of a range of steps as columns; live steps are appended without copying anything.
+ * The history of a range of steps as columns; live steps are appended without copying.
  *
  * new Columns(json)      of GET /api/history.
  * .bin                   steps per bin; above 1 every value is the mean of a bin.
@@ -8,7 +8,7 @@
  * .low[name], .high[name] least and most of a bin; only where bin > 1.
  * .nonfinite.get(name)   Map(step -> "NaN" | "Infinity" | "-Infinity" | "not finite").
  * .processes, .phases    phases that are non-zero somewhere, in the ledger's order.
- * .seconds[process]      per bin the mean seconds a step, per phase of .phases (null: not there).
+ * .seconds[process]      mean seconds a step for each bin and phase of .phases (null: without the process).
  * .path                  the same for the critical path, by .pathPhases.
  * .wall                  mean wall seconds a step, per bin.
  * .append(step)          adds one step of the stream.
@@ -16,9 +16,9 @@
  * .part(first, last)     new Columns of these steps.
  * .trim(n)               keeps the newest n bins.
  * .lastOf(i)             the last step of bin i.
- * .index(step)           the bin that holds a step, or the nearest one.
- * .latest(name)          {step, until, value} of the newest value, or null; a NaN stays one. It is the
- *                        mean of step to until where it was binned before it came here.
+ * .index(step)           the bin of a step, or the nearest one.
+ * .latest(name)          {step, until, value} of the newest value, or null; NaN stays NaN. The value
+ *                        is the mean of step to until if the server binned it.
  */
 import { value } from "./format.js";
 import { STACK } from "../charts/palette.js";
@@ -41,7 +41,7 @@ export class Columns {
     this.low = {};
     this.high = {};
     this.nonfinite = new Map();
-    this._newest = new Map(); // only what was appended: the columns answer for the rest
+    this._newest = new Map(); // only appended values: the columns have the others
     this._count = this.steps.length ? this.last - this.steps.at(-1) + 1 : 0;
     this._take(json);
   }
@@ -139,7 +139,7 @@ export class Columns {
     }
   }
 
-  /** A phase that comes up for the first time takes its place in the stack. */
+  /** Inserts a phase that occurs for the first time into the stack. */
   _learn(row, phases, tables) {
     for (const [phase, s] of Object.entries(row)) {
       if (phases.includes(phase) || !(s > 0)) continue;

@@ -1,15 +1,15 @@
 /**
- * Elements out of text that nobody trusts: a string only ever becomes a text node.
+ * Elements from untrusted text: a string only ever becomes a text node.
  *
  * el(tag, attrs, ...children)  an element; attrs: `class`, `on: {click: f}`, `data: {view: "x"}`,
  *                              `style: {width: "3px"}`, anything else is an attribute (true: present,
  *                              false/null/undefined: absent). Children: strings, numbers, nodes,
  *                              arrays of them; null and false are left out.
- * setText(node, text)          changes the text only where it differs (no layout for nothing).
+ * setText(node, text)          changes the text only if it differs (avoids layout).
  * setChildren(node, ...kids)   replaces what is inside.
  * runText(text, attrs)         a <bdi> for text from the run (a completion, a name): it cannot turn
- *                              the direction of what stands around it.
- * empty(title, text)           what a place says while it has nothing to show.
+ *                              the direction of the text around it.
+ * empty(title, text)           a message for a view that has nothing to show.
  * toggle(labels, value, onPick, label)  a radio group drawn as joined buttons: labels [[value, text]];
  *                              returns the element; its `.pick(value)` sets it without calling back.
  */

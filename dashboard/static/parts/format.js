@@ -9,11 +9,11 @@
  * seconds(x)          340 ms, 4.65 s, 3 min 20 s, 1 h 04 min.
  * remaining(x)        "about 12 min left".
  * bytes(x, step)      1.4 GB (powers of ten); on an axis as many decimals as ticks `step` apart need.
- * decimals(step)      of numbers that are `step` apart, so that no two look the same: 0 to 6.
+ * decimals(step)      of numbers that are `step` apart, so that they differ: 0 to 6.
  * clock(unix_s)       14:03:20 of the viewer's day; with the date when it is another day.
  * span(first, last)   "step 7" or "steps 7–23".
  * withUnit(x, unit)   by a unit of the catalog: "s", "fraction", "bytes", "tokens", "1", ...
- * sentence(text)      its first letter large, unless it begins with a name such as rollout.slots.
+ * sentence(text)      with a capital first letter, unless it begins with a name such as rollout.slots.
  * plural(n, one, many) "1 step", "3 steps".
  */
 
@@ -28,7 +28,7 @@ export function isFiniteNumber(x) {
   return typeof x === "number" && Number.isFinite(x);
 }
 
-/** The text of an absent or non-finite number, or null where it is an ordinary one. */
+/** The text of an absent or non-finite number, or null if it is finite. */
 function odd(x) {
   if (x === null || x === undefined) return NONE;
   if (Number.isNaN(x)) return "NaN";

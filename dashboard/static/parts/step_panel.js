@@ -1,8 +1,8 @@
 /**
- * One step in full: seconds of every phase and process, metrics, groups by fate, warnings.
+ * One step in full: seconds of every phase and process, metrics, groups by final state, warnings.
  *
  * makeStepPanel(store, {close, walk}) -> {node, show(step, takeFocus), step}; walk(step) is called when the
- * viewer asks for the step before or after. Text of the run comes in as text nodes only.
+ * viewer goes to the step before or after. Text of the run becomes text nodes only.
  */
 import { getJSON } from "../api.js";
 import { el, empty, setChildren } from "./dom.js";

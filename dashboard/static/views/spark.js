@@ -171,7 +171,7 @@ function plotted(data, frame, format) {
         "stroke-dasharray": LINE_DASH[i].join(" "),
       }),
     );
-    if (!marks && y.filter((v) => v !== null).length > 2) return; // so few are no line
+    if (!marks && y.filter((v) => v !== null).length > 2) return; // too few points for a line
     for (const [v, value] of points) {
       if (value !== null) box.append(svg("circle", { fill: lineColor(i), cx: at(v), cy: up(value), r: 2.4 }));
     }
@@ -217,7 +217,7 @@ function tipOf(data, i, format) {
   ];
 }
 
-/** Least and most to draw: with a margin, and with the bound where it is near enough to matter. */
+/** Minimum and maximum to draw: with a margin, and with the bound if it is near. */
 function extent(values, bound) {
   let [low, high] = [Infinity, -Infinity];
   for (const v of values) [low, high] = [Math.min(low, v), Math.max(high, v)];
@@ -244,7 +244,7 @@ function cross(x, y, r) {
   return `M${x - r} ${y - r}L${x + r} ${y + r}M${x - r} ${y + r}L${x + r} ${y - r}`;
 }
 
-/** At most MOST_POINTS of them: of each stretch the lowest and the highest, so no peak is lost. */
+/** At most MOST_POINTS points: the lowest and highest of each segment, so that no peak is lost. */
 function thin(points) {
   if (points.length <= MOST_POINTS) return points;
   const stretch = Math.ceil((2 * points.length) / MOST_POINTS);

@@ -1,9 +1,9 @@
 /**
  * The table of processes: the learner first, then the workers.
  *
- * fleetTable(onDrain)     {node, fill(fleet, noDrain)}: rows are changed in place, so that a button
- *                         that is being clicked stays; noDrain: why no worker can be drained, or "".
- * lastKnownTable(store)   what the last step says of each process, where no driver can be asked.
+ * fleetTable(onDrain)     {node, fill(fleet, noDrain)}: rows are updated in place, so that a button
+ *                         does not move while it is clicked; noDrain: why no worker can be drained, or "".
+ * lastKnownTable(store)   the last known numbers of each process, if no driver answers.
  */
 import { el, setChildren, setText } from "../../parts/dom.js";
 import { bytes, count, number, percent, value } from "../../parts/format.js";
@@ -37,7 +37,7 @@ const COLUMNS = [
   { title: "where" },
   { title: "change", hidden: true },
 ];
-/** Of the column of tokens/s, which has a bar too. */
+/** Index of the column tokens/s, which has a bar too. */
 const SPEED = 5;
 const MEMORY = [
   ["host_bytes", "host memory"],

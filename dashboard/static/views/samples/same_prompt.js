@@ -1,6 +1,5 @@
 /**
- * What the model wrote to one prompt over time: two completions side by side, with the words marked
- * that only one of them has.
+ * Completions of one prompt over time: two of them side by side, with their different words marked.
  */
 import { getJSON, samplePath } from "../../api.js";
 import { el, setChildren, setText } from "../../parts/dom.js";
@@ -8,16 +7,16 @@ import { number, percent, plural, value } from "../../parts/format.js";
 import { textBox, visible } from "./sample_text.js";
 import { diff } from "./text_diff.js";
 
-/** Of either text, that are compared and shown. */
+/** Characters of each text that are compared and shown. */
 const MOST_CHARS = 12_000;
 
 /**
- * Fills a place with the comparison.
+ * Shows the comparison in `place`.
  *
  * @param {HTMLElement} place
  * @param {object} record the completion chosen, in full.
  * @param {string|null} other id of the one beside it; the one before it in time if null.
- * @param {(id: string) => void} onPick told of the other one that a person picks.
+ * @param {(id: string) => void} onPick called with the other completion that the viewer picks.
  */
 export async function samePrompt(place, record, other, onPick) {
   setChildren(place, el("p", { class: "muted" }, "Looking for the same prompt …"));
@@ -75,7 +74,7 @@ export async function samePrompt(place, record, other, onPick) {
   await choose(start.id);
 }
 
-/** One completion of the prompt as a button: its step, and whether it earned something. */
+/** One completion of the prompt as a button: its step, and whether its reward is above 0. */
 function occurrence(item, chosen) {
   const reward = value(item.total_reward);
   const mark = item.reward_error ? "\u2716" : reward > 0 ? "\u25cf" : "\u25cb";

@@ -1,5 +1,5 @@
 /**
- * One completion in full: where it comes from, what was parsed, what it earned, and its tokens.
+ * One completion in full: its origin, parsed answers, rewards and tokens.
  *
  * makeDetail({onMode(mode, other), onBack()})   {node, show(id, mode, other), clear(), focus()}: mode is
  *     "read" or "same"; other: the completion beside it in "same".
@@ -152,7 +152,7 @@ function facts(record) {
   );
 }
 
-/** The right answer beside what either parser found. */
+/** The right answer, and the answers that the parsers found. */
 function answers({ answer, parsed, ...rest }) {
   const cell = (name, text, mark) =>
     el(
@@ -188,7 +188,7 @@ function answers({ answer, parsed, ...rest }) {
   );
 }
 
-/** Without what does not count in a number: 1,000 and $1000.0 are one answer. */
+/** A number without formatting: 1,000 and $1000.0 are the same answer. */
 function plainAnswer(text) {
   const bare = String(text ?? "").replace(/[$,\s]/g, "");
   return bare !== "" && Number.isFinite(Number(bare)) ? String(Number(bare)) : bare;

@@ -1,10 +1,10 @@
 /**
  * Which completions are listed.
  *
- * FIELDS                     names of the parameters of /api/samples that a person chooses.
- * COMPLETIONS_OF             the parameters that list what an alert or a check is about, by its id.
+ * FIELDS                     names of the parameters of /api/samples that the viewer sets.
+ * COMPLETIONS_OF             parameters that list the completions of an alert or check, by its id.
  * makeFilters(onChange)      {node, set(query)}: onChange(query) a moment after the last key; a field
- *                            that makes no sense is marked and left out.
+ *                            that is invalid is marked and left out.
  */
 import { el } from "../../parts/dom.js";
 

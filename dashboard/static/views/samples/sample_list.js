@@ -3,8 +3,8 @@
  *
  * makeList({onPick(id), onOpen(id), onPage(offset)})   {node, fill(answer), pick(id), busy(),
  *     fail(message, offset), fresh(n, onShow), focus(), isResting()}: answer is that of /api/samples.
- *     Up and down pick the neighbour, beyond the ends of a page that of the next; Enter opens. From a
- *     page that failed the one before can be asked for.
+ *     Up and down pick the neighbour, across pages; Enter opens. After a page that failed, the
+ *     previous one can be loaded.
  */
 import { el, setChildren, setText } from "../../parts/dom.js";
 import { count, number, plural } from "../../parts/format.js";
@@ -47,9 +47,9 @@ export function makeList({ onPick, onOpen, onPage }) {
   );
   let page = { total: 0, offset: 0, limit: 50, items: [] };
   let picked = null;
-  /** "first" or "last" while a page is fetched that the cursor keys asked for. */
+  /** "first" or "last" while a page is fetched for the cursor keys. */
   let land = null;
-  /** Whether the next page is to show what is picked; one that comes by itself scrolls nowhere. */
+  /** Whether the next page scrolls to the picked row; an automatic update does not. */
   let fresh = false;
 
   const rowOf = (name) => body.querySelector(`tr[data-id="${CSS.escape(name ?? "")}"]`);
@@ -113,7 +113,7 @@ export function makeList({ onPick, onOpen, onPage }) {
       pick(name, false);
     },
     focus: () => (rowOf(picked) ?? body.firstChild)?.focus(),
-    /** Whether nobody reads the list: it may change by itself. */
+    /** Whether the viewer does not use the list, so that it may update itself. */
     isResting: () => wrap.scrollTop < 4 && !body.contains(document.activeElement),
     fill(answer) {
       const landing = land;

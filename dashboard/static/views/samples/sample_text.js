@@ -1,9 +1,9 @@
-// Text that a model wrote or read, made visible: special tokens as chips, and marks in place of
-// characters that a browser would hide, act on, or draw over others. All of it is text nodes.
+// Text of a model, made visible: special tokens as chips, and marks for characters that a browser
+// would hide, interpret, or draw over others. All of it becomes text nodes.
 
 import { el } from "../../parts/dom.js";
 
-/** Characters shown before a reader asks for all. */
+/** Characters shown before the viewer asks for all. */
 const SHOWN_AT_FIRST = 12_000;
 
 /** Tokens such as <|im_end|> or </s>. */
@@ -17,7 +17,7 @@ const NOTABLE = new RegExp(`(?<special>${SPECIAL})|(?<hidden>${HIDDEN})`, "gu");
  * Shows a text in a box that keeps its white space.
  *
  * @param {string} text
- * @param {string} label names the box to a screen reader.
+ * @param {string} label name of the box for screen readers.
  * @returns {HTMLElement}
  */
 export function textBox(text, label) {

@@ -1,5 +1,5 @@
 /**
- * What the model wrote: search, page and read completions; the address holds what is shown.
+ * The completions of the model: search, page and read them; the address has the state of the view.
  */
 import { getJSON, keepJSON, samplePath } from "../../api.js";
 import { el, setChildren } from "../../parts/dom.js";
@@ -98,7 +98,7 @@ export function mount(root, store) {
     }
   }
 
-  /** New completions: a list at rest takes them in by itself, seldom; else a button offers them. */
+  /** New completions: an unused list loads them itself, but rarely; else a button offers them. */
   function grown() {
     const unfiltered = !Object.keys(shown.query).length;
     if (shown.offset === 0 && list.isResting()) {

@@ -1,4 +1,4 @@
-// What differs between two texts, word by word. Pure: takes and returns strings.
+// Differences between two texts, word by word. Pure: takes and returns strings.
 
 /** Beyond this many cells of the table of common words two texts are not compared. */
 const MOST_CELLS = 4_000_000;
@@ -13,7 +13,7 @@ function words(text) {
  *
  * @returns {{before: [string, boolean][], after: [string, boolean][], same: number} | null}
  *   the pieces of either text with whether the other one lacks them, and the share of words of
- *   the longer one that both have (0 to 1); null where the texts are too long to be compared.
+ *   the longer one that both have (0 to 1); null if the texts are too long to be compared.
  */
 export function diff(before, after) {
   const a = words(before);
@@ -62,7 +62,7 @@ function commonWords(a, b) {
   return [keptA, keptB, length[0]];
 }
 
-/** Joins neighbours that are of one kind. */
+/** Joins neighbours of the same kind. */
 function pieces(all, head, tail, kept) {
   const found = [];
   all.forEach((word, i) => {

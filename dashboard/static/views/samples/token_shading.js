@@ -1,4 +1,4 @@
-// The tokens of a completion, each shaded by how unlikely it was when it was drawn, with a legend
+// The tokens of a completion, each shaded by its probability when it was drawn, with a legend
 // and the numbers of the token under the pointer or the cursor keys.
 //
 // One hue that darkens: readable without colour vision, and unlikely tokens are underlined too.
@@ -23,7 +23,7 @@ const UNLIKELY = 0.1;
  * Shows tokens with their shades.
  *
  * @param {[string, number|string|null][]} tokens text and natural log of the probability.
- * @param {number} cut tokens that were left out at the end.
+ * @param {number} cut number of tokens left out at the end.
  * @returns {HTMLElement}
  */
 export function shadedTokens(tokens, cut) {
@@ -80,7 +80,7 @@ function follow(box, spans, tokens, readout) {
   });
 }
 
-/** Where a key leads, or null if it is not one of these keys or leads nowhere. */
+/** The token that a key moves to, or null. */
 function target(key, current, tokens) {
   const last = tokens.length - 1;
   if (last < 0) return null;

@@ -28,7 +28,7 @@ def call(page):
     "step, decimals", [(1, 0), (20, 0), (0.5, 1), (0.25, 2), (2.5, 1), (0.002, 3), (1e-9, 6)]
 )
 def test_numbers_have_the_decimals_that_their_distance_needs(call, step, decimals):
-    assert call("format", f"it.decimals({step})") == decimals
+    assert call("parts/format", f"it.decimals({step})") == decimals
 
 
 @pytest.mark.parametrize(
@@ -36,15 +36,15 @@ def test_numbers_have_the_decimals_that_their_distance_needs(call, step, decimal
 )
 def test_no_two_ticks_of_an_axis_of_bytes_look_the_same(call, low, high):
     ticks = call(
-        "plot",
-        f"""await import('/static/format.js').then(({{ bytes }}) =>
+        "charts/plot",
+        f"""await import('/static/parts/format.js').then(({{ bytes }}) =>
             it.niceTicks({low}, {high}, 5).map((x) => bytes(x, it.niceStep({high} - {low}, 5))))""",
     )
     assert len(ticks) >= 3 and len(set(ticks)) == len(ticks)
 
 
 def test_bytes_alone_stay_short(call):
-    texts = call("format", "[1.13e9, 9.1e8, 12, 1.5e12, 0].map((x) => it.bytes(x))")
+    texts = call("parts/format", "[1.13e9, 9.1e8, 12, 1.5e12, 0].map((x) => it.bytes(x))")
     assert texts == ["1.1 GB", "910 MB", "12 B", "1.5 TB", "0 B"]
 
 
@@ -80,7 +80,7 @@ COLUMNS = """(() => {
 def test_a_step_that_comes_live_is_averaged_into_its_bin(call):
     body = """for (let n = 25; n < 32; n++) columns.append(step(n, 13));
       return [columns.steps, columns.metrics.a, columns.high.a, columns.last];"""
-    steps, values, high, last = call("columns", COLUMNS.replace("WHAT", body))
+    steps, values, high, last = call("parts/columns", COLUMNS.replace("WHAT", body))
     assert steps == [0, 10, 20, 30] and last == 31
     assert values == [1, 2, pytest.approx((5 * 3 + 5 * 13) / 10), 13]
     assert high == [2, 3, 13, 13]
@@ -88,11 +88,11 @@ def test_a_step_that_comes_live_is_averaged_into_its_bin(call):
 
 def test_the_newest_value_says_of_which_steps_it_is(call):
     body = "return [columns.latest('a'), columns.latest('b'), columns.latest('none')];"
-    a, b, none = call("columns", COLUMNS.replace("WHAT", body))
+    a, b, none = call("parts/columns", COLUMNS.replace("WHAT", body))
     assert a == {"step": 20, "until": 24, "value": 3}
     assert b == {"step": 0, "until": 9, "value": 5} and none is None
     body = "columns.append(step(25, 7)); return columns.latest('a');"
-    newest = call("columns", COLUMNS.replace("WHAT", body))
+    newest = call("parts/columns", COLUMNS.replace("WHAT", body))
     assert newest == {"step": 25, "until": 25, "value": 7}
 
 
@@ -116,7 +116,7 @@ def test_later_steps_join_and_old_ones_go(call):
       const at = timeline.stepAt(25)?.step;
       return [moved, start, steps, spans.length, marks, gauges.t, at, crowded];"""
     moved, start, steps, spans, marks, gauges, at, crowded = call(
-        "timeline_data", TIMELINE.replace("WHAT", body)
+        "charts/timeline_data", TIMELINE.replace("WHAT", body)
     )
     assert (moved, start) == (20, 1020)
     shown = [(one["step"], one["start"], one["end"]) for one in steps]
@@ -131,4 +131,4 @@ def test_a_track_of_very_many_spans_asks_to_be_thinned(call):
       const before = timeline.crowded;
       timeline.join(made(1060, 6, 3, 100), 600);
       return [before, timeline.crowded];"""
-    assert call("timeline_data", TIMELINE.replace("WHAT", body)) == [False, True]
+    assert call("charts/timeline_data", TIMELINE.replace("WHAT", body)) == [False, True]
