@@ -114,14 +114,14 @@ BREAKS = [
     ),
     Break(
         "learner/durable/segment_file.py",
-        "if update.policy_version > policy_version",
-        "if update.policy_version >= policy_version",
-        "learner/durable/test_spool.py learner/test_actor.py",
+        "first = max(before, key=lambda segment: (segment.step, segment.serial))",
+        "first = min(before, key=lambda segment: (segment.step, segment.serial))",
+        "learner/durable/test_spool.py",
     ),
     Break(
         "learner/publish/publisher.py",
-        "if snapshot.policy_version != policy_version:",
-        "if snapshot.policy_version < policy_version:",
+        "if policy_version > self._submitted:",
+        "if policy_version >= self._submitted:",
         "learner/publish/test_publisher.py",
     ),
     # rollout_worker

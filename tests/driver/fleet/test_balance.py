@@ -4,6 +4,7 @@ In the model a step's groups take `rollout_s / workers` seconds and its update t
 two overlap in an asynchronous run and take turns in a synchronous one.
 """
 
+import itertools
 import random
 
 import pytest
@@ -40,8 +41,8 @@ def simulate(
 
 def turns(targets):
     """How often the direction of the changes turned."""
-    changes = [b - a for a, b in zip(targets, targets[1:], strict=False) if a != b]
-    return sum(a != b for a, b in zip(changes, changes[1:], strict=False))
+    changes = [b - a for a, b in itertools.pairwise(targets) if a != b]
+    return sum(a != b for a, b in itertools.pairwise(changes))
 
 
 @pytest.mark.parametrize("ratio", [0.5, 1.0, 1.5, 2.9, 3.6, 5.0, 7.3, 12.0])
