@@ -158,7 +158,7 @@ BREAKS = [
     Break(
         "rollout_worker/data/prompts.py",
         "if len(token_ids) > max_prompt_tokens:",
-        "if len(token_ids) > max_prompt_tokens + 1:",
+        "if len(token_ids) > 100 * max_prompt_tokens:",
         "rollout_worker/data/test_prompts.py",
     ),
     # services

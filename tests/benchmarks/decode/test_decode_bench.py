@@ -232,7 +232,7 @@ def test_a_compilation_in_a_later_pass_ends_with_1(capsys, monkeypatch):
         ],
     }
     monkeypatch.setattr(cli, "measure", lambda *_: found)
-    monkeypatch.setattr(cli, "check", lambda *_: None)
+    monkeypatch.setattr(cli, "check_settings", lambda *_: None)
     assert cli.main(["--shape", "demo", "--random-weights"]) == 1
     said = capsys.readouterr().err
     assert "compiled in a later pass: while: segment (cache width 128 -> 256)" in said
