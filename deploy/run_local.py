@@ -57,17 +57,35 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def start_head(environment: dict[str, str], folder: str, log) -> tuple[subprocess.Popen, str]:
+def head_environment() -> dict[str, str]:
+    """Environment of a head on loopback and of all that joins it, with a new token."""
+    environment = {
+        **os.environ,
+        "PATH": f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "no_proxy": ",".join(filter(None, [os.environ.get("no_proxy"), "127.0.0.1,localhost"])),
+    }
+    environment.pop("RAY_ADDRESS", None)
+    return environment
+
+
+def start_head(
+    environment: dict[str, str], folder: str, log, *options: str, port: int = 0
+) -> tuple[subprocess.Popen, str]:
     """Starts a Ray head in a process group of its own; returns it and its job address."""
     dashboard, agent, client = free_ports(3)  # Ray's own choices collide with another head's
     head = subprocess.Popen(
         [
             *("ray", "start", "--head", "--block", "--disable-usage-stats"),
-            *("--node-ip-address", "127.0.0.1", "--port", "0", "--temp-dir", folder),
+            *("--node-ip-address", "127.0.0.1", "--port", str(port), "--temp-dir", folder),
             *("--dashboard-host", "127.0.0.1", "--dashboard-port", str(dashboard)),
             *("--dashboard-agent-listen-port", str(agent), "--ray-client-server-port", str(client)),
+            *options,
         ],
         env=environment,
+        stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
         start_new_session=True,
@@ -209,17 +227,10 @@ def main(arguments: list[str]) -> int:
     root = pathlib.Path(__file__).resolve().parents[1]
     # A short path: Ray's sockets lie in it and may not exceed 107 bytes.
     folder = pathlib.Path(tempfile.mkdtemp(prefix="tandem-ray-"))
-    environment = {
-        **os.environ,
-        "PATH": f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    environment = head_environment() | {
         "RAY_JOB_STOP_WAIT_TIME_S": str(JOB_STOP_S),
-        "RAY_USAGE_STATS_ENABLED": "0",
         "TANDEM_HOME": str(pathlib.Path.cwd()),
-        "no_proxy": ",".join(filter(None, [os.environ.get("no_proxy"), "127.0.0.1,localhost"])),
     }
-    environment.pop("RAY_ADDRESS", None)
     job, output, job_id, succeeded = None, None, f"tandem-{secrets.token_hex(4)}", False
     refusal = ""
     log_path = folder / "head.log"

@@ -1,18 +1,21 @@
 """A Ray head that outlives the drivers that join it, on loopback and with a token of its own."""
 
 import contextlib
-import os
 import pathlib
-import secrets
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 
 import psutil
 
-from deploy.run_local import end_group, free_ports, wait_for_head
+from deploy.run_local import (
+    end_group,
+    free_ports,
+    head_environment,
+    start_head,
+    wait_for_head,
+)
 
 CPUS = 8
 """CPUs that the head reports: enough for an old learner beside the one that replaces it."""
@@ -42,7 +45,7 @@ class Head:
 
 
 @contextlib.contextmanager
-def running_head(folder: pathlib.Path, extra: Mapping[str, str]) -> Iterator[Head]:
+def running_head(folder: pathlib.Path, extra: dict[str, str]) -> Iterator[Head]:
     """Starts a head, and ends it with all that it started.
 
     Args:
@@ -51,35 +54,15 @@ def running_head(folder: pathlib.Path, extra: Mapping[str, str]) -> Iterator[Hea
     """
     # A short path: Ray's sockets lie in it and may not exceed 107 bytes.
     session = pathlib.Path(tempfile.mkdtemp(prefix="tandem-ray-"))
-    port, dashboard, client = free_ports(3)
-    environment = {
-        **os.environ,
-        **extra,
-        "PATH": f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "no_proxy": ",".join(filter(None, [os.environ.get("no_proxy"), "127.0.0.1,localhost"])),
-    }
-    environment.pop("RAY_ADDRESS", None)
+    (port,) = free_ports(1)
+    environment = head_environment() | extra
     log_path = folder / "head.log"
     with log_path.open("w") as log:
-        process = subprocess.Popen(
-            [
-                *("ray", "start", "--head", "--block", "--disable-usage-stats"),
-                *("--node-ip-address", "127.0.0.1", "--port", str(port)),
-                *("--temp-dir", str(session), "--num-cpus", str(CPUS)),
-                *("--dashboard-host", "127.0.0.1", "--dashboard-port", str(dashboard)),
-                *("--ray-client-server-port", str(client)),
-            ],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
+        process, address = start_head(
+            environment, str(session), log, "--num-cpus", str(CPUS), port=port
         )
         try:
-            wait_for_head(process, f"http://127.0.0.1:{dashboard}", log_path)
+            wait_for_head(process, address, log_path)
             yield Head(process, {**environment, "RAY_ADDRESS": f"127.0.0.1:{port}"})
         finally:
             end_group(process, 20)
