@@ -385,7 +385,7 @@ def test_case_s01_any_stop_id_ends_a_row_and_its_slot_is_free(cases, monkeypatch
         count_B = jnp.minimum(count_B, script_RN.shape[1] - 1)
         return script_RN[row_B, count_B], logprob_RN[row_B, count_B]
 
-    monkeypatch.setattr(slots_module, "draw", scripted)
+    monkeypatch.setattr(slots_module, "draw_tokens", scripted)
     request = make_request(
         [10],
         samples=len(script_RN),
