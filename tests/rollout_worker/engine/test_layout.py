@@ -316,7 +316,7 @@ def test_a_token_step_communicates_no_more_on_v6e():
     run_with_compiler(
         """
 from jax.experimental import topologies
-from tests.rollout_worker.test_layout import BFLOAT16, ONE_STEP, communication, decode_text
+from tests.rollout_worker.engine.test_layout import BFLOAT16, ONE_STEP, communication, decode_text
 devices = topologies.get_topology_desc(platform="tpu", topology_name="v6e:2x4").devices
 for data, tensor in [(4, 2), (2, 4), (1, 8)]:
     found = communication(decode_text(devices, data, tensor, BFLOAT16))
