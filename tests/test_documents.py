@@ -1,5 +1,6 @@
 """Every file, module and make target that a document names exists."""
 
+import ast
 import importlib.util
 import pathlib
 import re
@@ -14,6 +15,7 @@ DOCUMENTS = sorted(
 PATH = re.compile(r"(?<![\w./<-])((?:[a-z_]+/)+[\w.-]*\w\.(?:py|md|json|yaml|jpg|proto))\b")
 COMMAND = re.compile(r"python -m ([a-z_0-9]+(?:\.[a-z_0-9]+)*)")
 TARGET = re.compile(r"`make ([a-z-]+)`")
+WALK = re.compile(r"^\| `([\w/]+\.py)`: `(\w+)\.(\w+)`", re.MULTILINE)
 OF_READERS = {"my_pkg/rewards.py"}
 """Paths that a reader makes himself."""
 
@@ -32,6 +34,17 @@ def test_every_command_that_a_document_names_is_there(document):
     assert [name for name in modules if importlib.util.find_spec(name) is None] == []
     targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert sorted(set(TARGET.findall(text)) - set(targets)) == []
+
+
+def test_every_function_of_the_walks_in_architecture_exists():
+    rows = WALK.findall((ROOT / "ARCHITECTURE.md").read_text())
+    assert len(rows) > 30
+    for path, owner, function in rows:
+        module = ast.parse((ROOT / path).read_text())
+        owners = [node for node in module.body if getattr(node, "name", "") == owner]
+        assert owners, f"{path} has no class {owner}"
+        names = {getattr(node, "name", "") for node in owners[0].body}
+        assert function in names, f"{path}: {owner} has no {function}"
 
 
 def _exists(document: str, name: str) -> bool:
