@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import tempfile
 import time
 
 import pytest
@@ -53,6 +54,11 @@ def test_what_is_no_address_is_refused_before_anything_starts(host):
 def cluster():
     """A Ray cluster of two hosts, which are processes here: four CPUs, and one with a chip."""
     with contextlib.ExitStack() as stack:
+        # Ray notes the address of a Cluster in its folder, and every driver that starts meanwhile
+        # would join it: those of the tests that run beside this one.
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-ray-"))
+        patched = stack.enter_context(pytest.MonkeyPatch.context())
+        patched.setenv("RAY_TMPDIR", folder)
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4})
         stack.callback(cluster.shutdown)
         cluster.add_node(num_cpus=1, num_gpus=1)
