@@ -13,6 +13,7 @@ DOCUMENTS = sorted(
     for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("tests/*.md")]
 )
 PATH = re.compile(r"(?<![\w./<-])((?:[a-z_]+/)+[\w.-]*\w\.(?:py|md|json|yaml|jpg|proto))\b")
+FOLDER = re.compile(r"`((?:[a-z_]+/){2,})`")
 COMMAND = re.compile(r"python -m ([a-z_0-9]+(?:\.[a-z_0-9]+)*)")
 TARGET = re.compile(r"`make ([a-z-]+)`")
 WALK = re.compile(r"^\| `([\w/]+\.py)`: `(\w+)\.(\w+)`", re.MULTILINE)
@@ -22,7 +23,8 @@ OF_READERS = {"my_pkg/rewards.py"}
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_file_that_a_document_names_is_there(document):
-    named = set(PATH.findall((ROOT / document).read_text())) - OF_READERS
+    text = (ROOT / document).read_text()
+    named = {*PATH.findall(text), *FOLDER.findall(text)} - OF_READERS
     missing = [name for name in sorted(named) if not _exists(document, name)]
     assert missing == []
 
