@@ -32,7 +32,8 @@ class AlgorithmConfig(Section):
     advantage_eps: float = Field(default=1e-6, ge=1e-12, le=1)
     """Keeps the division by the standard deviation finite; in reward units."""
     aggregation: Literal["token_mean", "seq_mean", "constant"] = "token_mean"
-    """`constant` divides by sequences x max_completion_tokens (Dr. GRPO)."""
+    """`token_mean` divides the loss by the number of trained tokens, `seq_mean` averages the means
+    of the sequences, `constant` divides by sequences x max_completion_tokens (Dr. GRPO)."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     """The ratio is held above 1 - clip_low."""
     clip_high: float = Field(default=0.2, gt=0, le=1e6)
@@ -44,7 +45,8 @@ class AlgorithmConfig(Section):
     entropy_coef: float = Field(default=0.0, ge=0, le=1000)
     """Weight of the entropy bonus in nats per token."""
     zero_variance: Literal["keep", "mask", "resample"] = "keep"
-    """What happens to a group whose rewards are all equal."""
+    """A group whose rewards are all equal: `keep` trains it with advantages of 0, so its tokens
+    count in the denominator; `mask` leaves it out; `resample` does too and takes more prompts."""
     resample_rounds: int = Field(default=3, ge=1, le=1000)
     """With `resample`: how often a step may ask for more prompts before it trains on fewer."""
     truncated: Literal["keep", "mask"] = "keep"

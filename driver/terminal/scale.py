@@ -145,7 +145,7 @@ def check_running(folder: pathlib.Path) -> None:
     except FileNotFoundError as error:
         missing = "holds no status.json" if folder.is_dir() else "is not there"
         raise NoRun(
-            f"{folder} {missing}: give the output folder of a run, as its first line of output "
+            f"{folder} {missing}: give the output folder of a run, as its line 'outputs in ...' "
             "names it"
         ) from error
     except (OSError, ValueError, LookupError, TypeError) as error:
