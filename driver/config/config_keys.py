@@ -89,6 +89,10 @@ ABSENT_KEYS = {
 }
 """Keys that do not exist on purpose, or no longer, and why."""
 
+IGNORED_VALUES = {"rollout.decode.on_swap": ("finish", "restart")}
+"""Values of removed keys that never had an effect. The config.yaml of an older run has them, and
+it can be resumed."""
+
 
 def fields_of(model: type[BaseModel]) -> dict[str, Key]:
     """The keys of one section."""

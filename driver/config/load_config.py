@@ -16,7 +16,15 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from ruamel.yaml.error import YAMLError
 
-from driver.config.config_keys import ABSENT_KEYS, Key, Kind, fields_of, nearest, resolve
+from driver.config.config_keys import (
+    ABSENT_KEYS,
+    IGNORED_VALUES,
+    Key,
+    Kind,
+    fields_of,
+    nearest,
+    resolve,
+)
 from driver.config.run_config import RunConfig
 from driver.config.yaml_text import dump_yaml, parse_yaml, yaml_problem
 from driver.errors import RunError
@@ -187,7 +195,8 @@ def _check_section(
         dotted = f"{prefix}{name}"
         key = fields.get(name) if isinstance(name, str) else None
         if key is None:
-            faults.append(_Fault(dotted, _unknown(dotted)))
+            if value not in IGNORED_VALUES.get(dotted, ()):
+                faults.append(_Fault(dotted, _unknown(dotted)))
             continue
         if value is None and not key.optional and key.kind in (Kind.SECTION, Kind.FREE):
             continue  # a section whose keys are all commented out takes its defaults

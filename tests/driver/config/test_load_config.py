@@ -504,3 +504,16 @@ def test_deep_nesting_is_a_problem_of_the_file(write, minimal, depth):
     nested = "[" * depth + "]" * depth
     assert "nested more than 64 levels deep" in refusal(write(MINIMAL + f"run: {nested}\n"))
     assert "nested more than 64 levels deep" in refusal(minimal, f"data.train.params={nested}")
+
+
+def test_a_removed_key_of_an_older_run_is_ignored_where_it_had_no_effect(tmp_path):
+    """A run writes every key into its config.yaml, those included that were removed since."""
+    config = load("deploy/runs/demo_cpu.yaml", [])
+    older = tmp_path / "config.yaml"
+    for value in ("finish", "restart"):
+        text = dump(config).replace("  decode:\n", f"  decode:\n    on_swap: {value}\n")
+        older.write_text(text)
+        assert "on_swap" in text and load(str(older), []) == config
+    older.write_text(text.replace("on_swap: restart", "on_swap: continue"))
+    with pytest.raises(ConfigError, match="it was removed, since it had no effect"):
+        load(str(older), [])
