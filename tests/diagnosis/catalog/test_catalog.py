@@ -14,7 +14,7 @@ WRITERS = (
     "driver/accounting/intake.py",
     "driver/reports/step_report.py",
     "driver/session.py",
-    "learner/actor.py",
+    "learner/recorded_learner.py",
     "learner/core.py",
     "learner/update/update_metrics.py",
     "learner/update/off_policy.py",
