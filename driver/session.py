@@ -13,7 +13,6 @@ from typing import Any
 from driver.accounting.intake import StepBatch
 from driver.accounting.leases import LeaseState, TrajectoryState
 from driver.accounting.run_state import RunState
-from driver.accounting.step_timing import LEARNER
 from driver.config.prepare import Prepared
 from driver.config.run_config import CheckpointConfig, PlacementConfig, RunSection
 from driver.errors import RunError
@@ -28,6 +27,7 @@ from learner.learner_records import Restored
 from rollout_worker.config import DataConfig
 from rollout_worker.worker_records import Orders, WorkerInfo
 from services.process import failpoints
+from services.process.phases import LEARNER
 from services.trajectories.group_report import GroupReport
 
 BEFORE_ALL = -1

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from ray.util.placement_group import PlacementGroup
 
-from driver.accounting.step_timing import LEARNER, RunTiming
+from driver.accounting.step_timing import RunTiming
 from driver.config.actor_specs import ActorSpecs
 from driver.config.run_config import PlacementConfig, WeightsConfig
 from driver.errors import RunError
@@ -40,6 +40,7 @@ from learner.learner_spec import LearnerSpec
 from rollout_worker.config import RolloutConfig
 from rollout_worker.worker_records import EvalItem, EvalRequest
 from services.control.messages import LearnerStatus
+from services.process.phases import LEARNER
 from services.process.process_memory import ProcessMemory
 
 T = TypeVar("T")

@@ -35,6 +35,11 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         help="of the checkpoint (default: the newest that has a recorded step after it)",
     )
+    parser.add_argument(
+        "--model",
+        metavar="PATH",
+        help="the model that the run started from (default: where it was then)",
+    )
     return parser
 
 
@@ -69,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"checkpoint of step {recorded.step}, policy version {recorded.policy_version}; the "
             f"next step trained on {len(recorded.groups)} groups"
         )
-        result = repeat_step(folder, recorded)
+        result = repeat_step(folder, recorded, given.model)
     except (NothingToCheck, DamagedFile, WrongPlatform, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return ExitCode.BAD_CONFIG

@@ -84,15 +84,29 @@ def find_step(run_folder: pathlib.Path, step: int | None = None) -> RecordedStep
     )
 
 
-def repeat_step(run_folder: pathlib.Path, recorded: RecordedStep) -> RepeatedStep:
+def repeat_step(
+    run_folder: pathlib.Path, recorded: RecordedStep, model_path: str | None = None
+) -> RepeatedStep:
     """Restores the checkpoint and repeats the step after it.
 
+    Args:
+        run_folder: of the run.
+        recorded: what `find_step` found in it.
+        model_path: of the model that the run started from; None takes the recorded path, which a
+            run that was submitted as a job may have had in the job's own folder.
+
     Raises:
+        NothingToCheck: if the model cannot be loaded, or the checkpoint is gone.
         ValueError: if the checkpoint cannot be read.
     """
     header = recorded.header
     devices = require_platform(recorded.platform)
-    loaded = load_model(header.model_folder or header.model_path)
+    try:
+        loaded = load_model(model_path or header.model_folder or header.model_path)
+    except ValueError as error:
+        raise NothingToCheck(
+            f"the model that the run started from cannot be loaded: {error}; give it by --model"
+        ) from error
     core = LearnerCore(header, loaded.config, loaded.params, devices=devices)
     checkpoints = CheckpointFolder(run_folder / CHECKPOINTS, keep=1)
     found = checkpoints.restore(core.abstract_state, only_step=recorded.step)

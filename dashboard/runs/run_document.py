@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dashboard.schemas import VERSION
-from diagnosis.records.facts import LEARNER
 from diagnosis.records.run_log import RunLog
-from services.process.phases import PHASES
+from services.process.phases import LEARNER, PHASES
 
 _STATUS = (
     *("run", "run_id", "exit_code", "reason", "step", "started", "ended"),

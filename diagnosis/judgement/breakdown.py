@@ -13,8 +13,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from diagnosis.catalog.catalog import PHASE_ROWS
-from diagnosis.records.facts import LEARNER, StepFacts
-from services.process.phases import UNEXPLAINED, WAITS
+from diagnosis.records.facts import StepFacts
+from services.process.phases import LEARNER, UNEXPLAINED, WAITS
 
 OTHER = "other"
 """Seconds of a step outside its critical path."""

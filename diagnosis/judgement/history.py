@@ -16,9 +16,8 @@ import numpy as np
 
 from diagnosis.catalog.catalog import charted
 from diagnosis.judgement.breakdown import OTHER
-from diagnosis.records.facts import LEARNER
 from diagnosis.records.run_log import RunLog
-from services.process.phases import PHASES, UNEXPLAINED, WAITS
+from services.process.phases import LEARNER, PHASES, UNEXPLAINED, WAITS
 from services.wire.strict_json import number_text
 
 POINTS = 600

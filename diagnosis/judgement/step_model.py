@@ -15,7 +15,8 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from diagnosis.records.facts import LEARNER, RunSettings, StepFacts
+from diagnosis.records.facts import RunSettings, StepFacts
+from services.process.phases import LEARNER
 
 WINDOW = 10
 """Settled steps with one number of workers that enter the medians."""

@@ -5,9 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from services.process.phases import UNEXPLAINED, WAITS
-
-LEARNER = "learner"
+from services.process.phases import LEARNER, UNEXPLAINED, WAITS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -20,9 +20,9 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from diagnosis.records.columns import LedgerTable, MetricsTable, phase_metric
-from diagnosis.records.facts import LEARNER, RunSettings, StepFacts
+from diagnosis.records.facts import RunSettings, StepFacts
 from diagnosis.records.tail import Tail, TailChange, parse_line, read_line
-from services.process.phases import PHASES
+from services.process.phases import LEARNER, PHASES
 
 MOST_VALUES = 100_000
 """Values of a configuration."""

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diagnosis.records.columns import number
-from diagnosis.records.facts import LEARNER
 from diagnosis.records.run_log import RunLog, natural
 from diagnosis.records.span_arrays import (
     DECIMALS,
@@ -21,7 +20,7 @@ from diagnosis.records.span_arrays import (
     without_overlaps,
 )
 from diagnosis.records.tail import Tail, TailChange, parse_line
-from services.process.phases import PHASES
+from services.process.phases import LEARNER, PHASES
 
 LAST_S = 60.0
 """Shown without a range."""

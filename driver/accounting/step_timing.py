@@ -12,7 +12,6 @@ from collections.abc import Collection
 
 from services.process.span_log import StepTiming
 
-LEARNER = "learner"
 DRIFT = 1e-4
 """Seconds by which two hosts' clocks may drift apart per second; quartz is ten times better."""
 

@@ -8,8 +8,7 @@ measured; nothing here starts or stops anything.
 import dataclasses
 from collections.abc import Mapping
 
-from driver.accounting.step_timing import LEARNER
-from services.process.phases import WAITS
+from services.process.phases import LEARNER, WAITS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

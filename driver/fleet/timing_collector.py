@@ -3,9 +3,10 @@
 import time
 from collections.abc import Callable, Collection, Mapping
 
-from driver.accounting.step_timing import LEARNER, RunTiming, TimingTable
+from driver.accounting.step_timing import RunTiming, TimingTable
 from driver.fleet.actor_calls import GONE, ActorFailed, Call, NoAnswer, wait_for_calls
 from driver.fleet.handles import LearnerHandle, WorkerHandle
+from services.process.phases import LEARNER
 from services.process.span_log import StepTiming
 
 WORKER_S = 5.0

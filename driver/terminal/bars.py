@@ -14,8 +14,8 @@ from rich.text import Text
 
 from diagnosis.judgement.breakdown import OTHER, PHASE_GROUPS, by_group, critical_path
 from diagnosis.judgement.judge import duration
-from diagnosis.records.facts import LEARNER, StepFacts
-from services.process.phases import UNEXPLAINED
+from diagnosis.records.facts import StepFacts
+from services.process.phases import LEARNER, UNEXPLAINED
 
 WAITING = "waiting"
 ORDER = (*PHASE_GROUPS, OTHER)

@@ -1,4 +1,10 @@
-"""The phases that the seconds of a step belong to; `phase_clock.py` measures them."""
+"""The words of the step ledger: its phases, and the learner's name among the processes.
+
+`phase_clock.py` measures the phases.
+"""
+
+LEARNER = "learner"
+"""The learner's process; rollout workers have names of their own."""
 
 PHASES: tuple[str, ...] = (
     "prefill",

@@ -89,6 +89,18 @@ def test_another_outcome_is_shown_and_named(run, capsys, monkeypatch):
     assert "step 2 made again, not equal: weights of version 2 (trained on 1 cpu devices" in shown
 
 
+def test_a_model_that_is_gone_is_named_and_another_path_is_taken(run, capsys, monkeypatch):
+    recorded = find_step(run)
+    there = recorded.header.model_folder
+    gone = dataclasses.replace(recorded.header, model_path="/gone/model", model_folder=None)
+    moved = dataclasses.replace(recorded, header=gone)
+    monkeypatch.setattr("driver.verify_resume.find_step", lambda *_: moved)
+    assert main([str(run)]) == 2
+    refusal = capsys.readouterr().err
+    assert "/gone/model" in refusal and "give it by --model" in refusal
+    assert main([str(run), "--model", there]) == 0
+
+
 def test_a_damaged_checkpoint_is_passed_over(copy):
     (copy / "checkpoints" / "step-00000002" / "manifest.json").write_text("{}")
     with pytest.raises(NothingToCheck, match="step-00000002"):

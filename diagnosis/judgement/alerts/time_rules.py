@@ -15,8 +15,8 @@ from diagnosis.judgement.breakdown import (
 )
 from diagnosis.judgement.recent import WINDOW, Recent, percent
 from diagnosis.judgement.trust import worst_imbalance
-from diagnosis.records.facts import LEARNER, StepFacts
-from services.process.phases import UNEXPLAINED
+from diagnosis.records.facts import StepFacts
+from services.process.phases import LEARNER, UNEXPLAINED
 
 
 def learner_waits(scene: Scene) -> RuleFinding | None:

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from driver.accounting.step_timing import LEARNER
 from driver.fleet.timing_collector import TimingCollector
 from services.process.phase_clock import PhaseClock
+from services.process.phases import LEARNER
 
 
 class Time:

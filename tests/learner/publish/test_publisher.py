@@ -204,4 +204,6 @@ def test_only_the_current_version_can_be_submitted(core):
         ValueError, match=f"asked to publish policy version 99, .*{core.policy_version}"
     ):
         publisher.submit(99)
+    with pytest.raises(ValueError, match="asked to publish policy version -1, but .* is at 0"):
+        publisher.submit(core.policy_version - 1)
     publisher.close()

@@ -50,8 +50,10 @@ def test_jsonl_records_become_prompts(tmp_path):
 
 
 def test_overlong_prompts_are_counted_and_ids_stay(tmp_path):
-    records = [RECORDS[4], RECORDS[0], RECORDS[3], RECORDS[1]]
-    got = load(write(tmp_path / "a.jsonl", records), limit=len("user:q!\n"))
+    records = [RECORDS[2], RECORDS[0], RECORDS[4], RECORDS[1]]
+    got = load(
+        write(tmp_path / "a.jsonl", records), limit=len("user:q!\n")
+    )  # the first has one more
     assert [prompt.prompt_id for prompt in got.prompts] == [1, 3]
     assert got.overlong == 2 and len(got) == 2
 
