@@ -169,7 +169,7 @@ class Supervisor:
         self._watch, self._watch_at = None, math.inf  # it is asked nothing else before it serves
         asked_s = time.monotonic()
         info = self.wait_for(self._learner.describe(), timeout_s=self._placement.startup_timeout_s)
-        self._timings.table.add_process(LEARNER, asked_s, info.clock_s)
+        self._timings.add_process(LEARNER, self._learner, asked_s, info.clock_s)
         self._info, self._watch_at = info, 0.0
 
     def make_fleet(self, events: FleetEvents) -> WorkerFleet:

@@ -144,9 +144,10 @@ class RunFollower:
         Raises:
             TooManyViewers: see `Hub.join`.
         """
+        await self.fleet()
         run, judgement = await self.read(lambda: (self.run(), self.judgement()))
-        fleet = await self.fleet()
-        first = (("run", run), ("fleet", fleet), ("judgement", judgement))
+        # Nothing is awaited from here on: what is published meanwhile would miss the viewer.
+        first = (("run", run), ("fleet", self._fleet), ("judgement", judgement))
         return self.hub.join([self.hub.event(kind, data) for kind, data in first])
 
     async def close(self) -> None:

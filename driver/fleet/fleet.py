@@ -252,7 +252,8 @@ class WorkerFleet:
         if isinstance(answer, WorkerInfo):
             self._proved = True
             worker.info = answer
-            self._timings.table.add_process(worker.name, worker.asked_at, answer.clock_s)
+            assert worker.handle is not None
+            self._timings.add_process(worker.name, worker.handle, worker.asked_at, answer.clock_s)
             worker.state = WorkerState.READY
             self._events.joined(worker, answer)
         else:

@@ -1,5 +1,6 @@
 """Collects step timings from the actors of a run."""
 
+import math
 import time
 from collections.abc import Callable, Collection, Mapping
 
@@ -22,6 +23,24 @@ class TimingCollector:
         self.table = TimingTable()
         self._open: dict[Call[StepTiming], tuple[str, float]] = {}
         """Process and time of the request, by the call that is under way."""
+        self._closed_s = -math.inf
+        """End of the last step that was closed, by the driver's clock."""
+
+    def add_process(
+        self, name: str, actor: LearnerHandle | WorkerHandle, asked_s: float, clock_s: float
+    ) -> None:
+        """Notes a process that has just answered that it is ready.
+
+        It may have been ready before the last step was closed, and that step counted it as absent:
+        what it did then is taken from it, so that it does not count in the next.
+
+        Args:
+            asked_s: time of the request, by the driver's clock.
+            clock_s: its own clock in the answer.
+        """
+        self.table.add_process(name, asked_s, clock_s)
+        if math.isfinite(self._closed_s):
+            actor.take_timing(self.table.local_s(name, self._closed_s))
 
     def request(self, name: str, actor: LearnerHandle | WorkerHandle, at_s: float) -> None:
         """Asks a process for what it did up to a moment of the driver's clock."""
@@ -63,6 +82,7 @@ class TimingCollector:
                 check()
             if self._open and late_s > timeout_s:
                 raise NoAnswer(f"the learner did not answer 'take_timing' within {timeout_s:g} s")
+        self._closed_s = at_s
         return self.table.close_step(at_s, names)
 
     def _receive(self, ended: Collection[Call[object]]) -> None:

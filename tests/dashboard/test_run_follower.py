@@ -1,8 +1,13 @@
 """What a look at a run's folder tells those who watch."""
 
+import asyncio
+import threading
+
 from benchmarks.made_run.made_run import MadeRun
 from benchmarks.made_run.made_steps import RunPlan
+from dashboard.runs.driver_client import no_fleet
 from dashboard.runs.run_follower import RunFollower
+from tests.deadlines import HANG_S
 
 
 def told_of_logs(follower):
@@ -34,3 +39,30 @@ def test_skipped_lines_are_logged_once(tmp_path, caplog):
         follower.poll()
     (record,) = caplog.records
     assert record.getMessage() == "skipped invalid lines, by file: {'ledger.jsonl': 1}"
+
+
+def test_a_viewer_that_joins_while_the_run_ends_sees_the_end(tmp_path, monkeypatch):
+    made = MadeRun(tmp_path, RunPlan())
+    made.write_step()
+    made.progress()
+    follower = RunFollower(tmp_path)
+    asked, may_answer = threading.Event(), threading.Event()
+
+    def slow_driver():
+        asked.set()
+        assert may_answer.wait(HANG_S)
+        return no_fleet("it is slow")
+
+    monkeypatch.setattr(follower._driver, "fleet", slow_driver)
+
+    async def join_while_it_ends():
+        await follower.publish_news()
+        joining = asyncio.create_task(follower.join())
+        await asyncio.to_thread(asked.wait, HANG_S)
+        made.end("failed", "RuntimeError: no memory")
+        await follower.publish_news()
+        may_answer.set()
+        viewer = await joining
+        return b"".join(viewer.queue.get_nowait() or b"" for _ in range(viewer.queue.qsize()))
+
+    assert b"no memory" in asyncio.run(join_while_it_ends())

@@ -1,6 +1,6 @@
 """Processes whose clocks differ and that answer late: every step's seconds add up."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -36,16 +36,17 @@ class Process:
 
 
 class Answer:
-    """A call whose result is made when it is read."""
+    """A call whose result is made when it is read, or at once by a process that is not busy."""
 
     def __init__(self, process: Process, until_s: float):
         self._process = process
         self._until_s = until_s
+        self._timing = None if process.late_s else process.clock.take_timing(until_s)
 
     def result(self):
         if not self._process.alive:
             raise ConnectionError("gone")
-        return self._process.clock.take_timing(self._until_s)
+        return self._timing or self._process.clock.take_timing(self._until_s)
 
 
 class Run:
@@ -64,7 +65,7 @@ class Run:
 
     def start(self, name: str, behind_s: float = 0.0) -> None:
         process = self.processes[name] = Process(self.now, behind_s)
-        self.collector.table.add_process(name, self.now.s, process.clock_s)
+        self.collector.add_process(name, cast(Any, process), self.now.s, process.clock_s)
 
     def collect(self, check=lambda: None):
         processes: Any = self.processes
@@ -154,6 +155,26 @@ def test_a_process_that_joined_or_left_has_a_gap_and_its_last_seconds_count(monk
     assert decode_s == {LEARNER: 6.0, "rollout-0": 4.0, "rollout-1": 2.0}
     run.work(1.0)
     assert run.collect().gaps == frozenset()
+
+
+@pytest.mark.parametrize("behind_s", [0.0, 700.0], ids=["same host", "behind"])
+def test_seconds_of_a_new_process_before_the_step_count_in_no_step(monkeypatch, behind_s):
+    run = Run(monkeypatch, {LEARNER: 0.0})
+    run.collect()
+    process = Process(run.now, behind_s)
+    with Decoding([process.clock]):
+        run.work(4.0)
+        asked_s = run.now.s
+        closed_s = run.collect().at_s
+        run.work(0.5)  # until the driver sees that it is ready
+    clock_s = process.clock_s
+    run.processes["rollout-0"] = process
+    run.collector.add_process("rollout-0", cast(Any, process), asked_s, clock_s)
+    run.work(2.0)
+    timings = run.collect()
+    assert timings.gaps == {"rollout-0"}
+    for seconds in timings.seconds().values():
+        assert sum(seconds.values()) == pytest.approx(timings.at_s - closed_s, abs=1e-9)
 
 
 def test_timings_that_arrived_before_the_learner_died_are_in_the_next_step(monkeypatch):
