@@ -1,12 +1,14 @@
 """The process that runs scorers: `python -m rollout_worker.rewards.reward_child PARENT_PID`.
 
-Speaks lines of JSON with `reward_process.py` over the pipes that it was started with. The first
-line in says which scorers to load; the answer is `{"loading": name}` before each and then
-`{"ready": true}` or `{"refused": message}`. Every later line in is one completion; the answer is
-one line per scorer, `{"rewards": {...}}` or `{"error": message}`.
+Speaks lines of JSON with `reward_process.py` over the pipes that it was started with; every line
+out has the `id` of the line in that it answers. The first line in says which scorers to load; the
+answer is `{"loading": name}` before each and then `{"ready": true}` or `{"refused": message}`.
+Every later line in is one completion; the answer is one line per scorer, `{"scorer": name}` with
+either `{"rewards": {...}}` or `{"error": message}`.
 
 Scorers are foreign code. What they print goes to stderr, what they raise becomes an error message
-to the parent, and the parent kills this process when they take too long.
+to the parent, and the parent kills this process when they take too long. A process that they fork
+runs on as they wrote it, but has no part in the protocol.
 """
 
 import ctypes
@@ -15,7 +17,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
 from rollout_worker.rewards.scorers import (
@@ -43,20 +45,37 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
-def take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Moves the protocol off the standard streams, which then belong to the scorers.
+class Pipes:
+    """The pipes of the protocol, moved off the standard streams, which then belong to the scorers.
 
-    Returns:
-        (requests, replies): unbuffered for writing; neither is inherited by a scorer's processes.
+    Processes that a scorer starts do not inherit them. One that it forks finds nothing there: it
+    would take requests from this process, and answer them on the same pipe.
     """
-    requests = os.fdopen(os.dup(0), "rb")
-    replies = os.fdopen(os.dup(1), "wb", buffering=0)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)
-    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
-    return requests, replies
+
+    def __init__(self):
+        self.requests: BinaryIO = os.fdopen(os.dup(0), "rb")
+        self._replies_fd = os.dup(1)
+        self._cut_off([0], inheritable=True)
+        os.dup2(2, 1)
+        os.register_at_fork(
+            after_in_child=lambda: self._cut_off(
+                [self.requests.fileno(), self._replies_fd], inheritable=False
+            )
+        )
+
+    def reply(self, message: dict) -> None:
+        """Writes one line."""
+        data = json.dumps(message, allow_nan=False).encode() + b"\n"
+        while data:
+            data = data[os.write(self._replies_fd, data) :]
+
+    @staticmethod
+    def _cut_off(fds: Sequence[int], *, inheritable: bool) -> None:
+        """Puts the null device in the place of these descriptors."""
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for fd in fds:
+            os.dup2(nothing, fd, inheritable)
+        os.close(nothing)
 
 
 def describe_error(error: BaseException) -> str:
@@ -74,20 +93,33 @@ class Guard:
 
     def __init__(self):
         self._shown = 0
+        self._pid = os.getpid()
 
     def call(self, function: Callable, *arguments: Any) -> tuple[Any, str]:
-        """Returns (result, "") or (None, what was raised)."""
+        """Returns (result, "") or (None, what was raised); only in the process that made this.
+
+        In a process that the function has forked, what it raised travels on and ends it.
+        """
+        result, problem = None, ""
         try:
-            return function(*arguments), ""
-        except BadScorer as error:
-            return None, escape_surrogates(str(error))
+            result = function(*arguments)
         # A scorer may raise anything, SystemExit too. Each is the outcome for one completion and is
         # reported to the parent, so no failure is hidden.
         except BaseException as error:
-            if self._shown < TRACEBACKS_SHOWN:
-                self._shown += 1
-                traceback.print_exception(error)
-            return None, describe_error(error)
+            if os.getpid() != self._pid:
+                raise
+            problem = self._describe(error)
+        if os.getpid() != self._pid:
+            sys.exit(0)
+        return result, problem
+
+    def _describe(self, error: BaseException) -> str:
+        if isinstance(error, BadScorer):
+            return escape_surrogates(str(error))
+        if self._shown < TRACEBACKS_SHOWN:
+            self._shown += 1
+            traceback.print_exception(error)
+        return describe_error(error)
 
 
 def load_scorer(name: str, params: dict) -> Scorer:
@@ -113,30 +145,29 @@ def score_completion(name: str, scorer: Scorer, params: dict, line: bytes) -> di
 def main() -> None:
     """Loads the scorers, then answers requests until stdin ends."""
     die_with_parent(int(sys.argv[1]))
-    requests, replies = take_pipes()
+    pipes = Pipes()
+    # A scorer that prints does not depend on the terminal's encoding.
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
     guard = Guard()
 
-    def reply(message: dict) -> None:
-        data = json.dumps(message, allow_nan=False).encode() + b"\n"
-        while data:
-            data = data[replies.write(data) :]
-
-    setup = json.loads(requests.readline())
+    setup = json.loads(pipes.requests.readline())
     sys.path[:] = setup["path"]
     scorers = []
     for function in setup["functions"]:
-        reply({"loading": function["name"]})
+        pipes.reply({"id": setup["id"], "loading": function["name"]})
         scorer, problem = guard.call(load_scorer, function["name"], function["params"])
         if problem:
-            reply({"refused": problem})
+            pipes.reply({"id": setup["id"], "refused": problem})
             return
         scorers.append((function["name"], scorer, function["params"]))
-    reply({"ready": True})
+    pipes.reply({"id": setup["id"], "ready": True})
 
-    for line in requests:
+    for line in pipes.requests:
+        request_id = json.loads(line)["id"]
         for name, scorer, params in scorers:
             rewards, problem = guard.call(score_completion, name, scorer, params, line)
-            reply({"error": problem} if problem else {"rewards": rewards})
+            outcome = {"error": problem} if problem else {"rewards": rewards}
+            pipes.reply({"id": request_id, "scorer": name} | outcome)
 
 
 if __name__ == "__main__":

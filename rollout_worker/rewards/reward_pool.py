@@ -106,16 +106,14 @@ class _ScorerThread(threading.Thread):
         weights, timeout_s = self._pool.weights, self._pool.timeout_s
         rewards, errors, died = {}, [], False
         deadline_s = time.monotonic() + timeout_s
-        names = iter(weights)
-        name = next(names)
+        name = next(iter(weights))
         try:
             child.send({**vars(request), "item": dict(request.item)}, deadline_s)
-            while name is not None:
-                message = child.receive(deadline_s)
-                if "error" in message:
-                    errors.append(f"{name}: {message['error']}")
-                rewards |= message.get("rewards", {})
-                name = next(names, None)
+            for name in weights:
+                reply = child.receive_score(name, deadline_s)
+                if reply.error:
+                    errors.append(f"{name}: {reply.error}")
+                rewards |= reply.rewards
         except TimeoutError:
             errors.append(f"{name}: no result within {timeout_s:g} s, child killed")
             self.kill_child()

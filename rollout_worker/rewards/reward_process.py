@@ -7,16 +7,26 @@ import math
 import os
 import pathlib
 import re
+import secrets
 import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from rollout_worker.config import RewardFunctionConfig
+from rollout_worker.rewards.reward_replies import (
+    BadReply,
+    ScoreReply,
+    parse_load_reply,
+    parse_score_reply,
+)
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 START_TIMEOUT_S = 60.0
 """Bound on the start of a child, which imports the scorers' modules."""
@@ -60,6 +70,8 @@ class RewardProcess:
         os.set_blocking(self._input_fd, False)
         os.set_blocking(self._output_fd, False)
         self._received = b""
+        self._request_id = ""
+        """Of the last message in; unknown to what scorers write into the pipe by accident."""
         self._killed = False
         path = [entry for entry in sys.path if isinstance(entry, str)]
         self._setup = {
@@ -95,13 +107,12 @@ class RewardProcess:
                 if notice_s < deadline_s and not self._has_reply_by(notice_s):
                     log.warning("reward process: still %s; killed after %g s in all", at, timeout_s)
                     notice_s = math.inf
-                message = self.receive(deadline_s)
-                if "loading" in message:
-                    at = f"loading reward function {message['loading']!r}"
-                elif "refused" in message:
-                    raise ValueError(message["refused"])
-                else:
+                reply = self._receive(deadline_s, parse_load_reply)
+                if reply.kind == "ready":
                     return
+                if reply.kind == "refused":
+                    raise ValueError(reply.text)
+                at = f"loading reward function {reply.text!r}"
         except TimeoutError:
             self.kill()
             raise RuntimeError(
@@ -116,13 +127,15 @@ class RewardProcess:
             raise
 
     def send(self, message: dict, deadline_s: float) -> None:
-        """Writes one message.
+        """Writes one message, with an id of its own.
 
         Raises:
             TimeoutError: if the child does not read it before the deadline (monotonic seconds).
             ChildFailed: if the child has ended.
         """
-        data = memoryview(json.dumps(message, allow_nan=False).encode() + b"\n")
+        self._request_id = secrets.token_hex(8)
+        text = json.dumps({**message, "id": self._request_id}, allow_nan=False)
+        data = memoryview(text.encode() + b"\n")
         while data:
             self._wait(self._input_fd, select.POLLOUT, deadline_s)
             try:
@@ -130,13 +143,18 @@ class RewardProcess:
             except BrokenPipeError:
                 raise ChildFailed(self._describe_end()) from None
 
-    def receive(self, deadline_s: float) -> dict:
-        """Reads one message.
+    def receive_score(self, scorer: str, deadline_s: float) -> ScoreReply:
+        """Reads what one scorer made of the completion that was sent last.
 
         Raises:
-            TimeoutError: if none is complete before the deadline (monotonic seconds).
-            ChildFailed: if the child has ended, or sent something that is no message.
+            TimeoutError: if no reply is complete before the deadline (monotonic seconds).
+            ChildFailed: if the child has ended, or sent anything else.
         """
+        return self._receive(
+            deadline_s, lambda line, request_id: parse_score_reply(line, request_id, scorer)
+        )
+
+    def _receive(self, deadline_s: float, parse: Callable[[bytes, str], T]) -> T:
         while b"\n" not in self._received:
             self._wait(self._output_fd, select.POLLIN, deadline_s)
             chunk = os.read(self._output_fd, 65536)
@@ -147,9 +165,9 @@ class RewardProcess:
                 raise ChildFailed(f"child sent a reply of over {_MAX_REPLY_BYTES} bytes")
         line, _, self._received = self._received.partition(b"\n")
         try:
-            return json.loads(line)
-        except ValueError:
-            raise ChildFailed(f"child sent {line[:80]!r}, which is no message") from None
+            return parse(line, self._request_id)
+        except BadReply as error:
+            raise ChildFailed(f"child sent {error}") from None
 
     def kill(self) -> None:
         """Kills the child with the processes it started, and closes the pipes; safe to repeat."""
