@@ -5,14 +5,16 @@ A scorer is a function
     score(completion: str, *, answer: str, prompt: str, item: dict, **params) -> float | dict
 
 with the sampled text, the gold answer, the question and the whole record of the source. In a dict,
-`value` is the reward; the other keys are variants that are logged only. Booleans count as 0 and 1.
-Any other result that is not a finite number is an error of the scorer, as is any exception.
+`value` is the reward; the other keys are variants that are logged only. A number is one of Python,
+`decimal`, `fractions`, or a scalar of numpy, JAX or torch; booleans count as 0 and 1. Any other
+result, and one that is not finite, is an error of the scorer, as is any exception.
 
 Scorers run in the child processes of `reward_pool.py`. The children import this module, so it
 imports neither jax nor pydantic.
 """
 
 import dataclasses
+import decimal
 import functools
 import importlib
 import inspect
@@ -343,8 +345,10 @@ def check_scorer_params(name: str, scorer: Scorer, params: Mapping[str, Any]) ->
 
 
 def _number(value: Any, what: str) -> float:
-    # Real covers int, float, bool, Fraction and the scalars of numpy.
-    if not isinstance(value, numbers.Real):
+    if getattr(value, "shape", None) == ():  # a scalar of numpy, JAX or torch, bool_ and 0-d too
+        value = value.item()
+    # Real covers int, float, bool and Fraction.
+    if not isinstance(value, numbers.Real | decimal.Decimal):
         raise ValueError(f"{what} must be a number, got {type(value).__name__} {str(value)[:80]!r}")
     try:
         number = float(value)

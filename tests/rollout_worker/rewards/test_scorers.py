@@ -1,7 +1,10 @@
 """Built-in scorers, and how names become scorers."""
 
 import sys
+from decimal import Decimal
+from fractions import Fraction
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -146,6 +149,15 @@ def test_reasoning_gym_refuses_items_that_it_did_not_make():
         (2, {"f": 2.0}),
         (True, {"f": 1.0}),
         (np.float32(0.5), {"f": 0.5}),
+        (np.array([3, 4])[0] == 3, {"f": 1.0}),  # N12: np.bool_
+        (np.bool_(False), {"f": 0.0}),
+        (np.array(0.25), {"f": 0.25}),
+        (np.array(True), {"f": 1.0}),
+        (np.int64(-3), {"f": -3.0}),
+        (Decimal("0.1"), {"f": 0.1}),
+        (Fraction(1, 4), {"f": 0.25}),
+        (jnp.float32(0.5), {"f": 0.5}),
+        ({"value": np.bool_(True), "lenient": Decimal(2)}, {"f": 1.0, "f/lenient": 2.0}),
         ({"value": 1, "lenient": 0.25}, {"f": 1.0, "f/lenient": 0.25}),
     ],
 )
@@ -159,6 +171,16 @@ def test_results_are_named(result, expected):
         (None, "must be a number, got NoneType"),
         ("1.0", "must be a number, got str '1.0'"),
         ([1.0], "must be a number, got list"),
+        (np.array([1.0]), "must be a number, got ndarray"),
+        (np.array("1.0"), "must be a number, got str '1.0'"),
+        (np.array(None), "must be a number, got NoneType"),
+        (np.complex128(1), "must be a number, got complex"),
+        (1j, "must be a number, got complex"),
+        (Decimal("NaN"), "must be finite, got nan"),
+        (Decimal("-Infinity"), "must be finite, got -inf"),
+        (Decimal("1e999"), "must be finite, got inf"),
+        (np.float32("inf"), "must be finite, got inf"),
+        (Fraction(10**400), "must be finite, got inf"),
         (float("nan"), "must be finite, got nan"),
         (float("inf"), "must be finite, got inf"),
         ({"reward": 1.0}, r"needs the key 'value', got \['reward'\]"),
