@@ -8,6 +8,8 @@ passed, 1 if one failed, 130 after Ctrl-C.
 """
 
 import argparse
+import contextlib
+import math
 import pathlib
 import signal
 import sys
@@ -49,6 +51,13 @@ def parser() -> argparse.ArgumentParser:
         help="an earlier undisturbed run of the same steps and mode (default: one is made first)",
     )
     parser.add_argument("--folder", type=pathlib.Path, help="kept afterwards; default: temporary")
+    parser.add_argument(
+        "--patience",
+        type=_factor,
+        default=1.0,
+        metavar="FACTOR",
+        help="multiply every bound of time, on a machine that does other work (default: 1)",
+    )
     parser.add_argument(
         "--list", action="store_true", help="print the faults of this seed and exit"
     )
@@ -92,7 +101,11 @@ def _chaos(given: argparse.Namespace) -> int:
         return 0
     folder = _folder(given)
     planned = campaign.Campaign(
-        steps=steps, every_steps=every_steps, mode=given.mode, faults=faults
+        steps=steps,
+        every_steps=every_steps,
+        mode=given.mode,
+        faults=faults,
+        patience=given.patience,
     )
     outcome = campaign.run_campaign(planned, folder, _say, undisturbed=given.undisturbed)
     _end(outcome.problems, folder, kept=given.folder is not None)
@@ -146,6 +159,13 @@ def _kinds(text: str) -> tuple[FaultKind, ...]:
         return tuple(FaultKind[name.strip().upper()] for name in text.split(","))
     except KeyError as error:
         raise argparse.ArgumentTypeError(f"unknown kind {error}; see --help") from error
+
+
+def _factor(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 1 <= float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no factor: give a number of at least 1")
 
 
 def _interrupt(signum: int, frame) -> None:

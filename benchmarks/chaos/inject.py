@@ -80,7 +80,7 @@ class Injector:
         if scaling is None:
             return
         try:
-            output, _ = scaling.process.communicate(timeout=SCALE_S + 60)
+            output, _ = scaling.process.communicate(timeout=SCALE_S * self._job.patience + 60)
         finally:
             scaling.process.kill()
         undisturbed = self._job.starts == scaling.starts and self._job.exit_code is None
@@ -111,11 +111,12 @@ class Injector:
     def _arm(self, fault: Fault) -> None:
         point, _ = POINTS[fault.kind]
         armed = failpoints.arm(self._folder, point, fault.action)
-        deadline = time.monotonic() + FIRE_S
+        fire_s = FIRE_S * self._job.patience
+        deadline = time.monotonic() + fire_s
         while not failpoints.fired(self._folder, point):
             self._job.check_running(f"before {point} was reached")
             if time.monotonic() > deadline:
-                raise WaitTimeout(f"{point} was not reached within {FIRE_S:g} s")
+                raise WaitTimeout(f"{point} was not reached within {fire_s:g} s")
             time.sleep(POLL_S)
         for mark in armed.parent.glob(f"{point}.*.fired"):
             mark.unlink()
@@ -125,7 +126,7 @@ class Injector:
         self._job.submit()
 
     def _terminate_driver(self) -> None:
-        code = self._job.terminate(GRACE_S)
+        code = self._job.terminate(GRACE_S * self._job.patience)
         if code != ExitCode.TERMINATED:
             raise UnexpectedBehaviour(
                 f"the driver ended with code {code} after SIGTERM, {ExitCode.TERMINATED.value} "
@@ -162,7 +163,7 @@ class _Scaling:
     def to(cls, target: int, job: DriverJob) -> "_Scaling":
         command = [sys.executable, "-m", "driver.scale", "--run", str(job.folder)]
         process = subprocess.Popen(
-            [*command, "--rollout-workers", str(target), "--wait", str(SCALE_S)],
+            [*command, "--rollout-workers", str(target), "--wait", f"{SCALE_S * job.patience:g}"],
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -34,14 +34,18 @@ class WaitTimeout(RuntimeError):
 class DriverJob:
     """Owns the driver's process; the run's folder and the head outlive it."""
 
-    def __init__(self, head: Head, folder: pathlib.Path, settings: Sequence[str]):
+    def __init__(
+        self, head: Head, folder: pathlib.Path, settings: Sequence[str], patience: float = 1.0
+    ):
         """Args:
         head: that every driver joins.
         folder: of the run; the output of all its drivers goes to `driver.log` beside it.
         settings: `section.key=value` on top of `run.yaml`.
+        patience: every bound of time of this run is multiplied by it.
         """
         self.folder = folder
         self.log = folder.with_name(f"{folder.name}.driver.log")
+        self.patience = patience
         self.starts = 0
         self._head = head
         self._settings = [*settings, f"run.output_dir={folder}"]
@@ -124,19 +128,21 @@ class DriverJob:
 
         Raises:
             DriverEnded: if the driver ends before.
-            WaitTimeout: if no step is closed for QUIET_S; every process writes its stacks.
+            WaitTimeout: if no step is closed for QUIET_S, times the patience; every process
+                writes its stacks.
         """
         closed, since = self.closed_step(), time.monotonic()
+        quiet_s = QUIET_S * self.patience
         while closed < step:
             if self.exit_code is not None and self.closed_step() < step:
                 self.check_running(why)
             time.sleep(POLL_S)
             if (now := self.closed_step()) != closed:
                 closed, since = now, time.monotonic()
-            elif time.monotonic() > since + QUIET_S:
+            elif time.monotonic() > since + quiet_s:
                 request_stacks(self.folder, STACKS_S)
                 raise WaitTimeout(
-                    f"no step was closed for {QUIET_S:g} s {why}, the last was {closed}: "
+                    f"no step was closed for {quiet_s:g} s {why}, the last was {closed}: "
                     f"{self.log}, {self.folder / 'stacks'}"
                 )
 

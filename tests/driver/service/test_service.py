@@ -3,6 +3,7 @@
 Every test starts `python -m driver` with a Ray head of its own and looks at what it leaves behind.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -84,12 +85,18 @@ class Service:
                 start_new_session=True,
             )
 
-    def wait(self, timeout_s: float = HANG_S) -> int:
-        try:
-            return self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            raise AssertionError(f"did not end in {timeout_s} s:\n{self.text}") from None
+    def wait(self) -> int:
+        """Its exit code; it hangs if it writes nothing for HANG_S, however long it takes."""
+        written = -1
+        while written != (written := self._written()):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self.process.wait(HANG_S)
+        os.killpg(self.process.pid, signal.SIGKILL)
+        raise AssertionError(f"wrote nothing for {HANG_S} s:\n{self.text}")
+
+    def _written(self) -> int:
+        files = (self.log, self.out / "metrics.jsonl")
+        return sum(path.stat().st_size for path in files if path.exists())
 
     @property
     def text(self) -> str:
@@ -264,7 +271,7 @@ def test_a_signal_ends_in_a_checkpoint_and_resume_goes_on_as_if_nothing(
     service.wait_for_step(3)
     processes = service.descendants()
     service.process.send_signal(signum)
-    assert service.wait(HANG_S) == code, service.text
+    assert service.wait() == code, service.text
     assert service.status["state"] == "interrupted"
     assert service.status["exit_code"] == code
     saved = service.status["last_checkpoint"]
@@ -284,12 +291,12 @@ def test_a_signal_at_start_leaves_nothing_that_blocks_the_next(start, signum, co
     time.sleep(1)
     processes = service.descendants()
     service.process.send_signal(signum)
-    assert service.wait(HANG_S) == code, service.text
+    assert service.wait() == code, service.text
     assert service.status["state"] == "interrupted"
     _, alive = psutil.wait_procs(processes, timeout=HANG_S)
     assert not alive
     again = start("--set", "placement.rollout.cpus=64", *AT_ONCE)
-    assert again.wait(HANG_S) == 3, again.text
+    assert again.wait() == 3, again.text
 
 
 def test_a_second_signal_ends_at_once_and_says_so(start):
@@ -300,7 +307,7 @@ def test_a_second_signal_ends_at_once_and_says_so(start):
         lambda: "interrupted by SIGTERM" in service.text, "the first signal to be noticed"
     )
     service.process.send_signal(signal.SIGTERM)
-    assert service.wait(HANG_S) == 143
+    assert service.wait() == 143
     assert service.status["state"] == "interrupted"
     assert "second signal" in service.status["reason"] or service.status["last_checkpoint"]
 
@@ -311,7 +318,7 @@ def test_a_resume_of_another_run_is_refused_before_anything_starts(start, undist
         ([], "run.steps a higher number"),
     ):
         resumed = start("--resume", *arguments, "--set", f"run.output_dir={undisturbed.out}")
-        assert resumed.wait(HANG_S) == 2, resumed.text
+        assert resumed.wait() == 2, resumed.text
         assert message in resumed.text
         assert undisturbed.status["state"] == "finished", "status.json stays as it was"
 
@@ -325,7 +332,7 @@ def test_a_killed_learner_is_replaced_as_often_as_allowed_and_a_resume_loses_not
     service.wait_for(lambda: "resumed at step 2" in service.text, "the next learner")
     service.wait_for(lambda: service.text.count("learner is ready") == 2, "it to serve")
     os.kill(service.pid_of("learner"), signal.SIGKILL)
-    assert service.wait(HANG_S) == 1
+    assert service.wait() == 1
     assert service.status["state"] == "failed"
     assert "the learner died" in service.status["reason"]
     assert "placement.learner_restarts=1 is used up" in service.status["reason"]
@@ -383,7 +390,7 @@ def test_what_the_machine_lacks_is_refused_with_asked_and_there(start, overrides
     service = start(
         *AT_ONCE, *(argument for override in overrides for argument in ("--set", override))
     )
-    assert service.wait(HANG_S) == 3, service.text
+    assert service.wait() == 3, service.text
     assert message in service.text
     assert "Traceback" not in service.text
     assert service.status["state"] == "failed"
