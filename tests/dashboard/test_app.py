@@ -175,7 +175,7 @@ def test_steps_and_the_end_of_a_run_reach_those_who_watch(running):
         assert event.data["live"] is False
 
 
-def test_a_run_that_falls_silent_is_told_though_nothing_is_written(running):
+def test_a_run_that_stops_writing_raises_an_alert(running):
     def alerts(judgement) -> list[str]:
         return [alert["id"] for alert in judgement["alerts"]]
 
@@ -206,7 +206,7 @@ def test_a_run_whose_driver_is_gone_is_lost(running):
         assert lost.data["live"] is False and lost.data["can_control"] is False
 
 
-def test_a_log_that_was_rewound_is_told_as_a_reload(running):
+def test_a_log_that_was_rewound_is_published_as_a_reload(running):
     with (
         served(running.folder) as site,
         site.client() as client,
@@ -294,7 +294,7 @@ def test_the_fleet_can_be_seen_and_changed_with_the_control_token(running, drive
         assert site.get("/api/fleet").json()["target"] == 3
 
 
-def test_the_driver_is_asked_for_its_fleet_only_while_somebody_watches(running, driver):
+def test_the_driver_is_asked_for_its_fleet_only_while_there_are_viewers(running, driver):
     with served(running.folder) as site:
         running.write_step()
         until(lambda: site.follower.log.last_step == 4, "the new step")

@@ -125,7 +125,7 @@ def test_a_link_leads_to_no_other_host(site, browser):
         ("[::1", 421),
     ],
 )
-def test_on_loopback_a_name_of_somebodys_own_is_refused(site, host, status):
+def test_on_loopback_a_foreign_host_name_is_refused(site, host, status):
     with site.client() as client:
         answer = client.get("/api/run", headers={"host": host})
     assert answer.status_code == status

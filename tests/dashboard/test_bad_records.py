@@ -175,7 +175,7 @@ def test_no_bound_that_everything_is_within_can_be_given(folder, bound, capsys):
     assert end.value.code == 2 and "--bound" in capsys.readouterr().err
 
 
-def test_a_file_that_cannot_be_read_is_told_once(folder, caplog):
+def test_a_file_that_cannot_be_read_is_reported_once(folder, caplog):
     async def some_turns(follower):
         async with follower.following():
             await asyncio.sleep(run_follower.POLL_S * 4)

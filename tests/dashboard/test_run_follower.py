@@ -14,7 +14,7 @@ def told_of_logs(follower):
     return [(kind, data) for kind, data in follower.poll() if kind in ("timeline", "samples")]
 
 
-def test_a_look_tells_once_how_far_timeline_and_samples_are(tmp_path):
+def test_a_poll_reports_once_how_long_timeline_and_samples_are(tmp_path):
     follower = RunFollower(tmp_path)
     assert told_of_logs(follower) == [("samples", {"total": 0})]
     made = MadeRun(tmp_path, RunPlan())

@@ -127,7 +127,7 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def test_viewers_are_told_how_the_run_ended_before_the_server_ends(tmp_path):
+def test_viewers_receive_how_the_run_ended_before_the_server_ends(tmp_path):
     run = MadeRun(tmp_path / "run", RunPlan(steps=50, workers=2))
     run.write_step()
     run.progress()
@@ -222,7 +222,7 @@ def is_there(pid: int) -> bool:
         return False
 
 
-def test_a_killed_driver_is_told_as_lost_and_leaves_no_dashboard_when_another_comes(orphan):
+def test_a_killed_driver_is_shown_as_lost_and_leaves_no_dashboard_behind(orphan):
     folder, url, tokens, driver, child = orphan
     headers = {"authorization": f"Bearer {tokens.view}"}
     with httpx.Client(base_url=url, headers=headers, timeout=HANG_S, trust_env=False) as client:

@@ -31,7 +31,7 @@ def test_an_event_is_encoded_once_for_all_and_ids_count_up():
     assert got[0][1].startswith(b"id: 2\n")
 
 
-def test_nothing_is_encoded_while_nobody_watches():
+def test_nothing_is_encoded_without_viewers():
     hub = Hub()
     hub.publish("step", {})
     assert hub.encoded == 0
@@ -179,7 +179,7 @@ def max_rss() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def test_what_is_told_is_strict_json(tmp_path):
+def test_events_are_strict_json(tmp_path):
     make_run(tmp_path, steps=3, nonfinite=True, hostile=True)
     with served(tmp_path) as site, site.client() as client:
         with client.stream("GET", "/api/stream") as response:

@@ -27,7 +27,7 @@ def stop():
 @pytest.mark.parametrize(
     "signum, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
-def test_the_loop_hears_a_signal_at_its_next_look(stop, signum, code):
+def test_the_loop_notices_a_signal_at_its_next_check(stop, signum, code):
     stop.check()
     os.kill(os.getpid(), signum)
     with pytest.raises(Interrupted, match=signum.name) as ended:

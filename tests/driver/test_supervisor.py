@@ -84,7 +84,7 @@ def test_the_learner_is_absent_then_starting_then_as_it_reports():
     assert (status.host_bytes, status.device_peak_bytes) == (10, 30)
 
 
-def test_a_cluster_of_our_own_gets_a_token_that_nobody_knows():
+def test_a_local_cluster_gets_a_secret_token():
     first, second = {}, {}
     set_token(first)
     set_token(second)

@@ -204,7 +204,7 @@ def test_a_checkpoint_that_differs_where_an_export_cannot_show_it_is_found(folde
     assert compare_runs(campaign("async"), undisturbed, other, 0, []).passed
 
 
-def test_a_slow_recovery_fails_a_campaign_whose_books_are_right(folder):
+def test_a_slow_recovery_fails_a_campaign_whose_accounting_is_right(folder):
     run = run_checks.read_run(folder)
     assert not compare_runs(campaign("sync"), run, run, 1, ["fault 1: recovered in 61 s"]).passed
 

@@ -160,7 +160,7 @@ def test_cycles_are_the_bundles_of_loops_times_their_rounds():
     assert issue_cycles.count_cycles(LOOPS) == 2 + 10 * (4 + 8 + 4)
 
 
-def test_a_loop_whose_rounds_are_not_told_counts_once():
+def test_a_loop_of_unknown_trip_count_counts_once():
     assert issue_cycles.count_cycles(LOOPS.replace("/* loop exit test */", "")) == 10
 
 

@@ -80,7 +80,7 @@ def test_names_choose_metrics_and_unknown_ones_are_null(log):
     assert shown["metrics"]["nobody"] == [None, None]
 
 
-def test_metrics_that_nobody_charts_stay_away(log):
+def test_metrics_without_a_chart_are_not_sent(log):
     assert "time/rollout-0/decode_s" not in history(log)["metrics"]
 
 

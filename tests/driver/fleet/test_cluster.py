@@ -36,7 +36,7 @@ def test_a_cluster_that_is_not_there_is_named_before_ray_asks_it(monkeypatch, sc
         connect("test", StopSignal())
 
 
-def test_the_job_server_is_told_from_the_head(monkeypatch):
+def test_the_address_of_the_job_server_is_not_taken_for_the_head(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
     monkeypatch.delenv("RAY_JOB_ID", raising=False)
     with pytest.raises(NoCluster, match="is the address of the job server"):

@@ -122,7 +122,7 @@ def test_what_cannot_be_is_refused_while_the_loop_is_busy(box):
     assert box.take_requests() == []
 
 
-def test_a_request_that_nobody_waits_for_any_more_has_no_effect(box):
+def test_a_request_whose_caller_gave_up_has_no_effect(box):
     with pytest.raises(TimeoutError, match="did not answer: nothing will be done"):
         box.scale(3, 0.05)
     assert box.take_requests() == []

@@ -21,7 +21,7 @@ KEY = "k" * 86
 
 
 @pytest.mark.parametrize("dirty", [KEY + "\r\n", " " + KEY, "\t" + KEY + " \n", KEY, "short"])
-def test_o03_key_is_stripped_and_its_length_is_nobodys_business(dirty):
+def test_o03_key_is_stripped_and_its_length_is_not_checked(dirty):
     environ = {KEY_VARIABLE: dirty}
     assert clean_api_key(environ) == ""
     assert environ[KEY_VARIABLE] == dirty.strip()

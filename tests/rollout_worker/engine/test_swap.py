@@ -87,7 +87,7 @@ def test_finish_ends_rows_under_the_version_they_began_with(undisturbed):
         assert_same_rows({key: row}, {key: undisturbed[(OLD, NEW)[version]][key]})
 
 
-def test_restart_draws_anew_what_had_not_ended(undisturbed):
+def test_restart_samples_unfinished_completions_again(undisturbed):
     rows = run_with_swap(engine_with(OnSwap.RESTART))
     versions = {key: set(row.versions.tolist()) for key, row in rows.items()}
     assert {1} in versions.values()

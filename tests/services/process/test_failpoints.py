@@ -84,7 +84,7 @@ def test_raise_enospc_and_sleep(folder, tmp_path):
     assert time.monotonic() - started >= 0.2
 
 
-def test_skip_lets_arrivals_pass_whoever_makes_them(folder):
+def test_skip_counts_arrivals_of_all_threads(folder):
     failpoints.arm(folder, "driver.step", "skip 2 then raise the third")
     assert reach_in_a_process(folder, "driver.step").wait(HANG_S) == 0
     failpoints.reach("driver.step")
@@ -105,7 +105,7 @@ def test_corrupt_flips_one_bit_of_a_copy_once(folder):
     assert failpoints.spoiled("weights.serve", data) == bytes(range(200))
 
 
-def test_corrupt_where_there_is_no_data_is_told(folder):
+def test_corrupt_without_data_is_an_error(folder):
     failpoints.arm(folder, "driver.step", "corrupt")
     with pytest.raises(ValueError, match="driver.step has no data in hand"):
         failpoints.reach("driver.step")
@@ -160,7 +160,7 @@ def test_a_point_that_does_not_exist_is_refused(tmp_path):
         failpoints.arm(tmp_path, "learner.updat", "kill")
 
 
-def test_every_point_stands_somewhere_and_no_other_does():
+def test_code_reaches_exactly_the_points_that_are_listed():
     pattern = re.compile(r"failpoints\.(?:reach|spoiled)\(\s*\"([\w.]+)\"")
     found = {
         name

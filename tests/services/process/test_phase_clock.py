@@ -133,7 +133,7 @@ def test_a_timing_may_end_before_it_is_taken():
     assert nonzero(rest.seconds) == {"idle": 9.0} and rest.marks == (Mark(106.0, "version 4"),)
 
 
-def test_a_clock_that_nobody_asks_keeps_few_spans_and_every_second():
+def test_a_clock_that_is_never_read_keeps_few_spans_and_all_seconds():
     now = FakeTime()
     clock = PhaseClock(now)
     for _ in range(10_000):

@@ -335,7 +335,9 @@ def test_a_group_counts_as_accepted_only_when_it_is_stored(make_group):
 
 
 @pytest.mark.parametrize("fails, expected", [((), DUPLICATE), ((0,), ACCEPTED)])
-def test_a_repeat_hears_what_became_of_the_group_that_is_being_stored(make_group, fails, expected):
+def test_a_repeated_push_receives_the_result_of_the_first_that_is_being_stored(
+    make_group, fails, expected
+):
     """A duplicate if it was stored; else it is the one that counts."""
     disk = SlowDisk(*fails)
     buffer = stored_buffer(disk)

@@ -144,7 +144,9 @@ FATAL = {
 
 
 @pytest.mark.parametrize("name", [*FATAL, "refused"])
-def test_g06_a_worker_keeps_its_version_whole_and_is_told_who(name, line, credentials):
+def test_g06_a_worker_keeps_its_version_whole_and_the_error_names_the_source(
+    name, line, credentials
+):
     if name == "refused":
         line.refusing = True
     else:

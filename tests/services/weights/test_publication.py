@@ -208,7 +208,7 @@ def test_delta_that_would_not_pay_or_cannot_be_is_not_offered(after):
         delta_of(store, 1, 0)
 
 
-def test_memory_is_used_again_only_when_nobody_sees_it():
+def test_memory_is_used_again_only_when_no_view_of_it_is_left():
     pool = BufferPool(keep=1)
     first = pool.take_buffer(5000)
     first[:] = 7

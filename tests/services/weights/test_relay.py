@@ -31,7 +31,7 @@ CUTS = pytest.mark.parametrize("after_tensor", [0, 3, 5])
 
 
 @given(count=st.integers(0, 40), fanout=st.integers(1, 5))
-def test_nobody_has_more_children_than_the_fanout_and_the_tree_is_flat(count, fanout):
+def test_no_source_has_more_children_than_the_fanout_and_the_tree_is_flat(count, fanout):
     workers = [f"w{index}" for index in range(count)]
     tree = relay_tree(workers, fanout)
     parents = list(tree.values())
@@ -200,7 +200,7 @@ def test_relay_that_does_not_get_the_version_is_passed_over(learner, make_replic
     assert pulled.stats.failures[1].startswith("127.0.0.1:9: ")
 
 
-def test_nobody_waits_for_a_relay_before_the_learner_has_the_version(learner, make_replica):
+def test_no_worker_waits_for_a_relay_before_the_learner_has_the_version(learner, make_replica):
     server, store = learner
     parent, child = make_replica(), make_replica(patience_s=0.5)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:

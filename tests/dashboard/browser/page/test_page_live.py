@@ -212,7 +212,7 @@ def test_a_run_rewound_at_a_resume_is_read_anew(run, handed, watch, tmp_path):
         assert says(row[head.index("train/loss")], metrics[int(row[0])].get("train/loss"))
 
 
-def test_a_run_rewound_while_nobody_answered_is_read_anew(run, handed, watch, tmp_path):
+def test_a_run_rewound_while_the_server_was_down_is_loaded_again(run, handed, watch, tmp_path):
     watched = watch(handed, "learning")
     watched.allow(GONE)
     wait_for_step(watched.page, 6)

@@ -218,7 +218,7 @@ def test_the_console_stays_still(served, watch, kind, scheme):
     watched.check()
 
 
-def test_the_page_is_told_its_language_and_title(served, watch):
+def test_the_page_has_its_language_and_title(served, watch):
     page = watch(served("finished")).page
     assert page.locator("html").get_attribute("lang") == "en"
     assert re.fullmatch(r"40/40 made · Tandem", page.title())

@@ -221,7 +221,7 @@ def test_a_wrong_token_is_refused_with_the_servers_words_and_kept_nowhere(watche
         (TimeoutError("the driver was busy"), 504),
     ],
 )
-def test_what_the_driver_refuses_is_told_in_its_words(watched, handed, driver, refusal, status):
+def test_a_refusal_of_the_driver_is_shown_in_its_words(watched, handed, driver, refusal, status):
     watched.allow(f"status of {status}")
     page = watched.page
     driver.refusal = refusal

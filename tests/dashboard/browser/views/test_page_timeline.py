@@ -120,7 +120,7 @@ def test_the_window_and_the_steps_chosen_are_what_is_loaded(served, watch):
     assert {row[0] for row in table_rows(page, "[data-testid=timeline-table]")} == {"3", "4"}
 
 
-def test_steps_that_are_too_many_to_be_told_are_loaded_anew(tmp_path, serve, watch):
+def test_too_many_new_steps_are_loaded_as_history(tmp_path, serve, watch):
     run = MadeRun(tmp_path / "run", RunPlan(steps=30))
     for _ in range(3):
         run.write_step()

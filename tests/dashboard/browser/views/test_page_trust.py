@@ -43,7 +43,7 @@ def test_values_are_those_of_the_last_ten_steps(served, watch, lines, kind):
         assert WORDS[light] == word
 
 
-def test_a_light_has_shape_and_word_and_the_sum_is_told(served, watch):
+def test_a_light_has_shape_and_word_and_their_count_is_shown(served, watch):
     page = watch(served("finished"), "trust").page
     page.get_by_test_id("trust-row").first.wait_for()
     shapes = page.get_by_test_id("trust-row").evaluate_all(
