@@ -4,44 +4,36 @@ Text becomes token ids only through the chat template: completions are recorded 
 text is only a view of them.
 """
 
+import datetime
 import json
 import math
 import os
 import pathlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import jinja2
+import numpy as np
 
 # Otherwise transformers warns at every start that torch is absent, which a tokenizer does not need.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 import transformers
+from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
 
+from models.chat_template import ChatTemplate
 from models.files.gguf import open_gguf
 from models.files.gguf_tokenizer import build_tokenizer, special_token
 from models.files.hf_folder import CONFIG, GENERATION_CONFIG, is_gguf, locate, read_json_if_there
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_PROBE = "a completion"
-_QUESTION = "tandem-question-7391"
-_RENDER_ERRORS = (
-    jinja2.TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""What the expressions of a template may raise; its sandbox bounds ranges by an OverflowError."""
 
 
 class Tokenizer:
     """One tokenizer with the chat template and stop ids of a model.
 
     Attributes:
+        template: of the conversations.
         stop_ids: any of them ends a completion.
         pad_id: fills rows; eos where the tokenizer has no pad, since masks come from lengths.
         bos_id: or None.
@@ -49,7 +41,13 @@ class Tokenizer:
     """
 
     def __init__(
-        self, backend, *, source: str, eos_ids: Iterable[int] = (), template_is_given: bool = False
+        self,
+        backend,
+        *,
+        source: str,
+        eos_ids: Iterable[int] = (),
+        template_is_given: bool = False,
+        moment: datetime.datetime | None = None,
     ):
         """Takes a transformers tokenizer.
 
@@ -57,28 +55,33 @@ class Tokenizer:
             source: what messages call it.
             eos_ids: further stop ids of the model's files.
             template_is_given: whether model.chat_template replaced the tokenizer's own.
+            moment: the time that the template reads; None is now.
 
         Raises:
             ValueError: if there is no chat template, it does not render or leaves the user's text
                 out, or nothing stops.
         """
         self._backend = backend
-        self._template = "model.chat_template"
-        self._template_fix = "correct model.chat_template"
-        if not template_is_given:
-            self._template = f"the chat template of {source}"
-            self._template_fix = "set model.chat_template to replace it"
         if not backend.chat_template:
             raise ValueError(
                 f"the tokenizer of {source} has no chat template: set model.chat_template to a "
                 "Jinja template over `messages`"
             )
-        self._check_template_shows_the_user()
+        self.template = ChatTemplate(
+            backend.get_chat_template(),
+            backend.special_tokens_map,
+            name="model.chat_template" if template_is_given else f"the chat template of {source}",
+            fix="correct model.chat_template"
+            if template_is_given
+            else "set model.chat_template to replace it",
+            moment=moment,
+        )
         self.vocab_size = len(backend)
         self.bos_id: int | None = backend.bos_token_id
-        stop_ids = {*eos_ids, *self._chat_end_ids()}
+        turn_ends = self._chat_end_ids()
         if backend.eos_token_id is not None:
-            stop_ids.add(backend.eos_token_id)
+            turn_ends.add(backend.eos_token_id)
+        stop_ids = turn_ends.union(eos_ids)
         if not stop_ids:
             raise ValueError(
                 f"the tokenizer of {source} has no end-of-sequence token, so nothing would stop a "
@@ -87,27 +90,58 @@ class Tokenizer:
         self.stop_ids = frozenset(stop_ids)
         pad_ids = (backend.pad_token_id, backend.eos_token_id, min(stop_ids))
         self.pad_id: int = next(token_id for token_id in pad_ids if token_id is not None)
+        control_tokens = {
+            token.content
+            for token_id, token in backend.added_tokens_decoder.items()
+            if token.special or token_id in turn_ends
+        }
+        longest_first = sorted(control_tokens, key=len, reverse=True)
+        self._control_token = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, str]], *, content_is_text: bool = True
+    ) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn.
 
         The template alone decides about BOS, as in training; the tokenizer adds no second one.
 
+        Args:
+            content_is_text: whether special tokens come from the template only. What spells one
+                within a message is then encoded as other text is, so that a message cannot end its
+                own turn.
+
         Raises:
-            ValueError: if the template refuses the messages.
+            ValueError: if the template refuses the messages, or the tokenizer cannot encode a
+                special token as text.
         """
-        text = self._render(messages, add_generation_prompt=True)
-        token_ids = self._backend.encode(text, add_special_tokens=False)
+        spelled = [name for m in messages for name in self.special_tokens_in(m["content"])]
+        if content_is_text and spelled:
+            token_ids = self._marked_ids(messages, spelled)
+        else:
+            text = self.template.render(messages, add_generation_prompt=True)
+            token_ids = self._backend.encode(text, add_special_tokens=False)
         while self.bos_id is not None and token_ids[:2] == [self.bos_id, self.bos_id]:
             token_ids = token_ids[1:]
         return token_ids
 
-    def decode(self, token_ids: Iterable[int], skip_special: bool = True) -> str:
-        """Text of token ids; special tokens are kept as text where skip_special is false."""
+    def special_tokens_in(self, text: str) -> list[str]:
+        """The special tokens and ends of a turn that a text spells, in its order."""
+        return self._control_token.findall(text)
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """Text of token ids; special tokens are shown, since digits around one are two numbers."""
         ids = [int(token_id) for token_id in token_ids]
         return self._backend.decode(
-            ids, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
+
+    def decode_completion(self, token_ids: Sequence[int] | np.ndarray) -> str:
+        """Text of a completion as people and scorers read it: without the stop token that ended it.
+
+        A stop string that ended it stays.
+        """
+        ended = len(token_ids) > 0 and int(token_ids[-1]) in self.stop_ids
+        return self.decode(token_ids[:-1] if ended else token_ids)
 
     def save(self, folder: str | pathlib.Path) -> None:
         """Writes the tokenizer's files, with the chat template, into an existing folder."""
@@ -118,41 +152,23 @@ class Tokenizer:
             content["tokenizer_class"] = "PreTrainedTokenizerFast"  # known to transformers 4 and 5
             path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
-    def _render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
+    def _marked_ids(
+        self, messages: Sequence[Mapping[str, str]], spelled: Sequence[str]
+    ) -> list[int]:
+        """Ids of a conversation in which the template's special tokens are the only ones."""
+        marked = mark_control_tokens([dict(m) for m in messages], self._control_token)
+        text = self.template.render(marked, add_generation_prompt=True)
         try:
-            return self._backend.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-            )
-        except _RENDER_ERRORS as error:
+            return encode_marked_chat(self._backend, text)
+        except ValueError as error:
             raise ValueError(
-                f"{self._template} does not render "
-                f"{[message.get('role') for message in messages]}: "
-                f"{str(error) or type(error).__name__}; {self._template_fix}"
+                f"{spelled[0]!r} is a special token that this tokenizer cannot encode as text "
+                f"({error}): remove it from the text, which could end a turn with it"
             ) from error
-
-    def _check_template_shows_the_user(self) -> None:
-        """Without the user's text every prompt would be the same."""
-        question = [{"role": "user", "content": _QUESTION}]
-        if _QUESTION in self._render(question, add_generation_prompt=True):
-            return
-        template = self._backend.chat_template
-        shown = repr(template[:60]) + ("..." if len(template) > 60 else "")
-        hint = "" if "{" in template else "; it must be the text of a template, not a path"
-        raise ValueError(
-            f"{self._template} leaves the user's text out of the prompt: {shown} must render "
-            f"messages[i]['content']{hint}; {self._template_fix}"
-        )
 
     def _chat_end_ids(self) -> set[int]:
         """The special token that the template puts after an assistant's turn, if there is one."""
-        turns = [{"role": "user", "content": "a question"}]
-        turns += [{"role": "assistant", "content": _PROBE}]
-        _, found, after = self._render(turns, add_generation_prompt=False).rpartition(_PROBE)
-        if not found:
-            return set()
-        first = self._backend.encode(after, add_special_tokens=False)[:1]
+        first = self._backend.encode(self.template.after_answer(), add_special_tokens=False)[:1]
         return set(first) & set(self._backend.added_tokens_decoder)
 
 
@@ -162,6 +178,7 @@ def load_tokenizer(
     tokenizer: str | None = None,
     chat_template: str | None = None,
     stop_tokens: Sequence[str] = (),
+    moment: datetime.datetime | None = None,
 ) -> Tokenizer:
     """Loads the tokenizer that belongs to a model.
 
@@ -170,6 +187,7 @@ def load_tokenizer(
         tokenizer: folder or hub id of another tokenizer; None takes the model's own.
         chat_template: a Jinja template that replaces the tokenizer's.
         stop_tokens: further tokens that end a completion; each must be one token.
+        moment: the time that a chat template reads, with its time zone; None is now.
 
     Raises:
         ValueError: if there is no tokenizer or no chat template, or the tokenizer has more tokens
@@ -196,6 +214,7 @@ def load_tokenizer(
         source=tokenizer or model_path,
         eos_ids=eos_ids,
         template_is_given=chat_template is not None,
+        moment=moment,
     )
 
 

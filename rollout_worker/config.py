@@ -194,7 +194,8 @@ class RolloutConfig(Section):
     trained on. A group that is dropped, as for equal rewards under zero_variance=resample, gives
     its place to the next prompt."""
     stop_strings: tuple[str, ...] = ()
-    """Texts that end a completion once it contains one, beside the stop tokens; it keeps them."""
+    """Texts that end a completion once it contains one, beside the stop tokens; it keeps them. A
+    special token counts as the text that its vocabulary has for it."""
     decode: DecodeConfig = DecodeConfig()
 
     @property

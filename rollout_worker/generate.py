@@ -13,7 +13,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 import jax
@@ -80,7 +80,12 @@ def _generate(arguments: argparse.Namespace) -> int:
     for name, given in (("--prompt", text), ("--system", arguments.system or "")):
         if any("\ud800" <= character <= "\udfff" for character in given):
             raise ValueError(f"{name} is not UTF-8 text")
-    token_ids = np.asarray(tokenizer.encode_chat(_messages(arguments.system, text)), np.int32)
+    if arguments.system is not None:
+        tokenizer.template.check_system_prompt()
+    messages = _messages(arguments.system, text)
+    token_ids = np.asarray(
+        tokenizer.encode_chat(messages, content_is_text=not arguments.raw), np.int32
+    )
     new_tokens = _new_tokens(arguments.max_new_tokens, len(token_ids), config)
     engine = build_engine(
         config,
@@ -102,7 +107,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         key_data=np.asarray(jax.random.key_data(jax.random.key(arguments.seed))),
         sampling=settings,
     )
-    printer = Printer(sys.stdout, tokenizer.decode, several=arguments.samples > 1)
+    printer = Printer(sys.stdout, tokenizer.decode_completion, several=arguments.samples > 1)
     try:
         stream_completions(engine, request, printer)
     finally:
@@ -165,7 +170,7 @@ def build_engine(
 class Printer:
     """Writes the completions of a request one after the other, as their tokens arrive."""
 
-    def __init__(self, out: TextIO, decode: Callable[[Iterable[int]], str], *, several: bool):
+    def __init__(self, out: TextIO, decode: Callable[[np.ndarray], str], *, several: bool):
         """Args:
         decode: text of token ids.
         several: whether each completion gets a heading.
@@ -307,7 +312,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", required=True, metavar="PATH", help="HF folder, .gguf file or hub id")
     add("--prompt", required=True, metavar="TEXT", help="text of the user message; - reads stdin")
     add("--system", metavar="TEXT", help="system message before it")
-    add("--raw", action="store_true", help="complete the text as it is, without the chat template")
+    add(
+        "--raw",
+        action="store_true",
+        help="complete the text as it is, without the chat template; special tokens in it count",
+    )
     add("--max-new-tokens", type=int, metavar="N", help=f"(default: {MOST_NEW_TOKENS} or less)")
     add("--temperature", type=float, default=settings["temperature"], help="(%(default)s)")
     add("--top-k", type=int, default=settings["top_k"], help="0 is off (%(default)s)")

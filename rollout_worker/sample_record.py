@@ -14,7 +14,7 @@ import numpy as np
 
 from rollout_worker.data.prompts import Prompt
 from rollout_worker.rewards.answers import FinalAnswer, lenient_answer, strict_answer
-from services.wire.messages import Completion, FinishReason, Group
+from services.wire.messages import Completion, Group
 
 MOST_TOKENS = 2048
 """Of one record; the number of further tokens is in `tokens_cut`."""
@@ -61,7 +61,7 @@ class SampleRecords:
     def __init__(
         self,
         decode: Callable[[Sequence[int]], str],
-        text: Callable[[np.ndarray, FinishReason], str],
+        text: Callable[[np.ndarray], str],
         *,
         per_step: int,
         reads_numbers: bool,
@@ -99,7 +99,7 @@ class SampleRecords:
         return tuple(self._record(group, prompt, completion, why) for completion, why in chosen)
 
     def _record(self, group: Group, prompt: Prompt, completion: Completion, why: str) -> Sample:
-        text = self._text(completion.token_ids, completion.finish_reason)
+        text = self._text(completion.token_ids)
         token_ids = completion.token_ids[:MOST_TOKENS].tolist()
         record: Sample = {
             "group_id": group.group_id,

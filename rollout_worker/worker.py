@@ -24,7 +24,7 @@ from rollout_worker.rewards.reward_pool import PendingScores, RewardPool, Score,
 from rollout_worker.worker_records import EvalItem
 from services.process.phase_clock import PhaseClock
 from services.weights.digest import tree_digest
-from services.wire.messages import Completion, FinishReason, Group, WeightManifest
+from services.wire.messages import Completion, Group, WeightManifest
 
 EVAL_STREAM = 2**31 - 1
 """Folded into the run's key for evaluation, so that it never repeats a training draw."""
@@ -238,14 +238,6 @@ class RolloutWorker:
             for row, score in zip(task.rows, task.wait_scores(), strict=True)
         ]
 
-    def completion_text(self, token_ids: np.ndarray, finish_reason: FinishReason) -> str:
-        """A completion as people and scorers read it: without the stop token that ended it.
-
-        A stop string that ended it stays.
-        """
-        ended = finish_reason is FinishReason.STOP and token_ids[-1] in self._tokenizer.stop_ids
-        return self._tokenizer.decode(token_ids[: -1 if ended else None].tolist())
-
     def _submit(self, tasks: Sequence[_Task]) -> None:
         self._engine.submit_requests([task.request for task in tasks])
         self._tasks |= {task.request.request_id: task for task in tasks}
@@ -281,7 +273,7 @@ class RolloutWorker:
         task.scores = self._rewards.submit(
             [
                 ScoreRequest(
-                    completion=self.completion_text(row.token_ids, row.finish_reason),
+                    completion=self._tokenizer.decode_completion(row.token_ids),
                     answer=task.prompt.answer,
                     prompt=task.prompt.question,
                     item=task.prompt.item,
@@ -356,7 +348,7 @@ class RolloutWorker:
             sample_index=row.sample_index,
             question=prompt.question,
             answer=prompt.answer,
-            completion=self.completion_text(row.token_ids, row.finish_reason),
+            completion=self._tokenizer.decode_completion(row.token_ids),
             completion_tokens=len(row.token_ids),
             finish_reason=row.finish_reason.value,
             rewards=score.rewards,

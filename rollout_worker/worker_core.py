@@ -1,7 +1,6 @@
 """A rollout worker without threads and connections, built from what its process is given."""
 
 import dataclasses
-import functools
 import logging
 from collections.abc import Sequence
 
@@ -134,8 +133,8 @@ class WorkerCore:
             else None,
         )
         self._records = SampleRecords(
-            functools.partial(tokenizer.decode, skip_special=False),
-            self.worker.completion_text,
+            tokenizer.decode,
+            tokenizer.decode_completion,
             per_step=spec.samples_per_step,
             reads_numbers=any(one.name == "gsm8k_answer" for one in spec.reward.functions),
         )

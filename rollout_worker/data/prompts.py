@@ -102,7 +102,10 @@ def load_prompts(
     for prompt_id, place, record in _records(source):
         question, answer = _question_and_answer(record, source, place)
         content = question_template.replace("{question}", question)
-        token_ids = tokenizer.encode_chat([*system, {"role": "user", "content": content}])
+        try:
+            token_ids = tokenizer.encode_chat([*system, {"role": "user", "content": content}])
+        except ValueError as error:
+            raise ValueError(f"{source.source}, {place}: {error}") from error
         if len(token_ids) > max_prompt_tokens:
             overlong += 1
             shortest = min(shortest or len(token_ids), len(token_ids))

@@ -78,7 +78,7 @@ def build_stop_automaton(
 
 
 def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
-    """The bytes that every token id adds to the text of a completion; special tokens add none.
+    """The bytes that every token id adds to the text of a completion, special tokens included.
 
     The space that some decoders drop at the very beginning of a text is kept.
 
@@ -119,7 +119,9 @@ def parse_token_bytes(description: Mapping[str, Any]) -> dict[int, bytes]:
     else:
         pieces = {token_id: read(piece) for token_id, (piece, _) in enumerate(vocabulary)}
     for added in description.get("added_tokens") or ():
-        pieces[added["id"]] = b"" if added["special"] else read(added["content"])
+        # A special token is watched for as it is written; some decoders change what they show.
+        special = added["special"]
+        pieces[added["id"]] = added["content"].encode() if special else read(added["content"])
     return pieces
 
 

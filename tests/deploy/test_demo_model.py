@@ -82,7 +82,7 @@ def test_committed_tokenizer_is_the_scripts(tmp_path):
 def test_any_text_survives_the_tokenizer(tokenizer, text):
     composed = unicodedata.normalize("NFC", text)  # what every Qwen2 tokenizer reads
     prompt = tokenizer.encode_chat([{"role": "user", "content": composed}])
-    assert tokenizer.decode(prompt, skip_special=False) == (
+    assert tokenizer.decode(prompt) == (
         f"<|im_start|>user\n{composed}<|im_end|>\n<|im_start|>assistant\n"
     )
 
@@ -172,7 +172,7 @@ def test_batches_are_the_same_every_time_and_count_the_answer_alone(tokenizer):
         counted_SBT.reshape(-1, 76),
         strict=True,
     ):
-        assert tokenizer.decode(ids_T[counted_T], skip_special=False) == f"{answer}<|im_end|>"
+        assert tokenizer.decode(ids_T[counted_T]) == f"{answer}<|im_end|>"
 
 
 def test_row_too_short_for_a_conversation_is_refused(tokenizer):

@@ -351,9 +351,7 @@ def test_a_stop_string_ends_a_completion_and_stays_in_its_text(model, authority,
     try:
         for group in rolled_out(worker, 0, 1, 2, 3):
             for completion in group.completions:
-                text = worker._core.worker.completion_text(
-                    completion.token_ids, completion.finish_reason
-                )
+                text = worker._core.worker._tokenizer.decode_completion(completion.token_ids)
                 assert not {"e", "7"} & set(text[:-1])
                 if completion.finish_reason is FinishReason.LENGTH:
                     assert not {"e", "7"} & set(text)

@@ -95,7 +95,7 @@ def test_a_raw_prompt_is_the_text_alone(capsys, tiny, monkeypatch):
     )
     assert complete(capsys, tiny, "--raw")[0] == 0
     tokenizer = generate.load_tokenizer(tiny)
-    assert tokenizer.decode(seen[0].token_ids, skip_special=False) == "ab"
+    assert tokenizer.decode(seen[0].token_ids) == "ab"
 
 
 def test_an_interruption_is_reported_and_ends_with_130(capsys, tiny, monkeypatch):

@@ -87,6 +87,18 @@ def test_gsm8k_gold_is_what_follows_the_marker(tmp_path):
     assert got.prompts[0].item["a"] == solution
 
 
+def test_a_record_that_the_template_or_tokenizer_refuses_is_named(tmp_path, monkeypatch):
+    def refuse(self, messages):
+        if "!!" in messages[-1]["content"]:
+            raise ValueError("'</s>' cannot be encoded as text")
+        return [1]
+
+    monkeypatch.setattr(Letters, "encode_chat", refuse)
+    path = write(tmp_path / "a.jsonl", RECORDS)
+    with pytest.raises(ValueError, match="a.jsonl, line 3: '</s>' cannot be encoded as text"):
+        load(path)
+
+
 @pytest.mark.parametrize(
     "line, message",
     [

@@ -181,7 +181,25 @@ def test_bytes_of_a_sentencepiece_tokenizer_are_what_it_decodes_to(tmp_path):
     pieces = token_bytes(tokenizer)
     ids = [names.index(name) for name in ["x", "▁a", "n", "▁", "▁é", "</s>", "<0xC3>", "<0xA9>"]]
     text = b"".join(pieces[i] for i in ids).decode()
-    assert text == tokenizer.decode(ids) == "x an  éé"
+    assert text == tokenizer.decode(ids) == "x an  é</s>é"
+
+
+@pytest.mark.parametrize(
+    "stop, count",
+    [("<|end|>", 2), ("a<|end|>", 2), ("<|end|>b", 3), ("<\uff5cend\u2581of\uff5c>", 4)],
+    ids=["alone", "after-text", "before-text", "as-written"],
+)
+@pytest.mark.parametrize("decoder", ["ByteLevel", "Metaspace"])
+def test_a_stop_string_that_is_a_special_token_fires(stop, count, decoder):
+    names = ["a", "<|end|>", "b", "<\uff5cend\u2581of\uff5c>"]
+    description = {
+        "model": {"vocab": {name: i for i, name in enumerate(names)}},
+        "decoder": {"type": decoder, "replacement": "\u2581"},
+        "added_tokens": [{"id": i, "content": names[i], "special": True} for i in (1, 3)],
+    }
+    pieces = parse_token_bytes(description)
+    automaton = build_stop_automaton([pieces[i] for i in range(4)], [[stop]])
+    assert stops_at(automaton, automaton.starts[0], [0, 1, 2, 3]) == count
 
 
 def test_unigram_and_metaspace_are_read():
@@ -190,7 +208,7 @@ def test_unigram_and_metaspace_are_read():
         "decoder": {"type": "Metaspace", "replacement": "▁"},
         "added_tokens": [{"id": 0, "content": "<unk>", "special": True}],
     }
-    assert parse_token_bytes(description) == {0: b"", 1: b" the", 2: b"<0x41>"}
+    assert parse_token_bytes(description) == {0: b"<unk>", 1: b" the", 2: b"<0x41>"}
 
 
 def test_a_tokenizer_of_another_kind_is_refused():

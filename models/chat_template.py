@@ -1,0 +1,225 @@
+"""A chat template: messages to text, the same text in every process of a run.
+
+Beside the messages a template may read the clock, which here stands still at one moment of the run.
+Random numbers are refused.
+"""
+
+import datetime
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+import jinja2
+from jinja2 import nodes
+from transformers.utils.chat_template_utils import _compile_jinja_template
+
+Messages = Sequence[Mapping[str, str]]
+
+CLOCK = "strftime_now"
+"""The function by which templates ask for the time."""
+RANDOM_FILTER, RANDOM_FUNCTION = "random", "lipsum"
+"""What draws random numbers in Jinja."""
+
+_SYSTEM = "tandem-system-4826"
+_QUESTION, _QUESTION_END = "tandem-question-7391", "tandem-end-5508"
+_LONG_QUESTION = f"{_QUESTION} {'and so on ' * 400}{_QUESTION_END}"
+_ANSWER = "a completion"
+_RENDER_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What the expressions of a template may raise; its sandbox bounds ranges by an OverflowError."""
+_SHOWN = 60
+"""Characters of a text that a message shows."""
+
+
+class ChatTemplate:
+    """One template with what it may read.
+
+    Attributes:
+        text: its source.
+        reads_clock: whether the rendered text depends on the moment.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        variables: Mapping[str, str],
+        *,
+        name: str,
+        fix: str,
+        moment: datetime.datetime | None = None,
+    ):
+        """Compiles the template.
+
+        Args:
+            variables: what the template may name, such as `bos_token`.
+            name: what messages call it.
+            fix: how the user replaces it, for messages.
+            moment: the time that it reads, with its time zone; None is when this is made.
+
+        Raises:
+            ValueError: if it is no Jinja, draws random numbers, or leaves the user's text out.
+        """
+        self.text = text
+        self._name = name
+        self._fix = fix
+        try:
+            self._compiled = _compile_jinja_template(text)
+        except _RENDER_ERRORS as error:
+            raise ValueError(f"{name} does not render: {error}; {fix}") from error
+        self._check_draws_nothing()
+        clock = clock_of(moment or datetime.datetime.now().astimezone())
+        self._variables = {**variables, CLOCK: clock}
+        calls = self._tree().find_all(nodes.Call)
+        self.reads_clock = any(
+            isinstance(call.node, nodes.Name) and call.node.name == CLOCK for call in calls
+        )
+        self._check_shows_the_user([])
+
+    def render(self, messages: Messages, *, add_generation_prompt: bool) -> str:
+        """The text of a conversation.
+
+        Args:
+            add_generation_prompt: whether it ends ready for the assistant's turn.
+
+        Raises:
+            ValueError: if the template refuses the messages.
+        """
+        try:
+            # None as transformers passes it where there are no tools and documents.
+            return self._compiled.render(
+                messages=[dict(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._variables,
+            )
+        except _RENDER_ERRORS as error:
+            raise ValueError(
+                f"{self._name} does not render "
+                f"{[message.get('role') for message in messages]}: "
+                f"{str(error) or type(error).__name__}; {self._fix}"
+            ) from error
+
+    def after_answer(self) -> str:
+        """What the template writes after an assistant's turn; empty where it shows no such turn."""
+        return self._around_answer()[1]
+
+    def check_system_prompt(self) -> None:
+        """Checks that a system prompt reaches the prompt, and the user's text beside it.
+
+        Raises:
+            ValueError: if it does not.
+        """
+        fix = f"write the instruction into the question (data.question_template), or {self._fix}"
+        system = [{"role": "system", "content": _SYSTEM}]
+        try:
+            text = self.render([*system, *_asked([])], add_generation_prompt=True)
+        except ValueError as error:
+            raise ValueError(f"{error}. It takes no system prompt: {fix}") from error
+        if _SYSTEM not in text:
+            raise ValueError(f"{self._name} leaves the system prompt out of the prompt: {fix}")
+        self._check_shows_the_user(system)
+
+    def check_generation_prompt(self) -> str:
+        """Checks that a prompt ends where the assistant's text begins.
+
+        Some templates need no `add_generation_prompt`, since the user's turn ends with what opens
+        the assistant's, as `[/INST]` does.
+
+        Returns:
+            what cannot be known of this template; empty where all is well.
+
+        Raises:
+            ValueError: if a prompt lacks what the template writes in front of an answer.
+        """
+        prompt = self.render(_asked([]), add_generation_prompt=True)
+        if prompt != self.render(_asked([]), add_generation_prompt=False):
+            return ""
+        before, _ = self._around_answer()
+        ends = f"prompts end in {_tail(prompt)!r}"
+        if not before.startswith(prompt.rstrip()):
+            return (
+                f"{self._name} ignores add_generation_prompt: {ends}; if the model expects the "
+                f"beginning of an assistant's turn there, {self._fix}"
+            )
+        header = before.removeprefix(prompt if before.startswith(prompt) else prompt.rstrip())
+        if not header.strip():
+            return ""
+        raise ValueError(
+            f"{self._name} ignores add_generation_prompt: {ends}, without the {header!r} that "
+            "begins an assistant's turn: append {% if add_generation_prompt %}{{ "
+            f"{header!r} }}}}{{% endif %}} to it; {self._fix}"
+        )
+
+    def _around_answer(self) -> tuple[str, str]:
+        """What stands before and after the assistant's text; empty where that is not shown."""
+        turns = [*_asked([]), {"role": "assistant", "content": _ANSWER}]
+        text = self.render(turns, add_generation_prompt=False)
+        before, found, after = text.rpartition(_ANSWER)
+        return (before, after) if found else ("", "")
+
+    def _tree(self) -> nodes.Template:
+        return self._compiled.environment.parse(self.text)
+
+    def _check_draws_nothing(self) -> None:
+        """Each process would draw other numbers, and so render another prompt."""
+        filters = {node.name for node in self._tree().find_all(nodes.Filter)} & {RANDOM_FILTER}
+        names = {node.name for node in self._tree().find_all(nodes.Name)} & {RANDOM_FUNCTION}
+        for name in sorted(filters | names):
+            raise ValueError(
+                f"{self._name} draws random numbers by `{name}`, but a prompt must be the same in "
+                f"every process and after a resume; {self._fix}"
+            )
+
+    def _check_shows_the_user(self, before: Messages) -> None:
+        """Without the user's text every prompt would be the same."""
+        text = self.render(_asked(before), add_generation_prompt=True)
+        if _QUESTION in text and _QUESTION_END in text:
+            return
+        shown = repr(self.text[:_SHOWN]) + ("..." if len(self.text) > _SHOWN else "")
+        if _QUESTION in text:
+            raise ValueError(
+                f"{self._name} leaves the end of a user's text of {len(_LONG_QUESTION)} characters "
+                f"out of the prompt: {shown} must render all of messages[i]['content']; {self._fix}"
+            )
+        beside = " beside a system prompt" if before else ""
+        hint = "" if "{" in self.text else "; it must be the text of a template, not a path"
+        raise ValueError(
+            f"{self._name} leaves the user's text out of the prompt{beside}: {shown} must render "
+            f"messages[i]['content']{hint}; {self._fix}"
+        )
+
+
+def clock_of(moment: datetime.datetime) -> Callable[[str], str]:
+    """The `strftime_now` of a template, at one moment.
+
+    It writes what transformers would have written at that moment and place, whatever time zone the
+    process is in.
+
+    Args:
+        moment: with its time zone.
+    """
+    local = moment.replace(tzinfo=None)
+    epoch_s = str(int(moment.timestamp()))
+
+    def strftime_now(format: str) -> str:
+        # The C library reads %s, seconds since 1970, in the time zone of the process.
+        absolute = re.sub("%([%s])", lambda m: epoch_s if m[1] == "s" else m[0], format)
+        return local.strftime(absolute)
+
+    return strftime_now
+
+
+def _asked(before: Messages) -> list[Mapping[str, str]]:
+    return [*before, {"role": "user", "content": _LONG_QUESTION}]
+
+
+def _tail(text: str) -> str:
+    return text[-_SHOWN // 2 :]
