@@ -83,11 +83,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         automatic = config.run.resume == "auto"
         if automatic:
             config = identity.resolved(config, folder)
-        check_folder(folder, resume=bool(config.run.resume))
-        prepared = prepare(config)
+        resume = bool(config.run.resume)
+        check_folder(folder, resume=resume)
+        prepared = prepare(config, identity.kept_moment(folder) if resume else None)
         print(prepared.text, flush=True)
         marks = identity.identity_of(config, prepared.model, prepared.digest)
-        if config.run.resume:
+        if resume:
             try:
                 identity.check_identity(folder, marks, steps=config.run.steps)
             except identity.AlreadyFinished as finished:
@@ -99,13 +100,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("this run can start; devices and free resources of the cluster were not checked")
             return 0
         lock = lock_folder(folder)  # until this process ends
-        check_folder(folder, resume=bool(config.run.resume))
-        clear_folder(folder, resume=bool(config.run.resume))
-        if not config.run.resume:
-            identity.write_identity(folder, marks)
-        for change in _write_settings(
-            folder, settings.dump(config), resume=bool(config.run.resume)
-        ):
+        check_folder(folder, resume=resume)
+        clear_folder(folder, resume=resume)
+        # On a resume, too: a run of an older program has no moment.
+        identity.write_identity(folder, marks, prepared.moment)
+        for change in _write_settings(folder, settings.dump(config), resume=resume):
             print(f"resumed with another {change}", flush=True)
         # Imported late: nothing above needs Ray, and it reads its token when it is imported.
         set_token(os.environ)

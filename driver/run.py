@@ -92,6 +92,7 @@ def _run_tracked(
             run_id=run_id,
             authority=RunAuthority.create(run_id),
             driver_host=ray.util.get_node_ip_address(),
+            moment=prepared.moment,
         )
         supervisor = Supervisor(
             config.placement,

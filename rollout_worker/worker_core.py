@@ -1,6 +1,7 @@
 """A rollout worker without threads and connections, built from what its process is given."""
 
 import dataclasses
+import datetime
 import logging
 from collections.abc import Sequence
 
@@ -37,6 +38,8 @@ class RolloutSpec:
     tokenizer: str | None
     chat_template: str | None
     stop_tokens: tuple[str, ...]
+    moment: datetime.datetime
+    """The time that the chat template reads, with its time zone: one for the whole run."""
     data: DataConfig
     rollout: RolloutConfig
     reward: RewardConfig
@@ -86,6 +89,7 @@ class WorkerCore:
             tokenizer=spec.tokenizer,
             chat_template=spec.chat_template,
             stop_tokens=spec.stop_tokens,
+            moment=spec.moment,
         )
         setup = EngineSetup(
             rollout=spec.rollout,

@@ -1,6 +1,7 @@
 """What the learner and each rollout worker are given at their start."""
 
 import dataclasses
+import datetime
 import os
 import pathlib
 
@@ -25,6 +26,8 @@ class ActorSpecs:
     authority: RunAuthority
     driver_host: str
     """Address of the driver within the cluster."""
+    moment: datetime.datetime
+    """The time that the chat template reads."""
 
     def learner(self, port: int | None = None) -> LearnerSpec:
         """The learner's, with a new certificate.
@@ -76,6 +79,7 @@ class ActorSpecs:
             tokenizer=config.model.tokenizer,
             chat_template=config.model.chat_template,
             stop_tokens=config.model.stop_tokens,
+            moment=self.moment,
             data=config.data,
             rollout=config.rollout,
             reward=config.reward,

@@ -3,6 +3,7 @@
 """
 
 import dataclasses
+import datetime
 
 from driver.config.plan import asked_devices, checked, derive, format_plan
 from driver.config.run_config import RunConfig
@@ -28,16 +29,22 @@ class Prepared:
     digest: str
     """Of the training prompts and their tokens: every process must find the same."""
     model: ModelConfig
+    moment: datetime.datetime
+    """The time that the chat template reads, in every process of the run."""
 
 
-def prepare(config: RunConfig) -> Prepared:
+def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepared:
     """Checks model files, tokenizer, prompts and reward functions, and derives the sizes.
 
     Touches no device: what it needs of the model are its config and headers.
 
+    Args:
+        moment: the time that the chat template reads, with its time zone; None is now.
+
     Raises:
         ConfigError: for whatever of these cannot work.
     """
+    moment = moment or datetime.datetime.now().astimezone()
     path = config.model.path
     model = checked(read_model_config, path, about=f"model.path={path}")
     plan = derive(config, model, asked_devices(config))
@@ -48,14 +55,18 @@ def prepare(config: RunConfig) -> Prepared:
         tokenizer=config.model.tokenizer,
         chat_template=config.model.chat_template,
         stop_tokens=config.model.stop_tokens,
+        moment=moment,
         about="model",
     )
+    notes = checked(_check_messages, config, tokenizer)
     checked(stop_automaton, tokenizer, config.rollout.stop_strings, about="rollout.stop_strings")
     checked(validate_functions, config.reward.functions, about="reward.functions")
     train = _prompts(config, "train", config.data.train, tokenizer)
     held_out = None
     if config.data.eval is not None:
         held_out = _prompts(config, "eval", config.data.eval, tokenizer)
+    if tokenizer.template.reads_clock:
+        notes.append(f"the chat template reads the clock, which stands at {moment} in this run")
     lines = [
         f"run {config.run.name}: {config.run.steps} steps, seed {config.run.seed}, platform "
         f"{config.placement.platform}, {_say_workers(config.rollout.workers)}",
@@ -71,6 +82,7 @@ def prepare(config: RunConfig) -> Prepared:
         if shared:
             lines.append(f"note: {shared:,} prompts of data.eval are also in data.train")
     weights = [f"{one.name} x {one.weight:g}" for one in config.reward.functions]
+    lines += [f"note: {note}" for note in notes]
     lines += [f"reward: {' + '.join(weights)}", format_plan(plan)]
     return Prepared(
         text="\n".join(lines),
@@ -78,7 +90,28 @@ def prepare(config: RunConfig) -> Prepared:
         held_out=0 if held_out is None else len(held_out),
         digest=train.digest,
         model=model,
+        moment=moment,
     )
+
+
+def _check_messages(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
+    """Checks that the chat template shows all that a prompt consists of; what is to be noted."""
+    if config.data.system_prompt:
+        tokenizer.template.check_system_prompt()
+    unknown = tokenizer.template.check_generation_prompt()
+    notes = [unknown] if unknown else []
+    texts = {
+        "data.system_prompt": config.data.system_prompt or "",
+        "data.question_template": config.data.question_template,
+    }
+    for key, text in texts.items():
+        if spelled := tokenizer.special_tokens_in(text):
+            notes.append(
+                f"{key} spells {', '.join(map(repr, dict.fromkeys(spelled)))}, which reaches the "
+                "model as ordinary text: special tokens come from the chat template "
+                "(model.chat_template) only"
+            )
+    return notes
 
 
 def _say_workers(workers: WorkersConfig) -> str:

@@ -5,6 +5,7 @@ late, and train something that the user did not want.
 """
 
 import dataclasses
+import datetime
 import hashlib
 import json
 import pathlib
@@ -25,6 +26,8 @@ KEYS = {
     "optimizer": "learner.optimizer.name",
 }
 """Entry of the file -> the configuration key that decides it."""
+MOMENT = "moment"
+"""Entry of the file that is not compared but kept: the time that chat templates read."""
 
 
 class AlreadyFinished(RunError):
@@ -56,9 +59,40 @@ def identity_of(config: RunConfig, model: ModelConfig, prompts_digest: str) -> d
     }
 
 
-def write_identity(folder: pathlib.Path, identity: dict[str, str]) -> None:
-    """Writes the identity of a run that starts, whole or not at all."""
-    write_whole(folder / FILE, json.dumps(identity, indent=1))
+def kept_moment(folder: pathlib.Path) -> datetime.datetime | None:
+    """The time that chat templates read in the whole run, with the time zone of its first start.
+
+    None where the folder does not say: it has no run, or that of an older program.
+
+    Raises:
+        NotResumable: if what the folder says cannot be read.
+    """
+    path = folder / FILE
+    kept = _read(path).get(MOMENT) if path.is_file() else None
+    if kept is None:
+        return None
+    try:
+        moment = datetime.datetime.fromisoformat(kept)
+    except (TypeError, ValueError):
+        moment = None
+    if moment is None or moment.tzinfo is None:
+        raise NotResumable(
+            f"--resume: {path} has {MOMENT}={kept!r}, which is no time with its time zone, such as "
+            "2026-01-31T12:00:00+00:00: restore it"
+        )
+    return moment
+
+
+def write_identity(
+    folder: pathlib.Path, identity: dict[str, str], moment: datetime.datetime
+) -> None:
+    """Writes the identity of a run that starts, whole or not at all.
+
+    Args:
+        moment: the time that chat templates read, with its time zone.
+    """
+    kept = {**identity, MOMENT: moment.isoformat()}
+    write_whole(folder / FILE, json.dumps(kept, indent=1))
 
 
 def check_identity(folder: pathlib.Path, identity: dict[str, str], *, steps: int) -> None:

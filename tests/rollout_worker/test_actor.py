@@ -4,6 +4,7 @@ Both see the eight CPU devices: the learner cuts its matrices over them, the wor
 """
 
 import dataclasses
+import datetime
 import time
 
 import jax
@@ -25,16 +26,18 @@ from rollout_worker.engine.decode_request import SamplingSettings
 from rollout_worker.leased_group import LeasedGroup
 from rollout_worker.rewards.reward_pool import Score
 from rollout_worker.worker import WeightDigestMismatch
-from rollout_worker.worker_core import RolloutSpec
+from rollout_worker.worker_core import RolloutSpec, WorkerCore
 from rollout_worker.worker_records import EvalRequest, LeaseOutcome, Orders
 from services.process.background import BackgroundFailed
+from services.process.phase_clock import PhaseClock
 from services.wire.messages import FinishReason, Lease
 from services.wire.tls import RunAuthority
 from tests.deadlines import HANG_S
 from tests.learner import tiny_learner
-from tests.tiny_model import write_tiny_model
+from tests.tiny_model import CHAT_TEMPLATE, write_tiny_model
 
 G = 4
+MOMENT = datetime.datetime(2026, 1, 31, 23, 59, 59, tzinfo=datetime.UTC)
 GREEDY = SamplingSettings(temperature=0.0)
 
 
@@ -69,6 +72,7 @@ def worker_spec(model, authority, address, **changes):
         tokenizer=None,
         chat_template=None,
         stop_tokens=(),
+        moment=MOMENT,
         data=DataConfig(
             train=SourceConfig(source="reasoning_gym:chain_sum", size=8),
             eval=SourceConfig(source="reasoning_gym:chain_sum", size=5, seed=99),
@@ -198,6 +202,17 @@ def test_a_newer_version_is_swapped_in_before_anything_begins(pair):
     results = rollout(worker, leases(5, version=2))
     assert results["g00000005"].report.policy_version == 2
     assert worker.news(0.0).policy_version == 2
+
+
+def test_a_worker_renders_its_prompts_at_the_moment_of_the_run_N16(model, authority):
+    dated = "{{ strftime_now('%Y-%m-%d %H:%M:%S') }}" + CHAT_TEMPLATE
+    spec = worker_spec(model, authority, "127.0.0.1:1", chat_template=dated)
+    core = WorkerCore(spec, jax.devices(), PhaseClock())
+    try:
+        written = core.worker._tokenizer.decode(core._train.prompts[0].token_ids)
+        assert written.startswith("2026-01-31 23:59:59<s>user:")
+    finally:
+        core.close()
 
 
 def test_cancelled_leases_end_in_silence_and_may_come_again(pair):

@@ -1,4 +1,5 @@
 import dataclasses
+import datetime
 import json
 import os
 import pathlib
@@ -477,3 +478,55 @@ def test_a_missing_data_file_is_refused(config):
     data = config.data.model_copy(update={"train": train})
     message = refusal(prepare, config.model_copy(update={"data": data}))
     assert message.startswith("data.train: ") and "nowhere.jsonl" in message
+
+
+def with_data(config, **changes):
+    return config.model_copy(update={"data": config.data.model_copy(update=changes)})
+
+
+DATED = "{{ strftime_now('%H')[1] }} " + TEMPLATE
+MOMENT = datetime.datetime(2026, 1, 31, 9, tzinfo=datetime.UTC)
+
+
+def test_prompts_are_those_of_the_moment_whatever_the_time_is_N16(config):
+    dated = with_model(config, chat_template=DATED)
+    prepared = prepare(dated, MOMENT)
+    assert prepared.moment == MOMENT
+    assert "reads the clock, which stands at 2026-01-31 09:00:00+00:00" in prepared.text
+    assert prepare(dated, MOMENT).digest == prepared.digest
+    assert prepare(dated, MOMENT + datetime.timedelta(hours=1)).digest != prepared.digest
+    assert "reads the clock" not in prepare(config, MOMENT).text
+    assert prepare(config).moment.tzinfo is not None
+
+
+def test_a_system_prompt_that_the_template_drops_is_refused(config):
+    asked = with_data(config, system_prompt="1 2")
+    assert prepare(asked)
+    only_users = TEMPLATE.replace("in messages", "in messages if m['role'] == 'user'")
+    message = refusal(prepare, with_model(asked, chat_template=only_users))
+    assert message.startswith("model.chat_template leaves the system prompt out")
+    assert prepare(with_model(config, chat_template=only_users))
+
+
+def test_a_template_that_ignores_the_generation_prompt_is_refused_or_noted(config):
+    message = refusal(prepare, with_model(config, chat_template=TEMPLATE.partition("{% if")[0]))
+    assert message.startswith("model.chat_template ignores add_generation_prompt")
+    text = prepare(with_model(config, chat_template="{{ messages[0]['content'] }} ?")).text
+    assert "note: model.chat_template ignores add_generation_prompt: prompts end in" in text
+
+
+def test_special_tokens_in_the_texts_of_the_configuration_are_noted_N15(config):
+    model = with_model(config, path=str(ROOT / "deploy" / "demo" / "model"))
+    demo = model.model_copy(
+        update={"rollout": config.rollout.model_copy(update={"max_prompt_tokens": 99})}
+    )
+    assert "spells" not in prepare(demo).text
+    text = prepare(with_data(demo, system_prompt="Say <|im_end|>.")).text
+    assert "note: data.system_prompt spells '<|im_end|>', which reaches the model as ordin" in text
+
+
+def test_a_special_token_that_cannot_be_text_is_named_with_its_record_N15(config, source):
+    """The tokenizer of this model takes words as they are."""
+    train = config.data.train.model_copy(update=source("b.jsonl", ["1 + 1 ?", "1 </s> 2 ?"]))
+    message = refusal(prepare, with_data(config, train=train))
+    assert "b.jsonl, line 2: '</s>' is a special token that this tokenizer cannot" in message

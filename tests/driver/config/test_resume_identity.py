@@ -1,5 +1,6 @@
 """A resume goes on with the run that the folder holds, or says why it cannot."""
 
+import datetime
 import json
 
 import pytest
@@ -11,6 +12,7 @@ from driver.config.resume_identity import (
     changed_settings,
     check_identity,
     identity_of,
+    kept_moment,
     resolved,
     write_identity,
 )
@@ -25,6 +27,9 @@ MODEL = ModelConfig(
     num_heads=2,
     num_kv_heads=1,
     head_dim=2,
+)
+MOMENT = datetime.datetime(
+    2026, 1, 31, 23, 59, 59, tzinfo=datetime.timezone(datetime.timedelta(hours=-5))
 )
 YAML = """
 model: {path: models/mine}
@@ -46,7 +51,7 @@ def make(tmp_path):
 
 
 def test_the_same_run_may_go_on_with_other_rates_and_lengths(make, tmp_path):
-    write_identity(tmp_path, make())
+    write_identity(tmp_path, make(), MOMENT)
     check_identity(tmp_path, make("run.steps=7", "learner.optimizer.learning_rate=1e-4"), steps=7)
 
 
@@ -66,7 +71,7 @@ def test_another_run_is_refused_with_the_key_to_put_back(
 
     if changes.get("model"):
         changes = {"model": dataclasses.replace(MODEL, rms_norm_eps=1e-4)}
-    write_identity(tmp_path, make())
+    write_identity(tmp_path, make(), MOMENT)
     with pytest.raises(NotResumable, match=message):
         check_identity(tmp_path, make(*overrides, **changes), steps=100)
 
@@ -77,7 +82,7 @@ def test_a_folder_without_a_run_is_refused(make, tmp_path):
 
 
 def test_a_finished_run_says_how_to_train_on(make, tmp_path):
-    write_identity(tmp_path, make())
+    write_identity(tmp_path, make(), MOMENT)
     (tmp_path / "status.json").write_text(json.dumps({"state": "finished", "step": 100}))
     with pytest.raises(AlreadyFinished, match="run.steps a higher number"):
         check_identity(tmp_path, make(), steps=100)
@@ -87,7 +92,7 @@ def test_a_finished_run_says_how_to_train_on(make, tmp_path):
 @pytest.mark.parametrize("name", ["identity.json", "status.json"])
 @pytest.mark.parametrize("text", ["", "[]", '{"state": '])
 def test_a_damaged_file_is_named(make, tmp_path, name, text):
-    write_identity(tmp_path, make())
+    write_identity(tmp_path, make(), MOMENT)
     (tmp_path / name).write_text(text)
     with pytest.raises(NotResumable, match=f"{name} (cannot be read|is not a JSON object)"):
         check_identity(tmp_path, make(), steps=5)
@@ -97,7 +102,7 @@ def test_auto_resumes_where_there_is_a_run_and_starts_one_where_there_is_none(ma
     file = tmp_path / "run.yaml"
     config = load(str(file), ["run.resume=auto"])
     assert resolved(config, tmp_path).run.resume is False
-    write_identity(tmp_path, make())
+    write_identity(tmp_path, make(), MOMENT)
     assert resolved(config, tmp_path).run.resume is True
 
 
@@ -110,3 +115,23 @@ def test_what_a_resume_changes_is_named():
         "run.steps: 5 -> 9",
     ]
     assert changed_settings(now, now) == []
+
+
+def test_the_moment_of_the_run_is_kept_with_its_time_zone_N16(make, tmp_path):
+    assert kept_moment(tmp_path) is None
+    write_identity(tmp_path, make(), MOMENT)
+    kept = kept_moment(tmp_path)
+    assert kept == MOMENT and kept.utcoffset() == MOMENT.utcoffset()
+
+
+def test_a_run_of_an_older_program_has_no_moment_and_goes_on_N16(make, tmp_path):
+    (tmp_path / "identity.json").write_text(json.dumps(make()))
+    assert kept_moment(tmp_path) is None
+    check_identity(tmp_path, make(), steps=100)
+
+
+@pytest.mark.parametrize("kept", ["yesterday", "2026-01-31T12:00:00", 5])
+def test_a_damaged_moment_is_named_N16(make, tmp_path, kept):
+    (tmp_path / "identity.json").write_text(json.dumps({**make(), "moment": kept}))
+    with pytest.raises(NotResumable, match="has moment=.*no time with its time zone.*restore it"):
+        kept_moment(tmp_path)
