@@ -5,6 +5,9 @@ import os
 import socket
 from urllib.parse import urlsplit
 
+from services.wire.host_port import join_address
+from services.wire.reachable import is_any
+
 DEFAULT_PORT = 8470
 BACKLOG = 256
 """Connections that may wait to be accepted."""
@@ -49,9 +52,9 @@ def _refused(host: str, port: int | None, reason: str) -> str:
 def url_of(listener: socket.socket) -> str:
     """The URL of a listening socket for a browser on this host."""
     host, port = listener.getsockname()[:2]
-    if host in ("0.0.0.0", "::"):
+    if is_any(host):
         host = socket.gethostname()
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http://{join_address(host, port)}"
 
 
 def answers(url: str) -> bool:

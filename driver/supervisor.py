@@ -42,6 +42,7 @@ from rollout_worker.worker_records import EvalItem, EvalRequest
 from services.control.messages import LearnerStatus
 from services.process.phases import LEARNER
 from services.process.process_memory import ProcessMemory
+from services.wire.host_port import split_address
 
 T = TypeVar("T")
 
@@ -156,7 +157,7 @@ class Supervisor:
             self.learner.kill()
         if self._launcher.colocated:
             self.fleet.await_process(error)
-        port = int(self.learner_info.address.rpartition(":")[2])
+        port = split_address(self.learner_info.address)[1]
         self._begin_learner(self._specs.learner(port))
         if self._launcher.colocated:
             self.fleet.enter_process()

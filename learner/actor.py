@@ -29,6 +29,7 @@ from services.process.span_log import StepTiming
 from services.trajectories.group_report import GroupReport
 from services.trajectories.service import trajectory_service
 from services.weights.service import weight_service
+from services.wire.host_port import join_address
 from services.wire.messages import WeightManifest
 from services.wire.server import Server
 
@@ -61,7 +62,7 @@ class LearnerActor:
             host=spec.bind_host,
             port=spec.port,
         )
-        self._address = f"{reachable_host(spec)}:{self._server.port}"
+        self._address = join_address(reachable_host(spec), self._server.port)
         self._idle = contextlib.ExitStack()
         # What is here now stays; without it a look for garbage after an update takes a millisecond.
         gc.collect()

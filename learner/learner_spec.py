@@ -5,7 +5,7 @@ import dataclasses
 from learner.config import AlgorithmConfig, LearnerConfig
 from learner.durable.rollout_file import RolloutHeader
 from models.files.checkpoint import LoadedModel
-from services.wire.reachable import ANY_HOST, own_address
+from services.wire.reachable import is_any, own_address
 from services.wire.tls import Credentials
 
 
@@ -66,7 +66,4 @@ def rollout_header(spec: LearnerSpec, loaded: LoadedModel, valid_vocab: int) -> 
 
 def reachable_host(spec: LearnerSpec) -> str:
     """What workers dial: the address listened on, or ours on the way to the driver."""
-    if spec.bind_host not in ANY_HOST:
-        return spec.bind_host
-    host = own_address(spec.driver_host)
-    return f"[{host}]" if ":" in host else host
+    return own_address(spec.driver_host) if is_any(spec.bind_host) else spec.bind_host

@@ -19,8 +19,9 @@ from rollout_worker.sample_record import Sample, SampleRecords
 from rollout_worker.worker import GroupSettings, RolloutWorker
 from rollout_worker.worker_records import EvalItem, EvalRequest
 from services.process.phase_clock import PhaseClock
+from services.wire.host_port import split_address
 from services.wire.messages import Group, Lease
-from services.wire.reachable import host_of, is_loopback, own_address
+from services.wire.reachable import is_loopback, own_address
 from services.wire.tls import Credentials
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ class RolloutSpec:
         """
         if is_loopback(self.bind_host):
             return self.bind_host
-        return own_address(host_of(self.learner_address))
+        return own_address(split_address(self.learner_address)[0])
 
 
 class WorkerCore:

@@ -202,7 +202,8 @@ class PlacementConfig(Section):
     rollout: Resources = Resources()
     """Resources of each rollout worker; not to be set where mode is colocated."""
     bind_host: str = "127.0.0.1"
-    """Address the learner's gRPC server listens on: 0.0.0.0 on a cluster of several hosts."""
+    """Address the learner's gRPC server listens on: 0.0.0.0 on a cluster of several hosts, `::`
+    where they have IPv6; without brackets."""
     learner_port: int = Field(default=0, ge=0, le=65535)
     """Port of that server; 0 takes a free one."""
     startup_timeout_s: float = Field(default=300.0, ge=0.01, le=WEEK_S)

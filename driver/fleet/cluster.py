@@ -28,6 +28,7 @@ from driver.config.run_config import PlacementConfig, Resources
 from driver.errors import RunError
 from driver.fleet.ray_auth import joins_cluster
 from driver.signals import Interrupted, StopSignal
+from services.wire.host_port import split_address
 from services.wire.reachable import is_loopback
 
 DIAL_S = 5.0
@@ -61,8 +62,8 @@ def check_bind_host(host: str) -> None:
         socket.getaddrinfo(host or "?", None)
     except OSError as error:
         raise BadAddress(
-            f"placement.bind_host={host!r} is no address ({error.strerror}): use 127.0.0.1 on one "
-            "machine, 0.0.0.0 on a cluster"
+            f"placement.bind_host={host!r} is no address ({error.strerror}): use 127.0.0.1 or ::1 "
+            "on one machine, 0.0.0.0 or :: on a cluster, without brackets and port"
         ) from error
 
 
@@ -122,11 +123,12 @@ def _check_listening(address: str) -> None:
             f"RAY_ADDRESS={address} is the address of the job server: submit with `ray job submit "
             "-- python -m driver`, or give the driver the head's own address, such as HEAD:6379"
         )
-    host, _, port = address.rpartition("://")[2].rpartition(":")
-    if not port.isdigit():
+    try:
+        target = split_address(address.rpartition("://")[2])
+    except ValueError:
         return  # `auto`, `local`: for Ray to resolve
     try:
-        socket.create_connection((host.strip("[]"), int(port)), DIAL_S).close()
+        socket.create_connection(target, DIAL_S).close()
     except OSError as error:
         raise NoCluster(
             f"nothing answers at RAY_ADDRESS={address} ({error}): start the cluster, correct the "

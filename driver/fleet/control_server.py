@@ -25,8 +25,9 @@ from services.control.messages import (
     WorkerState,
 )
 from services.control.service import THREADS, control_service
-from services.wire.reachable import ANY_HOST, is_loopback
-from services.wire.server import Server, join_address
+from services.wire.host_port import join_address
+from services.wire.reachable import is_any, is_loopback
+from services.wire.server import Server
 from services.wire.tls import RunAuthority
 
 STOP_GRACE_S = 1.0
@@ -191,7 +192,7 @@ def offer_control(
     Raises:
         PortUnavailable: if nothing can be listened on.
     """
-    everywhere = bind_host in ANY_HOST
+    everywhere = is_any(bind_host)
     host = bind_host if everywhere or is_loopback(bind_host) else driver_host
     server = Server(authority.issue("driver"), [control_service(box)], host=host, threads=THREADS)
     try:

@@ -1,28 +1,36 @@
 """Which of this host's addresses other hosts connect to."""
 
+import ipaddress
 import socket
-
-ANY_HOST = ("0.0.0.0", "::")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is reached from its own host only."""
-    return host in ("localhost", "::1") or host.startswith("127.")
+    """Whether an address is reached from its own host only, however it is spelled."""
+    address = _address(host)
+    return host.lower() == "localhost" or (address is not None and address.is_loopback)
+
+
+def is_any(host: str) -> bool:
+    """Whether listening on an address means all addresses of the host: 0.0.0.0 and `::`."""
+    address = _address(host)
+    return address is not None and address.is_unspecified
 
 
 def own_address(towards: str) -> str:
     """The address of this host that another one sees; nothing is sent.
 
     Args:
-        towards: an address, without a port.
+        towards: an address or name, without a port and without brackets.
     """
-    towards = towards.strip("[]")
-    family = socket.AF_INET6 if ":" in towards else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as unsent:
-        unsent.connect((towards, 9))
+    family, kind, _, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as unsent:
+        unsent.connect(target)
         return str(unsent.getsockname()[0])
 
 
-def host_of(address: str) -> str:
-    """The host of `host:port`, without the brackets of IPv6."""
-    return address.rpartition(":")[0].strip("[]")
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that a text spells; None for a name."""
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None

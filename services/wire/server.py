@@ -10,6 +10,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from services.wire.channel import SHARED_OPTIONS
+from services.wire.host_port import join_address
 from services.wire.tls import Credentials
 
 DETAILS_CHARS = 1000
@@ -125,11 +126,6 @@ def _bind_secure(server: grpc.Server, host: str, port: int, credentials: Credent
 def _one_address(host: str) -> str:
     """Resolves a name to one address: of several, gRPC would be content with any that is free."""
     return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-
-
-def join_address(host: str, port: int) -> str:
-    """`host:port`, with brackets around an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _unavailable(host: str, port: int, reason: str) -> PortUnavailable:

@@ -33,6 +33,7 @@ from services.process.phase_clock import PhaseClock
 from services.wire.messages import FinishReason, Lease
 from services.wire.tls import RunAuthority
 from tests.deadlines import HANG_S
+from tests.ipv6 import needs_ipv6
 from tests.learner import tiny_learner
 from tests.tiny_model import CHAT_TEMPLATE, write_tiny_model
 
@@ -113,6 +114,20 @@ def pair(model, authority, tmp_path_factory):
     worker = make_worker(model, authority, learner.describe().address)
     learner.publish()
     yield learner, worker
+    worker.close()
+    learner.close()
+
+
+@needs_ipv6
+@pytest.mark.parametrize("bind_host", ["::1", "::"])
+def test_a_worker_reaches_its_learner_over_ipv6_N28(model, authority, tmp_path, bind_host):
+    here = {"bind_host": bind_host}
+    learner = make_learner(model, authority, tmp_path, driver_host="::1", **here)
+    address = learner.describe().address
+    assert address.startswith("[::1]:")
+    learner.publish()
+    worker = make_worker(model, authority, address, **here)
+    assert outcomes(rollout(worker, leases(0))) == {LeaseOutcome.ACCEPTED}
     worker.close()
     learner.close()
 

@@ -1,6 +1,7 @@
 """Joining a cluster, and asking it for room."""
 
 import contextlib
+import re
 import socket
 import tempfile
 import time
@@ -23,6 +24,7 @@ from driver.fleet.cluster import (
 )
 from driver.signals import StopSignal
 from tests.deadlines import HANG_S, wait_until
+from tests.ipv6 import needs_ipv6
 
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])
@@ -43,7 +45,18 @@ def test_the_address_of_the_job_server_is_not_taken_for_the_head(monkeypatch):
         connect("test", StopSignal())
 
 
-@pytest.mark.parametrize("host", ["", "999.1.1.1", "no-such-host.invalid"])
+@needs_ipv6
+def test_a_cluster_that_is_not_there_is_named_over_ipv6(monkeypatch):
+    with socket.socket(socket.AF_INET6) as unused:
+        unused.bind(("::1", 0))
+        address = f"[::1]:{unused.getsockname()[1]}"
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr(ray, "init", None)
+    with pytest.raises(NoCluster, match=re.escape(f"nothing answers at RAY_ADDRESS={address}")):
+        connect("test", StopSignal())
+
+
+@pytest.mark.parametrize("host", ["", "999.1.1.1", "no-such-host.invalid", "[::1]"])
 def test_what_is_no_address_is_refused_before_anything_starts(host):
     with pytest.raises(BadAddress, match="placement.bind_host="):
         check_bind_host(host)

@@ -30,6 +30,7 @@ from services.control.messages import (
 )
 from services.wire.tls import RunAuthority
 from tests.deadlines import HANG_S
+from tests.ipv6 import needs_ipv6
 
 
 def fleet_of(*states, target=None, least=1, most=4):
@@ -202,6 +203,15 @@ def test_a_driver_that_listens_everywhere_is_dialled_by_its_own_address(tmp_path
     ) as address:
         host, port = address.split(":")
         assert host == "127.0.0.1" and int(port) > 0
+        with ControlClient(*read_access(tmp_path)) as client:
+            assert client.fleet(10) == box.fleet()
+
+
+@needs_ipv6
+@pytest.mark.parametrize("bind_host", ["::1", "::", "0:0::0"])
+def test_a_driver_is_reached_over_ipv6(tmp_path, authority, box, bind_host):
+    with offer_control(tmp_path, authority, box, bind_host=bind_host, driver_host="::1") as address:
+        assert address.startswith("[::1]:")
         with ControlClient(*read_access(tmp_path)) as client:
             assert client.fleet(10) == box.fleet()
 
