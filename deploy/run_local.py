@@ -31,6 +31,8 @@ NO_AGENT = "No available agent to submit job"
 SUBMISSIONS = 5
 """How often a job is submitted to a head that is not ready for it yet, as on a busy machine."""
 HEAD_START_S = 90
+LONGEST_FOLDER = 36
+"""Bytes of the path of a head's folder: Ray adds up to 71 for its sockets, and 107 are allowed."""
 JOB_STOP_S = 45
 """How long a stopped job may take for its last checkpoint."""
 
@@ -60,6 +62,8 @@ def free_ports(count: int) -> list[int]:
 def head_environment() -> dict[str, str]:
     """Environment of a head on loopback and of all that joins it, with a new token."""
     environment = {
+        # Ray's own default is 15: the learner would yield to everything else on the machine.
+        "RAY_worker_niceness": "0",
         **os.environ,
         "PATH": f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "RAY_AUTH_MODE": "token",
@@ -71,11 +75,30 @@ def head_environment() -> dict[str, str]:
     return environment
 
 
+def head_folder() -> pathlib.Path:
+    """Makes a folder for a head: below TMPDIR, or in /tmp where that is too long for Ray.
+
+    Raises:
+        SystemExit: if there is no such folder; names what to set.
+    """
+    wanted = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    longest = LONGEST_FOLDER - len("/tandem-ray-12345678")
+    for parent in (wanted, "/tmp"):
+        if len(os.fsencode(parent)) <= longest and os.access(parent, os.W_OK | os.X_OK):
+            return pathlib.Path(tempfile.mkdtemp(prefix="tandem-ray-", dir=parent))
+    raise SystemExit(
+        f"neither {wanted} (TMPDIR, RAY_TMPDIR) nor /tmp can hold Ray's sockets: set RAY_TMPDIR to "
+        f"a folder that can be written to, with a path of at most {longest} bytes"
+    )
+
+
 def start_head(
     environment: dict[str, str], folder: str, log, *options: str, port: int = 0
 ) -> tuple[subprocess.Popen, str]:
     """Starts a Ray head in a process group of its own; returns it and its job address."""
     dashboard, agent, client = free_ports(3)  # Ray's own choices collide with another head's
+    tpu_logs = pathlib.Path(folder) / "tpu_logs"  # else Ray shows those of other programs
+    tpu_logs.mkdir()
     head = subprocess.Popen(
         [
             *("ray", "start", "--head", "--block", "--disable-usage-stats"),
@@ -84,7 +107,7 @@ def start_head(
             *("--dashboard-agent-listen-port", str(agent), "--ray-client-server-port", str(client)),
             *options,
         ],
-        env=environment,
+        env={"TPU_LOG_DIR": str(tpu_logs), **environment},
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
@@ -225,8 +248,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, _on_signal)
     signal.signal(signal.SIGHUP, _on_signal)
     root = pathlib.Path(__file__).resolve().parents[1]
-    # A short path: Ray's sockets lie in it and may not exceed 107 bytes.
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="tandem-ray-"))
+    folder = head_folder()
     environment = head_environment() | {
         "RAY_JOB_STOP_WAIT_TIME_S": str(JOB_STOP_S),
         "TANDEM_HOME": str(pathlib.Path.cwd()),

@@ -12,7 +12,8 @@ from driver.config.paths import check_folder, clear_folder, locate, lock_folder,
 from driver.config.prepare import prepare
 from driver.config.yaml_text import parse_yaml
 from driver.errors import RunError
-from driver.fleet.ray_auth import set_token
+from driver.fleet.ray_environment import set_environment
+from driver.signals import Interrupted
 from services.process.whole_file import write_whole
 
 DEFAULT_CONFIG = "deploy/runs/demo_cpu.yaml"
@@ -107,14 +108,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for change in _write_settings(folder, settings.dump(config), resume=resume):
             print(f"resumed with another {change}", flush=True)
         # Imported late: nothing above needs Ray, and it reads its token when it is imported.
-        set_token(os.environ)
+        set_environment(os.environ, folder)
         from driver.run import run
 
         run(config, folder, prepared)
         lock.close()
         return 0
     except RunError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        what = "" if isinstance(error, Interrupted) else "error: "
+        print(f"{what}{error}", file=sys.stderr, flush=True)
         return error.exit_code
 
 

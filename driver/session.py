@@ -68,6 +68,8 @@ class Session:
         self._reports = reports
         self._say = reports.say
         self._state = new_state(None)
+        self._resumed_at = 0 if run.resume else None
+        """The step that this start of the run went on from."""
         self._leasing = False
         self._has_workers = False
         """Whether the initial workers were ready once."""
@@ -133,7 +135,7 @@ class Session:
 
     def summarise(self) -> None:
         """Prints what the run came to; the last line is for machines."""
-        self._reports.summarise(self._state)
+        self._reports.summarise(self._state, self._resumed_at)
 
     def tables(self) -> dict[str, Any]:
         """What only the driver knows of its processes and leases, for a post-mortem."""
@@ -198,6 +200,8 @@ class Session:
         """
         fleet, learner = self._supervisor.fleet, self._supervisor.learner_info
         issued = self._resume() if again or self._run.resume else {}
+        if self._run.resume and not again:
+            self._resumed_at = self._state.step
         self._reports.show_joined(learner, again=False)
         self._state.policy_version = self._supervisor.wait_for(
             self._supervisor.learner.publish(), timeout_s=self._startup_s

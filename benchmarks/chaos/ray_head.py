@@ -4,7 +4,6 @@ import contextlib
 import pathlib
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator, Mapping
 
 import psutil
@@ -13,6 +12,7 @@ from deploy.run_local import (
     end_group,
     free_ports,
     head_environment,
+    head_folder,
     start_head,
     wait_for_head,
 )
@@ -52,8 +52,7 @@ def running_head(folder: pathlib.Path, extra: dict[str, str]) -> Iterator[Head]:
         folder: its log goes there.
         extra: environment of the head, its actors and the drivers.
     """
-    # A short path: Ray's sockets lie in it and may not exceed 107 bytes.
-    session = pathlib.Path(tempfile.mkdtemp(prefix="tandem-ray-"))
+    session = head_folder()
     (port,) = free_ports(1)
     environment = head_environment() | extra
     log_path = folder / "head.log"

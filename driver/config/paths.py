@@ -84,6 +84,7 @@ OF_A_START = (
     *("status.json", "run_id", "identity.json", "error.txt", "config.yaml"),
     *("stacks", "control", "spool", "spool.lock", LOCK),
     *("dashboard", "dashboard.log", "environment.json", "code.zip", "tensorboard", "wandb"),
+    "tpu_logs",
 )
 """What a run leaves before its first step."""
 

@@ -7,6 +7,7 @@ import dataclasses
 import math
 
 from driver.config.load_config import ConfigError
+from driver.config.plural import counted
 from driver.config.run_config import Resources, RunConfig
 from kernels import choose
 from learner.update.batching import row_buckets
@@ -87,8 +88,11 @@ class Plan:
     """Settings that work, but are probably not meant."""
 
 
-def asked_devices(config: RunConfig) -> Devices:
+def asked_devices(config: RunConfig, cpu_devices: int = 1) -> Devices:
     """The devices that the processes will see, from the resources that they ask for.
+
+    Args:
+        cpu_devices: that JAX makes of the CPU of one process.
 
     Raises:
         ConfigError: if the resources do not fit the platform.
@@ -105,7 +109,7 @@ def asked_devices(config: RunConfig) -> Devices:
                     f"set placement.platform={platform}, or {key}.{platform}s=0"
                 )
         if placement.platform == "cpu":
-            return 1
+            return cpu_devices
         amount = asked[placement.platform]
         whole = amount == int(amount)
         if amount <= 0 or (not whole and (placement.platform == "tpu" or amount > 1)):
@@ -228,21 +232,23 @@ def format_plan(plan: Plan) -> str:
     """The derived sizes as lines of `what: number`."""
     (data, fsdp), worker = plan.mesh, plan.worker
     lines = [
-        f"step: {plan.completions_per_step:,} completions, at most "
-        f"{plan.completion_tokens_per_step:,} sampled tokens and {plan.positions_per_step:,} "
-        "training positions",
-        f"decode: {plan.worker_completions:,} completions a step by the busiest worker, "
-        f"{worker.lanes * worker.lane_slots:,} at once in {worker.lanes} lane(s) of "
-        f"{worker.lane_slots:,} slots; attention by {worker.attention.impl} on "
-        f"{worker.attention.operand_dtype}; at most {worker.programs} programs",
-        f"update: at most {plan.microbatches_per_update} micro-batches of {plan.microbatch_rows} "
-        f"rows x {plan.row_tokens:,} tokens; {plan.updates:,} updates in the run",
+        f"step: {counted(plan.completions_per_step, 'completion')}, at most "
+        f"{counted(plan.completion_tokens_per_step, 'sampled token')} and "
+        f"{counted(plan.positions_per_step, 'training position')}",
+        f"decode: {counted(plan.worker_completions, 'completion')} a step by the busiest worker, "
+        f"{worker.lanes * worker.lane_slots:,} at once{_each_copy(worker)}; attention by "
+        f"{worker.attention.impl} on {worker.attention.operand_dtype}; up to "
+        f"{counted(worker.programs, 'program')} to compile",
+        f"update: up to "
+        f"{counted(plan.microbatches_per_update, 'micro-batch', 'micro-batches')} of "
+        f"{counted(plan.microbatch_rows, 'row')} x {plan.row_tokens:,} tokens; "
+        f"{counted(plan.updates, 'update')} in the run",
         f"loss: {plan.loss}",
         f"learner: mesh data={data} x fsdp={fsdp}; state {_bytes(plan.learner_bytes_per_device)} "
         "a device, without activations",
-        f"worker: {plan.devices.worker} device(s); policy {_bytes(worker.policy_bytes)} a device, "
-        "twice that while versions change; KV cache at most "
-        f"{_bytes(worker.cache_bytes)} for {worker.cache_tokens:,} columns a slot, and "
+        f"worker: {counted(plan.devices.worker, 'device')}; policy "
+        f"{_bytes(worker.policy_bytes)} a device, twice that while versions change; KV cache at "
+        f"most {_bytes(worker.cache_bytes)} for {worker.cache_tokens:,} columns a slot, and "
         f"{_bytes(worker.pool_bytes)} of prefilled prompts",
     ]
     version = _bytes(plan.wire_bytes_per_version)
@@ -250,11 +256,18 @@ def format_plan(plan: Plan) -> str:
         lines.append(f"wire: {version} to each worker for every policy version")
     else:
         lines.append(
-            f"colocated: learner and worker share {plan.devices.learner} device(s) of one process, "
-            f"together {_bytes(plan.shared_bytes_per_device)} a device, without activations; the "
-            f"{version} of a policy version stay there"
+            f"colocated: learner and worker share {counted(plan.devices.learner, 'device')} of one "
+            f"process, together {_bytes(plan.shared_bytes_per_device)} a device, without "
+            f"activations; the {version} of a policy version stay there"
         )
     return "\n".join(lines + [f"note: {note}" for note in plan.notes])
+
+
+def _each_copy(worker: WorkerPlan) -> str:
+    """Where the completions of a worker are decoded, if it holds several copies of the policy."""
+    if worker.lanes == 1:
+        return ""
+    return f", {worker.lane_slots:,} by each of {worker.lanes} copies of the policy"
 
 
 def _notes(

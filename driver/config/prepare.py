@@ -4,9 +4,12 @@
 
 import dataclasses
 import datetime
+import os
 
 from driver.config.plan import asked_devices, checked, derive, format_plan
+from driver.config.plural import counted
 from driver.config.run_config import RunConfig
+from driver.config.shell_switches import check_xla_flags, cpu_devices, overridden
 from models.config import ModelConfig
 from models.files.checkpoint import check_model_files, read_model_config
 from models.tokenizer import Tokenizer, load_tokenizer
@@ -44,10 +47,11 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
     Raises:
         ConfigError: for whatever of these cannot work.
     """
+    check_xla_flags(os.environ)
     moment = moment or datetime.datetime.now().astimezone()
     path = config.model.path
     model = checked(read_model_config, path, about=f"model.path={path}")
-    plan = derive(config, model, asked_devices(config))
+    plan = derive(config, model, asked_devices(config, cpu_devices(os.environ)))
     checked(check_model_files, path, about=f"model.path={path}")
     tokenizer = checked(
         load_tokenizer,
@@ -65,12 +69,13 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
     held_out = None
     if config.data.eval is not None:
         held_out = _prompts(config, "eval", config.data.eval, tokenizer)
+    notes += overridden(os.environ)
     if tokenizer.template.reads_clock:
         notes.append(f"the chat template reads the clock, which stands at {moment} in this run")
     lines = [
-        f"run {config.run.name}: {config.run.steps} steps, seed {config.run.seed}, platform "
-        f"{config.placement.platform}, {_say_workers(config.rollout.workers)}",
-        f"model: {path}, {model.model_type} of {model.num_layers} layers, "
+        f"run {config.run.name}: {counted(config.run.steps, 'step')}, seed {config.run.seed}, "
+        f"platform {config.placement.platform}, {_say_workers(config.rollout.workers)}",
+        f"model: {path}, {model.model_type} of {counted(model.num_layers, 'layer')}, "
         f"{plan.parameters:,} parameters, vocabulary {model.vocab_size:,}",
         f"tokenizer: {tokenizer.vocab_size:,} tokens, stop ids "
         f"{', '.join(map(str, sorted(tokenizer.stop_ids)))}, pad id {tokenizer.pad_id}",
@@ -80,7 +85,7 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
         lines.append(_describe(config, "eval", config.data.eval, held_out))
         shared = count_shared(train, held_out)
         if shared:
-            lines.append(f"note: {shared:,} prompts of data.eval are also in data.train")
+            lines.append(f"note: also in data.train: {counted(shared, 'prompt')} of data.eval")
     weights = [f"{one.name} x {one.weight:g}" for one in config.reward.functions]
     lines += [f"note: {note}" for note in notes]
     lines += [f"reward: {' + '.join(weights)}", format_plan(plan)]
@@ -115,7 +120,7 @@ def _check_messages(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
 
 
 def _say_workers(workers: WorkersConfig) -> str:
-    text = f"{workers.at_start} rollout worker(s)"
+    text = f"{counted(workers.at_start, 'rollout worker')}"
     if (workers.min, workers.max) != (1, MOST_WORKERS):
         text += f", {workers.min} to {workers.max} ({workers.policy})"
     return text
@@ -136,7 +141,7 @@ def _prompts(
 
 
 def _describe(config: RunConfig, which: str, source: SourceConfig, prompts: PromptSet) -> str:
-    text = f"data.{which}: {len(prompts):,} prompts from {source.source}"
+    text = f"data.{which}: {counted(len(prompts), 'prompt')} from {source.source}"
     if prompts.overlong:
         limit = config.rollout.max_prompt_tokens
         text += f", {prompts.overlong:,} left out with more than {limit} tokens"

@@ -1,7 +1,7 @@
 """The Ray cluster of a run: connecting to it, and reserving room on it.
 
 Without an address a local cluster is started for this run alone, on loopback and with a token of
-its own (`ray_auth.py`). Inside `ray job submit`, or with RAY_ADDRESS set, the existing one
+its own (`ray_environment.py`). Inside `ray job submit`, or with RAY_ADDRESS set, the existing one
 is joined.
 """
 
@@ -24,9 +24,10 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
+from driver.config.plural import counted
 from driver.config.run_config import PlacementConfig, Resources
 from driver.errors import RunError
-from driver.fleet.ray_auth import joins_cluster
+from driver.fleet.ray_environment import joins_cluster
 from driver.signals import Interrupted, StopSignal
 from services.wire.host_port import split_address
 from services.wire.reachable import is_loopback
@@ -152,7 +153,7 @@ def reserve(config: PlacementConfig, workers: int, stop: StopSignal) -> Placemen
     """
     apart = config.mode == "separate"
     bundles = [bundle(config.learner)] + [bundle(config.rollout)] * (workers if apart else 0)
-    others = f" and {workers} rollout worker(s) ({_say(bundle(config.rollout))} each)"
+    others = f" and {counted(workers, 'rollout worker')} ({_say(bundle(config.rollout))} each)"
     group = placement_group(bundles, strategy="PACK")
     deadline = time.monotonic() + config.resources_timeout_s
     while not group.wait(timeout_seconds=1):

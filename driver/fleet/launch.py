@@ -12,6 +12,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from driver.config.run_config import PlacementConfig, Resources
+from driver.config.shell_switches import FIXED
 from driver.fleet.actor_calls import Call
 from driver.fleet.cluster import bundle
 from driver.fleet.colocated import ColocatedActor
@@ -101,12 +102,13 @@ class Launcher:
 
 
 def platform_environment(platform: str, resources: Resources) -> dict[str, str]:
-    """What JAX in an actor must know before it is imported, so that it takes its share and no more.
+    """What JAX in an actor must know before it is imported, so that it takes its share and no more,
+    and computes as in any other shell.
 
     Two processes on one TPU host each name the shape of their chips to libtpu; Ray has chosen
     which. Two on one GPU each get their share of the memory, less a tenth for CUDA itself.
     """
-    env = {"JAX_PLATFORMS": {"gpu": "cuda"}.get(platform, platform)}
+    env = FIXED | {"JAX_PLATFORMS": {"gpu": "cuda"}.get(platform, platform)}
     if 0 < resources.gpus < 1:
         env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{0.9 * resources.gpus:.3f}"
     shape = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1"}.get(round(resources.tpus))

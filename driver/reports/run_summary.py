@@ -18,17 +18,24 @@ class RunSummary:
     seconds: float
     outputs: Mapping[str, str]
     """Path by content, such as {"policy": "runs/demo/export"}."""
+    resumed_at: int | None = None
+    """The step that this start of the run went on from; None where it was no resume."""
 
 
 def summary_lines(summary: RunSummary) -> list[str]:
     """The last lines of a run; scripts read the very last one."""
-    few = len(_ends(summary.rewards)[0])
+    first, last = _ends(summary.rewards)
+    steps = "step" if len(first) == 1 else f"{len(first)} steps"
     lines = [
-        f"reward of the first {few} steps  {_number(_mean(_ends(summary.rewards)[0]), 3)}",
-        f"reward of the last {few} steps   {_number(_mean(_ends(summary.rewards)[1]), 3)}",
+        f"reward of the first {steps}  {_number(_mean(first), 3)}",
+        f"reward of the last {steps}   {_number(_mean(last), 3)}",
         f"held-out accuracy before   {summary.accuracy_before or 'not evaluated'}",
         f"held-out accuracy after    {summary.accuracy_after or 'not evaluated'}",
     ]
+    if summary.resumed_at == len(summary.rewards):
+        nothing = "no step was trained since --resume"
+        before = f": these are the figures of {len(summary.rewards)} earlier steps"
+        lines.insert(0, nothing + before * bool(summary.rewards))
     lines += [f"{what}: {where}" for what, where in summary.outputs.items()]
     return [*lines, machine_line(summary)]
 

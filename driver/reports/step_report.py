@@ -187,8 +187,12 @@ class StepReports:
         self._show_step(metrics, record)
         return record
 
-    def summarise(self, state: RunState) -> None:
-        """Prints the results of the run; scripts read the last line."""
+    def summarise(self, state: RunState, resumed_at: int | None) -> None:
+        """Prints the results of the run; scripts read the last line.
+
+        Args:
+            resumed_at: the step that this start of the run went on from, if it was a resume.
+        """
         outputs = {"status, metrics, ledger, samples, eval, checkpoints": str(self._folder)}
         if state.step < self._run.steps:
             outputs["to continue, add to the same command"] = (
@@ -206,6 +210,7 @@ class StepReports:
             accuracy_after=after[-1] if after else None,
             seconds=time.time() - self._status.current.started,
             outputs=outputs,
+            resumed_at=resumed_at,
         )
         for line in summary_lines(summary):
             self.say(line)

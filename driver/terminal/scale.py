@@ -172,13 +172,13 @@ _ENDED = {
 def fleet_table(fleet: FleetStatus) -> Table:
     """The workers as a table; `-` is what is not known yet."""
     title = (
-        f"step {fleet.step}, policy version {fleet.policy_version}: {fleet.current} of "
-        f"{fleet.target} workers take leases ({fleet.least} to {fleet.most}, {fleet.policy.value})"
+        f"step {fleet.step}, policy version {fleet.policy_version}: {_ready(fleet)} "
+        f"({fleet.least} to {fleet.most}, {fleet.policy.value})"
     )
     table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
     for column in ("worker", "state"):
         table.add_column(column, no_wrap=True)
-    for column in ("version", "in hand", "done", "tok/s", "memory", "restarts"):
+    for column in ("version", "in progress", "done", "tok/s", "memory", "restarts"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("process", overflow="fold")
     for worker in fleet.workers:
@@ -194,6 +194,10 @@ def fleet_table(fleet: FleetStatus) -> Table:
             f"{worker.pid} on {worker.host}" if worker.pid else "-",
         )
     return table
+
+
+def _ready(fleet: FleetStatus) -> str:
+    return f"workers ready: {fleet.current} of {fleet.target}"
 
 
 def _memory(worker: WorkerStatus) -> str:
@@ -232,7 +236,7 @@ def waited_for(fleet: FleetStatus, drained: str | None) -> str:
     ]
     if fleet.current == fleet.target and not moving:
         return ""
-    return ", ".join([f"{fleet.current} of {fleet.target} workers take leases", *moving])
+    return ", ".join([_ready(fleet), *moving])
 
 
 def _change(client: ControlClient, given: argparse.Namespace, console: Console) -> None:
@@ -241,8 +245,7 @@ def _change(client: ControlClient, given: argparse.Namespace, console: Console) 
     else:
         accepted = _ask(lambda timeout_s: client.drain(given.drain, timeout_s))
     console.print(
-        f"accepted: the target is {accepted.target} rollout workers, {accepted.current} take "
-        "leases",
+        f"accepted: rollout workers wanted {accepted.target}, ready {accepted.current}",
         highlight=False,
     )
     if not given.wait:

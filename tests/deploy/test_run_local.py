@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -56,3 +57,34 @@ def test_a_head_that_is_not_ready_is_no_traceback(capfd, said, shown, refusal):
         relay = run_local.Relay(job.stdout)
         relay.run()
     assert capfd.readouterr().out == shown and relay.refusal == refusal
+
+
+@pytest.fixture
+def long_folder(tmp_path):
+    folder = tmp_path / ("d" * 60)
+    folder.mkdir()
+    return str(folder)
+
+
+@pytest.mark.parametrize("variable", ["TMPDIR", "RAY_TMPDIR"])
+def test_a_head_has_a_folder_short_enough_for_its_sockets_N25(long_folder, monkeypatch, variable):
+    monkeypatch.setenv(variable, long_folder)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    folder = run_local.head_folder()
+    folder.rmdir()
+    assert len(str(folder)) <= run_local.LONGEST_FOLDER
+
+
+def test_without_a_short_folder_one_message_names_the_variables(long_folder, monkeypatch):
+    monkeypatch.setenv("TMPDIR", long_folder)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(run_local.os, "access", lambda path, mode: False)
+    with pytest.raises(SystemExit, match=f"{long_folder} .*TMPDIR, RAY_TMPDIR"):
+        run_local.head_folder()
+
+
+def test_a_head_runs_its_processes_at_ordinary_priority(monkeypatch):
+    monkeypatch.delenv("RAY_worker_niceness", raising=False)
+    assert run_local.head_environment()["RAY_worker_niceness"] == "0"
+    monkeypatch.setenv("RAY_worker_niceness", "3")
+    assert run_local.head_environment()["RAY_worker_niceness"] == "3"

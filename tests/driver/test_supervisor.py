@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from driver.config.run_config import Resources
+from driver.config.shell_switches import FIXED
 from driver.fleet.actor_calls import message_of
 from driver.fleet.cluster import bundle
 from driver.fleet.launch import platform_environment
-from driver.fleet.ray_auth import set_token
 from driver.supervisor import learner_status, shares
 from learner.learner_records import LearnerHealth, LearnerInfo
 from services.control.messages import LearnerStatus
@@ -31,15 +31,15 @@ def test_an_actor_asks_for_what_it_is_given_and_never_for_nothing():
 
 def test_two_processes_on_one_gpu_get_their_share_of_memory():
     env = platform_environment("gpu", Resources(gpus=0.5))
-    assert env == {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.450"}
-    assert platform_environment("gpu", Resources(gpus=1)) == {"JAX_PLATFORMS": "cuda"}
+    assert env == FIXED | {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.450"}
+    assert platform_environment("gpu", Resources(gpus=1)) == FIXED | {"JAX_PLATFORMS": "cuda"}
 
 
 def test_half_a_tpu_host_is_named_to_libtpu():
     env = platform_environment("tpu", Resources(tpus=4))
     assert env["TPU_CHIPS_PER_PROCESS_BOUNDS"] == "2,2,1"
     assert "TPU_PROCESS_BOUNDS" not in platform_environment("tpu", Resources(tpus=8))
-    assert platform_environment("cpu", Resources()) == {"JAX_PLATFORMS": "cpu"}
+    assert platform_environment("cpu", Resources()) == FIXED | {"JAX_PLATFORMS": "cpu"}
 
 
 def test_the_message_of_an_actor_is_the_end_of_its_traceback():
@@ -82,14 +82,3 @@ def test_the_learner_is_absent_then_starting_then_as_it_reports():
     status = learner_status(info, health, 1)
     assert status is not None and (status.doing, status.issued_version) == ("update", 3)
     assert (status.host_bytes, status.device_peak_bytes) == (10, 30)
-
-
-def test_a_local_cluster_gets_a_secret_token():
-    first, second = {}, {}
-    set_token(first)
-    set_token(second)
-    assert first["RAY_AUTH_MODE"] == "token" and len(first["RAY_AUTH_TOKEN"]) == 64
-    assert first["RAY_AUTH_TOKEN"] != second["RAY_AUTH_TOKEN"]
-    joined = {"RAY_ADDRESS": "http://127.0.0.1:8265"}
-    set_token(joined)
-    assert set(joined) == {"RAY_ADDRESS"}

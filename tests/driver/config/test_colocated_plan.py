@@ -50,7 +50,7 @@ def test_the_plan_adds_up_what_lies_on_a_device():
         + worker.pool_bytes
     )
     text = format_plan(plan)
-    assert "learner and worker share 1 device(s) of one process, together" in text
+    assert "learner and worker share 1 device of one process, together" in text
     assert "the 3.02 kB of a policy version stay there" in text
     assert "wire:" not in text
     assert any("take turns on the same devices" in note for note in plan.notes)

@@ -315,6 +315,13 @@ def test_half_a_gpu_is_one_device():
     assert asked_devices(config_of()) == ONE
 
 
+def test_a_cpu_is_as_many_devices_as_jax_makes_of_it():
+    asked = asked_devices(config_of(), cpu_devices=4)
+    assert (asked.learner, asked.worker) == (4, 4)
+    text = format_plan(derive(config_of(), TINY, asked))
+    assert "worker: 4 devices; " in text and "by each of 4 copies of the policy" in text
+
+
 @pytest.mark.parametrize(
     "sections, part",
     [
@@ -337,7 +344,7 @@ def test_plan_is_shown_with_its_numbers():
     text = format_plan(derive(config_of(), TINY, ONE))
     assert "step: 32 completions, at most 512 sampled tokens and 1,024 training positions" in text
     assert "mesh data=1 x fsdp=1" in text
-    assert "at most 6 micro-batches of 6 rows x 64 tokens; 100 updates in the run" in text
+    assert "up to 6 micro-batches of 6 rows x 64 tokens; 100 updates in the run" in text
     assert "wire: 3.02 kB to each worker" in text
 
 
@@ -434,6 +441,16 @@ def test_dry_run_touches_no_device(config, tmp_path):
     assert "data.train: 9 prompts" in done.stdout
 
 
+def test_the_shell_is_read_before_anything_starts_N30(config, monkeypatch):
+    monkeypatch.setenv("JAX_ENABLE_X64", "1")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    text = prepare(config).text
+    assert "note: JAX_ENABLE_X64=1 of this shell does not hold" in text
+    assert "worker: 2 devices; " in text
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    assert "XLA_FLAGS of this shell has --xla_cpu_enable_fast_math=true" in refusal(prepare, config)
+
+
 def with_model(config, **changes):
     return config.model_copy(update={"model": config.model.model_copy(update=changes)})
 
@@ -470,7 +487,7 @@ def test_held_out_prompts_that_are_trained_on_are_noted(config):
     assert "also in data.train" not in prepare(config).text
     data = config.data.model_copy(update={"eval": config.data.train})
     text = prepare(config.model_copy(update={"data": data})).text
-    assert "note: 9 prompts of data.eval are also in data.train" in text
+    assert "note: also in data.train: 9 prompts of data.eval" in text
 
 
 def test_a_missing_data_file_is_refused(config):

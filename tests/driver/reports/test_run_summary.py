@@ -38,5 +38,21 @@ def test_summary_has_both_intervals_and_ends_with_the_machine_line():
 
 def test_a_short_run_is_halved_so_that_no_step_is_on_both_sides():
     lines = summary_lines(summary(rewards=[0.1, 0.2]))
-    assert lines[0].startswith("reward of the first 1 steps") and lines[0].endswith("0.100")
+    assert lines[0].startswith("reward of the first step ") and lines[0].endswith("0.100")
     assert lines[1].endswith("0.200")
+
+
+def test_a_resume_that_trained_nothing_says_whose_figures_it_shows():
+    lines = summary_lines(summary(rewards=[0.1, 0.2], resumed_at=2))
+    assert (
+        lines[0] == "no step was trained since --resume: these are the figures of 2 earlier steps"
+    )
+    assert lines[1].startswith("reward of the first step") and lines[-1].startswith("demo: ")
+    assert summary_lines(summary(rewards=[], resumed_at=0))[0] == (
+        "no step was trained since --resume"
+    )
+
+
+def test_a_resume_that_trained_shows_the_figures_alone():
+    assert summary_lines(summary(rewards=[0.1, 0.2], resumed_at=1))[0].startswith("reward of")
+    assert summary_lines(summary(rewards=[0.1, 0.2]))[0].startswith("reward of")

@@ -114,7 +114,7 @@ def test_without_an_action_the_fleet_is_a_table(tmp_path, start, capsys):
         driver.ended.wait(0.01)
     assert scale(tmp_path) == 0
     text = capsys.readouterr().out
-    assert "step 4, policy version 4: 2 of 2 workers take leases (1 to 8, fixed)" in text
+    assert "step 4, policy version 4: workers ready: 2 of 2 (1 to 8, fixed)" in text
     for part in ("rollout-0", "rollout-1", "ready", "101 on h1", "rollout-1 failed last: E: gone"):
         assert part in text
     assert text.endswith("no room for rollout-2\n")
@@ -125,8 +125,8 @@ def test_it_waits_until_added_workers_take_leases(tmp_path, start, capsys):
     driver.move = adding
     assert scale(tmp_path, "--rollout-workers", "4", "--wait", "30") == 0
     text = capsys.readouterr().out
-    assert "accepted: the target is 4 rollout workers, 2 take leases" in text
-    assert "4 of 4 workers take leases" in text
+    assert "accepted: rollout workers wanted 4, ready 2" in text
+    assert "workers ready: 4 of 4" in text
     assert driver.box.fleet().current == 4
 
 
@@ -152,7 +152,7 @@ def test_without_waiting_it_returns_once_the_run_has_accepted(tmp_path, start, c
     driver = start(min=1, max=8, start=2)
     assert scale(tmp_path, "--rollout-workers", "3", "--wait", "0") == 0
     assert driver.box.fleet().target == 3
-    assert "the target is 3" in capsys.readouterr().out
+    assert "wanted 3" in capsys.readouterr().out
 
 
 def test_what_was_not_reached_in_time_is_named(tmp_path, start, capsys):
@@ -161,7 +161,7 @@ def test_what_was_not_reached_in_time_is_named(tmp_path, start, capsys):
         fleet, workers=(*fleet.workers[:2], worker(2, "starting"))
     )
     assert scale(tmp_path, "--rollout-workers", "3", "--wait", "0.2") == 1
-    assert "2 of 3 workers take leases, rollout-2 is starting" in capsys.readouterr().err
+    assert "workers ready: 2 of 3, rollout-2 is starting" in capsys.readouterr().err
 
 
 def test_a_cluster_without_room_is_an_end_of_its_own(tmp_path, start, capsys):
@@ -270,9 +270,9 @@ def test_a_fleet_is_not_there_while_a_worker_comes_or_goes():
     for states, expected in (
         (["ready"], ""),
         (["working", "gone"], ""),
-        (["ready", "draining"], "1 of 1 workers take leases, rollout-1 is draining"),
-        (["starting"], "0 of 1 workers take leases, rollout-0 is starting"),
-        ([], "0 of 1 workers take leases"),
+        (["ready", "draining"], "workers ready: 1 of 1, rollout-1 is draining"),
+        (["starting"], "workers ready: 0 of 1, rollout-0 is starting"),
+        ([], "workers ready: 0 of 1"),
     ):
         workers = tuple(worker(i, state) for i, state in enumerate(states))
         assert waited_for(dataclasses.replace(fleet, workers=workers), None) == expected

@@ -89,7 +89,7 @@ def test_it_prints_once_where_there_is_no_terminal(folder, capsys):
     assert "step 10 of 20" in text and "about 20 s left" in text
     assert "50 % at work" in text and "critical path" in text
     assert "forward, backward of the learner takes 50 % of a step (1.00 of 2.00 s)" in text
-    assert "77 on h1" in text and "1 of 1 workers take leases" in text
+    assert "77 on h1" in text and "workers ready: 1 of 1" in text
     assert "75 % of the groups have equal rewards and no learning signal (since step 5)" in text
     assert "algorithm.zero_variance=mask" in text
     (reward,) = [line for line in text.splitlines() if line.startswith("reward")]
