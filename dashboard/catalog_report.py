@@ -3,7 +3,8 @@
 python -m dashboard.catalog_report > docs/metrics.md
 """
 
-from collections.abc import Iterator
+import argparse
+from collections.abc import Iterator, Sequence
 
 from prometheus_client.core import Metric
 
@@ -45,8 +46,14 @@ Values of the label `phase`, and keys of each process in `ledger.jsonl`.
 |---|---|"""
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the document."""
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False,
+        prog="python -m dashboard.catalog_report",
+        description="Prints docs/metrics.md: every metric of a run and its name for Prometheus.",
+    )
+    parser.parse_args(arguments)
     print("\n".join(document()))
 
 

@@ -83,7 +83,8 @@ def _run_tracked(
         record_code(folder, resume=bool(config.run.resume))
         if dashboard is not None:
             dashboard.start(view.say)
-        connect(config.run.name, stop, {METADATA_KEY: dashboard.url} if dashboard else {})
+        metadata = {METADATA_KEY: dashboard.url} if dashboard else {}
+        logs = connect(config.run.name, stop, metadata)
         stack.callback(ray.shutdown)
         group = reserve(config.placement, config.rollout.workers.at_start, stop)
         specs = ActorSpecs(
@@ -115,7 +116,7 @@ def _run_tracked(
         )
         stack.enter_context(offered)
         session = _session(config, folder, prepared, supervisor, reports)
-        stack.enter_context(_post_mortem(folder, config, session, view))
+        stack.enter_context(_post_mortem(folder, config, session, logs, view))
         session.start(
             lambda fleet: Scaler(
                 config.rollout.workers,
@@ -232,7 +233,11 @@ def _readable(folder: pathlib.Path):
 
 @contextlib.contextmanager
 def _post_mortem(
-    folder: pathlib.Path, config: RunConfig, session: Session, view: StepView
+    folder: pathlib.Path,
+    config: RunConfig,
+    session: Session,
+    logs: list[pathlib.Path],
+    view: StepView,
 ) -> Iterator[None]:
     """Leaves an archive of what is known where a run ends badly, while its processes are there."""
     try:
@@ -240,16 +245,17 @@ def _post_mortem(
     except Interrupted:
         raise
     except BaseException as error:
-        collect(folder, error, _sources(config, session), view.say)
+        collect(folder, error, _sources(config, session, logs), view.say)
         raise
 
 
-def _sources(config: RunConfig, session: Session) -> Sources:
+def _sources(config: RunConfig, session: Session, logs: list[pathlib.Path]) -> Sources:
     try:
         return Sources(
             config=settings.dump(config),
             tables=session.tables(),
             worker_errors=session.worker_errors,
+            log_folders=logs,
         )
     except Exception as error:  # whatever fails in here must not hide what ended the run
         return Sources(worker_errors=[f"the driver could not say more: {error}"])

@@ -12,6 +12,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 
 from benchmarks.dashboard.browser import DRAWN, LAPTOP, MADE_RUN, ROOT, START_S, chromium, serving
 
@@ -41,14 +42,14 @@ make_run(pathlib.Path(sys.argv[1]), steps=60, part_at=25, flat_from=25,
 """Writes a run that is the same as the made-up one of the same seed up to step 24."""
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Writes every screenshot and prints its size."""
-    arguments = _arguments()
+    given = _arguments(arguments)
     for scheme in ("light", "dark"):
         (OUT / scheme).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="tandem-shots-") as folder:
         place = pathlib.Path(folder)
-        run = arguments.run or _made(place / "run", "--workers", "1", "--workers-to", "3")
+        run = given.run or _made(place / "run", "--workers", "1", "--workers-to", "3")
         pair = [_made(place / "a"), _made_diverged(place / "b")]
         with chromium() as browser:
             with serving(place / "log", "--run", str(run)) as link:
@@ -93,10 +94,13 @@ def _write(page, path: pathlib.Path) -> None:
     print(f"{path.relative_to(ROOT)}: {len(image) / 1e3:.0f} kB", flush=True)
 
 
-def _arguments() -> argparse.Namespace:
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--run", type=pathlib.Path, help="folder of a run; default: a made-up one")
-    return parser.parse_args()
+    given = parser.parse_args(arguments)
+    if given.run is not None and not (given.run / "status.json").is_file():
+        parser.error(f"--run {given.run} holds no status.json: give the output folder of a run")
+    return given
 
 
 if __name__ == "__main__":

@@ -122,16 +122,23 @@ def resolve(parts: tuple[str, ...]) -> Key | None:
     return key
 
 
+LEAST_LEAF = 0.55
+"""Least similarity of the last parts of two keys: `evaluation` and `eval` have 0.57."""
+
+
 def nearest(dotted: str) -> str | None:
     """The known dotted key most similar to an unknown one; None if none is similar.
 
     The whole key and its last part are compared, so that a misspelt section, a misspelt last part
-    and a key under the wrong section are all recognised.
+    and a key under the wrong section are all recognised. The last part must be similar too: keys of
+    one section begin alike.
     """
     section, _, leaf = dotted.rpartition(".")
     best, best_score = None, 0.6
     for known in known_keys():
         known_section, _, known_leaf = known.rpartition(".")
+        if _ratio(leaf, known_leaf) < LEAST_LEAF and not _is_value_above(known, dotted):
+            continue
         score = max(
             _ratio(dotted, known),
             0.9 * _ratio(leaf, known_leaf) + (0.1 if known_section == section else 0.0),
@@ -143,6 +150,12 @@ def nearest(dotted: str) -> str | None:
         if score > best_score:
             best, best_score = known, score
     return best
+
+
+def _is_value_above(known: str, dotted: str) -> bool:
+    """Whether a key is below one that is no section, such as `run.steps.more`."""
+    is_section = any(key.startswith(f"{known}.") for key in known_keys())
+    return dotted.startswith(f"{known}.") and not is_section
 
 
 @functools.cache

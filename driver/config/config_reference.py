@@ -3,9 +3,11 @@
 Usage: `python -m driver.config.config_reference > docs/configuration.md`
 """
 
+import argparse
 import inspect
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
@@ -167,5 +169,16 @@ def _cell(text: str) -> str:
     return text.replace("\n", " ").replace("|", "\\|")
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the page."""
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False,
+        prog="python -m driver.config.config_reference",
+        description="Prints docs/configuration.md: every key of a run configuration.",
+    )
+    parser.parse_args(arguments)
     sys.stdout.write(reference())
+
+
+if __name__ == "__main__":
+    main()

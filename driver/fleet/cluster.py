@@ -8,6 +8,7 @@ is joined.
 import contextlib
 import logging
 import os
+import pathlib
 import signal
 import socket
 import time
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 
 import psutil
 import ray
+from ray.client_builder import ClientContext
 from ray.exceptions import AuthenticationError
 from ray.job_config import JobConfig
 from ray.util.placement_group import (
@@ -68,7 +70,9 @@ def check_bind_host(host: str) -> None:
         ) from error
 
 
-def connect(namespace: str, stop: StopSignal, metadata: Mapping[str, str] | None = None) -> None:
+def connect(
+    namespace: str, stop: StopSignal, metadata: Mapping[str, str] | None = None
+) -> list[pathlib.Path]:
     """Joins the cluster of the environment, or starts a local one that ends with this process.
 
     Args:
@@ -76,6 +80,9 @@ def connect(namespace: str, stop: StopSignal, metadata: Mapping[str, str] | None
         stop: is installed again after Ray has set handlers of its own.
         metadata: shown in the cluster's list of jobs for a driver that was not submitted; that of
             a submitted job comes with its submission.
+
+    Returns:
+        The folder of this session's logs on this host, if it has one: Ray's client has none.
 
     Raises:
         NoCluster: naming the address, within seconds when nothing listens there.
@@ -85,7 +92,7 @@ def connect(namespace: str, stop: StopSignal, metadata: Mapping[str, str] | None
     if address:
         _check_listening(address)
     try:
-        ray.init(
+        context = ray.init(
             namespace=namespace,
             log_to_driver=True,
             include_dashboard=False,
@@ -102,6 +109,9 @@ def connect(namespace: str, stop: StopSignal, metadata: Mapping[str, str] | None
     finally:
         stop.install()
     stop.check()
+    if isinstance(context, ClientContext):
+        return []
+    return [pathlib.Path(context.address_info["session_dir"], "logs")]
 
 
 def _end_children() -> None:

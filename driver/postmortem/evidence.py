@@ -33,7 +33,6 @@ LISTED_FILES = 5000
 WHOLE = ("status.json", "config.yaml", "identity.json", "run_id", "error.txt")
 LOGS = ("metrics.jsonl", "ledger.jsonl", "timeline.jsonl", "samples.jsonl", "eval.jsonl")
 RAY_LOGS = ("raylet.out", "raylet.err", "gcs_server.out", "gcs_server.err")
-RAY_LATEST = pathlib.Path("/tmp/ray/session_latest/logs")
 RAY_LOG_BYTES = 2**18
 LOGS_S = 4.0
 """What is found by then is kept."""
@@ -53,7 +52,8 @@ class Sources:
     worker_errors: Sequence[str] = ()
     """Why workers were replaced, the newest last, such as `rollout-0: its process ended`."""
     log_folders: Sequence[pathlib.Path] = ()
-    """Of Ray on this host, where they are known."""
+    """Of the run's Ray session on this host; those of actors that have registered are found by
+    themselves."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,10 +146,13 @@ def _stacks(folder: pathlib.Path, redactor: Redactor) -> Found:
     processes = [answer.process for answer in answers]
     answered = [f"{a.process.name}-{a.process.pid}: {a.problem or 'answered'}" for a in answers]
     newest = read_processes(folder)[:PROCESSES]
+    started = float(_status(folder).get("started", 0))
     files: dict[str, bytes | str] = {"stacks/answers.txt": "\n".join(answered)}
     dumps = {}
     for process in newest:
         files[f"{STACKS}/{process.path.name}"] = redactor.tail(process.path, RAY_LOG_BYTES)
+        if process.path.stat().st_mtime < started:
+            continue  # a process of an earlier start, which a resume has nothing to do with
         text = process.path.read_text(errors="replace")[-RAY_LOG_BYTES:]
         dumps[process.path.stem] = text.rpartition("=== asked at")[2]
     states = [host_state.read_process(process) for process in processes]
@@ -205,7 +208,7 @@ def _log_paths(
                 found.append((f"logs/{process.name}-{process.pid}{end}", log, FILE_BYTES))
             if (log.parent / "raylet.out").is_file():
                 folders.add(log.parent)
-    for folder in sorted(folders or {RAY_LATEST}):
+    for folder in sorted(folders):
         found += [(f"logs/ray/{x}", folder / x, RAY_LOG_BYTES) for x in RAY_LOGS]
         for process in here:
             found += [

@@ -4,7 +4,7 @@ import re
 
 from driver.postmortem.cause import Cause, PatternRule, cause_of
 from driver.postmortem.host_state import Machine
-from driver.postmortem.run_facts import Facts, innermost_frame, matching, short
+from driver.postmortem.run_facts import Facts, first_match, innermost_frame, matching, short
 
 LOW_MEMORY = 0.05
 """Fraction of the memory below which the next large allocation may end a process."""
@@ -45,6 +45,17 @@ NETWORK = PatternRule(
     "a process could not be reached over the network",
     "check whether the process that listened there is still running (processes.json); across hosts "
     "check firewall, placement.bind_host and placement.learner_port",
+)
+
+FILE_ERROR = PatternRule(
+    "file system",
+    93,
+    r"(?P<reason>read-only file system|input/output error|stale file handle|too many open files"
+    r"|structure needs cleaning|transport endpoint is not connected"
+    r"|(?<=\] )(permission denied|operation not permitted|no such device|file too large))",
+    "the system refused to read or write a file: {reason}",
+    "look after the path that the error names: its mount, its disk (kernel.txt), its permissions; "
+    "then go on with --resume",
 )
 
 _ENDED = r"process (ended unexpectedly|has died)|the learner died|unexpectedly exits"
@@ -127,6 +138,9 @@ def find_crash(facts: Facts) -> Cause | None:
     }
     if not fatal:
         return None
+    # An error that says itself what happened was not the end of a process.
+    ended = not facts.error or first_match(rf"{_ENDED}|process ended", facts.reported)
+    weight = 55 if not ended else 70 if FILE_ERROR(facts) else 90
     who, line = next(iter(fatal.items()))
     reason = line.removeprefix("Fatal Python error: ")
     evidence = [
@@ -134,7 +148,7 @@ def find_crash(facts: Facts) -> Cause | None:
     ]
     return cause_of(
         "crash",
-        90,
+        weight,
         f"{who} crashed in native code: {reason}",
         (*evidence, *matching(r"segfault|general protection", facts.kernel)),
         f"read stacks/{who}.txt, where the last Python frames stand; a driver, jaxlib or kernel "

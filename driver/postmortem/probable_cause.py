@@ -12,6 +12,7 @@ RULES: tuple[Rule, ...] = (
     host.find_out_of_memory,
     host.DEVICE_MEMORY,
     host.find_disk_full,
+    host.FILE_ERROR,
     host.find_crash,
     training.find_lost_learner,
     host.find_killed_driver,
@@ -32,6 +33,10 @@ RULES: tuple[Rule, ...] = (
 """In the order in which equal weights are listed."""
 
 SHOWN_CAUSES = 3
+KNOWN = 100
+"""Weight of what status.json says of a run that has not failed."""
+UNEXPLAINED = 10
+"""Weight of an error that no rule explains."""
 BROKEN = 1
 """Weight of a rule that could not be applied."""
 
@@ -47,37 +52,48 @@ def probable_causes(facts: Facts) -> list[Cause]:
             found.append(rule(facts))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             found.append(_broken(rule, error))
-    causes = [cause for cause in found if cause is not None]
+    causes = [cause for cause in [_no_failure(facts), *found] if cause is not None]
     if all(cause.weight <= BROKEN for cause in causes):
         causes.append(_unknown(facts))
     return sorted(causes, key=lambda cause: -cause.weight)
 
 
+def _no_failure(facts: Facts) -> Cause | None:
+    """What status.json says of a run that has not failed; None for one that has."""
+    state = facts.status.get("state")
+    if state == "finished" and not facts.error:
+        title, next_step = "nothing went wrong: the run finished", "nothing"
+    elif state == "running" and not facts.error and not facts.driver_gone:
+        title = "the run is still going on: this shows its state"
+        next_step = "if it makes no progress, read stacks/ for where each process is"
+    elif state == "interrupted":
+        title = f"nothing went wrong: the run was {_ended(facts)}"
+        next_step = "go on with --resume"
+    else:
+        return None
+    return Cause(name=state, weight=KNOWN, title=title, evidence=(), next_step=next_step)
+
+
 def _unknown(facts: Facts) -> Cause:
-    if not facts.error and facts.status.get("state") == "finished":
-        return Cause(
-            name="finished",
-            weight=100,
-            title="nothing went wrong: the run finished",
-            evidence=(),
-            next_step="nothing",
-        )
-    if not facts.error and facts.status.get("state") == "running" and not facts.driver_gone:
-        return Cause(
-            name="running",
-            weight=100,
-            title="the run is still going on: this shows its state",
-            evidence=(),
-            next_step="if it makes no progress, read stacks/ for where each process is",
-        )
-    error = facts.error or str(facts.status.get("reason", "")) or "no error is known"
+    """The error itself, where no rule says more of it."""
     return Cause(
         name="unknown",
-        weight=10,
-        title=f"the cause is unknown: {short(without_ray_guesses(error))}",
+        weight=UNEXPLAINED,
+        title=_ended(facts),
         evidence=facts.logs[-3:],
         next_step="read error.txt, then the last lines of logs/",
     )
+
+
+def _ended(facts: Facts) -> str:
+    """How the run ended, in one line."""
+    reason = facts.error or str(facts.status.get("reason") or "")
+    if reason:
+        return short(without_ray_guesses(reason))
+    if facts.driver_gone:
+        return "the driver is gone and did not write how it ended"
+    states = {"finished": "all steps are done", "running": "it has not ended"}
+    return states.get(str(facts.status.get("state")), "no reason is recorded")
 
 
 def _broken(rule: Rule, error: Exception) -> Cause:
@@ -102,7 +118,6 @@ def page(facts: Facts, causes: Sequence[Cause], contents: Sequence[str]) -> str:
         contents: a line for each part of the archive, and for each missing part.
     """
     status = facts.status
-    ended = facts.error or str(status.get("reason") or "no reason is recorded")
     lines = [
         f"# {causes[0].title}",
         "",
@@ -110,7 +125,7 @@ def page(facts: Facts, causes: Sequence[Cause], contents: Sequence[str]) -> str:
         f"{status.get('step', 'unknown')}, last checkpoint {status.get('last_checkpoint')}",
         f"- started {_moment(status.get('started'))}, this page {utc()}",
         f"- exit code: {'none' if facts.exit_code is None else facts.exit_code}",
-        f"- ended with: {short(without_ray_guesses(ended))}",
+        f"- ended with: {_ended(facts)}",
     ]
     for number, cause in enumerate(causes[:SHOWN_CAUSES], 1):
         lines += ["", f"## {number}. {cause.title} ({_certainty(cause.weight)})", ""]
@@ -125,5 +140,11 @@ def _moment(seconds: float | None) -> str:
 
 
 def _certainty(weight: int) -> str:
-    named = ((90, "the evidence names it"), (65, "likely"), (40, "possible"))
-    return next((word for least, word in named if weight >= least), "a guess")
+    named = (
+        (KNOWN, "known"),
+        (90, "the evidence names it"),
+        (65, "likely"),
+        (40, "possible"),
+        (UNEXPLAINED + 1, "a guess"),
+    )
+    return next((word for least, word in named if weight >= least), "no rule says more of it")

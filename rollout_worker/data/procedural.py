@@ -16,7 +16,7 @@ MAX_ITEMS = 1_000_000
 
 def nearest_hint(name: str, known: list[str]) -> str:
     """Returns ` (nearest: 'x')`, or an empty text if no known name is similar."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    close = difflib.get_close_matches(name, known, n=1)
     return f" (nearest: {close[0]!r})" if close else ""
 
 

@@ -4,6 +4,7 @@ import collections
 import pathlib
 import re
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.made_run.made_run import make_run
@@ -27,7 +28,7 @@ def pairs() -> list[tuple[str, str]]:
 
 
 def test_the_document_is_what_the_command_prints(capsys):
-    main()
+    main([])
     assert DOCUMENT.read_text() == capsys.readouterr().out, (
         "python -m dashboard.catalog_report > docs/metrics.md"
     )
@@ -70,3 +71,10 @@ def test_labels_are_the_words_that_the_name_has_in_braces():
     assert set(labels) == listed()[shown]
     assert listed()["tandem_phase_seconds_total"] == {"process", "phase"}
     assert listed()["tandem_train_kl"] == listed()["tandem_workers_target"] == set()
+
+
+@pytest.mark.parametrize("argument, code", [("--help", 0), ("--frobnicate", 2), ("x", 2)])
+def test_the_command_knows_no_arguments(capsys, argument, code):
+    with pytest.raises(SystemExit) as end:
+        main([argument])
+    assert end.value.code == code and "| metric |" not in capsys.readouterr().out

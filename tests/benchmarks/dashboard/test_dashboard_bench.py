@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks.dashboard import demo_run, history, step_cost, viewer_process, viewers
+from benchmarks.dashboard import demo_run, history, screenshots, step_cost, viewer_process, viewers
 from benchmarks.dashboard.browser import ROOT, serving
 from benchmarks.dashboard.history import seen_of
 from benchmarks.dashboard.step_cost import StepBlock, StepCost, block_order, cost_of
@@ -168,3 +168,11 @@ def test_a_server_that_does_not_start_says_why(tmp_path):
         serving(tmp_path / "log", "--run", str(tmp_path / "nowhere")),
     ):
         raise AssertionError("it serves")
+
+
+def test_screenshots_of_a_folder_without_a_run_are_refused(tmp_path, capsys):
+    for folder in (tmp_path, tmp_path / "nope"):
+        with pytest.raises(SystemExit) as end:
+            screenshots.main(["--run", str(folder)])
+        assert end.value.code == 2
+        assert f"--run {folder} holds no status.json" in capsys.readouterr().err

@@ -2,8 +2,10 @@
 
 import pathlib
 
+import pytest
+
 from driver.config.config_keys import known_keys
-from driver.config.config_reference import reference
+from driver.config.config_reference import main, reference
 
 PAGE = pathlib.Path(__file__).parents[3] / "docs" / "configuration.md"
 
@@ -29,3 +31,10 @@ def test_a_row_has_type_default_unit_and_meaning():
         "| `algorithm.clip_low` | number (above 0, below 1) | `0.2` |  "
         "| The ratio is held above 1 - clip_low. |"
     )
+
+
+@pytest.mark.parametrize("argument, code", [("--help", 0), ("--frobnicate", 2), ("x", 2)])
+def test_the_command_knows_no_arguments(capsys, argument, code):
+    with pytest.raises(SystemExit) as end:
+        main([argument])
+    assert end.value.code == code and "| key |" not in capsys.readouterr().out

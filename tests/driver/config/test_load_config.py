@@ -136,8 +136,12 @@ def test_nearest_key_across_sections(unknown, known):
     assert nearest(unknown) == known
 
 
-def test_a_key_like_nothing_gets_no_hint():
-    assert nearest("zzqx") is None
+@pytest.mark.parametrize(
+    "unknown",
+    ["zzqx", "rollout.decode.onswap", "rollout.decode.width", "learner.optimizer.amsgrad"],
+)
+def test_a_key_like_nothing_gets_no_hint(unknown):
+    assert nearest(unknown) is None
 
 
 @given(st.sampled_from(known_keys()), st.data())

@@ -287,3 +287,28 @@ def test_the_processes_of_a_run_are_listed_the_newest_first(run_folder, start):
     start("learner")
     start("rollout-0")
     assert [process.name for process in read_processes(run_folder)] == ["rollout-0", "learner"]
+
+
+def test_a_crash_before_the_resume_is_not_its_cause(run_folder, tmp_path):
+    stacks = run_folder / "stacks"
+    stacks.mkdir()
+    record = {"name": "learner", "pid": 1, "host": "elsewhere", "started": 1, "logs": []}
+    for name, age_s in (("before", 3600), ("since", 0)):
+        path = stacks / f"{name}-1.txt"
+        path.write_text(json.dumps(record) + "\nFatal Python error: Segmentation fault\n")
+        os.utime(path, (time.time() - age_s,) * 2)
+    archive = collect(run_folder, RunError("the learner died"), Sources(), print)
+    shown = unpacked(archive)["PROBABLE_CAUSE.md"].decode()
+    assert "since-1 crashed in native code" in shown and "before-1" not in shown.split("## In")[0]
+
+
+def test_only_the_session_of_this_run_is_read(run_folder, tmp_path, monkeypatch):
+    sessions = {name: tmp_path / "ray" / name / "logs" for name in ("own", "session_latest")}
+    for name, logs in sessions.items():
+        logs.mkdir(parents=True)
+        (logs / "raylet.err").write_text(f"error of {name}\n")
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    files = unpacked(collect(run_folder, None, Sources(log_folders=[sessions["own"]]), print))
+    assert files["logs/ray/raylet.err"] == b"error of own\n"
+    files = unpacked(collect(run_folder, None, Sources(), print))
+    assert not [name for name in files if name.startswith("logs/ray/")]

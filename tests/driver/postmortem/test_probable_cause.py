@@ -190,7 +190,54 @@ REFUSED = (
             ["internal accounting error", "3 groups lost"],
         ),
         (Facts(error="ZeroDivisionError: x", machine=ROOMY), "unknown", ["ZeroDivisionError: x"]),
-        (Facts(), "unknown", ["no error is known"]),
+        (Facts(), "unknown", ["no reason is recorded", "no rule says more of it"]),
+        (
+            Facts(
+                error="the learner: SpoolFailed: [Errno 30] Read-only file system: '/run/spool/x'",
+                stacks={"rollout-1-9": FATAL},
+            ),
+            "file system",
+            ["file: Read-only file system (the evidence", "'/run/spool/x'", "its mount"],
+        ),
+        (
+            Facts(
+                error=RESTARTS,
+                worker_errors=("rollout-1: OSError: [Errno 5] Input/output error: '/data/x'",),
+                stacks={"rollout-1-9": FATAL.replace("Segmentation fault", "Bus error")},
+            ),
+            "file system",
+            ["Input/output error", "'/data/x'", "crashed in native code: Bus error (likely)"],
+        ),
+        (
+            Facts(error="PermissionError: [Errno 13] Permission denied: '/run/checkpoints'"),
+            "file system",
+            ["file: Permission denied", "'/run/checkpoints'"],
+        ),
+        (
+            Facts(error="canary: gap 0.71 in layers.3", stacks={"rollout-1-9": FATAL}),
+            "canary",
+            ["layers.3", "crashed in native code: Segmentation fault (possible)"],
+        ),
+        (
+            Facts(status={"state": "finished", "exit_code": 0}, exit_code=0),
+            "finished",
+            ["the run finished (known)", "- ended with: all steps are done"],
+        ),
+        (
+            Facts(status={"state": "finished"}, metrics=({"step": 1, "groups/stale": 7.0},)),
+            "finished",
+            ["the run finished (known)", "groups/stale = 7"],
+        ),
+        (
+            Facts(status={"state": "running"}),
+            "running",
+            ["still going on", "- ended with: it has not ended"],
+        ),
+        (
+            Facts(error="interrupted by SIGINT", status={"state": "interrupted"}),
+            "interrupted",
+            ["nothing went wrong: the run was interrupted by SIGINT (known)", "--resume"],
+        ),
         (
             Facts(metrics=({"groups/stale": "seven"},), error="Odd: x"),
             "unknown",
@@ -208,6 +255,7 @@ def test_each_rule_names_its_cause_evidence_and_next_step(facts, name, parts):
 @pytest.mark.parametrize(
     "facts, not_named",
     [
+        (Facts(error="UNAUTHENTICATED: permission denied for rollout-1"), ("file system",)),
         # Ray's own guesses, source code in a traceback, and old or foreign events are no evidence.
         (Facts(error=RAY_DEATH, details=RAY_DEATH, machine=ROOMY), ("out of memory", "crash")),
         (Facts(details='  raise OSError("no space left")\nValueError: x'), ("disk full",)),
