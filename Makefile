@@ -27,6 +27,15 @@ help: ## list the targets
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '.[tpu]'
 	@touch $@
 
+# An older transformers, which must read our exports too; torch is that of .venv.
+.venv/.transformers4: .venv/.test
+	$(BIN)/python -m venv .venv/transformers4
+	.venv/transformers4/bin/python -m pip install --quiet --disable-pip-version-check \
+		'transformers==4.57.*' jinja2
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		.venv/transformers4/lib/python3.11/site-packages/torch.pth
+	@touch $@
+
 demo: .venv/.run ## train the embedded model on two CPU cores and watch its accuracy rise
 	$(BIN)/python deploy/run_local.py --config deploy/runs/demo_cpu.yaml
 

@@ -161,7 +161,10 @@ class Session:
         self._save()
         if self._checkpoint.export_hf:
             exported = self._supervisor.learner.export(str(self._folder / "export"))
-            self._supervisor.wait_for(exported, timeout_s=self._wait_s)
+            dtypes = self._supervisor.wait_for(exported, timeout_s=self._wait_s)
+            chosen = self._checkpoint.export_dtype
+            why = chosen or "null: as the model came in, bfloat16 if it was quantised"
+            self._say(f"exported the policy in {dtypes} (checkpoint.export_dtype: {why})")
 
     def _save_in_passing(self) -> None:
         """Writes a checkpoint; if that fails, the run warns and goes on without it."""

@@ -104,10 +104,10 @@ class LearnerActor:
         with self._working("save"):
             return self._learner.save(step, driver_state)
 
-    def export(self, folder: str) -> None:
+    def export(self, folder: str) -> str:
         """As `RecordedLearner.export`."""
         with self._working("export"):
-            self._learner.export(folder)
+            return self._learner.export(folder)
 
     def take_timing(self, until_s: float | None = None) -> StepTiming:
         """What the learner did since the previous timing; as `PhaseClock.take_timing`."""

@@ -27,6 +27,8 @@ class LearnerSpec:
     max_completion_tokens: int
     max_staleness: int
     weights_dtype: str
+    export_dtype: str | None
+    """Of the exported tensors; None gives each the type that it came in."""
     chunk_bytes: int
     keep_versions: int
     buffer_groups: int

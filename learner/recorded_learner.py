@@ -21,8 +21,10 @@ from learner.durable.segment_file import NOTHING_OPEN
 from learner.learner_records import Restored, UpdateReport, restored_at
 from learner.learner_spec import LearnerSpec, rollout_header
 from learner.publish.publisher import Publisher, PublishFailed
-from learner.publish.snapshot import Snapshot
+from learner.publish.snapshot import PUBLISH_DTYPES, Snapshot
+from models.files.carried_files import read_carried
 from models.files.checkpoint import load_model, save_model
+from models.files.hf_export import cast_to_stored, dtype_names
 from models.tokenizer import load_tokenizer
 from services.process.phase_clock import PhaseClock
 from services.trajectories.group_buffer import GroupBuffer
@@ -67,6 +69,10 @@ class RecordedLearner:
         )
         loaded = load_model(spec.model_path)
         self._model = loaded.config
+        self._stored_dtypes = loaded.stored_dtypes
+        self._carried = read_carried(
+            spec.model_path, tokenizer=spec.tokenizer, chat_template=spec.chat_template
+        )
         valid_vocab = min(self._tokenizer.vocab_size, loaded.config.vocab_size)
         self._header = rollout_header(spec, loaded, valid_vocab)
         self._core = LearnerCore(self._header, loaded.config, loaded.params, devices=devices)
@@ -215,11 +221,21 @@ class RecordedLearner:
             )
             return str(folder)
 
-    def export(self, folder: str) -> None:
-        """Writes the current policy as a Hugging Face folder."""
+    def export(self, folder: str) -> str:
+        """Writes the current policy as a Hugging Face folder: the model that came in, trained.
+
+        Returns:
+            The types of its tensors, such as `bfloat16`.
+        """
         with self._clock.phase("checkpoint"):
-            named = self._core.named_weights("bfloat16")
-            save_model(pathlib.Path(folder), self._model, named, self._tokenizer)
+            dtypes = self._stored_dtypes
+            if self._spec.export_dtype is not None:
+                dtypes = dict.fromkeys(dtypes, PUBLISH_DTYPES[self._spec.export_dtype])
+            narrow = set(dtypes.values()) == {PUBLISH_DTYPES["bfloat16"]}
+            named = self._core.named_weights("bfloat16" if narrow else "float32")
+            named = cast_to_stored(named, dtypes)
+            save_model(pathlib.Path(folder), self._model, named, self._tokenizer, self._carried)
+            return " and ".join(dtype_names(named.values()))
 
     def digest(self, policy_version: int, timeout_s: float) -> str:
         """The digest under which a version was issued, once it is there for the workers.

@@ -5,7 +5,6 @@ text is only a view of them.
 """
 
 import datetime
-import json
 import math
 import os
 import pathlib
@@ -21,11 +20,11 @@ import transformers
 from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
 
 from models.chat_template import ChatTemplate
+from models.files.carried_files import make_readable_by_both
 from models.files.gguf import open_gguf
 from models.files.gguf_tokenizer import build_tokenizer, special_token
 from models.files.hf_folder import CONFIG, GENERATION_CONFIG, is_gguf, locate, read_json_if_there
 
-TOKENIZER_CONFIG = "tokenizer_config.json"
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -144,13 +143,9 @@ class Tokenizer:
         return self.decode(token_ids[:-1] if ended else token_ids)
 
     def save(self, folder: str | pathlib.Path) -> None:
-        """Writes the tokenizer's files, with the chat template, into an existing folder."""
+        """Writes the tokenizer anew, with the chat template, into an existing folder."""
         self._backend.save_pretrained(str(folder))
-        path = pathlib.Path(folder) / TOKENIZER_CONFIG
-        content = read_json_if_there(path)
-        if content.get("tokenizer_class") == "TokenizersBackend":
-            content["tokenizer_class"] = "PreTrainedTokenizerFast"  # known to transformers 4 and 5
-            path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        make_readable_by_both(pathlib.Path(folder))
 
     def _marked_ids(
         self, messages: Sequence[Mapping[str, str]], spelled: Sequence[str]

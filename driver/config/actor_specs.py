@@ -52,6 +52,7 @@ class ActorSpecs:
             max_completion_tokens=config.rollout.max_completion_tokens,
             max_staleness=config.rollout.max_staleness,
             weights_dtype=config.weights.dtype,
+            export_dtype=config.checkpoint.export_dtype,
             chunk_bytes=config.weights.chunk_bytes,
             keep_versions=config.weights.keep_versions,
             buffer_groups=config.rollout.prompts_per_step * steps,

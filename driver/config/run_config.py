@@ -84,6 +84,9 @@ class CheckpointConfig(Section):
     """Complete checkpoints that remain; an older one goes after the newer one is verified."""
     export_hf: bool = True
     """Write the final policy as an HF folder."""
+    export_dtype: Literal["bfloat16", "float32"] | None = None
+    """Type of the exported tensors; null gives each the type that it came in, and bfloat16 where
+    the model was quantised."""
 
 
 class EvalConfig(Section):

@@ -39,8 +39,8 @@ class LearnerHandle(Protocol):
         """Writes a checkpoint; its folder. The driver's state comes back from `restore` unread."""
         ...
 
-    def export(self, folder: str) -> Call[None]:
-        """Writes the policy as a Hugging Face folder."""
+    def export(self, folder: str) -> Call[str]:
+        """Writes the policy as a Hugging Face folder; the types of its tensors."""
         ...
 
     def reports(self, group_ids: Sequence[str]) -> Call[list[GroupReport]]:

@@ -2,7 +2,8 @@
 
 Everything here works on host arrays and is done before a device is asked for. What is missing,
 extra, cut or of the wrong shape is an error that names file and tensor. Tensors stored as float16
-become float32, since bfloat16 would cut their mantissa; float32 and bfloat16 stay as they are.
+become float32, since bfloat16 would cut their mantissa; float32 and bfloat16 stay as they are. An
+export gives each tensor the type it came in.
 
 Dimension key:
     L: layers
@@ -21,9 +22,10 @@ import ml_dtypes
 import numpy as np
 
 from models.config import ModelConfig
+from models.files.carried_files import NOTHING_CARRIED, CarriedFiles
 from models.files.gguf import GgufFile, open_gguf
-from models.files.hf_config import from_hf, to_hf
-from models.files.hf_export import appearing_whole, write_json, write_weights
+from models.files.hf_config import carry_over, from_hf, to_hf
+from models.files.hf_export import appearing_whole, dtype_names, write_json, write_weights
 from models.files.hf_folder import (
     CONFIG,
     GENERATION_CONFIG,
@@ -34,7 +36,7 @@ from models.files.hf_folder import (
     read_json,
     tensor_table,
 )
-from models.files.safetensors_file import TensorEntry, map_tensor
+from models.files.safetensors_file import DTYPES, TensorEntry, map_tensor
 from models.transformer import Params
 
 log = logging.getLogger(__name__)
@@ -70,6 +72,9 @@ class LoadedModel:
     """The HF folder, or None where the model came from one GGUF file."""
     kind: str
     """`folder` or `gguf`."""
+    stored_dtypes: Mapping[str, np.dtype]
+    """Type of every tensor where it came from, by Hugging Face's name: float32, bfloat16 or
+    float16. That of a quantised file is bfloat16."""
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -261,7 +266,8 @@ def load_model(path: str) -> LoadedModel:
         params = _build(
             lambda name: _finite(file.read(name), name, place), file.config, stacked=True
         )
-        return LoadedModel(file.config, params, None, "gguf")
+        dtypes = dict.fromkeys(expected_shapes(file.config), file.stored_dtype)
+        return LoadedModel(file.config, params, None, "gguf", dtypes)
     config, table = _checked_folder(place)
     params = _build(
         lambda name: _finite(map_tensor(table[name]), name, table[name].path), config, stacked=True
@@ -276,7 +282,8 @@ def load_model(path: str) -> LoadedModel:
                 HEAD,
                 EMBEDDING,
             )
-    return LoadedModel(config, params, place, "folder")
+    dtypes = {name: table[name].dtype for name in expected_shapes(config)}
+    return LoadedModel(config, params, place, "folder", dtypes)
 
 
 def _checked_gguf(path: pathlib.Path) -> GgufFile:
@@ -334,7 +341,7 @@ def save_model(
     config: ModelConfig,
     named: Mapping[str, Any],
     tokenizer: SavesFiles | None = None,
-    generation: Mapping[str, Any] | None = None,
+    carried: CarriedFiles = NOTHING_CARRIED,
 ) -> None:
     """Writes an HF folder that `transformers.AutoModelForCausalLM` loads, whole or not at all.
 
@@ -342,27 +349,30 @@ def save_model(
     same name is replaced.
 
     Args:
-        named: float32 or bfloat16 arrays under Hugging Face's names (see `to_named`).
-        tokenizer: its files are written too, and its stop tokens become the folder's eos.
-        generation: further keys of generation_config.json; they win over the tokenizer's.
+        named: float32, bfloat16 or float16 arrays under Hugging Face's names (see `to_named`).
+        tokenizer: its stop tokens are among the folder's eos; its files are written where none
+            are carried.
+        carried: of the model that came in; written as it is, with what is lacking.
 
     Raises:
         ValueError: if names, shapes or dtypes are wrong, or if the folder holds something else.
     """
     _check_shapes({name: array.shape for name, array in named.items()}, config, "the model to save")
-    dtypes = {np.dtype(array.dtype) for array in named.values()}
-    if not dtypes <= {np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)}:
+    unknown = {np.dtype(array.dtype) for array in named.values()} - set(DTYPES.values())
+    if unknown:
         raise ValueError(
-            f"tensors to save must be float32 or bfloat16, got {sorted(map(str, dtypes))}"
+            f"tensors to save must be float32, bfloat16 or float16, got {sorted(map(str, unknown))}"
         )
-    dtype = "float32" if np.dtype(np.float32) in dtypes else "bfloat16"
+    dtypes = dtype_names(named.values())
     special = {} if tokenizer is None else _special_ids(tokenizer)
     with appearing_whole(pathlib.Path(folder)) as scratch:
-        write_json(scratch / CONFIG, to_hf(config, dtype, special))
-        write_json(scratch / GENERATION_CONFIG, {**special, **(generation or {})})
+        made = to_hf(config, dtypes[0])
+        write_json(scratch / CONFIG, {**special, **carry_over(carried.config, made, dtypes)})
+        write_json(scratch / GENERATION_CONFIG, carried.generation_config(special))
         write_weights(scratch, {name: named[name] for name in expected_shapes(config)})
-        if tokenizer is not None:
+        if tokenizer is not None and not carried.tokenizer:
             tokenizer.save(scratch)
+        carried.write_files(scratch)
 
 
 def _special_ids(tokenizer: SavesFiles) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from gguf.quants import dequantize
 from models.config import ModelConfig
 from models.files.gguf_header import GgufHeader, GgufTensor, read_gguf_header
 from models.files.hf_config import from_hf
+from models.files.safetensors_file import DTYPES
 from models.rope import inverse_frequencies
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -70,6 +71,12 @@ class GgufFile:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor, by Hugging Face's names."""
         return {name: tensor.shape for name, tensor in self.tensors.items()}
+
+    @property
+    def stored_dtype(self) -> np.dtype:
+        """Of the matrices where all are of one float type; bfloat16 where they are quantised."""
+        kinds = {t.quantization.name for t in self.tensors.values() if len(t.shape) > 1}
+        return DTYPES.get(kinds.pop(), DTYPES["BF16"]) if len(kinds) == 1 else DTYPES["BF16"]
 
     def read(self, name: str) -> np.ndarray:
         """One tensor as float32, rows in Hugging Face's order."""

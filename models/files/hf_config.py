@@ -7,7 +7,7 @@ on other defaults.
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from models.config import ModelConfig, RopeConfig
@@ -96,14 +96,11 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def to_hf(
-    config: ModelConfig, dtype: str = "float32", extra: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
     """Content of a config.json that transformers 4 and 5 and `from_hf` read alike.
 
     Args:
-        dtype: `float32` or `bfloat16`: what the tensors beside it are stored in.
-        extra: further keys, such as `eos_token_id`; they win over those made here.
+        dtype: `float32`, `bfloat16` or `float16`: what the tensors beside it are stored in.
 
     Raises:
         ValueError: if the switches of the config are not those of its model_type.
@@ -133,7 +130,27 @@ def to_hf(
         hf |= {"use_sliding_window": False}
     if config.model_type == "qwen3":
         hf |= {"attention_bias": config.qkv_bias}
-    return {**hf, **(extra or {})}
+    return hf
+
+
+def carry_over(
+    original: Mapping[str, Any], made: Mapping[str, Any], dtypes: Collection[str]
+) -> dict[str, Any]:
+    """The config.json that a model came with, for its export.
+
+    Args:
+        original: its content; empty where there was none.
+        made: as `to_hf` gives it: stands in for what the original leaves out and transformers 4 or
+            5 needs, such as the other spelling of the rotary embedding.
+        dtypes: types of the exported tensors. A type that the original names stays where a tensor
+            has it.
+    """
+    spelled = [key for key in ("dtype", "torch_dtype") if original.get(key) is not None]
+    lacking = {key: value for key, value in made.items() if original.get(key) is None}
+    if spelled:
+        lacking.pop("dtype", None)
+        lacking |= {key: made["dtype"] for key in spelled if original[key] not in dtypes}
+    return {**original, **lacking}
 
 
 def _refuse_unsupported(config: Mapping[str, Any], model_type: str, num_layers: int) -> None:

@@ -3,13 +3,15 @@
 import contextlib
 import json
 import pathlib
+import secrets
 import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from models.files.hf_folder import CONFIG, INDEX, SINGLE
-from models.files.safetensors_file import write_file
+from models.files.safetensors_file import DTYPES, write_file
 
 MAX_SHARD_BYTES = 4 * 2**30
 
@@ -23,10 +25,10 @@ def appearing_whole(target: pathlib.Path) -> Iterator[pathlib.Path]:
     """
     refuse_unrelated(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    scratch = target.parent / f".{target.name}.{secrets.token_hex(4)}"
+    scratch.mkdir()  # not mkdtemp, which makes it private whatever the umask says
     try:
         yield scratch
-        scratch.chmod(0o755)  # mkdtemp makes it private
         _swap_in(scratch, target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -71,6 +73,32 @@ def write_weights(folder: pathlib.Path, named: Mapping[str, Any]) -> None:
         weight_map |= dict.fromkeys(shard, file)
     total = sum(array.nbytes for array in named.values())
     write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def cast_to_stored(
+    named: Mapping[str, np.ndarray], dtypes: Mapping[str, np.dtype]
+) -> dict[str, np.ndarray]:
+    """Tensors in the types that an export is to have.
+
+    A tensor with a value that float16 cannot hold stays as it is.
+
+    Args:
+        named: float32 or bfloat16.
+        dtypes: float32, bfloat16 or float16 for each name.
+    """
+    cast = {}
+    for name, array in named.items():
+        with np.errstate(over="ignore"):
+            smaller = array.astype(dtypes[name], copy=False)
+        overflows = smaller.dtype == np.float16 and not np.isfinite(smaller).all()
+        cast[name] = array if overflows else smaller
+    return cast
+
+
+def dtype_names(arrays: Iterable[Any]) -> list[str]:
+    """The types of these arrays, the widest first."""
+    names = {np.dtype(array.dtype).name for array in arrays}
+    return sorted(names, key=[dtype.name for dtype in DTYPES.values()].index)
 
 
 def _swap_in(scratch: pathlib.Path, target: pathlib.Path) -> None:

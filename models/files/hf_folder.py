@@ -21,7 +21,8 @@ GENERATION_CONFIG = "generation_config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_SMALL_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
+LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*")
+_SMALL_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", *LICENCES)
 
 
 def locate(path: str, *, weights: bool) -> pathlib.Path:

@@ -20,9 +20,10 @@ import numpy as np
 
 DTYPES = {
     "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
 }
+"""By their name in the format; the one with the widest range first."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 100 * 2**20
 _ALIGNMENT_BYTES = 8

@@ -42,6 +42,7 @@ def learner_spec(
         max_completion_tokens=16,
         max_staleness=1,
         weights_dtype="bfloat16",
+        export_dtype=None,
         chunk_bytes=4096,
         keep_versions=2,
         buffer_groups=16,

@@ -6,6 +6,7 @@ import pytest
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from models.files.carried_files import CarriedFiles
 from models.files.checkpoint import load_model, save_model
 from models.files.gguf_tokenizer import build_tokenizer
 from models.files.hf_config import from_hf
@@ -296,7 +297,8 @@ def test_the_tokenizer_may_come_from_elsewhere(folder, tmp_path):
 def test_a_saved_model_carries_tokenizer_template_and_stop_ids(folder, tmp_path):
     loaded = load_tokenizer(folder(), chat_template=WITH_BOS, stop_tokens=["<unk>"])
     config = from_hf({**HF_CONFIGS["llama"], "vocab_size": 300})
-    save_model(tmp_path / "out", config, random_named(config), loaded, {"temperature": 0.7})
+    carried = CarriedFiles(generation={"temperature": 0.7})
+    save_model(tmp_path / "out", config, random_named(config), loaded, carried)
     assert load_model(str(tmp_path / "out")).config == config
     again = load_tokenizer(str(tmp_path / "out"))
     assert again.encode_chat(HELLO) == loaded.encode_chat(HELLO)

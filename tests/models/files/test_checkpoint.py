@@ -386,6 +386,16 @@ def test_a_wrong_model_is_not_saved(tmp_path, change, message):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_tensor_that_float16_cannot_hold_is_saved_in_float32(tmp_path):
+    named = named_of("llama")
+    large = "model.layers.1.mlp.up_proj.weight"
+    named[large][2, 3] = 70_000
+    dtypes = dict.fromkeys(named, np.dtype(np.float16))
+    cast = hf_export.cast_to_stored(named, dtypes)
+    assert {name for name in cast if cast[name].dtype != np.float16} == {large}
+    np.testing.assert_array_equal(cast[large], named[large])
+
+
 # --- public cases
 
 

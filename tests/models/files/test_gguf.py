@@ -109,7 +109,7 @@ def test_a_gguf_file_gives_the_tensors_of_the_hf_folder(tmp_path, name):
     assert model.config == read_model_config(path) == from_hf(HF_CONFIGS[name])
     actual = to_named(model.params, model.config)
     for tensor, expected in named_of(name).items():
-        assert actual[tensor].dtype == np.float32
+        assert actual[tensor].dtype == model.stored_dtypes[tensor] == np.float32
         np.testing.assert_array_equal(actual[tensor], expected, err_msg=tensor)
 
 
@@ -123,6 +123,7 @@ def test_quantised_tensors_are_near_their_originals(tmp_path, quantization):
     for tensor, expected in named_of("llama").items():
         step = (expected.max() - expected.min()) / 15  # the coarsest: 16 levels, rounded down
         np.testing.assert_allclose(actual[tensor], expected, atol=step, err_msg=tensor)
+    assert {dtype.name for dtype in model.stored_dtypes.values()} == {"bfloat16"}
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
