@@ -16,18 +16,23 @@ import json
 import math
 import pathlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 
 from rollout_worker.config import SourceConfig
+from rollout_worker.data.cells import number_text, rows
 from rollout_worker.data.procedural import PREFIX, make_dataset, nearest_hint
 from rollout_worker.rewards.answers import gold_answer
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _MAX_DEPTH = 64
+_HUB_ROWS = 1000
+_MAX_DIGITS = 1000
 _OTHER_FILES = (".json", ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow", ".yaml", ".yml")
 
 
@@ -99,8 +104,12 @@ def load_prompts(
     prompts, shortest = [], None
     overlong = 0
     system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-    for prompt_id, place, record in _records(source):
-        question, answer = _question_and_answer(record, source, place)
+    for prompt_id, place, raw in _records(source):
+        try:
+            record = _plain(raw)
+        except ValueError as error:
+            raise ValueError(f"{source.source}, {place}: {error}") from error
+        question, answer = _question_and_answer(raw, source, place)
         content = question_template.replace("{question}", question)
         try:
             token_ids = tokenizer.encode_chat([*system, {"role": "user", "content": content}])
@@ -137,16 +146,17 @@ def count_shared(train: PromptSet, held_out: PromptSet) -> int:
 
 
 def _records(source: SourceConfig) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """Yields (index in the source, place for error messages, record in JSON values)."""
+    """Yields (index in the source, place for error messages, record)."""
     name = source.source
+    text_fields = (source.question_field, source.answer_field)
     if source.is_procedural:
         records = _procedural(source)
     elif name.endswith(".jsonl"):
         records = _jsonl(_existing_file(name))
     elif name.endswith(".parquet"):
-        records = _parquet(_existing_file(name))
+        records = _parquet(_existing_file(name), text_fields)
     elif _HUB_ID.fullmatch(name) and not name.endswith(_OTHER_FILES):
-        records = _hub(source)
+        records = _hub(source, text_fields)
     else:
         raise ValueError(
             f"source {name!r} is none of: {PREFIX}<task>, a path that ends in .jsonl or .parquet, "
@@ -155,11 +165,7 @@ def _records(source: SourceConfig) -> Iterator[tuple[int, str, dict[str, Any]]]:
     stop = None if source.size is None else source.skip + source.size
     indexed = enumerate(records)
     for index, (place, record) in islice(indexed, source.skip, stop):
-        try:
-            plain = _plain(record)
-        except ValueError as error:
-            raise ValueError(f"{name}, {place}: {error}") from error
-        yield index, place, plain
+        yield index, place, record
 
 
 def _existing_file(name: str) -> pathlib.Path:
@@ -202,6 +208,14 @@ def _refuse_constant(constant: str):
     raise ValueError(f"{constant} is not a JSON number")
 
 
+def _exact_number(digits: str) -> decimal.Decimal:
+    """Keeps every digit, since a number may be an answer."""
+    try:
+        return decimal.Decimal(digits)
+    except decimal.InvalidOperation as error:
+        raise ValueError(f"{digits[:80]} is beyond the range of numbers") from error
+
+
 def _jsonl(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -209,7 +223,11 @@ def _jsonl(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
             if not line.strip():
                 raise ValueError(f"{path}, {place} is empty: remove it")
             try:
-                record = json.loads(line.decode("utf-8-sig"), parse_constant=_refuse_constant)
+                record = json.loads(
+                    line.decode("utf-8-sig"),
+                    parse_constant=_refuse_constant,
+                    parse_float=_exact_number,
+                )
             except UnicodeDecodeError as error:
                 raise ValueError(f"{path}, {place} is not UTF-8 ({error}): re-encode it") from error
             except RecursionError as error:
@@ -229,24 +247,26 @@ def _jsonl(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield place, record
 
 
-def _parquet(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    import pyarrow
-    import pyarrow.parquet
-
+def _parquet(
+    path: pathlib.Path, text_fields: Collection[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
     row = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                for record in batch.to_pylist():
-                    yield f"row {row}", record
-                    row += 1
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+            for record in rows(file.iter_batches(), text_fields):
+                yield f"row {row}", record
+                row += 1
+    except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(
             f"{path} cannot be read as Parquet at row {row} ({error}): write it again"
         ) from error
+    except ValueError as error:
+        raise ValueError(f"{path}, row {row}, {error}") from error
 
 
-def _hub(source: SourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+def _hub(
+    source: SourceConfig, text_fields: Collection[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
     name = source.source
     try:
         import datasets
@@ -268,8 +288,10 @@ def _hub(source: SourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
         ) from error
     row = 0
     try:
-        for record in dataset:
-            yield f"row {row} of split {source.split!r}", dict(record)
+        tables: Any = dataset.with_format("arrow").iter(batch_size=_HUB_ROWS)
+        batches = (batch for table in tables for batch in table.to_batches())
+        for record in rows(batches, text_fields):
+            yield f"row {row} of split {source.split!r}", record
             row += 1
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         raise ValueError(
@@ -281,6 +303,8 @@ def _hub(source: SourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
 def _plain(value: Any, where: str = "", depth: int = 0) -> Any:
     """Turns a value into JSON values, since a record crosses process boundaries.
 
+    An object that has no form in JSON becomes None.
+
     Raises:
         ValueError: if a text has half of a surrogate pair, which neither UTF-8 nor a tokenizer
             accepts, or if the value is nested too deeply for the JSON of another process.
@@ -291,8 +315,10 @@ def _plain(value: Any, where: str = "", depth: int = 0) -> Any:
         return value
     if isinstance(value, str):
         return _checked_text(value, where)
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
+    if isinstance(value, np.floating):
+        value = float(number_text(value))
+    if isinstance(value, float | decimal.Decimal):
+        return float(value) if math.isfinite(float(value)) else None
     if isinstance(value, Mapping):
         return {
             _checked_text(str(key), "a key"): _plain(each, where or f"field {key!r}", depth + 1)
@@ -304,9 +330,7 @@ def _plain(value: Any, where: str = "", depth: int = 0) -> Any:
         return _plain(value.item(), where, depth)
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
-    if isinstance(value, decimal.Decimal):
-        return str(value)
-    return repr(value)
+    return None
 
 
 def _checked_text(text: str, where: str) -> str:
@@ -330,13 +354,16 @@ def _question_and_answer(record: dict, source: SourceConfig, place: str) -> tupl
                 f"{where} has no field {field!r}{nearest_hint(field, list(record))}, only "
                 f"{sorted(record)}: set the source's {key}"
             )
-        value = record[field]
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
+        text = _text(record[field])
+        # An answer of None: the task judges with the item that it makes again.
+        if text is None and record[field] is None and source.is_procedural:
+            text = "" if key == "answer_field" else None
+        if text is None:
             raise ValueError(
-                f"{where}: field {field!r} must be text or a number, got {value!r:.80}: "
+                f"{where}: field {field!r} must be text or a number, got {record[field]!r:.80}: "
                 f"correct the record or set the source's {key}"
             )
-        texts.append(str(value))
+        texts.append(text)
     question, answer = texts
     if not question.strip():
         raise ValueError(
@@ -354,3 +381,21 @@ def _question_and_answer(record: dict, source: SourceConfig, place: str) -> tupl
             "remove the record"
         )
     return question, gold
+
+
+def _text(value: Any) -> str | None:
+    """The text of a question or an answer; None where a value is neither text nor a number."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float | decimal.Decimal):
+        return None
+    if isinstance(value, int):
+        return str(value)
+    if not math.isfinite(float(value)):
+        return None
+    if isinstance(value, float):
+        return number_text(value)
+    exponent = value.as_tuple().exponent
+    return (
+        format(value, "f") if isinstance(exponent, int) and abs(exponent) <= _MAX_DIGITS else None
+    )

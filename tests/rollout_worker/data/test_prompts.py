@@ -1,5 +1,7 @@
 """Sources of prompts, and what broken ones get."""
 
+import datetime
+import decimal
 import json
 import sys
 
@@ -166,13 +168,11 @@ def test_parquet_gives_the_same_as_jsonl(tmp_path):
 
 
 def test_parquet_values_become_json_values(tmp_path):
-    import datetime
-
     record = RECORDS[0] | {"when": datetime.date(2024, 5, 1), "bad": float("nan"), "raw": b"x"}
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), tmp_path / "a.parquet")
     item = load(tmp_path / "a.parquet").prompts[0].item
     assert json.loads(json.dumps(item, allow_nan=False)) == item
-    assert item["when"] == "2024-05-01" and item["bad"] is None
+    assert item["when"] == "2024-05-01" and item["bad"] is None and item["raw"] == "x"
 
 
 def test_a_broken_parquet_file_is_named(tmp_path):
@@ -263,7 +263,7 @@ def test_a_parquet_text_that_is_no_utf8_is_named(tmp_path):
     array = pyarrow.array([b"fine", b"\xff"]).view(pyarrow.string())
     table = pyarrow.table({"question": array, "answer": ["1", "2"]})
     pyarrow.parquet.write_table(table, tmp_path / "bytes.parquet")
-    with pytest.raises(ValueError, match="bytes.parquet cannot be read as Parquet at row 0"):
+    with pytest.raises(ValueError, match=r"bytes.parquet, row 1, column 'question' is not UTF-8 "):
         load(tmp_path / "bytes.parquet")
 
 
@@ -293,3 +293,143 @@ def test_a_source_that_cannot_be_meant_is_refused(keys, message):
 def test_a_task_parameter_of_the_wrong_type_is_named(params, message):
     with pytest.raises(ValueError, match=message):
         load("reasoning_gym:chain_sum", size=1, params=params)
+
+
+def load_columns(path, columns, **keys):
+    pyarrow.parquet.write_table(pyarrow.table(columns), path / "a.parquet")
+    return load(path / "a.parquet", **keys)
+
+
+BYTES = pyarrow.array([b"4 - 2 =", "caf\u00e9".encode()])
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        BYTES,
+        BYTES.cast(pyarrow.large_binary()),
+        BYTES.dictionary_encode(),
+        pyarrow.array(["4 - 2 =", "caf\u00e9"]).dictionary_encode(),
+        pyarrow.array([b"4 - 2 =", b"caf\xc3\xa9"]).cast(pyarrow.binary_view()),
+    ],
+    ids=["binary", "large_binary", "dictionary of binary", "dictionary of text", "binary_view"],
+)
+def test_bytes_are_the_text_that_they_spell_N01(tmp_path, cells):
+    as_question = load_columns(tmp_path, {"question": cells, "answer": ["1", "2"]})
+    assert [each.question for each in as_question.prompts] == ["4 - 2 =", "caf\u00e9"]
+    assert as_question.prompts[1].item["question"] == "caf\u00e9"
+    as_answer = load_columns(tmp_path, {"question": ["q", "r"], "answer": cells})
+    assert [each.answer for each in as_answer.prompts] == ["4 - 2 =", "caf\u00e9"]
+
+
+@pytest.mark.parametrize("kind", [pyarrow.binary(), pyarrow.binary(2), pyarrow.large_binary()])
+@pytest.mark.parametrize("field", ["question", "answer"])
+def test_bytes_that_are_no_text_are_refused_with_file_row_and_column_N01(tmp_path, kind, field):
+    columns = {"question": ["q", "r"], "answer": ["1", "2"]}
+    columns[field] = pyarrow.array([b"ok", b"\xff\xfe"], kind)
+    with pytest.raises(ValueError, match=f"a.parquet, row 1, column '{field}' is not UTF-8"):
+        load_columns(tmp_path, columns)
+
+
+@pytest.mark.parametrize(
+    "kind, values, texts",
+    [
+        (pyarrow.float32(), [0.1, 2.35, 12.7, 5], ["0.1", "2.35", "12.7", "5"]),
+        (pyarrow.float16(), [0.1, 2.35, 1024, -0.5], ["0.1", "2.35", "1024", "-0.5"]),
+        (pyarrow.float64(), [0.1, 5, 1e20, 1e-7], ["0.1", "5", f"1{20 * '0'}", "0.0000001"]),
+        (
+            pyarrow.decimal128(4, 2),
+            [decimal.Decimal("1.50"), decimal.Decimal("-3.00")],
+            ["1.50", "-3.00"],
+        ),
+        (pyarrow.decimal128(10, 7), [decimal.Decimal(0)], ["0.0000000"]),
+        (pyarrow.date32(), [datetime.date(2024, 5, 1)], ["2024-05-01"]),
+        (pyarrow.uint64(), [2**64 - 1], ["18446744073709551615"]),
+    ],
+)
+def test_a_number_has_the_shortest_text_of_its_stored_type_N04(tmp_path, kind, values, texts):
+    values = [np.float16(value) for value in values] if kind == pyarrow.float16() else values
+    cells = pyarrow.array(values, kind)
+    got = load_columns(tmp_path, {"question": cells, "answer": cells})
+    assert [each.answer for each in got.prompts] == texts
+    assert [each.question for each in got.prompts] == texts
+
+
+def test_a_json_number_keeps_its_digits(tmp_path):
+    digits = ["0.1234567890123456789", "5.0", "1e20", "12345678901234567890.5"]
+    lines = [f'{{"question": "q", "answer": {each}, "note": {each}}}' for each in digits]
+    got = load(write(tmp_path / "a.jsonl", lines))
+    expected = [digits[0], "5.0", f"1{20 * '0'}", digits[3]]
+    assert [each.answer for each in got.prompts] == expected
+    assert [each.item["note"] for each in got.prompts] == [float(each) for each in digits]
+
+
+@pytest.mark.parametrize("digits", ["1e400", "-1e999999", "1e-999999", "1e99999999999999999999"])
+def test_a_json_number_out_of_range_is_refused(tmp_path, digits):
+    path = write(tmp_path / "a.jsonl", [f'{{"question": "q", "answer": {digits}}}'])
+    with pytest.raises(ValueError, match="a.jsonl, line 1"):
+        load(path)
+
+
+NANOSECONDS = {
+    "made": (pyarrow.timestamp("ns"), "2023-11-14T22:13:20.123456789"),
+    "seen": (pyarrow.timestamp("ns", "Europe/Berlin"), "2023-11-14T22:13:20.123456789Z"),
+    "took": (pyarrow.duration("ns"), "PT1700000000.123456789S"),
+}
+
+
+@pytest.mark.parametrize("column", NANOSECONDS)
+def test_nanoseconds_that_nobody_needs_load_without_pandas_N02(tmp_path, monkeypatch, column):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    kind, text = NANOSECONDS[column]
+    cells = pyarrow.array([1_700_000_000_123_456_789, None], kind)
+    columns = {"question": ["q", "r"], "answer": ["1", "2"], column: cells}
+    got = load_columns(tmp_path, columns)
+    assert [each.item[column] for each in got.prompts] == [text, None]
+    with pytest.raises(ValueError, match=f"a.parquet, row 0, column '{column}' is of type"):
+        load_columns(tmp_path, columns, answer_field=column)
+
+
+def test_cells_without_a_form_in_json_are_null_where_nobody_needs_them(tmp_path):
+    struct = pyarrow.struct([("bytes", pyarrow.binary()), ("score", pyarrow.float32())])
+    columns = {
+        "question": ["q"],
+        "answer": ["1"],
+        "image": pyarrow.array([{"bytes": b"\x89PNG", "score": 0.1}], struct),
+        "tags": pyarrow.array([[b"a", None, b"\xff"]], pyarrow.list_(pyarrow.binary())),
+        "pairs": pyarrow.array([[("k", 0.1)]], pyarrow.map_(pyarrow.string(), pyarrow.float32())),
+        "nothing": pyarrow.nulls(1),
+    }
+    item = load_columns(tmp_path, columns).prompts[0].item
+    assert item["image"] == {"bytes": None, "score": 0.1}
+    assert item["tags"] == ["a", None, None]
+    assert item["pairs"] == [["k", 0.1]] and item["nothing"] is None
+
+
+@pytest.mark.parametrize("value", [True, None, [1], {"a": 1}])
+def test_a_cell_that_is_neither_text_nor_number_is_no_answer(tmp_path, value):
+    with pytest.raises(ValueError, match="row 0: field 'answer' must be text or a number"):
+        load_columns(tmp_path, {"question": ["q"], "answer": pyarrow.array([value])})
+
+
+def test_no_object_reaches_a_record_as_its_repr(monkeypatch):
+    class Odd:
+        pass
+
+    record = {"question": "q", "answer": "1", "metadata": {"odd": Odd(), "half": np.float32(0.1)}}
+    monkeypatch.setattr(
+        "rollout_worker.data.prompts.make_dataset", lambda *_, size, **__: [record] * size
+    )
+    item = load("reasoning_gym:any", size=1).prompts[0].item
+    assert item["metadata"] == {"odd": None, "half": 0.1}
+    record["answer"] = Odd()
+    with pytest.raises(ValueError, match="item 0: field 'answer' must be text or a number"):
+        load("reasoning_gym:any", size=1)
+
+
+@pytest.mark.parametrize(
+    "task", ["rush_hour", "boxnet", "graph_color", "propositional_logic", "rubiks_cube"]
+)
+def test_a_task_without_a_single_answer_loads_N06(task):
+    got = load(f"reasoning_gym:{task}", size=2)
+    assert [each.answer for each in got.prompts] == ["", ""]
