@@ -88,22 +88,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_folder(folder, resume=resume)
         prepared = prepare(config, identity.kept_moment(folder) if resume else None)
         print(prepared.text, flush=True)
-        marks = identity.identity_of(config, prepared.model, prepared.digest)
+        marks = identity.identity_of(config, prepared.model, prepared.data)
         if resume:
             try:
-                identity.check_identity(folder, marks, steps=config.run.steps)
+                unknown = identity.check_identity(folder, marks, steps=config.run.steps)
             except identity.AlreadyFinished as finished:
                 if not automatic:
                     raise
                 print(f"nothing to do: {finished}")
                 return 0
+            if unknown:
+                print(
+                    f"note: this run did not record its {', '.join(unknown)} when it started, so "
+                    "these were not compared; the next resume compares them with those of now"
+                )
         if given.dry_run:
             print("this run can start; devices and free resources of the cluster were not checked")
             return 0
         lock = lock_folder(folder)  # until this process ends
         check_folder(folder, resume=resume)
         clear_folder(folder, resume=resume)
-        # On a resume, too: a run of an older program has no moment.
+        # On a resume, too: a run of an older program has no moment, nor all digests.
         identity.write_identity(folder, marks, prepared.moment)
         for change in _write_settings(folder, settings.dump(config), resume=resume):
             print(f"resumed with another {change}", flush=True)

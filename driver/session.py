@@ -275,12 +275,7 @@ class Session:
 
     def _admit(self, worker: Worker, info: WorkerInfo) -> None:
         """Checks a worker that is ready, and connects it with the others."""
-        if info.prompts_digest != self._prepared.digest:
-            raise RunError(
-                f"{info.name} on {info.host} reads other training prompts than the driver from "
-                f"data.train.source={self._data.train.source}: every host needs the same data and "
-                "tokenizer"
-            )
+        self._prepared.check_worker(info, self._data)
         self._reports.show_joined(info, again=worker.restarts > 0)
         self._supervisor.fleet.send_sources(self._supervisor.learner_info.address)
 

@@ -84,7 +84,7 @@ class RolloutActor:
             devices=f"{len(self._devices)} x {self._devices[0].device_kind}",
             address="" if self._replica is None else self._replica.address,
             slots=self._spec.rollout.decode.slots,
-            prompts_digest=self._core.prompts_digest,
+            data=self._core.data_digests,
             clock_s=time.monotonic(),
         )
 

@@ -11,6 +11,7 @@ from models.files.checkpoint import read_model_config
 from models.tokenizer import load_tokenizer
 from rollout_worker.canary import CanaryCheck
 from rollout_worker.config import DataConfig, RewardConfig, RolloutConfig, SourceConfig
+from rollout_worker.data.data_digests import DataDigests, digest_data
 from rollout_worker.data.prompts import PromptSet, load_prompts
 from rollout_worker.engine.decode_request import SamplingSettings
 from rollout_worker.engine_setup import EngineSetup
@@ -112,6 +113,7 @@ class WorkerCore:
             )
 
         self._train = prompts_of(spec.data.train)
+        self._held_out = prompts_of(spec.data.eval)
         self._rewards = RewardPool(
             spec.reward.functions,
             processes=spec.reward.processes,
@@ -131,7 +133,7 @@ class WorkerCore:
             tokenizer=tokenizer,
             rewards=self._rewards,
             train=self._train,
-            held_out=prompts_of(spec.data.eval),
+            held_out=self._held_out,
             clock=clock,
             canary=CanaryCheck(engine.spec, clock, bound=spec.canary_bound)
             if spec.canary
@@ -145,9 +147,9 @@ class WorkerCore:
         )
 
     @property
-    def prompts_digest(self) -> str:
-        """Of the training prompts."""
-        return self._train.digest
+    def data_digests(self) -> DataDigests:
+        """Of the data that this process reads."""
+        return digest_data(self._train, self._held_out)
 
     def evaluate(self, request: EvalRequest) -> list[EvalItem]:
         """Completes and scores held-out prompts, in the phase `eval`."""

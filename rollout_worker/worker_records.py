@@ -7,6 +7,7 @@ import dataclasses
 import enum
 from collections.abc import Sequence
 
+from rollout_worker.data.data_digests import DataDigests
 from rollout_worker.engine.decode_request import SamplingSettings
 from rollout_worker.sample_record import Sample
 from services.process.process_memory import ProcessMemory
@@ -40,8 +41,8 @@ class WorkerInfo:
     """That serves weights to other workers; empty where it shares the learner's process."""
     slots: int
     """Completions that it decodes at once."""
-    prompts_digest: str
-    """Of its training prompts."""
+    data: DataDigests
+    """Of the data that it reads."""
     clock_s: float
     """Its monotonic clock while it answered."""
 

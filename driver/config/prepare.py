@@ -10,13 +10,16 @@ from driver.config.plan import asked_devices, checked, derive, format_plan
 from driver.config.plural import counted
 from driver.config.run_config import RunConfig
 from driver.config.shell_switches import check_xla_flags, cpu_devices, overridden
+from driver.errors import RunError
 from models.config import ModelConfig
 from models.files.checkpoint import check_model_files, read_model_config
 from models.tokenizer import Tokenizer, load_tokenizer
-from rollout_worker.config import MOST_WORKERS, SourceConfig, WorkersConfig
+from rollout_worker.config import MOST_WORKERS, DataConfig, SourceConfig, WorkersConfig
+from rollout_worker.data.data_digests import DataDigests, digest_data
 from rollout_worker.data.prompts import PromptSet, count_shared, load_prompts
 from rollout_worker.engine_setup import stop_automaton
 from rollout_worker.rewards.reward_pool import validate_functions
+from rollout_worker.worker_records import WorkerInfo
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,11 +32,29 @@ class Prepared:
     """Prompts of data.train that fit."""
     held_out: int
     """Prompts of data.eval that fit; 0 without one."""
-    digest: str
-    """Of the training prompts and their tokens: every process must find the same."""
+    data: DataDigests
+    """Every process must read the same."""
     model: ModelConfig
     moment: datetime.datetime
     """The time that the chat template reads, in every process of the run."""
+
+    def check_worker(self, info: WorkerInfo, data: DataConfig) -> None:
+        """Checks that a worker reads the data that the driver reads.
+
+        Raises:
+            RunError: naming worker, host, what differs, and its source.
+        """
+        different = info.data.differences(self.data)
+        if not different:
+            return
+        sources = {"data.train": data.train, "data.eval": data.eval}
+        section = different[0].rpartition(" ")[2]
+        source = sources[section]
+        raise RunError(
+            f"{info.name} on {info.host} reads other {' and '.join(different)} than the driver "
+            f"({section}.source={source and source.source}): every host needs the same data, "
+            "tokenizer and packages; copy them from the driver's host"
+        )
 
 
 def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepared:
@@ -93,7 +114,7 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
         text="\n".join(lines),
         prompts=len(train),
         held_out=0 if held_out is None else len(held_out),
-        digest=train.digest,
+        data=digest_data(train, held_out),
         model=model,
         moment=moment,
     )

@@ -15,19 +15,16 @@ from typing import Any
 from driver.config.run_config import RunConfig
 from driver.errors import RunError
 from models.config import ModelConfig
+from rollout_worker.data.data_digests import DataDigests, part_of_data
 from services.process.whole_file import write_whole
 
 FILE = "identity.json"
 
-KEYS = {
-    "seed": "run.seed",
-    "prompts": "data.train, the tokenizer or rollout.max_prompt_tokens",
-    "model": "model.path",
-    "optimizer": "learner.optimizer.name",
-}
-"""Entry of the file -> the configuration key that decides it."""
+KEYS = {"seed": "run.seed", "model": "model.path", "optimizer": "learner.optimizer.name"}
+"""Entry of the file -> the configuration key that decides it. The others are of DataDigests."""
 MOMENT = "moment"
 """Entry of the file that is not compared but kept: the time that chat templates read."""
+_DATA = tuple(field.name for field in dataclasses.fields(DataDigests))
 
 
 class AlreadyFinished(RunError):
@@ -48,12 +45,12 @@ def resolved(config: RunConfig, folder: pathlib.Path) -> RunConfig:
     return config.model_copy(update={"run": run})
 
 
-def identity_of(config: RunConfig, model: ModelConfig, prompts_digest: str) -> dict[str, str]:
+def identity_of(config: RunConfig, model: ModelConfig, data: DataDigests) -> dict[str, str]:
     """What is compared, as short texts."""
     shape = json.dumps(dataclasses.asdict(model), sort_keys=True)
     return {
         "seed": str(config.run.seed),
-        "prompts": prompts_digest,
+        **dataclasses.asdict(data),
         "model": hashlib.sha256(shape.encode()).hexdigest(),
         "optimizer": config.learner.optimizer.name,
     }
@@ -95,8 +92,11 @@ def write_identity(
     write_whole(folder / FILE, json.dumps(kept, indent=1))
 
 
-def check_identity(folder: pathlib.Path, identity: dict[str, str], *, steps: int) -> None:
+def check_identity(folder: pathlib.Path, identity: dict[str, str], *, steps: int) -> list[str]:
     """Checks that a resume matches the run in the folder.
+
+    Returns:
+        parts of the data that were not compared, since an older version did not record them.
 
     Raises:
         NotResumable: if there is no run, or it was another one; names the key.
@@ -112,10 +112,18 @@ def check_identity(folder: pathlib.Path, identity: dict[str, str], *, steps: int
     changed = [name for name in KEYS if before.get(name) != identity[name]]
     if changed:
         name = changed[0]
-        values = f" ({before.get(name)} then, {identity[name]} now)" if name != "prompts" else ""
         raise NotResumable(
-            f"--resume: the run in {folder} was started with another {name}{values}: put "
-            f"{KEYS[name]} back, or start a new run"
+            f"--resume: the run in {folder} was started with another {name} ({before.get(name)} "
+            f"then, {identity[name]} now): put {KEYS[name]} back, or start a new run"
+        )
+    recorded = {name: identity[name] for name in _DATA} | before
+    data = [DataDigests(**{name: one[name] for name in _DATA}) for one in (recorded, identity)]
+    if different := data[0].differences(data[1]):
+        raise NotResumable(
+            f"--resume: the run in {folder} was started with other {' and '.join(different)}: put "
+            "the data back as it was (file, fields, system prompt and template, tokenizer, "
+            "rollout.max_prompt_tokens; of a reasoning_gym task also the package's version), or "
+            "start a new run"
         )
     status = folder / "status.json"
     if status.is_file():
@@ -125,6 +133,7 @@ def check_identity(folder: pathlib.Path, identity: dict[str, str], *, steps: int
                 f"--resume: the run in {folder} finished its {last['step']} steps; give run.steps "
                 "a higher number to train on"
             )
+    return [part_of_data(name) for name in _DATA if name not in before]
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

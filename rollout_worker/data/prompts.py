@@ -11,7 +11,7 @@ is a ValueError that names the source, the place in it, and the fix. Only this m
 import dataclasses
 import datetime
 import decimal
-import hashlib
+import importlib.metadata
 import json
 import math
 import pathlib
@@ -67,15 +67,8 @@ class PromptSet:
     prompts: tuple[Prompt, ...]
     overlong: int
     """Prompts left out because they have more tokens than allowed."""
-
-    @property
-    def digest(self) -> str:
-        """sha256 over ids and tokens, hex: equal if two processes read the same prompts."""
-        total = hashlib.sha256()
-        for prompt in self.prompts:
-            total.update(f"{prompt.prompt_id}:".encode())
-            total.update(prompt.token_ids.tobytes())
-        return total.hexdigest()
+    procedural: bool = False
+    """Whether a reasoning_gym task made them."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -133,7 +126,7 @@ def load_prompts(
             f"max_prompt_tokens={max_prompt_tokens}; the shortest has {shortest} tokens with chat "
             "template and system prompt: raise rollout.max_prompt_tokens or shorten the template"
         )
-    return PromptSet(tuple(prompts), overlong)
+    return PromptSet(tuple(prompts), overlong, procedural=source.is_procedural)
 
 
 def count_shared(train: PromptSet, held_out: PromptSet) -> int:
@@ -190,6 +183,7 @@ def _procedural(source: SourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
         "seed": source.seed,
         "size": source.skip + source.size,
         "params": source.params,
+        "version": importlib.metadata.version("reasoning-gym"),
     }
     dataset = make_dataset(task, seed=origin["seed"], size=origin["size"], params=source.params)
     for index in range(origin["size"]):

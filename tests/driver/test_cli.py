@@ -54,7 +54,7 @@ def test_a_run_is_resumed_at_another_time_N16(run_file, tmp_path, capsys, format
     config = locate(load(file))
     first = prepare(config, LAST_YEAR)
     (tmp_path / "out").mkdir()
-    write_identity(tmp_path / "out", identity_of(config, first.model, first.digest), LAST_YEAR)
+    write_identity(tmp_path / "out", identity_of(config, first.model, first.data), LAST_YEAR)
     assert cli.main(["--config", file, "--resume", "--dry-run"]) == 0
     assert "clock, which stands at 2025-01-31 23:59:59+00:00" in capsys.readouterr().out
 
@@ -64,6 +64,67 @@ def test_a_run_without_a_moment_is_resumed_with_the_present_one_N16(run_file, tm
     config = locate(load(file))
     first = prepare(config)
     (tmp_path / "out").mkdir()
-    identity = identity_of(config, first.model, first.digest)
+    identity = identity_of(config, first.model, first.data)
     (tmp_path / "out" / "identity.json").write_text(json.dumps(identity))
     assert cli.main(["--config", file, "--resume", "--dry-run"]) == 0
+
+
+class Run:
+    """A run of two prompts that has taken its first step."""
+
+    def __init__(self, folder: pathlib.Path):
+        self.file, self.folder = folder / "run.yaml", folder / "out"
+        self.sums = folder / "sums.jsonl"
+        self.file.write_text(
+            f"run: {{output_dir: {self.folder}}}\nmodel: {{path: {DEMO}}}\n"
+            "rollout: {max_prompt_tokens: 64, max_completion_tokens: 64}\n"
+            f"data: {{train: {{source: {self.sums}}}, eval: {{source: {self.sums}}}}}\n"
+        )
+        self.write(["10", "7"])
+        config = load(str(self.file))
+        prepared = prepare(config)
+        self.folder.mkdir()
+        marks = identity_of(config, prepared.model, prepared.data)
+        write_identity(self.folder, marks, LAST_YEAR)
+
+    def write(self, answers):
+        """Replaces the data."""
+        records = [{"question": f"3 + {i} =", "answer": each} for i, each in enumerate(answers)]
+        self.sums.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    def resume(self, *overrides) -> int:
+        """Checks whether the run can be resumed; returns the exit code."""
+        sets = [f"--set={override}" for override in ("run.steps=2", *overrides)]
+        return cli.main(["--config", str(self.file), "--resume", "--dry-run", *sets])
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Run(tmp_path)
+
+
+def test_a_resume_with_other_answers_is_refused_N24(run, capsys):
+    assert run.resume() == 0
+    run.write(["10", "8"])
+    assert run.resume() == 2
+    said = capsys.readouterr().err
+    assert "other answers of data.train and answers of data.eval" in said
+    assert "or start a new run" in said
+
+
+def test_a_resume_with_another_evaluation_set_is_refused(run, capsys):
+    assert run.resume("data.eval.size=1") == 2
+    assert "other prompts of data.eval" in capsys.readouterr().err
+
+
+def test_a_run_of_an_older_version_resumes_and_is_told_what_was_not_compared(run, capsys):
+    path = run.folder / "identity.json"
+    old = {k: v for k, v in json.loads(path.read_text()).items() if "eval" not in k}
+    del old["answers"], old["records"]
+    path.write_text(json.dumps(old))
+    run.write(["10", "8"])
+    assert run.resume() == 0
+    assert "note: this run did not record its answers of data.train, records of" in (
+        capsys.readouterr().out
+    )
+    assert json.loads(path.read_text()) == old

@@ -510,8 +510,8 @@ def test_prompts_are_those_of_the_moment_whatever_the_time_is_N16(config):
     prepared = prepare(dated, MOMENT)
     assert prepared.moment == MOMENT
     assert "reads the clock, which stands at 2026-01-31 09:00:00+00:00" in prepared.text
-    assert prepare(dated, MOMENT).digest == prepared.digest
-    assert prepare(dated, MOMENT + datetime.timedelta(hours=1)).digest != prepared.digest
+    assert prepare(dated, MOMENT).data == prepared.data
+    assert prepare(dated, MOMENT + datetime.timedelta(hours=1)).data != prepared.data
     assert "reads the clock" not in prepare(config, MOMENT).text
     assert prepare(config).moment.tzinfo is not None
 

@@ -1,5 +1,6 @@
 """A resume goes on with the run that the folder holds, or says why it cannot."""
 
+import dataclasses
 import datetime
 import json
 
@@ -7,6 +8,7 @@ import pytest
 
 from driver.config.load_config import load
 from driver.config.resume_identity import (
+    KEYS,
     AlreadyFinished,
     NotResumable,
     changed_settings,
@@ -17,6 +19,7 @@ from driver.config.resume_identity import (
     write_identity,
 )
 from models.config import ModelConfig
+from rollout_worker.data.data_digests import DataDigests
 
 MODEL = ModelConfig(
     model_type="llama",
@@ -31,6 +34,7 @@ MODEL = ModelConfig(
 MOMENT = datetime.datetime(
     2026, 1, 31, 23, 59, 59, tzinfo=datetime.timezone(datetime.timedelta(hours=-5))
 )
+SAME_DATA = {field.name: "abc" for field in dataclasses.fields(DataDigests)}
 YAML = """
 model: {path: models/mine}
 data: {train: {source: train.jsonl}}
@@ -44,8 +48,8 @@ def make(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(YAML)
 
-    def one(*overrides, model=MODEL, prompts="abc"):
-        return identity_of(load(str(file), overrides), model, prompts)
+    def one(*overrides, model=MODEL, **data):
+        return identity_of(load(str(file), overrides), model, DataDigests(**SAME_DATA | data))
 
     return one
 
@@ -60,15 +64,21 @@ def test_the_same_run_may_go_on_with_other_rates_and_lengths(make, tmp_path):
     [
         (["run.seed=5"], {}, r"another seed \(0 then, 5 now\): put run.seed back"),
         (["learner.optimizer.name=sgd"], {}, "put learner.optimizer.name back"),
-        ([], {"prompts": "abd"}, "another prompts: put data.train, the tokenizer"),
+        ([], {"prompts": "abd"}, "other prompts of data.train: put the data back as it was"),
+        ([], {"answers": "abd"}, "other answers of data.train: put .* or start a new run"),
+        ([], {"records": "abd"}, "other records of data.train"),
+        ([], {"eval_prompts": "abd", "eval_records": "x"}, "other prompts of data.eval: put"),
+        (
+            [],
+            {"answers": "abd", "eval_answers": "x"},
+            "other answers of data.train and answers of data.eval",
+        ),
         ([], {"model": "eps"}, "put model.path back"),
     ],
 )
 def test_another_run_is_refused_with_the_key_to_put_back(
     make, tmp_path, overrides, changes, message
 ):
-    import dataclasses
-
     if changes.get("model"):
         changes = {"model": dataclasses.replace(MODEL, rms_norm_eps=1e-4)}
     write_identity(tmp_path, make(), MOMENT)
@@ -135,3 +145,20 @@ def test_a_damaged_moment_is_named_N16(make, tmp_path, kept):
     (tmp_path / "identity.json").write_text(json.dumps({**make(), "moment": kept}))
     with pytest.raises(NotResumable, match="has moment=.*no time with its time zone.*restore it"):
         kept_moment(tmp_path)
+
+
+def test_a_run_that_did_not_record_all_of_its_data_resumes_and_names_the_rest_N24(make, tmp_path):
+    old = {name: value for name, value in make().items() if name in ("prompts", *KEYS)}
+    write_identity(tmp_path, old, MOMENT)
+    rest = [
+        "answers of data.train",
+        "records of data.train",
+        "prompts of data.eval",
+        "answers of data.eval",
+        "records of data.eval",
+    ]
+    assert check_identity(tmp_path, make(answers="x", eval_prompts="y"), steps=5) == rest
+    with pytest.raises(NotResumable, match="other prompts of data.train"):
+        check_identity(tmp_path, make(prompts="x"), steps=5)
+    write_identity(tmp_path, make(), MOMENT)
+    assert check_identity(tmp_path, make(), steps=5) == []

@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 
 from driver.fleet.fleet_worker import Worker
+from rollout_worker.data.data_digests import digest_data
+from rollout_worker.data.prompts import PromptSet
 from rollout_worker.worker_records import LeaseOutcome, LeaseResult, News, WorkerInfo
 from services.control.messages import WorkerState
 from services.process.process_memory import ProcessMemory, process_memory
@@ -18,7 +20,7 @@ INFO = WorkerInfo(
     devices="1 x NVIDIA H200",
     address="a:1",
     slots=64,
-    prompts_digest="",
+    data=digest_data(PromptSet(prompts=(), overlong=0), None),
     clock_s=1.0,
 )
 ON_DEVICE = ProcessMemory(host_bytes=10, device_bytes=20, device_peak_bytes=30)
