@@ -12,6 +12,12 @@ class RunError(Exception):
         """Further information for a developer, such as the traceback of another process."""
 
 
+class NothingTrained(RunError):
+    """The run took its steps, and none of them changed the policy."""
+
+    exit_code = 4
+
+
 class NoRun(RunError):
     """The folder is not the output folder of a run."""
 

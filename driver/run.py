@@ -52,6 +52,7 @@ def run(config: RunConfig, folder: pathlib.Path, prepared: Prepared) -> None:
         prepared: what `driver/config/prepare.py` found in the data.
 
     Raises:
+        NothingTrained: if all steps are done and every update was skipped.
         Interrupted: after SIGINT or SIGTERM, with a checkpoint written.
         RunError: anything else that a person can act on; each names what was waited for.
     """
@@ -137,6 +138,7 @@ def _run_tracked(
             session.summarise()
             raise
         session.summarise()
+        session.check_trained()
 
 
 def _open_reports(
@@ -226,7 +228,7 @@ def _readable(folder: pathlib.Path):
     except RunError as error:
         if error.details:
             path = folder / "error.txt"
-            path.write_text(error.details)
+            path.write_text(error.details, encoding="utf-8", errors="backslashreplace")
             error.args = (f"{error} (traceback: {path})",)
         raise
 

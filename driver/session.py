@@ -15,7 +15,7 @@ from driver.accounting.leases import LeaseState, TrajectoryState
 from driver.accounting.run_state import RunState
 from driver.config.prepare import Prepared
 from driver.config.run_config import CheckpointConfig, PlacementConfig, RunSection
-from driver.errors import RunError
+from driver.errors import NothingTrained, RunError
 from driver.evaluator import Evaluator
 from driver.fleet.actor_calls import ActorFailed, LearnerLost
 from driver.fleet.fleet import FleetEvents, WorkerFleet
@@ -137,6 +137,15 @@ class Session:
         """Prints what the run came to; the last line is for machines."""
         self._reports.summarise(self._state, self._resumed_at)
 
+    def check_trained(self) -> None:
+        """Checks that the run came to something.
+
+        Raises:
+            NothingTrained: if every update was skipped, with the cause.
+        """
+        if self._state.failure:
+            raise NothingTrained(self._state.failure)
+
     def tables(self) -> dict[str, Any]:
         """What only the driver knows of its processes and leases, for a post-mortem."""
         return self._supervisor.tables() | {"leases": self._state.leases.lease_totals}
@@ -157,9 +166,9 @@ class Session:
                 self._save_in_passing()
 
     def _finish(self) -> None:
-        """Leaves the last checkpoint and the exported policy."""
+        """Leaves the last checkpoint and the exported policy, unless it is the initial one."""
         self._save()
-        if self._checkpoint.export_hf:
+        if self._checkpoint.export_hf and not self._state.failure:
             exported = self._supervisor.learner.export(str(self._folder / "export"))
             dtypes = self._supervisor.wait_for(exported, timeout_s=self._wait_s)
             chosen = self._checkpoint.export_dtype
@@ -320,6 +329,7 @@ class Session:
         state, batch = self._state, self._gather()
         rollout_s = time.monotonic() - started
         metrics: dict[str, float] = {"train/update_skipped": 1.0}
+        outcomes: dict[str, str] = {}
         if batch.kept or batch.dropped:
             report = self._supervisor.wait_for(
                 self._supervisor.learner.update(batch.kept, batch.dropped, self._wait_s),
@@ -332,12 +342,13 @@ class Session:
             if report.replayed == "different":
                 self._reports.show_divergence(step, report)
             state.policy_version = report.policy_version
-            metrics = report.metrics
+            metrics, outcomes = report.metrics, report.outcomes
         metrics |= batch.metrics()
         update_s = time.monotonic() - started - rollout_s
         self._reports.write_samples(step, batch.samples)
-        state.rewards.append(metrics["reward/total/mean"])
-        self._reports.show_problems(step, batch, metrics)
+        skip_cause = batch.skip_cause(metrics, outcomes)
+        state.record_update(metrics["reward/total/mean"], skip_cause)
+        self._reports.show_problems(step, batch, skip_cause)
         return metrics | {
             "time/train/rollout_generate_s": rollout_s,
             "time/train/update_s": update_s,

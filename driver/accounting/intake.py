@@ -5,9 +5,10 @@ old.
 Synchronous mode is `max_staleness` 0 and needs no rule of its own.
 """
 
+import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from driver.accounting.leases import LeaseTable, TrajectoryState
 from learner.config import AlgorithmConfig
@@ -16,6 +17,13 @@ from rollout_worker.sample_record import Sample
 from rollout_worker.worker_records import LeaseOutcome, LeaseResult
 from services.trajectories.group_report import GroupReport
 from services.wire.messages import Lease
+
+_LEFT_OUT = {
+    TrajectoryState.DROPPED_ZERO_VARIANCE.value: "of equal rewards",
+    TrajectoryState.DROPPED_ERROR.value: "without a scored completion",
+    TrajectoryState.DROPPED_STALE.value: "too old or outside the off-policy bounds",
+}
+"""Ledger state of a group that did not train -> in words."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -42,6 +50,37 @@ class StepBatch:
             f"completions of {len(failed)} of {len(self.reports)} groups could not be scored and "
             f"are left out, the first for: {failed[0].reward_error}"
         )
+
+    def skip_cause(self, metrics: Mapping[str, float], outcomes: Mapping[str, str]) -> str:
+        """One line on why the update of this step was skipped; empty where it was made.
+
+        Args:
+            metrics: of the update.
+            outcomes: ledger state by group_id, of the groups that the update got.
+        """
+        if not metrics["train/update_skipped"]:
+            return ""
+        if "train/loss" in metrics:
+            return "its loss or gradient was not finite; its groups are in rejected/"
+        if not self.reports:
+            return "no group came that could train"
+        errors = [report.reward_error for report in self.reports if report.reward_error]
+        if errors and not any(report.scored for report in self.reports):
+            return f"no completion could be scored, the first for: {errors[0]}"
+        ends = collections.Counter(
+            _LEFT_OUT.get(
+                outcomes.get(report.group_id, self._dropped_as(report)), "with no completion left"
+            )
+            for report in self.reports
+        )
+        shown = ", ".join(f"{count} {why}" for why, count in sorted(ends.items()))
+        return f"nothing was left to train on, groups: {shown}"
+
+    def _dropped_as(self, report: GroupReport) -> str:
+        """Ledger state of a group that never came to an update."""
+        equal = report.zero_variance and report.group_id in self.dropped
+        state = TrajectoryState.DROPPED_ZERO_VARIANCE if equal else TrajectoryState.DROPPED_STALE
+        return state.value
 
     def metrics(self) -> dict[str, float]:
         """Of the step's groups, also those that were replaced."""

@@ -24,6 +24,10 @@ class RunState:
     """The learner's current one."""
     rewards: list[float] = dataclasses.field(default_factory=list)
     """Mean total reward by step."""
+    updates: int = 0
+    """Steps that changed the policy."""
+    skip_cause: str = ""
+    """Why the last step that did not was skipped."""
     accuracy: dict[int, Accuracy] = dataclasses.field(default_factory=dict)
     """By the step that was evaluated."""
     replay: deque[RecordedUpdate] = dataclasses.field(default_factory=deque)
@@ -53,12 +57,37 @@ class RunState:
         state = cls(leases=leases, intake=Intake(leases, rules))
         if kept is not None:
             state.rewards = [math.nan if r is None else r for r in kept["rewards"]]
+            # A checkpoint of before this count: a step with a reward trained, as far as is known.
+            scored = sum(math.isfinite(reward) for reward in state.rewards)
+            state.updates = kept.get("updates", scored)
+            state.skip_cause = kept.get("skip_cause", "")
             state.accuracy = {s: Accuracy(correct=c, total=n) for s, c, n in kept["accuracy"]}
         if restored is not None:
             state.step, state.policy_version = restored.step, restored.policy_version
             state.replay = deque(restored.replay)
             state.intake.adopt_reports(restored.waiting)
         return state
+
+    def record_update(self, reward: float, skip_cause: str) -> None:
+        """Records the update of one step.
+
+        Args:
+            reward: mean total reward; NaN if no completion was scored.
+            skip_cause: why the policy stayed as it was; empty where it changed.
+        """
+        self.rewards.append(reward)
+        self.updates += not skip_cause
+        self.skip_cause = skip_cause or self.skip_cause
+
+    @property
+    def failure(self) -> str:
+        """One line on a run whose every update was skipped; empty where one was made."""
+        if self.updates or not self.rewards:
+            return ""
+        return (
+            f"nothing was trained: each of {len(self.rewards)} updates was skipped, the last one "
+            f"because {self.skip_cause}"
+        )
 
     def checkpoint_state(self, ledger: Mapping[str, Any]) -> dict[str, Any]:
         """What a checkpoint keeps, as plain JSON values.
@@ -70,5 +99,7 @@ class RunState:
             "book": self.leases.state(),
             "ledger": dict(ledger),
             "rewards": [r if math.isfinite(r) else None for r in self.rewards],
+            "updates": self.updates,
+            "skip_cause": self.skip_cause,
             "accuracy": [[step, a.correct, a.total] for step, a in self.accuracy.items()],
         }

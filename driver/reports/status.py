@@ -32,6 +32,8 @@ class ExitCode(enum.IntEnum):
     """Nothing was started: configuration, files or geometry cannot work."""
     RESOURCES_NOT_MET = 3
     """Nothing was started: the cluster or machine lacks what the run asks for."""
+    NOTHING_TRAINED = 4
+    """All steps are done and the last checkpoint is on disk, but no step changed the policy."""
     INTERRUPTED = 130
     """Ctrl-C (SIGINT); a checkpoint was written first."""
     HUNG_UP = 129

@@ -113,15 +113,16 @@ class StepReports:
             f"differs; {len(report.disowned)} groups that were sampled under it are dropped"
         )
 
-    def show_problems(self, step: int, batch: StepBatch, metrics: Mapping[str, float]) -> None:
-        """Shows problems of a step that a user should see at once."""
+    def show_problems(self, step: int, batch: StepBatch, skip_cause: str) -> None:
+        """Shows problems of a step that a user should see at once.
+
+        Args:
+            skip_cause: why its update was skipped; empty where it was made.
+        """
         if problem := batch.reward_problem():
             self.say(f"step {step}: {problem}")
-        if metrics["train/update_skipped"]:
-            self.say(
-                f"step {step}: the update was skipped; nothing was left to train on, or a number "
-                "was not finite (then its groups are in rejected/)"
-            )
+        if skip_cause:
+            self.say(f"step {step}: the update was skipped: {skip_cause}")
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Writes a few completions of a step down."""

@@ -176,16 +176,28 @@ def nonfinite(scene: Scene) -> RuleFinding | None:
     )
 
 
+_SKIP_ADVICE = {
+    True: "loss or gradient was not finite: see the groups in the folder rejected/ of the run",
+    False: "no group was left to train on: see the share of zero-variance groups, of reward errors "
+    "and of truncated completions",
+}
+"""By whether the skipped step has a loss."""
+
+
 def skipped(scene: Scene) -> RuleFinding | None:
     """A step made no update."""
     count = sum(scene.recent.values("train/update_skipped"))
     if not count:
         return None
+    with_loss = {
+        "train/loss" in facts.metrics
+        for facts in scene.recent.steps
+        if facts.metrics.get("train/update_skipped")
+    }
     return RuleFinding(
         BAD if count > 2 else WARN,
         f"{count:.0f} of the last {len(scene.recent.steps)} steps made no update",
-        "no group was left to train on, or a number was not finite: see the metrics that are not "
-        "finite and the share of zero-variance groups",
+        "; ".join(advice for has_loss, advice in _SKIP_ADVICE.items() if has_loss in with_loss),
         "trust",
     )
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from driver.accounting.intake import Intake, IntakeRules
+from driver.accounting.intake import Intake, IntakeRules, StepBatch
 from driver.accounting.leases import LeaseTable
 from rollout_worker.worker_records import LeaseOutcome, LeaseResult
 from services.trajectories.group_report import GroupReport
@@ -227,6 +227,54 @@ def test_completions_that_could_not_be_scored_are_said():
     assert batch.reward_problem().startswith("completions of 1 of 2 groups could not be scored")
     assert batch.metrics()["reward/total/mean"] == 0.5
     assert math.isnan(intake.take_batch(0).metrics()["reward/total/mean"])
+
+
+SKIPPED = {"train/update_skipped": 1.0}
+
+
+def skip_cause(metrics, *ends, kept=None, **fields):
+    """The cause for groups that ended in these states in an update, or came to none ('')."""
+    names = ids(*range(len(ends)))
+    kept = names if kept is None else ids(*kept)
+    batch = StepBatch(
+        kept=kept,
+        dropped=[name for name in names if name not in kept],
+        reports=[report_of(name, 0, **fields) for name in names],
+    )
+    outcomes = {name: end for name, end in zip(names, ends, strict=True) if end}
+    return batch.skip_cause(metrics, outcomes)
+
+
+def test_an_update_that_was_not_finite_is_not_one_that_had_nothing_to_train_on():
+    assert skip_cause({"train/update_skipped": 0.0, "train/loss": 0.1}, "trained") == ""
+    for loss in (math.nan, 0.5):  # the gradient alone may be infinite
+        assert skip_cause(SKIPPED | {"train/loss": loss}, "dropped_error") == (
+            "its loss or gradient was not finite; its groups are in rejected/"
+        )
+    assert skip_cause(SKIPPED) == "no group came that could train"
+
+
+def test_the_cause_of_an_empty_update_says_what_became_of_its_groups():
+    assert skip_cause(SKIPPED, "dropped_error", "dropped_error", scored=0) == (
+        "no completion could be scored, the first for: mine:score raised KeyError: 'x'"
+    )
+    equal, error, stale = "dropped_zero_variance", "dropped_error", "dropped_stale"
+    assert skip_cause(SKIPPED, equal, error, equal) == (
+        "nothing was left to train on, groups: 2 of equal rewards, 1 without a scored completion"
+    )
+    assert skip_cause(SKIPPED, stale, "trained") == (
+        "nothing was left to train on, groups: 1 too old or outside the off-policy bounds, "
+        "1 with no completion left"
+    )
+
+
+def test_groups_that_were_dropped_before_the_update_count_in_its_cause():
+    assert skip_cause(SKIPPED, "", "", kept=[], equal=True) == (
+        "nothing was left to train on, groups: 2 of equal rewards"
+    )
+    assert skip_cause(SKIPPED, "", kept=[]) == (
+        "nothing was left to train on, groups: 1 too old or outside the off-policy bounds"
+    )
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from driver.config.load_config import ConfigError
-from driver.errors import RunError
+from driver.errors import NothingTrained, RunError
 from driver.reports.status import ExitCode, State, StatusFile, exit_code_of
 from driver.signals import Interrupted
 
@@ -34,6 +34,7 @@ class Refused(RunError):
     [
         (ConfigError("run.steps: 0 must be at least 1"), "failed", 2),
         (Refused("asked 64 CPU, free 2"), "failed", 3),
+        (NothingTrained("nothing was trained"), "failed", 4),
         (KeyboardInterrupt(), "interrupted", 130),
         (Interrupted(signal.SIGTERM), "interrupted", 143),
         (ZeroDivisionError("division by zero"), "failed", 1),

@@ -284,6 +284,18 @@ def test_what_is_far_beyond_is_bad(name, steps, severity):
     assert run(steps).standing[name].finding.severity == severity
 
 
+def test_the_advice_on_skipped_updates_tells_its_two_causes_apart():
+    empty = step(1, metrics={"train/update_skipped": 1.0})
+    broken = step(2, metrics={"train/update_skipped": 1.0, "train/loss": math.nan})
+
+    def advice(*steps):
+        return run(steps).standing["skipped"].finding.advice
+
+    assert "left to train on" in advice(empty) and "rejected/" not in advice(empty)
+    assert "rejected/" in advice(broken) and "left to train on" not in advice(broken)
+    assert "left to train on" in advice(empty, broken) and "rejected/" in advice(empty, broken)
+
+
 def test_the_first_entropy_is_of_steps_that_did_not_compile():
     compiling = habit(12, learner={"compile": 1.0}, metrics={"train/entropy": 4.0})
     assert "entropy" not in run(then(compiling, {}, 24)).standing
