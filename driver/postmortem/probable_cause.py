@@ -27,6 +27,7 @@ RULES: tuple[Rule, ...] = (
     training.find_used_up_restarts,
     training.find_silent_process,
     training.find_accounting_error,
+    training.find_nothing_trained,
     training.find_bad_configuration,
     host.find_missing_resources,
 )

@@ -179,6 +179,20 @@ def find_accounting_error(facts: Facts) -> Cause | None:
     )
 
 
+def find_nothing_trained(facts: Facts) -> Cause | None:
+    """Every update was skipped."""
+    if facts.exit_code != 4:
+        return None
+    return cause_of(
+        "nothing trained",
+        80,
+        short(facts.error),
+        [f"the last {len(facts.metrics)} steps of metrics.jsonl"] if facts.metrics else [],
+        "look at samples.jsonl: rewards that never differ, completions that are cut or have a "
+        "reward_error; correct reward.functions, the data, or rollout.max_completion_tokens",
+    )
+
+
 def find_bad_configuration(facts: Facts) -> Cause | None:
     """The configuration was refused."""
     if facts.exit_code != 2:

@@ -175,6 +175,11 @@ REFUSED = (
             ["placement.bind_host='x' is no address", "--dry-run"],
         ),
         (
+            Facts(error="nothing was trained: each of 2 updates was skipped", exit_code=4),
+            "nothing trained",
+            ["each of 2 updates was skipped", "samples.jsonl"],
+        ),
+        (
             Facts(error=str(ResourcesNotMet("cannot fit:\nCPU: asked 9, has 2")), exit_code=3),
             "resources",
             ["CPU: asked 9, has 2", "add nodes"],
