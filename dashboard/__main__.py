@@ -26,6 +26,7 @@ from dashboard.listener import PortTaken, answers, bind, url_of
 from dashboard.runs.run_follower import RunFollower
 from dashboard.server import DashboardServer, Orphaned
 from services.process import stacks
+from services.process.terminal_text import protect_terminal
 from services.wire.reachable import is_loopback
 
 NOT_LOOPBACK = (
@@ -206,4 +207,5 @@ def _port(text: str) -> int:
 
 
 if __name__ == "__main__":
+    protect_terminal()
     sys.exit(main())

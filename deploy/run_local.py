@@ -205,6 +205,7 @@ def submit(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        errors="backslashreplace",
         start_new_session=True,
     )
 
@@ -298,4 +299,6 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
     sys.exit(main(sys.argv[1:]))

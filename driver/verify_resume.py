@@ -9,13 +9,14 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.table import Table
 
 from driver.reports.status import ExitCode
+from driver.terminal.harmless import harmless_console
 from learner.durable.frames import DamagedFile
 from learner.resume_check import NothingToCheck, RecordedStep, RepeatedStep, find_step, repeat_step
 from models.platform import WrongPlatform
+from services.process.terminal_text import protect_terminal
 
 SHOWN = 16
 """Characters of a hash that the table shows."""
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints one table; returns the exit code."""
     given = parser().parse_args(arguments)
     folder = pathlib.Path(given.folder)
-    console = Console()
+    console = harmless_console()
     try:
         recorded = find_step(folder, given.step)
         console.print(
@@ -92,4 +93,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    protect_terminal()
     sys.exit(main())

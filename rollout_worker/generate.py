@@ -31,6 +31,7 @@ from rollout_worker.engine.layout import Layout, make_mesh
 from rollout_worker.engine.slots import DecodeSpec
 from rollout_worker.engine.stop_strings import build_stop_automaton, token_bytes
 from services.process.phase_clock import PhaseClock
+from services.process.terminal_text import protect_terminal
 from services.wire.messages import FinishReason
 
 RAW_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -337,6 +338,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    if sys.stdout.isatty():  # a file or a pipe gets what the model wrote
+        protect_terminal()
+    sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
     code = main()
     sys.stdout.flush()
     if code == INTERRUPTED:

@@ -91,6 +91,8 @@ def connect(
     address = os.environ.get("RAY_ADDRESS", "")
     if address:
         _check_listening(address)
+    # Ray prints the output of actors; a coloured prefix would be made harmless with the rest.
+    os.environ["RAY_COLOR_PREFIX"] = "0"
     try:
         context = ray.init(
             namespace=namespace,

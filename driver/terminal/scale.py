@@ -19,6 +19,7 @@ from rich.table import Table
 
 from driver.errors import NoRun, RunError
 from driver.reports.status import ExitCode, State
+from driver.terminal.harmless import harmless_console
 from services.control.access import NoAccess, read_access
 from services.control.client import ControlClient, ControlFailed
 from services.control.messages import (
@@ -103,7 +104,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code; a user's mistake is one message without a traceback."""
     given = parser().parse_args(arguments)
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+    console = harmless_console(plain_width=PLAIN_WIDTH)
     try:
         check_running(given.run)
         with _connect(given.run) as client:

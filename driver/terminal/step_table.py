@@ -7,7 +7,6 @@ comes again every twenty lines. The phases shown are those of the critical path
 """
 
 import dataclasses
-import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 
@@ -20,6 +19,7 @@ from diagnosis.judgement.recent import WINDOW
 from diagnosis.records.facts import StepFacts
 from driver.accounting.ledger import StepRecord
 from driver.terminal import bars
+from driver.terminal.harmless import Harmless, harmless_console
 
 PHASE_COLUMNS = {
     **{"weights": "weights", "prefill": "prefill", "decode": "decode", "scoring": "scoring"},
@@ -101,14 +101,14 @@ class StepView:
     def __init__(self, name: str, total_steps: int, console: Console | None = None):
         self._name = name
         self._total_steps = total_steps
-        self._console = console or Console(file=sys.stdout)
+        self._console = console or harmless_console()
         self._rows: deque[StepRow] = deque(maxlen=LIVE_ROWS)
         self._shown = 0
         self._live: Live | None = None
 
     def __enter__(self) -> "StepView":
         if self._console.is_terminal:
-            self._live = Live(self._drawn(), console=self._console, auto_refresh=False)
+            self._live = Live(Harmless(self._drawn()), console=self._console, auto_refresh=False)
             self._live.start()
         return self
 
@@ -123,14 +123,14 @@ class StepView:
         self._rows.append(row)
         self._shown += 1
         if self._live is not None:
-            self._live.update(self._drawn(), refresh=True)
+            self._live.update(Harmless(self._drawn()), refresh=True)
             return
         if (self._shown - 1) % HEADER_EVERY == 0:
             self.say(plain_line(COLUMNS))
         self.say(plain_line(row.cells()))
 
     def say(self, text: str) -> None:
-        """Prints a line unchanged, above the table on a terminal."""
+        """Prints a line, above the table on a terminal."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _drawn(self) -> Group:

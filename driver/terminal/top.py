@@ -12,12 +12,10 @@ import math
 import pathlib
 import sys
 import time
-import unicodedata
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -26,6 +24,7 @@ from diagnosis.records.run_log import RunLog
 from driver.errors import NoRun, RunError
 from driver.reports.status import ExitCode
 from driver.terminal import bars
+from driver.terminal.harmless import Harmless, harmless_console
 from driver.terminal.scale import fleet_table
 from services.control.access import NoAccess, read_access
 from services.control.client import ControlClient, ControlFailed
@@ -226,8 +225,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None, console: Console | None = None) -> int:
     """Returns the exit code; a user's mistake is one message without a traceback."""
     given = parser().parse_args(arguments)
-    width = None if sys.stdout.isatty() else PLAIN_WIDTH
-    console = console or Console(file=sys.stdout, width=width)
+    console = console or harmless_console(plain_width=PLAIN_WIDTH)
     try:
         with contextlib.closing(Top(given.run)) as top:
             top.refresh()
@@ -236,7 +234,7 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
             else:
                 console.print(_rendered(top, console))
             if ending := top.ending():
-                console.print(_Harmless(Text(ending)), soft_wrap=True)
+                console.print(Text(ending), soft_wrap=True)
         return ExitCode.FINISHED
     except RunError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -258,26 +256,9 @@ def _watch(top: Top, console: Console, every_s: float) -> None:
             live.update(_rendered(top, console), refresh=True)
 
 
-def _rendered(top: Top, console: Console) -> "_Harmless":
+def _rendered(top: Top, console: Console) -> Harmless:
     coloured = console.color_system is not None
-    return _Harmless(top.render(console.width, coloured=coloured, now=time.time()))
-
-
-class _Harmless:
-    """Draws something without the control characters in its text: a name or an error that a run
-    has written down may contain some, and a terminal obeys them.
-    """
-
-    def __init__(self, drawn: RenderableType):
-        self._drawn = drawn
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for segment in console.render(self._drawn, options):
-            yield segment if segment.control else Segment(_shown(segment.text), segment.style)
-
-
-def _shown(text: str) -> str:
-    return "".join(c if c == "\n" or unicodedata.category(c) != "Cc" else "\ufffd" for c in text)
+    return Harmless(top.render(console.width, coloured=coloured, now=time.time()))
 
 
 def _seconds(text: str) -> float:
