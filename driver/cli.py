@@ -1,6 +1,7 @@
 """The command line of a run: train, or only print or check the configuration."""
 
 import argparse
+import io
 import os
 import pathlib
 import sys
@@ -14,6 +15,7 @@ from driver.config.yaml_text import parse_yaml
 from driver.errors import RunError
 from driver.fleet.ray_environment import set_environment
 from driver.signals import Interrupted
+from services.process.terminal_text import unfiltered_stdout
 from services.process.whole_file import write_whole
 
 DEFAULT_CONFIG = "deploy/runs/demo_cpu.yaml"
@@ -79,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = locate(settings.load(given.config, overrides))
         if given.print_config:
-            sys.stdout.write(settings.dump(config))
+            _print_config(settings.dump(config))
             return 0
         folder = output_folder(config)
         automatic = config.run.resume == "auto"
@@ -124,6 +126,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         what = "" if isinstance(error, Interrupted) else "error: "
         print(f"{what}{error}", file=sys.stderr, flush=True)
         return error.exit_code
+
+
+def _print_config(text: str) -> None:
+    """Prints YAML; unless a terminal shows it, as `--config` reads it: unchanged and in UTF-8."""
+    if sys.stdout.isatty():
+        sys.stdout.write(text)
+        return
+    stream = unfiltered_stdout()
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(encoding="utf-8")
+    stream.write(text)
 
 
 def _write_settings(folder: pathlib.Path, text: str, *, resume: bool) -> list[str]:

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from driver.config.yaml_text import parse_yaml
+from driver.reports.status import ExitCode, StatusFile
 from driver.terminal.harmless import Harmless, make_harmless
 from driver.terminal.step_table import StepView
 from tests.deadlines import HANG_S
@@ -52,16 +54,26 @@ def test_output_of_actors_above_a_live_table_has_no_control_characters(monkeypat
     assert "noise" in text and "\x1bc" not in text and "\x9b" not in text
 
 
-@pytest.mark.parametrize("given", [{"PYTHONIOENCODING": "ascii"}, {"PYTHONIOENCODING": "latin-1"}])
-def test_a_stream_that_cannot_encode_a_name_is_no_traceback(given):
+def output_of(*arguments, encoding):
     done = subprocess.run(
-        [
-            *(sys.executable, "-m", "driver", "--print-config"),
-            *("--set", "data.system_prompt=é 日"),
-        ],
-        env=os.environ | given,
+        [sys.executable, "-m", *arguments],
+        env=os.environ | {"PYTHONIOENCODING": encoding},
         capture_output=True,
         timeout=HANG_S,
     )
-    assert done.returncode == 0, done.stderr
-    assert b"\\u65e5" in done.stdout and b"Traceback" not in done.stderr
+    assert done.returncode == 0 and b"Traceback" not in done.stderr, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_stream_that_cannot_encode_a_name_is_no_traceback(tmp_path, encoding):
+    StatusFile(tmp_path, run="é 日", run_id="demo-1").end(ExitCode.FAILED, f"日{HOSTILE}")
+    shown = output_of("driver.top", "--run", str(tmp_path), encoding=encoding)
+    assert b"\\u65e5" in shown and not set(shown) & set(b"\x1b\x07\r")
+
+
+def test_a_configuration_that_is_printed_into_a_file_is_unchanged():
+    prompt = "é 日 \u202e"
+    arguments = ("driver", "--print-config", "--set", f"data.system_prompt={prompt}")
+    printed = parse_yaml(output_of(*arguments, encoding="ascii").decode())
+    assert printed["data"]["system_prompt"] == prompt
