@@ -31,6 +31,8 @@ class LearnerSpec:
     """Of the exported tensors; None gives each the type that it came in."""
     chunk_bytes: int
     keep_versions: int
+    group_size: int
+    """Completions of every group."""
     buffer_groups: int
     """Groups that may wait; more are refused until some are taken."""
     buffer_bytes: int

@@ -88,6 +88,7 @@ class RecordedLearner:
         self._journal = Journal(
             folder / SPOOL,
             spec.run_id,
+            group_size=spec.group_size,
             capacity_groups=spec.buffer_groups,
             capacity_bytes=spec.buffer_bytes,
             max_staleness=spec.max_staleness,

@@ -55,6 +55,7 @@ class ActorSpecs:
             export_dtype=config.checkpoint.export_dtype,
             chunk_bytes=config.weights.chunk_bytes,
             keep_versions=config.weights.keep_versions,
+            group_size=config.rollout.completions_per_prompt,
             buffer_groups=config.rollout.prompts_per_step * steps,
             buffer_bytes=BUFFER_BYTES,
             bind_host=config.placement.bind_host,

@@ -47,6 +47,7 @@ class Journal:
         folder: str | os.PathLike,
         run_id: str,
         *,
+        group_size: int,
         capacity_groups: int,
         capacity_bytes: int,
         max_staleness: int,
@@ -54,7 +55,7 @@ class Journal:
         """Args:
             folder: of the spool.
             run_id: of the run.
-            capacity_groups, capacity_bytes, max_staleness: as GroupBuffer has them.
+            group_size, capacity_groups, capacity_bytes, max_staleness: as GroupBuffer has them.
 
         Raises:
             DamagedFile: if the spool cannot be trusted, or is of another run.
@@ -64,6 +65,7 @@ class Journal:
         self._max_staleness = max_staleness
         self.buffer = GroupBuffer(
             run_id,
+            group_size=group_size,
             capacity_groups=capacity_groups,
             capacity_bytes=capacity_bytes,
             max_staleness=max_staleness,

@@ -43,6 +43,7 @@ class GroupBuffer:
         self,
         run_id: str,
         *,
+        group_size: int,
         capacity_groups: int,
         capacity_bytes: int,
         max_staleness: int,
@@ -52,18 +53,21 @@ class GroupBuffer:
 
         Args:
             run_id: groups of other runs are malformed.
+            group_size: completions of every group, >= 1; groups with others are malformed.
             capacity_groups: most groups that wait at a time, >= 1.
             capacity_bytes: most bytes of arrays that wait at a time, >= 1.
             max_staleness: oldest version accepted, in versions behind the current one, >= 0.
             store: makes a group durable; called without a lock, from several threads. What it
                 raises as OSError refuses the group.
         """
-        if capacity_groups < 1 or capacity_bytes < 1 or max_staleness < 0:
+        if min(group_size, capacity_groups, capacity_bytes) < 1 or max_staleness < 0:
             raise ValueError(
-                "capacity_groups and capacity_bytes must be at least 1 and max_staleness at "
-                f"least 0, got {capacity_groups=}, {capacity_bytes=}, {max_staleness=}"
+                "group_size, capacity_groups and capacity_bytes must be at least 1 and "
+                f"max_staleness at least 0, got {group_size=}, {capacity_groups=}, "
+                f"{capacity_bytes=}, {max_staleness=}"
             )
         self.run_id = run_id
+        self._group_size = group_size
         self._capacity_groups = capacity_groups
         self._capacity_bytes = capacity_bytes
         self._store = store
@@ -287,7 +291,7 @@ class GroupBuffer:
 
     def _admit(self, group: Group) -> WaitingGroup | None:
         """Checks a group and reserves its room; None for one that was accepted before."""
-        check_group(group, self.run_id)
+        check_group(group, self.run_id, self._group_size)
         arriving = WaitingGroup(group, report_of(group), group_nbytes(group))
         if arriving.nbytes > self._capacity_bytes:
             raise ValueError(

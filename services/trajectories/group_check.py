@@ -9,10 +9,16 @@ from services.wire.messages import Completion, Group
 
 LOGPROB_ROUNDING = 1e-5
 """A logprob is at most 0; float32 normalisers may overshoot by this much, in nats."""
+MOST_SHOWN = 32
+"""Numbers of a list in a message."""
 
 
-def check_group(group: Group, run_id: str) -> None:
-    """Raises ValueError, with value and rule, unless the group can be trained on in this run."""
+def check_group(group: Group, run_id: str, group_size: int) -> None:
+    """Raises ValueError, with value and rule, unless the group can be trained on in this run.
+
+    Args:
+        group_size: completions of every group: advantages are relative to a whole group.
+    """
     if group.run_id != run_id:
         raise ValueError(f"group {group.group_id!r} is of run {group.run_id!r}, not {run_id!r}")
     if not group.group_id:
@@ -23,11 +29,12 @@ def check_group(group: Group, run_id: str) -> None:
         if value < 0:
             raise ValueError(f"{where}: {field} must be at least 0, got {value}")
     _check_ids(group.prompt_token_ids, f"{where}: prompt_token_ids")
-    if not group.completions:
-        raise ValueError(f"{where} has no completions")
     indices = [completion.sample_index for completion in group.completions]
-    if min(indices) < 0 or len(set(indices)) != len(indices):
-        raise ValueError(f"{where}: sample_index must differ and be at least 0, got {indices}")
+    if sorted(indices) != list(range(group_size)):
+        raise ValueError(
+            f"{where}: a group of this run has {group_size} completions, with each sample_index "
+            f"from 0 to {group_size - 1} once; got {len(indices)}: {_listed(indices)}"
+        )
     for completion in group.completions:
         _check_completion(completion, f"{where}, sample {completion.sample_index}")
     for phase, seconds in group.phase_s.items():
@@ -44,6 +51,12 @@ def group_nbytes(group: Group) -> int:
         completion.token_ids.nbytes + completion.behavior_logprobs.nbytes
         for completion in group.completions
     )
+
+
+def _listed(indices: list[int]) -> str:
+    """The numbers, or the first of very many."""
+    shown = ", ".join(map(str, indices[:MOST_SHOWN]))
+    return f"[{shown}{', ...' if len(indices) > MOST_SHOWN else ''}]"
 
 
 def _check_completion(completion: Completion, where: str) -> None:

@@ -45,6 +45,7 @@ def learner_spec(
         export_dtype=None,
         chunk_bytes=4096,
         keep_versions=2,
+        group_size=4,
         buffer_groups=16,
         buffer_bytes=2**20,
         bind_host="127.0.0.1",

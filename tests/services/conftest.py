@@ -74,8 +74,8 @@ def make_group(make_completion):
 @pytest.fixture(scope="session")
 def make_buffer():
     def make(**changes) -> GroupBuffer:
-        sizes = {"capacity_groups": 8, "capacity_bytes": 2**20, "max_staleness": 0} | changes
-        return GroupBuffer(RUN_ID, **sizes)
+        sizes = {"capacity_groups": 8, "capacity_bytes": 2**20, "max_staleness": 0}
+        return GroupBuffer(RUN_ID, **{"group_size": 2, **sizes, **changes})
 
     return make
 

@@ -134,7 +134,11 @@ def table(report: FuzzReport) -> Iterator[str]:
 
 def _real_buffer() -> GroupBuffer:
     return GroupBuffer(
-        RUN_ID, capacity_groups=64, capacity_bytes=2**26, max_staleness=MAX_STALENESS
+        RUN_ID,
+        group_size=2,
+        capacity_groups=64,
+        capacity_bytes=2**26,
+        max_staleness=MAX_STALENESS,
     )
 
 

@@ -134,8 +134,8 @@ def _bad_group(rng: random.Random, group_id: str) -> list[Message]:
 
 
 def _bad_completion(rng: random.Random, group_id: str) -> list[Message]:
-    bad = _completion(rng.randrange(2, 9), **rng.choice(_BAD_COMPLETIONS))
-    completions = [_completion(0), _completion(1), bad]
+    bad = _completion(1, **rng.choice(_BAD_COMPLETIONS))
+    completions = [_completion(0), bad]
     rng.shuffle(completions)
     return whole_push(good_group(group_id, completions=tuple(completions)))
 
@@ -223,7 +223,10 @@ _BAD_GROUPS: list[dict] = [
     {"prompt_token_ids": _array(3, -1, dtype=np.int32)},
     {"completions": ()},
     {"completions": (_completion(0), _completion(0))},
-    {"completions": (_completion(-1),)},
+    {"completions": (_completion(-1), _completion(0))},
+    {"completions": (_completion(0),)},
+    {"completions": (_completion(0), _completion(1), _completion(2))},
+    {"completions": (_completion(0), _completion(7))},
     {"phase_s": {"no_such_phase": 1.0}},
     {"phase_s": {"decode": float("nan")}},
     {"phase_s": {"decode": -1.0}},

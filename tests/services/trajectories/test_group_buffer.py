@@ -1,6 +1,7 @@
 import contextlib
 import json
 import math
+import re
 import threading
 
 import numpy as np
@@ -115,7 +116,7 @@ def test_issued_versions_must_rise(buffer):
         ("prompt_token_ids must be int32", {"prompt_token_ids": np.zeros(0, np.int32)}),
         ("prompt_token_ids must be int32", {"prompt_token_ids": np.zeros(2, np.int64)}),
         ("prompt_token_ids must be at least 0", {"prompt_token_ids": np.array([-1], np.int32)}),
-        ("has no completions", {"completions": ()}),
+        ("has 2 completions, .* got 0: \\[\\]", {"completions": ()}),
         ("got 'decoding': 1.0", {"phase_s": {"decoding": 1.0}}),
         ("got 'decode': nan", {"phase_s": {"decode": math.nan}}),
         ("got 'decode': -1.0", {"phase_s": {"decode": -1.0}}),
@@ -151,15 +152,31 @@ def logprobs(*values: float) -> np.ndarray:
     ],
 )
 def test_malformed_completion_is_refused(buffer, make_group, make_completion, message, changes):
-    group = make_group(completions=(make_completion(0), make_completion(4, **changes)))
-    with pytest.raises(ValueError, match=f"sample 4: .*{message}"):
+    group = make_group(completions=(make_completion(0), make_completion(1, **changes)))
+    with pytest.raises(ValueError, match=f"sample 1: .*{message}"):
         buffer.put_group(group)
 
 
-@pytest.mark.parametrize("indices", [(0, 0), (-1, 0)])
-def test_sample_indices_differ_and_are_not_negative(buffer, make_group, make_completion, indices):
-    with pytest.raises(ValueError, match="sample_index must differ"):
+@pytest.mark.parametrize("indices", [(0,), (0, 1, 2), (0, 0), (-1, 0), (0, 4), (1, 2), (0, 1, 1)])
+def test_a_group_that_is_not_whole_is_refused_and_not_stored(make_group, make_completion, indices):
+    stored = []
+    buffer = stored_buffer(stored.append)
+    message = rf"has 2 completions, .*0 to 1 once; got {len(indices)}: {re.escape(str([*indices]))}"
+    with pytest.raises(ValueError, match=message):
         buffer.put_group(make_group(completions=tuple(map(make_completion, indices))))
+    assert not stored and buffer.counts().malformed == 1
+    assert buffer.put_group(make_group()) is ACCEPTED
+
+
+def test_the_completions_of_a_group_may_come_in_any_order(buffer, make_group, make_completion):
+    turned = (make_completion(1), make_completion(0))
+    assert buffer.put_group(make_group(completions=turned)) is ACCEPTED
+
+
+def test_a_message_about_very_many_completions_is_short(buffer, make_group, make_completion):
+    with pytest.raises(ValueError, match="got 5000: ") as refusal:
+        buffer.put_group(make_group(completions=tuple(map(make_completion, range(5000)))))
+    assert len(str(refusal.value)) < 400
 
 
 def test_completion_with_a_reward_error_is_welcome(buffer, make_group, make_completion):
@@ -171,7 +188,7 @@ def test_completion_with_a_reward_error_is_welcome(buffer, make_group, make_comp
 
 def test_rounding_above_zero_is_no_fault(buffer, make_group, make_completion):
     rounded = make_completion(behavior_logprobs=logprobs(0, 1e-6, -0.0))
-    assert buffer.put_group(make_group(completions=(rounded,))) is ACCEPTED
+    assert buffer.put_group(make_group(completions=(rounded, make_completion(1)))) is ACCEPTED
 
 
 def test_full_buffer_refuses_until_groups_are_taken(make_buffer, make_group):
@@ -280,7 +297,7 @@ def test_state_survives_json_and_waiting_groups_are_taken_over(buffer, make_buff
 
 def stored_buffer(store, **sizes):
     sizes = {"capacity_groups": 2, "capacity_bytes": 2**20, "max_staleness": 0} | sizes
-    buffer = GroupBuffer(RUN_ID, store=store, **sizes)
+    buffer = GroupBuffer(RUN_ID, group_size=2, store=store, **sizes)
     buffer.issue(0, DIGEST)
     return buffer
 
@@ -469,7 +486,9 @@ EVENTS = st.lists(
 
 @given(EVENTS)
 def test_every_push_and_every_group_ends_in_exactly_one_state(make_group, events):
-    buffer = GroupBuffer(RUN_ID, capacity_groups=2, capacity_bytes=2**20, max_staleness=1)
+    buffer = GroupBuffer(
+        RUN_ID, group_size=2, capacity_groups=2, capacity_bytes=2**20, max_staleness=1
+    )
     buffer.issue(0, "d0")
     given_away = []
     for action, group_id, number in events:

@@ -43,7 +43,11 @@ def test_a_server_that_breaks_a_rule_is_noticed(monkeypatch, owner, rule):
         200,
         seed=0,
         make_buffer=lambda: GroupBuffer(
-            push_kinds.RUN_ID, capacity_groups=999, capacity_bytes=2**26, max_staleness=1
+            push_kinds.RUN_ID,
+            group_size=2,
+            capacity_groups=999,
+            capacity_bytes=2**26,
+            max_staleness=1,
         ),
     )
     assert not report.passed and report.wrong

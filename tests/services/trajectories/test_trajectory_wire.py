@@ -80,9 +80,9 @@ def test_g01_group_of_any_size_arrives(client, buffer, make_group, make_completi
         token_ids=np.arange(T, dtype=np.int32),
         behavior_logprobs=-np.arange(T, dtype=np.float32),
     )
-    group = make_group(completions=(completion,), worker="w" * 999)
+    group = make_group(completions=(completion, make_completion(1)), worker="w" * 999)
     missing = nbytes - len(codec.encode_group(group))
-    group = make_group(completions=(completion,), worker="w" * (999 + missing))
+    group = make_group(completions=(completion, make_completion(1)), worker="w" * (999 + missing))
     assert len(codec.encode_group(group)) == nbytes
     assert client.push_group(pack_group(group), 60) is PushOutcome.ACCEPTED
     (received,) = buffer.take_groups(["g1"], 1).groups
@@ -151,7 +151,12 @@ def test_a_learner_whose_disk_is_full_is_waited_for(serve, credentials, make_gro
             raise problems.pop()
 
     buffer = GroupBuffer(
-        "run-a", capacity_groups=8, capacity_bytes=2**20, max_staleness=0, store=store
+        "run-a",
+        group_size=2,
+        capacity_groups=8,
+        capacity_bytes=2**20,
+        max_staleness=0,
+        store=store,
     )
     buffer.issue(0, DIGEST)
     client = TrajectoryClient(serve(buffer=buffer).address, credentials)
@@ -176,7 +181,9 @@ class CutAfterPut(GroupBuffer):
 
 
 def test_push_whose_answer_is_lost_is_used_once(serve, credentials, make_group):
-    buffer = CutAfterPut("run-a", capacity_groups=8, capacity_bytes=2**20, max_staleness=0)
+    buffer = CutAfterPut(
+        "run-a", group_size=2, capacity_groups=8, capacity_bytes=2**20, max_staleness=0
+    )
     buffer.issue(0, DIGEST)
     with TcpProxy(serve(buffer=buffer).port, itertools.repeat(None), reset) as proxy:
         buffer.cut = proxy.reset_all

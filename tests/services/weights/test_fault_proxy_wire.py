@@ -229,7 +229,7 @@ def group(make_group, make_completion):
     completion = make_completion(
         token_ids=np.arange(T, dtype=np.int32), behavior_logprobs=-np.arange(T, dtype=np.float32)
     )
-    return make_group(completions=(completion,))
+    return make_group(completions=(completion, make_completion(1)))
 
 
 @pytest.mark.parametrize("name", PUSHED)
