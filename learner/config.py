@@ -50,7 +50,8 @@ class AlgorithmConfig(Section):
     resample_rounds: int = Field(default=3, ge=1, le=1000)
     """With `resample`: how often a step may ask for more prompts before it trains on fewer."""
     truncated: Literal["keep", "mask"] = "keep"
-    """`mask` leaves completions that ended by length out of the loss, not out of the baseline."""
+    """`mask` leaves completions that ended by length out of the loss, not out of the baseline. A
+    group of which nothing is left ends as dropped_truncated in the ledger."""
     off_policy: OffPolicyConfig = OffPolicyConfig()
 
 

@@ -36,6 +36,7 @@ from learner.update.state import TrainState, init_state, place_params
 from learner.update.update_metrics import (
     combine_updates,
     group_metrics,
+    outcome_metrics,
     selection_metrics,
     token_funnel,
     update_metrics,
@@ -146,6 +147,7 @@ class LearnerCore:
             if self.rejected:
                 ends = {"trained": "dropped_error"}
                 self.outcomes = {g: ends.get(end, end) for g, end in selection.outcomes.items()}
+            metrics |= outcome_metrics(self.outcomes)
             self.policy_version += 1
             return metrics
 

@@ -230,6 +230,8 @@ def _learning(
         "reward/total/std": (strict * (1 - strict)) ** 0.5,
         "reward/total/min": 0.0,
         "reward/total/max": 1.0,
+        "train/groups": 16.0,
+        "train/groups_truncated": 0.0,
         "train/sequences": float(COMPLETIONS),
         "train/valid_tokens": scored,
         "train/input_tokens": tokens + COMPLETIONS * 37.0,

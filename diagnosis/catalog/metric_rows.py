@@ -117,6 +117,10 @@ train/learning_rate | | learning rate
 train/update_skipped | | update skipped
     1 if the step made no update: a number was not finite, or no group was left to train on
 [learning tokens-]
+train/groups | groups | groups trained
+    groups of which at least one completion entered the loss
+train/groups_truncated | groups | groups dropped for their length
+    groups whose scored completions were all cut by length, under algorithm.truncated: mask
 train/sequences | | sequences trained
     sequences that entered the loss
 [learning tokens]

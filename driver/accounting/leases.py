@@ -30,6 +30,8 @@ class TrajectoryState(enum.Enum):
     TRAINED = "trained"
     DROPPED_STALE = "dropped_stale"
     DROPPED_ZERO_VARIANCE = "dropped_zero_variance"
+    DROPPED_TRUNCATED = "dropped_truncated"
+    """All completions that were scored had been cut by length, under `truncated: mask`."""
     DROPPED_ERROR = "dropped_error"
     DUPLICATE = "duplicate"
     """A further delivery of a group that had one already."""
@@ -222,7 +224,7 @@ class LeaseTable:
         table = cls(seed=seed, prompt_count=prompt_count)
         table._cursor = state["cursor"]
         table._returned = {index: attempt for index, attempt in state["unfinished"]}
-        table._totals = {s: state["totals"][s.value] for s in TrajectoryState}
+        table._totals = {s: state["totals"].get(s.value, 0) for s in TrajectoryState}
         table.check_conservation()
         return table
 

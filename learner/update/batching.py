@@ -75,8 +75,9 @@ class Selection:
     """Completion tokens with a weight."""
     zero_variance_groups: int
     outcomes: dict[str, str]
-    """Ledger state by group_id: trained, dropped_zero_variance, dropped_error, or dropped_stale
-    where the off-policy correction left none of the group's sequences."""
+    """Ledger state by group_id: trained, dropped_zero_variance, dropped_error, dropped_truncated
+    where `truncated: mask` left none of the group's sequences, or dropped_stale where the
+    off-policy correction did. A group is trained only if a sequence of it is."""
 
 
 class MicroBatch(NamedTuple):
@@ -126,16 +127,18 @@ def select_sequences(
         if not varied and rules.zero_variance != "keep":
             outcomes[group.group_id] = "dropped_zero_variance"
             continue
-        outcomes[group.group_id] = "trained"
         advantages = group_advantages(
             np.array(rewards), kind=rules.advantage, eps=rules.advantage_eps
         )
-        for completion, reward, advantage in zip(
-            group.completions, rewards, advantages, strict=True
-        ):
-            cut = completion.finish_reason is FinishReason.LENGTH and rules.truncated == "mask"
-            if np.isfinite(reward) and not cut:
-                sequences.append(_sequence(group, completion, float(advantage), rules.aggregation))
+        kept = [
+            _sequence(group, completion, float(advantage), rules.aggregation)
+            for completion, reward, advantage in zip(
+                group.completions, rewards, advantages, strict=True
+            )
+            if np.isfinite(reward) and not _is_masked(completion, rules)
+        ]
+        outcomes[group.group_id] = "trained" if kept else "dropped_truncated"
+        sequences += kept
     return sum_up(sequences, rules, outcomes=outcomes, zero_variance_groups=zero_variance_groups)
 
 
@@ -161,6 +164,10 @@ def sum_up(
 
 def _has_reward(completion: Completion) -> bool:
     return completion.finish_reason is not FinishReason.ABORTED and not completion.reward_error
+
+
+def _is_masked(completion: Completion, rules: SelectionRules) -> bool:
+    return completion.finish_reason is FinishReason.LENGTH and rules.truncated == "mask"
 
 
 def _check_group(group: Group, vocab_size: int) -> None:

@@ -96,6 +96,19 @@ def selection_metrics(
     }
 
 
+def outcome_metrics(outcomes: Mapping[str, str]) -> dict[str, float]:
+    """How many groups of an update trained, and how many were dropped for their length.
+
+    Args:
+        outcomes: ledger state by group_id.
+    """
+    ends = list(outcomes.values())
+    return {
+        "train/groups": float(ends.count("trained")),
+        "train/groups_truncated": float(ends.count("dropped_truncated")),
+    }
+
+
 def token_funnel(
     groups: Sequence[Group],
     selected: Selection,

@@ -95,6 +95,7 @@ def test_each_group_ends_once_and_later_deliveries_are_duplicates():
         "trained": 1,
         "dropped_stale": 1,
         "dropped_zero_variance": 0,
+        "dropped_truncated": 0,
         "dropped_error": 0,
         "duplicate": 2,
     }

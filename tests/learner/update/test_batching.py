@@ -91,6 +91,36 @@ def test_group_of_failures_is_dropped_as_an_error():
     assert not selection.sequences and selection.zero_variance_groups == 0
 
 
+CUT = FinishReason.LENGTH
+ABORTED = FinishReason.ABORTED
+
+
+@pytest.mark.parametrize(
+    "completions",
+    [
+        # The example of the report: two were cut, one could not be scored.
+        [
+            make_completion([1, 2], 1.0, finish=CUT),
+            make_completion([3, 4], 0.0, index=1, finish=CUT),
+            make_completion([5], 0.0, index=2, error="answer: raised"),
+        ],
+        [make_completion([1], float(i), index=i, finish=CUT) for i in range(2)],
+        [make_completion([1], 0.5, index=i, finish=CUT) for i in range(3)],
+        [
+            make_completion([1], 1.0, finish=CUT),
+            make_completion([2], 0.0, index=1, finish=CUT),
+            make_completion([3], 0.0, index=2, finish=ABORTED),
+        ],
+    ],
+)
+def test_a_group_of_which_nothing_trains_ends_in_a_state_of_its_own_R2(completions):
+    normal = make_group(1, [9], [make_completion([1], float(i), index=i) for i in range(2)])
+    selection = choose([make_group(0, [9], completions), normal], truncated="mask")
+    assert selection.outcomes == {"g0": "dropped_truncated", "g1": "trained"}
+    assert {sequence.group_id for sequence in selection.sequences} == {"g1"}
+    assert choose([make_group(0, [9], completions)]).outcomes == {"g0": "trained"}
+
+
 @pytest.mark.parametrize("policy", ["keep", "mask", "resample"])
 def test_zero_variance_group(policy):
     equal = make_group(0, [9], [make_completion([1, 2], 0.35, index=i) for i in range(3)])
