@@ -126,7 +126,7 @@ BREAKS = [
     ),
     # rollout_worker
     Break(
-        "rollout_worker/rewards/answers.py",
+        "rollout_worker/rewards/quantity.py",
         'return -value if "-" in (number["sign"], number["inner"]) else value',
         "return value",
         "rollout_worker/rewards/test_answers.py",

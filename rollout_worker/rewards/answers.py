@@ -1,6 +1,7 @@
-r"""Reads the number that a worked answer ends in, and nothing else.
+r"""Finds the answer that a completion ends in, and reads its number.
 
-Pure text in, exact value out; scoring lives in `scorers.py`. The rules, in the order applied:
+Pure text in, exact value out; scoring lives in `scorers.py`. The value of the answer or no number,
+never another number. The rules, in the order applied:
 
 1. An answer stands after a marker of four or more hashes, on its line or the next one that is not
    blank, or inside `\boxed{}`. The last of them counts, so neither a recited example nor a first
@@ -9,11 +10,14 @@ Pure text in, exact value out; scoring lives in `scorers.py`. The rules, in the 
 2. Around the number, markdown emphasis, backticks, quotes, brackets, LaTeX text commands, currency
    and a label such as `Final answer:` or `x =` are decoration. Of a line that begins with an
    equation, the right-hand side of the last `=` is meant.
-3. A number has ASCII digits, an optional sign (also the Unicode minus signs), thousands groups of
-   commas, or of one kind of space, a decimal part, an exponent, or the form `a/b` or `n a/b`.
-   `thousand` to `trillion` multiply. Anything else that follows is a unit: `25%` is 25.
-4. What reads as two numbers (`12 or 24`, `12, 24`, `3:30`, `2^10`, `1,23`) is no number. It still
-   counts as the answer, and equals nothing.
+3. A number has ASCII digits (or those of full width), an optional sign (also the Unicode minus
+   signs), thousands groups of commas, or of one kind of space, a decimal part, an exponent, or the
+   form `a/b` or `n a/b`, also in LaTeX or as one character: `2\frac34`, `2\u00be`. `dozen` to
+   `trillion` and the `k` of `5k` multiply, and of money also the letters of `$5M`.
+4. Words that follow are its unit: `25%` and `25 apples in 3 boxes` are 25. What reads as two
+   numbers (`12 or 24`, `3:30`, `5 ft 3 in`), as a calculation (`2^10`, `5x`, `5\sqrt{2}`), as a
+   numeral of another base, or is not known to be a unit is no number. It still counts as the
+   answer, and equals nothing. `quantity.py` has the details.
 5. Values are compared exactly, as fractions. Past `MAX_DIGITS` digits or that size of an exponent
    a text is no number, which bounds the time of every comparison.
 """
@@ -23,70 +27,40 @@ import dataclasses
 import re
 from fractions import Fraction
 
-MAX_DIGITS = 1000
+from rollout_worker.rewards.plain_text import plain_text
+from rollout_worker.rewards.quantity import CLOSING, CURRENCY, NUMBER_WORD, is_unit, read_number
 
-_MINUS_SIGNS = "\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d"
-_SPACES = "\u00a0\u2007\u2009\u202f"
-_TO_ASCII = str.maketrans(dict.fromkeys(_MINUS_SIGNS, "-") | {"\uff0b": "+"})
-
-_LATEX = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in [
-        (r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r" \1/\2 "),
-        (r"\\(?:text|textbf|textit|mathbf|mathrm|mathit|textrm|mbox|boldsymbol|bm)\s*(?=\{)", " "),
-        (r"\\(?:left|right|displaystyle|quad|qquad)(?![A-Za-z])", " "),
-        (r"\{,\}", ","),
-        (r"(?<=[0-9])\\[,!](?=[0-9]{3})", ","),
-        (r"\\[,!;: ]", " "),
-        (r"\\(?:times|cdot)(?![A-Za-z])", "*"),
-        (r"\\(?:approx|sim)(?![A-Za-z])", "~"),
-        (r"\\([$%#_&{}()\[\]])", r"\1"),
-        # Two stars between digits are a power; anywhere else they are emphasis.
-        (r"(?<=[0-9])\*\*(?=[0-9])", "^"),
-        (r"\*\*|__|`", " "),
-    ]
-]
-
-_CURRENCY = (
-    r"(?:(?:US|CA|AU|NZ|HK)?[$\u20ac\u00a3\u00a5\u20b9\u20a9\u20bd\u20ba\u20aa]|Rs\.?"
-    r"|(?:USD|EUR|GBP|INR|JPY|CNY|CAD|AUD)(?![A-Za-z]))"
-)
-_DIGITS = rf"""(?:[0-9]{{1,3}}(?:,[0-9]{{2,3}})*,[0-9]{{3}}(?![0-9])
-    |[0-9]{{1,3}}(?:(?P<space>[ {_SPACES}])[0-9]{{3}}(?![0-9])(?:(?P=space)[0-9]{{3}}(?![0-9]))*)
-    |[0-9]+)"""
-# In no pattern do two loops over white space stand side by side: every way to share it would be
-# tried, which takes minutes where a completion ends in blanks.
-_NUMBER = re.compile(
-    rf"""(?P<sign>[+-]?)\s*(?:{_CURRENCY}\s*)?(?:(?P<inner>[+-])\s*)?
-    (?P<whole>{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)
-    (?P<exponent>[eE][+-]?[0-9]+)?
-    (?:\s?/\s?(?P<denominator>[0-9]+)|\s(?P<over>[0-9]+)/(?P<under>[0-9]+))?
-    """,
-    re.VERBOSE,
-)
 _SCAN = re.compile(
-    rf"(?<![0-9A-Za-z])(?<![0-9][.,:^])(?:[+-]?{_CURRENCY}?[+-]?)(?=\.?[0-9])", re.VERBOSE
+    rf"(?<![\dA-Za-z])(?<![0-9][.,:^\u200b])(?:[+-]?(?:{CURRENCY}\s?)?[+-]?)(?=\.?[0-9])"
 )
-_SCALE = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_SCALE_WORD = re.compile(rf"[\s-]?({'|'.join(_SCALE)})(?![A-Za-z])", re.IGNORECASE)
+# What stands before the last number of a text and makes it a part of something else: an operator, a
+# sign that is no bullet and no operator between two numbers, a larger
+# unit, another number.
+_PART = re.compile(
+    rf"""\\[A-Za-z]+(?:[^A-Za-z=]|\b[A-Za-z]\b)*$
+    |(?:[\^_\u221a/]
+        |\b(?:minus|negative|plus|point|half|thirds?|quarters?|mod|base)(?:[ ]of)?)\W{{0,2}}$
+    |\d\.?\s(?:and\s)?$
+    |(?<![0-9)\]])(?<![0-9)\]]\s)(?<!^)[+-]\s?(?:{CURRENCY}\s?)?$
+    |\d\.?\s?(?:['\u2032\u00b0]|(?:f(?:ee|oo)?t|yards?|yd|miles?|mi|k?m|cm|lbs?|pounds?|stone|kg
+        |gallons?|quarts?|pints?|cups?|tablespoons?|years?|months?|weeks?|days?|hours?|hrs?|h
+        |minutes?|mins?|dollars?|bucks|euros?|degrees?|dozen|hundred|thousand|[mbtr]+illion)\b)
+        \.?,?\s?(?:(?:and|plus)\s)?$
+    """,
+    re.IGNORECASE | re.VERBOSE,
+)
+_EQUALS = re.compile(
+    rf"{CLOSING}(?:=|[-+*/^\u00d7\u00f7\u00b7x]\s?(?=[\d(.]))"
+    r"(?:[-+*/^\u00d7\u00f7\u00b7x\d\s.$=]|,(?=\d)|\([-+*/\u00d7\u00f7\u00b7x\d\s.]*\))*=(?P<right>[^=]*)$"
+)
+_THOUSANDS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?!,?[0-9])")
+_LIST_NUMBER = re.compile(r"[0-9]+[.)]\s\S")
 
-_CLOSING = r"[\s*_'\")\]}\u00b0%]*"
-# What follows a number and makes of the two something other than a number with a unit.
-_GLUED = re.compile(r"[.,:]?\d|[\u00b2\u00b3\u00b9\u2070-\u2079]|[eE][+-]?\d")
-_CALCULATION = re.compile(
-    rf"{_CLOSING}(?:[-+*/^\u00d7\u00f7\u00b7=]|x(?=\s*\d))\s*(?:[(\[{{$]+\s*)?[-+]?\.?\d"
-)
-_ANOTHER = re.compile(
-    rf"{_CLOSING}(?:(?:[,;|&~\u2192]|->|(?:or|and|to)\b)\s*)?(?:{_CURRENCY}\s*)?[-+]?\.?\d",
-    re.IGNORECASE,
-)
-_EQUALS = re.compile(rf"{_CLOSING}(?:=|[-+*/^\u00d7\u00f7\u00b7x]\s*[\d(.]).*=(?P<right>[^=]*)$")
-
-_DECORATION = re.compile(r"[\s*_'\"(\[{<>:=~\u2248|]*")
+_DECORATION = re.compile(r"(?:[\s*_'\"(\[:=~\u2248]|=>|<(?=[^<>]*>)|\|(?!\s?-))*")
 # A dollar sign is currency before a digit and a LaTeX delimiter before anything else.
-_DELIMITER = re.compile(r"\$(?!\s*(?:[-+]\s*)?[0-9.])")
+_DELIMITER = re.compile(r"\$(?!\s?(?:[-+]\s?)?[0-9.])")
 _LABEL = re.compile(
-    r"(?:[A-Za-z ]{0,30}\b(?:answer|result|total)\b\s*(?:is\b|[:=])|[A-Za-z]\s*=)", re.IGNORECASE
+    r"(?:[A-Za-z ]{0,30}\b(?:answer|result|total)\b\s?(?:is\b|[:=])|[A-Za-z]\s?=)", re.IGNORECASE
 )
 # A marker and its text: the rest of the line, or of the next line that is not blank, up to another
 # marker.
@@ -99,49 +73,6 @@ class FinalAnswer:
     """The answer that a completion gives; `value` is None if that is not one number."""
 
     value: Fraction | None
-
-
-def _clean(text: str) -> str:
-    """Maps minus signs, LaTeX commands and emphasis to plain text."""
-    text = text.translate(_TO_ASCII)
-    for pattern, replacement in _LATEX:
-        text = pattern.sub(replacement, text)
-    return text
-
-
-def _value(number: re.Match) -> Fraction | None:
-    """The exact value of a match of `_NUMBER`, or None past the bounds or over zero."""
-    if number["sign"] and number["inner"]:
-        return None
-    whole = re.sub(rf"[,{_SPACES} ]", "", number["whole"])
-    parts = [whole, number["denominator"], number["over"], number["under"]]
-    if any(part is not None and len(part) > MAX_DIGITS for part in parts):
-        return None
-    exponent = number["exponent"] or "e0"
-    if len(exponent) > 6 or abs(int(exponent[1:])) > MAX_DIGITS:
-        return None
-    value = Fraction(whole) * Fraction(10) ** int(exponent[1:])
-    over, under = number["over"] or "0", number["under"] or number["denominator"] or "1"
-    if int(under) == 0:
-        return None
-    value = value / int(under) if number["denominator"] else value + Fraction(int(over), int(under))
-    return -value if "-" in (number["sign"], number["inner"]) else value
-
-
-def _read(text: str, start: int) -> tuple[Fraction | None, int] | None:
-    """Reads the number at `start` of cleaned text: its value and end; None where none begins."""
-    number = _NUMBER.match(text, start)
-    if number is None:
-        return None
-    end = number.end()
-    if _GLUED.match(text, end):
-        return None, end
-    value = _value(number)
-    scale = _SCALE_WORD.match(text, end)
-    if scale:
-        end = scale.end()
-        value = None if value is None else value * _SCALE[scale[1].lower()]
-    return value, end
 
 
 def _skip_decoration(text: str) -> str:
@@ -157,17 +88,24 @@ def _skip_decoration(text: str) -> str:
         text = shorter
 
 
+def _is_heading(line: str) -> bool:
+    """Whether a line that does not begin with a number is a title rather than an answer."""
+    start = re.search(r"[^\W_]|\\", line)
+    words = re.compile(r"[AI]\s|[^\W\d_]{2,}").match(line, start.start()) if start else None
+    return start is None or (words is not None and not NUMBER_WORD.fullmatch(words[0]))
+
+
 def _read_line(line: str) -> FinalAnswer | None:
-    """Reads one line of cleaned text as an answer; None where it does not begin with a number."""
+    """Reads one line of plain text as an answer; None for an empty line or a heading."""
     line = _skip_decoration(line)
-    read = _read(line, 0)
+    read = read_number(line, 0)
     if read is None:
-        return None
+        return None if _is_heading(line) else FinalAnswer(None)
     value, end = read
     equation = _EQUALS.match(line, end)
     if equation:
         return _read_line(equation["right"]) or FinalAnswer(None)
-    if _CALCULATION.match(line, end) or _ANOTHER.match(line, end):
+    if _LIST_NUMBER.match(line) or not is_unit(line, end):
         return FinalAnswer(None)
     return FinalAnswer(value)
 
@@ -178,7 +116,7 @@ def parse_number(text: str) -> Fraction | None:
     Returns:
         The exact value, or None where the text is not one number by the rules above.
     """
-    answer = _read_line(_clean(text.strip()))
+    answer = _read_line(plain_text(text.strip()))
     return None if answer is None else answer.value
 
 
@@ -201,12 +139,15 @@ def strict_answer(text: str) -> FinalAnswer | None:
     r"""Returns the answer after the last marker or in the last `\boxed{}`, or None without one."""
     boxed = _last(_BOXED, text)
     for marker in reversed([*_MARKER.finditer(text, boxed.end() if boxed else 0)]):
-        answer = _read_line(_clean(marker["text"]))
+        answer = _read_line(plain_text(marker["text"]))
         if answer is not None:
             return answer
     if boxed is None:
         return None
-    return _read_line(_clean(_boxed_content(text, boxed.end()))) or FinalAnswer(None)
+    content = plain_text(_boxed_content(text, boxed.end())).replace("\n", " ")
+    if "!" in content:  # a factorial: nobody shouts in a formula
+        return FinalAnswer(None)
+    return _read_line(content) or FinalAnswer(None)
 
 
 def lenient_answer(text: str) -> FinalAnswer | None:
@@ -214,18 +155,24 @@ def lenient_answer(text: str) -> FinalAnswer | None:
     answer = strict_answer(text)
     if answer is not None:
         return answer
-    text = _clean(text)
+    text = plain_text(text)
     last, covered = None, 0
     for found in _SCAN.finditer(text):
         if found.start() < covered:
             continue
         start = found.start()
-        if text[start] in "+-" and re.search(r"[0-9)\]]\s*$", text[max(0, start - 8) : start]):
+        if text[start] in "+-" and re.search(r"[0-9)\]]\s?$", text[max(0, start - 8) : start]):
             start += 1  # an operator between two terms, not a sign
-        read = _read(text, start)
+        read = read_number(text, start)
         if read is not None:
-            last, covered = FinalAnswer(read[0]), read[1]
-    return last
+            last, covered = (start, *read), read[1]
+    if last is None:
+        return None
+    start, value, end = last
+    before = text[max(0, start - 40) : start].rpartition("\n")[2]
+    if _PART.search(before) or not is_unit(text, end):
+        return FinalAnswer(None)
+    return FinalAnswer(value)
 
 
 def answer_text(text: str) -> str | None:
@@ -252,4 +199,4 @@ def gold_answer(field: str) -> str:
         return field.strip()
     if not after.strip():
         raise ValueError(f"nothing follows the last #### of the answer {field[-80:]!r}")
-    return re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", after.strip())
+    return _THOUSANDS.sub(lambda number: number[0].replace(",", ""), after.strip())

@@ -1,5 +1,6 @@
 """The number that a worked answer ends in."""
 
+import os
 import time
 from decimal import Decimal
 from fractions import Fraction
@@ -15,6 +16,7 @@ from rollout_worker.rewards.answers import (
     parse_number,
     strict_answer,
 )
+from tests.rollout_worker.rewards.drawn_answers import compare
 
 
 def value(answer):
@@ -70,6 +72,46 @@ def value(answer):
         ("\\boxed{\\dfrac{3}{4}}", Fraction(3, 4)),
         ("\\boxed{x = 57}", 57),
         ("\\boxed{57\\text{ cm}^2}", 57),
+        # A number and what belongs to it.
+        ("#### 5\u00bd", Fraction(11, 2)),
+        ("#### 2\u00be cups", Fraction(11, 4)),
+        ("#### \u00bd", Fraction(1, 2)),
+        ("#### -1\u215b in.", Fraction(-9, 8)),
+        ("#### 7\u20448", Fraction(7, 8)),
+        ("#### 5 1\u20442", Fraction(11, 2)),
+        ("#### \u200b18", 18),
+        ("#### 18\ufeff km", 18),
+        ("#### 1,\u2060000", 1000),
+        ("#### \uff15\uff17", 57),
+        ("#### \uff11\uff0c\uff10\uff10\uff10", 1000),
+        ("#### 5k", 5000),
+        ("#### $5M", 5 * 10**6),
+        ("#### \u20ac2.5bn", 25 * 10**8),
+        ("#### 5 hundred", 500),
+        ("#### 5 hundred thousand", 500_000),
+        ("#### 2 dozen eggs", 24),
+        ("#### 3 lakh", 300_000),
+        ("#### 1\u00bd million", 1_500_000),
+        ("#### 5E3 kg", 5000),
+        ("\\boxed{\\frac12}", Fraction(1, 2)),
+        ("\\boxed{\\frac{1}2}", Fraction(1, 2)),
+        ("\\boxed{\\tfrac1{2}}", Fraction(1, 2)),
+        ("\\boxed{2\\frac34}", Fraction(11, 4)),
+        ("\\boxed{\\frac{\\mathrm{1,000}}{2}}", 500),
+        ("\\boxed{\\frac{\\text{\\textbf{3}}}{ 4 }}", Fraction(3, 4)),
+        ("\\boxed{-\\dfrac{1{,}000}{\\mathbf{3}}}", Fraction(-1000, 3)),
+        ("\\boxed{\\text{\\$}48}", 48),
+        ("\\boxed{\\mathsf{57}}", 57),
+        ("#### 57^\\circ", 57),
+        ("#### 57 m\u00b2", 57),
+        ("#### 57 km/h", 57),
+        ("#### 57-inch", 57),
+        ("#### 57 kg CO2", 57),
+        ("#### 57 \u4e2a", 57),
+        ("#### 57 square feet", 57),
+        ("#### 57, since 3*19 = 57", 57),
+        ("#### $57. That is 3*19.", 57),
+        ("#### 5 o'clock", 5),
     ],
 )
 def test_strict_reads_the_number(text, expected):
@@ -100,6 +142,89 @@ def test_strict_reads_the_number(text, expected):
         "9" * 5000,
         "1" + ",000" * 2000,
         "3\u0663",
+        "\u0663",
+        # Two quantities, or one and a part of it.
+        "5 ft 3 in",
+        "5 ft. 3 in.",
+        "5'3\"",
+        "2 hours 30 minutes",
+        "2 hours and 30 minutes",
+        "5 dollars, 30 cents",
+        "2h30m",
+        "5 and a half",
+        "5 and 1/2",
+        "5 feet and three quarters",
+        "3 quarters",
+        "2 thirds",
+        "5 hundredths",
+        "5 point three",
+        "1 in 5",
+        "25% of 20",
+        "1. The sum of the apples",
+        "1. 57",
+        "x = 5 or x = 3",
+        "2 apples + 3 apples = 5 apples",
+        "2 + 3 = 5, so x = 7",
+        # Scales that are not known for certain.
+        "5K",
+        "5 M",
+        "5B",
+        "$5m$",
+        "5 mil",
+        "5 Millionen",
+        "5 millones",
+        "5\u4e07",
+        "5 score",
+        # Numerals of another base, powers, calculations, variables.
+        "101\u2082",
+        "101_2",
+        "101_{2}",
+        "101 (base 2)",
+        "101 in binary",
+        "0xFF",
+        "10\u00b2",
+        "10^{2}",
+        "10^n",
+        "5\u207f",
+        "(5)\u00b2",
+        "5 squared",
+        "5x",
+        "5 x",
+        "5\u03c0",
+        "5\\pi",
+        "5\\sqrt{2}",
+        "5i",
+        "5e",
+        "(5)(3)",
+        "5 \u00b1 1",
+        "57+",
+        "57-",
+        "> 57",
+        "\u226557",
+        "|-5|",
+        "\\sqrt{16}",
+        "minus 5",
+        # Digits that are left out, or that cannot be told apart.
+        "0.333...",
+        "0.3\u2026",
+        "0.\\overline{3}",
+        "0.(3)",
+        "5..6",
+        "5.e3",
+        "5. 3",
+        "2 E3",
+        "0,500",
+        "1\u200b8",
+        "5\u20e3",
+        "5\u2460",
+        "\u202e81",
+        "5.5\u00bd",
+        "1\u00bd\u00bd",
+        "5 3/2",
+        "\\frac{x}{2}",
+        "\\frac{1}{2.5}",
+        "\\frac123",
+        "\\frac{5 ft}{2}",
     ],
 )
 def test_what_is_not_one_number_is_an_answer_that_equals_nothing(text):
@@ -126,7 +251,6 @@ def test_an_exponent_is_part_of_the_number():
         "#### ",
         "",
         "#### the rest is 57",
-        "#### \u0663",
     ],
 )
 def test_strict_wants_a_marker_before_the_number(text):
@@ -226,6 +350,31 @@ def test_any_text_is_read_without_an_exception(text):
     assert strict is None or strict == lenient
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "It is 5 ft 3 in.",
+        "It takes 2 hours and 30 minutes",
+        "It is minus 5",
+        "It is x^2",
+        "It is \\sqrt{16}",
+        "It is \\frac{x}{2}",
+        "It is 5\u20ac\u00b2",
+        "It is 101_{2}",
+        "It is - 7",
+        "It is 5 and 1/2",
+        "It is 3\u06639",
+    ],
+)
+def test_lenient_takes_no_part_of_a_quantity(text):
+    assert value(lenient_answer(text)) is None
+
+
+def test_gold_keeps_a_comma_that_groups_no_thousands():
+    assert gold_answer("#### 0,500") == "0,500"
+    assert gold_answer("#### 1,2,345") == "1,2,345"
+
+
 HOSTILE = [
     "#### ",
     "#### x",
@@ -242,6 +391,22 @@ HOSTILE = [
     "+-",
     "#### answer: ",
     "= x =",
+    "\u200b",
+    "1\u200b\u200b",
+    "\u00bd",
+    " million",
+    " (=",
+    " in 3 ",
+    ".!",
+    "\\frac",
+    "\\frac1",
+    "\\text{",
+    "{{1}",
+    "x_",
+    "<",
+    "1)",
+    "km/",
+    "-a",
 ]
 
 
@@ -287,3 +452,17 @@ def test_a_long_run_of_blanks_is_read_in_time(before, between):
     text = before + " " * 10_000 + between + " " * 10_000 + "x"
     assert strict_answer(text) == strict_answer(before + " " + between + " x")
     assert lenient_answer(text) == lenient_answer(before + " " + between + " x")
+
+
+def test_no_wrong_number_is_read_from_drawn_answers():
+    result = compare(2500, seed=20)
+    assert result["wrong"] == []
+    assert result["with_value"] > 1000
+    assert result["read"] > 0.85 * result["with_value"], (
+        "the rule is the value first, then no number"
+    )
+
+
+@pytest.mark.slow
+def test_no_wrong_number_is_read_from_many_drawn_answers():
+    assert compare(int(os.environ.get("TANDEM_DRAWN_ANSWERS", "100000")), seed=21)["wrong"] == []

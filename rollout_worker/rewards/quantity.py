@@ -1,0 +1,216 @@
+r"""Reads one quantity: a number, a scale word, and a unit that leaves the number as it is.
+
+Works on text that `plain_text.py` has put into its plain spelling; where in a completion the
+quantity stands is the matter of `answers.py`. What follows a number is its unit only where it is
+known to be nothing else: words, with signs such as `%`. Digits of any script, words for numbers,
+operators, letters that may be variables and LaTeX commands make of the two something that is no
+number: `5 ft 3 in`, `5 and a half`, `5x`, `5\sqrt{2}`, `5^n`, and `101` with a subscript 2.
+"""
+
+import re
+import unicodedata
+from fractions import Fraction
+
+MAX_DIGITS = 1000
+
+_SPACES = "\u00a0\u2007\u2009\u202f"
+CURRENCY = (
+    r"(?:(?:US|CA|AU|NZ|HK)?[$\u20ac\u00a3\u00a5\u20b9\u20a9\u20bd\u20ba\u20aa]|Rs\.?"
+    r"|(?:USD|EUR|GBP|INR|JPY|CNY|CAD|AUD)(?![A-Za-z]))"
+)
+_DIGITS = rf"""(?:[1-9][0-9]{{0,2}}(?:,[0-9]{{3}})+(?![0-9])
+    |[1-9][0-9]?(?:,[0-9]{{2}})+,[0-9]{{3}}(?![0-9])
+    |[1-9][0-9]{{0,2}}(?P<space>[ {_SPACES}])[0-9]{{3}}(?![0-9])(?:(?P=space)[0-9]{{3}}(?![0-9]))*
+    |[0-9]+)"""
+_NUMBER = re.compile(
+    rf"""(?P<sign>[+-]?)\s?(?P<currency>{CURRENCY}\s?)?(?:(?P<inner>[+-])\s?)?
+    (?P<whole>{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)
+    (?P<exponent>[eE][+-]?[0-9]+)?
+    (?:\s?/\s?(?P<denominator>[0-9]+)|\s(?P<over>[0-9]+)/(?P<under>[0-9]+))?
+    """,
+    re.VERBOSE,
+)
+
+_SCALE = {
+    "dozen": 12,
+    "hundred": 10**2,
+    "thousand": 10**3,
+    "lakh": 10**5,
+    "million": 10**6,
+    "crore": 10**7,
+    "billion": 10**9,
+    "trillion": 10**12,
+}
+_SCALE_WORD = re.compile(rf"[\s-]?({'|'.join(_SCALE)})s?(?![^\W_])", re.IGNORECASE)
+# After an amount of money a single letter is a scale; elsewhere `5m` is a length.
+_SCALE_OF_MONEY = {
+    **dict.fromkeys(["k"], 10**3),
+    **dict.fromkeys(["m", "mm", "mn", "mln"], 10**6),
+    **dict.fromkeys(["b", "bn"], 10**9),
+    **dict.fromkeys(["t", "tn"], 10**12),
+}
+_MONEY_SUFFIX = re.compile(
+    rf"\s?({'|'.join(_SCALE_OF_MONEY)})(?![^\W_]|\s?[\^\u00b0])", re.IGNORECASE
+)
+_SUFFIX = re.compile(r"(k|\s?bn)(?![^\W_])")
+
+# What follows a number without a gap and belongs to it.
+_GLUED = re.compile(r"[.,:]?\d|[eE][+-]?\d|[xX][0-9A-Fa-f]|[bBoO]\d")
+
+CLOSING = r"[\s*_'\")\]|~%\u00b0\u00ba\u00a2\u2032\u2033\u2019\u201d]*"
+_AFTER_NUMBER = re.compile(rf">?{CLOSING}(?:{CURRENCY}{CLOSING})?")
+_NOT_A_UNIT = re.compile(rf"\s?\.\s?\.|{CLOSING}_[\w\t]")
+# A sentence ends where a capital letter or nothing follows, so `5 ft. 3 in.` is one.
+_SENTENCE_END = re.compile(
+    r"""(?<![.!?;])[.!?;]+[*_'\")\]$\u201d]*(?:\s?$|\s(?=[*_'\"(]{0,2}
+    (?:[A-Z\u00c0-\u00de\u0410-\u042f][a-z\u00df-\u00ff\u0430-\u044f]|[AI]\s)))""",
+    re.VERBOSE,
+)
+_ASIDE = re.compile(r"\s\([^()=]*=[^()]*\)|\b(?:because|since)\b.*")
+_PLACE = re.compile(
+    rf"(?<=[^\W\d_]{{2}})\s(?:in|for|at|on|after|within)\s(?:{CURRENCY}[0-9.]*[0-9]"
+    r"|(?:[0-9]+|one|two|three|four|five|six|seven|eight|nine|ten)(?=\s[^\W\d_]{2}))(?![0-9./])"
+)
+_UNIT_POWER = re.compile(
+    r"(?<=[A-Za-z])(?:[\u00b2\u00b3](?!\w)|\t?\^\s?-?[1-4](?![\w.]\w?))|(?<=[\s/cdk]m)[23]\b"
+)
+_UNIT_TOKEN = re.compile(
+    r"""(?<=\s)(?:[A-Z][A-Za-z]+[2-4]|[A-Z][2-4][A-Z])\b            # CO2
+    |(?P<word>[^\W\d_]+(?:['\u2019-][^\W\d_]+)*)
+    |\s
+    |(?<!\s)-(?=[^\W\d_]{2}) | /\s?(?=[^\W\d_]{2}|[hlms]\b)
+    |(?<=[^\W\d_]{2}\s)[-\u2014](?=\s) | (?<=[^\W\d_]{2})[:\u2014]
+    |(?<=\s)\(
+    |[,.;'"*_)\]|~$\u2019\u201c\u201d\u3001\u3002]
+    |(?<=\s)[\u2705\u2713\u2714\u2728\u2b50\U0001f300-\U0001f4ae\U0001f4b0-\U0001f51e\U0001f524-\U0001faff]
+    """,
+    re.VERBOSE,
+)
+_ONE_LETTER_UNITS = frozenset("cdghlmsCFJLNVW")
+_GLUED_UNITS = re.compile(
+    "am|pm|h|hrs?|min|sec|ms|[kcmn]m|mi|yd|ft|in|[km]?g|lbs?|oz|[mcd]l|kJ|kW|Hz|[mk]ph|[KMGT]B"
+    "|USD|EUR|GBP|INR|JPY|CNY|CAD|AUD|usd|eur|gbp|st|nd|rd|th|pct|pts"
+)
+NUMBER_WORD = re.compile(
+    rf"""(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve
+    |(?:thir|four|fif|six|seven|eigh|nine)teen
+    |twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety
+    |half|halves|thirds?|quarters?
+    |fifths?|eighths?|ninths?|twelfths?|(?:twen|thir|for|fif|six|seven|eigh|nine)tieths?
+    |(?:{"|".join(_SCALE)})|score|gross|grand|minus|negative|plus|point)(?:s|ths?|fold)?""",
+    re.IGNORECASE | re.VERBOSE,
+)
+# Scale words of other languages, bases, and operations in words.
+_NO_UNIT = re.compile(
+    r"""(?:(?:m|b|tr|quadr|quint)il+[ijh]*[o\u00f3\u00f5a\u00e3]\w*|mil|mille|mill|mln|mlrd|mrd|mio
+    |mld|mn|bn|tsd|tausend\w*|hundert\w*|dutzend|tys\w*|\u0442\u044b\u0441\w*|\u043c\u043b\u043d
+    |\u043c\u043b\u0440\u0434|\u043c\u0438\u043b+\u0438\w*|\w*[\u534a\u03c0\u03b8]\w*|base|binary
+    |octal|hex|hexadecimal|mod|modulo|squared|cubed|divided|multiplied|factorial|pi|sqrt|root|log
+    |ln|exp|sin|cos|tan|inf|infinity)""",
+    re.IGNORECASE | re.VERBOSE,
+)
+
+
+def _value(number: re.Match) -> Fraction | None:
+    """The exact value of a match of `_NUMBER`, or None past the bounds or over zero."""
+    if number["sign"] and number["inner"]:
+        return None
+    whole = re.sub(rf"[,{_SPACES} ]", "", number["whole"])
+    parts = [whole, number["denominator"], number["over"], number["under"]]
+    if any(part is not None and len(part) > MAX_DIGITS for part in parts):
+        return None
+    exponent = number["exponent"] or "e0"
+    if len(exponent) > 6 or abs(int(exponent[1:])) > MAX_DIGITS:
+        return None
+    value = Fraction(whole) * Fraction(10) ** int(exponent[1:])
+    if number["denominator"] or number["over"]:
+        # `5 100/3`, `5.5 1/2` and `5 3/2` are read in more than one way.
+        over, under = int(number["over"] or 0), int(number["under"] or number["denominator"])
+        is_mixed = number["over"] is not None
+        if under == 0 or number["space"]:
+            return None
+        if is_mixed and (over >= under or number["exponent"] or "." in whole):
+            return None
+        value = value + Fraction(over, under) if is_mixed else value / under
+    return -value if "-" in (number["sign"], number["inner"]) else value
+
+
+def read_number(text: str, start: int) -> tuple[Fraction | None, int] | None:
+    """Reads the number at `start` and its scale: its value and end; None where none begins.
+
+    The value is None where the number cannot be read, as in `1.2.3` or past `MAX_DIGITS`.
+    """
+    number = _NUMBER.match(text, start)
+    if number is None:
+        return None
+    end = number.end()
+    if _GLUED.match(text, end):
+        return None, end
+    value = _value(number)
+    if number["currency"]:
+        suffix = _MONEY_SUFFIX.match(text, end)
+    else:
+        is_fraction = number["denominator"] or number["over"]
+        suffix = None if is_fraction else _SUFFIX.match(text, end)
+    if suffix:
+        end = suffix.end()
+        if "$" in text[end:].partition("\n")[0]:
+            value = None  # `$5m$` is LaTeX, and no money
+        value = None if value is None else value * _SCALE_OF_MONEY[suffix[1].strip().lower()]
+    for _ in range(3):
+        scale = _SCALE_WORD.match(text, end)
+        if scale:
+            end = scale.end()
+            value = None if value is None else value * _SCALE[scale[1].lower()]
+    return value, end
+
+
+def is_unit(text: str, start: int) -> bool:
+    """Whether what follows the number that ends at `start` of a line leaves it as it is."""
+    line_end = text.find("\n", start)
+    after = text[start : line_end if line_end >= 0 else len(text)]
+    if _NOT_A_UNIT.match(after):
+        return False
+    sentence_end = _SENTENCE_END.search(after)
+    if sentence_end and _changes_number(_next_word(after, sentence_end.end())):
+        return False  # `5. Millionen`
+    phrase = after[: sentence_end.start()] if sentence_end else after
+    marks = _AFTER_NUMBER.match(phrase)
+    if marks and marks.end():
+        phrase = " " + phrase[marks.end() :]
+    phrase = _PLACE.sub("", _UNIT_POWER.sub("", _ASIDE.sub("", phrase)))
+    end = 0
+    while end < len(phrase):
+        token = _UNIT_TOKEN.match(phrase, end)
+        if token is None:
+            return False
+        if token["word"] and not _is_unit_word(token["word"], glued=end == 0):
+            return False
+        end = token.end()
+    return True
+
+
+def _next_word(text: str, start: int) -> str:
+    word = re.compile(r"[^\W\d_]*").match(text, start)
+    return word[0] if word else ""
+
+
+def _changes_number(word: str) -> bool:
+    """Whether a word after a number is a number, a scale or an operation."""
+    return bool(_NO_UNIT.fullmatch(word) or NUMBER_WORD.fullmatch(word))
+
+
+def _is_unit_word(word: str, *, glued: bool) -> bool:
+    """Whether a word may be a unit, or stand beside one."""
+    if any(unicodedata.numeric(letter, None) is not None for letter in word):
+        return False
+    if any(unicodedata.decomposition(letter).startswith("<su") for letter in word):
+        return False  # a letter as superscript or subscript
+    for part in [*re.split("['\u2019-]", word), re.sub("['\u2019-]", "", word)]:
+        if _changes_number(part):
+            return False
+    if len(word) == 1 and word.lower() != word.upper():
+        return word in _ONE_LETTER_UNITS or (word == "a" and not glued)
+    return (
+        not (glued and word.isascii()) or len(word) > 3 or _GLUED_UNITS.fullmatch(word) is not None
+    )
