@@ -119,6 +119,7 @@ THIRD_PARTY = {
         "pyarrow": "data/*",
         "reasoning_gym": "*",
         "math_verify": "rewards/*",
+        "sympy": "rewards/*",
         "pydantic": "config.py",
         "psutil": "*",
     },
