@@ -13,4 +13,5 @@ def _has_loopback() -> bool:
     return False
 
 
-needs_ipv6 = pytest.mark.skipif(not _has_loopback(), reason="this machine has no IPv6 loopback")
+HAS_IPV6 = _has_loopback()
+needs_ipv6 = pytest.mark.skipif(not HAS_IPV6, reason="this machine has no IPv6 loopback")

@@ -13,6 +13,7 @@ import signal
 import socket
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import psutil
 import ray
@@ -94,7 +95,7 @@ def connect(
     # Ray prints the output of actors; a coloured prefix would be made harmless with the rest.
     os.environ["RAY_COLOR_PREFIX"] = "0"
     try:
-        context = ray.init(
+        context: Any = ray.init(  # the class that Ray declares is not the one it returns
             namespace=namespace,
             log_to_driver=True,
             include_dashboard=False,

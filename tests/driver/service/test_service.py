@@ -20,6 +20,7 @@ import safetensors.numpy
 
 from services.process.phases import PHASES
 from tests.deadlines import HANG_S
+from tests.ipv6 import HAS_IPV6
 from tests.tiny_model import write_tiny_model
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -168,6 +169,29 @@ def same_training(one: Service, other: Service) -> None:
     for name, tensor in one.policy().items():
         bits, expected = tensor.view(np.uint8), other.policy()[name].view(np.uint8)
         np.testing.assert_array_equal(bits, expected, err_msg=name)
+
+
+def test_a_run_computes_alike_whatever_its_shell_brings_along_N30(
+    start, undisturbed, tmp_path, monkeypatch
+):
+    folder = tmp_path / ("d" * 80)  # too long for Ray's sockets
+    folder.mkdir()
+    switches = {
+        "TMPDIR": str(folder),
+        "JAX_ENABLE_X64": "1",
+        "JAX_DEFAULT_MATMUL_PRECISION": "BF16_BF16_F32",
+        "JAX_NUMPY_RANK_PROMOTION": "raise",
+        "JAX_RANDOM_SEED_OFFSET": "3",
+    }
+    for name, value in switches.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    service = start(*(("--set", "placement.bind_host='::1'") if HAS_IPV6 else ()))
+    service.wait_for(lambda: "learner is ready" in service.text, "the learner")
+    assert psutil.Process(service.pid_of("learner")).nice() == psutil.Process().nice()
+    assert service.wait() == 0, service.text
+    assert "JAX_ENABLE_X64=1 of this shell does not hold" in service.text
+    same_training(service, undisturbed)
 
 
 def scale(service: Service, workers: int) -> None:
