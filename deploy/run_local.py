@@ -99,6 +99,8 @@ def start_head(
     dashboard, agent, client = free_ports(3)  # Ray's own choices collide with another head's
     tpu_logs = pathlib.Path(folder) / "tpu_logs"  # else Ray shows those of other programs
     tpu_logs.mkdir()
+    # Sockets of its multiprocessing lie in TMPDIR itself, whose path must be short for them too.
+    own = {"TMPDIR": os.path.dirname(folder)}
     head = subprocess.Popen(
         [
             *("ray", "start", "--head", "--block", "--disable-usage-stats"),
@@ -107,7 +109,7 @@ def start_head(
             *("--dashboard-agent-listen-port", str(agent), "--ray-client-server-port", str(client)),
             *options,
         ],
-        env={"TPU_LOG_DIR": str(tpu_logs), **environment},
+        env={"TPU_LOG_DIR": str(tpu_logs), **environment, **own},
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,

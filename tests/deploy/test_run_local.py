@@ -88,3 +88,11 @@ def test_a_head_runs_its_processes_at_ordinary_priority(monkeypatch):
     assert run_local.head_environment()["RAY_worker_niceness"] == "0"
     monkeypatch.setenv("RAY_worker_niceness", "3")
     assert run_local.head_environment()["RAY_worker_niceness"] == "3"
+
+
+def test_all_that_a_head_starts_has_a_short_tmpdir(tmp_path, monkeypatch):
+    given = {}
+    monkeypatch.setattr(run_local.subprocess, "Popen", lambda command, env, **_: given.update(env))
+    run_local.start_head({"TMPDIR": "/" + "d" * 80}, str(tmp_path), None)
+    assert given["TMPDIR"] == str(tmp_path.parent)
+    assert given["TPU_LOG_DIR"] == str(tmp_path / "tpu_logs")
