@@ -96,8 +96,8 @@ BREAKS = [
     ),
     Break(
         "learner/update/batching.py",
-        'cut = completion.finish_reason is FinishReason.LENGTH and rules.truncated == "mask"',
-        'cut = completion.finish_reason is FinishReason.LENGTH and rules.truncated != "mask"',
+        'return completion.finish_reason is FinishReason.LENGTH and rules.truncated == "mask"',
+        'return completion.finish_reason is FinishReason.LENGTH and rules.truncated != "mask"',
         "learner/update/test_batching.py",
     ),
     Break(

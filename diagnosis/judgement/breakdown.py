@@ -91,6 +91,21 @@ def critical_path(facts: StepFacts) -> dict[str, float]:
     return {**path, OTHER: max(0.0, facts.wall_s - sum(path.values()))}
 
 
+def busy_seconds(facts: StepFacts) -> dict[str, float]:
+    """As `critical_path`, but nothing is cut where the sides overlap.
+
+    The phases of learner and busiest worker are then whole, and add up to more than the wall time.
+    """
+    path = critical_path(facts)
+    worker = busiest_worker(facts)
+    if worker is None or not is_overlapped(facts):
+        return path
+    whole: dict[str, float] = collections.defaultdict(float)
+    for segment in (*_busy(facts, worker), *_busy(facts, LEARNER)):
+        whole[segment.phase] += segment.seconds
+    return {**whole, OTHER: path[OTHER]}
+
+
 def by_group(phase_s: Mapping[str, float]) -> dict[str, float]:
     """Sums phases by their group; a name that is not a phase, such as `other`, stays."""
     groups: dict[str, float] = {}

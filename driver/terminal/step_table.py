@@ -2,8 +2,8 @@
 
 On a terminal the table grows in place, and under it are the last step's bars and the time left;
 elsewhere, as in the log of `ray job submit`, each step is one line of fixed columns and the header
-comes again every twenty lines. The phases shown are those of the critical path
-(`diagnosis/judgement/breakdown.py`).
+comes again every twenty lines. The phases shown are those of the busiest worker and of the learner
+(`busy_seconds` in diagnosis/judgement/breakdown.py).
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
-from diagnosis.judgement.breakdown import OTHER, by_group, critical_path, usual_step_s
+from diagnosis.judgement.breakdown import OTHER, busy_seconds, by_group, usual_step_s
 from diagnosis.judgement.recent import WINDOW
 from diagnosis.records.facts import StepFacts
 from driver.accounting.ledger import StepRecord
@@ -51,7 +51,8 @@ class StepRow:
     completion_len_mean: float | None
     tokens_per_s: float | None
     phase_s: dict[str, float]
-    """Seconds of the critical path by PHASE_COLUMNS; they add up to step_s."""
+    """Seconds of the busiest worker and of the learner by PHASE_COLUMNS. They add up to step_s, or
+    to more where the two worked at the same time."""
     facts: StepFacts
 
     def cells(self) -> tuple[str, ...]:
@@ -81,7 +82,7 @@ def step_row(metrics: Mapping[str, float], record: StepRecord, total_steps: int)
         processes=record.processes,
         metrics=metrics,
     )
-    groups = by_group(critical_path(facts))
+    groups = by_group(busy_seconds(facts))
     return StepRow(
         step=record.step,
         total_steps=total_steps,

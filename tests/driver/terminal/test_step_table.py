@@ -52,6 +52,28 @@ def test_row_shows_the_slowest_worker_and_the_learner(record):
     assert row.cells()[:6] == ("3/60", "0.351", "-", "42.2", "1234", "8.50")
 
 
+@pytest.mark.parametrize(
+    "learner, worker",
+    [
+        ({"forward_backward": 6.0}, {"prefill": 1.0, "decode": 4.0}),
+        ({"forward_backward": 2.0, "publish": 1.0}, {"decode": 6.5, "reward": 0.5}),
+        ({"forward_backward": 7.5, "checkpoint": 0.5}, {"weights_wait": 2.0, "decode": 5.0}),
+    ],
+)
+def test_columns_of_a_step_whose_sides_overlap_are_not_cut(tmp_path, learner, worker):
+    ledger = StepLedger(tmp_path, unexplained_fraction=1.0, warn=lambda text: None)
+    processes = {"learner": learner, "rollout-0": worker, "rollout-1": {"decode": 1.0}}
+    leases = LeaseTable(seed=0, prompt_count=4)
+    row = step_row(METRICS, ledger.close_step(3, processes, wall_s=8.0, leases=leases), 60)
+    seconds = learner | worker
+    columns = {"prefill": "prefill", "decode": "decode", "scoring": "reward"}
+    columns |= {"update": "forward_backward", "publish": "publish", "ckpt": "checkpoint"}
+    for column, phase in columns.items():
+        assert row.phase_s[column] == seconds.get(phase, 0.0)
+    assert row.phase_s["weights"] == 0.0, "a wait for the learner is no work"
+    assert row.step_s == 8.0 < sum(row.phase_s.values())
+
+
 def test_accuracy_is_shown_where_it_is_known(record):
     row = step_row({**METRICS, "eval/accuracy/strict": 0.86}, record, 60)
     assert row.cells()[2] == "0.860"
@@ -135,17 +157,6 @@ def test_a_low_terminal_gives_up_rows_of_the_table_for_the_bars(record):
             view.add_step(METRICS, record)
     last = out.getvalue()[out.getvalue().rindex("demo") :]
     assert "the first 5 steps are in metrics.jsonl" in last and "critical path" in last
-
-
-def test_where_the_sides_overlap_the_row_shows_the_longer_one_and_what_it_waited_for(tmp_path):
-    ledger = StepLedger(tmp_path, unexplained_fraction=1.0, warn=pytest.fail)
-    processes = {
-        "learner": {"forward_backward": 3.0, "queue_wait": 1.0},
-        "rollout-0": {"decode": 3.5, "idle": 0.5},
-    }
-    record = ledger.close_step(3, processes, wall_s=4.0, leases=LeaseTable(seed=0, prompt_count=4))
-    row = step_row(METRICS, record, 60)
-    assert (row.phase_s["decode"], row.phase_s["update"], row.phase_s["other"]) == (3.5, 0.5, 0.0)
 
 
 def test_text_of_a_run_is_never_read_as_markup():
