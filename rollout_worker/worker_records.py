@@ -63,7 +63,7 @@ class EvalRequest:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalItem:
-    """One held-out completion, as it stands in eval.jsonl."""
+    """One held-out completion; eval.jsonl has it with `correct`, which is decided later."""
 
     prompt_id: int
     sample_index: int

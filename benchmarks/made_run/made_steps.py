@@ -298,7 +298,12 @@ def _transfers(rng: np.random.Generator, workers: int) -> dict[str, float]:
 def _evaluation(rng: np.random.Generator, accuracy: float) -> dict[str, float]:
     right = float(rng.binomial(200, accuracy)) / 200
     half = 1.96 * (right * (1 - right) / 200) ** 0.5
-    metrics = {"eval/pass_at_1": right, "eval/reward/total/mean": right, "time/eval_s": 0.3}
+    metrics = {
+        "eval/correct_from": 1.0,
+        "eval/pass_at_1": right,
+        "eval/reward/total/mean": right,
+        "time/eval_s": 0.3,
+    }
     for parser in ("strict", "lenient"):
         metrics |= {
             f"eval/accuracy/{parser}": right,

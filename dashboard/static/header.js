@@ -33,7 +33,7 @@ export function makeHeader({ onAlerts, onHelp }) {
     "aria-label": "steps done", "aria-valuemin": 0, "aria-valuemax": 100 }, bar);
   const stepTime = fact("header-step-time", "step time", "Mean of the last ten trained steps, without steps that compiled");
   const reward = fact("header-reward", "reward", "reward/total/mean of the newest step with a reward");
-  const accuracy = fact("header-accuracy", "accuracy", "eval/accuracy/strict with its 95 % interval");
+  const accuracy = fact("header-accuracy", "accuracy", accuracyTitle());
   const alerts = el("button", { type: "button", class: "button quiet", id: "header-alerts",
     on: { click: onAlerts } });
   const themes = makeThemeSwitch();
@@ -65,6 +65,7 @@ export function makeHeader({ onAlerts, onHelp }) {
     const strict = store.latest("eval/accuracy/strict");
     setText(accuracy.name, strict ? `accuracy, ${format.span(strict.step, strict.until)}` : "accuracy");
     setText(accuracy.node, accuracyText(store, strict));
+    accuracy.box.title = accuracyTitle(store.latest("eval/correct_from")?.value);
     showAlerts(judgement?.alerts ?? []);
     setText(sentence, format.sentence(judgement?.bottleneck?.text ?? ""));
     sentence.title = sentence.textContent;
@@ -118,6 +119,11 @@ export function makeThemeSwitch() {
 function recentSeconds({ wall, bin }) {
   const last = wall.slice(bin === 1 ? -10 : -1).filter((x) => x !== null);
   return last.length ? last.reduce((a, b) => a + b, 0) / last.length : null;
+}
+
+function accuracyTitle(from) {
+  const right = format.isFiniteNumber(from) ? `; right is a reward of at least ${format.number(from)}` : "";
+  return `eval/accuracy/strict with its 95 % interval${right}`;
 }
 
 function accuracyText(store, strict) {

@@ -30,17 +30,22 @@ reward_error/fraction | | reward errors, share
     share of completions whose scoring failed or ran out of time
 [learning accuracy]
 eval/accuracy/strict | | accuracy, strict
-    share of held-out completions that the strict parser finds right
+    share of held-out completions that get at least eval/correct_from from the first scorer, by
+    its strict parser if it has two
 eval/accuracy/strict_low | | accuracy, strict, lower bound
     lower end of the 95 % interval (Wilson) over held-out prompts
 eval/accuracy/strict_high | | accuracy, strict, upper bound
     upper end of the 95 % interval (Wilson) over held-out prompts
 eval/accuracy/lenient | | accuracy, lenient
-    share of held-out completions that the lenient parser finds right
+    share of held-out completions that get at least eval/correct_from from the first scorer, by
+    its lenient parser if it has two
 eval/accuracy/lenient_low | | accuracy, lenient, lower bound
     lower end of the 95 % interval (Wilson) over held-out prompts
 eval/accuracy/lenient_high | | accuracy, lenient, upper bound
     upper end of the 95 % interval (Wilson) over held-out prompts
+eval/correct_from | reward | right from
+    the reward of the first scorer from which a held-out completion counts as right; without it
+    there is no accuracy and no pass@k
 eval/pass_at_{n} | | pass@k
     chance that at least one of k completions of a held-out prompt is right
 [learning reward]

@@ -61,6 +61,8 @@ class Accuracy:
 
     correct: int
     total: int
+    correct_from: float = 1.0
+    """The reward from which an answer is right."""
 
     def __post_init__(self):
         if not 0 <= self.correct <= self.total or self.total < 1:
@@ -74,6 +76,7 @@ class Accuracy:
     def __str__(self) -> str:
         low, high = wilson_interval(self.correct, self.total)
         return (
-            f"{self.fraction:.3f} ({self.correct} of {self.total}; "
+            f"{self.fraction:.3f} ({self.correct} of {self.total} with a reward of at least "
+            f"{self.correct_from:g}; "
             f"95 % interval {low:.3f} to {high:.3f})"
         )

@@ -28,8 +28,8 @@ class RunState:
     """Steps that changed the policy."""
     skip_cause: str = ""
     """Why the last step that did not was skipped."""
-    accuracy: dict[int, Accuracy] = dataclasses.field(default_factory=dict)
-    """By the step that was evaluated."""
+    accuracy: dict[int, Accuracy | None] = dataclasses.field(default_factory=dict)
+    """By the step that was evaluated; None where it is not known what is right."""
     replay: deque[RecordedUpdate] = dataclasses.field(default_factory=deque)
     """Updates that were recorded after the checkpoint, to be made again."""
     open: dict[str, float] | None = None
@@ -61,7 +61,12 @@ class RunState:
             scored = sum(math.isfinite(reward) for reward in state.rewards)
             state.updates = kept.get("updates", scored)
             state.skip_cause = kept.get("skip_cause", "")
-            state.accuracy = {s: Accuracy(correct=c, total=n) for s, c, n in kept["accuracy"]}
+            state.accuracy = {
+                step: Accuracy(correct=counts[0], total=counts[1], correct_from=(*counts, 1.0)[2])
+                if counts
+                else None
+                for step, *counts in kept["accuracy"]
+            }
         if restored is not None:
             state.step, state.policy_version = restored.step, restored.policy_version
             state.replay = deque(restored.replay)
@@ -101,5 +106,8 @@ class RunState:
             "rewards": [r if math.isfinite(r) else None for r in self.rewards],
             "updates": self.updates,
             "skip_cause": self.skip_cause,
-            "accuracy": [[step, a.correct, a.total] for step, a in self.accuracy.items()],
+            "accuracy": [
+                [step, *(dataclasses.astuple(accuracy) if accuracy else ())]
+                for step, accuracy in self.accuracy.items()
+            ],
         }

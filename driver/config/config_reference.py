@@ -62,6 +62,7 @@ _UNIT_OF_KEY = {
     "checkpoint.keep": "checkpoints",
     "eval.prompts": "prompts",
     "eval.samples_per_prompt": "completions",
+    "eval.correct_from": "reward",
     "log.samples_per_step": "completions",
     "log.dashboard.port": "TCP port",
     "placement.worker_restarts": "restarts",

@@ -112,6 +112,9 @@ class EvalConfig(Section):
     """Only tokens at least this fraction as likely as the most likely one; 0 is off."""
     pass_k: tuple[int, ...] = (1,)
     """Values of k for which pass@k is reported; each at most samples_per_prompt."""
+    correct_from: float | None = Field(default=None, allow_inf_nan=False)
+    """A held-out completion is right if the first of reward.functions gives it at least this. null
+    takes 1, and reports no accuracy and no pass@k where a completion gets more than 1."""
 
     @property
     def sampling(self) -> SamplingSettings:
@@ -166,7 +169,8 @@ class LogConfig(Section):
     """What the run writes about itself, and where."""
 
     samples_per_step: int = Field(default=4, ge=0, le=10_000)
-    """Completions written to samples.jsonl at every step."""
+    """Completions written to samples.jsonl at every step. At most two are of one group, its first
+    and one chosen for a reason, so that a step of few groups writes fewer."""
     record_rollouts: bool = False
     """Append the groups of every update to rollouts.bin, to train on them again with
     `python -m learner.ab`. A step that cannot be written, as on a full disk, ends the run."""

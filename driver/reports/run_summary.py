@@ -25,12 +25,13 @@ class RunSummary:
 def summary_lines(summary: RunSummary) -> list[str]:
     """The last lines of a run; scripts read the very last one."""
     first, last = _ends(summary.rewards)
+    unknown = "not evaluated, or without eval.correct_from"
     steps = "step" if len(first) == 1 else f"{len(first)} steps"
     lines = [
         f"reward of the first {steps}  {_number(_mean(first), 3)}",
         f"reward of the last {steps}   {_number(_mean(last), 3)}",
-        f"held-out accuracy before   {summary.accuracy_before or 'not evaluated'}",
-        f"held-out accuracy after    {summary.accuracy_after or 'not evaluated'}",
+        f"held-out accuracy before   {summary.accuracy_before or unknown}",
+        f"held-out accuracy after    {summary.accuracy_after or unknown}",
     ]
     if summary.resumed_at == len(summary.rewards):
         nothing = "no step was trained since --resume"

@@ -129,9 +129,15 @@ class StepReports:
         chosen = choose_samples(samples, self._log.samples_per_step)
         self._metrics.log_samples(step, chosen)
 
-    def write_evaluation(self, step: int, items: Sequence[EvalItem]) -> None:
-        """Writes every held-out completion down."""
-        self._metrics.log_eval(step, map(dataclasses.asdict, items))
+    def write_evaluation(
+        self, step: int, items: Sequence[EvalItem], correct: Sequence[bool | None]
+    ) -> None:
+        """Writes every held-out completion down, and whether it counts as right."""
+        records = (
+            {**dataclasses.asdict(item), "correct": right}
+            for item, right in zip(items, correct, strict=True)
+        )
+        self._metrics.log_eval(step, records)
 
     def record_checkpoint(self, step: int) -> None:
         """Notes a checkpoint."""

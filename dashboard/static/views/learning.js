@@ -17,7 +17,9 @@ function specs(store) {
     { id: "reward-total", title: "Reward, total", series: one("reward/total/mean", "mean") },
     { id: "reward-functions", title: "Reward by function", series: rewardSeries },
     { id: "accuracy", title: "Accuracy", unit: "fraction", series: [accuracy("strict"), accuracy("lenient")],
-      why: () => "No evaluation yet: eval.every_steps, eval.at_start and eval.at_end schedule them." },
+      why: () => (store.latest("eval/reward/total/mean")
+        ? "No accuracy: the first scorer gives more than 1; eval.correct_from says what is right."
+        : "No evaluation yet: eval.every_steps, eval.at_start and eval.at_end schedule them.") },
     { id: "completion-length", title: "Completion length", unit: "tokens", zero: true, series: [
       ...one("rollout/completion_len_mean", "mean"), ...one("rollout/completion_len_p90", "p90"),
       ...one("rollout/completion_len_max", "max")] },

@@ -30,8 +30,10 @@ def test_summary_has_both_intervals_and_ends_with_the_machine_line():
     assert "0.350" in lines[0] and "first 5" in lines[0]
     assert "0.910" in lines[1] and "last 5" in lines[1]
     # Wilson, z = 1.96: (p + z2/2n +- z sqrt(p(1-p)/n + z2/4n2)) / (1 + z2/n)
-    assert "0.310 (62 of 200; 95 % interval 0.250 to 0.377)" in lines[2]
-    assert "0.860 (172 of 200; 95 % interval 0.805 to 0.901)" in lines[3]
+    assert "0.310 (62 of 200 with a reward of at least 1; 95 % interval 0.250 to 0.377)" in lines[2]
+    assert (
+        "0.860 (172 of 200 with a reward of at least 1; 95 % interval 0.805 to 0.901)" in lines[3]
+    )
     assert "logs: runs/demo" in lines and "policy: runs/demo/export" in lines
     assert lines[-1] == machine_line(summary())
 
