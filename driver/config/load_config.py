@@ -32,6 +32,7 @@ from driver.errors import RunError
 _SECRET_NAME = re.compile(
     r"^(.*_)?(api_?key|secret|passw(or)?d|credentials?|private_key|(access|auth|hf)_token)$", re.I
 )
+_SET = "--set"
 _SECRET_URL = re.compile(r"://[^/\s@]*:[^/\s@]+@")
 
 
@@ -116,16 +117,15 @@ def _apply_override(
         shown = dotted if equals else override
         faults.append(_Fault("--set " + shown, "write it as --set section.key=value"))
         return
-    source = "--set"
     key = resolve(parts)
     if key is None:
-        sources[dotted] = source
+        sources[dotted] = _SET
         faults.append(_Fault(dotted, _unknown(dotted)))
         return
     try:
         value = _override_value(text, key)
     except ValueError as error:
-        sources[dotted] = source
+        sources[dotted] = _SET
         faults.append(_Fault(dotted, str(error)))
         return
     problem = _assign(tree, parts, value)
@@ -133,7 +133,7 @@ def _apply_override(
         faults.append(_Fault(dotted, problem))
     for inner in [name for name in sources if name.startswith(f"{dotted}.")]:
         del sources[inner]
-    sources[dotted] = source
+    sources[dotted] = _SET
 
 
 def _override_value(text: str, key: Key) -> Any:
@@ -217,6 +217,15 @@ def _check_value(value: Any, key: Key, dotted: str, faults: list[_Fault]) -> Any
         item = Key(kind=Kind.SECTION, optional=False, model=key.model)
         checked = [_check_value(v, item, f"{dotted}.{i}", faults) for i, v in enumerate(value)]
         return _REFUSED if any(entry is _REFUSED for entry in checked) else checked
+    fault = _value_fault(value, key, dotted)
+    if fault is None:
+        return value
+    faults.append(fault)
+    return _REFUSED
+
+
+def _value_fault(value: Any, key: Key, dotted: str) -> _Fault | None:
+    """Why a value is refused before pydantic checks it; None if it is not."""
     if value is None:
         problem = "null is not allowed: give a value or leave it out"
     elif key.kind is Kind.SECTION:
@@ -226,13 +235,10 @@ def _check_value(value: Any, key: Key, dotted: str, faults: list[_Fault]) -> Any
     elif key.kind is Kind.LEAF:
         problem = _leaf_problem(value, key)
     elif isinstance(value, dict):
-        problem = _free_problem(value)
+        return _free_fault(value, dotted)
     else:
         problem = f"{_shown(value)} is not a mapping: write it as {{name: value}}"
-    if not problem:
-        return value
-    faults.append(_Fault(dotted, problem))
-    return _REFUSED
+    return _Fault(dotted, problem) if problem else None
 
 
 def _section_problem(value: Any, key: Key, dotted: str) -> str:
@@ -259,28 +265,30 @@ def _leaf_problem(value: Any, key: Key) -> str:
     return ""
 
 
-def _free_problem(value: Any, name: str = "") -> str:
-    """Why a value of a free mapping cannot be kept as JSON and shown in logs; '' if it can."""
+def _free_fault(value: Any, dotted: str) -> _Fault | None:
+    """Why a value of a free mapping cannot be kept as JSON and shown in logs; None if it can."""
+    problem = ""
     if isinstance(value, dict):
-        for inner, item in value.items():
-            if not isinstance(inner, str):
-                return f"key {inner!r} is not text: put it in quotes"
-            if _SECRET_NAME.match(inner):
-                return f"{inner} looks like a secret: pass it in the environment, not here"
-            problem = _free_problem(item, inner)
-            if problem:
-                return problem
-        return ""
-    if isinstance(value, list):
-        return next((problem for item in value if (problem := _free_problem(item, name))), "")
-    if isinstance(value, str):
+        for name, inner in value.items():
+            if not isinstance(name, str):
+                return _Fault(dotted, f"key {name!r} is not text: put it in quotes")
+            within = f"{dotted}.{name}"
+            if _SECRET_NAME.match(name):
+                secret = "looks like a secret: pass it in the environment, not here"
+                return _Fault(within, secret)
+            if fault := _free_fault(inner, within):
+                return fault
+    elif isinstance(value, list):
+        within = (_free_fault(inner, f"{dotted}.{index}") for index, inner in enumerate(value))
+        return next(filter(None, within), None)
+    elif isinstance(value, str):
         problem = _text_problem(value)
-        return f"{name} {problem}" if problem else ""
-    if isinstance(value, float) and not math.isfinite(value):
-        return f"{name}={value} is not finite: give a finite number"
-    if value is None or isinstance(value, bool | int | float):
-        return ""
-    return f"{name} is a {type(value).__name__}: only text, numbers, booleans, lists and mappings"
+    elif isinstance(value, float) and not math.isfinite(value):
+        problem = f"{value} is not finite: give a finite number"
+    elif not (value is None or isinstance(value, bool | int | float)):
+        kind = type(value).__name__
+        problem = f"is a {kind}: only text, numbers, booleans, lists and mappings"
+    return _Fault(dotted, problem) if problem else None
 
 
 def _text_problem(text: str) -> str:
@@ -368,10 +376,15 @@ def _message(
 
 
 def _source_of(dotted: str, sources: dict[str, str]) -> str:
-    if dotted in sources:
-        return sources[dotted]
-    parent, dot, _ = dotted.rpartition(".")
-    return _source_of(parent, sources) if dot else ""
+    """Where a key was given; of a section, with the overrides of keys in it."""
+    given = [key for key, source in sources.items() if source == _SET]
+    section = around = dotted
+    while around not in sources and around:
+        section, around = around, around.rpartition(".")[0]
+    # A section that only overrides have made is not in the file.
+    section = dotted if around == dotted else section
+    inside = [f"{_SET} {key}" for key in given if key.startswith(f"{section}.")]
+    return " and ".join(filter(None, [sources.get(around, ""), *inside]))
 
 
 _REFUSED = object()

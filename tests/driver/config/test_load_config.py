@@ -1,4 +1,5 @@
 import pathlib
+import re
 import textwrap
 
 import pytest
@@ -521,3 +522,39 @@ def test_a_removed_key_of_an_older_run_is_ignored_where_it_had_no_effect(tmp_pat
     older.write_text(text.replace("on_swap: restart", "on_swap: continue"))
     with pytest.raises(ConfigError, match="it was removed, since it had no effect"):
         load(str(older), [])
+
+
+PARAMS = (
+    MINIMAL
+    + """
+reward:
+  functions:
+    - name: format
+      params: {pattern: "a+"}
+"""
+)
+
+
+@pytest.mark.parametrize(
+    "override, expected",
+    [
+        ("reward.functions.0.params.x=.inf", "params.x: inf is not finite: .* (--set)"),
+        ("reward.functions.0.params.pattern=.nan", "params.pattern: nan is not finite: .* (--set)"),
+        ("reward.functions.0.params.x.y=[1, .inf]", "params.x.y.1: inf is not finite: .* (--set)"),
+        ("reward.functions.0.params.api_key=k", "params.api_key: looks like a secret: .* (--set)"),
+        ("reward.functions.0.params.x=http://a:b@c", "params.x: contains a password .* (--set)"),
+        (
+            "reward.functions.1.weight=2",
+            "reward.functions.1.name: is required .* and --set reward.functions.1.weight)",
+        ),
+        ("data.train.params.x=1", "data.train: params={'x': 1} .* and --set data.train.params.x)"),
+    ],
+)
+def test_a_fault_of_an_override_names_it_and_its_value(write, override, expected):
+    message = refusal(write(PARAMS), override)
+    assert re.search(re.escape(expected).replace(r"\.\*", ".*"), message), message
+
+
+def test_a_fault_in_the_file_keeps_its_line(write):
+    message = refusal(write(PARAMS.replace('"a+"', ".inf")), "reward.functions.0.weight=2")
+    assert re.search(r"params.pattern: inf is not finite.*run.yaml, line \d+\)", message), message
