@@ -35,6 +35,12 @@ class SourceConfig(Section):
         """Whether a reasoning_gym task makes the items."""
         return self.source.startswith(PREFIX)
 
+    def place_of(self, index: int) -> str:
+        """How messages name the record with this index, such as `line 3`."""
+        if self.is_procedural:
+            return f"item {index}"
+        return f"line {index + 1}" if self.source.endswith(".jsonl") else f"row {index}"
+
     @model_validator(mode="after")
     def _check(self):
         if self.params and not self.is_procedural:

@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import os
 
+from driver.config.load_config import ConfigError
 from driver.config.plan import asked_devices, checked, derive, format_plan
 from driver.config.plural import counted
 from driver.config.run_config import RunConfig
@@ -18,8 +19,12 @@ from rollout_worker.config import MOST_WORKERS, DataConfig, SourceConfig, Worker
 from rollout_worker.data.data_digests import DataDigests, digest_data
 from rollout_worker.data.prompts import PromptSet, count_shared, load_prompts
 from rollout_worker.engine_setup import stop_automaton
-from rollout_worker.rewards.reward_pool import validate_functions
+from rollout_worker.rewards.gold_answers import find_unjudged
+from rollout_worker.rewards.reward_pool import ScoreRequest, validate_functions
 from rollout_worker.worker_records import WorkerInfo
+
+_SHOWN_GOLDS = 3
+_SHOWN_CHARACTERS = 40
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,6 +95,7 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
     held_out = None
     if config.data.eval is not None:
         held_out = _prompts(config, "eval", config.data.eval, tokenizer)
+    notes += _check_golds(config, train, held_out)
     notes += overridden(os.environ)
     if tokenizer.template.reads_clock:
         notes.append(f"the chat template reads the clock, which stands at {moment} in this run")
@@ -137,6 +143,51 @@ def _check_messages(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
                 "model as ordinary text: special tokens come from the chat template "
                 "(model.chat_template) only"
             )
+    return notes
+
+
+def _check_golds(config: RunConfig, train: PromptSet, held_out: PromptSet | None) -> list[str]:
+    """Finds gold answers that a scorer cannot judge.
+
+    Returns:
+        what is to be noted, where a part of a set cannot be judged.
+
+    Raises:
+        ConfigError: where all of a set cannot be judged.
+    """
+    prompts = [*train.prompts, *(held_out.prompts if held_out else ())]
+    golds = [ScoreRequest("", one.answer, one.question, one.item) for one in prompts]
+    count, notes = len(train), []
+    for function in config.reward.functions:
+        reasons = checked(
+            find_unjudged,
+            function.name,
+            golds,
+            timeout_s=config.reward.timeout_s,
+            about="reward.functions",
+        )
+        for which, source, indices in (
+            ("train", config.data.train, range(count)),
+            ("eval", config.data.eval, range(count, len(golds))),
+        ):
+            found = [index for index in indices if index in reasons]
+            if source is None or not found:
+                continue
+            named = [
+                f"{source.place_of(prompts[index].prompt_id)}, answer "
+                f"{prompts[index].answer[-_SHOWN_CHARACTERS:]!r}: {reasons[index]}"
+                for index in found[:_SHOWN_GOLDS]
+            ]
+            if len(found) > _SHOWN_GOLDS:
+                named.append(f"and {len(found) - _SHOWN_GOLDS:,} more")
+            text = (
+                f"data.{which}: {function.name} cannot judge {len(found):,} of {len(indices):,} "
+                f"gold answers of {source.source}, so that their completions get no reward but an "
+                f"error: {'; '.join(named)}"
+            )
+            if len(found) == len(indices):
+                raise ConfigError(f"{text}. Choose another scorer, or correct answer_field or file")
+            notes.append(text)
     return notes
 
 

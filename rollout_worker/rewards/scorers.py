@@ -188,13 +188,28 @@ class BuiltIn:
 
     score: Scorer
     needs: str | None = None
+    check_gold: Callable[[str, dict], object] | None = None
+    """Raises ValueError for a gold answer, with its record, that the scorer cannot judge."""
+
+
+def _check_number(answer: str, item: dict) -> None:
+    gsm8k_answer("", answer=answer, prompt="", item=item)
+
+
+def _check_expression(answer: str, item: dict) -> None:
+    if answers.parse_number(answer) is None:  # numbers need not be parsed by the slow library
+        math_verify_answer("", answer=answer, prompt="", item=item)
+
+
+def _check_origin(answer: str, item: dict) -> None:
+    reasoning_gym_answer("", answer=answer, prompt="", item=item)
 
 
 BUILT_INS = {
-    "gsm8k_answer": BuiltIn(gsm8k_answer),
-    "math_verify": BuiltIn(math_verify_answer, needs="math_verify"),
+    "gsm8k_answer": BuiltIn(gsm8k_answer, check_gold=_check_number),
+    "math_verify": BuiltIn(math_verify_answer, needs="math_verify", check_gold=_check_expression),
     "format": BuiltIn(answer_format),
-    "reasoning_gym": BuiltIn(reasoning_gym_answer, needs="reasoning_gym"),
+    "reasoning_gym": BuiltIn(reasoning_gym_answer, needs="reasoning_gym", check_gold=_check_origin),
 }
 
 

@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from driver.config.load_config import load
+from driver.config.load_config import ConfigError, load
 from driver.config.prepare import prepare
 from driver.errors import RunError
 from rollout_worker.data.data_digests import DataDigests
@@ -66,3 +66,48 @@ def test_a_worker_with_other_answers_to_train_on_is_refused(ready):
     data, here = ready()
     with pytest.raises(RunError, match=r"other answers of data.train .*/train.jsonl"):
         here.check_worker(worker_that_reads(elsewhere.data), data)
+
+
+def refusal(ready, **keys) -> str:
+    with pytest.raises(ConfigError) as refused:
+        ready(**keys)
+    return str(refused.value)
+
+
+WORDS = ("x + 3", "(2, 5)", "\\sqrt{7}", "B")
+
+
+def test_gold_answers_that_no_completion_could_equal_are_refused_N07(ready):
+    said = refusal(ready, train=WORDS)
+    for part in (
+        "data.train: gsm8k_answer cannot judge 4 of 4 gold answers",
+        "train.jsonl",
+        "line 1, answer 'x + 3': the gold answer 'x + 3' is not a number",
+        "use math_verify or your own scorer",
+        "line 3",
+        "and 1 more. Choose another scorer, or correct answer_field or file",
+    ):
+        assert part in said, part
+
+
+def test_a_held_out_set_that_cannot_be_judged_is_refused(ready):
+    assert "data.eval: gsm8k_answer cannot judge 2 of 2" in refusal(ready, held_out=WORDS[:2])
+
+
+def test_a_part_that_cannot_be_judged_is_noted(ready):
+    _, prepared = ready(train=("3", "B", "3"))
+    assert (
+        "note: data.train: gsm8k_answer cannot judge 1 of 3 gold answers of" in prepared.text
+        and "line 2, answer 'B': the gold answer 'B' is not a number" in prepared.text
+    )
+    _, prepared = ready()
+    assert "cannot judge" not in prepared.text
+
+
+def test_a_task_without_a_single_answer_needs_its_own_scorer_N06(ready):
+    task = ("data.train={source: 'reasoning_gym:rush_hour', size: 2}", "data.eval=null")
+    long = (*task, "rollout.max_prompt_tokens=500", "rollout.max_completion_tokens=12")
+    said = refusal(ready, overrides=long)
+    assert "gsm8k_answer cannot judge 2 of 2" in said and "item 0, answer ''" in said
+    own = "reward.functions=[{name: reasoning_gym}]"
+    assert "2 prompts from reasoning_gym:rush_hour" in ready(overrides=(*long, own))[1].text

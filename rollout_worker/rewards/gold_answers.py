@@ -1,0 +1,60 @@
+"""Finds the gold answers that a scorer of the run cannot judge, before the run starts."""
+
+import os
+from collections.abc import Callable, Sequence
+
+from rollout_worker.config import RewardFunctionConfig
+from rollout_worker.rewards.reward_pool import RewardPool, ScoreRequest
+from rollout_worker.rewards.scorers import BUILT_INS
+
+_CHECK = "rollout_worker.rewards.gold_scorer:check_gold"
+_REQUESTS_PER_PROCESS = 1000  # fewer are checked before another process has started
+
+
+def find_unjudged(
+    scorer: str, golds: Sequence[ScoreRequest], *, timeout_s: float
+) -> dict[int, str]:
+    """Checks gold answers, those of foreign code in child processes, as completions are scored.
+
+    Args:
+        scorer: name of a reward function that can be loaded.
+        golds: answers with their records; the completion is not read.
+        timeout_s: bound on the check of one answer.
+
+    Returns:
+        why the scorer cannot judge an answer, by its place in `golds`; nothing for a scorer that
+        offers no check.
+    """
+    built_in = BUILT_INS.get(scorer)
+    check = built_in.check_gold if built_in else None
+    if not golds or (built_in and check is None):
+        return {}
+    if built_in and check and not built_in.needs:  # our own code, whose time is bounded
+        return {
+            index: reason for index, gold in enumerate(golds) if (reason := _reason(check, gold))
+        }
+    pool = RewardPool(
+        [RewardFunctionConfig(name=_CHECK, params={"scorer": scorer})],
+        processes=min(os.cpu_count() or 1, 1 + len(golds) // _REQUESTS_PER_PROCESS),
+        timeout_s=timeout_s,
+    )
+    try:
+        first = pool.submit(golds[:1]).wait()
+        if not first[0].error and not first[0].total:
+            return {}
+        scores = first + pool.submit(golds[1:]).wait()
+    finally:
+        pool.close()
+    return {
+        index: score.error.removeprefix(f"{_CHECK}: ")
+        for index, score in enumerate(scores)
+        if score.error
+    }
+
+
+def _reason(check: Callable[[str, dict], object], gold: ScoreRequest) -> str:
+    try:
+        check(gold.answer, dict(gold.item))
+    except ValueError as error:
+        return str(error)
+    return ""
