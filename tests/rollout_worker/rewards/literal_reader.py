@@ -205,7 +205,9 @@ def read_unit(text: str) -> None:
         text = text.lstrip(" *`)_$]\"'")
         if text[:2] == "- " and units:
             text = text[2:]
-        if text[0] in "-/" and len(word_of(text[1:].lstrip(" /"))[0]) > (text[0] == "-"):
+        if text[0] in "-/" and len(word_of(text[1:].lstrip(" /"))[0]) > (
+            text[0] == "-" and not units
+        ):
             text = text[1:].lstrip(" ")
         if text[0] == "^" and text[1:].lstrip(BLANKS)[:1] == "°":
             text = text[1:].lstrip(BLANKS)
@@ -229,7 +231,7 @@ def is_end(text: str, units: int) -> bool:
     if text in (ASIDES if units else ASIDES[2:]):
         return True
     text = text.lstrip(" *`)_$]\"'")
-    if set(text) <= set(" *`)_$]\"'!,?." + "-" * units) and text[:2] != "..":
+    if set(text) <= set(" *`)_$]\"'!,?." + "-" * units) and (units or text[:2] != ".."):
         return True
     if text.lstrip("!.").startswith(" That ") or text.lstrip(".,").startswith(" since 3"):
         return True
@@ -259,7 +261,7 @@ def right_side(text: str) -> str | None:
     left, _, right = text.rpartition("=")
     for word in SCALES:
         left = left.replace(word, "")
-    calculates = set(left) <= set("0123456789 .,+-*/×÷·x()$€£=°%^e'\t\u00a0")
+    calculates = set(left) <= set("0123456789 .,+-*/×÷·x()$€£=°%^eE'\t\u00a0")
     return right if left and calculates and left.count("(") == left.count(")") else None
 
 

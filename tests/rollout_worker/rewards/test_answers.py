@@ -112,6 +112,9 @@ def value(answer):
         ("#### 57, since 3*19 = 57", 57),
         ("#### $57. That is 3*19.", 57),
         ("#### 5 o'clock", 5),
+        ("<answer>#### 57</answer>", 57),
+        ("#### 57<|im_end|>", 57),
+        ("#### <b>57</b> apples", 57),
     ],
 )
 def test_strict_reads_the_number(text, expected):
@@ -185,6 +188,8 @@ def test_strict_reads_the_number(text, expected):
         "10\u00b2",
         "10^{2}",
         "10^n",
+        "10<sup>2</sup>",
+        "10<sup>n</sup>",
         "5\u207f",
         "(5)\u00b2",
         "5 squared",
@@ -407,6 +412,9 @@ HOSTILE = [
     "1)",
     "km/",
     "-a",
+    "<b",
+    "<|a",
+    ".!*",
 ]
 
 
