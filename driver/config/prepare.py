@@ -74,7 +74,7 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
         ConfigError: for whatever of these cannot work.
     """
     check_xla_flags(os.environ)
-    moment = moment or datetime.datetime.now().astimezone()
+    moment = moment or datetime.datetime.now().astimezone().replace(microsecond=0)
     path = config.model.path
     model = checked(read_model_config, path, about=f"model.path={path}")
     plan = derive(config, model, asked_devices(config, cpu_devices(os.environ)))
