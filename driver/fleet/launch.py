@@ -156,7 +156,7 @@ class _Learner(_Actor[LearnerActor]):
     def save(self, step: int, driver_state: dict[str, Any]) -> Call[str]:
         return self._call(LearnerActor.save, step, driver_state)
 
-    def export(self, folder: str) -> Call[None]:
+    def export(self, folder: str) -> Call[str]:
         return self._call(LearnerActor.export, folder)
 
     def reports(self, group_ids: Sequence[str]) -> Call[list[GroupReport]]:
