@@ -172,8 +172,8 @@ class Session:
             exported = self._supervisor.learner.export(str(self._folder / "export"))
             dtypes = self._supervisor.wait_for(exported, timeout_s=self._wait_s)
             chosen = self._checkpoint.export_dtype
-            why = chosen or "null: as the model came in, bfloat16 if it was quantised"
-            self._say(f"exported the policy in {dtypes} (checkpoint.export_dtype: {why})")
+            why = f"={chosen}" if chosen else " is null: as it came in, bfloat16 if quantised"
+            self._say(f"exported the policy in {dtypes} (checkpoint.export_dtype{why})")
 
     def _save_in_passing(self) -> None:
         """Writes a checkpoint; if that fails, the run warns and goes on without it."""

@@ -366,8 +366,8 @@ def save_model(
     dtypes = dtype_names(named.values())
     special = {} if tokenizer is None else _special_ids(tokenizer)
     with appearing_whole(pathlib.Path(folder)) as scratch:
-        made = to_hf(config, dtypes[0])
-        write_json(scratch / CONFIG, {**special, **carry_over(carried.config, made, dtypes)})
+        settings = carry_over(carried.config, to_hf(config, dtypes[0]), dtypes)
+        write_json(scratch / CONFIG, {**settings, **special, **settings})  # in its own order
         write_json(scratch / GENERATION_CONFIG, carried.generation_config(special))
         write_weights(scratch, {name: named[name] for name in expected_shapes(config)})
         if tokenizer is not None and not carried.tokenizer:
