@@ -2,8 +2,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-# Test processes side by side; a test uses about one core.
-JOBS ?= 2
+# Test processes side by side, for two cores: a test that starts a service waits half of its time.
+JOBS ?= 3
 # Tests of a file share what it builds, so one process runs them all.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
@@ -27,13 +27,15 @@ help: ## list the targets
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '.[tpu]'
 	@touch $@
 
+SITE_PACKAGES := 'import sysconfig; print(sysconfig.get_path("purelib"))'
+
 # An older transformers, which must read our exports too; torch is that of .venv.
 .venv/.transformers4: .venv/.test
 	$(BIN)/python -m venv .venv/transformers4
 	.venv/transformers4/bin/python -m pip install --quiet --disable-pip-version-check \
 		'transformers==4.57.*' jinja2
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
-		.venv/transformers4/lib/python3.11/site-packages/torch.pth
+	$(BIN)/python -c $(SITE_PACKAGES) > \
+		$$(.venv/transformers4/bin/python -c $(SITE_PACKAGES))/torch.pth
 	@touch $@
 
 demo: .venv/.run ## train the embedded model on two CPU cores and watch its accuracy rise
