@@ -56,7 +56,7 @@ _EQUALS = re.compile(
 _THOUSANDS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?!,?[0-9])")
 _LIST_NUMBER = re.compile(r"[0-9]+[.)]\s\S")
 
-_DECORATION = re.compile(r"(?:[\s*_'\"(\[:=~\u2248]|=>|<(?=[^<>]*>)|\|(?!\s?-))*")
+_DECORATION = re.compile(r"(?:_(?!\t)|[\s*'\"(\[:=~\u2248]|=>|<(?=[^<>]*>)|\|(?!\s?-))*")
 # A dollar sign is currency before a digit and a LaTeX delimiter before anything else.
 _DELIMITER = re.compile(r"\$(?!\s?(?:[-+]\s?)?[0-9.])")
 _LABEL = re.compile(

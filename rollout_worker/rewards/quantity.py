@@ -59,7 +59,7 @@ _GLUED = re.compile(r"[.,:]?\d|[eE][+-]?\d|[xX][0-9A-Fa-f]|[bBoO]\d")
 
 CLOSING = r"[\s*_'\")\]|~%\u00b0\u00ba\u00a2\u2032\u2033\u2019\u201d]*"
 _AFTER_NUMBER = re.compile(rf">?{CLOSING}(?:{CURRENCY}{CLOSING})?")
-_NOT_A_UNIT = re.compile(rf"{CLOSING}(?:\.\s?\.|_[\w\t])")
+_NOT_A_UNIT = re.compile(rf"\.[^\W\d_]|{CLOSING}(?:\.\s?\.|_[\w\t])")
 # A sentence ends where a capital letter or nothing follows, so `5 ft. 3 in.` is one.
 _SENTENCE_END = re.compile(
     r"""(?<![.!?;])[.!?;]+[*_'\")\]$\u201d]*(?:\s?$|\s(?=[*_'\"(]{0,2}
@@ -206,11 +206,12 @@ def _is_unit_word(word: str, *, glued: bool) -> bool:
         return False
     if any(unicodedata.decomposition(letter).startswith("<su") for letter in word):
         return False  # a letter as superscript or subscript
-    for part in [*re.split("['\u2019-]", word), re.sub("['\u2019-]", "", word)]:
-        if _changes_number(part):
-            return False
-    if len(word) == 1 and word.lower() != word.upper():
-        return word in _ONE_LETTER_UNITS or (word == "a" and not glued)
-    return (
-        not (glued and word.isascii()) or len(word) > 3 or _GLUED_UNITS.fullmatch(word) is not None
-    )
+    parts = re.split("['\u2019-]", word)
+    if any(_changes_number(part) for part in [*parts, "".join(parts)]):
+        return False
+    first = parts[0]
+    if len(parts) > 1 and not glued and len(first) == 1:
+        return len(parts[-1]) > 1 and (word[1] == "-" or first in "oO")  # no `x-y`, no `f'`
+    if len(first) == 1 and first.lower() != first.upper():
+        return first in _ONE_LETTER_UNITS or (first == "a" and not glued)
+    return not (glued and first.isascii()) or len(first) > 3 or bool(_GLUED_UNITS.fullmatch(first))

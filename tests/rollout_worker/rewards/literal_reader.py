@@ -8,6 +8,7 @@ value that the product reads from such a text is reported. `drawn_answers.py` dr
 
 from collections.abc import Iterator
 from fractions import Fraction
+from typing import Any
 
 INVISIBLE = "\u200b\u200c\u200d\u2060\ufeff\u00ad"
 DIGITS = "0123456789"
@@ -74,11 +75,19 @@ def tree(text: str) -> list:
     return stack[0]
 
 
-LEAVES = {"\\,": "\t", "\\ ": "\t", "\\%": "%", "\\$": "$", "\\_": "_", "\\circ": "°"}
+LEAVES: dict[str, str] = {
+    "\\,": "\t",
+    "\\ ": "\t",
+    "\\%": "%",
+    "\\$": "$",
+    "\\_": "_",
+    "\\circ": "°",
+}
+LEAVES |= {"\\times": "×", "\\cdot": "·"}
 LEAVES |= dict.fromkeys(("\\" + look for look in LOOKS), "\t")
 
 
-def leaves(nodes: list) -> Iterator[str]:
+def leaves(nodes: list[Any]) -> Iterator[str]:
     """The characters of a tree in order; a fraction becomes ` a/b `, what only looks is dropped."""
     queue = list(nodes)
     while queue:
@@ -212,7 +221,11 @@ def read_unit(text: str) -> None:
         if text[0] == "^" and text[1:].lstrip(BLANKS)[:1] == "°":
             text = text[1:].lstrip(BLANKS)
         found = [unit for unit in WORDS if text.startswith(unit) and ends_at(text, len(unit))]
-        if text[0] in ",;%°" or (text[0] in "€£." and text[:2] != ".." and units == 0):
+        if (
+            text[0] in ",;%°"
+            or (text[0] == "." and units)
+            or (text[0] in "€£." and text[:2] != ".." and units == 0)
+        ):
             text = text[1:]
         elif text.startswith("...") and units:
             text = text[3:]

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_worker.rewards.answers import (
+    FinalAnswer,
     answer_text,
     gold_answer,
     lenient_answer,
@@ -112,6 +113,7 @@ def value(answer):
         ("#### 57, since 3*19 = 57", 57),
         ("#### $57. That is 3*19.", 57),
         ("#### 5 o'clock", 5),
+        ("#### 57 T-shirts", 57),
         ("<answer>#### 57</answer>", 57),
         ("#### 57<|im_end|>", 57),
         ("#### <b>57</b> apples", 57),
@@ -201,6 +203,9 @@ def test_strict_reads_the_number(text, expected):
         "5i",
         "5e",
         "(5)(3)",
+        "5 x-y",
+        "1e'",
+        "1.e bn",
         "5 \u00b1 1",
         "57+",
         "57-",
@@ -236,7 +241,7 @@ def test_what_is_not_one_number_is_an_answer_that_equals_nothing(text):
     started_s = time.thread_time()
     answer = strict_answer(f"7\n#### 5\nNo:\n#### {text}")
     assert answer is not None and answer.value is None
-    assert lenient_answer(f"#### {text}").value is None, "the marker is final for lenient, too"
+    assert lenient_answer(f"#### {text}") == answer, "the marker is final for lenient, too"
     assert time.thread_time() - started_s < 20
 
 
@@ -280,7 +285,7 @@ def test_the_last_answer_counts(text, expected):
 
 
 def test_a_last_box_without_a_number_takes_the_answer_back():
-    assert strict_answer("#### 30, or rather \\boxed{none}").value is None
+    assert strict_answer("#### 30, or rather \\boxed{none}") == FinalAnswer(None)
 
 
 @pytest.mark.parametrize(
@@ -422,7 +427,8 @@ HOSTILE = [
 def test_reading_time_grows_no_faster_than_the_text(unit):
     text = "#### 1" + unit * (40_000 // len(unit))
     started_s = time.thread_time()
-    strict_answer(text), lenient_answer(text)
+    strict_answer(text)
+    lenient_answer(text)
     assert time.thread_time() - started_s < 20, "quadratic reading takes a minute here"
 
 
