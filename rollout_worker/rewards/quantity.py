@@ -91,6 +91,10 @@ _GLUED_UNITS = re.compile(
     "am|pm|h|hrs?|min|sec|ms|[kcmn]m|mi|yd|ft|in|[km]?g|lbs?|oz|[mcd]l|kJ|kW|Hz|[mk]ph|[KMGT]B"
     "|USD|EUR|GBP|INR|JPY|CNY|CAD|AUD|usd|eur|gbp|st|nd|rd|th|pct|pts"
 )
+# `T-shirts` and `o'clock`, but no `x-y` and no `f'x`.
+_JOINED_WORD = re.compile(
+    r"[oO]['\u2019]clock|(?:[^\W\d_]-)?[^\W\d_]{2,}(?:['\u2019][^\W\d_]+|-[^\W\d_]{2,})*"
+)
 NUMBER_WORD = re.compile(
     rf"""(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve
     |(?:thir|four|fif|six|seven|eigh|nine)teen
@@ -210,8 +214,11 @@ def _is_unit_word(word: str, *, glued: bool) -> bool:
     if any(_changes_number(part) for part in [*parts, "".join(parts)]):
         return False
     first = parts[0]
-    if len(parts) > 1 and not glued and len(first) == 1:
-        return len(parts[-1]) > 1 and (word[1] == "-" or first in "oO")  # no `x-y`, no `f'`
+    if len(parts) > 1:
+        if not _JOINED_WORD.fullmatch(word):
+            return False
+        if not glued:
+            return True
     if len(first) == 1 and first.lower() != first.upper():
         return first in _ONE_LETTER_UNITS or (first == "a" and not glued)
     return not (glued and first.isascii()) or len(first) > 3 or bool(_GLUED_UNITS.fullmatch(first))

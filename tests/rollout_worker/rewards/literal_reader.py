@@ -24,21 +24,8 @@ UNITS = ["apples", "dollars", "km", "km/h", "cm", "kg", "ft", "in", "hours", "mi
 UNITS += ["m", "h", "s", "g", "L", "m²", "cm^2", "m^3", "个", "元", "mètres", "times", "points"]
 UNITS += ["percent", "feet", "a day", "more", "left over", "lbs", "in total", "o'clock", "USD"]
 UNITS += ["th"]
-WORDS = [
-    *UNITS,
-    "boxes",
-    "days",
-    "oz",
-    "cents",
-    "and",
-    "or",
-    "m2",
-    "m3",
-    "km2",
-    "km3",
-    "cm2",
-    "cm3",
-]
+WORDS = [*UNITS, "boxes", "days", "oz", "cents", "and", "or", "to"]
+WORDS += ["m2", "m3", "km2", "km3", "cm2", "cm3"]
 ASIDES = [" in 3 boxes", " for 2 days", " (19+38=57)", ", since 3*19=57", ". That is 7 a week."]
 LOOKS = ["text", "mathrm", "textbf", "mathbf"]
 LABELS = ["Answer: ", "Final answer: ", "The answer is ", "x = ", "Total = "]
@@ -272,7 +259,7 @@ def without_decoration(text: str) -> str:
 def right_side(text: str) -> str | None:
     """What follows the last `=` of a calculation, or None if the text is none."""
     left, _, right = text.rpartition("=")
-    for word in SCALES:
+    for word in [*SCALES, *MONEY]:
         left = left.replace(word, "")
     calculates = set(left) <= set("0123456789 .,+-*/×÷·x()$€£=°%^eE'\t\u00a0")
     return right if left and calculates and left.count("(") == left.count(")") else None

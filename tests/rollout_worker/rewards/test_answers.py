@@ -204,6 +204,8 @@ def test_strict_reads_the_number(text, expected):
         "5e",
         "(5)(3)",
         "5 x-y",
+        "5 km-B",
+        "5 f'x",
         "1e'",
         "1.e bn",
         "5 \u00b1 1",
