@@ -15,7 +15,7 @@ from tests.chromium import Watched, chromium, open_view, wait_for, wait_until_dr
 from tests.deadlines import HANG_S
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
-STEPS = 10_000
+STEPS = 900
 """The test ends the run itself: however slow the machine is, no step has to be waited for."""
 GONE = "net::ERR_"
 """What the browser says of a server that ends with its run."""
