@@ -11,8 +11,12 @@ import pytest
 
 from services.process import failpoints
 from tests.deadlines import HANG_S
-from tests.driver.service.test_service import STEPS, Service, same_training
-from tests.tiny_model import write_tiny_model
+from tests.driver.service.test_service import (
+    STEPS,
+    Service,
+    same_training,
+    write_model_and_data,
+)
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 COLOCATED = (
@@ -26,7 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.service]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+    return write_model_and_data(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

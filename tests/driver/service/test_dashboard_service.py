@@ -19,8 +19,7 @@ import pytest
 from dashboard import auth
 from deploy import run_local
 from tests.deadlines import HANG_S
-from tests.driver.service.test_service import ROOT, Service
-from tests.tiny_model import write_tiny_model
+from tests.driver.service.test_service import ROOT, Service, write_model_and_data
 
 pytestmark = [pytest.mark.slow, pytest.mark.service]
 
@@ -29,7 +28,7 @@ URL = "http://127.0.0.1:8470"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+    return write_model_and_data(tmp_path_factory.mktemp("model"))
 
 
 def test_a_run_serves_its_dashboard_to_its_end_and_writes_its_tokens_nowhere(tmp_path, model):

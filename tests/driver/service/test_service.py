@@ -25,12 +25,13 @@ from tests.tiny_model import write_tiny_model
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 STEPS = 6
+DATA = "sums.jsonl"
 RUN_YAML = """
 run: {{name: service, steps: {steps}, seed: 3, output_dir: {folder}/out}}
 model: {{path: {model}}}
 data:
-  train: {{source: "reasoning_gym:chain_sum", size: 7, params: {{min_terms: 2, max_terms: 3}}}}
-  eval: {{source: "reasoning_gym:chain_sum", size: 6, seed: 99}}
+  train: {{source: {data}, size: 7}}
+  eval: {{source: {data}, skip: 7, size: 6}}
 rollout:
   workers: 2
   prompts_per_step: 4
@@ -62,7 +63,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.service]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+    return write_model_and_data(tmp_path_factory.mktemp("model"))
+
+
+def write_model_and_data(folder: pathlib.Path) -> pathlib.Path:
+    """Writes what RUN_YAML reads; returns the model's path, and the data lies beside it."""
+    with (folder / DATA).open("w") as file:
+        for i in range(13):
+            file.write(json.dumps({"question": f"{i} + {i % 5} =", "answer": i + i % 5}) + "\n")
+    return write_tiny_model(folder / "tiny")
 
 
 class Service:
@@ -71,9 +80,9 @@ class Service:
     def __init__(self, folder: pathlib.Path, model: pathlib.Path, *arguments: str):
         self.out = folder / "out"
         self.log = folder / "driver.log"
-        config = folder / "run.yaml"
+        config, data = folder / "run.yaml", model.with_name(DATA)
         config.write_text(
-            RUN_YAML.format(folder=folder, model=model, steps=STEPS, patience_s=HANG_S)
+            RUN_YAML.format(folder=folder, model=model, data=data, steps=STEPS, patience_s=HANG_S)
         )
         self.config = config
         with self.log.open("w") as log:
