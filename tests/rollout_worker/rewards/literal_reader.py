@@ -193,7 +193,7 @@ def word_of(text: str) -> tuple[str, str]:
 
 def read_unit(text: str) -> None:
     """Raises NotRead unless a text is units from the list, then perhaps an aside."""
-    text = text.replace("\t", " ").replace("\u00a0", " ")
+    text = text.replace("\t", " ").replace("\u00a0", " ").replace("()", "")
     while "  " in text:
         text = text.replace("  ", " ")
     units = 0

@@ -208,6 +208,7 @@ def test_strict_reads_the_number(text, expected):
         "5 f'x",
         "1e'",
         "1.e bn",
+        "2Emore",
         "5 \u00b1 1",
         "57+",
         "57-",
