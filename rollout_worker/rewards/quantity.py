@@ -60,7 +60,9 @@ _GLUED = re.compile(r"[.,:]?\d|[eE][+-]?\d|[xX][0-9A-Fa-f]|[bBoO]\d")
 CLOSING = r"[\s*_'\")\]|~%\u00b0\u00ba\u00a2\u2032\u2033\u2019\u201d]*"
 _AFTER_NUMBER = re.compile(rf">?{CLOSING}(?:{CURRENCY}{CLOSING})?")
 # A point or an exponent without its digits, dots for digits left out, a subscript.
-_NOT_A_UNIT = re.compile(rf"\.[^\W\d_]|E(?!UR\b)|{CLOSING}(?:\.\s?\.|_[\w\t])")
+_NOT_A_UNIT = re.compile(
+    rf"\.[^\W\d_]|[eE](?!UR\b|uros?\b|ggs?\b|ach\b)|{CLOSING}(?:\.\s?\.|_[\w\t])"
+)
 # A sentence ends where a capital letter or nothing follows, so `5 ft. 3 in.` is one.
 _SENTENCE_END = re.compile(
     r"""(?<![.!?;])[.!?;]+[*_'\")\]$\u201d]*(?:\s?$|\s(?=[*_'\"(]{0,2}
