@@ -16,6 +16,7 @@ from diagnosis.judgement.history import history
 from diagnosis.records.facts import RunSettings
 from diagnosis.records.run_log import natural
 from driver.terminal import top
+from driver.terminal.harmless import make_harmless
 from services.wire.strict_json import encode
 from tests.dashboard.served import strict
 
@@ -154,7 +155,8 @@ def test_no_text_of_a_run_commands_a_terminal(folder):
         name = "ledger.jsonl"
         rewrite(folder / name, lambda r: {**r, "processes": {hostile: {"decode": 1.0}}}, line)
     shown = io.StringIO()
-    assert top.main(["--run", str(folder), "--once"], Console(file=shown, width=100)) == 0
+    console = make_harmless(Console(file=shown, width=100))
+    assert top.main(["--run", str(folder), "--once"], console) == 0
     assert "red" in shown.getvalue() and not set("\x1b\x07\x9b") & set(shown.getvalue())
 
 
