@@ -48,7 +48,7 @@ check: .venv/.test ## lint, format, types and the quick tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(PYTEST) -m "not gpu and not tpu and not slow"
+	$(PYTEST) -m "not gpu and not tpu and not slow and not browser"
 
 format: .venv/.test ## rewrite the sources as `make check` wants them
 	$(BIN)/ruff check --fix .

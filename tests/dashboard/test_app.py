@@ -25,6 +25,8 @@ from services.control.service import control_service
 from services.wire.server import Server
 from tests.dashboard.served import events, served, strict, until
 
+pytestmark = pytest.mark.slow
+
 GETS = (
     *("/healthz", "/openapi.json", "/api/run", "/api/catalog", "/api/history", "/api/step/5"),
     *("/api/timeline?first=3&last=5", "/api/trace?first=3&last=5", "/api/samples?limit=7"),

@@ -14,6 +14,8 @@ from dashboard.auth import Gate, NoLink, Tokens, _cookie_name
 from dashboard.guard import SECURITY_HEADERS
 from tests.dashboard.served import served
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):

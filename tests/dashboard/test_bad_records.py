@@ -20,6 +20,8 @@ from driver.terminal.harmless import make_harmless
 from services.wire.strict_json import encode
 from tests.dashboard.served import strict
 
+pytestmark = pytest.mark.slow
+
 ENDLESS = 10**400
 NUMBERS = (ENDLESS, -1.0, 0, float("nan"), float("inf"), "NaN", True, [], [1.0], {}, None, 1e308)
 

@@ -19,6 +19,8 @@ from dashboard.listener import bind, url_of
 from tests.dashboard.served import ROOT, served_by_process, strict, until
 from tests.deadlines import HANG_S
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):

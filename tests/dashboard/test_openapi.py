@@ -21,6 +21,8 @@ from services.control.messages import (
 from services.wire.strict_json import encode
 from tests.dashboard.served import events, served, strict, until
 
+pytestmark = pytest.mark.slow
+
 FILLED = {"step": "5", "id": "t1"}
 
 

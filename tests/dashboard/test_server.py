@@ -21,6 +21,8 @@ from dashboard.server import Orphaned
 from tests.dashboard.served import ROOT, events, served, until
 from tests.deadlines import HANG_S
 
+pytestmark = pytest.mark.slow
+
 
 def test_without_a_port_the_usual_one_is_taken_or_a_free_one(monkeypatch):
     with bind("127.0.0.1", 0) as taken:

@@ -23,6 +23,8 @@ from tests.learner.tiny_learner import (
 )
 from tests.tiny_model import write_tiny_model
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def compiled():

@@ -20,6 +20,8 @@ from tests.learner.builders import (
     random_groups,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_compilation():

@@ -21,6 +21,8 @@ from tests.deadlines import HANG_S
 from tests.learner.tiny_learner import learner_spec
 from tests.tiny_model import CHAT_TEMPLATE, write_tiny_model
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).parents[2]
 TRANSFORMERS4 = os.environ.get(
     "TANDEM_TRANSFORMERS4", str(ROOT / ".venv" / "transformers4" / "bin" / "python")

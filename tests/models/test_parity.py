@@ -17,6 +17,8 @@ from models.tokenizer import load_tokenizer
 from models.transformer import forward, head_weight, logits, packed_attend
 from tests.models.tiny_models import HF_CONFIGS, SIZES, YARN, random_named
 
+pytestmark = pytest.mark.slow
+
 torch = pytest.importorskip("torch", reason="needs the test extra: torch")
 
 SMOLLM2 = pathlib.Path(__file__).parents[2] / "downloads" / "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -14,6 +14,8 @@ from models.tokenizer import load_tokenizer
 from rollout_worker.rewards.answers import strict_answer
 from tests.models.tiny_models import HF_CONFIGS, random_named
 
+pytestmark = pytest.mark.slow
+
 SMOLLM2 = pathlib.Path(__file__).parents[2] / "downloads" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

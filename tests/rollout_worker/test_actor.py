@@ -37,6 +37,8 @@ from tests.ipv6 import needs_ipv6
 from tests.learner import tiny_learner
 from tests.tiny_model import CHAT_TEMPLATE, write_tiny_model
 
+pytestmark = pytest.mark.slow
+
 G = 4
 MOMENT = datetime.datetime(2026, 1, 31, 23, 59, 59, tzinfo=datetime.UTC)
 GREEDY = SamplingSettings(temperature=0.0)

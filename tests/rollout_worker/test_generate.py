@@ -11,6 +11,8 @@ from rollout_worker.generate import Printer, settled
 from services.wire.messages import FinishReason
 from tests.tiny_model import write_tiny_model
 
+pytestmark = pytest.mark.slow
+
 
 def decode(token_ids):
     """Each id is a byte."""

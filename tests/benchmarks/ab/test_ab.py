@@ -21,6 +21,8 @@ from learner.update import head
 from tests.learner.builders import random_groups
 from tests.tiny_model import write_tiny_model
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
 
 

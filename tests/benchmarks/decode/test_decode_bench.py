@@ -19,6 +19,8 @@ from benchmarks.decode.weights import weight_bytes
 from models.config import ModelConfig
 from rollout_worker.engine.engine import EngineCounts
 
+pytestmark = pytest.mark.slow
+
 TINY = ModelConfig(
     model_type="qwen2",
     vocab_size=64,

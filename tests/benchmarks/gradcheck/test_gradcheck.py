@@ -23,6 +23,8 @@ from benchmarks.gradcheck.gradient_errors import (
 )
 from kernels.token_logprob import ops
 
+pytestmark = pytest.mark.slow
+
 CASE = {case.name: case for case in CASES}
 SIZES = {"tokens": 24, "vocab": 131, "seed": 0}
 WIDER = "bfloat16"

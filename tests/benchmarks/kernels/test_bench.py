@@ -13,6 +13,8 @@ from benchmarks.kernels.case import CompetitorSpec, DoesNotFit, check_fits, pars
 from benchmarks.report_file import json_values
 from benchmarks.timing import step_times, time_interleaved
 
+pytestmark = pytest.mark.slow
+
 LOGITS = ("logits", "--batch", "2", "--time", "12", "--vocab", "131", "--iters", "2")
 HEAD = ("lm_head", "--time", "40", "--hidden", "16", "--vocab", "131", "--iters", "1")
 

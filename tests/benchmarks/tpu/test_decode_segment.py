@@ -11,6 +11,8 @@ import pytest
 
 from benchmarks.tpu import hlo
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install '.[tpu]'"

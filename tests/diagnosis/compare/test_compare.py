@@ -12,6 +12,8 @@ from diagnosis.compare.compare import compare
 from diagnosis.compare.divergence import MOST_WINDOW, equal_until, find_divergence
 from diagnosis.records.run_log import RunLog
 
+pytestmark = pytest.mark.slow
+
 STEPS = 160
 
 

@@ -14,6 +14,8 @@ from diagnosis.judgement.history import PATH_PHASES, _round_digits, critical_pat
 from diagnosis.records.run_log import RunLog
 from services.process.phases import PHASES
 
+pytestmark = pytest.mark.slow
+
 
 def read(folder):
     log = RunLog(folder)

@@ -14,6 +14,8 @@ from diagnosis.records.run_log import RunLog
 from driver.accounting.jsonl import JsonlLog
 from services.process.phases import PHASES
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def run(tmp_path):

@@ -9,6 +9,8 @@ from benchmarks.made_run.made_steps import RunPlan
 from diagnosis.records.samples_index import SHOWN_CHARS, SampleIndex, SampleQuery, _excerpt
 from services.wire.strict_json import encode
 
+pytestmark = pytest.mark.slow
+
 
 def lines(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -13,6 +13,8 @@ from diagnosis.records.run_log import RunLog
 from diagnosis.records.timeline import TimelineLog
 from services.process.phases import PHASES
 
+pytestmark = pytest.mark.slow
+
 DECODE = PHASES.index("decode")
 
 

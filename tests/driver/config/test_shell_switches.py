@@ -10,6 +10,8 @@ from driver.config.shell_switches import FIXED, check_xla_flags, cpu_devices, ov
 from driver.fleet.launch import platform_environment
 from tests.deadlines import HANG_S
 
+pytestmark = pytest.mark.slow
+
 SHOW = """
 import jax, jax.numpy as jnp
 x = jnp.ones((2, 3)) @ jnp.ones((3, 2)) + jax.random.normal(jax.random.key(0), (2, 2))

@@ -21,6 +21,8 @@ from driver.supervisor import LearnerLost, NoAnswer
 from services.process.run_processes import read_processes
 from tests.deadlines import HANG_S
 
+pytestmark = pytest.mark.slow
+
 TOKEN, KEY = "5f" * 32, "wandb-key-0123456789"
 PEM = "-----BEGIN PRIVATE KEY-----\nMIGHAgEAMBMGByqGSM49\nc2VjcmV0\n-----END PRIVATE KEY-----\n"
 

@@ -27,6 +27,8 @@ from driver.reports.redact import is_secret
 from driver.reports.status import ExitCode, StatusFile
 from tests.deadlines import HANG_S
 
+pytestmark = pytest.mark.slow
+
 FREE = DashboardConfig(port=0)
 
 

@@ -17,6 +17,8 @@ from driver.reports.wandb_tracker import KEY_VARIABLE, WandbTracker, clean_api_k
 from tests.deadlines import HANG_S
 from tests.driver.reports.test_metrics import open_log
 
+pytestmark = pytest.mark.slow
+
 KEY = "k" * 86
 
 

@@ -15,6 +15,8 @@ import pytest
 from kernels import choose
 from kernels.decode_attention import ops, reference
 
+pytestmark = pytest.mark.slow
+
 IMPLS = [choose.XLA, choose.PALLAS_INTERPRET]
 F32 = jnp.float32
 TIGHT = dict(rtol=2e-6, atol=2e-6)

@@ -22,6 +22,8 @@ from tests.kernels.decode_attention.test_decode_attention import (
 )
 from tests.kernels.tpu_compiler import needs_compiler, run_with_compiler
 
+pytestmark = pytest.mark.slow
+
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
 
 

@@ -15,6 +15,8 @@ from kernels.decode_attention import ops, pallas_tpu, reference
 from kernels.decode_attention.shared_prefixes import find_prefixes, most_pieces
 from tests.kernels.decode_attention.test_decode_attention import F32, TIGHT, assert_same
 
+pytestmark = pytest.mark.slow
+
 B, S, BLOCK, TILE = 48, 80, 32, 8
 """The last block of a row begins at 48, inside the one before it."""
 NAMES = ("query", "new_key", "new_value", "key", "value", "position", "leader", "shared")

@@ -9,6 +9,8 @@ from kernels.linear_objective import ops, reference, xla
 from kernels.linear_objective.ops import HeadOptions
 from kernels.linear_objective.schedule import chunk_size, score, value_and_gradients
 
+pytestmark = pytest.mark.slow
+
 T, D, V = 37, 16, 53
 SUPPORT = dict(temperature=0.7, valid_vocab=V - 2)
 

@@ -18,6 +18,8 @@ from tests.kernels.linear_objective.test_linear_objective import (
     problem,
 )
 
+pytestmark = pytest.mark.slow
+
 TOKENS = ("data", "fsdp")
 MESHES = [(1, 1, 1), (1, 1, 2), (2, 1, 1), (1, 2, 2), (1, 1, 4), (2, 2, 2), (8, 1, 1), (1, 1, 8)]
 

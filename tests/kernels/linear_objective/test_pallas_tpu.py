@@ -21,6 +21,8 @@ from kernels.token_logprob.reference import TokenLogprob
 from kernels.token_logprob.statistics import Statistics, Support, finish, merge, slopes
 from tests.kernels.tpu_compiler import needs_compiler, run_with_compiler
 
+pytestmark = pytest.mark.slow
+
 TILE = 16
 score = functools.partial(pallas_tpu.score, interpret=True, tile_rows=TILE)
 gradient = functools.partial(pallas_tpu.gradient, interpret=True, tile_rows=TILE)

@@ -18,6 +18,8 @@ from kernels.token_logprob.statistics import Support, finish, merge, slopes
 from tests.kernels.token_logprob.test_token_logprob import literal, literal_gradient, sample
 from tests.kernels.tpu_compiler import needs_compiler, run_with_compiler
 
+pytestmark = pytest.mark.slow
+
 # Shape, columns, tiling: several tiles along both axes, the last of each ragged.
 TILINGS = {
     "vocab": ((2, 8), 300, dict(minor="vocab", block_tokens=3, block_vocab=128)),

@@ -8,6 +8,8 @@ import pytest
 
 from kernels.token_logprob import ops
 
+pytestmark = pytest.mark.slow
+
 IMPLS = ["reference", "xla"]
 EVERY_IMPL = [*IMPLS, "pallas_interpret"]
 

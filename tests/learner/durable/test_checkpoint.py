@@ -30,6 +30,8 @@ from learner.update.sharding import param_specs
 from learner.update.state import abstract_state, init_state
 from tests.deadlines import HANG_S
 
+pytestmark = pytest.mark.slow
+
 PARAMS = {
     "embed_tokens": {"weight": np.arange(32, dtype=np.float32).reshape(8, 4)},
     "norm": {"weight": np.ones(4, np.float32)},

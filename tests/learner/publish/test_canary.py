@@ -37,6 +37,8 @@ from services.weights.store import WeightStore
 from tests.learner import builders
 from tests.learner.builders import TINY, make_core
 
+pytestmark = pytest.mark.slow
+
 MODEL = ModelConfig(
     model_type="qwen2",
     vocab_size=64,

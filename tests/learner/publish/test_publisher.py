@@ -20,6 +20,8 @@ from services.wire.messages import NO_VERSION
 from tests.deadlines import HANG_S
 from tests.learner.builders import make_core, random_groups
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = HANG_S
 
 

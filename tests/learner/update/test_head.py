@@ -11,6 +11,8 @@ from learner.update.head import HeadPlan, PolicyHead
 from learner.update.mesh import AXES, make_mesh
 from learner.update.sharding import make_gather, param_specs
 
+pytestmark = pytest.mark.slow
+
 B, T = 8, 6
 
 

@@ -7,6 +7,8 @@ import pytest
 
 from learner.update import loss as loss_lib
 
+pytestmark = pytest.mark.slow
+
 AGGREGATIONS = {"seq_mean": "seq_mean", "token_mean": "token_mean", "constant": "dr_grpo"}
 
 

@@ -22,6 +22,8 @@ from services.process.config_section import validated
 from services.process.phase_clock import PhaseClock
 from tests.learner.builders import make_completion, make_core, make_group, random_groups
 
+pytestmark = pytest.mark.slow
+
 RULES = SelectionRules(
     advantage="group_norm",
     advantage_eps=1e-6,

@@ -9,6 +9,8 @@ import pytest
 from learner.config import OptimizerConfig
 from learner.update.optimizer import learning_rate_schedule, make_optimizer
 
+pytestmark = pytest.mark.slow
+
 
 def test_warmup_then_cosine_C07(cases):
     given, expected = cases("checkpoint")["C07"]["input"], cases("checkpoint")["C07"]["expected"]

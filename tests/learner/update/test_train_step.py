@@ -26,6 +26,8 @@ from learner.update.train_step import (
 from models.transformer import forward, head_weight, logits, packed_attend
 from tests.learner.builders import TINY, host_params, random_groups
 
+pytestmark = pytest.mark.slow
+
 HEAD = HeadPlan(schedule="fast", impl="xla", temperature=0.8, valid_vocab=22)
 OPTIONS = PolicyOptions(head=HEAD, compute_dtype=jnp.dtype("float32"), remat=False)
 OBJECTIVE = loss_lib.Objective(

@@ -11,6 +11,8 @@ from services.process.phase_clock import PhaseClock
 from services.wire.messages import FinishReason
 from tests.learner.builders import make_completion, make_core, make_group
 
+pytestmark = pytest.mark.slow
+
 STAGES = ("generated", "scored", "nonzero_advantage", "unclipped", "contributed")
 
 

@@ -16,6 +16,8 @@ from models.files.hf_config import from_hf
 from tests.deadlines import HANG_S
 from tests.models.tiny_models import HF_CONFIGS, random_named, split, write_folder
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).parents[3]
 COMMIT = "a" * 40
 LOAD = """

@@ -18,6 +18,8 @@ from rollout_worker.engine.device_copies import replicate_array
 from rollout_worker.engine.layout import Layout, make_mesh
 from services.weights.digest import tree_digest
 
+pytestmark = pytest.mark.slow
+
 BFLOAT16: np.dtype = np.dtype(ml_dtypes.bfloat16)
 FLOAT32: np.dtype = np.dtype(np.float32)
 MODEL = ModelConfig(

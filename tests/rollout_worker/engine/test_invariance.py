@@ -8,6 +8,8 @@ import pytest
 from rollout_worker.engine.engine_limits import geometry_of
 from tests.rollout_worker.engine.engines import BF16, F32, make_request, run, shared_engine
 
+pytestmark = pytest.mark.slow
+
 PROMPT_TOKENS, NEW_TOKENS = 300, 40
 
 

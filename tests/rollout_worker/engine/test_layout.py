@@ -36,6 +36,8 @@ from rollout_worker.engine.layout import (
 from services.weights.digest import tree_digest
 from tests.kernels.tpu_compiler import needs_compiler, run_with_compiler
 
+pytestmark = pytest.mark.slow
+
 BFLOAT16: np.dtype = np.dtype(ml_dtypes.bfloat16)
 FLOAT32: np.dtype = np.dtype(np.float32)
 

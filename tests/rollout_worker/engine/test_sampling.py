@@ -15,6 +15,8 @@ from scipy.stats import chi2
 from kernels.token_logprob import reference
 from rollout_worker.engine.sampling import Sampling, _pick, draw_tokens, row_keys
 
+pytestmark = pytest.mark.slow
+
 OFF = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 OPTIONS = {
     "plain": {},

@@ -20,6 +20,8 @@ from rollout_worker.engine.stop_strings import (
     token_bytes,
 )
 
+pytestmark = pytest.mark.slow
+
 SMOLLM2 = pathlib.Path(__file__).parents[3] / "downloads" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 TEXT = (
     'Answer: 4 × 3 = 12\n\n\tdef f(x):  return "é" + \'日本語 😀\' + "\x00\x7f"  \r\n<|im_end|> ▁ﷺ'

@@ -23,6 +23,8 @@ from rollout_worker.config import RewardFunctionConfig
 from rollout_worker.rewards.reward_pool import RewardPool, ScoreRequest, validate_functions
 from tests.deadlines import HANG_S, wait_until
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 TIMEOUT_S = 2.0
 """For a scorer that hangs; the good ones beside it take milliseconds."""

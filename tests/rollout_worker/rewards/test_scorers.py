@@ -18,6 +18,8 @@ from rollout_worker.rewards.scorers import (
     resolve_scorer,
 )
 
+pytestmark = pytest.mark.slow
+
 GIVEN = {"prompt": "", "item": {}}
 
 

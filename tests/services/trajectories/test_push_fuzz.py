@@ -7,6 +7,8 @@ from services.trajectories.receipts import Receipts
 from tests.services.trajectories import push_kinds
 from tests.services.trajectories.push_fuzz import run_fuzz, table
 
+pytestmark = pytest.mark.slow
+
 
 def test_every_bad_push_is_refused_with_its_status_and_none_is_taken():
     report = run_fuzz(2000, seed=1)

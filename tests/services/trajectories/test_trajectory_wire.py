@@ -22,6 +22,8 @@ from services.wire.server import Server
 from tests.deadlines import HANG_S
 from tests.services.wire_tools import TcpProxy, hold, reset, same_group
 
+pytestmark = pytest.mark.slow
+
 DIGEST = "d" * 64
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 Request = trajectories_pb2.PushGroupRequest

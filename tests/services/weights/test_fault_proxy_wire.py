@@ -25,6 +25,8 @@ from tests.fault_proxy import DOWN, FaultProxy, Rule
 from tests.services.weights.weight_tools import fetch, newest_manifest
 from tests.services.wire_tools import same_group
 
+pytestmark = pytest.mark.slow
+
 RUN_ID = "run-a"
 DIGEST = "d" * 64
 TENSOR_BYTES = 128 * 1024

@@ -27,6 +27,8 @@ from tests.services.weights.weight_tools import (
 )
 from tests.services.wire_tools import TcpProxy, finish, hold, relay_for_ever, reset
 
+pytestmark = pytest.mark.slow
+
 CUTS = pytest.mark.parametrize("after_tensor", [0, 3, 5])
 
 

@@ -21,6 +21,8 @@ from tests.deadlines import HANG_S
 from tests.services.weights.weight_tools import fetch, newest_manifest
 from tests.services.wire_tools import TcpProxy, fetch_for_ever, finish, hold, reset, serve_for_ever
 
+pytestmark = pytest.mark.slow
+
 RUN_ID = "run-a"
 TENSORS = 6
 TENSOR_BYTES = 128 * 1024
