@@ -40,7 +40,7 @@ _PART = re.compile(
     rf"""\\[A-Za-z]+(?:[^A-Za-z=]|\b[A-Za-z]\b)*$
     |(?:[\^_\u221a/]
         |\b(?:minus|negative|plus|point|half|thirds?|quarters?|mod|base)(?:[ ]of)?)\W{{0,2}}$
-    |\d\.?\s(?:and\s)?$
+    |\u200b$|\d\.?\s(?:and\s)?$
     |(?<![0-9)\]])(?<![0-9)\]]\s)(?<!^)[+-]\s?(?:{CURRENCY}\s?)?$
     |\d\.?\s?(?:['\u2032\u00b0]|(?:f(?:ee|oo)?t|yards?|yd|miles?|mi|k?m|cm|lbs?|pounds?|stone|kg
         |gallons?|quarts?|pints?|cups?|tablespoons?|years?|months?|weeks?|days?|hours?|hrs?|h
@@ -50,8 +50,8 @@ _PART = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 _EQUALS = re.compile(
-    rf"{CLOSING}(?:=|[-+*/^\u00d7\u00f7\u00b7x]\s?(?=[\d(.]))"
-    r"(?:[-+*/^\u00d7\u00f7\u00b7x\d\s.$=]|,(?=\d)|\([-+*/\u00d7\u00f7\u00b7x\d\s.]*\))*=(?P<right>[^=]*)$"
+    rf"{CLOSING}(?:=|[-+*/^\u00d7\u00f7\u00b7x]\s?(?=[0-9(.]))"
+    r"(?:[-+*/^\u00d7\u00f7\u00b7x0-9\s.$=]|,(?=[0-9])|\([-+*/\u00d7\u00f7\u00b7x0-9\s.]*\))*=(?P<right>[^=]*)$"
 )
 _THOUSANDS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?!,?[0-9])")
 _LIST_NUMBER = re.compile(r"[0-9]+[.)]\s\S")

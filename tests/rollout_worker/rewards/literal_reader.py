@@ -167,8 +167,8 @@ def quantity(text: str) -> tuple[Fraction, str]:
     """The number with its fraction, and what follows."""
     value, rest, plain = numeral(text)
     tail = rest.lstrip(BLANKS)
-    if tail[:1] == "/" and tail[1:].lstrip(BLANKS)[:1].isdecimal():
-        under, rest, plain = numeral(tail[1:].lstrip(BLANKS))
+    if tail[:1] == "/" and tail[1:].lstrip(BLANKS + "*")[:1].isdecimal():
+        under, rest, plain = numeral(tail[1:].lstrip(BLANKS + "*"))
         if not plain or under == 0:
             raise NotRead
         return value / under, rest

@@ -171,6 +171,7 @@ def test_strict_reads_the_number(text, expected):
         "x = 5 or x = 3",
         "2 apples + 3 apples = 5 apples",
         "2 + 3 = 5, so x = 7",
+        "2 + \U0001d7d3 = 7",
         # Scales that are not known for certain.
         "5K",
         "5 M",
@@ -379,6 +380,7 @@ def test_any_text_is_read_without_an_exception(text):
         "It is - 7",
         "It is 5 and 1/2",
         "It is 3\u06639",
+        "It is \\frac12\ufeff3/4",
     ],
 )
 def test_lenient_takes_no_part_of_a_quantity(text):
