@@ -30,6 +30,7 @@ _RENDER_ERRORS = (
     LookupError,
     MemoryError,
     RuntimeError,
+    SyntaxError,
     TypeError,
     ValueError,
 )

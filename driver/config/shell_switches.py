@@ -71,7 +71,8 @@ def cpu_devices(environ: Mapping[str, str]) -> int:
     """How many CPU devices JAX makes in a process with this environment."""
     count = environ.get("JAX_NUM_CPU_DEVICES", "")
     forced = dict(_xla_flags(environ)).get("xla_force_host_platform_device_count", "")
-    return next((int(text) for text in (count, forced) if text.isdigit() and int(text)), 1)
+    numbers = (int(text) for text in (count, forced) if text.isascii() and text.isdigit())
+    return next((number for number in numbers if number), 1)
 
 
 def _spellings(value: str) -> tuple[str, ...]:
@@ -82,6 +83,8 @@ def _xla_flags(environ: Mapping[str, str]) -> list[tuple[str, str]]:
     """Name and value of each flag, in order; XLA_FLAGS may also name a file of flags."""
     text = environ.get("XLA_FLAGS", "").strip()
     if text and not text.startswith("-"):
-        path = pathlib.Path(text)
-        text = path.read_text(errors="replace") if path.is_file() else ""
+        try:
+            text = pathlib.Path(text).read_text(errors="replace")
+        except (OSError, ValueError):  # no file, or no path at all: JAX finds no flags there either
+            return []
     return [(found[1], "true" if found[2] is None else found[2]) for found in _FLAG.finditer(text)]

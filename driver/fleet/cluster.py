@@ -143,7 +143,7 @@ def _check_listening(address: str) -> None:
         return  # `auto`, `local`: for Ray to resolve
     try:
         socket.create_connection(target, DIAL_S).close()
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name that can be no host's
         raise NoCluster(
             f"nothing answers at RAY_ADDRESS={address} ({error}): start the cluster, correct the "
             "address, or unset RAY_ADDRESS to run on this machine alone"

@@ -2,7 +2,10 @@
 
 import datetime
 import json
+import os
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -12,7 +15,8 @@ from driver.config.paths import locate
 from driver.config.prepare import prepare
 from driver.config.resume_identity import identity_of, write_identity
 
-DEMO = pathlib.Path(__file__).parents[2] / "deploy" / "demo" / "model"
+ROOT = pathlib.Path(__file__).parents[2]
+DEMO = ROOT / "deploy" / "demo" / "model"
 LAST_YEAR = datetime.datetime(2025, 1, 31, 23, 59, 59, tzinfo=datetime.UTC)
 TEMPLATE = (
     "{{ 'Today Date: ' + strftime_now('FORMAT') + '\\n' }}{% for m in messages %}"
@@ -28,6 +32,18 @@ rollout: {prompts_per_step: 2, completions_per_prompt: 4, max_prompt_tokens: 128
 eval: {at_start: false, at_end: false}
 placement: {platform: cpu}
 """
+
+
+def test_a_variable_that_jax_cannot_read_is_one_message():
+    ended = subprocess.run(
+        [sys.executable, "-m", "driver", "--help"],
+        cwd=ROOT,
+        env={**os.environ, "JAX_ENABLE_X64": "banana"},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    assert "'banana'" in ended.stderr and "JAX_ENABLE_X64" in ended.stderr
 
 
 @pytest.fixture

@@ -508,6 +508,7 @@ def test_t03_sampled_ids_stay_what_they_are(cases, tmp_path):
         ("{% for i in range(10**9) %}x{% endfor %}", "Range too big"),
         ("{{ messages[0].content + 1 }}", "concatenate"),
         ("{{ 10.0 ** 400 }}", "model.chat_template does not render"),
+        ("{% break %}", "model.chat_template does not render"),
         ("{{ messages[0].content | int(base=99) }}", "model.chat_template"),
         ("Be nice.", r"leaves the user's text out of the prompt: 'Be nice.'"),
         ("/nope.jinja", "'/nope.jinja' must render .*must be the text of a template, not a path"),

@@ -83,6 +83,11 @@ def test_flags_of_xla_that_change_numbers_are_refused_by_name(flags, named, tmp_
         check_xla_flags({"XLA_FLAGS": str(tmp_path / "flags")})
 
 
+@pytest.mark.parametrize("text", ["xla_cpu_enable_fast_math=true " * 20, "a\0b", "no/such/file"])
+def test_a_text_that_is_neither_flags_nor_a_file_has_no_flags(text):
+    check_xla_flags({"XLA_FLAGS": text})
+
+
 def test_other_flags_of_xla_pass():
     check_xla_flags({})
     check_xla_flags(
@@ -100,6 +105,7 @@ def test_other_flags_of_xla_pass():
         ({"XLA_FLAGS": "--xla_dump_to=/x --xla_force_host_platform_device_count=4"}, 4),
         ({"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_NUM_CPU_DEVICES": "8"}, 8),
         ({"JAX_NUM_CPU_DEVICES": "-1"}, 1),
+        ({"JAX_NUM_CPU_DEVICES": "²"}, 1),
         ({"XLA_FLAGS": "--xla_force_host_platform_device_count=0"}, 1),
     ],
 )

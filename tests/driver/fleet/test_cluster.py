@@ -56,6 +56,14 @@ def test_a_cluster_that_is_not_there_is_named_over_ipv6(monkeypatch):
         connect("test", StopSignal())
 
 
+@pytest.mark.parametrize("name", ["a..b", 64 * "a"])
+def test_a_cluster_whose_name_no_host_can_have_is_named(monkeypatch, name):
+    monkeypatch.setenv("RAY_ADDRESS", f"{name}:6379")
+    monkeypatch.setattr(ray, "init", None)
+    with pytest.raises(NoCluster, match=f"nothing answers at RAY_ADDRESS={name}:6379"):
+        connect("test", StopSignal())
+
+
 @pytest.mark.parametrize("host", ["", "999.1.1.1", "no-such-host.invalid", "[::1]"])
 def test_what_is_no_address_is_refused_before_anything_starts(host):
     with pytest.raises(BadAddress, match="placement.bind_host="):
