@@ -61,7 +61,7 @@ CLOSING = r"[\s*_'\")\]|~%\u00b0\u00ba\u00a2\u2032\u2033\u2019\u201d]*"
 _AFTER_NUMBER = re.compile(rf">?{CLOSING}(?:{CURRENCY}{CLOSING})?")
 # A point or an exponent without its digits, dots for digits left out, a subscript.
 _NOT_A_UNIT = re.compile(
-    rf"\.[^\W\d_]|[eE](?!UR\b|uros?\b|ggs?\b|ach\b)|{CLOSING}(?:\.\s?\.|_[\w\t])"
+    rf"\.[^\W\d_]|[eE](?!UR\b|uros?\b|ggs?\b|ach\b)|{CLOSING}(?:\.\s?[.,]|_[\w\t])"
 )
 # A sentence ends where a capital letter or nothing follows, so `5 ft. 3 in.` is one.
 _SENTENCE_END = re.compile(

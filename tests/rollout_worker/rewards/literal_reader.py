@@ -74,7 +74,7 @@ LEAVES |= {"\\times": "×", "\\cdot": "·"}
 LEAVES |= dict.fromkeys(("\\" + look for look in LOOKS), "\t")
 
 
-def leaves(nodes: list[Any]) -> Iterator[str]:
+def leaves(nodes: list[Any]) -> Iterator[Any]:
     """The characters of a tree in order; a fraction becomes ` a/b `, what only looks is dropped."""
     queue = list(nodes)
     while queue:
@@ -201,6 +201,7 @@ def read_unit(text: str) -> None:
         text = text.lstrip(" *`)_$]\"'")
         if text[:2] == "- " and units:
             text = text[2:]
+            continue
         if text[0] in "-/" and len(word_of(text[1:].lstrip(" /"))[0]) > (
             text[0] == "-" and not units
         ):
@@ -246,7 +247,7 @@ def ends_at(text: str, place: int) -> bool:
 def without_decoration(text: str) -> str:
     """The text from its number, sign or currency on."""
     while True:
-        text = text.lstrip(" \t*`(_~\"'[")
+        text = text.lstrip(BLANKS + "*`(_~\"'[")
         label = next((label for label in LABELS if text.startswith(label.rstrip())), None)
         if label:
             text = text[len(label.rstrip()) :]
@@ -259,9 +260,9 @@ def without_decoration(text: str) -> str:
 def right_side(text: str) -> str | None:
     """What follows the last `=` of a calculation, or None if the text is none."""
     left, _, right = text.rpartition("=")
-    for word in [*SCALES, *MONEY]:
+    for word in sorted([*SCALES, *MONEY], key=len, reverse=True):
         left = left.replace(word, "")
-    calculates = set(left) <= set("0123456789 .,+-*/×÷·x()$€£=°%^eE'\t\u00a0")
+    calculates = set(left) <= set("0123456789 .,+-*/×÷·x()$€£=°%^eE'\"\t\u00a0")
     return right if left and calculates and left.count("(") == left.count(")") else None
 
 

@@ -139,6 +139,7 @@ def test_strict_reads_the_number(text, expected):
         "10-12",
         "2^10",
         "2**10",
+        "250 **2/8",
         "5\u00b2",
         "5 + 3",
         "5 x 3",
