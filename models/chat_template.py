@@ -1,25 +1,21 @@
 """A chat template: messages to text, the same text in every process of a run.
 
 Beside the messages a template may read the clock, which here stands still at one moment of the run.
-Random numbers are refused.
+What differs from one process to the next is refused: random numbers, and addresses of objects.
 """
 
 import datetime
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jinja2
-from jinja2 import nodes
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 Messages = Sequence[Mapping[str, str]]
 
 CLOCK = "strftime_now"
 """The function by which templates ask for the time."""
-RANDOM_FILTER, RANDOM_FUNCTION = "random", "lipsum"
-"""What draws random numbers in Jinja."""
-
-_SYSTEM = "tandem-system-4826"
 _QUESTION, _QUESTION_END = "tandem-question-7391", "tandem-end-5508"
 _LONG_QUESTION = f"{_QUESTION} {'and so on ' * 400}{_QUESTION_END}"
 _ANSWER = "a completion"
@@ -35,6 +31,7 @@ _RENDER_ERRORS = (
     ValueError,
 )
 """What the expressions of a template may raise; its sandbox bounds ranges by an OverflowError."""
+_PRINTABLE = (str, int, float, type(None), list, tuple, Mapping, jinja2.Undefined)
 _SHOWN = 60
 """Characters of a text that a message shows."""
 
@@ -44,7 +41,7 @@ class ChatTemplate:
 
     Attributes:
         text: its source.
-        reads_clock: whether the rendered text depends on the moment.
+        reads_clock: whether a text that was rendered so far depends on the moment.
     """
 
     def __init__(
@@ -65,22 +62,23 @@ class ChatTemplate:
             moment: the time that it reads, with its time zone; None is when this is made.
 
         Raises:
-            ValueError: if it is no Jinja, draws random numbers, or leaves the user's text out.
+            ValueError: if it is no Jinja, does not render, or leaves the user's text out.
         """
         self.text = text
         self._name = name
         self._fix = fix
         try:
-            self._compiled = _compile_jinja_template(text)
+            self._compiled = _compiled(text)
         except _RENDER_ERRORS as error:
             raise ValueError(f"{name} does not render: {error}; {fix}") from error
-        self._check_draws_nothing()
         clock = clock_of(moment or datetime.datetime.now().astimezone())
-        self._variables = {**variables, CLOCK: clock}
-        calls = self._tree().find_all(nodes.Call)
-        self.reads_clock = any(
-            isinstance(call.node, nodes.Name) and call.node.name == CLOCK for call in calls
-        )
+        self.reads_clock = False
+
+        def read_clock(format: str) -> str:
+            self.reads_clock = True
+            return clock(format)
+
+        self._variables = {**variables, CLOCK: read_clock}
         self._check_shows_the_user([])
 
     def render(self, messages: Messages, *, add_generation_prompt: bool) -> str:
@@ -112,20 +110,22 @@ class ChatTemplate:
         """What the template writes after an assistant's turn; empty where it shows no such turn."""
         return self._around_answer()[1]
 
-    def check_system_prompt(self) -> None:
-        """Checks that a system prompt reaches the prompt, and the user's text beside it.
+    def check_system_prompt(self, system_prompt: str) -> None:
+        """Checks that the whole system prompt reaches the prompt, and the user's text beside it.
 
         Raises:
             ValueError: if it does not.
         """
         fix = f"write the instruction into the question (data.question_template), or {self._fix}"
-        system = [{"role": "system", "content": _SYSTEM}]
+        system = [{"role": "system", "content": system_prompt}]
         try:
             text = self.render([*system, *_asked([])], add_generation_prompt=True)
         except ValueError as error:
             raise ValueError(f"{error}. It takes no system prompt: {fix}") from error
-        if _SYSTEM not in text:
-            raise ValueError(f"{self._name} leaves the system prompt out of the prompt: {fix}")
+        if system_prompt.strip() not in text:
+            raise ValueError(
+                f"{self._name} leaves the system prompt, or a part of it, out of the prompt: {fix}"
+            )
         self._check_shows_the_user(system)
 
     def check_generation_prompt(self) -> str:
@@ -166,19 +166,6 @@ class ChatTemplate:
         before, found, after = text.rpartition(_ANSWER)
         return (before, after) if found else ("", "")
 
-    def _tree(self) -> nodes.Template:
-        return self._compiled.environment.parse(self.text)
-
-    def _check_draws_nothing(self) -> None:
-        """Each process would draw other numbers, and so render another prompt."""
-        filters = {node.name for node in self._tree().find_all(nodes.Filter)} & {RANDOM_FILTER}
-        names = {node.name for node in self._tree().find_all(nodes.Name)} & {RANDOM_FUNCTION}
-        for name in sorted(filters | names):
-            raise ValueError(
-                f"{self._name} draws random numbers by `{name}`, but a prompt must be the same in "
-                f"every process and after a resume; {self._fix}"
-            )
-
     def _check_shows_the_user(self, before: Messages) -> None:
         """Without the user's text every prompt would be the same."""
         text = self.render(_asked(before), add_generation_prompt=True)
@@ -196,6 +183,33 @@ class ChatTemplate:
             f"{self._name} leaves the user's text out of the prompt{beside}: {shown} must render "
             f"messages[i]['content']{hint}; {self._fix}"
         )
+
+
+def _compiled(text: str) -> jinja2.Template:
+    """The template as transformers compiles it, without what differs between processes."""
+    environment = _compile_jinja_template(text).environment.overlay(finalize=_printable)
+    environment.filters = environment.filters | {"random": _refused("random")}
+    environment.globals = environment.globals | {"lipsum": _refused("lipsum")}
+    return environment.from_string(text)
+
+
+def _refused(name: str) -> Callable[..., str]:
+    def draw(*arguments: object, **named: object) -> str:
+        raise jinja2.TemplateRuntimeError(
+            f"it draws random numbers by `{name}`, but a prompt must be the same in every process "
+            "and after a resume"
+        )
+
+    return draw
+
+
+def _printable(value: Any) -> Any:
+    """A value as it came, if its text is the same in every process."""
+    if not isinstance(value, _PRINTABLE):
+        raise jinja2.TemplateRuntimeError(
+            f"it prints a {type(value).__name__}, whose text differs from process to process"
+        )
+    return value
 
 
 def clock_of(moment: datetime.datetime) -> Callable[[str], str]:

@@ -82,7 +82,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         if any("\ud800" <= character <= "\udfff" for character in given):
             raise ValueError(f"{name} is not UTF-8 text")
     if arguments.system is not None:
-        tokenizer.template.check_system_prompt()
+        tokenizer.template.check_system_prompt(arguments.system)
     messages = _messages(arguments.system, text)
     token_ids = np.asarray(
         tokenizer.encode_chat(messages, content_is_text=not arguments.raw), np.int32

@@ -129,7 +129,7 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
 def _check_messages(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
     """Checks that the chat template shows all that a prompt consists of; what is to be noted."""
     if config.data.system_prompt:
-        tokenizer.template.check_system_prompt()
+        tokenizer.template.check_system_prompt(config.data.system_prompt)
     unknown = tokenizer.template.check_generation_prompt()
     notes = [unknown] if unknown else []
     texts = {

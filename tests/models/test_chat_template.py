@@ -14,6 +14,7 @@ INSTRUCT = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }}</s>"
     "{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
 )
+SYSTEM = "Give the answer after ####."
 ASKED = [{"role": "user", "content": "3 + 4 ="}]
 NEW_YORK = datetime.timezone(datetime.timedelta(hours=-5))
 MOMENT = datetime.datetime(2026, 1, 31, 23, 59, 59, tzinfo=NEW_YORK)
@@ -66,6 +67,7 @@ def test_the_moment_is_written_as_transformers_writes_the_present():
 
 def test_only_a_template_that_asks_for_the_time_reads_the_clock():
     assert not template_of(TURNS).reads_clock
+    assert template_of("{% set f = strftime_now %}{{ f('%f') }}" + TURNS).reads_clock
     assert not template_of("{% if strftime_now is defined %}{% endif %}" + TURNS).reads_clock
 
 
@@ -81,6 +83,7 @@ def test_a_template_without_a_moment_reads_the_time_once(monkeypatch):
         ("{{ ['Hello', 'Hi'] | random }}", "random"),
         ("{{ lipsum(n=1) }}", "lipsum"),
         ("{% set text = ['a', 'b'] | random | upper %}{{ text }}", "random"),
+        ("{{ [[1, 2]] | map('random') | list }}", "random"),
     ],
 )
 def test_a_template_that_draws_random_numbers_is_refused_N16(drawing, name):
@@ -112,6 +115,19 @@ def test_text_is_what_transformers_renders(text, add_generation_prompt):
     assert [template.render(messages, add_generation_prompt=add_generation_prompt)] == expected
 
 
+@pytest.mark.parametrize(
+    "printing, kind",
+    [
+        ("{{ joiner() }}", "Joiner"),
+        ("{{ messages.count }}", "builtin_function_or_method"),
+        ("{{ strftime_now }}", "function"),
+    ],
+)
+def test_a_template_that_prints_the_address_of_an_object_is_refused(printing, kind):
+    with pytest.raises(ValueError, match=f"it prints a {kind}, whose text differs.*correct it"):
+        template_of(printing + TURNS)
+
+
 # --- what is left out
 
 
@@ -120,30 +136,35 @@ def test_text_is_what_transformers_renders(text, add_generation_prompt):
     [
         (
             "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
-            "leaves the system prompt out",
+            "leaves the system prompt, or a part of it, out",
         ),
-        ("{{ messages[-1].content }}", "leaves the system prompt out"),
+        ("{{ messages[-1].content }}", "leaves the system prompt, or a part of it, out"),
         (
             "{% for m in messages if m.role == 'system' %}{{ raise_exception('no system role') }}"
             "{% endfor %}" + TURNS,
             "no system role.*It takes no system prompt",
         ),
+        (
+            TURNS.replace("m.content", "m.content[:20 if m.role == 'system' else 9999]"),
+            "leaves the system prompt, or a part",
+        ),
+        (TURNS.replace("m.content", "m.content.split('#')[0]"), "leaves the system prompt, or a"),
     ],
-    ids=["other-roles", "last-message", "refused"],
+    ids=["other-roles", "last-message", "refused", "beginning", "up-to-a-sign"],
 )
 def test_a_system_prompt_that_the_template_drops_is_refused_with_the_fix(text, message):
     with pytest.raises(ValueError, match=rf"{message}.*data\.question_template.*correct it"):
-        template_of(text).check_system_prompt()
+        template_of(text).check_system_prompt(SYSTEM)
 
 
 def test_a_question_that_is_lost_beside_a_system_prompt_is_refused():
     with pytest.raises(ValueError, match="the user's text out of the prompt beside a system"):
-        template_of("Q{{ messages[0].content }}A").check_system_prompt()
+        template_of("Q{{ messages[0].content }}A").check_system_prompt(SYSTEM)
 
 
 @pytest.mark.parametrize("text", [TURNS + OPENING, INSTRUCT])
 def test_a_template_that_shows_both_texts_passes(text):
-    template_of(text).check_system_prompt()
+    template_of(text).check_system_prompt(SYSTEM)
 
 
 def test_a_template_that_cuts_long_questions_is_refused():
