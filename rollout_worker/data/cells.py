@@ -27,10 +27,11 @@ def rows(
         text_fields: columns that hold a question or an answer.
 
     Raises:
-        ValueError: if a text is not UTF-8, or a cell of `text_fields` can be written in several
-            ways; begins with the column.
+        ValueError: if two columns have one name, a text is not UTF-8, or a cell of `text_fields`
+            can be written in several ways; names the column.
     """
     for batch in batches:
+        _check_names(batch.schema.names, "columns")
         columns = [
             (name, column, _text_value if name in text_fields else json_value)
             for name, column in zip(batch.schema.names, batch.columns, strict=True)
@@ -50,17 +51,18 @@ def json_value(cell: pyarrow.Scalar) -> Any:
 
     Bytes that are UTF-8 become text. A narrow float becomes the shortest decimal that is stored as
     the same float; a decimal, a duration, a date, a time or a moment becomes its ISO 8601 text, a
-    moment with a time zone in UTC. What has no form in JSON, such as the bytes of an image, becomes
-    None.
+    moment with a time zone in UTC. What has no form in JSON, such as the bytes of an image or a
+    date beyond every calendar, becomes None.
 
     Raises:
-        ValueError: if a cell of a text type is not UTF-8.
+        ValueError: if a cell of a text type is not UTF-8, or two fields of a struct have one name.
     """
     cell = _unwrapped(cell)
     kind = cell.type
     if not cell.is_valid:
         return None
     if types.is_struct(kind):
+        _check_names([field.name for field in kind], "fields")
         return {name: json_value(inner) for name, inner in cell.items()}
     if types.is_map(kind):
         return [[json_value(inner) for _, inner in entry.items()] for entry in cell.values]
@@ -90,13 +92,17 @@ def number_text(number: float | np.floating) -> str:
 
 def _moment(cell: pyarrow.Scalar) -> str | None:
     kind = cell.type
-    if types.is_timestamp(kind):
-        clock = cell.cast(pyarrow.timestamp(kind.unit)).cast(pyarrow.string()).as_py()
-        return clock.replace(" ", "T") + ("Z" if kind.tz else "")
     if types.is_duration(kind):
         seconds = decimal.Decimal(cell.value).scaleb(-_UNIT_DIGITS[kind.unit])
         return f"PT{seconds:f}S"
-    return None if types.is_interval(kind) else cell.cast(pyarrow.string()).as_py()
+    if types.is_interval(kind):
+        return None
+    zone = types.is_timestamp(kind) and kind.tz
+    cell = cell.cast(pyarrow.timestamp(kind.unit)) if zone else cell
+    text = cell.cast(pyarrow.string()).as_py()
+    if text.startswith("<"):  # `<value out of range: 2147483647>`: no calendar or clock shows it
+        return None
+    return text.replace(" ", "T") + ("Z" if zone else "")
 
 
 def _text_value(cell: pyarrow.Scalar) -> Any:
@@ -118,11 +124,20 @@ def _unwrapped(cell: pyarrow.Scalar) -> pyarrow.Scalar:
         kind = cell.type
         if isinstance(kind, pyarrow.UuidType):
             return pyarrow.scalar(None if cell.as_py() is None else str(cell.as_py()))
+        if isinstance(kind, pyarrow.Bool8Type):
+            return pyarrow.scalar(cell.as_py(), pyarrow.bool_())
         wrapped = isinstance(kind, pyarrow.BaseExtensionType) or types.is_dictionary(kind)
         if not wrapped and not types.is_run_end_encoded(kind) and not types.is_union(kind):
             return cell
         inner = cell.value
         cell = inner if isinstance(inner, pyarrow.Scalar) else pyarrow.scalar(inner)
+
+
+def _check_names(names: Collection[str], what: str) -> None:
+    """One name for two would leave one of their values out."""
+    if len(set(names)) < len(names):
+        twice = sorted({name for name in names if list(names).count(name) > 1})
+        raise ValueError(f"has several {what} called {twice[0]!r}: rename all but one")
 
 
 def _decoded(cell: pyarrow.Scalar) -> str:

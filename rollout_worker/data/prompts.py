@@ -202,12 +202,31 @@ def _refuse_constant(constant: str):
     raise ValueError(f"{constant} is not a JSON number")
 
 
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object, in which no key stands twice: the value of one of them would be left out."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"key {twice!r} stands in it more than once")
+    return found
+
+
 def _exact_number(digits: str) -> decimal.Decimal:
     """Keeps every digit, since a number may be an answer."""
     try:
         return decimal.Decimal(digits)
     except decimal.InvalidOperation as error:
         raise ValueError(f"{digits[:80]} is beyond the range of numbers") from error
+
+
+def _whole_number(digits: str) -> int:
+    try:
+        return int(digits)
+    except ValueError as error:  # Python reads no more than some thousands of digits
+        raise ValueError(
+            f"{digits[:20]}... is a number of {len(digits):,} digits: write it as text"
+        ) from error
 
 
 def _jsonl(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -220,7 +239,9 @@ def _jsonl(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 record = json.loads(
                     line.decode("utf-8-sig"),
                     parse_constant=_refuse_constant,
+                    parse_int=_whole_number,
                     parse_float=_exact_number,
+                    object_pairs_hook=_distinct,
                 )
             except UnicodeDecodeError as error:
                 raise ValueError(f"{path}, {place} is not UTF-8 ({error}): re-encode it") from error
@@ -228,11 +249,13 @@ def _jsonl(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 raise ValueError(
                     f"{path}, {place} is nested more than {_MAX_DEPTH} levels deep: flatten it"
                 ) from error
-            except ValueError as error:
+            except json.JSONDecodeError as error:
                 raise ValueError(
                     f"{path}, {place} is not JSON ({error}): each line must be one object, "
                     f"got {line[:80]!r}"
                 ) from error
+            except ValueError as error:
+                raise ValueError(f"{path}, {place}: {error}: correct the record") from error
             if not isinstance(record, dict):
                 raise ValueError(
                     f"{path}, {place} must be a JSON object with named fields, "

@@ -107,7 +107,7 @@ def test_a_record_that_the_template_or_tokenizer_refuses_is_named(tmp_path, monk
         ("{", "line 3 is not JSON .*each line must be one object, got b'{"),
         ("", "line 3 is empty: remove it"),
         ("[1]", "line 3 must be a JSON object with named fields, got list"),
-        ('{"question": "q", "answer": NaN}', "line 3 is not JSON .NaN is not a JSON number"),
+        ('{"question": "q", "answer": NaN}', "line 3: NaN is not a JSON number"),
         (
             '{"question": "q"}',
             r"line 3 has no field 'answer', only \['question'\]: set .*answer_field",
@@ -125,6 +125,14 @@ def test_a_record_that_the_template_or_tokenizer_refuses_is_named(tmp_path, monk
             r"line 3: field 'notes' has the lone surrogate '.udfff' at character 1",
         ),
         (r'{"question": "q", "answer": "1", "\ud800": 1}', "line 3: a key has the lone surr"),
+        (
+            '{"question": "q", "answer": "1", "answer": "2"}',
+            "line 3: key 'answer' stands in it more than once: correct the record",
+        ),
+        (
+            f'{{"question": "q", "answer": 1{5_000 * "0"}}}',
+            "line 3: 1000.* is a number of 5,001 digits: write it as text",
+        ),
         ("[" * 100_000, "line 3 is nested more than 64 levels deep"),
         (
             '{"question": "q", "answer": "1", "tree": ' + "[" * 70 + "]" * 70 + "}",
@@ -404,6 +412,37 @@ def test_cells_without_a_form_in_json_are_null_where_nobody_needs_them(tmp_path)
     assert item["image"] == {"bytes": None, "score": 0.1}
     assert item["tags"] == ["a", None, None]
     assert item["pairs"] == [["k", 0.1]] and item["nothing"] is None
+
+
+OUT_OF_RANGE = {
+    "day": pyarrow.scalar(2**31 - 1, pyarrow.date32()),
+    "time": pyarrow.scalar(90_000_000, pyarrow.int32()).cast(pyarrow.time32("ms")),
+    "moment": pyarrow.scalar(2**63 - 1, pyarrow.timestamp("us", "UTC")),
+}
+
+
+@pytest.mark.parametrize("column", OUT_OF_RANGE)
+def test_a_date_or_time_that_no_calendar_shows_is_null_and_no_answer(tmp_path, column):
+    columns = {"question": ["q"], "answer": ["1"], column: pyarrow.repeat(OUT_OF_RANGE[column], 1)}
+    assert load_columns(tmp_path, columns).prompts[0].item[column] is None
+    if column != "moment":
+        with pytest.raises(ValueError, match=f"row 0: field '{column}' must be text or a number"):
+            load_columns(tmp_path, columns, answer_field=column)
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    table = pyarrow.table([["q"], ["5"], ["6"]], ["question", "answer", "answer"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="row 0, has several columns called 'answer': rename all"):
+        load(tmp_path / "a.parquet")
+
+
+def test_a_boolean_of_eight_bits_is_a_boolean(tmp_path):
+    cells = pyarrow.ExtensionArray.from_storage(pyarrow.bool8(), pyarrow.array([1], "int8"))
+    columns = {"question": ["q"], "answer": ["1"], "flag": cells}
+    assert load_columns(tmp_path, columns).prompts[0].item["flag"] is True
+    with pytest.raises(ValueError, match="row 0: field 'flag' must be text or a number"):
+        load_columns(tmp_path, columns, answer_field="flag")
 
 
 @pytest.mark.parametrize("value", [True, None, [1], {"a": 1}])
