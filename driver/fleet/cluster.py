@@ -137,10 +137,13 @@ def _check_listening(address: str) -> None:
             f"RAY_ADDRESS={address} is the address of the job server: submit with `ray job submit "
             "-- python -m driver`, or give the driver the head's own address, such as HEAD:6379"
         )
-    try:
-        target = split_address(address.rpartition("://")[2])
-    except ValueError:
+    place = address.rpartition("://")[2]
+    if ":" not in place:
         return  # `auto`, `local`: for Ray to resolve
+    try:
+        target = split_address(place)
+    except ValueError as error:
+        raise NoCluster(f"RAY_ADDRESS={address}: {error}") from error
     try:
         socket.create_connection(target, DIAL_S).close()
     except (OSError, UnicodeError) as error:  # UnicodeError: a name that can be no host's

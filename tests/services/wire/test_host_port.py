@@ -17,7 +17,13 @@ def test_what_is_joined_is_split_again(host, port, text):
     assert split_address(text) == (host, port)
 
 
-@pytest.mark.parametrize("text", ["auto", "", ":80", "head:", "head:x", "[::1]", "head:²"])
-def test_a_text_without_a_port_is_refused(text):
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("auto", "", ":80", "head:", "head:x", "[::1]", "head:²", "head:65536"),
+        *("head:1" + 5_000 * "0", "[]:80", "[::1:80", "::1]:80", "[::1]80:90", "::1:80"),
+    ],
+)
+def test_a_text_that_is_no_host_and_port_is_refused(text):
     with pytest.raises(ValueError, match="is not host:port"):
         split_address(text)
