@@ -13,8 +13,9 @@ class RunSummary:
     name: str
     rewards: Sequence[float]
     """Mean total reward of every step, in order."""
-    accuracy_before: Accuracy | None
-    accuracy_after: Accuracy | None
+    accuracy: Mapping[int, Accuracy | None]
+    """By the step that was evaluated, 0 before the first; None where it is not known what is
+    right."""
     seconds: float
     outputs: Mapping[str, str]
     """Path by content, such as {"policy": "runs/demo/export"}."""
@@ -25,32 +26,43 @@ class RunSummary:
 def summary_lines(summary: RunSummary) -> list[str]:
     """The last lines of a run; scripts read the very last one."""
     first, last = _ends(summary.rewards)
-    unknown = "not evaluated, or without eval.correct_from"
+    before, after = _evaluated(summary.accuracy)
     steps = "step" if len(first) == 1 else f"{len(first)} steps"
     lines = [
         f"reward of the first {steps}  {_number(_mean(first), 3)}",
         f"reward of the last {steps}   {_number(_mean(last), 3)}",
-        f"held-out accuracy before   {summary.accuracy_before or unknown}",
-        f"held-out accuracy after    {summary.accuracy_after or unknown}",
+        f"held-out accuracy before   {_shown(summary.accuracy, before)}",
+        f"held-out accuracy after    {_shown(summary.accuracy, after)}",
     ]
     if summary.resumed_at == len(summary.rewards):
         nothing = "no step was trained since --resume"
-        before = f": these are the figures of {len(summary.rewards)} earlier steps"
-        lines.insert(0, nothing + before * bool(summary.rewards))
+        earlier = f": these are the figures of {len(summary.rewards)} earlier steps"
+        lines.insert(0, nothing + earlier * bool(summary.rewards))
     lines += [f"{what}: {where}" for what, where in summary.outputs.items()]
     return [*lines, machine_line(summary)]
 
 
 def machine_line(summary: RunSummary) -> str:
     """`demo: accuracy 0.31 -> 0.86, reward 0.35 -> 0.91, steps 60, seconds 214`; n/a is unknown."""
-    before, after = (
-        _number(accuracy.fraction if accuracy else None, 2)
-        for accuracy in (summary.accuracy_before, summary.accuracy_after)
-    )
+    counts = [summary.accuracy.get(step) for step in _evaluated(summary.accuracy)]
+    before, after = (_number(count.fraction if count else None, 2) for count in counts)
     first, last = (_number(_mean(rewards), 2) for rewards in _ends(summary.rewards))
     return (
         f"{summary.name}: accuracy {before} -> {after}, reward {first} -> {last}, "
         f"steps {len(summary.rewards)}, seconds {summary.seconds:.0f}"
+    )
+
+
+def _evaluated(accuracy: Mapping[int, Accuracy | None]) -> tuple[int, int]:
+    """The steps of the evaluations before the first step and after the last; -1 is none."""
+    return (0 if 0 in accuracy else -1), max([step for step in accuracy if step > 0], default=-1)
+
+
+def _shown(accuracy: Mapping[int, Accuracy | None], step: int) -> str:
+    if step not in accuracy:
+        return "not evaluated"
+    return str(
+        accuracy[step] or "not known: set eval.correct_from to the least reward that is right"
     )
 
 

@@ -209,12 +209,10 @@ class StepReports:
             outputs["policy as a Hugging Face folder"] = str(self._folder / "export")
         if self._log.dashboard.enabled:
             outputs["to show it again"] = f"python -m dashboard --run {self._folder}"
-        after = [accuracy for step, accuracy in sorted(state.accuracy.items()) if step > 0]
         summary = RunSummary(
             name=self._run.name,
             rewards=state.rewards,
-            accuracy_before=state.accuracy.get(0),
-            accuracy_after=after[-1] if after else None,
+            accuracy=state.accuracy,
             seconds=time.time() - self._status.current.started,
             outputs=outputs,
             resumed_at=resumed_at,

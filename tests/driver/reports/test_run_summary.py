@@ -6,8 +6,11 @@ def summary(**changes):
     values = {
         "name": "demo",
         "rewards": [0.30, 0.33, 0.35, 0.37, 0.40] + [0.6] * 50 + [0.90, 0.91, 0.92, 0.91, 0.91],
-        "accuracy_before": Accuracy(correct=62, total=200),
-        "accuracy_after": Accuracy(correct=172, total=200),
+        "accuracy": {
+            0: Accuracy(correct=62, total=200),
+            40: Accuracy(correct=1, total=200),
+            60: Accuracy(correct=172, total=200),
+        },
         "seconds": 213.6,
         "outputs": {"logs": "runs/demo", "policy": "runs/demo/export"},
     }
@@ -21,7 +24,7 @@ def test_machine_line_is_exact():
 
 
 def test_machine_line_says_what_is_unknown():
-    line = machine_line(summary(rewards=[], accuracy_before=None, accuracy_after=None))
+    line = machine_line(summary(rewards=[], accuracy={}))
     assert line == "demo: accuracy n/a -> n/a, reward n/a -> n/a, steps 0, seconds 214"
 
 
@@ -36,6 +39,12 @@ def test_summary_has_both_intervals_and_ends_with_the_machine_line():
     )
     assert "logs: runs/demo" in lines and "policy: runs/demo/export" in lines
     assert lines[-1] == machine_line(summary())
+
+
+def test_an_accuracy_that_is_not_there_has_its_reason():
+    lines = summary_lines(summary(accuracy={20: None}))
+    assert lines[2].endswith("not evaluated")
+    assert lines[3].endswith("not known: set eval.correct_from to the least reward that is right")
 
 
 def test_a_short_run_is_halved_so_that_no_step_is_on_both_sides():
