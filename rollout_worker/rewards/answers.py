@@ -28,7 +28,14 @@ import re
 from fractions import Fraction
 
 from rollout_worker.rewards.plain_text import plain_text
-from rollout_worker.rewards.quantity import CLOSING, CURRENCY, NUMBER_WORD, is_unit, read_number
+from rollout_worker.rewards.quantity import (
+    CLOSING,
+    CURRENCY,
+    NUMBER_WORD,
+    SCALE_WORDS,
+    is_unit,
+    read_number,
+)
 
 _SCAN = re.compile(
     rf"(?<![\dA-Za-z])(?<![0-9][.,:^\u200b])(?:[+-]?(?:{CURRENCY}\s?)?[+-]?)(?=\.?[0-9])"
@@ -38,8 +45,10 @@ _SCAN = re.compile(
 # unit, another number.
 _PART = re.compile(
     rf"""\\[A-Za-z]+(?:[^A-Za-z=]|\b[A-Za-z]\b)*$
-    |(?:[\^_\u221a/]
-        |\b(?:minus|negative|plus|point|half|thirds?|quarters?|mod|base)(?:[ ]of)?)\W{{0,2}}$
+    |(?:[\^_\u221a/\u00d7\u00f7\u00b1\u00b7]|(?<=[\w)])\*
+        |\b(?:minus|negative|plus|point|half|thirds?|quarters?|mod|base|times|over|twice|double|triple
+            |not|log|ln|exp|sin|cos|tan|sqrt|(?:divided|multiplied)\sby)(?:[ ]of)?)\W{{0,2}}$
+    |\b[A-Za-z]\($
     |\u200b$|\d\.?\s(?:and\s)?$
     |(?<![0-9)\]])(?<![0-9)\]]\s)(?<!^)[+-]\s?(?:{CURRENCY}\s?)?$
     |\d\.?\s?(?:['\u2032\u00b0]|(?:f(?:ee|oo)?t|yards?|yd|miles?|mi|k?m|cm|lbs?|pounds?|stone|kg
@@ -65,6 +74,13 @@ _LABEL = re.compile(
 # A marker and its text: the rest of the line, or of the next line that is not blank, up to another
 # marker.
 _MARKER = re.compile(r"#{4,}\s*(?P<text>(?:(?!\#{4})[^\r\n])*)")
+# A scale or an operation that follows a box: the number within is a part of the answer.
+_BOX_GOES_ON = re.compile(
+    rf"(?:[^\S\n]|[$\\,;~])*(?:(?:times|cdot|div)(?![A-Za-z])"
+    rf"|(?!\^\s?\{{?\s?\\circ)[*/^_\u00d7\u00f7\u00b7]\s?[\d{{(\\]"
+    rf"|(?:text|mathrm)?\s?\{{?\s?(?:{SCALE_WORDS})s?(?![^\W_]))",
+    re.IGNORECASE,
+)
 _BOXED = re.compile(r"\\f?boxed\s*\{")
 
 
@@ -144,7 +160,10 @@ def strict_answer(text: str) -> FinalAnswer | None:
             return answer
     if boxed is None:
         return None
-    content = plain_text(_boxed_content(text, boxed.end())).replace("\n", " ")
+    boxed_text = _boxed_content(text, boxed.end())
+    if _BOX_GOES_ON.match(text, boxed.end() + len(boxed_text) + 1):
+        return FinalAnswer(None)
+    content = plain_text(boxed_text).replace("\n", " ")
     if "!" in content:  # a factorial: nobody shouts in a formula
         return FinalAnswer(None)
     return _read_line(content) or FinalAnswer(None)
@@ -182,6 +201,17 @@ def answer_text(text: str) -> str | None:
     """
     marker = _last(_MARKER, text)
     return marker["text"].strip().strip("*`").strip() if marker else None
+
+
+def final_text(text: str) -> str:
+    """Returns the line on which an answer stands: after the last marker, from the last box on, or
+    the last one.
+    """
+    boxed = _last(_BOXED, text)
+    marker = _last(_MARKER, text)
+    if marker and (boxed is None or marker.start() > boxed.start()):
+        return marker["text"]
+    return text[boxed.start() :].partition("\n")[0] if boxed else text.rstrip().rpartition("\n")[2]
 
 
 def gold_answer(field: str) -> str:

@@ -6,17 +6,51 @@ rational number that it spells, and two numbers are equal if their difference is
 """
 
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import math_verify
 import sympy
 
+from rollout_worker.rewards.answers import final_text, lenient_answer, parse_number
+from rollout_worker.rewards.plain_text import plain_text
+from rollout_worker.rewards.quantity import SCALE_WORDS
+
 _DIGITS = 1000
 """Digits to which the library compares numbers inside of sets, equations and matrices."""
 
+# What may follow a number: a scale, a base as subscript, a fraction, an upright imaginary unit.
+_BEFORE_SCALE = r"(?:[-\s~{}$]|\\[,;: ]|\\(?:text|mathrm|textbf)(?![A-Za-z]))*"
+_LEFT_OUT = re.compile(
+    rf"\d{_BEFORE_SCALE}(?:{SCALE_WORDS})s?(?![^\W_])"
+    r"|\d\s?_\s?\{?\s?\d|\d[\u2080-\u2089\u00bc-\u00be\u2150-\u215e]"
+    r"|\d\s?\\(?:text|mathrm)\s?\{\s?[ij]\s?\}",
+    re.IGNORECASE,
+)
+
 # Both calls warn that they have no timeout; the pool has one.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+
+def equals_gold(completion: str, gold_text: str, gold: Sequence[Any]) -> bool:
+    """Whether the last expression of a completion equals the gold answer.
+
+    The library leaves some of what follows a number out, and would find 7 thousand and a 7 with the
+    subscript 8 equal to 7. Our own reader of numbers decides about these.
+
+    Args:
+        gold_text: the gold answer.
+        gold: its readings.
+    """
+    last = final_text(completion)
+    if _LEFT_OUT.search(last):
+        answer, right = lenient_answer(completion), parse_number(gold_text)
+        if answer is None or answer.value is None or right is None:
+            shown = last.strip(" $.").removeprefix("\\boxed{").removesuffix("}")
+            return plain_text(shown) == plain_text(gold_text)
+        return answer.value == right
+    return equal_expressions(gold, parse_expressions(completion))
 
 
 def parse_expressions(text: str) -> list[Any]:

@@ -41,7 +41,9 @@ _SCALE = {
     "billion": 10**9,
     "trillion": 10**12,
 }
-_SCALE_WORD = re.compile(rf"[\s-]?({'|'.join(_SCALE)})s?(?![^\W_])", re.IGNORECASE)
+SCALE_WORDS = "|".join(_SCALE)
+"""A pattern of the words that multiply, in lower case and without the s of a plural."""
+_SCALE_WORD = re.compile(rf"[\s-]?({SCALE_WORDS})s?(?![^\W_])", re.IGNORECASE)
 # After an amount of money a single letter is a scale; elsewhere `5m` is a length.
 _SCALE_OF_MONEY = {
     **dict.fromkeys(["k"], 10**3),
@@ -52,6 +54,7 @@ _SCALE_OF_MONEY = {
 _MONEY_SUFFIX = re.compile(
     rf"\s?({'|'.join(_SCALE_OF_MONEY)})(?![^\W_]|\s?[\^\u00b0])", re.IGNORECASE
 )
+_ONE_LETTER = re.compile(r"[^\W\d_](?![^\W_])")
 _SUFFIX = re.compile(r"(k|\s?bn)(?![^\W_])")
 
 # What follows a number without a gap and belongs to it.
@@ -107,6 +110,26 @@ NUMBER_WORD = re.compile(
     |(?:{"|".join(_SCALE)})|score|gross|grand|minus|negative|plus|point)(?:s|ths?|fold)?""",
     re.IGNORECASE | re.VERBOSE,
 )
+# Scale words that are not in _SCALE: short forms, prefixes, and words of other languages.
+_OTHER_SCALE_TEXT = """
+lac lacs cr crs arab kharab bil bln thou thsd hund myriad zillion tn mega giga tera milli
+micro deci centi cien cientos ciento docena docenas decena decenas douzaine douzaines dizaine
+dizaines centaine centaines millier milliers millar millares dezena dezenas centena centenas
+milhar milhares mila migliaia centinaia dozzina dozzine decine duizend duizenden honderd
+miljoen miljard tusen tusind hundre hundra hundrede miljon miljoner miljard miljarder tuhat
+tuhatta tuhannen sata sataa miljoona miljoonaa miljardia ezer száz milliárd mii mie sute sută
+tisoc hiljada hiljade tisuća stotina stotine tisíc tisíce sto stovky stó bin yüz milyon milyar
+trilyon juta ribu ratus puluh miliar triliun nghin nghìn ngàn trăm triệu tỷ tỉ chục tá
+χιλιάδες χίλια εκατό εκατομμύρια εκατομμύριο δισεκατομμύρια مليون ملايين مليار ألف الف آلاف
+مئة مائة هزار میلیون میلیارد لاکھ کروڑ لک لك हजार लाख करोड़ सौ אלף מאה מיליון מיליארד พัน
+หมื่น แสน ล้าน ร้อย
+"""
+_OTHER_SCALES = frozenset(_OTHER_SCALE_TEXT.split())
+_KOREAN_SCALE = re.compile(
+    "[\uc2ed\ubc31\ucc9c\ub9cc\uc5b5\uc870]+(?:\uc6d0|\uba85|\uac1c|\ub2ec\ub7ec)?"
+)
+# Words that take the number back, or go on with it.
+_OBJECTIONS = {"not", "wrong", "incorrect", "repeating", "recurring", "twice", "thrice"}
 # Scale words of other languages, bases, and operations in words.
 _NO_UNIT = re.compile(
     r"""(?:(?:m|b|tr|quadr|quint)il+[ijh]*[o\u00f3\u00f5a\u00e3]\w*|mil|mille|mill|mln|mlrd|mrd|mio
@@ -164,6 +187,8 @@ def read_number(text: str, start: int) -> tuple[Fraction | None, int] | None:
         if "$" in text[end:].partition("\n")[0]:
             value = None  # `$5m$` is LaTeX, and no money
         value = None if value is None else value * _SCALE_OF_MONEY[suffix[1].strip().lower()]
+    elif number["currency"] and _ONE_LETTER.match(text, end):
+        value = None  # the L of lakh, and whatever else a letter may mean after an amount of money
     for _ in range(3):
         scale = _SCALE_WORD.match(text, end)
         if scale:
@@ -204,7 +229,14 @@ def _next_word(text: str, start: int) -> str:
 
 def _changes_number(word: str) -> bool:
     """Whether a word after a number is a number, a scale or an operation."""
-    return bool(_NO_UNIT.fullmatch(word) or NUMBER_WORD.fullmatch(word))
+    spelled = word.casefold()
+    return bool(
+        spelled in _OTHER_SCALES
+        or spelled in _OBJECTIONS
+        or _KOREAN_SCALE.fullmatch(word)
+        or _NO_UNIT.fullmatch(word)
+        or NUMBER_WORD.fullmatch(word)
+    )
 
 
 def _is_unit_word(word: str, *, glued: bool) -> bool:

@@ -101,13 +101,13 @@ def math_verify_answer(completion: str, *, answer: str, prompt: str, item: dict)
         ValueError: if the gold answer has no expression.
     """
     # Loading the library takes a second, which only its own scorer should cost.
-    from rollout_worker.rewards.expressions import equal_expressions, parse_expressions
+    from rollout_worker.rewards.expressions import equals_gold, parse_expressions
 
     gold_text = answers.gold_answer(answer)
     gold = parse_expressions(f"${gold_text}$") or parse_expressions(gold_text)
     if not gold:
         raise ValueError(f"math-verify finds no expression in the gold answer {answer[-80:]!r}")
-    return float(equal_expressions(gold, parse_expressions(completion)))
+    return float(equals_gold(completion, gold_text, gold))
 
 
 def answer_format(

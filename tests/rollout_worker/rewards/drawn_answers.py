@@ -28,6 +28,7 @@ FRACTIONS = (
 FRACTIONS += " \\dfrac{1}{2} \\tfrac34 \\frac{\\mathrm{1,000}}{2} \\frac{\\text{3}}{\\textbf{4}}"
 FRACTIONS += " \\frac{x}{2} \\frac{1}{2.5} \\frac{-1}{2} \\frac{1+2}{3} \\frac{12}{0}"
 SCALED = [*SCALES, "k", "K", "M", "m", "B", "T", "bn", "mn", "mio", "Millionen", "mil", "万", "億"]
+SCALED += ["lac", "cr", "bil", "thou", "juta", "milyon", "만", "백만", "مليون", "triệu", "duizend"]
 SCALED += ["hundredths", "thirds", "half", "quarters", "score", "-million", "thousand million"]
 SCRIPTS = "² ³ ₂ ₁₀ ⁻¹ ⁿ ^2 ^{2} _2 _{2} _{10} ^n **2 ^\\circ ^{\\circ} % \\% ° ' \" + - π x n i e"
 SCRIPTS += " \\pi \\sqrt{2} \\cdot \\times … ... ⃣ 𝟓 ① Ⅷ ٣ (x) (3) [3] \\overline{3} ^* _b"

@@ -115,7 +115,15 @@ def shown(text: str) -> str:
             out += chr(ord(char) - 0xFEE0)
         else:
             out += f" {VULGAR[char]} " if char in VULGAR else PLAIN.get(char, char)
-    return thin_spaces_as_commas(out)
+    return thin_spaces_as_commas(stars_as_powers(out))
+
+
+def stars_as_powers(text: str) -> str:
+    """Writes `cm**2` as `cm^2`."""
+    first, *others = text.split("**")
+    for other in others:
+        first += ("^" if first[-1:].isalpha() and other[:1].isdecimal() else "**") + other
+    return first
 
 
 def thin_spaces_as_commas(text: str) -> str:

@@ -242,6 +242,29 @@ def test_strict_reads_the_number(text, expected):
         "\\frac{1}{2.5}",
         "\\frac123",
         "\\frac{5 ft}{2}",
+        # Scales that are written otherwise, or in another language.
+        "5 lac",
+        "\u20b95 cr",
+        "\u20b95L",
+        "5 bil.",
+        "5 thou",
+        "5 mega",
+        "5\ub9cc \uc6d0",
+        "5 \ubc31\ub9cc",
+        "5 \u0645\u0644\u064a\u0648\u0646",
+        "5 tri\u1ec7u",
+        "5 juta",
+        "5 milyon",
+        "5 \u03b5\u03ba\u03b1\u03c4\u03bf\u03bc\u03bc\u03cd\u03c1\u03b9\u03b1",
+        "5 duizend",
+        "5 tuhatta",
+        "5 ezer",
+        "5 docenas",
+        # What takes the number back, or goes on with it.
+        "5 is not the answer",
+        "5 is wrong",
+        "0.3 repeating",
+        "5 twice",
     ],
 )
 def test_what_is_not_one_number_is_an_answer_that_equals_nothing(text):
@@ -289,6 +312,26 @@ def test_strict_wants_a_marker_before_the_number(text):
 def test_the_last_answer_counts(text, expected):
     assert value(strict_answer(text)) == expected
     assert value(lenient_answer(text)) == expected
+
+
+@pytest.mark.parametrize(
+    "after, expected",
+    [
+        ("\\times 10^3", None),
+        ("$\\times 10^3$", None),
+        (" thousand", None),
+        ("\\text{ million}", None),
+        ("^{2}", None),
+        ("_{8}", None),
+        ("^\\circ", 5),
+        ("\\text{ cm}", 5),
+        ("\n* 3 of them", 5),
+        (". Of 3 thousand", 5),
+        (" / day", 5),
+    ],
+)
+def test_a_box_that_goes_on_is_a_part_of_the_answer(after, expected):
+    assert value(strict_answer(f"so it is $\\boxed{{5}}{after}")) == expected
 
 
 def test_a_last_box_without_a_number_takes_the_answer_back():
@@ -382,6 +425,17 @@ def test_any_text_is_read_without_an_exception(text):
         "It is 5 and 1/2",
         "It is 3\u06639",
         "It is \\frac12\ufeff3/4",
+        "It is 5 \u00b1 1",
+        "It is 5*10",
+        "It is x**5",
+        "It is twice 5",
+        "It is 2 times 5",
+        "It is log 5",
+        "It is f(5)",
+        "It is 3 over 5",
+        "It is 3 divided by 5",
+        "It is 3\u00f75",
+        "It is 7, not 5",
     ],
 )
 def test_lenient_takes_no_part_of_a_quantity(text):
