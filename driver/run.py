@@ -15,6 +15,7 @@ import ray
 
 from driver.accounting.intake import IntakeRules
 from driver.accounting.ledger import StepLedger
+from driver.accounting.quarantine import Quarantine
 from driver.accounting.run_state import RunState
 from driver.config import load_config as settings
 from driver.config.actor_specs import ActorSpecs
@@ -184,6 +185,7 @@ def _session(
     reports: StepReports,
 ) -> Session:
     """The step loop, with the sections of the configuration that it needs."""
+    quarantine = Quarantine(folder)
 
     def new_state(restored: Restored | None) -> RunState:
         return RunState.create(
@@ -191,6 +193,7 @@ def _session(
             seed=config.run.seed,
             prompt_count=prepared.prompts,
             restored=restored,
+            set_aside=quarantine.set_aside,
         )
 
     return Session(
@@ -201,6 +204,7 @@ def _session(
         placement=config.placement,
         prepared=prepared,
         new_state=new_state,
+        quarantine=quarantine,
         supervisor=supervisor,
         evaluator=Evaluator(
             config.eval,

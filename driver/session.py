@@ -12,6 +12,7 @@ from typing import Any
 
 from driver.accounting.intake import StepBatch
 from driver.accounting.leases import LeaseState, TrajectoryState
+from driver.accounting.quarantine import Quarantine
 from driver.accounting.run_state import RunState
 from driver.config.prepare import Prepared
 from driver.config.run_config import CheckpointConfig, PlacementConfig, RunSection
@@ -25,10 +26,11 @@ from driver.reports.step_report import StepReports
 from driver.supervisor import Supervisor
 from learner.learner_records import Restored
 from rollout_worker.config import DataConfig
-from rollout_worker.worker_records import Orders, WorkerInfo
+from rollout_worker.worker_records import LeaseResult, Orders, WorkerInfo
 from services.process import failpoints
 from services.process.phases import LEARNER
 from services.trajectories.group_report import GroupReport
+from services.wire.messages import Lease
 
 BEFORE_ALL = -1
 """A step before the evaluation at the start, which is step 0."""
@@ -47,6 +49,7 @@ class Session:
         placement: PlacementConfig,
         prepared: Prepared,
         new_state: Callable[[Restored | None], RunState],
+        quarantine: Quarantine,
         supervisor: Supervisor,
         evaluator: Evaluator,
         reports: StepReports,
@@ -55,6 +58,7 @@ class Session:
         folder: of the run.
         prepared: what `driver/config/plan.py` found in the data.
         new_state: makes the state of a run that begins, or goes on from a checkpoint.
+        quarantine: prompts that are not leased; the states that are made know of it.
         """
         self._folder = folder
         self._run = run
@@ -67,6 +71,7 @@ class Session:
         self._evaluator = evaluator
         self._reports = reports
         self._say = reports.say
+        self._quarantine = quarantine
         self._state = new_state(None)
         self._resumed_at = 0 if run.resume else None
         """The step that this start of the run went on from."""
@@ -93,7 +98,9 @@ class Session:
             )
         fleet = self._supervisor.make_fleet(
             FleetEvents(
-                ended=lambda result: self._state.intake.record_result(result),
+                ended=self._record_end,
+                killed=self._record_death,
+                must_be_alone=self._quarantine.is_suspect,
                 void=self._return_leases,
                 news=lambda worker, news: self._reports.record_news(worker.name, news),
                 joined=self._admit,
@@ -135,7 +142,8 @@ class Session:
 
     def summarise(self) -> None:
         """Prints what the run came to; the last line is for machines."""
-        self._reports.summarise(self._state, self._resumed_at)
+        set_aside = [*self._quarantine.set_aside]
+        self._reports.summarise(self._state, self._resumed_at, set_aside=set_aside)
 
     def check_trained(self) -> None:
         """Checks that the run came to something.
@@ -278,6 +286,20 @@ class Session:
             state.intake.waiting, state.leases.out, state.policy_version
         )
 
+    def _record_end(self, result: LeaseResult) -> None:
+        self._quarantine.clear_group(result.group_id)
+        self._state.intake.record_result(result)
+
+    def _record_death(self, begun: Sequence[Lease], cause: str) -> None:
+        """Holds the death of a worker against the groups that it was at."""
+        aside = self._quarantine.record_death(begun, cause)
+        if aside is not None:
+            self._warn(
+                f"prompt {aside.position} of data.train is set aside (quarantine.json): "
+                f"{aside.deaths} workers ended while they completed or scored its group "
+                f"{aside.group_id}, the last one alone; {cause}"
+            )
+
     def _return_leases(self, group_ids: Sequence[str], expired: bool) -> None:
         how = LeaseState.EXPIRED if expired else LeaseState.RETURNED
         self._state.leases.return_leases(group_ids, how)
@@ -352,6 +374,7 @@ class Session:
         return metrics | {
             "time/train/rollout_generate_s": rollout_s,
             "time/train/update_s": update_s,
+            "rollout/prompts_set_aside": float(len(self._quarantine.set_aside)),
             "workers/restarts": float(self._supervisor.fleet.restarts),
             "learner/restarts": float(self._supervisor.learner_restarts),
         }

@@ -272,26 +272,33 @@ class Supervisor:
         waiting = deque(shares(request.positions, max(1, len(self.fleet.ready()))))
         running: dict[Call[list[EvalItem]], tuple[Worker, list[int], float]] = {}
         results: list[EvalItem] = []
-        while waiting or running:
-            busy = {worker.name for worker, _, _ in running.values()}
-            for worker in self.fleet.ready():
-                if waiting and worker.name not in busy and worker.handle is not None:
-                    share = waiting.popleft()
-                    call = worker.handle.evaluate(dataclasses.replace(request, positions=share))
-                    running[call] = (worker, share, time.monotonic() + request.timeout_s)
-            ended = self.turn(running)
-            now = time.monotonic()
-            for call in [c for c, (_, _, end_s) in running.items() if c in ended or now > end_s]:
-                worker, share, _ = running.pop(call)
-                try:
-                    if call not in ended:
-                        raise NoAnswer(
-                            f"{worker.name} did not finish evaluate in {request.timeout_s:g} s"
-                        )
-                    results += call.result()
-                except (*GONE, ActorFailed, NoAnswer) as error:
-                    waiting.append(share)
-                    self.fleet.lost_while(worker, error)
+        try:
+            while waiting or running:
+                busy = {worker.name for worker, _, _ in running.values()}
+                for worker in self.fleet.ready():
+                    if waiting and worker.name not in busy and worker.handle is not None:
+                        share = waiting.popleft()
+                        call = worker.handle.evaluate(dataclasses.replace(request, positions=share))
+                        running[call] = (worker, share, time.monotonic() + request.timeout_s)
+                        worker.evaluates = True
+                ended = self.turn(running)
+                now = time.monotonic()
+                over = [c for c, (_, _, end_s) in running.items() if c in ended or now > end_s]
+                for call in over:
+                    worker, share, _ = running.pop(call)
+                    worker.evaluates = False
+                    try:
+                        if call not in ended:
+                            raise NoAnswer(
+                                f"{worker.name} did not finish evaluate in {request.timeout_s:g} s"
+                            )
+                        results += call.result()
+                    except (*GONE, ActorFailed, NoAnswer) as error:
+                        waiting.append(share)
+                        self.fleet.lost_while(worker, error)
+        finally:
+            for worker, _, _ in running.values():
+                worker.evaluates = False
         return results
 
     def step_timings(self) -> RunTiming:

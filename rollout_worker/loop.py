@@ -36,6 +36,10 @@ POLL_S = 0.2
 """How long a wait inside the loop may delay what the driver asks for."""
 
 
+class GroupsFailed(RuntimeError):
+    """Groups that were begun could not be completed or scored: one of them may be the cause."""
+
+
 class WorkLoop:
     """Owns the working thread of one worker."""
 
@@ -68,6 +72,7 @@ class WorkLoop:
         """Leases that have not ended, by group id, in the order in which they arrived."""
         self._jobs: collections.deque[_Job] = collections.deque()
         self._results: list[LeaseResult] = []
+        self._reported_version = -1
         self._draining = False
         self._refetch = False
         self._closed = False
@@ -107,13 +112,23 @@ class WorkLoop:
             BackgroundFailed: if one of the worker's threads has failed.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._results or self._failed or self._closed, wait_s)
+            # A new version is reported at once: without it no group can be at fault.
+            self._changed.wait_for(
+                lambda: (
+                    self._results
+                    or self._failed
+                    or self._closed
+                    or self._worker.policy_version != self._reported_version
+                ),
+                wait_s,
+            )
             self._check()
+            self._reported_version = self._worker.policy_version
             results, self._results = self._results, []
             transfers, fetch_s = self._fetcher.take_records()
             return News(
                 drained=self._draining and not self._groups,
-                policy_version=self._worker.policy_version,
+                policy_version=self._reported_version,
                 weight_digest=self._worker.weight_digest,
                 canary_gap=self._worker.canary_gap,
                 held=len(self._groups),
@@ -179,9 +194,17 @@ class WorkLoop:
             self._begin_groups()
         if self._worker.busy:
             failpoints.reach("worker.decode")
-            for leased in self._worker.advance(POLL_S):
+            for leased in self._advance():
                 if not leased.cancelled:
                     self._pusher.put_group(leased)
+
+    def _advance(self) -> list[LeasedGroup]:
+        try:
+            return self._worker.advance(POLL_S)
+        except Exception as error:
+            if "RESOURCE_EXHAUSTED" in str(error):  # the sizes are too large for any prompt
+                raise
+            raise GroupsFailed(f"{type(error).__name__}: {error}") from error
 
     def _swap_is_due(self) -> bool:
         ready = self._fetcher.ready
@@ -200,6 +223,7 @@ class WorkLoop:
                     log.warning("%s; placing it once more", error)
                     self._worker.swap_policy(fetched.manifest, fetched.named)
             self._clock.mark(f"version {self._worker.policy_version}")
+            self._wake()
             return
         now = time.monotonic()
         self._waiting_since = now if self._waiting_since is None else self._waiting_since

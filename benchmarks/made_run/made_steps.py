@@ -267,6 +267,7 @@ def _transfers(rng: np.random.Generator, workers: int) -> dict[str, float]:
     """Transfers of the version to the workers, and the memory of each process."""
     pull_s = 0.03 * float(rng.lognormal(0, 0.1))
     metrics = {
+        "rollout/prompts_set_aside": 0.0,
         "workers/restarts": 0.0,
         "learner/restarts": 0.0,
         "publish/waited_s": 0.001,

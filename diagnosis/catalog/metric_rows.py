@@ -288,6 +288,9 @@ workers/restarts | | worker restarts
     since the start
 learner/restarts | | learner restarts
     since the start
+[fleet restarts-]
+rollout/prompts_set_aside | prompts | prompts set aside
+    that ended two workers and are leased no more, in the whole run; quarantine.json names them
 [fleet pulls-]
 weights/pulls | | weight pulls
     versions that workers pulled in the step

@@ -7,7 +7,7 @@ five places:
     not leased yet -> out with a worker -> held by the learner -> ended
                           |      ^
                           v      |
-                   waits to be leased again
+                   waits to be leased again --prompt set aside--> ended
 
 All indices below the cursor that are in none of the middle places have ended.
 """
@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from driver.accounting.data_order import prompt_at
+from driver.errors import RunError
 from services.wire.messages import Lease
 
 
@@ -25,7 +26,7 @@ class LedgerError(RuntimeError):
 
 
 class TrajectoryState(enum.Enum):
-    """The one state in which a delivered group ends."""
+    """The one state in which a group ends."""
 
     TRAINED = "trained"
     DROPPED_STALE = "dropped_stale"
@@ -33,6 +34,8 @@ class TrajectoryState(enum.Enum):
     DROPPED_TRUNCATED = "dropped_truncated"
     """All completions that were scored had been cut by length, under `truncated: mask`."""
     DROPPED_ERROR = "dropped_error"
+    SET_ASIDE = "set_aside"
+    """Never delivered: its prompt has ended two workers (`quarantine.py`)."""
     DUPLICATE = "duplicate"
     """A further delivery of a group that had one already."""
 
@@ -48,14 +51,26 @@ class LeaseState(enum.Enum):
     """Taken away from a worker that was lost or too slow."""
 
 
+class NoPromptLeft(RunError):
+    """Every prompt of the training set is set aside."""
+
+
 class LeaseTable:
     """The data cursor, the leases that are out, and how every lease and every group ended."""
 
-    def __init__(self, *, seed: int, prompt_count: int):
+    def __init__(
+        self, *, seed: int, prompt_count: int, set_aside: Mapping[int, object] | None = None
+    ):
+        """Args:
+        seed: of the data order.
+        prompt_count: prompts of the training set.
+        set_aside: positions of prompts that are not leased; may grow later.
+        """
         if prompt_count < 1:
             raise ValueError(f"a run needs at least one prompt, got {prompt_count=}")
         self._seed = seed
         self._prompt_count = prompt_count
+        self._set_aside = {} if set_aside is None else set_aside
         self._cursor = 0
         self._out: dict[int, int] = {}
         """Attempt by index, of leases with workers."""
@@ -96,17 +111,47 @@ class LeaseTable:
     def grant_leases(self, count: int, min_policy_version: int = 0) -> list[Lease]:
         """Leases the next groups: first what came back unfinished, then new prompts, in order.
 
+        Groups of prompts that are set aside end here, and the next one takes their place.
+
         Args:
             min_policy_version: oldest version that they may be sampled under.
+
+        Raises:
+            NoPromptLeft: if every prompt is set aside.
         """
+        self._end_set_aside()
         again = sorted(self._returned)[:count]
         attempts = {index: self._returned.pop(index) for index in again}
         while len(attempts) < count:
-            attempts[self._cursor] = 0
-            self._cursor += 1
+            index, self._cursor = self._cursor, self._cursor + 1
+            if self._is_set_aside(index):
+                self._record_end(index, TrajectoryState.SET_ASIDE)
+            else:
+                attempts[index] = 0
         self._out.update(attempts)
         self._granted += len(attempts)
         return [self._lease(i, attempt, min_policy_version) for i, attempt in attempts.items()]
+
+    def _end_set_aside(self) -> None:
+        """Ends the groups that wait to be leased again and whose prompt is set aside."""
+        if len(self._set_aside) >= self._prompt_count:
+            raise NoPromptLeft(
+                f"each of the {self._prompt_count} prompts of data.train has ended "
+                "two workers and is set aside (quarantine.json): look for what they have in "
+                "common, such as a scorer that ends its worker or a worker that lacks memory"
+            )
+        for index in filter(self._is_set_aside, sorted(self._returned)):
+            del self._returned[index]
+            self._record_end(index, TrajectoryState.SET_ASIDE)
+
+    def _is_set_aside(self, index: int) -> bool:
+        if not self._set_aside:
+            return False
+        return prompt_at(self._seed, self._prompt_count, index)[1] in self._set_aside
+
+    def _record_end(self, index: int, state: TrajectoryState) -> None:
+        self._totals[state] += 1
+        self._recent[state].append(_group_id(index))
 
     def return_leases(self, group_ids: Iterable[str], how: LeaseState) -> int:
         """Takes leases back that are out, to be granted again first; returns how many were."""
@@ -164,8 +209,7 @@ class LeaseTable:
                 del self._held[index]
             else:
                 state = TrajectoryState.DUPLICATE
-        self._totals[state] += 1
-        self._recent[state].append(group_id)
+        self._record_end(index, state)
         return state
 
     def check_conservation(self) -> None:
@@ -207,7 +251,14 @@ class LeaseTable:
         }
 
     @classmethod
-    def restore(cls, state: Mapping[str, Any], *, seed: int, prompt_count: int) -> "LeaseTable":
+    def restore(
+        cls,
+        state: Mapping[str, Any],
+        *,
+        seed: int,
+        prompt_count: int,
+        set_aside: Mapping[int, object] | None = None,
+    ) -> "LeaseTable":
         """The table of a checkpoint; what was out when it was written is leased again first.
 
         Raises:
@@ -221,7 +272,7 @@ class LeaseTable:
                     f"the checkpoint was made with {name}={state[name]}, this run has "
                     f"{name}={value}: resume with the same data and seed, or start a new run"
                 )
-        table = cls(seed=seed, prompt_count=prompt_count)
+        table = cls(seed=seed, prompt_count=prompt_count, set_aside=set_aside)
         table._cursor = state["cursor"]
         table._returned = {index: attempt for index, attempt in state["unfinished"]}
         table._totals = {s: state["totals"].get(s.value, 0) for s in TrajectoryState}

@@ -37,7 +37,13 @@ class RunState:
 
     @classmethod
     def create(
-        cls, rules: IntakeRules, *, seed: int, prompt_count: int, restored: Restored | None = None
+        cls,
+        rules: IntakeRules,
+        *,
+        seed: int,
+        prompt_count: int,
+        restored: Restored | None = None,
+        set_aside: Mapping[int, object] | None = None,
     ) -> "RunState":
         """Returns the state of a new run, or of one that goes on from a checkpoint.
 
@@ -45,15 +51,18 @@ class RunState:
             seed: of the data order.
             prompt_count: prompts of the training set.
             restored: what the learner found in the checkpoint and recorded since.
+            set_aside: positions of prompts that are not leased; may grow later.
 
         Raises:
             ValueError: if seed or data are not those of the checkpoint.
         """
         kept = restored.driver_state if restored else None
         if kept is None:
-            leases = LeaseTable(seed=seed, prompt_count=prompt_count)
+            leases = LeaseTable(seed=seed, prompt_count=prompt_count, set_aside=set_aside)
         else:
-            leases = LeaseTable.restore(kept["book"], seed=seed, prompt_count=prompt_count)
+            leases = LeaseTable.restore(
+                kept["book"], seed=seed, prompt_count=prompt_count, set_aside=set_aside
+            )
         state = cls(leases=leases, intake=Intake(leases, rules))
         if kept is not None:
             state.rewards = [math.nan if r is None else r for r in kept["rewards"]]

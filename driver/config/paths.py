@@ -82,7 +82,7 @@ def locate(config: RunConfig) -> RunConfig:
 LOCK = "driver.lock"
 OF_A_START = (
     *("status.json", "run_id", "identity.json", "error.txt", "config.yaml"),
-    *("stacks", "control", "spool", "spool.lock", LOCK),
+    *("stacks", "control", "spool", "spool.lock", "quarantine.json", LOCK),
     *("dashboard", "dashboard.log", "environment.json", "code.zip", "tensorboard", "wandb"),
     "tpu_logs",
 )
@@ -157,6 +157,9 @@ def lock_folder(folder: pathlib.Path) -> TextIO:
 
 
 def clear_folder(folder: pathlib.Path, *, resume: bool) -> None:
-    """Removes groups of an earlier try, which a new run must not find."""
-    if not resume and (folder / "spool").is_dir():
+    """Removes groups and suspects of an earlier try, which a new run must not find."""
+    if resume:
+        return
+    (folder / "quarantine.json").unlink(missing_ok=True)
+    if (folder / "spool").is_dir():
         shutil.rmtree(folder / "spool")

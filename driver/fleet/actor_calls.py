@@ -16,6 +16,8 @@ GONE = (RayActorError, WorkerCrashedError)
 """What Ray raises when the process of an actor has ended."""
 _RAISED = re.compile(r"[A-Za-z_][\w.]*: ")
 """A line such as `package.SomeError: what happened`, not indented."""
+_HOST_LOST = re.compile(r"\bnode (has )?died|node was (dead|terminated|preempted)", re.I)
+"""In what Ray says of an actor whose host is gone."""
 
 
 class ActorFailed(RunError):
@@ -82,6 +84,16 @@ def wait_for_calls(
 def died(error: BaseException) -> bool:
     """Whether a process ended by itself, and not by an error of its constructor."""
     return isinstance(error, RayActorError) and "creation task" not in str(error)
+
+
+def blames_groups(error: BaseException) -> bool:
+    """Whether a worker may have ended over a group that it completed or scored.
+
+    The loss of its host, a lost connection or weights that do not arrive are not a group's doing.
+    """
+    if isinstance(error, ActorFailed):
+        return "GroupsFailed: " in str(error)
+    return died(error) and not _HOST_LOST.search(str(error))
 
 
 def message_of(error: BaseException) -> str:

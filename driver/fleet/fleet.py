@@ -22,11 +22,13 @@ from driver.fleet.actor_calls import (
     Call,
     LearnerLost,
     NoAnswer,
+    blames_groups,
     died,
     message_of,
     start_failure,
     wait_for_calls,
 )
+from driver.fleet.dispatch import Dispatch
 from driver.fleet.fleet_worker import Worker
 from driver.fleet.handles import WorkerHandle
 from driver.fleet.launch import Launcher, Room
@@ -58,6 +60,11 @@ class FleetEvents:
 
     ended: Callable[[LeaseResult], None]
     """A lease that counts has ended."""
+    killed: Callable[[Sequence[Lease], str], None]
+    """A worker has died, of what the text says, over one of these groups, which it may have begun;
+    their leases become void."""
+    must_be_alone: Callable[[Lease], bool]
+    """Whether a worker may hold nothing else beside a lease."""
     void: Callable[[Sequence[str], bool], None]
     """Group ids whose leases are void, and whether they expired (else they were returned)."""
     news: Callable[[Worker, News], None]
@@ -95,7 +102,7 @@ class WorkerFleet:
         self._make_spec = make_spec
         self._events = events
         self._timings = timings
-        self._capacity = capacity
+        self._dispatch = Dispatch(capacity, events.must_be_alone)
         self._relay_fanout = relay_fanout
         self.workers: dict[str, Worker] = {}
         self._next_index = 0
@@ -138,13 +145,12 @@ class WorkerFleet:
 
     def free_capacity(self) -> int:
         """Groups that could be leased to workers now."""
-        return sum(self._capacity - len(worker.leases) for worker in self.ready())
+        return self._dispatch.room(self.ready())
 
     def dispatch_leases(self, leases: Sequence[Lease]) -> None:
-        """Gives each lease to the worker that holds the fewest; there must be capacity for all."""
+        """Gives leases to workers as `Dispatch` decides: some may wait for a later call."""
         given: dict[str, list[Lease]] = {}
-        for lease in leases:
-            worker = min(self.ready(), key=lambda worker: len(worker.leases))
+        for worker, lease in self._dispatch.assign(self.ready(), leases):
             worker.leases[lease.group_id] = (lease, time.monotonic())
             given.setdefault(worker.name, []).append(lease)
         for name, mine in given.items():
@@ -153,6 +159,7 @@ class WorkerFleet:
 
     def cancel_all(self) -> None:
         """Voids every lease that is out; the caller has taken them back."""
+        self._dispatch.forget_waiting()
         for worker, handle in self.running():
             if worker.leases:
                 handle.order(Orders(cancel=tuple(worker.leases)))
@@ -313,12 +320,15 @@ class WorkerFleet:
         worker.retry_at = time.monotonic() + pause_s
 
     def _end_process(self, worker: Worker, error: BaseException) -> None:
+        begun = worker.begun_leases() if blames_groups(error) else []
         leases, worker.leases = list(worker.leases), {}
         if worker.handle is not None:
             worker.handle.kill()
         worker.handle, worker.call, worker.memory, worker.policy_version = None, None, None, -1
         worker.last_error = str(error) if isinstance(error, RunError) else message_of(error)
         self._timings.table.remove_process(worker.name)
+        if begun:
+            self._events.killed(begun, worker.last_error)
         if leases:
             self._events.void(leases, True)
 

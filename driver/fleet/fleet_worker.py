@@ -30,6 +30,8 @@ class Worker:
     info: WorkerInfo | None = None
     """Of its last process that was ready."""
     policy_version: int = -1
+    evaluates: bool = False
+    """Whether it was asked to complete held-out prompts and has not answered."""
     restarts: int = 0
     failures: int = 0
     """Since it last finished a lease."""
@@ -51,6 +53,15 @@ class Worker:
         """Sends orders to its process."""
         assert self.handle is not None
         self.handle.order(orders)
+
+    def begun_leases(self) -> list[Lease]:
+        """Leases whose groups it may be at: it had the version that they need, as it last reported,
+        and completed no evaluation, which runs between groups.
+        """
+        if self.evaluates or self.policy_version < 0:
+            return []
+        held = self.policy_version
+        return [lease for lease, _ in self.leases.values() if lease.min_policy_version <= held]
 
     def end_lease(self, result: LeaseResult) -> bool:
         """Takes a lease off that has ended; false for one that was made void meanwhile."""

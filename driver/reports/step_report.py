@@ -10,6 +10,7 @@ from typing import Any
 
 from driver.accounting.intake import StepBatch
 from driver.accounting.ledger import StepLedger, StepRecord
+from driver.accounting.quarantine import FILE as QUARANTINE
 from driver.accounting.queue_gauges import QueueGauges, queue_metrics
 from driver.accounting.run_state import RunState
 from driver.accounting.step_timing import RunTiming
@@ -25,6 +26,7 @@ from services.process.process_memory import ProcessMemory
 from services.weights.replica import PullStats
 
 RECENT_STEPS = 10
+SHOWN_PROMPTS = 5
 
 
 class DecodeRate:
@@ -194,16 +196,25 @@ class StepReports:
         self._show_step(metrics, record)
         return record
 
-    def summarise(self, state: RunState, resumed_at: int | None) -> None:
+    def summarise(
+        self, state: RunState, resumed_at: int | None, *, set_aside: Sequence[int] = ()
+    ) -> None:
         """Prints the results of the run; scripts read the last line.
 
         Args:
             resumed_at: the step that this start of the run went on from, if it was a resume.
+            set_aside: positions of prompts that ended their workers and are not leased any more.
         """
         outputs = {"status, metrics, ledger, samples, eval, checkpoints": str(self._folder)}
         if state.step < self._run.steps:
             outputs["to continue, add to the same command"] = (
                 f"--set run.output_dir={self._folder} --resume"
+            )
+        if set_aside:
+            shown = ", ".join(map(str, sorted(set_aside)[:SHOWN_PROMPTS]))
+            more = ", ..." if len(set_aside) > SHOWN_PROMPTS else ""
+            outputs[f"prompts set aside, since they ended workers ({shown}{more})"] = str(
+                self._folder / QUARANTINE
             )
         if (self._folder / "export").exists():
             outputs["policy as a Hugging Face folder"] = str(self._folder / "export")

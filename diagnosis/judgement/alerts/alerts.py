@@ -39,6 +39,7 @@ RULES: dict[str, Rule] = {
         process_rules.receipts,
         time_rules.ledger,
         process_rules.restarts,
+        process_rules.set_aside,
         process_rules.slow_worker,
         time_rules.step_time,
         time_rules.throughput,
@@ -51,7 +52,7 @@ RULES: dict[str, Rule] = {
 LONG = 100
 FEWEST = 5
 """Trained steps before a rule is evaluated."""
-AT_ONCE = ("nonfinite", "skipped", "restarts", "reward_errors", "canary", "receipts")
+AT_ONCE = ("nonfinite", "skipped", "restarts", "reward_errors", "canary", "receipts", "set_aside")
 """Rules that are evaluated from the first step on."""
 SILENT_S = 60.0
 """A shorter time without a step raises no alert."""

@@ -77,6 +77,21 @@ def restarts(scene: Scene) -> RuleFinding | None:
     )
 
 
+def set_aside(scene: Scene) -> RuleFinding | None:
+    """A prompt was set aside, since workers ended while they completed or scored it."""
+    count = scene.recent.last.metric("rollout/prompts_set_aside")
+    if not count > 0:
+        return None
+    return RuleFinding(
+        WARN,
+        f"{count:.0f} prompts are set aside and train no more: each has ended two workers, the "
+        "second while it was there alone",
+        "quarantine.json of the run's folder names them with the cause; look at what the scorer "
+        "does with them",
+        "fleet",
+    )
+
+
 def slow_worker(scene: Scene) -> RuleFinding | None:
     """One worker is busy 1.6 times as long as the others, and by a tenth of the step more."""
     names = scene.recent.last.workers

@@ -111,6 +111,10 @@ RAISED = {
         "the phases of rollout-0 are 10 % off its wall time",
     ),
     "restarts": (RESTARTED, "restarts in the last 10 steps: workers 1"),
+    "set_aside": (
+        habit(metrics={"rollout/prompts_set_aside": 2.0}),
+        "2 prompts are set aside and train no more",
+    ),
     "slow_worker": (
         habit(workers=[{"decode": 0.4}, {"decode": 1.0}, {"decode": 0.4}]),
         "rollout-1 is busy 50 % of the step, the other workers 20 %",
@@ -154,6 +158,7 @@ SILENT = {
     "receipts": habit(metrics={"groups/unknown_receipt": 3.0}),
     "ledger": habit(workers=[{"decode": 2.02, "idle": 0.0}, {"decode": 0.9}]),
     "restarts": habit(metrics={"workers/restarts": 2.0}),
+    "set_aside": habit(metrics={"rollout/prompts_set_aside": 0.0}),
     "slow_worker": habit(workers=[{"decode": 0.15}, {"decode": 0.3}]),
     "step_time": then(habit(), {"wall_s": 2.6, "learner": {"forward_backward": 1.6}}),
     "throughput": then(habit(), {"metrics": {"throughput/train/decode_tokens_per_s": 400.0}}),
