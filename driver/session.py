@@ -196,9 +196,11 @@ class Session:
         """Writes a checkpoint of the last closed step, with the run state."""
         state = self._state
         kept = state.checkpoint_state(self._reports.ledger_state())
-        saved = self._supervisor.learner.save(state.step, kept)
-        self._supervisor.wait_for(saved, timeout_s=self._wait_s)
+        saving = self._supervisor.learner.save(state.step, kept)
+        saved = self._supervisor.wait_for(saving, timeout_s=self._wait_s)
         self._reports.record_checkpoint(state.step)
+        for left in saved.not_removed:
+            self._warn(f"step {state.step}: {left}")
 
     @property
     def _steps_left(self) -> int:
@@ -249,6 +251,8 @@ class Session:
         )
         for reason in restored.skipped if restored else ():
             self._warn(f"checkpoint skipped: {reason}")
+        if restored is not None and restored.repaired:
+            self._say(restored.repaired)
         self._state = self._new_state(restored)
         if restored is None or restored.driver_state is None:
             self._reports.rewind(BEFORE_ALL, {"totals": {}})

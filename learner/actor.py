@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from learner.learner_records import LearnerHealth, LearnerInfo, Restored, UpdateReport
+from learner.learner_records import LearnerHealth, LearnerInfo, Restored, Saved, UpdateReport
 from learner.learner_spec import LearnerSpec, reachable_host
 from learner.publish.snapshot import Snapshot
 from learner.recorded_learner import RecordedLearner
@@ -99,7 +99,7 @@ class LearnerActor:
         with self._working("update"):
             return self._learner.update(group_ids, dropped_ids, timeout_s)
 
-    def save(self, step: int, driver_state: dict[str, Any]) -> str:
+    def save(self, step: int, driver_state: dict[str, Any]) -> Saved:
         """As `RecordedLearner.save`."""
         with self._working("save"):
             return self._learner.save(step, driver_state)

@@ -56,6 +56,17 @@ class Restored:
     """Accepted groups that no update in `replay` uses or drops, in order of arrival."""
     issued: dict[int, str]
     """Digest by policy version, as far as they were issued before."""
+    repaired: str
+    """What was cut off the end of the record, where a crash had left half an entry."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A checkpoint that was written."""
+
+    folder: str
+    not_removed: list[str]
+    """Older files that could not be removed, each with the reason; each is named once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,12 +110,13 @@ def restored_at(
     *,
     driver_state: dict[str, Any] | None,
     skipped: list[str],
+    repaired: str,
 ) -> Restored:
     """What the driver gets of a learner that goes on from a checkpoint.
 
     Args:
         work: what was recorded since.
-        driver_state, skipped: as in `Restored`.
+        driver_state, skipped, repaired: as in `Restored`.
     """
     maker = {update.policy_version: update for update in work.updates}  # the last one of each
     in_updates = {g for update in work.updates for g in (*update.group_ids, *update.dropped_ids)}
@@ -126,4 +138,5 @@ def restored_at(
         ],
         waiting=[report_of(g) for name, g in work.groups.items() if name not in in_updates],
         issued=dict(work.issued),
+        repaired=repaired,
     )

@@ -18,7 +18,7 @@ from learner.durable.journal import Begun, Journal
 from learner.durable.rejected_groups import write_rejected
 from learner.durable.rollout_file import RolloutRecorder, plain_header
 from learner.durable.segment_file import NOTHING_OPEN
-from learner.learner_records import Restored, UpdateReport, restored_at
+from learner.learner_records import Restored, Saved, UpdateReport, restored_at
 from learner.learner_spec import LearnerSpec, rollout_header
 from learner.publish.publisher import Publisher, PublishFailed
 from learner.publish.snapshot import PUBLISH_DTYPES, Snapshot
@@ -145,6 +145,7 @@ class RecordedLearner:
                 work or NOTHING_OPEN,
                 driver_state=found.record["driver"] if found is not None else None,
                 skipped=skipped,
+                repaired=self._journal.repaired,
             )
 
     def publish(self) -> int:
@@ -193,8 +194,8 @@ class RecordedLearner:
         outcomes |= {group.group_id: "dropped_stale" for group in begun.taken.dropped_stale}
         return self._report(begun, group_ids, metrics, outcomes)
 
-    def save(self, step: int, driver_state: dict[str, Any]) -> str:
-        """Writes a complete checkpoint, then drops older ones; returns its folder.
+    def save(self, step: int, driver_state: dict[str, Any]) -> Saved:
+        """Writes a complete checkpoint, then drops older ones.
 
         Raises:
             CheckpointFailed: if it cannot be written, as on a full disk; those before it and what
@@ -215,12 +216,10 @@ class RecordedLearner:
             certificate = make_certificate(
                 self._core.state, seed=self._spec.seed, driver_state=driver_state
             )
-            folder = self._checkpoints.save(step, self._core.state, record, certificate)
+            saved = self._checkpoints.save(step, self._core.state, record, certificate)
             self._clock.mark(f"checkpoint {step}")
-            self._journal.rotate(
-                step, self._core.policy_version, min(self._checkpoints.complete_steps())
-            )
-            return str(folder)
+            left = self._journal.rotate(step, self._core.policy_version, saved.oldest_step)
+            return Saved(folder=str(saved.folder), not_removed=[*saved.not_removed, *left])
 
     def export(self, folder: str) -> str:
         """Writes the current policy as a Hugging Face folder: the model that came in, trained.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from driver.fleet.actor_calls import Call
-from learner.learner_records import LearnerHealth, LearnerInfo, Restored, UpdateReport
+from learner.learner_records import LearnerHealth, LearnerInfo, Restored, Saved, UpdateReport
 from rollout_worker.worker_records import EvalItem, EvalRequest, News, Orders
 from services.process.span_log import StepTiming
 from services.trajectories.group_report import GroupReport
@@ -35,8 +35,8 @@ class LearnerHandle(Protocol):
         """Trains on groups, and starts to publish the version that comes of it."""
         ...
 
-    def save(self, step: int, driver_state: dict[str, Any]) -> Call[str]:
-        """Writes a checkpoint; its folder. The driver's state comes back from `restore` unread."""
+    def save(self, step: int, driver_state: dict[str, Any]) -> Call[Saved]:
+        """Writes a checkpoint. The driver's state comes back from `restore` unread."""
         ...
 
     def export(self, folder: str) -> Call[str]:

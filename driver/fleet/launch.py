@@ -18,7 +18,7 @@ from driver.fleet.cluster import bundle
 from driver.fleet.colocated import ColocatedActor
 from driver.fleet.handles import LearnerHandle, WorkerHandle
 from learner.actor import LearnerActor
-from learner.learner_records import LearnerHealth, LearnerInfo, Restored, UpdateReport
+from learner.learner_records import LearnerHealth, LearnerInfo, Restored, Saved, UpdateReport
 from learner.learner_spec import LearnerSpec
 from rollout_worker.actor import RolloutActor
 from rollout_worker.worker_core import RolloutSpec
@@ -153,7 +153,7 @@ class _Learner(_Actor[LearnerActor]):
     ) -> Call[UpdateReport]:
         return self._call(LearnerActor.update, group_ids, dropped_ids, timeout_s)
 
-    def save(self, step: int, driver_state: dict[str, Any]) -> Call[str]:
+    def save(self, step: int, driver_state: dict[str, Any]) -> Call[Saved]:
         return self._call(LearnerActor.save, step, driver_state)
 
     def export(self, folder: str) -> Call[str]:

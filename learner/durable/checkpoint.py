@@ -5,17 +5,16 @@ One folder per step, written under another name and renamed when it is complete:
     step-00000020/state/            weights and optimiser, by Orbax, sharded as they lie
     step-00000020/record/           what the caller stores: versions, cursors, seeds (JSON)
     step-00000020/certificate.json  hashes of what a resume must restore exactly (certificate.py)
-    step-00000020/manifest.json     name, size and sha256 of every other file, the tree's shapes
+    step-00000020/manifest.json     what the folder must hold (checkpoint_manifest.py)
 
 A folder is complete when every file of its manifest is there, unchanged. Older checkpoints go
-only after the new one has been read back and found complete.
+only after the new one has been read back and found complete; one that cannot be removed stays, and
+the save reports it.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import errno
-import hashlib
 import json
 import logging
 import os
@@ -28,20 +27,36 @@ import jax
 import orbax.checkpoint as ocp
 
 from learner.durable.certificate import Certificate
+from learner.durable.checkpoint_manifest import (
+    MANIFEST,
+    DamagedCheckpoint,
+    verify_checkpoint,
+    write_manifest,
+)
 from learner.update.state import TrainState
 from services.process import failpoints
-from services.process.whole_file import sync_folder, write_whole
+from services.process.whole_file import make_folder, sync_folder
 
 log = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
 CERTIFICATE = "certificate.json"
 _STEP = re.compile(r"step-(\d{8})")
 _WRITING = ".writing"
 _REPLACED = ".replaced"
-_HASHING_THREADS = 4
-_NO_SPACE = "No space left on device"
-"""In the message of storage libraries that do not raise OSError on a full disk."""
+_REMOVED = ".removed"
+_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.EACCES)
+"""Found by their text in the message of storage libraries that do not raise OSError."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedCheckpoint:
+    """A checkpoint that was written and read back."""
+
+    folder: pathlib.Path
+    oldest_step: int
+    """Of the oldest checkpoint that is to be kept."""
+    not_removed: tuple[str, ...]
+    """What should be gone and could not be removed, each with the reason, and only once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,10 +70,6 @@ class RestoredCheckpoint:
     """As it was stored; None in a checkpoint that has none."""
     skipped: list[str]
     """Newer folders that were skipped, each with the reason."""
-
-
-class DamagedCheckpoint(ValueError):
-    """A folder is not a complete checkpoint; the message says which file and why."""
 
 
 class NoCompleteCheckpoint(ValueError):
@@ -88,6 +99,10 @@ class CheckpointFolder:
             raise ValueError(f"checkpoint.keep must be at least 1, got {keep}")
         self._folder = pathlib.Path(folder).absolute()
         self._keep = keep
+        self._stuck: set[str] = set()
+        """Names of what could not be removed."""
+        self._unreported: list[str] = []
+        """Why, of those that no save has returned."""
 
     def save(
         self,
@@ -95,7 +110,7 @@ class CheckpointFolder:
         state: TrainState,
         record: dict[str, Any],
         certificate: Certificate | None = None,
-    ) -> pathlib.Path:
+    ) -> SavedCheckpoint:
         """Writes a checkpoint, reads it back, and only then drops older ones.
 
         Args:
@@ -104,24 +119,22 @@ class CheckpointFolder:
             record: JSON values.
             certificate: of state and record.
 
-        Returns:
-            The folder.
-
         Raises:
-            CheckpointFailed: if it cannot be written, as on a full disk; earlier checkpoints are
-                untouched, and what was written of this one is gone.
-            DamagedCheckpoint: if it does not read back as it was written.
+            CheckpointFailed: if it cannot be written, as on a full disk, or does not read back as
+                it was written; earlier checkpoints are untouched, and what was written of this one
+                is gone.
         """
         final = self._folder / f"step-{step:08d}"
         writing = final.with_name(final.name + _WRITING)
-        with _raising_checkpoint_failed(step, writing):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._clean()
+        with self._raising_checkpoint_failed(step, writing):
+            make_folder(self._folder)
+            self._clean(writing)
             self._write(writing, step, state, record, certificate)
             verify_checkpoint(writing)
             self._put_in_place(writing, final)
-        self._prune(step)
-        return final
+        kept = self._prune(step)
+        not_removed, self._unreported = tuple(self._unreported), []
+        return SavedCheckpoint(folder=final, oldest_step=min(kept), not_removed=not_removed)
 
     def _write(
         self,
@@ -142,27 +155,52 @@ class CheckpointFolder:
         failpoints.reach("learner.checkpoint", writing)
         if certificate is not None:
             (writing / CERTIFICATE).write_text(json.dumps(certificate.plain(), indent=1))
-        _write_manifest(writing, step, state)
+        write_manifest(writing, step, _tree_of(state))
 
     def _put_in_place(self, writing: pathlib.Path, final: pathlib.Path) -> None:
         replaced = final.with_name(final.name + _REPLACED)
-        if final.exists():
+        if os.path.lexists(final):
             final.rename(replaced)
         writing.rename(final)
         sync_folder(self._folder)
-        if replaced.exists():
-            shutil.rmtree(replaced)
+        self._try_to_remove(replaced)
 
-    def _prune(self, newest: int) -> None:
-        """Keeps the newest checkpoint and those before it, `keep` in all.
+    def _prune(self, newest: int) -> list[int]:
+        """Keeps the newest checkpoint and those before it, `keep` in all; returns their steps.
 
-        A later step is one that a resume skipped: the run has continued from an earlier one.
+        A later step is one that a resume skipped: the run has continued from an earlier one. What
+        cannot be removed stays: the new checkpoint is good whatever becomes of the others.
         """
-        for later in [step for step in self._steps() if step > newest]:
+        try:
+            steps, complete = self._steps(), self.complete_steps()
+        except OSError as error:
+            self._note_stuck(self._folder, error)
+            return [newest]
+        for later in [step for step in steps if step > newest]:
             log.warning("removing checkpoint step-%08d: the run went on from an earlier one", later)
-            _remove(self._folder / f"step-{later:08d}")
-        for old in self.complete_steps()[self._keep :]:
-            _remove(self._folder / f"step-{old:08d}")
+            self._try_to_remove(self._folder / f"step-{later:08d}")
+        complete = [step for step in complete if step <= newest]
+        for old in complete[self._keep :]:
+            self._try_to_remove(self._folder / f"step-{old:08d}")
+        return complete[: self._keep] or [newest]
+
+    def _try_to_remove(self, path: pathlib.Path) -> None:
+        """Removes a folder or link, if it is there; notes why where it cannot be removed."""
+        try:
+            if os.path.lexists(path):
+                _remove(path)
+        except OSError as error:
+            self._note_stuck(path, error)
+
+    def _note_stuck(self, path: pathlib.Path, error: OSError) -> None:
+        name = path.name.removesuffix(_REMOVED)
+        if name not in self._stuck:
+            self._stuck.add(name)
+            left = path if os.path.lexists(path) else path.with_name(name + _REMOVED)
+            self._unreported.append(
+                f"{left} cannot be removed: {error.strerror}; remove it yourself"
+            )
+            log.warning(self._unreported[-1])
 
     def restore(
         self, abstract_state: TrainState, *, only_step: int | None = None
@@ -184,7 +222,7 @@ class CheckpointFolder:
         self._recover_replaced()
         skipped = [
             f"{path.name}: was not finished"
-            for path in sorted(self._folder.iterdir())
+            for path in sorted(self._folder.glob("step-*"))
             if not _STEP.fullmatch(path.name)
         ]
         for step in self._steps() if only_step is None else [only_step]:
@@ -234,33 +272,44 @@ class CheckpointFolder:
             if not final.exists():
                 path.rename(final)
 
-    def _clean(self) -> None:
-        """Removes what an interrupted save left."""
+    def _clean(self, writing: pathlib.Path) -> None:
+        """Removes what an interrupted save left; raises OSError only where it is in the way."""
         self._recover_replaced()
-        for path in self._folder.iterdir():
-            if path.name.startswith("step-") and not _STEP.fullmatch(path.name):
-                log.warning("removing unfinished checkpoint %s", path.name)
+        for path in list(self._folder.glob("step-*")):
+            if _STEP.fullmatch(path.name):
+                continue
+            log.warning("removing unfinished checkpoint %s", path.name)
+            if path.name.startswith(writing.name):
                 _remove(path)
+            else:
+                self._try_to_remove(path)
 
-
-@contextlib.contextmanager
-def _raising_checkpoint_failed(step: int, writing: pathlib.Path):
-    """Turns what a storage library raises where it cannot write into CheckpointFailed."""
-    try:
-        yield
-    except DamagedCheckpoint:
-        raise
-    except (OSError, ValueError, RuntimeError) as error:
-        number = error.errno if isinstance(error, OSError) else errno.ENOSPC
-        if not isinstance(error, OSError) and _NO_SPACE not in str(error):
-            raise
-        for remains in writing.parent.glob(f"{writing.name}*"):  # Orbax writes beside it first
+    @contextlib.contextmanager
+    def _raising_checkpoint_failed(self, step: int, writing: pathlib.Path):
+        """Turns what is raised where files cannot be written into CheckpointFailed."""
+        try:
+            yield
+        except (OSError, ValueError, RuntimeError) as error:
+            number = _error_number(error)
+            if number is None:
+                raise
             with contextlib.suppress(OSError):
-                _remove(remains)
-        reason = os.strerror(number) if number else str(error)
-        raise CheckpointFailed(
-            number, f"the checkpoint of step {step} could not be written to {writing}: {reason}"
-        ) from error
+                for remains in writing.parent.glob(f"{writing.name}*"):  # Orbax's own among them
+                    self._try_to_remove(remains)
+                self._recover_replaced()
+            reason = str(error) if isinstance(error, DamagedCheckpoint) else os.strerror(number)
+            raise CheckpointFailed(
+                number, f"the checkpoint of step {step} could not be written to {writing}: {reason}"
+            ) from error
+
+
+def _error_number(error: Exception) -> int | None:
+    """The errno of what kept a file from being written; None for any other error."""
+    if isinstance(error, OSError):
+        return error.errno or errno.EIO
+    if isinstance(error, DamagedCheckpoint):
+        return errno.EIO
+    return next((number for number in _WRITE_ERRORS if os.strerror(number) in str(error)), None)
 
 
 def read_record(folder: pathlib.Path) -> dict[str, Any]:
@@ -280,34 +329,6 @@ def read_record(folder: pathlib.Path) -> dict[str, Any]:
 def _read_certificate(folder: pathlib.Path) -> dict[str, str] | None:
     path = folder / CERTIFICATE
     return json.loads(path.read_text()) if path.is_file() else None
-
-
-def verify_checkpoint(folder: pathlib.Path) -> dict[str, Any]:
-    """Reads every file of a checkpoint against its manifest, and returns the manifest.
-
-    Raises:
-        DamagedCheckpoint: naming the folder, the file and what is wrong with it.
-    """
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-    except FileNotFoundError:
-        raise DamagedCheckpoint(f"{folder.name}: {MANIFEST} is missing") from None
-    except ValueError as error:
-        raise DamagedCheckpoint(f"{folder.name}: {MANIFEST} is not JSON ({error})") from None
-    if not isinstance(manifest, dict) or not {"files", "tree"} <= manifest.keys():
-        raise DamagedCheckpoint(f"{folder.name}: {MANIFEST} has no files or no tree in it")
-    for name, written in manifest["files"].items():
-        path = folder / name
-        if not path.is_file():
-            raise DamagedCheckpoint(f"{folder.name}: {name} is missing")
-        if path.stat().st_size != written["bytes"]:
-            raise DamagedCheckpoint(
-                f"{folder.name}: {name} has {path.stat().st_size} bytes, not {written['bytes']}"
-            )
-    for name, digest in _digests(folder, list(manifest["files"])).items():
-        if digest != manifest["files"][name]["sha256"]:
-            raise DamagedCheckpoint(f"{folder.name}: {name} has another sha256 than when written")
-    return manifest
 
 
 def _as_dict(state: TrainState) -> dict[str, Any]:
@@ -334,35 +355,15 @@ def _check_tree(folder: pathlib.Path, stored: dict[str, list], wanted: TrainStat
         )
 
 
-def _write_manifest(folder: pathlib.Path, step: int, state: TrainState) -> None:
-    names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
-    digests = _digests(folder, names, sync=True)
-    files = {
-        name: {"bytes": (folder / name).stat().st_size, "sha256": digests[name]} for name in names
-    }
-    content = {"step": step, "files": files, "tree": _tree_of(state)}
-    write_whole(folder / MANIFEST, json.dumps(content, indent=1), sync=True)
-    sync_folder(folder)
-
-
-def _digests(folder: pathlib.Path, names: list[str], *, sync: bool = False) -> dict[str, str]:
-    """sha256 of each file, several at once: hashing leaves the interpreter free."""
-
-    def digest(name):
-        with open(folder / name, "rb") as file:
-            if sync:
-                os.fsync(file.fileno())
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
-    with concurrent.futures.ThreadPoolExecutor(_HASHING_THREADS) as pool:
-        return dict(zip(names, pool.map(digest, names), strict=True))
-
-
 def _remove(path: pathlib.Path) -> None:
-    """Deletes a checkpoint, its manifest first: if interrupted, it does not look complete."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        (path / MANIFEST).unlink()
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
+    """Deletes a folder; of a link only the link, never what it names.
+
+    A checkpoint is renamed first: if interrupted, it does not look complete, and a mount point
+    refuses before anything in it is gone.
+    """
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    if _STEP.fullmatch(path.name):
+        path = path.rename(path.with_name(path.name + _REMOVED))
+    shutil.rmtree(path)

@@ -73,10 +73,12 @@ class Journal:
         )
         self._lock = threading.Lock()
         self._started = False
+        self.repaired = ""
+        """What `resume` cut off the end of the log, where a crash had left half a record."""
         self._pending: deque[UpdateRecord] = deque()
         """Updates to repeat, oldest first."""
         self._digests: dict[int, str] = {}
-        """Digest of each issued version, of this process or the one before."""
+        """Digest of each issued version that may train, of this process or the one before."""
         self._replayed: dict[int, Replayed] = {}
         self._disowned: set[str] = set()
         self._unreported: list[str] = []
@@ -128,7 +130,7 @@ class Journal:
         if written is None:
             self._spool.rotate(step, lambda: NOTHING_OPEN)
         else:
-            self._spool.open_last()
+            self.repaired = self._spool.open_last()
         self._started = True
         if written is None:
             return None
@@ -209,6 +211,7 @@ class Journal:
                 )
                 self._abandon(policy_version + 1)
             self._digests[policy_version] = digest
+            self._forget_before(policy_version - self._max_staleness)
             self._disown(self.buffer.issue(policy_version, digest))
 
     def digest_of(self, policy_version: int) -> str:
@@ -232,7 +235,7 @@ class Journal:
         with self._lock:
             return not self._disowned.isdisjoint(group_ids)
 
-    def rotate(self, step: int, policy_version: int, oldest_step: int) -> None:
+    def rotate(self, step: int, policy_version: int, oldest_step: int) -> list[str]:
         """Begins the segment of a checkpoint, and removes segments that no checkpoint needs.
 
         On a full disk the segment before stays in use, and `problem` says why.
@@ -241,6 +244,9 @@ class Journal:
             step: of the checkpoint, which is on the disk.
             policy_version: in that checkpoint.
             oldest_step: of the oldest checkpoint that is kept.
+
+        Returns:
+            Old segments that could not be removed, each with the reason.
         """
 
         def still_open() -> OpenWork:
@@ -248,20 +254,23 @@ class Journal:
                 issued=self._digests, updates=tuple(self._pending), groups=self.buffer.held()
             )
 
-        oldest = policy_version - self._max_staleness
         with self._lock:
-            self._digests = {v: d for v, d in self._digests.items() if v >= oldest}
-            self._replayed = {v: r for v, r in self._replayed.items() if v >= oldest}
+            self._forget_before(policy_version - self._max_staleness)
             try:
                 self._spool.rotate(step, still_open)
             except SpoolFailed as error:
                 log.warning("the spool continues in its earlier segment: %s", error)
-                return
-        self._spool.prune(oldest_step)
+                return []
+        return self._spool.prune(oldest_step)
 
     def close(self) -> None:
         """Closes the log; nothing can be written after."""
         self._spool.close()
+
+    def _forget_before(self, policy_version: int) -> None:
+        """Forgets the digests of versions that no group may name any more."""
+        self._digests = {v: d for v, d in self._digests.items() if v >= policy_version}
+        self._replayed = {v: r for v, r in self._replayed.items() if v >= policy_version}
 
     def _abandon(self, policy_version: int) -> None:
         """Voids updates that make this version or later ones, and groups sampled under those."""

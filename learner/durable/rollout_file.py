@@ -7,8 +7,8 @@ It describes itself, holds no pickle, and every byte has a checksum. All integer
     header   strict JSON: RolloutHeader and `format_version`
     step     8 bytes step, 4 bytes number of groups; each group: 4 bytes length, a tandem.v1.Group
 
-Steps rise; a gap is a time without recording. A file that ends inside a frame was cut by a crash:
-the complete frames before it count. Any other difference from what was written is an error.
+Steps rise; a gap is a time without recording. A file may end with a frame that a crash or a power
+loss cut: the complete frames before it count. Any other difference is an error.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from learner.config import AlgorithmConfig, LearnerConfig, TrainingSettings
-from learner.durable.frames import PREFIX_BYTES, DamagedFile, frame, read_frame
+from learner.durable.frames import PREFIX_BYTES, DamagedFile, frame, is_torn, read_frame
 from services.process.config_section import validated
 from services.trajectories import codec
 from services.wire.messages import Group
@@ -85,11 +85,13 @@ def scan_rollouts(path: pathlib.Path) -> Contents:
     with path.open("rb") as file:
         magic = file.read(len(MAGIC))
         if magic != MAGIC[: len(magic)]:
+            if is_torn(path, 0):
+                return Contents(None, (), 0)
             raise DamagedRollouts(f"{path} is no file of rollouts: it does not start as one")
         header, places, start = None, [], len(MAGIC)
         while True:
             what = "the header" if header is None else f"record {len(places) + 1}"
-            body = _read(file, f"{path}: {what} (byte {start})")
+            body = _read_unless_torn(file, start, f"{path}: {what} (byte {start})")
             if not body:
                 cut = body is None or header is None
                 return Contents(header, tuple(places), start if cut else None)
@@ -249,6 +251,15 @@ def _encode_step(step: int, groups: Sequence[Group]) -> bytes:
 
 def _step_of(body: bytes) -> int:
     return _STEP_GROUPS.unpack_from(body)[0]
+
+
+def _read_unless_torn(file: io.BufferedReader, start: int, where: str) -> bytes | None:
+    try:
+        return _read(file, where)
+    except DamagedRollouts:
+        if is_torn(pathlib.Path(file.name), start):
+            return None
+        raise
 
 
 def _read(file: io.BufferedReader, where: str) -> bytes | None:

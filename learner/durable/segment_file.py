@@ -16,8 +16,8 @@
 
 A segment begins with everything that is still open, so that it needs no earlier one. Serial numbers
 rise in the order in which segments were begun, whatever their step. Only the last segment may end
-inside a frame, cut by a crash: the complete frames before it count. Any other difference from what
-was written is an error.
+with a frame that a crash or a power loss cut: it was never acknowledged, and the complete frames
+before it count. Any other difference from what was written is an error.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from learner.durable.frames import DamagedFile, frame, read_frame
+from learner.durable.frames import DamagedFile, frame, is_torn, read_frame
 from services.trajectories import codec
 from services.trajectories.id_set import IdSet
 from services.wire.messages import Group
@@ -164,7 +164,7 @@ def read_segment(path: pathlib.Path, *, last: bool) -> Iterator[tuple[bytes, int
 
     Args:
         path: of the segment.
-        last: whether it may end inside a frame.
+        last: whether it may end with a frame that was cut.
 
     Raises:
         DamagedFile: naming file and byte.
@@ -172,10 +172,16 @@ def read_segment(path: pathlib.Path, *, last: bool) -> Iterator[tuple[bytes, int
     with path.open("rb") as file:
         _read_header(file, path)
         for number in itertools.count(1):
-            where = f"{path}: record {number} (byte {file.tell()})"
-            body = read_frame(file, where)
+            start = file.tell()
+            where = f"{path}: record {number} (byte {start})"
+            try:
+                body = read_frame(file, where)
+            except DamagedFile as error:
+                if last and is_torn(path, start):
+                    return
+                raise _damaged(str(error), path) from None
             if body is None and not last:
-                raise DamagedFile(f"{where} is cut short, and a later segment exists")
+                raise _damaged(f"{where} is cut short, and a later segment exists", path)
             if not body:
                 return
             if body[:1] not in (ISSUED, UPDATE, ABANDONED, GROUP):
@@ -194,11 +200,22 @@ def end_of_header(path: pathlib.Path) -> int:
 
 def _read_header(file: io.BufferedReader, path: pathlib.Path) -> dict[str, Any]:
     if file.read(len(MAGIC)) != MAGIC:
-        raise DamagedFile(f"{path} is no segment of a spool: it does not start as one")
-    body = read_frame(file, f"{path}: the header (byte {len(MAGIC)})")
+        raise _damaged(f"{path} is no segment of a spool: it does not start as one", path)
+    where = f"{path}: the header (byte {len(MAGIC)})"
+    try:
+        body = read_frame(file, where)
+    except DamagedFile as error:
+        raise _damaged(str(error), path) from None
     if not body:
-        raise DamagedFile(f"{path}: the header (byte {len(MAGIC)}) is cut short")
+        raise _damaged(f"{where} is cut short", path)
     return json.loads(body)
+
+
+def _damaged(what: str, path: pathlib.Path) -> DamagedFile:
+    return DamagedFile(
+        f"{what}. Put the file back from a copy, or move {path.parent} away and go on with "
+        "--resume: the run then makes the groups again that it had since its last checkpoint"
+    )
 
 
 def records_of(work: OpenWork) -> Iterator[bytes]:

@@ -7,7 +7,6 @@ log. Here is the one process that writes it; `segment_file.py` has the format of
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import pathlib
@@ -32,14 +31,14 @@ from learner.durable.segment_file import (
     segments_since,
     update_record,
 )
-from services.process.whole_file import sync_folder, whole_file
+from services.process.file_lock import lock_file
+from services.process.whole_file import make_folder, sync_folder, whole_file
 from services.wire.messages import Group
 
 log = logging.getLogger(__name__)
 
 CLAIM_S = 30.0
 """How long to wait for an earlier learner process to end."""
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
 class SpoolFailed(OSError):
@@ -84,26 +83,24 @@ class Spool:
             if self._claimed is not None:
                 return
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._claimed = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
-            while True:
-                try:
-                    fcntl.flock(self._claimed, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() < deadline:
+            with contextlib.ExitStack() as undo:
+                claimed = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+                undo.callback(os.close, claimed)
+                while True:
+                    try:
+                        if not lock_file(claimed):
+                            log.warning("%s: this file system knows no locks", path)
+                        break
+                    except BlockingIOError:
+                        if time.monotonic() >= deadline:
+                            raise OSError(
+                                errno.EBUSY,
+                                f"another learner of this run has held it for {timeout_s:g} s",
+                            ) from None
                         time.sleep(0.05)
-                        continue
-                    os.close(self._claimed)
-                    self._claimed = None
-                    raise OSError(
-                        errno.EBUSY, f"another learner of this run has held it for {timeout_s:g} s"
-                    ) from None
-                except OSError as error:
-                    if error.errno not in _NO_LOCKS:
-                        raise
-                    log.warning("%s: this file system knows no locks", path)
-                    break
-            self._segments = find_segments(self._folder, self._run_id)
+                self._segments = find_segments(self._folder, self._run_id)
+                self._claimed = claimed
+                undo.pop_all()
 
     @property
     def problem(self) -> str:
@@ -131,8 +128,11 @@ class Spool:
         with self._lock:
             return read_segments(segments_since(self._segments, step))
 
-    def open_last(self) -> None:
-        """Continues the last segment, without a record that a crash cut short at its end.
+    def open_last(self) -> str:
+        """Continues the last segment, without a record that a crash cut at its end.
+
+        Returns:
+            What was cut off; empty where nothing was.
 
         Raises:
             DamagedFile: naming file and byte.
@@ -144,9 +144,18 @@ class Spool:
             end = ends[-1] if ends else end_of_header(path)
             with self._durably(f"open {path}"):
                 self._descriptor = os.open(path, os.O_WRONLY)
+                cut = os.fstat(self._descriptor).st_size - end
                 os.ftruncate(self._descriptor, end)
                 os.lseek(self._descriptor, end, os.SEEK_SET)
             self._end = end
+        if not cut:
+            return ""
+        cut_off = (
+            f"{path}: cut {cut} bytes off its end (from byte {end}), a record that was being "
+            "written when the machine or the learner stopped and that nothing counts on"
+        )
+        log.warning(cut_off)
+        return cut_off
 
     def rotate(self, step: int, still_open: Callable[[], OpenWork]) -> None:
         """Begins the segment of a checkpoint that has just been written.
@@ -170,14 +179,23 @@ class Spool:
             with self._durably(f"begin {segment.path}"):
                 self._begin(segment, still_open())
 
-    def prune(self, oldest_step: int) -> None:
-        """Removes segments that no checkpoint from that step on needs."""
+    def prune(self, oldest_step: int) -> list[str]:
+        """Removes segments that no checkpoint from that step on needs.
+
+        Returns:
+            Which could not be removed, each with the reason; they do no harm.
+        """
         with self._lock:
             kept = segments_since(self._segments, oldest_step)
+            stuck = []
             for segment in self._segments:
                 if segment not in kept:
-                    segment.path.unlink(missing_ok=True)
+                    try:
+                        segment.path.unlink(missing_ok=True)
+                    except OSError as error:
+                        stuck.append(f"{segment.path} cannot be removed: {error.strerror}")
             self._segments = kept
+            return stuck
 
     def write_issued(self, policy_version: int, digest: str) -> None:
         """Logs that a version is issued; raises SpoolFailed, as the next three methods do."""
@@ -229,7 +247,7 @@ class Spool:
             self._torn = False
 
     def _begin(self, segment: Segment, still_open: OpenWork) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self._folder)
         with contextlib.ExitStack() as undo:
             with whole_file(segment.path, sync=True) as file:
                 file.write(opening_bytes(self._run_id, segment))
@@ -238,8 +256,10 @@ class Spool:
                 end = file.tell()
                 descriptor = os.dup(file.fileno())  # shares the position, which is the end
                 undo.callback(os.close, descriptor)
+            # Left there, it would hide from a resume what the segment before receives from now on.
+            undo.callback(segment.path.unlink, missing_ok=True)
+            sync_folder(self._folder)
             undo.pop_all()
-        sync_folder(self._folder)
         if self._descriptor is not None:
             with contextlib.suppress(OSError):
                 self._trim()  # the segment before must not end inside a frame

@@ -1,6 +1,7 @@
 """Files that their readers see whole or not at all."""
 
 import contextlib
+import errno
 import os
 import pathlib
 import threading
@@ -37,10 +38,30 @@ def write_whole(path: pathlib.Path, content: str | bytes, *, sync: bool = False)
         file.write(content.encode() if isinstance(content, str) else content)
 
 
+def make_folder(folder: pathlib.Path) -> None:
+    """Makes a folder and those above it that are missing, and waits until they are on the disk."""
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        sync_folder(made.parent)
+
+
 def sync_folder(folder: pathlib.Path) -> None:
-    """Waits until renames and new files in a folder are on the disk."""
+    """Waits until renames and new files in a folder are on the disk.
+
+    Does nothing on a file system that cannot sync a folder.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
+
+
+def sync_tree(folder: pathlib.Path) -> None:
+    """Syncs a folder and all below it, the lowest first; links are not followed."""
+    for path, _, _ in os.walk(folder, topdown=False):
+        sync_folder(pathlib.Path(path))

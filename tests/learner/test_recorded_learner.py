@@ -161,6 +161,26 @@ def test_a_damaged_newest_checkpoint_is_made_up_for_by_the_spool_C01(start, tmp_
     assert train(after, 4) == [digests[4]]
 
 
+def test_the_way_on_from_a_damaged_spool_leads_on_R07(start, tmp_path, digests):
+    """What the message of a damaged spool says to do: move it away, and resume."""
+    before = start(tmp_path)
+    before.publish()
+    train(before, 1)
+    before.save(1, RUN_STATE)
+    train(before, 2)
+    segment = tmp_path / "spool" / "step-00000001.bin"
+    content = segment.read_bytes()
+    segment.write_bytes(content[:80] + bytes([content[80] ^ 1]) + content[81:])
+    with pytest.raises(ValueError, match=f"damaged.*move {tmp_path / 'spool'} away"):
+        start(tmp_path).restore()
+    (tmp_path / "spool").rename(tmp_path / "spool.damaged")
+    after = start(tmp_path)
+    restored = after.restore()
+    assert (restored.step, restored.replay, restored.waiting) == (1, [], [])
+    after.publish()
+    assert train(after, 2) == [digests[2]]
+
+
 def test_a_first_checkpoint_that_was_cut_is_made_up_for_by_the_spool_C01(start, tmp_path, digests):
     before = start(tmp_path)
     before.publish()

@@ -17,6 +17,7 @@ def resumed(driver_state) -> RunState:
         replay=[],
         waiting=[],
         issued={},
+        repaired="",
     )
     return RunState.create(RULES, seed=0, prompt_count=4, restored=restored)
 

@@ -1,9 +1,11 @@
 """Checkpoints: complete or not taken, on any device count, older ones only after newer ones."""
 
 import dataclasses
+import errno
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -159,14 +161,18 @@ def test_only_damaged_checkpoints_never_mean_a_fresh_start(two):
 
 
 @pytest.mark.parametrize(
-    "raised",
+    "raised, number",
     [
-        OSError(28, "No space left on device"),
-        ValueError("RESOURCE_EXHAUSTED: Failed to write 52 bytes: No space left on device [28]"),
+        (OSError(28, "No space left on device"), 28),
+        (ValueError("RESOURCE_EXHAUSTED: Failed to write 52: No space left on device [28]"), 28),
+        (OSError(errno.EROFS, "Read-only file system"), errno.EROFS),
+        (ValueError("Failed to write 52 bytes: Disk quota exceeded [122]"), errno.EDQUOT),
+        (RuntimeError("INTERNAL: Error fsyncing: Input/output error [5]"), errno.EIO),
+        (OSError("no errno at all"), errno.EIO),
     ],
 )
-def test_a_full_disk_is_called_one_and_gets_its_space_back(two, monkeypatch, raised):
-    """The second is how the storage library of Orbax reports one."""
+def test_a_disk_that_cannot_be_written_is_a_failed_checkpoint(two, monkeypatch, raised, number):
+    """ValueError and RuntimeError are how the storage library of Orbax reports one."""
     folder, path = two
 
     def disk_full(self, directory, *args, **kwargs):
@@ -176,9 +182,10 @@ def test_a_full_disk_is_called_one_and_gets_its_space_back(two, monkeypatch, rai
         raise raised
 
     monkeypatch.setattr(ocp.Checkpointer, "save", disk_full)
-    with pytest.raises(CheckpointFailed, match="checkpoint of step 3 .*No space left") as failure:
+    reason = os.strerror(number)
+    with pytest.raises(CheckpointFailed, match=f"checkpoint of step 3 .*{reason}") as failure:
         folder.save(3, place()[0], RECORD)
-    assert failure.value.errno == 28
+    assert failure.value.errno == number
     assert sorted(p.name for p in path.iterdir()) == ["step-00000001", "step-00000002"]
 
 
@@ -193,7 +200,7 @@ def test_a_certificate_is_kept_covered_and_given_back(tmp_path):
     run_state = {"book": {"cursor": 6, "unfinished": [[4, 1]]}, "rewards": [0.5, None]}
     certificate = make_certificate(state, seed=7, driver_state=run_state)
     folder = CheckpointFolder(tmp_path, keep=1)
-    saved = folder.save(5, state, RECORD, certificate)
+    saved = folder.save(5, state, RECORD, certificate).folder
     restored = folder.restore(place()[1])  # on one device
     again = make_certificate(restored.state, seed=7, driver_state=json.loads(json.dumps(run_state)))
     check_certificate(restored.certificate, again, "the checkpoint of step 5")
@@ -250,7 +257,7 @@ def test_first_checkpoint_outlives_a_failed_second_save_C02(tmp_path, monkeypatc
 
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint, "verify_checkpoint", unreadable)
-        with pytest.raises(DamagedCheckpoint):
+        with pytest.raises(CheckpointFailed, match="state/x has another sha256"):
             folder.save(2, place(params=shifted(2))[0], RECORD)
     assert first_weight(folder.restore(place()[1])) == 1
     folder.save(2, place(params=shifted(2))[0], RECORD)
@@ -307,10 +314,130 @@ def test_a_save_outlives_later_checkpoints_that_a_resume_passed_over_C01_C02(tmp
     for step in (20, 30):
         CheckpointFolder(tmp_path, keep=2).save(step, state, RECORD)
     next((tmp_path / "step-00000030" / "record").glob("*")).write_text("{")
-    assert folder.save(25, state, RECORD).is_dir()
+    assert folder.save(25, state, RECORD).folder.is_dir()
     restored = folder.restore(abstract)
     assert restored is not None and restored.step == 25
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000025"]
+
+
+def test_a_link_among_the_old_checkpoints_goes_and_what_it_names_stays_R06(two, tmp_path):
+    folder, path = two
+    elsewhere = tmp_path.with_name(f"{tmp_path.name}-elsewhere")
+    (path / "step-00000001").rename(elsewhere)
+    (path / "step-00000001").symlink_to(elsewhere)
+    (path / "step-00000000.writing").symlink_to(elsewhere)
+    saved = folder.save(3, place(params=shifted(3))[0], RECORD)
+    assert (saved.oldest_step, saved.not_removed) == (2, ())
+    assert sorted(p.name for p in path.iterdir()) == ["step-00000002", "step-00000003"]
+    verify_checkpoint(elsewhere)
+
+
+def test_a_link_in_place_of_the_checkpoint_that_is_saved_again_is_replaced_R06(two, tmp_path):
+    folder, path = two
+    elsewhere = tmp_path.with_name(f"{tmp_path.name}-elsewhere")
+    (path / "step-00000002").rename(elsewhere)
+    (path / "step-00000002").symlink_to(elsewhere)
+    folder.save(2, place(params=shifted(9))[0], RECORD)
+    assert first_weight(folder.restore(place()[1])) == 9
+    assert not (path / "step-00000002").is_symlink()
+    verify_checkpoint(elsewhere)
+
+
+@pytest.mark.parametrize("stuck", ["a mount point", "a file in use", "an unfinished one"])
+def test_what_cannot_be_removed_is_reported_once_and_fails_no_save_R06(two, monkeypatch, stuck):
+    folder, path = two
+    rename, rmtree = pathlib.Path.rename, shutil.rmtree
+
+    def busy(self):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(self))
+
+    if stuck == "a mount point":
+        monkeypatch.setattr(
+            pathlib.Path,
+            "rename",
+            lambda self, to: busy(self) if self.name == "step-00000001" else rename(self, to),
+        )
+    elif stuck == "an unfinished one":
+        (path / "step-00000009.writing").mkdir()
+    names = {"an unfinished one": "step-00000009", "a file in use": "step-00000001"}
+    monkeypatch.setattr(
+        shutil,
+        "rmtree",
+        lambda gone, *a, **k: (
+            busy(gone) if names.get(stuck, "none") in str(gone) else rmtree(gone, *a, **k)
+        ),
+    )
+    saved = folder.save(3, place(params=shifted(3))[0], RECORD)
+    [why] = saved.not_removed
+    assert "Device or resource busy" in why and saved.oldest_step == 2
+    assert first_weight(folder.restore(place()[1])) == 3
+    again = folder.save(4, place(params=shifted(4))[0], RECORD)
+    assert (again.not_removed, again.oldest_step) == ((), 3)
+    if stuck == "a mount point":
+        verify_checkpoint(path / "step-00000001")
+
+
+def test_every_folder_of_a_checkpoint_is_synced_with_its_files(tmp_path, monkeypatch):
+    synced, fsync = set(), os.fsync
+
+    def recorded(descriptor):
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    folder = CheckpointFolder(tmp_path / "run" / "checkpoints", keep=1)
+    folder.save(1, place()[0], RECORD)
+    unsynced = [
+        str(path) for path in (tmp_path, *tmp_path.rglob("*")) if path.stat().st_ino not in synced
+    ]
+    assert unsynced == []
+
+
+@pytest.mark.parametrize("change", ["renamed", "flipped", "cut", "folder", "unreadable"])
+def test_a_damaged_manifest_of_the_newest_passes_over_to_the_one_before_R07(
+    two, monkeypatch, change
+):
+    folder, path = two
+    manifest = path / "step-00000002" / "manifest.json"
+    content = manifest.read_bytes()
+    if change == "renamed":
+        manifest.write_bytes(content.replace(b'"sha256"', b'"sha257"', 1))
+    elif change == "flipped":
+        at = content.index(b"tree") + 20
+        manifest.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+    elif change == "cut":
+        manifest.write_bytes(content[: len(content) // 2])
+    elif change == "folder":
+        manifest.unlink()
+        manifest.mkdir()
+    else:
+        read = pathlib.Path.read_bytes
+        monkeypatch.setattr(
+            pathlib.Path,
+            "read_bytes",
+            lambda self: unreadable() if self == manifest else read(self),
+        )
+
+        def unreadable():
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(manifest))
+
+    restored = folder.restore(place()[1])
+    assert restored.step == 1 and first_weight(restored) == 1
+    [reason] = restored.skipped
+    assert reason.startswith("step-00000002: ") and "manifest.json" in reason
+
+
+def test_a_checkpoint_of_a_program_without_checksums_is_restored(two):
+    folder, path = two
+    manifest = path / "step-00000002" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    del content["checksum"]
+    manifest.write_text(json.dumps(content))
+    assert folder.restore(place()[1]).step == 2
+    name = next(iter(content["files"]))
+    for wrong in (None, {}, {"bytes": 1}, 7):
+        manifest.write_text(json.dumps({**content, "files": {name: wrong}}))
+        assert folder.restore(place()[1]).step == 1
 
 
 def test_keep_counts_complete_checkpoints(two):

@@ -126,6 +126,18 @@ def test_a_resumed_run_continues_after_a_record_that_was_cut(path):
     assert [place.step for place in contents.places] == [1, 2, 3] and contents.cut_at is None
 
 
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_tail_that_a_power_loss_left_as_zeros_is_written_over(path, kept):
+    record(path, *range(kept), 1)
+    whole = path.read_bytes()
+    start = scan_rollouts(path).places[-1].start if kept else 0
+    path.write_bytes(whole[:start] + bytes(len(whole) - start))
+    assert scan_rollouts(path).cut_at == start
+    record(path, 1, 2)
+    contents = scan_rollouts(path)
+    assert [place.step for place in contents.places][kept:] == [2, 3] and contents.cut_at is None
+
+
 def test_other_settings_begin_a_new_file_and_keep_the_old_one(path):
     record(path, 0, 1)
     for seed in (8, 9):

@@ -1,12 +1,17 @@
 """The write-ahead log: whole up to a cut, an error where damaged, each segment on its own."""
 
+import dataclasses
+import errno
+import fcntl
 import os
+import pathlib
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 
+import numpy as np
 import pytest
 
 from learner.durable import spool as spool_module
@@ -19,6 +24,8 @@ from tests.deadlines import HANG_S
 from tests.learner.builders import random_groups
 
 GROUPS = random_groups(5)
+LARGE = dataclasses.replace(GROUPS[1], prompt_token_ids=np.arange(1, 3001, dtype=np.int32))
+"""A record of several sectors of a disk."""
 
 
 def update(version, *group_ids, dropped=()):
@@ -304,3 +311,119 @@ def test_what_was_answered_survives_kill_9_at_any_moment(folder):
     groups = Spool(folder, "run").read(0).groups
     assert list(groups) == [f"g{number}" for number in range(len(groups))]
     assert len(groups) - answered in (0, 1)
+
+
+def torn_copy(content, start, how):
+    """The content with its last record, which begins at `start`, as a power loss may leave it."""
+    if how == "zeros behind it":
+        return content[:start] + bytes(4096)
+    if how == "half of it":
+        return content[: (start + len(content)) // 2]
+    first = -(-start // 512) * 512  # of its whole sectors
+    if how == "its first sectors are zeros":
+        return content[:start] + bytes(first - start) + bytes(1024) + content[first + 1024 :]
+    assert how == "its last sectors are zeros"
+    last = len(content) // 512 * 512
+    return content[:last] + bytes(len(content) - last)
+
+
+TEARS = ["zeros behind it", "half of it", "its first sectors are zeros"]
+TEARS += ["its last sectors are zeros"]
+
+
+@pytest.mark.parametrize("how", TEARS)
+def test_a_tail_that_a_power_loss_tore_is_cut_and_reported_R07(folder, how):
+    spool = begun(folder)
+    path = folder / "step-00000000.bin"
+    spool.write_group(GROUPS[0])
+    start = path.stat().st_size
+    spool.write_group(LARGE)
+    torn = torn_copy(path.read_bytes(), start, how)
+    path.write_bytes(torn)
+    again = Spool(folder, "run")
+    assert list(again.read(0).groups) == ["g0"]
+    said = again.open_last()
+    assert f"{path}: cut {len(torn) - start} bytes off its end (from byte {start})" in said
+    again.write_group(GROUPS[2])
+    after = Spool(folder, "run")
+    assert list(after.read(0).groups) == ["g0", "g2"] and after.open_last() == ""
+
+
+def test_damage_in_the_middle_is_refused_and_the_message_has_a_way_on_R07(folder):
+    spool = begun(folder)
+    path = folder / "step-00000000.bin"
+    start = path.stat().st_size
+    spool.write_group(LARGE)
+    end = path.stat().st_size
+    spool.write_issued(0, "d0")
+    content = path.read_bytes()
+    for at, length in ((start, 2000), (start + PREFIX_BYTES, 600), (end - 700, 700)):
+        path.write_bytes(content[:at] + bytes(length) + content[at + length :])
+        with pytest.raises(DamagedFile, match=f"damaged.*or move {folder} away and .*--resume"):
+            Spool(folder, "run").read(0)
+
+
+def test_a_flipped_bit_of_the_last_record_is_no_torn_tail(folder):
+    spool = begun(folder)
+    path = folder / "step-00000000.bin"
+    start = path.stat().st_size
+    spool.write_group(LARGE)
+    content = path.read_bytes()
+    for at in range(start, len(content), 397):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :])
+        with pytest.raises(DamagedFile, match="record 1 .* is damaged"):
+            Spool(folder, "run").read(0)
+
+
+def test_a_segment_whose_folder_cannot_be_synced_hides_nothing_from_a_resume(folder, monkeypatch):
+    spool = begun(folder)
+    spool.write_group(GROUPS[0])
+    with monkeypatch.context() as patched:
+        patched.setattr(spool_module, "sync_folder", lambda _: half_full())
+        with pytest.raises(SpoolFailed, match="cannot begin .*step-00000003.bin"):
+            spool.rotate(3, lambda: NOTHING_OPEN)
+    spool.write_group(GROUPS[1])
+    assert list(Spool(folder, "run").read(3).groups) == ["g0", "g1"]
+    spool.rotate(6, lambda: NOTHING_OPEN)
+    assert list(Spool(folder, "run").read(6).groups) == []
+
+
+def test_an_old_segment_that_cannot_be_removed_is_reported(folder, monkeypatch):
+    spool = begun(folder)
+    spool.rotate(3, lambda: NOTHING_OPEN)
+
+    def busy(self, missing_ok=False):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(self))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pathlib.Path, "unlink", busy)
+        [left] = spool.prune(3)
+    assert left == f"{folder / 'step-00000000.bin'} cannot be removed: Device or resource busy"
+    spool.write_group(GROUPS[0])
+    assert list(Spool(folder, "run").read(3).groups) == ["g0"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
+def test_a_file_system_without_locks_is_no_other_learner(folder, monkeypatch, number):
+    monkeypatch.setattr(fcntl, "flock", lambda *_: fail(number))
+    spool = Spool(folder, "run")
+    spool.claim(0.0)
+    assert spool.problem == ""
+    spool.close()
+
+
+def test_a_lock_that_cannot_be_asked_for_is_asked_for_again(folder, monkeypatch):
+    spool = Spool(folder, "run")
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", lambda *_: fail(errno.EIO))
+        with pytest.raises(SpoolFailed, match="Input/output error"):
+            spool.claim(0.0)
+    other = Spool(folder, "run")
+    other.claim(0.0)
+    with pytest.raises(SpoolFailed, match="another learner"):
+        spool.claim(0.0)
+    other.close()
+
+
+def fail(number):
+    raise OSError(number, os.strerror(number))
