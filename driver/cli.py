@@ -150,5 +150,5 @@ def _write_settings(folder: pathlib.Path, text: str, *, resume: bool) -> list[st
     if resume and path.is_file():
         before = parse_yaml(path.read_text(encoding="utf-8"))
         changed = identity.changed_settings(before or {}, parse_yaml(text) or {})
-    write_whole(path, text)
+    write_whole(path, text, sync=True)
     return changed

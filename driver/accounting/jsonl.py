@@ -113,9 +113,10 @@ def _read(path: pathlib.Path) -> str:
 def _parse(line: str) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) else None
+    whole = isinstance(record, dict) and isinstance(record.get("step", 0), int)
+    return record if whole else None
 
 
 def _sync(file: io.TextIOWrapper) -> None:

@@ -5,11 +5,12 @@ lacks what git ignores and disappears with the cluster. TANDEM_HOME names the fo
 paths mean there; deploy/run_local.py sets it.
 """
 
-import fcntl
+import contextlib
 import os
 import pathlib
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from typing import TextIO
@@ -17,6 +18,7 @@ from typing import TextIO
 from driver.config.run_config import RunConfig
 from driver.errors import RunError
 from rollout_worker.config import SourceConfig
+from services.process.file_lock import lock_file
 
 HOME_VARIABLE = "TANDEM_HOME"
 RAY_PACKAGE = "_ray_pkg_"
@@ -124,7 +126,12 @@ def check_folder(folder: pathlib.Path, *, resume: bool) -> None:
 def _left_by_a_start(path: pathlib.Path) -> bool:
     empty_log = path.suffix == ".jsonl" and path.stat().st_size == 0
     archive = path.name.startswith(("postmortem-", ".control-", ".dashboard-"))
-    return path.name in OF_A_START or empty_log or archive
+    return path.name in OF_A_START or empty_log or archive or _is_half_written(path)
+
+
+def _is_half_written(path: pathlib.Path) -> bool:
+    """Whether a process was killed while it wrote this file under its temporary name."""
+    return path.name.startswith(".") and path.suffix in (".part", ".tmp")
 
 
 def lock_folder(folder: pathlib.Path) -> TextIO:
@@ -141,8 +148,14 @@ def lock_folder(folder: pathlib.Path) -> TextIO:
             f"run.output_dir={folder} cannot be made ({error.strerror}): choose another"
         ) from error
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        if not lock_file(file.fileno()):
+            print(
+                f"note: the file system of {folder} has no locks: start no other driver of this "
+                "run before this one has ended",
+                file=sys.stderr,
+                flush=True,
+            )
+    except BlockingIOError:
         file.seek(0)
         holder = file.read().strip() or "unknown"
         file.close()
@@ -150,6 +163,12 @@ def lock_folder(folder: pathlib.Path) -> TextIO:
             f"run.output_dir={folder} is in use by another driver ({holder}): wait for its end, or "
             "choose another run.output_dir"
         ) from None
+    except OSError as error:
+        file.close()
+        raise FolderTaken(
+            f"run.output_dir={folder} cannot be locked ({error.strerror}): mend its file system, "
+            "or choose another run.output_dir"
+        ) from error
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
@@ -157,9 +176,29 @@ def lock_folder(folder: pathlib.Path) -> TextIO:
 
 
 def clear_folder(folder: pathlib.Path, *, resume: bool) -> None:
-    """Removes groups and suspects of an earlier try, which a new run must not find."""
+    """Removes what earlier tries left half written, and what a new run must not find of them.
+
+    Args:
+        folder: locked.
+        resume: whether its groups and suspects are gone on with.
+
+    Raises:
+        FolderTaken: if those of an earlier try cannot be removed.
+    """
+    for path in filter(_is_half_written, list(folder.iterdir())):
+        with contextlib.suppress(OSError):
+            path.unlink()
     if resume:
         return
-    (folder / "quarantine.json").unlink(missing_ok=True)
-    if (folder / "spool").is_dir():
-        shutil.rmtree(folder / "spool")
+    spool = folder / "spool"
+    try:
+        (folder / "quarantine.json").unlink(missing_ok=True)
+        if spool.is_symlink():
+            spool.unlink()
+        elif spool.is_dir():
+            shutil.rmtree(spool)
+    except OSError as error:
+        raise FolderTaken(
+            f"run.output_dir={folder}: {error.filename or spool} of an earlier try cannot be "
+            f"removed ({error.strerror}): remove it, or choose another run.output_dir"
+        ) from error

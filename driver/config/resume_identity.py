@@ -16,7 +16,7 @@ from driver.config.run_config import RunConfig
 from driver.errors import RunError
 from models.config import ModelConfig
 from rollout_worker.data.data_digests import DataDigests, part_of_data
-from services.process.whole_file import write_whole
+from services.process.whole_file import sync_folder, write_whole
 
 FILE = "identity.json"
 
@@ -89,7 +89,8 @@ def write_identity(
         moment: the time that chat templates read, with its time zone.
     """
     kept = {**identity, MOMENT: moment.isoformat()}
-    write_whole(folder / FILE, json.dumps(kept, indent=1))
+    write_whole(folder / FILE, json.dumps(kept, indent=1), sync=True)
+    sync_folder(folder)
 
 
 def check_identity(folder: pathlib.Path, identity: dict[str, str], *, steps: int) -> list[str]:

@@ -24,6 +24,7 @@ from driver.config.run_config import WandbConfig
 from driver.reports.tensorboard import TensorboardTracker
 from driver.reports.tracker import Tracker, Warn
 from driver.reports.wandb_tracker import WandbTracker
+from services.process.whole_file import write_whole
 
 
 class MetricsLog:
@@ -110,5 +111,5 @@ def stored_run_id(folder: pathlib.Path, run_id: str) -> str:
     path = folder / "run_id"
     if path.exists():
         return path.read_text(encoding="utf-8").strip()
-    path.write_text(run_id + "\n", encoding="utf-8")
+    write_whole(path, run_id + "\n", sync=True)
     return run_id

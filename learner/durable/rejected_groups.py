@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from services.process.whole_file import write_whole
 from services.wire.messages import FinishReason, Group
 
 
@@ -23,9 +24,8 @@ def write_rejected(folder: pathlib.Path, policy_version: int, groups: Sequence[G
     if not groups:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"version-{policy_version:08d}.jsonl").open("w") as file:
-        for group in groups:
-            file.write(json.dumps(_plain(dataclasses.asdict(group))) + "\n")
+    lines = [json.dumps(_plain(dataclasses.asdict(group))) + "\n" for group in groups]
+    write_whole(folder / f"version-{policy_version:08d}.jsonl", "".join(lines))
 
 
 def _plain(value: Any) -> Any:

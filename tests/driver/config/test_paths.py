@@ -1,7 +1,10 @@
 """Where runs read and write, in a checkout and in an unpacked Ray job."""
 
+import errno
+import fcntl
 import os
 import pathlib
+import shutil
 
 import pytest
 
@@ -83,6 +86,53 @@ def test_what_a_failed_start_left_does_not_block_the_next_try(tmp_path):
         (tmp_path / name).write_text("x")
     (tmp_path / "metrics.jsonl").touch()
     paths.check_folder(tmp_path, resume=False)
+
+
+@pytest.mark.parametrize(
+    "name", [".identity.json.71-72.part", ".config.yaml.71-72.part", ".status.71.tmp"]
+)
+def test_what_a_killed_start_was_writing_does_not_block_the_next_and_goes(tmp_path, name):
+    (tmp_path / name).write_text("{")
+    paths.check_folder(tmp_path, resume=False)
+    for resume in (True, False):
+        (tmp_path / name).write_text("{")
+        paths.clear_folder(tmp_path, resume=resume)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_spool_that_cannot_be_removed_is_named_and_one_that_is_a_link_goes(tmp_path, monkeypatch):
+    folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "step-00000000.bin").touch()
+    folder.mkdir()
+    (folder / "spool").symlink_to(elsewhere)
+    paths.clear_folder(folder, resume=False)
+    assert list(folder.iterdir()) == [] and list(elsewhere.iterdir())
+    (folder / "spool").mkdir()
+
+    def busy(path):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    with pytest.raises(paths.FolderTaken, match="spool of an earlier try cannot be removed .*busy"):
+        paths.clear_folder(folder, resume=False)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
+def test_a_file_system_without_locks_is_no_other_driver(tmp_path, monkeypatch, capsys, number):
+    monkeypatch.setattr(fcntl, "flock", lambda *_: fail(number))
+    paths.lock_folder(tmp_path).close()
+    assert f"the file system of {tmp_path} has no locks" in capsys.readouterr().err
+
+
+def test_a_lock_that_cannot_be_asked_for_names_the_cause(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", lambda *_: fail(errno.EIO))
+    with pytest.raises(paths.FolderTaken, match="cannot be locked .Input/output error"):
+        paths.lock_folder(tmp_path)
+
+
+def fail(number):
+    raise OSError(number, os.strerror(number))
 
 
 def test_a_folder_below_a_file_or_without_permission_is_refused(tmp_path):

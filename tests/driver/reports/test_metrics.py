@@ -115,6 +115,18 @@ def test_a_line_cut_by_a_crash_spoils_no_other(tmp_path):
     assert aside["unreadable"] == '{"step": 2, "lo'
 
 
+@pytest.mark.parametrize("tail", [bytes(4096), b'{"step": 2, "lo' + bytes(600), b'{"step": "2"}\n'])
+def test_what_a_power_loss_left_at_the_end_spoils_no_other(tmp_path, tail):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + tail)
+    log = JsonlLog(path)
+    log.append({"step": 2, "loss": 0.5})
+    assert [r["step"] for r in read_lines(path)] == [1, 2]
+    assert log.rewind(2) == 1
+    log.close()
+    assert [strict_load(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+
+
 def test_text_that_utf8_cannot_encode_is_written_as_its_escape(tmp_path):
     log = JsonlLog(tmp_path / "samples.jsonl")
     log.append({"step": 1, "completion": "half \ud800, whole \U0001f600", "rewards": {"\udc00": 1}})
