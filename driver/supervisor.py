@@ -40,6 +40,7 @@ from learner.learner_spec import LearnerSpec
 from rollout_worker.config import RolloutConfig
 from rollout_worker.worker_records import EvalItem, EvalRequest
 from services.control.messages import LearnerStatus
+from services.process.activity import HangWatch
 from services.process.phases import LEARNER
 from services.process.process_memory import ProcessMemory
 from services.wire.host_port import split_address
@@ -105,6 +106,7 @@ class Supervisor:
         """None before the first learner serves."""
         self._health: LearnerHealth | None = None
         """As last reported; None until it was asked."""
+        self._hangs = HangWatch()
         self._fleet: WorkerFleet | None = None
         self.before_turn: Callable[[], None] = lambda: None
         """The step loop's: dispatches leases."""
@@ -166,7 +168,7 @@ class Supervisor:
         room = Room(self._group, 0, shared=True)
         self._learner = self._launcher.start_learner(spec, room)
         self._timings.table.remove_process(LEARNER)
-        self._health = None
+        self._health, self._hangs = None, HangWatch()
         self._watch, self._watch_at = None, math.inf  # it is asked nothing else before it serves
         asked_s = time.monotonic()
         info = self.wait_for(self._learner.describe(), timeout_s=self._placement.startup_timeout_s)
@@ -216,7 +218,7 @@ class Supervisor:
 
         Raises:
             Interrupted: after a signal, where the caller lets itself be interrupted.
-            LearnerLost: if the learner's process is gone.
+            LearnerLost: if the learner's process is gone or hangs.
             ActorFailed: if the learner reports a failure of one of its threads.
             WorkersLost: if a worker was lost once too often.
         """
@@ -248,6 +250,9 @@ class Supervisor:
         self._health = self._learner_result(watch)
         if self._health.problem:
             raise ActorFailed(f"the learner: {self._health.problem}")
+        self._hangs.note(self._health.activity, time.monotonic())
+        if hang := self._hangs.hang(self._placement.step_timeout_s):
+            raise LearnerLost(f"the learner: {hang}")
 
     def wait_for(self, call: Call[T], *, timeout_s: float, interruptible: bool = True) -> T:
         """Waits for a call of the learner, while the workers go on.

@@ -23,6 +23,7 @@ from learner.recorded_learner import RecordedLearner
 from models.device_memory import device_memory
 from models.platform import require_platform
 from services.process import failpoints, stacks
+from services.process.activity import Activity
 from services.process.phase_clock import PhaseClock
 from services.process.process_memory import process_memory
 from services.process.span_log import StepTiming
@@ -131,7 +132,14 @@ class LearnerActor:
             issued_version=buffer.current_version,
             counts=buffer.counts(),
             memory=process_memory(device_memory(self._devices)),
+            activity=self._activity(),
         )
+
+    def _activity(self) -> Activity:
+        doing = self._clock.current
+        if doing == "idle" and self._learner.publishing:
+            doing = "publish"
+        return Activity(doing=doing, counters=self._learner.progress)
 
     def close(self) -> None:
         """Stops the server; calls that are in progress get a moment to end."""

@@ -101,6 +101,8 @@ class LearnerCore:
         self._compiled: dict[str, jax.stages.Compiled] = {}
         self.policy_version = 0
         """Counts calls of `update`, skipped ones included: it names weights, one set each."""
+        self.programs_run = 0
+        """Programs that have ended, such as one for each micro-batch: they show that it works."""
         self.outcomes: dict[str, str] = {}
         """Of the last update: ledger state by group_id."""
         self.rejected: tuple[Group, ...] = ()
@@ -239,7 +241,9 @@ class LearnerCore:
         """Calls a jitted function and waits for its results."""
         started = self._start(clock, phase, key, function, *args)
         with clock.phase(phase):
-            return jax.block_until_ready(started)
+            ended = jax.block_until_ready(started)
+        self.programs_run += 1
+        return ended
 
     def _start(self, clock: PhaseClock, phase: str, key: str, function, *args):
         """Calls a jitted function; a new shape is compiled first, in the phase `compile`."""

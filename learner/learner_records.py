@@ -5,6 +5,7 @@ from typing import Any
 
 from learner.durable.journal import Replayed
 from learner.durable.segment_file import OpenWork
+from services.process.activity import Activity
 from services.process.process_memory import ProcessMemory
 from services.trajectories.buffer_records import BufferCounts
 from services.trajectories.group_report import GroupReport, report_of
@@ -101,6 +102,8 @@ class LearnerHealth:
     """Newest that workers can have; -1 before the first."""
     counts: BufferCounts
     memory: ProcessMemory
+    activity: Activity
+    """Of the method at work, or of the publication while none is."""
 
 
 def restored_at(

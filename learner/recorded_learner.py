@@ -77,6 +77,7 @@ class RecordedLearner:
         self._header = rollout_header(spec, loaded, valid_vocab)
         self._core = LearnerCore(self._header, loaded.config, loaded.params, devices=devices)
         self._rejected = folder / "rejected"
+        self._saved = 0
         self._recorder = None
         if spec.rollouts_file is not None:
             self._recorder = RolloutRecorder(pathlib.Path(spec.rollouts_file), self._header)
@@ -110,6 +111,21 @@ class RecordedLearner:
     def policy_version(self) -> int:
         """The current one."""
         return self._core.policy_version
+
+    @property
+    def publishing(self) -> bool:
+        """Whether a version is on its way to the workers, in a thread beside the update."""
+        return self._publisher.busy
+
+    @property
+    def progress(self) -> dict[str, int]:
+        """What was done since the start; for any thread."""
+        return {
+            "programs": self._core.programs_run,
+            "versions": self._core.policy_version,
+            "tensors published": self._publisher.tensors_copied,
+            "checkpoints": self._saved,
+        }
 
     @property
     def problem(self) -> str:
@@ -217,6 +233,7 @@ class RecordedLearner:
                 self._core.state, seed=self._spec.seed, driver_state=driver_state
             )
             saved = self._checkpoints.save(step, self._core.state, record, certificate)
+            self._saved += 1
             self._clock.mark(f"checkpoint {step}")
             left = self._journal.rotate(step, self._core.policy_version, saved.oldest_step)
             return Saved(folder=str(saved.folder), not_removed=[*saved.not_removed, *left])

@@ -73,6 +73,7 @@ class RolloutActor:
             ),
             memory=lambda: process_memory(device_memory(devices)),
             weights_timeout_s=spec.timeout_s,
+            slack_s=2 * spec.reward.timeout_s,  # a completion whose child died is scored again
         )
 
     def describe(self) -> WorkerInfo:

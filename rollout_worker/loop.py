@@ -23,6 +23,7 @@ from rollout_worker.pusher import Pusher
 from rollout_worker.worker import CanaryFailed, RolloutWorker
 from rollout_worker.worker_records import LeaseOutcome, LeaseResult, News, Orders
 from services.process import failpoints
+from services.process.activity import Activity
 from services.process.background import Background
 from services.process.phase_clock import PhaseClock
 from services.process.process_memory import ProcessMemory
@@ -54,17 +55,20 @@ class WorkLoop:
         ],
         memory: Callable[[], ProcessMemory],
         weights_timeout_s: float,
+        slack_s: float = 0.0,
     ):
         """Starts at once.
 
         Args:
             memory: memory of this process and of its devices now.
             weights_timeout_s: how long a lease may wait for the version that it asks for.
+            slack_s: how long the scorers of a completion may take.
         """
         self._worker = worker
         self._clock = clock
         self._memory = memory
         self._weights_timeout_s = weights_timeout_s
+        self._slack_s = slack_s
         self._waiting_since: float | None = None
         """Since when the version that a lease asks for has been missing."""
         self._changed = threading.Condition()
@@ -136,6 +140,7 @@ class WorkLoop:
                 background_s={"fetch": fetch_s, "push": self._pusher.take_seconds()},
                 transfers=tuple(transfers),
                 memory=self._memory(),
+                activity=self._activity(),
             )
 
     def call(self, min_version: int, run: Callable[[], T], timeout_s: float) -> T:
@@ -280,6 +285,16 @@ class WorkLoop:
                 del self._groups[result.group_id]
                 self._results.append(result)
             self._changed.notify_all()
+
+    def _activity(self) -> Activity:
+        doing = self._clock.current
+        if doing == "idle" and self._pusher.pushing:
+            doing = "push"
+        return Activity(
+            doing=doing,
+            counters=self._worker.progress | {"pushes": self._pusher.attempts},
+            slack_s=self._slack_s,
+        )
 
     def _wake(self) -> None:
         with self._changed:

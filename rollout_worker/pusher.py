@@ -56,6 +56,10 @@ class Pusher:
         self._queue: queue.Queue[LeasedGroup | None] = queue.Queue(QUEUED_GROUPS)
         self._lock = threading.Lock()
         self._seconds = 0.0
+        self.pushing = False
+        """Whether the thread has a group that the learner has not answered."""
+        self.attempts = 0
+        """Attempts to push that have begun."""
         self._closed = threading.Event()
         self._thread = Background("group-pusher", self._run, on_failure)
 
@@ -112,6 +116,7 @@ class Pusher:
             group = leased.group
             assert group is not None
             started = time.monotonic()
+            self.pushing = True
             failpoints.reach("worker.push")
             outcome = self._push(pack_group(group))
             accepted = outcome is LeaseOutcome.ACCEPTED
@@ -122,6 +127,7 @@ class Pusher:
                 report=report_of(group),
                 samples=self._samples(group, leased.lease) if accepted else (),
             )
+            self.pushing = False
             self._on_result(leased, result)
             with self._lock:
                 self._seconds += time.monotonic() - started
@@ -131,6 +137,7 @@ class Pusher:
         while True:
             with self._lock:
                 client, address = self._client, self._address
+            self.attempts += 1
             left_s = max(0.01, deadline - time.monotonic())
             try:
                 return LeaseOutcome(client.push_group(packed, min(ATTEMPT_S, left_s)).value)

@@ -113,6 +113,7 @@ class RolloutWorker:
         self.policy_version = -1
         """-1 until the first weights arrive."""
         self.weight_digest = ""
+        self._swaps = 0
         self.canary_gap = math.nan
         """Largest gap of a logprob between learner and worker on the probe, in nats."""
 
@@ -150,6 +151,18 @@ class RolloutWorker:
         self._engine.swap_policy(params, manifest.policy_version)
         self.policy_version = manifest.policy_version
         self.weight_digest = digest
+        self._swaps += 1
+
+    @property
+    def progress(self) -> dict[str, int]:
+        """What was done since the start; for any thread."""
+        counts = self._engine.counts
+        return {
+            "tokens": counts.tokens,
+            "prefills": counts.prefill_calls,
+            "scored": self._rewards.scored,
+            "swaps": self._swaps,
+        }
 
     @property
     def busy(self) -> bool:

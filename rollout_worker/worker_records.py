@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from rollout_worker.data.data_digests import DataDigests
 from rollout_worker.engine.decode_request import SamplingSettings
 from rollout_worker.sample_record import Sample
+from services.process.activity import Activity
 from services.process.process_memory import ProcessMemory
 from services.trajectories.group_report import GroupReport
 from services.weights.replica import PullStats
@@ -127,3 +128,5 @@ class News:
     transfers: tuple[PullStats, ...]
     """One record for every version that was fetched."""
     memory: ProcessMemory
+    activity: Activity
+    """Of its working thread, or of its pushes while that waits for work."""

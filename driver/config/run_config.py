@@ -218,7 +218,9 @@ class PlacementConfig(Section):
     resources_timeout_s: float = Field(default=60.0, ge=0.01, le=WEEK_S)
     """How long the cluster may take to provide the resources."""
     step_timeout_s: float = Field(default=3600.0, ge=0.01, le=WEEK_S)
-    """How long a call of a step, such as the update or an evaluation, may take."""
+    """How long a call of a step, such as the update or an evaluation, may take. A process that
+    makes no progress for a twelfth of this, and neither compiles nor writes a checkpoint, is
+    replaced."""
     worker_restarts: int = Field(default=3, ge=0)
     """Restarts of rollout workers in the whole run; the pause before each restart of one worker
     grows."""

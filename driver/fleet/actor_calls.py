@@ -32,6 +32,15 @@ class NoAnswer(RunError):
     """An actor did not answer within its deadline."""
 
 
+class StandsStill(RunError):
+    """An actor answers, and makes no progress."""
+
+    def __init__(self, message: str, *, doing: str):
+        super().__init__(message)
+        self.doing = doing
+        """The phase in which it hangs."""
+
+
 class Call(Generic[T_co]):
     """A call of an actor that has started; its result is awaited with `wait_for_calls`."""
 
@@ -93,6 +102,8 @@ def blames_groups(error: BaseException) -> bool:
     """
     if isinstance(error, ActorFailed):
         return "GroupsFailed: " in str(error)
+    if isinstance(error, StandsStill):
+        return error.doing in ("prefill", "decode", "reward", "unexplained")
     return died(error) and not _HOST_LOST.search(str(error))
 
 

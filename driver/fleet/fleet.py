@@ -22,6 +22,7 @@ from driver.fleet.actor_calls import (
     Call,
     LearnerLost,
     NoAnswer,
+    StandsStill,
     blames_groups,
     died,
     message_of,
@@ -37,6 +38,7 @@ from rollout_worker.config import RolloutConfig
 from rollout_worker.worker_core import RolloutSpec
 from rollout_worker.worker_records import LeaseOutcome, LeaseResult, News, Orders, WorkerInfo
 from services.control.messages import WorkerState
+from services.process.activity import HangWatch
 from services.weights.relay_tree import ancestors, relay_tree
 from services.wire.messages import Lease
 
@@ -191,6 +193,8 @@ class WorkerFleet:
         for worker in [*self.workers.values()]:
             if late := self._overdue(worker):
                 self._lost(worker, NoAnswer(late))
+            elif hang := worker.hangs.hang(self._placement.step_timeout_s):
+                self._lost(worker, StandsStill(f"{worker.name}: {hang}", doing=worker.hangs.doing))
         return ended & set(calls)
 
     def lost_while(self, worker: Worker, error: BaseException) -> None:
@@ -241,6 +245,7 @@ class WorkerFleet:
         spec = self._make_spec(worker.name)
         worker.handle, worker.call = self._launcher.start_worker(spec, worker.room)
         worker.asked_at = time.monotonic()
+        worker.hangs = HangWatch()
         self._timings.table.remove_process(worker.name)
 
     def _answered(self, worker: Worker, call: Call[WorkerInfo | News]) -> None:
@@ -325,6 +330,7 @@ class WorkerFleet:
         if worker.handle is not None:
             worker.handle.kill()
         worker.handle, worker.call, worker.memory, worker.policy_version = None, None, None, -1
+        worker.hangs = HangWatch()
         worker.last_error = str(error) if isinstance(error, RunError) else message_of(error)
         self._timings.table.remove_process(worker.name)
         if begun:

@@ -1,6 +1,7 @@
 """One rollout worker as the driver sees it, over all processes that bear its name."""
 
 import dataclasses
+import time
 from typing import Any
 
 from driver.fleet.actor_calls import Call
@@ -8,6 +9,7 @@ from driver.fleet.handles import WorkerHandle
 from driver.fleet.launch import Room
 from rollout_worker.worker_records import LeaseResult, News, Orders, WorkerInfo
 from services.control.messages import WorkerState, WorkerStatus
+from services.process.activity import HangWatch
 from services.process.process_memory import ProcessMemory
 from services.wire.messages import Lease
 
@@ -41,6 +43,8 @@ class Worker:
     tokens: int = 0
     memory: ProcessMemory | None = None
     """As last reported."""
+    hangs: HangWatch = dataclasses.field(default_factory=HangWatch)
+    """Of its process."""
     pull_gb_per_s: float = 0.0
     """10^9 bytes a second of the last version that travelled to it."""
 
@@ -74,6 +78,7 @@ class Worker:
     def receive(self, news: News) -> None:
         """Keeps what its process reports of itself."""
         self.policy_version, self.memory = news.policy_version, news.memory
+        self.hangs.note(news.activity, time.monotonic())
         for pull in news.transfers:
             if pull.wire_bytes and pull.seconds:
                 self.pull_gb_per_s = pull.wire_bytes / 1e9 / pull.seconds
@@ -138,6 +143,8 @@ class Worker:
             "oldest_lease_s": max((now - at for _, at in self.leases.values()), default=0.0),
             "done": self.done,
             "tokens": self.tokens,
+            "doing": self.hangs.doing,
+            "progress": self.hangs.counters,
         }
 
 

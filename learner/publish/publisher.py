@@ -96,6 +96,8 @@ class Publisher:
         self._submitted = self._published = -1
         self._failure: PublishFailed | None = None
         self._closed = False
+        self.tensors_copied = 0
+        """Of all versions since the start."""
         self.last_stats: PublishStats | None = None
         """Of the newest version that was published."""
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
@@ -142,6 +144,11 @@ class Publisher:
         self._wait_for(
             lambda: self._published >= policy_version, timeout_s, f"policy version {policy_version}"
         )
+
+    @property
+    def busy(self) -> bool:
+        """Whether the thread is at a version."""
+        return self._copying is not None
 
     def raise_failure(self) -> None:
         """Raises PublishFailed if a version could not be published, at every call from then on."""
@@ -242,6 +249,7 @@ class Publisher:
                     if copy.exception() is not None:
                         self._doing = f"copying tensor {copies[copy]!r}"
                     copy.result()
+                    self.tensors_copied += 1
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
 

@@ -60,6 +60,7 @@ class _ScorerThread(threading.Thread):
         super().__init__(name=f"scorer-{index}", daemon=True)
         self.ready: Future[None] = Future()
         self.child: RewardProcess | None = None
+        self.scored = 0
         self._pool = pool
 
     def run(self) -> None:
@@ -74,6 +75,7 @@ class _ScorerThread(threading.Thread):
                 future.set_result(self._score(request))
             except BaseException as error:  # raised in the thread that waits for this score
                 future.set_exception(error)
+            self.scored += 1
         self.kill_child()
 
     def kill_child(self) -> None:
@@ -206,6 +208,11 @@ class RewardPool:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def scored(self) -> int:
+        """Completions whose scoring has ended, since the start."""
+        return sum(thread.scored for thread in self._threads)
 
     def submit(self, items: Sequence[ScoreRequest]) -> "PendingScores":
         """Starts to score completions and returns at once; safe from any thread.

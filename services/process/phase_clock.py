@@ -71,6 +71,12 @@ class PhaseClock:
                 if not self._open:
                     self._owner = None
 
+    @property
+    def current(self) -> str:
+        """The innermost open phase; `unexplained` outside every one."""
+        with self._lock:
+            return self._open[-1] if self._open else UNEXPLAINED
+
     def mark(self, text: str) -> None:
         """Notes that something happens now, such as `version 7`; from any thread."""
         with self._lock:

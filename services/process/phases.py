@@ -29,3 +29,5 @@ PHASES: tuple[str, ...] = (
 UNEXPLAINED = "unexplained"
 WAITS = ("idle", "queue_wait", "weights_wait")
 """Phases in which a process waits for another one."""
+UNCOUNTED = (*WAITS, "compile", "checkpoint")
+"""Phases in which a process that is well may show no progress for long."""

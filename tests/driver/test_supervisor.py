@@ -12,6 +12,7 @@ from driver.fleet.launch import platform_environment
 from driver.supervisor import learner_status, shares
 from learner.learner_records import LearnerHealth, LearnerInfo
 from services.control.messages import LearnerStatus
+from services.process.activity import Activity
 from services.process.process_memory import ProcessMemory
 from services.trajectories.buffer_records import BufferCounts
 
@@ -78,6 +79,7 @@ def test_the_learner_is_absent_then_starting_then_as_it_reports():
         issued_version=3,
         counts=BufferCounts(**dict.fromkeys(names, 0)),
         memory=ProcessMemory(host_bytes=10, device_bytes=20, device_peak_bytes=30),
+        activity=Activity(doing="forward_backward", counters={}),
     )
     status = learner_status(info, health, 1)
     assert status is not None and (status.doing, status.issued_version) == ("update", 3)

@@ -4,6 +4,7 @@ import contextlib
 import threading
 import time
 import types
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -12,11 +13,13 @@ from rollout_worker.fetcher import Fetcher, pull_shared
 from rollout_worker.loop import WorkLoop
 from rollout_worker.worker import CanaryFailed
 from rollout_worker.worker_records import LeaseOutcome, LeaseResult, Orders
+from services.process import failpoints
+from services.process.activity import HangWatch
 from services.process.background import BackgroundFailed
 from services.process.phase_clock import PhaseClock
 from services.process.process_memory import process_memory
 from services.wire.messages import Lease
-from tests.deadlines import HANG_S
+from tests.deadlines import HANG_S, wait_until
 
 
 class Core:
@@ -26,6 +29,7 @@ class Core:
     weight_digest = ""
     canary_gap = 0.0
     decoding = False
+    progress: ClassVar = {"tokens": 3}
 
     def __init__(self):
         self.begun = []
@@ -61,6 +65,8 @@ class Pushes:
     """Stands for a Pusher; a test says when, and how, a group is answered."""
 
     failure = None
+    pushing = False
+    attempts = 0
 
     def __init__(self, on_result):
         self.groups = []
@@ -204,3 +210,63 @@ def test_a_canary_that_fails_twice_ends_the_worker(core):
             time.sleep(0.01)
         with pytest.raises(BackgroundFailed, match="other logprobs"):
             loop.news(HANG_S)
+
+
+class SwapHangs(Core):
+    def swap_policy(self, manifest, named):
+        time.sleep(HANG_S)
+
+
+def hang_of(loop, now_s: float = 0.0) -> str:
+    """What a watch says of a loop that answers, after reports over a made-up hour."""
+    watch = HangWatch()
+    for second in range(400):
+        watch.note(loop.news(0.0).activity, now_s + second)
+    return watch.hang(3600.0)
+
+
+def wait_until_it_says(loop, doing) -> None:
+    wait_until(lambda: loop.news(0.0).activity.doing == doing, f"the loop to be at {doing}")
+
+
+def test_a_hang_in_decode_shows_although_the_worker_answers_R8(core, tmp_path):
+    failpoints.install(tmp_path)
+    failpoints.arm(tmp_path, "worker.decode", "hang")
+    try:
+        with open_loop(core, no_version) as loop:
+            assert hang_of(loop) == "", "it waits for leases"
+            loop.order(Orders(leases=(lease("a"),)))
+            wait_until(lambda: bool(failpoints.fired(tmp_path, "worker.decode")), "the hang")
+            assert hang_of(loop).startswith("no progress for 399 s in unexplained (tokens 3")
+            loop._closed = True
+            loop.close = lambda: None  # the thread hangs until this process ends
+    finally:
+        failpoints.install(None)
+
+
+def test_a_hang_in_a_swap_shows(core):
+    with open_loop(SwapHangs(), pull_shared(shared_version)) as loop:
+        wait_until_it_says(loop, "weights_swap")
+        assert hang_of(loop).startswith("no progress for 399 s in weights_swap")
+        loop.close = lambda: None
+
+
+def test_a_hang_in_a_push_shows_once_nothing_else_is_to_do(core):
+    with open_loop(core, no_version) as loop:
+        wait_until_it_says(loop, "idle")
+        loop._pusher.pushing = True
+        assert hang_of(loop).startswith("no progress for 399 s in push (tokens 3, pushes 0)")
+        loop._pusher.pushing = False
+        assert hang_of(loop) == ""
+
+
+def test_a_group_that_cannot_be_completed_is_named_as_the_cause(core):
+    def advance(wait_s):
+        raise TypeError("an item holds something that is no JSON value")
+
+    core.advance = advance
+    with open_loop(core, no_version) as loop:
+        loop.order(Orders(leases=(lease("a"),)))
+        with pytest.raises(BackgroundFailed, match="GroupsFailed: TypeError: an item holds"):
+            for _ in range(2):  # the first answer is the version
+                loop.news(HANG_S)

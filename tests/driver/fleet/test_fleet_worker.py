@@ -9,6 +9,7 @@ from rollout_worker.data.data_digests import digest_data
 from rollout_worker.data.prompts import PromptSet
 from rollout_worker.worker_records import LeaseOutcome, LeaseResult, News, WorkerInfo
 from services.control.messages import WorkerState
+from services.process.activity import Activity
 from services.process.process_memory import ProcessMemory, process_memory
 from services.weights.replica import PullStats
 from services.wire.messages import Lease
@@ -46,6 +47,7 @@ def news(*pulls: PullStats) -> News:
         background_s={},
         transfers=pulls,
         memory=ON_DEVICE,
+        activity=Activity(doing="decode", counters={"tokens": 1}),
     )
 
 
