@@ -44,7 +44,7 @@ def measure(mib: int, rounds: int, streams: int, chunk_bytes: int) -> str:
     The first pull gets fresh memory from the system; the rounds use what the version before last
     has left, as a worker does for its whole run.
     """
-    credentials = RunAuthority.create(RUN_ID).issue("bench")
+    credentials = RunAuthority.create(RUN_ID).issue("rollout-0")
     bare: dict[int, list[Spent]] = {size: [] for size in sorted({chunk_bytes, LARGE_CHUNK_BYTES})}
     pulls: list[Spent] = []
     with (

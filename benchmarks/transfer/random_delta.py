@@ -16,7 +16,7 @@ from services.wire.tls import RunAuthority
 
 def measure(mib: int, shares: Sequence[float]) -> str:
     """Returns the table; every share is one version more, pulled over mutual TLS."""
-    credentials = RunAuthority.create(RUN_ID).issue("bench")
+    credentials = RunAuthority.create(RUN_ID).issue("rollout-0")
     rows = []
     tensors = bf16_tensors(mib)
     with Peer(learner, credentials, mib, PIECE_BYTES, True) as peer:

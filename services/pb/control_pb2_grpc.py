@@ -28,8 +28,7 @@ if _version_not_supported:
 class ControlServiceStub:
     """Hosted by the driver; called by `python -m driver.scale` and the dashboard.
 
-    Errors of every call: PERMISSION_DENIED if the caller's certificate was issued to anybody else;
-    ABORTED, with what it says about the effect, if the driver's loop did not answer in time.
+    Errors of every call: PERMISSION_DENIED if the caller's role is another; ABORTED, with what it says about the effect, if the driver's loop did not answer in time.
     """
 
     def __init__(self, channel):
@@ -58,8 +57,7 @@ class ControlServiceStub:
 class ControlServiceServicer:
     """Hosted by the driver; called by `python -m driver.scale` and the dashboard.
 
-    Errors of every call: PERMISSION_DENIED if the caller's certificate was issued to anybody else;
-    ABORTED, with what it says about the effect, if the driver's loop did not answer in time.
+    Errors of every call: PERMISSION_DENIED if the caller's role is another; ABORTED, with what it says about the effect, if the driver's loop did not answer in time.
     """
 
     def ScaleRollout(self, request, context):
@@ -120,8 +118,7 @@ def add_ControlServiceServicer_to_server(servicer, server):
 class ControlService:
     """Hosted by the driver; called by `python -m driver.scale` and the dashboard.
 
-    Errors of every call: PERMISSION_DENIED if the caller's certificate was issued to anybody else;
-    ABORTED, with what it says about the effect, if the driver's loop did not answer in time.
+    Errors of every call: PERMISSION_DENIED if the caller's role is another; ABORTED, with what it says about the effect, if the driver's loop did not answer in time.
     """
 
     @staticmethod

@@ -11,10 +11,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from services.wire.channel import SHARED_OPTIONS
 from services.wire.host_port import join_address
+from services.wire.roles import DETAILS_CHARS, RoleCheck, check_listed
 from services.wire.tls import Credentials
 
-DETAILS_CHARS = 1000
-"""Longest error text sent back: gRPC refuses trailers above 8 KiB."""
 THREADS = 64
 """Calls served at a time; a weight stream takes one for as long as it runs."""
 
@@ -57,7 +56,8 @@ class Server:
         """Listens at once.
 
         Args:
-            credentials: of this process; peers must show a certificate of the same authority.
+            credentials: of this process; peers must show a certificate of the same authority,
+                and may call what their role allows (roles.py).
             services: to offer, beside the health service.
             host: address to listen on: `0.0.0.0` for all.
             port: 0 takes a free one.
@@ -65,9 +65,12 @@ class Server:
 
         Raises:
             PortUnavailable: naming host and port.
+            ValueError: naming an rpc without roles.
         """
+        for service in services:
+            check_listed(service.name)
         pool = concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="grpc")
-        self._server = grpc.server(pool, options=SERVER_OPTIONS)
+        self._server = grpc.server(pool, interceptors=[RoleCheck()], options=SERVER_OPTIONS)
         self._services = tuple(services)
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
