@@ -95,6 +95,7 @@ def _run_tracked(
             run_id=run_id,
             authority=RunAuthority.create(run_id),
             driver_host=ray.util.get_node_ip_address(),
+            prompts=prepared.prompts,
             moment=prepared.moment,
         )
         supervisor = Supervisor(

@@ -253,6 +253,8 @@ class Session:
             self._warn(f"checkpoint skipped: {reason}")
         if restored is not None and restored.repaired:
             self._say(restored.repaired)
+        for reason in restored.set_aside if restored else ():
+            self._warn(f"an accepted group cannot train and is set aside: {reason}")
         self._state = self._new_state(restored)
         if restored is None or restored.driver_state is None:
             self._reports.rewind(BEFORE_ALL, {"totals": {}})

@@ -153,6 +153,15 @@ class LearnerCore:
             self.policy_version += 1
             return metrics
 
+    def check_trainable(self, group: Group) -> None:
+        """Checks one group as `update` does.
+
+        Raises:
+            ValueError: if an update with it would raise one.
+        """
+        selected = select_sequences([group], self._rules, vocab_size=self._config.vocab_size)
+        pack(selected.sequences, self._packing)
+
     def _corrected(
         self, selection: Selection, clock: PhaseClock
     ) -> tuple[Selection, Sequence[MicroBatch], dict[str, float]]:

@@ -51,6 +51,8 @@ class Restored:
     """As it was saved; None where there is no checkpoint yet."""
     skipped: list[str]
     """Incomplete or damaged checkpoints that were passed over, with the reason."""
+    set_aside: list[str]
+    """Why accepted groups cannot train: they are in `rejected/unfit.jsonl`, and train nothing."""
     replay: list[RecordedUpdate]
     """To be asked of `update` again, in this order, before anything else."""
     waiting: list[GroupReport]
@@ -114,12 +116,13 @@ def restored_at(
     driver_state: dict[str, Any] | None,
     skipped: list[str],
     repaired: str,
+    set_aside: list[str],
 ) -> Restored:
     """What the driver gets of a learner that goes on from a checkpoint.
 
     Args:
         work: what was recorded since.
-        driver_state, skipped, repaired: as in `Restored`.
+        driver_state, skipped, repaired, set_aside: as in `Restored`.
     """
     maker = {update.policy_version: update for update in work.updates}  # the last one of each
     in_updates = {g for update in work.updates for g in (*update.group_ids, *update.dropped_ids)}
@@ -128,6 +131,7 @@ def restored_at(
         policy_version=policy_version,
         driver_state=driver_state,
         skipped=skipped,
+        set_aside=set_aside,
         replay=[
             RecordedUpdate(
                 policy_version=update.policy_version,

@@ -24,7 +24,10 @@ class LearnerSpec:
     learner: LearnerConfig
     total_steps: int
     temperature: float
+    max_prompt_tokens: int
     max_completion_tokens: int
+    prompts: int | None
+    """In the data order that ids and epochs of groups follow; None where they follow none."""
     max_staleness: int
     weights_dtype: str
     export_dtype: str | None

@@ -15,7 +15,7 @@ from learner.core import LearnerCore
 from learner.durable.certificate import check_certificate, make_certificate
 from learner.durable.checkpoint import CheckpointFolder, NoCompleteCheckpoint, RestoredCheckpoint
 from learner.durable.journal import Begun, Journal
-from learner.durable.rejected_groups import write_rejected
+from learner.durable.rejected_groups import write_rejected, write_unfit
 from learner.durable.rollout_file import RolloutRecorder, plain_header
 from learner.durable.segment_file import NOTHING_OPEN
 from learner.learner_records import Restored, Saved, UpdateReport, restored_at
@@ -28,6 +28,7 @@ from models.files.hf_export import cast_to_stored, dtype_names
 from models.tokenizer import load_tokenizer
 from services.process.phase_clock import PhaseClock
 from services.trajectories.group_buffer import GroupBuffer
+from services.trajectories.group_check import GroupRules
 from services.trajectories.id_set import PlainIds
 from services.weights.store import WeightStore
 from services.wire.messages import Group, WeightManifest
@@ -88,11 +89,18 @@ class RecordedLearner:
         """The published versions, for a server."""
         self._journal = Journal(
             folder / SPOOL,
-            spec.run_id,
-            group_size=spec.group_size,
+            GroupRules(
+                run_id=spec.run_id,
+                group_size=spec.group_size,
+                vocab_size=valid_vocab,
+                max_prompt_tokens=spec.max_prompt_tokens,
+                max_completion_tokens=spec.max_completion_tokens,
+                prompts=spec.prompts,
+            ),
             capacity_groups=spec.buffer_groups,
             capacity_bytes=spec.buffer_bytes,
             max_staleness=spec.max_staleness,
+            check_trainable=self._core.check_trainable,
         )
         self._publisher = Publisher(
             lambda: self._core.snapshot(spec.weights_dtype, clock, probe=spec.canary),
@@ -155,6 +163,8 @@ class RecordedLearner:
             work = self._journal.resume(step, self._core.policy_version, used)
             if found is None and work is None:
                 return None
+            unfit = self._journal.set_aside
+            write_unfit(self._rejected, [(one.group, one.reason) for one in unfit])
             return restored_at(
                 step,
                 self._core.policy_version,
@@ -162,6 +172,7 @@ class RecordedLearner:
                 driver_state=found.record["driver"] if found is not None else None,
                 skipped=skipped,
                 repaired=self._journal.repaired,
+                set_aside=[one.reason for one in unfit],
             )
 
     def publish(self) -> int:
@@ -208,6 +219,7 @@ class RecordedLearner:
                 if begun.is_replay:
                     self._publisher.wait(self._core.policy_version, PUBLISH_S)
         outcomes |= {group.group_id: "dropped_stale" for group in begun.taken.dropped_stale}
+        outcomes |= dict.fromkeys(begun.unfit_ids, "dropped_error")
         return self._report(begun, group_ids, metrics, outcomes)
 
     def save(self, step: int, driver_state: dict[str, Any]) -> Saved:

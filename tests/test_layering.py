@@ -407,7 +407,7 @@ def tree(tmp_path):
         ("rollout_worker/a.py", "import importlib\nimportlib.import_module('ray')", "a.py:2"),
         ("driver/config/a.py", "import driver.accounting.leases", "driver.config may import"),
         ("driver/accounting/a.py", "import driver.postmortem.archive", "driver.accounting may"),
-        ("driver/accounting/data_order.py", "import datasets", "which driver may not use"),
+        ("driver/accounting/leases.py", "import datasets", "which driver may not use"),
         ("driver/fleet/balance.py", "import dashboard.auth", "driver.fleet may import"),
         ("driver/fleet/a.py", "import driver.terminal.top", "driver.fleet may import"),
         ("driver/run.py", "import dashboard.app", "driver may import"),

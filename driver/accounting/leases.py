@@ -16,8 +16,8 @@ import enum
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from driver.accounting.data_order import prompt_at
 from driver.errors import RunError
+from services.trajectories.data_order import group_id_at, index_of, prompt_at
 from services.wire.messages import Lease
 
 
@@ -151,11 +151,11 @@ class LeaseTable:
 
     def _record_end(self, index: int, state: TrajectoryState) -> None:
         self._totals[state] += 1
-        self._recent[state].append(_group_id(index))
+        self._recent[state].append(group_id_at(index))
 
     def return_leases(self, group_ids: Iterable[str], how: LeaseState) -> int:
         """Takes leases back that are out, to be granted again first; returns how many were."""
-        indices = [index for index in map(_index_of, group_ids) if index in self._out]
+        indices = [index for index in map(index_of, group_ids) if index in self._out]
         for index in indices:
             self._returned[index] = self._out.pop(index) + 1
         self._leases[how] += len(indices)
@@ -179,14 +179,14 @@ class LeaseTable:
 
     def is_held(self, group_id: str) -> bool:
         """Whether the learner has the group, and it has not ended."""
-        return _index_of(group_id) in self._held
+        return index_of(group_id) in self._held
 
     def adopt_groups(self, group_ids: Iterable[str]) -> None:
         """Adds groups that the learner still holds and that are newer than this restored table.
 
         Earlier indices that this table never leased wait to be leased again.
         """
-        for index in sorted(index for index in map(_index_of, group_ids) if index is not None):
+        for index in sorted(index for index in map(index_of, group_ids) if index is not None):
             while self._cursor <= index:
                 self._returned[self._cursor] = 1
                 self._cursor += 1
@@ -280,29 +280,20 @@ class LeaseTable:
         return table
 
     def _known(self, group_id: str, what: str) -> int:
-        index = _index_of(group_id)
+        index = index_of(group_id)
         if index is None or index >= self._cursor:
             raise LedgerError(
                 f"group {group_id} {what} but was never leased: the next new group is "
-                f"{_group_id(self._cursor)}"
+                f"{group_id_at(self._cursor)}"
             )
         return index
 
     def _lease(self, index: int, attempt: int, min_policy_version: int) -> Lease:
         epoch, position = prompt_at(self._seed, self._prompt_count, index)
         return Lease(
-            group_id=_group_id(index),
+            group_id=group_id_at(index),
             attempt=attempt,
             epoch=epoch,
             position=position,
             min_policy_version=min_policy_version,
         )
-
-
-def _group_id(index: int) -> str:
-    return f"g{index:08d}"
-
-
-def _index_of(group_id: str) -> int | None:
-    digits = group_id.removeprefix("g")
-    return int(digits) if digits.isdecimal() and group_id == _group_id(int(digits)) else None

@@ -26,6 +26,8 @@ class ActorSpecs:
     authority: RunAuthority
     driver_host: str
     """Address of the driver within the cluster."""
+    prompts: int
+    """In data.train, as far as they fit."""
     moment: datetime.datetime
     """The time that the chat template reads."""
 
@@ -49,7 +51,9 @@ class ActorSpecs:
             learner=config.learner,
             total_steps=config.run.steps,
             temperature=config.rollout.temperature,
+            max_prompt_tokens=config.rollout.max_prompt_tokens,
             max_completion_tokens=config.rollout.max_completion_tokens,
+            prompts=self.prompts,
             max_staleness=config.rollout.max_staleness,
             weights_dtype=config.weights.dtype,
             export_dtype=config.checkpoint.export_dtype,

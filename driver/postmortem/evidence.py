@@ -220,10 +220,11 @@ def _log_paths(
 
 
 def _rejected(folder: pathlib.Path, redactor: Redactor) -> Found:
-    """Groups whose update was not finite, the newest files first."""
+    """Groups that did not train: of updates that were not finite, the newest files first."""
     paths = sorted((folder / "rejected").glob("*.jsonl"), reverse=True)[:8]
     files = {f"rejected/{path.name}": redactor.head(path, FILE_BYTES) for path in paths}
-    return Found(files=files, facts={"rejected": tuple(path.name for path in paths)})
+    not_finite = tuple(path.name for path in paths if path.name.startswith("version-"))
+    return Found(files=files, facts={"rejected": not_finite})
 
 
 def _listing(folder: pathlib.Path) -> Found:

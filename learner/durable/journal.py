@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from learner.durable.frames import DamagedFile
@@ -20,7 +20,9 @@ from learner.durable.spool import Spool, SpoolFailed
 from services.process import failpoints
 from services.trajectories.buffer_records import Taken
 from services.trajectories.group_buffer import GroupBuffer
+from services.trajectories.group_check import GroupRules
 from services.trajectories.id_set import IdSet, PlainIds
+from services.wire.messages import Group
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,16 @@ class Begun:
     taken: Taken
     is_replay: bool
     """Whether the process before had begun it."""
+    unfit_ids: tuple[str, ...]
+    """Its groups that are left out, since they cannot train."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnfitGroup:
+    """An accepted group that cannot train, such as one from before a check was added."""
+
+    group: Group
+    reason: str
 
 
 class Journal:
@@ -45,32 +57,36 @@ class Journal:
     def __init__(
         self,
         folder: str | os.PathLike,
-        run_id: str,
+        rules: GroupRules,
         *,
-        group_size: int,
         capacity_groups: int,
         capacity_bytes: int,
         max_staleness: int,
+        check_trainable: Callable[[Group], None],
     ):
         """Args:
             folder: of the spool.
-            run_id: of the run.
-            group_size, capacity_groups, capacity_bytes, max_staleness: as GroupBuffer has them.
+            rules: of the groups of the run.
+            capacity_groups, capacity_bytes, max_staleness: as GroupBuffer has them.
+            check_trainable: raises ValueError, with the reason, for a group that would end the
+                update in which it trains.
 
         Raises:
             DamagedFile: if the spool cannot be trusted, or is of another run.
         """
-        self._spool = Spool(folder, run_id)
+        self._spool = Spool(folder, rules.run_id)
         self._folder = folder
+        self._check_trainable = check_trainable
         self._max_staleness = max_staleness
         self.buffer = GroupBuffer(
-            run_id,
-            group_size=group_size,
+            rules,
             capacity_groups=capacity_groups,
             capacity_bytes=capacity_bytes,
             max_staleness=max_staleness,
             store=self._spool.write_group,
         )
+        self.set_aside: tuple[UnfitGroup, ...] = ()
+        """Groups that the process before had accepted, and that cannot train."""
         self._lock = threading.Lock()
         self._started = False
         self.repaired = ""
@@ -118,7 +134,8 @@ class Journal:
             buffer_state: of its GroupBuffer.
 
         Returns:
-            Updates to repeat and groups that wait; None where there was no spool.
+            Updates to repeat and groups that wait; None where there was no spool. Groups that
+            cannot train are in `set_aside`: updates are repeated without them.
 
         Raises:
             DamagedFile: naming file and byte, or the update that is missing.
@@ -136,6 +153,7 @@ class Journal:
             return None
         work = written.beyond(policy_version, IdSet(buffer_state["consumed_group_ids"]))
         _check_sequence(work.updates, policy_version, self._folder)
+        work = self._without_unfit(work)
         self.buffer.restore_accepted(work.groups.values(), work.issued, policy_version)
         self._pending.extend(work.updates)
         self._digests = dict(work.issued)
@@ -167,8 +185,10 @@ class Journal:
             SpoolFailed: if it cannot be logged; the buffer is unchanged.
         """
         self.buffer.forget(dropped_ids)
+        unfit = {one.group.group_id for one in self.set_aside}.intersection(group_ids)
         with self._lock:
-            wanted = [group_id for group_id in group_ids if group_id not in self._disowned]
+            left_out = self._disowned | unfit
+        wanted = [group_id for group_id in group_ids if group_id not in left_out]
         self.buffer.wait_for_groups(wanted, timeout_s)
         update = UpdateRecord(
             policy_version=policy_version,
@@ -184,7 +204,8 @@ class Journal:
         if not is_replay and (group_ids or dropped_ids):
             self._spool.write_update(update)
         failpoints.reach("learner.update")
-        return Begun(taken=self.buffer.take_groups(wanted, 0.0), is_replay=is_replay)
+        taken = self.buffer.take_groups(wanted, 0.0)
+        return Begun(taken=taken, is_replay=is_replay, unfit_ids=tuple(sorted(unfit)))
 
     def issue(self, policy_version: int, digest: str) -> None:
         """Logs a version before workers can see it.
@@ -271,6 +292,25 @@ class Journal:
         """Forgets the digests of versions that no group may name any more."""
         self._digests = {v: d for v, d in self._digests.items() if v >= policy_version}
         self._replayed = {v: r for v, r in self._replayed.items() if v >= policy_version}
+
+    def _without_unfit(self, work: OpenWork) -> OpenWork:
+        """Sets groups aside that cannot train: each would end every process that repeats it.
+
+        One that waits is made anew under its id; an update that has one goes on without it.
+        """
+        unfit = []
+        for group in work.groups.values():
+            try:
+                self._check_trainable(group)
+            except ValueError as error:
+                unfit.append(UnfitGroup(group=group, reason=str(error)))
+        self.set_aside = tuple(unfit)
+        ids = {one.group.group_id for one in unfit}
+        used = {g for update in work.updates for g in (*update.group_ids, *update.dropped_ids)}
+        self.buffer.forget(ids & used)
+        return dataclasses.replace(
+            work, groups={name: group for name, group in work.groups.items() if name not in ids}
+        )
 
     def _abandon(self, policy_version: int) -> None:
         """Voids updates that make this version or later ones, and groups sampled under those."""

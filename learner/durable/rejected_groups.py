@@ -1,10 +1,12 @@
-"""Files of the groups whose update was not finite, kept for inspection."""
+"""Files of groups that did not train, kept for inspection: those of an update that was not finite,
+and those that cannot train.
+"""
 
 import dataclasses
 import json
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,9 +25,19 @@ def write_rejected(folder: pathlib.Path, policy_version: int, groups: Sequence[G
     """
     if not groups:
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(_plain(dataclasses.asdict(group))) + "\n" for group in groups]
-    write_whole(folder / f"version-{policy_version:08d}.jsonl", "".join(lines))
+    _write(folder / f"version-{policy_version:08d}.jsonl", map(dataclasses.asdict, groups))
+
+
+def write_unfit(folder: pathlib.Path, unfit: Sequence[tuple[Group, str]]) -> None:
+    """Writes the accepted groups that cannot train to `unfit.jsonl`, each with the reason."""
+    if unfit:
+        records = (dataclasses.asdict(group) | {"reason": reason} for group, reason in unfit)
+        _write(folder / "unfit.jsonl", records)
+
+
+def _write(path: pathlib.Path, records: Iterable[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, "".join(json.dumps(_plain(record)) + "\n" for record in records))
 
 
 def _plain(value: Any) -> Any:

@@ -56,8 +56,11 @@ class TrajectoryServiceServicer:
         An answer means that the group is on the learner's disk: a restart does not lose it.
 
         Errors that no retry of the same group mends:
+        PERMISSION_DENIED    the caller is no rollout worker;
         INVALID_ARGUMENT     the pieces do not add up to what the header says, the bytes are not a
-        Group, or the group breaks a rule stated below;
+        Group, or the group breaks a rule stated below or a bound of the run:
+        size of the vocabulary, lengths, number of completions, an id and epoch
+        that a lease of now can have;
         NOT_FOUND            the receipt is unknown: no version of this number was published, or it
         has another digest, so the worker sampled from other weights;
         FAILED_PRECONDITION  the policy version is older than the run's staleness bound allows;

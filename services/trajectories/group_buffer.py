@@ -14,12 +14,16 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from services.trajectories.buffer_records import BufferCounts, Taken, WaitingGroup
-from services.trajectories.group_check import check_group, group_nbytes
+from services.trajectories.data_order import group_id_at, index_of
+from services.trajectories.group_check import GroupRules, check_group, group_nbytes
 from services.trajectories.group_report import GroupReport, report_of
 from services.trajectories.id_set import IdSet, PlainIds
 from services.trajectories.receipts import NotOpen, Receipts, StaleGroup, UnknownReceipt
 from services.wire.messages import Group, PushOutcome
 
+AHEAD = 4
+"""How far a new group may lie beyond the newest one that is used up or restored, in capacities of
+the buffer: a driver leases far less at a time, and one that resumes leases all groups up to it."""
 STORE_TIMEOUT_S = 60.0
 """How long a repeat waits for the group before it to be stored."""
 
@@ -41,9 +45,8 @@ class GroupBuffer:
 
     def __init__(
         self,
-        run_id: str,
+        rules: GroupRules,
         *,
-        group_size: int,
         capacity_groups: int,
         capacity_bytes: int,
         max_staleness: int,
@@ -52,22 +55,22 @@ class GroupBuffer:
         """Starts empty, and refuses every group until a version is issued.
 
         Args:
-            run_id: groups of other runs are malformed.
-            group_size: completions of every group, >= 1; groups with others are malformed.
+            rules: of the run; groups that break them are malformed.
             capacity_groups: most groups that wait at a time, >= 1.
             capacity_bytes: most bytes of arrays that wait at a time, >= 1.
             max_staleness: oldest version accepted, in versions behind the current one, >= 0.
             store: makes a group durable; called without a lock, from several threads. What it
                 raises as OSError refuses the group.
         """
-        if min(group_size, capacity_groups, capacity_bytes) < 1 or max_staleness < 0:
+        if min(capacity_groups, capacity_bytes) < 1 or max_staleness < 0:
             raise ValueError(
-                "group_size, capacity_groups and capacity_bytes must be at least 1 and "
-                f"max_staleness at least 0, got {group_size=}, {capacity_groups=}, "
-                f"{capacity_bytes=}, {max_staleness=}"
+                "capacity_groups and capacity_bytes must be at least 1 and "
+                f"max_staleness at least 0, got {capacity_groups=}, {capacity_bytes=}, "
+                f"{max_staleness=}"
             )
-        self.run_id = run_id
-        self._group_size = group_size
+        self._rules = rules
+        self._newest_restored = -1
+        """Highest index of the groups that the process before had accepted."""
         self._capacity_groups = capacity_groups
         self._capacity_bytes = capacity_bytes
         self._store = store
@@ -161,7 +164,7 @@ class GroupBuffer:
         Lets the service answer from the header of a push, without reading the group.
         """
         with self._changed:
-            known = run_id == self.run_id and self._knows(group_id)
+            known = run_id == self._rules.run_id and self._knows(group_id)
             if known:
                 self._count(received=1, duplicate=1)
             return known
@@ -282,6 +285,8 @@ class GroupBuffer:
         with self._changed:
             self._receipts.restore_issued(issued, policy_version)
             for group in groups:
+                index = index_of(group.group_id)
+                self._newest_restored = max(self._newest_restored, -1 if index is None else index)
                 if not self._knows(group.group_id):
                     waiting = WaitingGroup(group, report_of(group), group_nbytes(group))
                     self._waiting[group.group_id] = waiting
@@ -291,7 +296,7 @@ class GroupBuffer:
 
     def _admit(self, group: Group) -> WaitingGroup | None:
         """Checks a group and reserves its room; None for one that was accepted before."""
-        check_group(group, self.run_id, self._group_size)
+        check_group(group, self._rules)
         arriving = WaitingGroup(group, report_of(group), group_nbytes(group))
         if arriving.nbytes > self._capacity_bytes:
             raise ValueError(
@@ -300,6 +305,7 @@ class GroupBuffer:
             )
         if self._knows(group.group_id):
             return None
+        self._check_ahead(group.group_id)
         self._receipts.check_group(group)
         held = len(self._waiting) + len(self._storing)
         if (
@@ -314,6 +320,19 @@ class GroupBuffer:
         self._storing[group.group_id] = arriving
         self._held_bytes += arriving.nbytes
         return arriving
+
+    def _check_ahead(self, group_id: str) -> None:
+        """Raises ValueError for a group that no driver can have leased yet."""
+        index = index_of(group_id)
+        if self._rules.prompts is None or index is None:
+            return
+        newest = max(self._newest_restored, self._consumed.highest("g"))
+        last = newest + AHEAD * self._capacity_groups
+        if index > last:
+            raise ValueError(
+                f"group {group_id!r} lies beyond every group that can be leased now: the last one "
+                f"is {group_id_at(last)}"
+            )
 
     def _settle(self, arriving: WaitingGroup, stored: bool) -> None:
         """Moves a group from being stored to waiting, or drops it."""

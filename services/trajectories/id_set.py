@@ -67,6 +67,10 @@ class IdSet:
         at = bisect.bisect_right(ranges, number, key=lambda bounds: bounds[0]) - 1
         return at >= 0 and number <= ranges[at][1]
 
+    def highest(self, stem: str) -> int:
+        """The highest number of the ids that begin so, such as 41 of `g00000041`; -1 of none."""
+        return max((r[-1][1] for s, r in self._ranges.items() if s.stem == stem), default=-1)
+
     def plain(self) -> PlainIds:
         """The set as JSON values, in an order of its own."""
         ranges = [

@@ -1,9 +1,12 @@
 """A learner that stops at any point and resumes gives the weights of one that never stopped."""
 
 import dataclasses
+import json
 import pathlib
+import re
 
 import jax
+import numpy as np
 import pytest
 
 from learner.durable.certificate import CertificateMismatch
@@ -12,6 +15,7 @@ from learner.durable.spool import SpoolFailed
 from learner.recorded_learner import RecordedLearner
 from services.process import failpoints
 from services.process.phase_clock import PhaseClock
+from services.trajectories import group_buffer
 from services.trajectories.group_buffer import NotStored
 from services.trajectories.receipts import UnknownReceipt
 from services.wire.messages import PushOutcome
@@ -334,6 +338,42 @@ def test_a_state_other_than_the_saved_one_is_refused_and_its_component_named(
     reseeded = start(tmp_path, seed=1)
     with pytest.raises(CertificateMismatch, match="data_order, keys differ from what was saved"):
         reseeded.restore()
+
+
+def test_a_group_that_cannot_train_is_set_aside_when_it_is_restored_R11(
+    start, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(group_buffer, "check_group", lambda group, rules: None)  # as it once was
+    first = start(tmp_path)
+    first.publish()
+    poisoned, good = groups_of(first, 1)
+    ids = np.full_like(poisoned.completions[0].token_ids, 10**6)
+    bad = dataclasses.replace(poisoned.completions[0], token_ids=ids)
+    poisoned = dataclasses.replace(poisoned, completions=(bad, *poisoned.completions[1:]))
+    waiting = dataclasses.replace(poisoned, group_id="waits")
+    push(first, [poisoned, good, waiting])
+    with pytest.raises(ValueError, match="token ids lie in"):
+        first.update(names(1), [], WAIT_S)
+    monkeypatch.undo()
+
+    again = start(tmp_path)
+    restored = again.restore()
+    assert restored is not None and restored.waiting == []
+    assert [re.search("group (.*?):", reason)[1] for reason in restored.set_aside] == [
+        poisoned.group_id,
+        "waits",
+    ]
+    kept = (tmp_path / "rejected" / "unfit.jsonl").read_text().splitlines()
+    assert [json.loads(line)["group_id"] for line in kept] == [poisoned.group_id, "waits"]
+    again.publish()
+    report = again.update(names(1), [], WAIT_S)
+    assert report.outcomes.pop(poisoned.group_id) == "dropped_error"
+    assert set(report.outcomes) == {good.group_id} and report.policy_version == 1
+    assert again.buffer.put_duplicate("run", poisoned.group_id)
+    again.save(1, RUN_STATE)
+
+    restored = start(tmp_path).restore()
+    assert restored is not None and not restored.set_aside and not restored.replay
 
 
 def test_segments_go_with_the_checkpoints_that_need_them(start, tmp_path):

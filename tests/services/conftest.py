@@ -15,6 +15,7 @@ from services.wire.channel import PIECE_BYTES
 from services.wire.messages import Completion, FinishReason, Group
 from services.wire.server import Server
 from services.wire.tls import RunAuthority
+from tests.services.group_rules import group_rules
 from tests.services.weights.weight_tools import CHUNK_BYTES, version
 
 RUN_ID = "run-a"
@@ -75,7 +76,7 @@ def make_group(make_completion):
 def make_buffer():
     def make(**changes) -> GroupBuffer:
         sizes = {"capacity_groups": 8, "capacity_bytes": 2**20, "max_staleness": 0}
-        return GroupBuffer(RUN_ID, **{"group_size": 2, **sizes, **changes})
+        return GroupBuffer(group_rules(RUN_ID), **{**sizes, **changes})
 
     return make
 

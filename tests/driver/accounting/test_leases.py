@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from driver.accounting.data_order import prompt_at
 from driver.accounting.leases import LeaseState, LeaseTable, LedgerError, TrajectoryState
+from services.trajectories.data_order import prompt_at
 
 TRAINED = TrajectoryState.TRAINED
 RETURNED, EXPIRED = LeaseState.RETURNED, LeaseState.EXPIRED

@@ -14,6 +14,7 @@ def resumed(driver_state) -> RunState:
         policy_version=3,
         driver_state=json.loads(json.dumps(driver_state)),
         skipped=[],
+        set_aside=[],
         replay=[],
         waiting=[],
         issued={},

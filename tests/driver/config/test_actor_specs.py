@@ -18,6 +18,7 @@ def test_every_worker_gets_the_moment_of_the_run_whenever_it_starts_N16():
         run_id="run",
         authority=RunAuthority.create("run"),
         driver_host="127.0.0.1",
+        prompts=8,
         moment=moment,
     )
     names = ("rollout-0", "rollout-0", "rollout-1")

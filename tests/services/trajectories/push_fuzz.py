@@ -26,12 +26,15 @@ from services.wire.channel import CLIENT_OPTIONS, open_channel
 from services.wire.server import Server
 from services.wire.tls import Credentials, RunAuthority
 from tests.deadlines import HANG_S
+from tests.services.group_rules import group_rules
 from tests.services.trajectories.push_kinds import (
     ISSUED,
+    LONGEST,
     MAX_STALENESS,
     OK,
     RUN_ID,
     USED,
+    VOCAB,
     Push,
     draw_push,
     good_group,
@@ -134,8 +137,9 @@ def table(report: FuzzReport) -> Iterator[str]:
 
 def _real_buffer() -> GroupBuffer:
     return GroupBuffer(
-        RUN_ID,
-        group_size=2,
+        group_rules(
+            RUN_ID, vocab_size=VOCAB, max_prompt_tokens=LONGEST, max_completion_tokens=LONGEST
+        ),
         capacity_groups=64,
         capacity_bytes=2**26,
         max_staleness=MAX_STALENESS,

@@ -14,6 +14,7 @@ import numpy as np
 
 from services.pb import trajectories_pb2
 from services.trajectories import codec
+from services.trajectories.group_check import MOST_NAMES
 from services.trajectories.service import MAX_GROUP_BYTES
 from services.wire.channel import MESSAGE_CAP_BYTES
 from services.wire.messages import Completion, FinishReason, Group
@@ -23,6 +24,9 @@ USED = "used"
 """The one group that was taken before the fuzzing."""
 ISSUED = {version: hashlib.sha256(bytes([version])).hexdigest() for version in range(6)}
 MAX_STALENESS = 1
+VOCAB = 369
+LONGEST = 40
+"""Tokens of a prompt or completion."""
 CURRENT = max(ISSUED)
 
 OK = grpc.StatusCode.OK
@@ -221,6 +225,9 @@ _BAD_GROUPS: list[dict] = [
     {"policy_version": -1},
     {"prompt_token_ids": _array(dtype=np.int32)},
     {"prompt_token_ids": _array(3, -1, dtype=np.int32)},
+    {"prompt_token_ids": _array(3, VOCAB, dtype=np.int32)},
+    {"prompt_token_ids": _array(3, 10**6, dtype=np.int32)},
+    {"prompt_token_ids": _array(*[3] * (LONGEST + 1), dtype=np.int32)},
     {"completions": ()},
     {"completions": (_completion(0), _completion(0))},
     {"completions": (_completion(-1), _completion(0))},
@@ -236,6 +243,16 @@ _BAD_COMPLETIONS: list[dict] = [
     {"token_ids": _array(dtype=np.int32)},
     {"token_ids": _array(7, 8, dtype=np.int32)},
     {"token_ids": _array(7, -8, 2, dtype=np.int32)},
+    {"token_ids": _array(7, 10**6, 2, dtype=np.int32)},
+    {"token_ids": _array(7, 8, VOCAB, dtype=np.int32)},
+    {"token_ids": _array(7, 8, 2**31 - 1, dtype=np.int32)},
+    {
+        "token_ids": _array(*[3] * (LONGEST + 1), dtype=np.int32),
+        "behavior_logprobs": _array(*[-1.0] * (LONGEST + 1)),
+    },
+    {"behavior_logprobs": _array(-1.0, -81.0, -1.0)},
+    {"behavior_logprobs": _array(-1.0, -3e38, -1.0)},
+    {"rewards": {f"answer/{number}": 1.0 for number in range(MOST_NAMES + 1)}},
     {"behavior_logprobs": _array(-1.0)},
     {"behavior_logprobs": _array(-1.0, float("nan"), -1.0)},
     {"behavior_logprobs": _array(-1.0, float("-inf"), -1.0)},

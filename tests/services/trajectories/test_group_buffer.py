@@ -13,6 +13,7 @@ from services.trajectories.group_buffer import BufferFull, GroupBuffer, NotStore
 from services.trajectories.receipts import NotOpen, StaleGroup, UnknownReceipt
 from services.wire.messages import PushOutcome
 from tests.deadlines import HANG_S
+from tests.services.group_rules import group_rules
 
 RUN_ID = "run-a"
 DIGEST = "d" * 64
@@ -168,6 +169,61 @@ def test_a_group_that_is_not_whole_is_refused_and_not_stored(make_group, make_co
     assert buffer.put_group(make_group()) is ACCEPTED
 
 
+@pytest.mark.parametrize(
+    "message, changes",
+    [
+        ("below the vocabulary's 369, got 1000000", {"prompt_token_ids": [1, 10**6]}),
+        ("below the vocabulary's 369, got 369", {"token_ids": [369]}),
+        ("may have 3 tokens in this run, got 4", {"prompt_token_ids": [1, 2, 3, 4]}),
+        ("may have 5 tokens in this run, got 6", {"token_ids": [1, 2, 3, 4, 5, 6]}),
+        ("a drawn token is at least -80, got -1.0", {"logprobs": [-1.0, -1e30, -1.0]}),
+        ("made from its index, such as g00000012", {"group_id": "g12"}),
+        ("made from its index", {"group_id": "g00000012 "}),
+        ("made from its index", {"group_id": "g" + "9" * 40}),
+        ("with 5 prompts its epoch is 2, got 0", {"group_id": "g00000012"}),
+        ("last one is g00000031", {"group_id": "g00000032", "epoch": 6}),
+        ("last one is g00000031", {"group_id": "g999999999", "epoch": 199999999}),
+    ],
+)
+def test_what_later_use_relies_on_is_checked_before_anything_is_stored_R11(
+    make_group, make_completion, message, changes
+):
+    stored = []
+    lengths = dict(max_prompt_tokens=3, max_completion_tokens=5)
+    buffer = GroupBuffer(
+        group_rules(RUN_ID, prompts=5, **lengths),
+        capacity_groups=8,
+        capacity_bytes=2**20,
+        max_staleness=0,
+        store=stored.append,
+    )
+    buffer.issue(0, DIGEST)
+    ids = changes.pop("token_ids", [11, 12, 2])
+    completion = make_completion(
+        1,
+        token_ids=np.array(ids, np.int32),
+        behavior_logprobs=logprobs(*changes.pop("logprobs", [-1.0] * len(ids))),
+    )
+    if "prompt_token_ids" in changes:
+        changes["prompt_token_ids"] = np.array(changes["prompt_token_ids"], np.int32)
+    fields = {"group_id": "g00000000"} | changes
+    with pytest.raises(ValueError, match=message):
+        buffer.put_group(make_group(completions=(make_completion(0), completion), **fields))
+    assert not stored and buffer.counts().malformed == 1
+    assert buffer.put_group(make_group("g00000031", epoch=6)) is ACCEPTED
+
+
+def test_groups_may_lie_as_far_beyond_what_was_restored_as_beyond_what_was_used(make_group):
+    restored = make_group("g00000500", epoch=100)
+    buffer = GroupBuffer(
+        group_rules(RUN_ID, prompts=5), capacity_groups=8, capacity_bytes=2**20, max_staleness=0
+    )
+    buffer.restore_accepted([restored], {0: DIGEST}, 0)
+    with pytest.raises(ValueError, match="the last one is g00000532"):
+        buffer.put_group(make_group("g00000533", epoch=106))
+    assert buffer.put_group(make_group("g00000532", epoch=106)) is ACCEPTED
+
+
 def test_the_completions_of_a_group_may_come_in_any_order(buffer, make_group, make_completion):
     turned = (make_completion(1), make_completion(0))
     assert buffer.put_group(make_group(completions=turned)) is ACCEPTED
@@ -297,7 +353,7 @@ def test_state_survives_json_and_waiting_groups_are_taken_over(buffer, make_buff
 
 def stored_buffer(store, **sizes):
     sizes = {"capacity_groups": 2, "capacity_bytes": 2**20, "max_staleness": 0} | sizes
-    buffer = GroupBuffer(RUN_ID, group_size=2, store=store, **sizes)
+    buffer = GroupBuffer(group_rules(RUN_ID), store=store, **sizes)
     buffer.issue(0, DIGEST)
     return buffer
 
@@ -487,7 +543,7 @@ EVENTS = st.lists(
 @given(EVENTS)
 def test_every_push_and_every_group_ends_in_exactly_one_state(make_group, events):
     buffer = GroupBuffer(
-        RUN_ID, group_size=2, capacity_groups=2, capacity_bytes=2**20, max_staleness=1
+        group_rules(RUN_ID), capacity_groups=2, capacity_bytes=2**20, max_staleness=1
     )
     buffer.issue(0, "d0")
     given_away = []

@@ -4,6 +4,7 @@ import pytest
 
 from services.trajectories.group_buffer import GroupBuffer
 from services.trajectories.receipts import Receipts
+from tests.services.group_rules import group_rules
 from tests.services.trajectories import push_kinds
 from tests.services.trajectories.push_fuzz import run_fuzz, table
 
@@ -45,8 +46,7 @@ def test_a_server_that_breaks_a_rule_is_noticed(monkeypatch, owner, rule):
         200,
         seed=0,
         make_buffer=lambda: GroupBuffer(
-            push_kinds.RUN_ID,
-            group_size=2,
+            group_rules(push_kinds.RUN_ID),
             capacity_groups=999,
             capacity_bytes=2**26,
             max_staleness=1,

@@ -20,6 +20,7 @@ from services.wire.channel import open_channel
 from services.wire.messages import PushOutcome
 from services.wire.server import Server
 from tests.deadlines import HANG_S
+from tests.services.group_rules import group_rules
 from tests.services.wire_tools import TcpProxy, hold, reset, same_group
 
 pytestmark = pytest.mark.slow
@@ -79,8 +80,8 @@ def test_r08_received_arrays_can_be_changed_in_place(client, buffer, make_group)
 def test_g01_group_of_any_size_arrives(client, buffer, make_group, make_completion, nbytes):
     T = (nbytes - 4096) // 8
     completion = make_completion(
-        token_ids=np.arange(T, dtype=np.int32),
-        behavior_logprobs=-np.arange(T, dtype=np.float32),
+        token_ids=np.arange(T, dtype=np.int32) % 369,
+        behavior_logprobs=-(np.arange(T, dtype=np.float32) % 64),
     )
     group = make_group(completions=(completion, make_completion(1)), worker="w" * 999)
     missing = nbytes - len(codec.encode_group(group))
@@ -153,8 +154,7 @@ def test_a_learner_whose_disk_is_full_is_waited_for(serve, credentials, make_gro
             raise problems.pop()
 
     buffer = GroupBuffer(
-        "run-a",
-        group_size=2,
+        group_rules("run-a"),
         capacity_groups=8,
         capacity_bytes=2**20,
         max_staleness=0,
@@ -184,7 +184,7 @@ class CutAfterPut(GroupBuffer):
 
 def test_push_whose_answer_is_lost_is_used_once(serve, credentials, make_group):
     buffer = CutAfterPut(
-        "run-a", group_size=2, capacity_groups=8, capacity_bytes=2**20, max_staleness=0
+        group_rules("run-a"), capacity_groups=8, capacity_bytes=2**20, max_staleness=0
     )
     buffer.issue(0, DIGEST)
     with TcpProxy(serve(buffer=buffer).port, itertools.repeat(None), reset) as proxy:

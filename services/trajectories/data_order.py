@@ -1,4 +1,4 @@
-"""The data order: which prompt comes at which index of the run.
+"""The data order: which prompt comes at which index of the run, and the id of the group there.
 
 A pure function of (seed, epoch), so that a cursor, one integer, is all that a checkpoint keeps.
 """
@@ -9,6 +9,8 @@ import operator
 import numpy as np
 
 _CACHED_EPOCHS = 4
+LONGEST_INDEX = 18
+"""Digits of an index at most."""
 
 
 @functools.lru_cache(maxsize=_CACHED_EPOCHS)
@@ -49,3 +51,16 @@ def prompt_at(seed: int, count: int, index: int) -> tuple[int, int]:
         )
     epoch, offset = divmod(index, count)
     return epoch, int(epoch_order(seed, epoch, count)[offset])
+
+
+def group_id_at(index: int) -> str:
+    """Returns the id of the group of an index."""
+    return f"g{index:08d}"
+
+
+def index_of(group_id: str) -> int | None:
+    """Returns the index that a group id is made from; None for any other text."""
+    digits = group_id.removeprefix("g")
+    if not (digits.isascii() and digits.isdecimal()) or len(digits) > LONGEST_INDEX:
+        return None
+    return int(digits) if group_id == group_id_at(int(digits)) else None

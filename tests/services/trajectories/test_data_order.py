@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from driver.accounting.data_order import epoch_order, prompt_at
+from services.trajectories.data_order import epoch_order, prompt_at
 
 
 def test_order_is_the_same_on_every_machine_and_version():
