@@ -8,7 +8,7 @@ JOBS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check tpu-check format proto smollm2 chromium demo-model chaos soak clean
+.PHONY: help demo test cluster check tpu-check format proto smollm2 chromium demo-model chaos soak clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 14
@@ -42,7 +42,10 @@ demo: .venv/.run ## train the embedded model on two CPU cores and watch its accu
 	$(BIN)/python deploy/run_local.py --config deploy/runs/demo_cpu.yaml
 
 test: .venv/.test ## run the whole test suite (but what needs a GPU or a TPU)
-	$(PYTEST) -m "not gpu and not tpu"
+	$(PYTEST) -m "not gpu and not tpu and not cluster"
+
+cluster: .venv/.test ## fail whole hosts of a run over several (namespaces, as root; minutes each)
+	$(BIN)/python -m pytest -m cluster -s tests/cluster
 
 check: .venv/.test ## lint, format, types and the quick tests
 	$(BIN)/ruff check .

@@ -244,11 +244,12 @@ def layout_violations(root: pathlib.Path) -> list[str]:
 
 
 MIRRORS_NOTHING = {
+    "tests/cluster",
     "tests/dashboard/browser/page",
     "tests/dashboard/browser/views",
     "tests/driver/service",
 }
-"""Folders of tests of the whole: the page in a browser, and a service of many processes."""
+"""Folders of tests of the whole: the page in a browser, a service of many processes or hosts."""
 
 
 def classes_named_twice(root: pathlib.Path) -> list[str]:
