@@ -24,6 +24,7 @@ from models.device_memory import device_memory
 from models.platform import require_platform
 from services.process import failpoints, stacks
 from services.process.activity import Activity
+from services.process.driver_lease import DriverLease
 from services.process.phase_clock import PhaseClock
 from services.process.process_memory import process_memory
 from services.process.span_log import StepTiming
@@ -68,6 +69,10 @@ class LearnerActor:
         # What is here now stays; without it a look for garbage after an update takes a millisecond.
         gc.collect()
         gc.freeze()
+        self._lease = None
+        if spec.driver_lease_s is not None:
+            self._lease = DriverLease("the learner", spec.driver_lease_s)
+            self._lease.start()
         self._clock.take_timing()  # time before this belongs to no step
         self._idle.enter_context(self._clock.phase("idle"))
 
@@ -123,7 +128,11 @@ class LearnerActor:
         return self._learner.digest(policy_version, timeout_s)
 
     def health(self) -> LearnerHealth:
-        """How the learner is; a background failure shows here first."""
+        """How the learner is; a background failure shows here first. The driver asks all the time:
+        where it does not, the process ends (`services/process/driver_lease.py`).
+        """
+        if self._lease is not None:
+            self._lease.renew()
         buffer = self._learner.buffer
         return LearnerHealth(
             problem=self._learner.problem,

@@ -51,6 +51,8 @@ class LearnerSpec:
     """Where the groups of every update are recorded, if anywhere."""
     canary: bool = True
     """Whether every version comes with scores of a probe, for the workers to compare."""
+    driver_lease_s: float | None = None
+    """The process ends once the driver has asked nothing for so long; None lets it stay."""
     failpoints: str | None = None
     """Folder of a test's failpoints, if any (services/process/failpoints.py)."""
 

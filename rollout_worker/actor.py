@@ -18,6 +18,7 @@ from rollout_worker.pusher import Pusher
 from rollout_worker.worker_core import RolloutSpec, WorkerCore
 from rollout_worker.worker_records import EvalItem, EvalRequest, News, Orders, WorkerInfo
 from services.process import failpoints, stacks
+from services.process.driver_lease import DriverLease
 from services.process.phase_clock import PhaseClock
 from services.process.process_memory import process_memory
 from services.process.span_log import StepTiming
@@ -58,6 +59,10 @@ class RolloutActor:
                 chunk_bytes=spec.chunk_bytes,
             )
             pull = pull_into(self._replica, spec.timeout_s)
+        self._lease = None
+        if spec.driver_lease_s is not None and wait_for_shared is None:
+            self._lease = DriverLease(spec.name, spec.driver_lease_s)
+            self._lease.start()
         self._clock.take_timing()  # time before this belongs to no step
         self._loop = WorkLoop(
             self._core.worker,
@@ -94,7 +99,11 @@ class RolloutActor:
         self._loop.order(orders)
 
     def news(self, wait_s: float) -> News:
-        """What happened since the last call; waits for something to happen, at most so long."""
+        """What happened since the last call; waits for something to happen, at most so long. The
+        driver asks all the time: where it does not, the process ends.
+        """
+        if self._lease is not None:
+            self._lease.renew()
         return self._loop.news(wait_s)
 
     def evaluate(self, request: EvalRequest) -> list[EvalItem]:

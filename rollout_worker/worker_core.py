@@ -65,6 +65,8 @@ class RolloutSpec:
     """Completions of a step that the log keeps; where it is 0, none is returned as text."""
     run_folder: str
     """Where the process says how it can be asked for its stacks."""
+    driver_lease_s: float | None = None
+    """The process ends once the driver has asked nothing for so long; None lets it stay."""
     failpoints: str | None = None
     """Folder of `services/process/failpoints.py`, in tests of faults."""
 

@@ -9,6 +9,7 @@ from driver.config.run_config import RunConfig
 from learner.learner_spec import LearnerSpec
 from rollout_worker.worker_core import RolloutSpec
 from services.process import failpoints
+from services.process.driver_lease import LEASE_S
 from services.wire.tls import RunAuthority
 
 BUFFER_BYTES = 2 * 2**30
@@ -70,6 +71,7 @@ class ActorSpecs:
             keep_checkpoints=config.checkpoint.keep,
             rollouts_file=str(self.folder / "rollouts.bin") if config.log.record_rollouts else None,
             canary=config.weights.canary,
+            driver_lease_s=LEASE_S,
             failpoints=os.environ.get(failpoints.VARIABLE),
         )
 
@@ -101,5 +103,6 @@ class ActorSpecs:
             streams=config.weights.streams,
             timeout_s=config.weights.timeout_s,
             samples_per_step=config.log.samples_per_step,
+            driver_lease_s=LEASE_S,
             failpoints=os.environ.get(failpoints.VARIABLE),
         )

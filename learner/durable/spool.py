@@ -31,14 +31,16 @@ from learner.durable.segment_file import (
     segments_since,
     update_record,
 )
+from services.process.driver_lease import LEASE_S
 from services.process.file_lock import lock_file
 from services.process.whole_file import make_folder, sync_folder, whole_file
 from services.wire.messages import Group
 
 log = logging.getLogger(__name__)
 
-CLAIM_S = 30.0
-"""How long to wait for an earlier learner process to end."""
+CLAIM_S = LEASE_S + 60.0
+"""How long to wait for an earlier learner process to end: one that is cut off from the driver ends
+when its lease is over."""
 
 
 class SpoolFailed(OSError):
