@@ -10,19 +10,21 @@ from collections.abc import Callable, Iterator, Sequence
 import psutil
 
 from benchmarks.chaos import run_checks
-from benchmarks.chaos.inject import Injector, UnexpectedBehaviour
+from benchmarks.chaos.inject import HOSTILE, Injector, UnexpectedBehaviour
 from benchmarks.chaos.job import DriverEnded, DriverJob, WaitTimeout
 from benchmarks.chaos.ray_head import Head, running_head
-from benchmarks.chaos.schedule import Fault
+from benchmarks.chaos.schedule import PAUSES, Fault
 from services.process import failpoints
 
 RECOVERY_S = 60.0
-"""From a fault to the next closed step."""
+"""From a fault, or the end of a pause, to the next closed step."""
 END_S = 120.0
 """From the last step to the end of the driver."""
 STALENESS = {"sync": 0, "async": 2}
 """`rollout.max_staleness` by the mode of a campaign."""
 CACHE = "jax-cache"
+SCORER, SCORER_S = "benchmarks.chaos.slow_scorer:score", 0.03
+"""As in `run.yaml`; in the disturbed run it may also be hostile."""
 
 FAILURES = (DriverEnded, WaitTimeout, UnexpectedBehaviour, LookupError, psutil.Error)
 
@@ -56,6 +58,11 @@ class Recovery:
 
     fault: Fault
     seconds: float
+
+    @property
+    def allowed_s(self) -> float:
+        """On a machine that does nothing else."""
+        return RECOVERY_S + (self.fault.seconds if self.fault.kind in PAUSES else 0.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,12 +121,11 @@ def run_campaign(
         except FAILURES as error:
             problems.append(str(error))
             return _failed(len(recoveries), problems)
-    recovery_s = RECOVERY_S * campaign.patience
-    slow = [r for r in recoveries if r.seconds > recovery_s]
     problems += [
         f"fault {r.fault.number}, {r.fault.kind.value}: recovered in {r.seconds:.1f} s, at most "
-        f"{recovery_s:g} are allowed"
-        for r in slow
+        f"{r.allowed_s * campaign.patience:g} are allowed"
+        for r in recoveries
+        if r.seconds > r.allowed_s * campaign.patience
     ]
     disturbed = run_checks.read_run(folder / "disturbed")
     return compare_runs(
@@ -185,7 +191,9 @@ def _disturbed(
     head: Head, campaign: Campaign, folder: pathlib.Path, points: pathlib.Path
 ) -> Iterator[Recovery]:
     """Yields as the run recovers from one fault after the other, and returns when it has ended."""
-    job = DriverJob(head, folder, campaign.settings, campaign.patience)
+    injected = f"{{seconds: {SCORER_S}, hostile: {points / HOSTILE}}}"
+    scorer = f"reward.functions=[{{name: '{SCORER}', params: {injected}}}]"
+    job = DriverJob(head, folder, [*campaign.settings, scorer], campaign.patience)
     injector = Injector(job, str(points))
     try:
         job.submit()

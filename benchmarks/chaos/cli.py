@@ -1,6 +1,6 @@
 """Trains twice, the second time with faults, and compares the two runs; or soaks a run.
 
-    python -m deploy.chaos [--steps 60] [--faults 20] [--seed 0] [--mode sync|async] [--short]
+    python -m deploy.chaos [--short | --long] [--seed 0] [--mode sync|async] [--faults 21]
     python -m deploy.chaos soak [--minutes 10]
 
 docs/chaos.md lists the faults, the checks and how to read the report. Exit code: 0 if every check
@@ -16,12 +16,25 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from benchmarks.chaos import campaign, run_checks, soak
-from benchmarks.chaos.schedule import SHORT, FaultKind, draw_faults
+from benchmarks.chaos.schedule import LONG, SHORT, USUAL, FaultKind, draw_faults
 
-STEPS, FAULTS, EVERY_STEPS = 60, 20, 5
-SHORT_STEPS, SHORT_FAULTS, SHORT_EVERY_STEPS = 14, 4, 4
+
+class Form(NamedTuple):
+    """How long a campaign is, unless the command says otherwise."""
+
+    steps: int
+    faults: int
+    every_steps: int
+    """Between two checkpoints."""
+    kinds: tuple[FaultKind, ...]
+
+
+WHOLE_FORM = Form(63, 21, 5, USUAL)
+SHORT_FORM = Form(14, 4, 4, SHORT)
+LONG_FORM = Form(20, 4, 4, LONG)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,12 +44,29 @@ def parser() -> argparse.ArgumentParser:
         description="Trains a tiny model twice, the second time with faults, and compares.",
         allow_abbrev=False,
     )
-    parser.add_argument("--steps", type=int, help=f"steps of both runs (default: {STEPS})")
-    parser.add_argument("--faults", type=int, help=f"faults in the second run (default: {FAULTS})")
+    parser.add_argument(
+        "--steps", type=int, help=f"steps of both runs (default: {WHOLE_FORM.steps})"
+    )
+    parser.add_argument(
+        "--faults", type=int, help=f"faults in the second run (default: {WHOLE_FORM.faults})"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the faults (default: 0)")
     parser.add_argument("--mode", choices=sorted(campaign.STALENESS), default="sync")
-    parser.add_argument(
-        "--short", action="store_true", help=f"{SHORT_FAULTS} faults in {SHORT_STEPS} steps"
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
+        "--short",
+        dest="form",
+        action="store_const",
+        const=SHORT_FORM,
+        default=WHOLE_FORM,
+        help=f"{SHORT_FORM.faults} faults in {SHORT_FORM.steps} steps",
+    )
+    form.add_argument(
+        "--long",
+        dest="form",
+        action="store_const",
+        const=LONG_FORM,
+        help="processes that are paused for 75 s, and one without memory: about ten minutes more",
     )
     parser.add_argument(
         "--only",
@@ -82,15 +112,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _chaos(given: argparse.Namespace) -> int:
     started = time.monotonic()
-    every_steps = SHORT_EVERY_STEPS if given.short else EVERY_STEPS
-    steps = given.steps or (SHORT_STEPS if given.short else STEPS)
+    form: Form = given.form
+    every_steps, steps = form.every_steps, given.steps or form.steps
     try:
         faults = draw_faults(
             given.seed,
-            given.faults or (SHORT_FAULTS if given.short else FAULTS),
+            given.faults or form.faults,
             steps=steps,
             every_steps=every_steps,
-            kinds=given.only or (SHORT if given.short else tuple(FaultKind)),
+            kinds=given.only or form.kinds,
         )
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

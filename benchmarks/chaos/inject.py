@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import psutil
 from benchmarks.chaos.job import POLL_S, ROOT, DriverJob, WaitTimeout
 from benchmarks.chaos.schedule import BESIDE, POINTS, Fault, FaultKind
 from driver.reports.status import ExitCode
+from learner.durable.frames import frame
 from services.process import failpoints
 
 GRACE_S = 30.0
@@ -27,6 +30,11 @@ SLOWNESS = 10
 FEWEST, MOST = 1, 4
 """Workers between which a run is scaled."""
 SCALE_S = 60
+HOSTILE = "scorer"
+"""File in the folder of the failpoints that makes one scorer hostile (`slow_scorer.py`)."""
+TORN_BYTES = 4096
+MEMORY_GROUPS = pathlib.Path("/sys/fs/cgroup/memory"), pathlib.Path("/sys/fs/cgroup")
+"""Where a control group of memory is made, in the first and in the second version of them."""
 
 
 class UnexpectedBehaviour(RuntimeError):
@@ -106,6 +114,12 @@ class Injector:
             FaultKind.REWARD_STALLED: lambda f: stall(_one(job.reward_processes(), f), lasting(f)),
             FaultKind.SCALED_UP: lambda fault: self._scale(+1, hit),
             FaultKind.SCALED_DOWN: lambda fault: self._scale(-1, hit),
+            FaultKind.SPOOL_TORN: self._lose_power,
+            FaultKind.SCORER_HOSTILE: lambda fault: self._attack(),
+            FaultKind.DRIVER_PAUSED: lambda f: pause(psutil.Process(job.driver_pid), f.seconds),
+            FaultKind.WORKER_PAUSED: lambda f: pause(_one(job.workers(), f), f.seconds),
+            FaultKind.LEARNER_PAUSED: lambda f: pause(job.learner(), f.seconds),
+            FaultKind.WORKER_OUT_OF_MEMORY: lambda f: starve(_one(job.workers(), f)),
         }
 
     def _arm(self, fault: Fault) -> None:
@@ -124,6 +138,29 @@ class Injector:
     def _kill_driver(self) -> None:
         self._job.kill()
         self._job.submit()
+
+    def _lose_power(self, fault: Fault) -> None:
+        """Ends driver and learner, and leaves half a record, or zeros, behind the last one."""
+        learner = self._job.learner()
+        self._job.kill()
+        learner.wait(FIRE_S * self._job.patience)
+        segments = (self._job.folder / "spool").glob("step-*.bin")
+        newest = max(segments, key=lambda path: path.stat().st_mtime)
+        torn = frame(os.urandom(2 * TORN_BYTES))[:TORN_BYTES]
+        with newest.open("ab") as file:
+            file.write(bytes(TORN_BYTES) if fault.choice < 0.5 else torn)
+        self._job.submit()
+
+    def _attack(self) -> None:
+        """Waits until a scorer has turned hostile."""
+        armed = pathlib.Path(self._folder, HOSTILE)
+        armed.touch()
+        deadline = time.monotonic() + FIRE_S * self._job.patience
+        while armed.exists():
+            self._job.check_running("before a scorer was hostile")
+            if time.monotonic() > deadline:
+                raise WaitTimeout(f"no scorer was called within {FIRE_S * self._job.patience:g} s")
+            time.sleep(POLL_S)
 
     def _terminate_driver(self) -> None:
         code = self._job.terminate(GRACE_S * self._job.patience)
@@ -178,6 +215,32 @@ def stall(process: psutil.Process, lasts: Callable[[], bool]) -> None:
     with _stopped(process):
         while lasts():
             time.sleep(POLL_S)
+
+
+def pause(process: psutil.Process, seconds: float) -> None:
+    """Stops a process, as a host that is moved or a lid that is closed does."""
+    with _stopped(process):
+        time.sleep(seconds)
+
+
+def starve(process: psutil.Process) -> None:
+    """Lets the kernel end a process that asks for memory; SIGKILL where no limit can be set."""
+    for parent in MEMORY_GROUPS:
+        group = parent / f"tandem-chaos-{process.pid}"
+        with contextlib.suppress(OSError):
+            group.mkdir()
+            try:
+                (group / "cgroup.procs").write_text(str(process.pid))
+                limits = ("memory.max", "memory.limit_in_bytes")
+                limit = next(group / name for name in limits if (group / name).exists())
+                limit.write_text("1M")
+                process.wait(FIRE_S)
+                return
+            except (StopIteration, psutil.TimeoutExpired):
+                continue
+            finally:
+                group.rmdir()
+    process.kill()
 
 
 def slow_down(process: psutil.Process, lasts: Callable[[], bool]) -> None:

@@ -13,6 +13,8 @@ FIRST_STEP = 2
 """By then everything was compiled and published once."""
 STALLS_S = (2.0, 6.0)
 """Shortest and longest time for which a process is stopped or slowed down."""
+PAUSE_S = 75.0
+"""How long a process is paused: longer than the driver takes a silent one for lost."""
 
 
 class FaultKind(enum.Enum):
@@ -36,6 +38,13 @@ class FaultKind(enum.Enum):
     REWARD_STALLED = "reward process hung"
     SCALED_UP = "one worker more"
     SCALED_DOWN = "one worker less"
+    SPOOL_TORN = "power lost, tail of the spool torn"
+    RETENTION_BUSY = "old checkpoints busy"
+    SCORER_HOSTILE = "scorer forks, prints, kills its parent"
+    DRIVER_PAUSED = "driver paused for 75 s"
+    WORKER_PAUSED = "worker paused for 75 s"
+    LEARNER_PAUSED = "learner paused for 75 s"
+    WORKER_OUT_OF_MEMORY = "worker ended for lack of memory"
 
 
 POINTS: dict[FaultKind, tuple[str, str]] = {
@@ -48,13 +57,18 @@ POINTS: dict[FaultKind, tuple[str, str]] = {
     FaultKind.WEIGHTS_CUT: ("weights.serve", "raise the stream was cut by a fault"),
     FaultKind.WEIGHTS_CORRUPT: ("weights.serve", "corrupt"),
     FaultKind.DISK_FULL: ("learner.checkpoint", "enospc"),
+    FaultKind.RETENTION_BUSY: ("learner.retention", "ebusy"),
 }
 """Kinds that are made by a failpoint (`services/process/failpoints.py`), and its action."""
 
 DRAWS = 1000
 """Largest number of attempts to draw a schedule that fits."""
 
-AT_CHECKPOINTS = (FaultKind.LEARNER_KILLED_CHECKPOINTING, FaultKind.DISK_FULL)
+AT_CHECKPOINTS = (
+    FaultKind.LEARNER_KILLED_CHECKPOINTING,
+    FaultKind.DISK_FULL,
+    FaultKind.RETENTION_BUSY,
+)
 SKIPPING = (
     FaultKind.WORKER_KILLED_DECODING,
     FaultKind.WORKER_KILLED_PUSHING,
@@ -62,7 +76,13 @@ SKIPPING = (
 )
 """Kinds whose failpoint is reached several times a step, so that some arrivals may be skipped."""
 
+PAUSES = (FaultKind.DRIVER_PAUSED, FaultKind.WORKER_PAUSED, FaultKind.LEARNER_PAUSED)
+LONG = (*PAUSES, FaultKind.WORKER_OUT_OF_MEMORY)
+"""Kinds of the long form: each takes minutes, or rights that not every user has."""
+USUAL = tuple(kind for kind in FaultKind if kind not in LONG)
+
 LASTING = (
+    *PAUSES,
     FaultKind.WORKER_SLOW,
     FaultKind.WORKER_STALLED,
     FaultKind.LEARNER_STALLED,
@@ -72,7 +92,7 @@ LASTING = (
 )
 """Kinds that last for a while, in which steps may be closed."""
 
-BESIDE = (FaultKind.LEARNER_KILLED_PUBLISHING,)
+BESIDE = (FaultKind.LEARNER_KILLED_PUBLISHING, FaultKind.RETENTION_BUSY)
 """Kinds that may leave the current step undisturbed: the run has recovered when the step after it
 is closed."""
 
@@ -114,7 +134,7 @@ def draw_faults(
     *,
     steps: int,
     every_steps: int,
-    kinds: Sequence[FaultKind] = tuple(FaultKind),
+    kinds: Sequence[FaultKind] = USUAL,
 ) -> tuple[Fault, ...]:
     """Draws faults for one run: every kind equally often, as far as the count allows.
 
@@ -150,7 +170,7 @@ def draw_faults(
             step=step,
             kind=kind,
             skip=chance.randrange(3) if kind in SKIPPING else 0,
-            seconds=round(chance.uniform(*STALLS_S), 1),
+            seconds=PAUSE_S if kind in PAUSES else round(chance.uniform(*STALLS_S), 1),
             choice=chance.random(),
         )
         for number, (step, kind) in enumerate(zip(at, drawn, strict=True), start=1)

@@ -172,6 +172,7 @@ class CheckpointFolder:
         cannot be removed stays: the new checkpoint is good whatever becomes of the others.
         """
         try:
+            failpoints.reach("learner.retention", self._folder)
             steps, complete = self._steps(), self.complete_steps()
         except OSError as error:
             self._note_stuck(self._folder, error)

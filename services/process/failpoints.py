@@ -9,6 +9,7 @@ among all processes that share the folder:
     sleep S        the thread sleeps for S seconds
     raise TEXT     FailpointRaised with that text
     enospc         OSError, as of a full disk
+    ebusy          OSError, as of a file that another program keeps
     corrupt        one bit of the data at hand is flipped; only where `spoiled` is called
     skip N then A  the first N arrivals, of any process, pass; then A
 
@@ -36,6 +37,7 @@ POINTS = {
     "learner.update": "the learner, with an update written down, before the optimiser steps",
     "learner.publish": "the learner, before a version becomes visible",
     "learner.checkpoint": "the learner, with a checkpoint half written",
+    "learner.retention": "the learner, before it removes old checkpoints",
     "weights.serve": "a learner or worker that serves weights, before it sends some bytes",
     "worker.decode": "a rollout worker, between two segments",
     "worker.receive": "a rollout worker, after each piece of a version that it receives",
@@ -45,7 +47,7 @@ POINTS = {
 
 HANG_S = 3600.0
 _ACTION = re.compile(
-    r"kill|hang|enospc|corrupt|sleep \d+(\.\d+)?|raise .+|skip \d+ then (?!skip).+", re.DOTALL
+    r"kill|hang|enospc|ebusy|corrupt|sleep \d+(\.\d+)?|raise .+|skip \d+ then (?!skip).+", re.DOTALL
 )
 _SKIP = re.compile(r"skip (\d+) then (.+)", re.DOTALL)
 
@@ -101,11 +103,11 @@ def reach(name: str, path: str | os.PathLike | None = None) -> None:
 
     Args:
         name: one of POINTS.
-        path: the file that is being written, if any: named by the error of `enospc`.
+        path: the file that is being written, if any: named by the error of `enospc` and `ebusy`.
 
     Raises:
         FailpointRaised: on `raise TEXT`.
-        OSError: ENOSPC, on `enospc`.
+        OSError: ENOSPC or EBUSY, on `enospc` and `ebusy`.
         ValueError: if the text of the file is no action.
     """
     if _folder is None:
@@ -158,9 +160,10 @@ def _act(action: str, name: str, path: str | os.PathLike | None) -> None:
         time.sleep(float(rest))
     elif verb == "raise":
         raise FailpointRaised(rest)
-    elif verb == "enospc":
+    elif verb in ("enospc", "ebusy"):
         where = os.fspath(path) if path is not None else None
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), where)
+        number = getattr(errno, verb.upper())
+        raise OSError(number, os.strerror(number), where)
     elif verb in _FOR_EVER:
         _FOR_EVER[verb]()
     else:
@@ -185,5 +188,5 @@ def _check(action: str, name: str) -> None:
     if not _ACTION.fullmatch(action) or (skip and not _ACTION.fullmatch(skip[2])):
         raise ValueError(
             f"the failpoint {name} is armed with {action!r}: an action is kill, hang, sleep S, "
-            "raise TEXT, enospc, corrupt, or skip N then one of these"
+            "raise TEXT, enospc, ebusy, corrupt, or skip N then one of these"
         )

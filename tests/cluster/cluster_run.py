@@ -20,6 +20,8 @@ CONFIG = "benchmarks/chaos/run.yaml"
 GCS_PORT = 6379
 LEARNER_CPUS, WORKER_CPUS = 3, 2
 """Of a host, and what the one process that fits it asks for."""
+RAY_STARTS = 5
+RAY_STARTED = "This command will now block"
 STEP_S = 300.0
 """A run that closes no step in this time hangs."""
 
@@ -50,8 +52,6 @@ class ClusterRun:
         self._start_ray(
             self.head, "--head", f"--port={GCS_PORT}", "--include-dashboard=false", "--num-cpus=0"
         )
-        dial = f"exec 3<>/dev/tcp/{self.head.address}/{GCS_PORT}"
-        wait_until(lambda: self.head.succeeds("bash", "-c", dial), "the Ray head", 0.3)
         self.learner = self.add_learner_host("learner")
         self.workers = [self.add_worker_host(f"worker{number}") for number in range(workers)]
 
@@ -132,6 +132,11 @@ class ClusterRun:
         """The end of the driver's output."""
         return "\n".join((self.logs / "driver.log").read_text(errors="replace").splitlines()[-40:])
 
+    def wait_for_failure(self) -> int:
+        """Waits for the end of a driver that is to take no step more; its exit code."""
+        assert self._driver is not None
+        return self._driver.wait(STEP_S)
+
     def check_finished(self) -> None:
         """Checks that the run ended well, with every group once and every step in order."""
         assert self.finish() == 0, self.output()
@@ -144,15 +149,32 @@ class ClusterRun:
         return host
 
     def _start_ray(self, host: Host, *options: str) -> None:
-        host.start(
-            [
-                *("ray", "start", "--block", "--disable-usage-stats"),
-                *(f"--node-ip-address={host.address}", "--object-store-memory=100000000"),
-                *options,
-            ],
-            self._environment,
-            self.logs / f"ray-{host.name}.log",
-        )
+        """Starts Ray on a host; again if it ends, as its own 15 s are too short on a busy machine.
+
+        Raises:
+            AssertionError: if it cannot be started; with its output.
+        """
+        log = self.logs / f"ray-{host.name}.log"
+        for _ in range(RAY_STARTS):
+            log.write_text("")
+            process = host.start(
+                [
+                    *("ray", "start", "--block", "--disable-usage-stats"),
+                    *(f"--node-ip-address={host.address}", "--object-store-memory=100000000"),
+                    *options,
+                ],
+                self._environment,
+                log,
+            )
+            wait_until(
+                lambda ray=process: ray.poll() is not None or RAY_STARTED in log.read_text(),
+                f"Ray on {host.name}",
+                0.2,
+            )
+            if process.poll() is None:
+                return
+            host.succeeds("ray", "stop", "--force")
+        raise AssertionError(log.read_text())
 
 
 @contextlib.contextmanager
