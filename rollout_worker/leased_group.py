@@ -14,6 +14,8 @@ class LeasedGroup:
     """
 
     lease: Lease
+    order_number: int = 0
+    """Of the orders that brought it."""
     begun: bool = False
     """Its prompt is in the engine, or was."""
     cancelled: bool = False

@@ -14,7 +14,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 from rollout_worker.fetcher import Fetcher
@@ -27,7 +27,6 @@ from services.process.activity import Activity
 from services.process.background import Background
 from services.process.phase_clock import PhaseClock
 from services.process.process_memory import ProcessMemory
-from services.wire.messages import Lease
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +70,9 @@ class WorkLoop:
         self._slack_s = slack_s
         self._waiting_since: float | None = None
         """Since when the version that a lease asks for has been missing."""
+        self._ordering = threading.Lock()
+        """Held while one order is taken."""
+        self._latest = _LatestOrders()
         self._changed = threading.Condition()
         self._groups: dict[str, LeasedGroup] = {}
         """Leases that have not ended, by group id, in the order in which they arrived."""
@@ -87,26 +89,36 @@ class WorkLoop:
     def order(self, orders: Orders) -> None:
         """Takes the driver's orders; returns at once.
 
+        What later orders have said already is left out of orders that arrive late.
+
         Raises:
             BackgroundFailed: if one of the worker's threads has failed.
         """
         self._check()
-        if orders.learner_address is not None:
+        with self._ordering:
+            self._take_order(orders)
+
+    def _take_order(self, orders: Orders) -> None:
+        number, latest = orders.number, self._latest
+        if orders.learner_address is not None and latest.claim("learner", number):
             self._pusher.connect(orders.learner_address)
-        if orders.sources is not None:
+        if orders.sources is not None and latest.claim("sources", number):
             self._fetcher.use_sources(orders.sources)
+        cancel = [group_id for group_id in orders.cancel if latest.claim_group(group_id, number)]
+        leases = [one for one in orders.leases if latest.claim_group(one.group_id, number)]
+        latest.end_orders(number)
         with self._changed:
-            for group_id in (*orders.cancel, *(lease.group_id for lease in orders.leases)):
+            for group_id in (*cancel, *(lease.group_id for lease in leases)):
                 if (leased := self._groups.pop(group_id, None)) is not None:
                     leased.cancelled = True
             self._draining = self._draining or orders.drain
             self._refetch = self._refetch or orders.refetch
-            for lease in orders.leases:
-                self._groups[lease.group_id] = LeasedGroup(lease)
+            for lease in leases:
+                self._groups[lease.group_id] = LeasedGroup(lease, order_number=number)
             if self._draining:
                 for leased in self._waiting():
                     del self._groups[leased.lease.group_id]
-                    self._results.append(_returned(leased.lease))
+                    self._results.append(_returned(leased))
             self._changed.notify_all()
 
     def news(self, wait_s: float) -> News:
@@ -328,10 +340,41 @@ class _Job(Generic[T]):
             raise
 
 
-def _returned(lease: Lease) -> LeaseResult:
+class _LatestOrders:
+    """Which orders were the last to speak of a subject, while earlier ones may still arrive."""
+
+    def __init__(self):
+        self._numbers: dict[Hashable, int] = {}
+        self._newest = 0
+        self._missing: set[int] = set()
+        """Numbers below the newest of orders that have not arrived."""
+
+    def end_orders(self, number: int) -> None:
+        """Notes that the orders of this number have claimed all their subjects."""
+        self._missing.update(range(self._newest + 1, number))
+        self._missing.discard(number)
+        self._newest = max(self._newest, number)
+        if not self._missing:
+            self._numbers.clear()  # no order is late now
+
+    def claim(self, subject: Hashable, number: int) -> bool:
+        """Whether no later orders have spoken of the subject; notes that these have."""
+        if number < self._numbers.get(subject, 0):
+            return False
+        self._numbers[subject] = number
+        return True
+
+    def claim_group(self, group_id: str, number: int) -> bool:
+        """As `claim`, of the lease of a group."""
+        return self.claim(("group", group_id), number)
+
+
+def _returned(leased: LeasedGroup) -> LeaseResult:
+    lease = leased.lease
     return LeaseResult(
         group_id=lease.group_id,
         attempt=lease.attempt,
+        order_number=leased.order_number,
         outcome=LeaseOutcome.RETURNED,
         report=None,
     )

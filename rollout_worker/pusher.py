@@ -123,6 +123,7 @@ class Pusher:
             result = LeaseResult(
                 group_id=group.group_id,
                 attempt=group.attempt,
+                order_number=leased.order_number,
                 outcome=outcome,
                 report=report_of(group),
                 samples=self._samples(group, leased.lease) if accepted else (),

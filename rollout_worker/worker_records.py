@@ -81,8 +81,13 @@ class EvalItem:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Orders:
-    """What the driver wants of a worker; every field may be absent."""
+    """What the driver wants of a worker; every field may be absent.
 
+    They may arrive in another order than they were sent in: `number` says which is the later one.
+    """
+
+    number: int = 0
+    """Counts the orders to one process, from 1."""
     leases: tuple[Lease, ...] = ()
     cancel: tuple[str, ...] = ()
     """Group ids whose leases are void, whether they have begun or not."""
@@ -102,6 +107,8 @@ class LeaseResult:
 
     group_id: str
     attempt: int
+    order_number: int
+    """Of the orders that brought the lease: two leases of a group may have the same attempt."""
     outcome: LeaseOutcome
     report: GroupReport | None
     """None for a lease that was returned."""

@@ -1,13 +1,16 @@
 """The table of leases of one worker: what ends, under which record, and what is returned."""
 
 import contextlib
+import dataclasses
 import threading
 import time
 import types
 from typing import ClassVar
 
+import hypothesis
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 from rollout_worker.fetcher import Fetcher, pull_shared
 from rollout_worker.loop import WorkLoop
@@ -67,11 +70,15 @@ class Pushes:
     failure = None
     pushing = False
     attempts = 0
+    address = "learner:1"
 
     def __init__(self, on_result):
         self.groups = []
         self.came = threading.Condition()
         self._on_result = on_result
+
+    def connect(self, address):
+        self.address = address
 
     def put_group(self, leased):
         with self.came:
@@ -85,7 +92,11 @@ class Pushes:
     def answer(self, leased, outcome=LeaseOutcome.ACCEPTED):
         lease = leased.lease
         result = LeaseResult(
-            group_id=lease.group_id, attempt=lease.attempt, outcome=outcome, report=None
+            group_id=lease.group_id,
+            attempt=lease.attempt,
+            order_number=leased.order_number,
+            outcome=outcome,
+            report=None,
         )
         self._on_result(leased, result)
 
@@ -270,3 +281,76 @@ def test_a_group_that_cannot_be_completed_is_named_as_the_cause(core):
         with pytest.raises(BackgroundFailed, match="GroupsFailed: TypeError: an item holds"):
             for _ in range(2):  # the first answer is the version
                 loop.news(HANG_S)
+
+
+def told(loop):
+    """What a worker's driver wants of it, as it understands it."""
+    groups = {name: (one.lease.attempt, one.order_number) for name, one in loop._groups.items()}
+    return groups, loop._draining, loop._fetcher._sources, loop._pusher.address
+
+
+@contextlib.contextmanager
+def waiting_loop():
+    """A loop whose leases never begin, since no version comes."""
+    with open_loop(Core(), no_version) as loop:
+        yield loop
+
+
+def test_a_late_cancel_leaves_a_newer_lease_alone_R16():
+    with waiting_loop() as loop:
+        loop.order(Orders(number=1, leases=(lease("a", version=9),)))
+        loop.order(Orders(number=3, leases=(lease("a", version=9),)))
+        loop.order(Orders(number=2, cancel=("a",)))
+        assert told(loop)[0] == {"a": (0, 3)}
+
+
+def test_a_lease_that_arrives_after_its_cancel_is_not_begun_R16():
+    with waiting_loop() as loop:
+        loop.order(Orders(number=2, cancel=("a",)))
+        loop.order(Orders(number=1, leases=(lease("a", version=9), lease("b", version=9))))
+        assert told(loop)[0] == {"b": (0, 1)}
+
+
+def test_addresses_of_an_earlier_learner_that_arrive_late_are_not_used_R16():
+    with waiting_loop() as loop:
+        loop.order(Orders(number=2, learner_address="new:1", sources=("new:1",)))
+        loop.order(Orders(number=1, learner_address="old:1", sources=("relay:1", "old:1")))
+        assert told(loop)[2:] == (("new:1",), "new:1")
+
+
+def said_as_orders(kind, value):
+    return {
+        "lease": Orders(leases=(lease(value, version=9),)),
+        "cancel": Orders(cancel=(value,)),
+        "swap": Orders(cancel=("a", "b"), leases=(lease("b", version=9), lease("c", version=9))),
+        "learner": Orders(learner_address=value, sources=(f"{value}:1",)),
+    }[kind]
+
+
+@hypothesis.given(
+    st.lists(
+        st.tuples(st.sampled_from(["lease", "cancel", "swap", "learner"]), st.sampled_from("abc")),
+        max_size=8,
+    ),
+    st.randoms(use_true_random=False),
+)
+@hypothesis.settings(max_examples=25)
+def test_in_whichever_order_orders_arrive_the_worker_ends_up_alike_R16(said, random):
+    sent = [
+        dataclasses.replace(said_as_orders(*one), number=number)
+        for number, one in enumerate(said, 1)
+    ]
+    states = []
+    for arrived in (sent, random.sample(sent, len(sent))):
+        with waiting_loop() as loop:
+            for orders in arrived:
+                loop.order(orders)
+            states.append(told(loop))
+    assert states[0] == states[1]
+
+
+def test_what_an_order_said_is_forgotten_once_all_before_it_are_here_R16():
+    with waiting_loop() as loop:
+        for number in (1, 3, 4, 2, 5):
+            loop.order(Orders(number=number, cancel=(f"g{number}",)))
+        assert not loop._latest._numbers

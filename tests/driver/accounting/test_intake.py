@@ -32,6 +32,7 @@ def ended(lease, version, outcome=ACCEPTED, **fields):
     return LeaseResult(
         group_id=lease.group_id,
         attempt=lease.attempt,
+        order_number=1,
         outcome=outcome,
         report=report_of(lease.group_id, version, **fields),
         samples=({"group_id": lease.group_id},),
