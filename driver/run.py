@@ -27,6 +27,8 @@ from driver.fleet.cluster import check_bind_host, connect, reserve
 from driver.fleet.control_server import ControlBox, offer_control
 from driver.fleet.fleet import WorkersLost
 from driver.fleet.fleet_size import Scaler
+from driver.fleet.launch import Launcher
+from driver.fleet.rooms import RayRooms
 from driver.postmortem.archive import collect
 from driver.postmortem.evidence import Sources
 from driver.reports.code_record import record_code
@@ -104,6 +106,8 @@ def _run_tracked(
             config.weights,
             specs=specs,
             group=group,
+            launcher=Launcher(config.placement),
+            rooms=RayRooms(),
             stop=stop,
             warn=view.say,
         )

@@ -18,7 +18,7 @@ from driver.config.prepare import Prepared
 from driver.config.run_config import CheckpointConfig, PlacementConfig, RunSection
 from driver.errors import NothingTrained, RunError
 from driver.evaluator import Evaluator
-from driver.fleet.actor_calls import ActorFailed, LearnerLost
+from driver.fleet.actor_calls import ActorFailed, LearnerLost, NoAnswer
 from driver.fleet.fleet import FleetEvents, WorkerFleet
 from driver.fleet.fleet_size import Scaler
 from driver.fleet.fleet_worker import Worker
@@ -131,13 +131,14 @@ class Session:
         Where there can be none, the one before and what was recorded since say as much.
         """
         self._leasing = False
+        self._supervisor.fleet.stop_starting()
         try:
             if not self._agreed:
                 raise LearnerLost("the learner was not ready")
             if self._state.open is not None:
                 self._close_step(self._state.open)
             self._save()
-        except LearnerLost as error:
+        except (LearnerLost, NoAnswer) as error:
             self._say(f"no checkpoint was written, {error}: --resume goes on from the record")
 
     def summarise(self) -> None:
@@ -314,7 +315,9 @@ class Session:
         """Checks a worker that is ready, and connects it with the others."""
         self._prepared.check_worker(info, self._data)
         self._reports.show_joined(info, again=worker.restarts > 0)
-        self._supervisor.fleet.send_sources(self._supervisor.learner_info.address)
+        address = self._supervisor.learner_info.address
+        worker.order(Orders(learner_address=address))  # it may have moved since the worker began
+        self._supervisor.fleet.send_sources(address)
 
     def _release(self, worker: Worker) -> None:
         """Frees the room of a worker that was drained."""

@@ -15,24 +15,26 @@ from typing import Any, TypeVar
 
 from ray.util.placement_group import PlacementGroup
 
+from driver.accounting.restarts import RestartLimit
 from driver.accounting.step_timing import RunTiming
 from driver.config.actor_specs import ActorSpecs
 from driver.config.run_config import PlacementConfig, WeightsConfig
 from driver.errors import RunError
 from driver.fleet.actor_calls import (
-    GONE,
     ActorFailed,
+    ActorLost,
     Call,
     LearnerLost,
     NoAnswer,
-    message_of,
     start_failure,
     wait_for_calls,
 )
+from driver.fleet.cluster import ResourcesNotMet
 from driver.fleet.fleet import FleetEvents, WorkerFleet, worker_capacity
 from driver.fleet.fleet_worker import Worker, memory_fields
-from driver.fleet.handles import LearnerHandle
-from driver.fleet.launch import Launcher, Room
+from driver.fleet.handles import LearnerHandle, WorkerHandle
+from driver.fleet.launch import Launcher
+from driver.fleet.rooms import NOTICED_S, Room, Rooms, RoomState
 from driver.fleet.timing_collector import TimingCollector
 from driver.signals import StopSignal
 from learner.learner_records import LearnerHealth, LearnerInfo
@@ -41,6 +43,7 @@ from rollout_worker.config import RolloutConfig
 from rollout_worker.worker_records import EvalItem, EvalRequest
 from services.control.messages import LearnerStatus
 from services.process.activity import HangWatch
+from services.process.awake_clock import AwakeClock
 from services.process.phases import LEARNER
 from services.process.process_memory import ProcessMemory
 from services.wire.host_port import split_address
@@ -80,6 +83,8 @@ class Supervisor:
         *,
         specs: ActorSpecs,
         group: PlacementGroup,
+        launcher: Launcher,
+        rooms: Rooms,
         stop: StopSignal,
         warn: Callable[[str], None],
     ):
@@ -87,6 +92,8 @@ class Supervisor:
 
         Args:
             group: room for the learner and the initial workers.
+            launcher: starts their processes.
+            rooms: knows where rooms lie.
             warn: shows one line.
         """
         self._placement = placement
@@ -96,12 +103,17 @@ class Supervisor:
         self._group = group
         self._stop = stop
         self._warn = warn
-        self._launcher = Launcher(placement)
+        self._launcher = launcher
+        self._rooms = rooms
+        self._clock = AwakeClock()
+        self._limit = RestartLimit(placement.learner_restarts)
         self._learner: LearnerHandle | None = None
+        self._place = RoomState()
+        """Where the learner was started."""
         self._watch: Call[LearnerHealth] | None = None
         self._watch_at = 0.0
         self._watch_asked = 0.0
-        self._timings = TimingCollector()
+        self._timings = TimingCollector(self._clock)
         self._info: LearnerInfo | None = None
         """None before the first learner serves."""
         self._health: LearnerHealth | None = None
@@ -133,43 +145,92 @@ class Supervisor:
     def start_learner(self) -> None:
         """Starts the learner and waits until it serves."""
         try:
-            self._begin_learner(self._specs.learner())
+            self._begin_learner(self._specs.learner(), self._rooms.state(self._room))
         except LearnerLost as error:
-            raise start_failure(error.__cause__ or error, "learner") from error
+            cause = error.__cause__
+            lost = cause if isinstance(cause, ActorLost) else error
+            raise start_failure(lost, "learner") from error
         except ActorFailed as error:
             raise start_failure(error, "learner") from error
 
     def restart_learner(self, error: LearnerLost) -> None:
-        """Starts another learner in place of one that died, on the port that workers know.
+        """Starts another learner in place of one that died, on the port that workers know if it is
+        free there.
 
         Raises:
             LearnerLost: if that one dies too before it serves.
             RestartsUsedUp: if the run allows no more.
+            ResourcesNotMet: if there is no room for it.
         """
-        self.learner_restarts += 1
-        allowed = self._placement.learner_restarts
-        if self.learner_restarts > allowed:
-            raise RestartsUsedUp(
-                f"{error}; placement.learner_restarts={allowed} is used up, --resume goes on from "
-                "the last checkpoint",
-                details=error.details,
-            ) from error
-        self._warn(f"{error}: restart {self.learner_restarts} of {allowed}")
-        with contextlib.suppress(ValueError):
-            self.learner.kill()
+        learner, self._learner = self._learner, None
+        self._health, self._watch, self._watch_at = None, None, math.inf
+        if learner is not None:
+            learner.kill()
         if self._launcher.colocated:
             self.fleet.await_process(error)
+        state = self._await_room(error)
         port = split_address(self.learner_info.address)[1]
-        self._begin_learner(self._specs.learner(port))
+        self._begin_learner(self._specs.learner(port), state)
         if self._launcher.colocated:
             self.fleet.enter_process()
 
-    def _begin_learner(self, spec: LearnerSpec) -> None:
-        room = Room(self._group, 0, shared=True)
-        self._learner = self._launcher.start_learner(spec, room)
+    @property
+    def _room(self) -> Room:
+        return Room(self._group, 0, shared=True)
+
+    def _await_room(self, error: LearnerLost) -> RoomState:
+        """Counts the loss of the learner, and waits until there is room for another one."""
+        judged, since = False, self._clock.now()
+        while (state := self._rooms.state(self._room)).problem != "":
+            if state.problem is not None and not judged:
+                judged = True
+                self._count_restart(error, state)
+                self._warn(f"the learner waits for room ({state.problem})")
+            allowed_s = self._placement.resources_timeout_s + NOTICED_S
+            if self._clock.now() - since > allowed_s:
+                raise ResourcesNotMet(
+                    f"no room for another learner came within {allowed_s:g} s "
+                    f"(placement.resources_timeout_s, and {NOTICED_S:g} s in which Ray notices "
+                    f"that a host is gone): {state.problem}; --resume goes on from the last "
+                    "checkpoint",
+                    details=error.details,
+                ) from error
+            self.turn()
+        if not judged:
+            self._count_restart(error, state)
+        return state
+
+    def _count_restart(self, error: LearnerLost, state: RoomState) -> None:
+        """Counts the end of a learner, or the loss of its host.
+
+        Raises:
+            RestartsUsedUp: if there were too many lately.
+        """
+        self.learner_restarts += 1
+        place, now, allowed = self._place, self._clock.now(), self._limit.allowed
+        if state.is_same_life(place):
+            count, what = self._limit.count_crash(place.host, now), str(error)
+        else:
+            count = self._limit.count_lost_host(place.host, place.node, now)
+            what = f"{error}, lost with its host {place.host}"
+        if count > allowed:
+            raise RestartsUsedUp(
+                f"{what}; placement.learner_restarts={allowed} is used up, --resume goes on from "
+                "the last checkpoint",
+                details=error.details,
+            ) from error
+        self._warn(what + f": restart {count} of {allowed}" * bool(count))
+
+    def _begin_learner(self, spec: LearnerSpec, state: RoomState) -> None:
+        """Starts a learner in its room, and waits until it serves."""
+        # It is asked nothing else before it serves.
+        self._health, self._watch, self._watch_at = None, None, math.inf
+        self._hangs, self._place = HangWatch(), state
         self._timings.table.remove_process(LEARNER)
-        self._health, self._hangs = None, HangWatch()
-        self._watch, self._watch_at = None, math.inf  # it is asked nothing else before it serves
+        try:
+            self._learner = self._launcher.start_learner(spec, self._room)
+        except ActorLost as error:
+            raise _learner_lost(error, "start") from error
         asked_s = time.monotonic()
         info = self.wait_for(self._learner.describe(), timeout_s=self._placement.startup_timeout_s)
         self._timings.add_process(LEARNER, self._learner, asked_s, info.clock_s)
@@ -183,6 +244,8 @@ class Supervisor:
             lambda name: self._specs.worker(name, self.learner_info.address),
             events,
             self._timings,
+            rooms=self._rooms,
+            clock=self._clock,
             capacity=worker_capacity(self._rollout),
             relay_fanout=self._weights.relay_fanout,
         )
@@ -196,10 +259,10 @@ class Supervisor:
         count = self._rollout.workers.at_start
         for index in range(len(self.fleet.workers), count):
             self.fleet.add(Room(self._group, index + 1, shared=True))
-        deadline = time.monotonic() + self._placement.startup_timeout_s
+        deadline = self._clock.now() + self._placement.startup_timeout_s
         while len(self.fleet.ready()) < count:
             self.turn()
-            if time.monotonic() > deadline:
+            if self._clock.now() > deadline:
                 ready = {worker.name for worker in self.fleet.ready()}
                 missing = sorted(self.fleet.workers.keys() - ready)
                 raise NoAnswer(
@@ -220,14 +283,14 @@ class Supervisor:
             Interrupted: after a signal, where the caller lets itself be interrupted.
             LearnerLost: if the learner's process is gone or hangs.
             ActorFailed: if the learner reports a failure of one of its threads.
-            WorkersLost: if a worker was lost once too often.
+            WorkersLost: if a worker was lost once too often, or there is no room for any.
         """
         if interruptible:
             self._stop.check()
         self.before_turn()
-        if self._watch is None and self._learner is not None and time.monotonic() > self._watch_at:
-            self._watch = self._learner.health()
-            self._watch_asked = time.monotonic()
+        now = self._clock.now()
+        if self._watch is None and self._learner is not None and now > self._watch_at:
+            self._watch, self._watch_asked = self._learner.health(), now
         waited = [*calls] if self._watch is None else [*calls, self._watch]
         if self._fleet is None:
             ended = wait_for_calls(waited, POLL_S)
@@ -243,10 +306,10 @@ class Supervisor:
             return
         if watch not in ended:
             silent_s = min(SILENT_S, self._placement.step_timeout_s)
-            if time.monotonic() - self._watch_asked > silent_s:
+            if self._clock.now() - self._watch_asked > silent_s:
                 raise LearnerLost(f"the learner did not answer 'health' within {silent_s:g} s")
             return
-        self._watch, self._watch_at = None, time.monotonic() + WATCH_S
+        self._watch, self._watch_at = None, self._clock.now() + WATCH_S
         self._health = self._learner_result(watch)
         if self._health.problem:
             raise ActorFailed(f"the learner: {self._health.problem}")
@@ -266,43 +329,45 @@ class Supervisor:
             ActorFailed: if it raised an error of its own.
             NoAnswer: naming the method.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = self._clock.now() + timeout_s
         while call not in self.turn([call], interruptible=interruptible):
-            if time.monotonic() > deadline:
+            if self._clock.now() > deadline:
                 raise NoAnswer(f"{call.who} did not answer {call.method!r} within {timeout_s:g} s")
         return self._learner_result(call)
 
     def evaluate(self, request: EvalRequest) -> list[EvalItem]:
         """Completes and scores held-out prompts; each worker gets a share of the positions."""
         waiting = deque(shares(request.positions, max(1, len(self.fleet.ready()))))
-        running: dict[Call[list[EvalItem]], tuple[Worker, list[int], float]] = {}
+        running: dict[Call[list[EvalItem]], tuple[Worker, WorkerHandle, list[int], float]] = {}
         results: list[EvalItem] = []
         try:
             while waiting or running:
-                busy = {worker.name for worker, _, _ in running.values()}
+                busy = [handle for _, handle, _, _ in running.values()]
                 for worker in self.fleet.ready():
-                    if waiting and worker.name not in busy and worker.handle is not None:
+                    handle = worker.handle
+                    if waiting and handle is not None and handle not in busy:
                         share = waiting.popleft()
-                        call = worker.handle.evaluate(dataclasses.replace(request, positions=share))
-                        running[call] = (worker, share, time.monotonic() + request.timeout_s)
+                        call = handle.evaluate(dataclasses.replace(request, positions=share))
+                        end_s = self._clock.now() + request.timeout_s
+                        running[call] = (worker, handle, share, end_s)
                         worker.evaluates = True
                 ended = self.turn(running)
-                now = time.monotonic()
-                over = [c for c, (_, _, end_s) in running.items() if c in ended or now > end_s]
+                now = self._clock.now()
+                over = [c for c, (*_, end_s) in running.items() if c in ended or now > end_s]
                 for call in over:
-                    worker, share, _ = running.pop(call)
-                    worker.evaluates = False
+                    worker, handle, share, _ = running.pop(call)
                     try:
                         if call not in ended:
                             raise NoAnswer(
                                 f"{worker.name} did not finish evaluate in {request.timeout_s:g} s"
                             )
                         results += call.result()
-                    except (*GONE, ActorFailed, NoAnswer) as error:
+                    except (ActorLost, ActorFailed, NoAnswer) as error:
                         waiting.append(share)
-                        self.fleet.lost_while(worker, error)
+                        self.fleet.lost_while(worker, handle, error)
+                    worker.evaluates = False
         finally:
-            for worker, _, _ in running.values():
+            for worker, *_ in running.values():
                 worker.evaluates = False
         return results
 
@@ -316,7 +381,7 @@ class Supervisor:
                 timeout_s=self._placement.step_timeout_s,
                 check=self._stop.check,
             )
-        except GONE as error:
+        except ActorLost as error:
             raise _learner_lost(error, "take_timing") from error
 
     def learner_status(self) -> LearnerStatus | None:
@@ -335,7 +400,7 @@ class Supervisor:
         if self._learner is not None:
             call = self._learner.health()
             if wait_for_calls([call], ASK_S):
-                with contextlib.suppress(*GONE, ActorFailed):
+                with contextlib.suppress(ActorLost, ActorFailed):
                     tables["buffer"] = dataclasses.asdict(call.result())
         return tables
 
@@ -352,7 +417,7 @@ class Supervisor:
     def _learner_result(self, call: Call[T]) -> T:
         try:
             return call.result()
-        except GONE as error:
+        except ActorLost as error:
             raise _learner_lost(error, call.method) from error
 
 
@@ -379,7 +444,5 @@ def learner_status(
     )
 
 
-def _learner_lost(error: BaseException, method: str) -> LearnerLost:
-    return LearnerLost(
-        f"the learner died during {method!r}: {message_of(error)}", details=str(error)
-    )
+def _learner_lost(error: ActorLost, method: str) -> LearnerLost:
+    return LearnerLost(f"the learner died during {method!r}: {error}", details=error.details)

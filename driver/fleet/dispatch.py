@@ -59,7 +59,7 @@ class Dispatch:
             worker
             for worker in workers
             if held[worker.name] <= self._capacity
-            and not any(self._must_be_alone(lease) for lease, _ in worker.leases.values())
+            and not any(self._must_be_alone(lease) for lease in worker.held_leases)
         ]
         if shared and any(map(self._must_be_alone, self._waiting)):
             shared.remove(min(shared, key=lambda worker: held[worker.name]))

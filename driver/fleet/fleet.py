@@ -5,7 +5,10 @@ Nothing here blocks: `poll` looks at every call that is under way, records what 
     starting --> ready <--> working --drain--> draining --> (gone)
        ^           |           |
        |           v           v
-       +-- back-off, after a process died, hung or raised
+       +-- back-off, after a process died, hung or raised, and while there is no room
+
+Every method changes what is recorded first and calls others after it, so that an error of theirs
+finds the records whole.
 """
 
 import dataclasses
@@ -14,31 +17,31 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from driver.accounting.restarts import RestartLimit
 from driver.config.run_config import PlacementConfig
 from driver.errors import RunError
 from driver.fleet.actor_calls import (
-    GONE,
     ActorFailed,
+    ActorLost,
     Call,
     LearnerLost,
     NoAnswer,
     StandsStill,
     blames_groups,
-    died,
-    message_of,
     start_failure,
     wait_for_calls,
 )
 from driver.fleet.dispatch import Dispatch
 from driver.fleet.fleet_worker import Worker
 from driver.fleet.handles import WorkerHandle
-from driver.fleet.launch import Launcher, Room
+from driver.fleet.launch import Launcher
+from driver.fleet.rooms import NOTICED_S, Room, Rooms, RoomState
 from driver.fleet.timing_collector import TimingCollector
 from rollout_worker.config import RolloutConfig
 from rollout_worker.worker_core import RolloutSpec
 from rollout_worker.worker_records import LeaseOutcome, LeaseResult, News, Orders, WorkerInfo
 from services.control.messages import WorkerState
-from services.process.activity import HangWatch
+from services.process.awake_clock import AwakeClock
 from services.weights.relay_tree import ancestors, relay_tree
 from services.wire.messages import Lease
 
@@ -50,10 +53,12 @@ LEAVE_S = 10.0
 """How long a drained process may take to close."""
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 30.0
+ROOM_S = 1.0
+"""Between two looks for room."""
 
 
 class WorkersLost(RunError):
-    """Rollout workers failed more often than the run allows."""
+    """Rollout workers failed more often than the run allows, or there is no room for any."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,6 +93,8 @@ class WorkerFleet:
         events: FleetEvents,
         timings: TimingCollector,
         *,
+        rooms: Rooms,
+        clock: AwakeClock,
         capacity: int,
         relay_fanout: int,
     ):
@@ -96,6 +103,7 @@ class WorkerFleet:
         Args:
             placement: deadlines and restarts.
             make_spec: what a worker of that name needs to start.
+            clock: of deadlines.
             capacity: groups that one worker may hold.
             relay_fanout: workers that pull weights from the same source.
         """
@@ -104,6 +112,8 @@ class WorkerFleet:
         self._make_spec = make_spec
         self._events = events
         self._timings = timings
+        self._rooms = rooms
+        self._clock = clock
         self._dispatch = Dispatch(capacity, events.must_be_alone)
         self._relay_fanout = relay_fanout
         self.workers: dict[str, Worker] = {}
@@ -112,16 +122,33 @@ class WorkerFleet:
         """A worker of this run has started once."""
         self._leaving: list[tuple[WorkerHandle, float]] = []
         """Drained processes, and when those that still are there are killed."""
+        self._limit = RestartLimit(placement.worker_restarts)
+        self._roomless_since: float | None = None
+        """Since when every worker waits for room."""
+        self._starts = True
         self.restarts = 0
 
     def add(self, room: Room) -> Worker:
         """Starts one more worker; it takes leases once it is ready."""
-        name = f"rollout-{self._next_index}"
+        worker = Worker(name=f"rollout-{self._next_index}", room=room)
         self._next_index += 1
-        worker = Worker(name=name, room=room)
-        self.workers[name] = worker
-        self._start(worker)
+        self.workers[worker.name] = worker
+        if self._starts:
+            state = RoomState() if self._launcher.colocated else self._rooms.state(room)
+            if state.problem:
+                self._wait_for_room(worker, state)
+            else:
+                self._start(worker, state)
         return worker
+
+    def stop_starting(self) -> None:
+        """From now on no process is started, and a worker that is lost stays lost."""
+        self._starts = False
+
+    def waiting_for_room(self) -> str:
+        """Which workers wait for room, and why; empty where none does."""
+        waiting = [worker for worker in self.workers.values() if worker.waits_for]
+        return "; ".join(f"{one.name} waits for room ({one.waits_for})" for one in waiting)
 
     def drain(self, name: str) -> None:
         """Has a worker finish what it decodes and leave; one that does not work leaves at once."""
@@ -134,8 +161,8 @@ class WorkerFleet:
 
     def order_all(self, orders: Orders) -> None:
         """Sends orders to every process that is ready."""
-        for _, handle in self.running():
-            handle.order(orders)
+        for worker, _ in self.running():
+            worker.order(orders)
 
     def send_sources(self, learner_address: str) -> None:
         """Sends every worker the addresses to ask for weights: its relays, then the learner."""
@@ -153,19 +180,17 @@ class WorkerFleet:
         """Gives leases to workers as `Dispatch` decides: some may wait for a later call."""
         given: dict[str, list[Lease]] = {}
         for worker, lease in self._dispatch.assign(self.ready(), leases):
-            worker.leases[lease.group_id] = (lease, time.monotonic())
             given.setdefault(worker.name, []).append(lease)
         for name, mine in given.items():
             self.workers[name].state = WorkerState.WORKING
-            self.workers[name].order(Orders(leases=tuple(mine)))
+            self.workers[name].hold_leases(mine, self._clock.now())
 
     def cancel_all(self) -> None:
         """Voids every lease that is out; the caller has taken them back."""
         self._dispatch.forget_waiting()
-        for worker, handle in self.running():
-            if worker.leases:
-                handle.order(Orders(cancel=tuple(worker.leases)))
-                worker.leases.clear()
+        for worker, _ in self.running():
+            if group_ids := worker.take_leases():
+                worker.order(Orders(cancel=tuple(group_ids)))
 
     def poll(self, timeout_s: float, calls: Collection[Call[object]] = ()) -> set[Call[object]]:
         """Looks once at everything under way.
@@ -176,11 +201,11 @@ class WorkerFleet:
 
         Returns:
             those of `calls` that have ended.
+
+        Raises:
+            WorkersLost: if workers were lost too often, or no room is left for any.
         """
-        now = time.monotonic()
-        for worker in [*self.workers.values()]:
-            if worker.handle is None and now >= worker.retry_at:
-                self._start(worker)
+        self._start_again()
         mine = {worker.call: worker for worker in self.workers.values() if worker.call is not None}
         if not mine and not calls:
             time.sleep(timeout_s)
@@ -188,7 +213,7 @@ class WorkerFleet:
         for call, worker in mine.items():
             if call in ended and self.workers.get(worker.name) is worker and worker.call is call:
                 self._answered(worker, call)
-        while self._leaving and self._leaving[0][1] <= time.monotonic():
+        while self._leaving and self._leaving[0][1] <= self._clock.now():
             self._leaving.pop(0)[0].kill()
         for worker in [*self.workers.values()]:
             if late := self._overdue(worker):
@@ -197,17 +222,20 @@ class WorkerFleet:
                 self._lost(worker, StandsStill(f"{worker.name}: {hang}", doing=worker.hangs.doing))
         return ended & set(calls)
 
-    def lost_while(self, worker: Worker, error: BaseException) -> None:
-        """Records a worker as lost that failed in a call of the caller's."""
-        if self.workers.get(worker.name) is worker and worker.handle is not None:
+    def lost_while(self, worker: Worker, handle: WorkerHandle, error: RunError) -> None:
+        """Records a worker as lost whose process failed in a call of the caller's.
+
+        Args:
+            handle: of the process that was called; the worker may have another one now.
+        """
+        if self.workers.get(worker.name) is worker and worker.handle is handle:
             self._lost(worker, error)
 
     def await_process(self, error: LearnerLost) -> None:
         """Records the worker as lost that shared the learner's process; it does not start yet."""
         for worker in self.workers.values():
             if worker.handle is not None:
-                self._end_process(worker, error)
-                self._hold_back(worker)
+                self._end_process(worker, error, retry_at=math.inf)
 
     def enter_process(self) -> None:
         """Starts it in the process that the learner has now."""
@@ -228,51 +256,131 @@ class WorkerFleet:
 
     def table(self) -> list[dict[str, Any]]:
         """One record of plain values for every worker."""
-        now = time.monotonic()
+        now = self._clock.now()
         return [worker.table_row(now) for worker in self.workers.values()]
 
     def shutdown(self, grace_s: float) -> None:
         """Ends every process; what does not end by itself in time is killed."""
         handles = [worker.handle for worker in self.workers.values() if worker.handle is not None]
         handles += [handle for handle, _ in self._leaving]
+        self.workers, self._leaving = {}, []
         wait_for_calls([handle.close() for handle in handles], grace_s, every=True)
         for handle in handles:
             handle.kill()
-        self.workers = {}
 
-    def _start(self, worker: Worker) -> None:
-        worker.state = WorkerState.STARTING
-        spec = self._make_spec(worker.name)
-        worker.handle, worker.call = self._launcher.start_worker(spec, worker.room)
-        worker.asked_at = time.monotonic()
-        worker.hangs = HangWatch()
+    def _start_again(self) -> None:
+        """Starts the processes that are due, where there is room."""
+        if not self._starts:
+            return
+        for worker in [*self.workers.values()]:
+            if worker.handle is not None or self._clock.now() < worker.retry_at:
+                continue
+            if self._launcher.colocated:
+                self._start(worker, RoomState())
+                continue
+            state = self._rooms.state(worker.room)
+            if state.problem is None:
+                continue
+            if worker.loss is not None:
+                self._judge_loss(worker, worker.loss, state)
+            if state.problem:
+                self._wait_for_room(worker, state)
+            else:
+                self._start(worker, state)
+        self._check_room()
+
+    def _judge_loss(self, worker: Worker, error: RunError, state: RoomState) -> None:
+        """Counts a lost process, or the loss of its host: once, whatever ran there.
+
+        Raises:
+            WorkersLost: if there were too many lately.
+        """
+        worker.loss = None
+        worker.restarts += 1
+        self.restarts += 1
+        place, now, allowed = worker.place, self._clock.now(), self._limit.allowed
+        if state.is_same_life(place):
+            count, what = self._limit.count_crash(place.host, now), "failed"
+        else:
+            count = self._limit.count_lost_host(place.host, place.node, now)
+            what = f"was lost with its host {place.host}"
+        if count > allowed:
+            raise WorkersLost(
+                f"{worker.name} {what} and placement.worker_restarts={allowed} is used up: "
+                f"{worker.last_error}",
+                details=error.details or str(error),
+            ) from error
+        counted = f", restart {count} of {allowed}" * bool(count)
+        self._events.warn(f"{worker.name} {what}{counted}: {worker.last_error}")
+
+    def _wait_for_room(self, worker: Worker, state: RoomState) -> None:
+        said, worker.waits_for = worker.waits_for, state.problem or ""
+        worker.retry_at = self._clock.now() + ROOM_S
+        if not said:
+            self._events.warn(
+                f"{worker.name} waits for room ({worker.waits_for}); the run has "
+                f"{len(self.ready())} of {len(self.workers)} workers"
+            )
+
+    def _check_room(self) -> None:
+        """Ends the run where no worker is left and no room comes.
+
+        Raises:
+            WorkersLost: with what is waited for.
+        """
+        now, workers = self._clock.now(), self.workers.values()
+        if not workers or not all(worker.waits_for for worker in workers):
+            self._roomless_since = None
+            return
+        self._roomless_since = now if self._roomless_since is None else self._roomless_since
+        allowed_s = self._placement.resources_timeout_s + NOTICED_S
+        if now - self._roomless_since > allowed_s:
+            raise WorkersLost(
+                f"no rollout worker is left, and none has had room for {allowed_s:g} s "
+                f"(placement.resources_timeout_s, and {NOTICED_S:g} s in which Ray notices that a "
+                f"host is gone): {self.waiting_for_room()}"
+            )
+
+    def _start(self, worker: Worker, state: RoomState) -> None:
+        """Starts a process for a worker."""
+        waited, worker.waits_for = worker.waits_for, ""
+        worker.state, worker.place, worker.order_number = WorkerState.STARTING, state, 0
+        worker.asked_at, worker.asked_s = self._clock.now(), time.monotonic()
         self._timings.table.remove_process(worker.name)
+        spec = self._make_spec(worker.name)
+        try:
+            worker.handle, worker.call = self._launcher.start_worker(spec, worker.room)
+        except ActorLost as error:
+            self._lost(worker, error)
+            return
+        if waited:
+            self._events.warn(f"{worker.name} has room on {state.host} and starts")
 
     def _answered(self, worker: Worker, call: Call[WorkerInfo | News]) -> None:
         """Takes what a worker's process reports, and asks it again."""
         try:
             answer = call.result()
-        except (*GONE, ActorFailed) as error:
-            if worker.state is WorkerState.STARTING:
-                failure = start_failure(error, worker.name)
-                if not self._proved and not died(error):
-                    raise failure from error  # as every other try would end
-                self._lost(worker, failure)
-            else:
+        except (ActorLost, ActorFailed) as error:
+            if worker.state is not WorkerState.STARTING:
                 self._lost(worker, error)
+                return
+            failure = start_failure(error, worker.name)
+            alike = isinstance(error, ActorFailed) or error.by_constructor
+            if alike and not self._proved:
+                raise failure from error  # as every other try would end
+            self._lost(worker, failure)
             return
-        if isinstance(answer, WorkerInfo):
-            self._proved = True
-            worker.info = answer
-            assert worker.handle is not None
-            self._timings.add_process(worker.name, worker.handle, worker.asked_at, answer.clock_s)
-            worker.state = WorkerState.READY
-            self._events.joined(worker, answer)
-        else:
+        assert worker.handle is not None
+        asked_s = worker.asked_s
+        worker.call = worker.handle.news(NEWS_S)
+        worker.asked_at, worker.asked_s = self._clock.now(), time.monotonic()
+        if isinstance(answer, News):
             self._receive(worker, answer)
-        if self.workers.get(worker.name) is worker and worker.handle is not None:
-            worker.call = worker.handle.news(NEWS_S)
-            worker.asked_at = time.monotonic()
+            return
+        self._proved = True
+        worker.info, worker.state = answer, WorkerState.READY
+        self._timings.add_process(worker.name, worker.handle, asked_s, answer.clock_s)
+        self._events.joined(worker, answer)
 
     def _receive(self, worker: Worker, news: News) -> None:
         """Records how leases ended and what else a worker reports."""
@@ -291,81 +399,69 @@ class WorkerFleet:
         if worker.state is WorkerState.WORKING and not worker.leases:
             worker.state = WorkerState.READY
         self._events.news(worker, news)
-        if worker.state is WorkerState.DRAINING and news.drained:
+        # A lease that is still on its way to a worker that has drained comes back with later news.
+        if worker.state is WorkerState.DRAINING and news.drained and not worker.leases:
             self._remove(worker)
 
     def _overdue(self, worker: Worker) -> str:
         return worker.overdue(
-            time.monotonic(),
+            self._clock.now(),
             startup_timeout_s=self._placement.startup_timeout_s,
             answer_timeout_s=NEWS_S + SILENT_S,
             lease_timeout_s=self._placement.step_timeout_s,
         )
 
-    def _lost(self, worker: Worker, error: BaseException) -> None:
-        """Takes the leases of a lost worker away and starts it anew after a pause.
+    def _lost(self, worker: Worker, error: RunError) -> None:
+        """Takes the leases of a lost worker away; it starts anew after a pause.
 
         Raises:
             LearnerLost: where it shares the learner's process, which must be replaced then.
         """
-        self._end_process(worker, error)
         if worker.state is WorkerState.DRAINING:
             self._remove(worker)
             return
         if self._launcher.colocated:
-            self._hold_back(worker)
+            self._end_process(worker, error, retry_at=math.inf)
             raise LearnerLost(
                 f"{worker.name} failed in the learner's process: {worker.last_error}",
-                details=getattr(error, "details", "") or str(error),
+                details=error.details or str(error),
             ) from error
-        self._count_restart(worker, error)
-        worker.state = WorkerState.STARTING
         pause_s = min(FIRST_BACKOFF_S * 2 ** min(worker.failures, 10), LONGEST_BACKOFF_S)
         worker.failures += 1
-        worker.retry_at = time.monotonic() + pause_s
+        worker.loss = error
+        self._end_process(worker, error, retry_at=self._clock.now() + pause_s)
 
-    def _end_process(self, worker: Worker, error: BaseException) -> None:
+    def _end_process(self, worker: Worker, error: RunError, *, retry_at: float) -> None:
         begun = worker.begun_leases() if blames_groups(error) else []
-        leases, worker.leases = list(worker.leases), {}
-        if worker.handle is not None:
-            worker.handle.kill()
-        worker.handle, worker.call, worker.memory, worker.policy_version = None, None, None, -1
-        worker.hangs = HangWatch()
-        worker.last_error = str(error) if isinstance(error, RunError) else message_of(error)
+        handle, group_ids = worker.take_handle(), worker.take_leases()
+        worker.state, worker.retry_at = WorkerState.STARTING, retry_at
+        worker.last_error = str(error)
+        if self._launcher.colocated:
+            self.restarts += 1
+            worker.restarts += 1
         self._timings.table.remove_process(worker.name)
         if begun:
             self._events.killed(begun, worker.last_error)
-        if leases:
-            self._events.void(leases, True)
-
-    def _hold_back(self, worker: Worker) -> None:
-        self.restarts += 1
-        worker.restarts += 1
-        worker.state, worker.retry_at = WorkerState.STARTING, math.inf
-
-    def _count_restart(self, worker: Worker, error: BaseException) -> None:
-        self.restarts += 1
-        worker.restarts += 1
-        allowed = self._placement.worker_restarts
-        if self.restarts > allowed:
-            raise WorkersLost(
-                f"{worker.name} failed and placement.worker_restarts={allowed} is used up: "
-                f"{worker.last_error}",
-                details=getattr(error, "details", "") or str(error),
-            ) from error
-        self._events.warn(
-            f"{worker.name} failed, restart {self.restarts} of {allowed}: {worker.last_error}"
-        )
+        if group_ids:
+            self._events.void(group_ids, True)
+        if handle is not None:
+            handle.kill()
 
     def _remove(self, worker: Worker) -> None:
-        if worker.handle is not None:
-            if worker.state is WorkerState.DRAINING:
-                self._timings.request(worker.name, worker.handle, time.monotonic())
-            worker.handle.close()
-            self._leaving.append((worker.handle, time.monotonic() + LEAVE_S))
-        self._timings.table.remove_process(worker.name)
+        """Forgets a worker that has drained, or that was lost before it had."""
         del self.workers[worker.name]
+        drained = worker.state is WorkerState.DRAINING
+        handle, group_ids = worker.take_handle(), worker.take_leases()
+        if handle is not None:
+            self._leaving.append((handle, self._clock.now() + LEAVE_S))
+        self._timings.table.remove_process(worker.name)
+        if group_ids:
+            self._events.void(group_ids, True)
         self._events.left(worker)
+        if handle is not None:
+            if drained:
+                self._timings.request(worker.name, handle, time.monotonic())
+            handle.close()
 
 
 def worker_capacity(rollout: RolloutConfig) -> int:

@@ -18,7 +18,7 @@ from driver.fleet.cluster import ResourcesNotMet, WorkerRoom, release
 from driver.fleet.control_server import ControlBox, Drain, FleetRequest, new_target
 from driver.fleet.fleet import WorkerFleet
 from driver.fleet.fleet_worker import Worker
-from driver.fleet.launch import Room
+from driver.fleet.rooms import Room
 from rollout_worker.config import WorkersConfig
 from services.control import messages as control
 from services.control.messages import NoSuchWorker, NotNow, OutOfBounds
@@ -171,7 +171,7 @@ class Scaler:
             workers=tuple(
                 worker.status(self._rate(worker)) for worker in self._fleet.workers.values()
             ),
-            notice=self._notice,
+            notice=self._notice or self._fleet.waiting_for_room(),
             groups_waiting=queues.waiting,
             groups_out=queues.out,
             learner=self._learner(),

@@ -2,16 +2,28 @@
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from typing import Any
 
+from driver.errors import RunError
 from driver.fleet.actor_calls import Call
 from driver.fleet.handles import WorkerHandle
-from driver.fleet.launch import Room
+from driver.fleet.rooms import Room, RoomState
 from rollout_worker.worker_records import LeaseResult, News, Orders, WorkerInfo
 from services.control.messages import WorkerState, WorkerStatus
 from services.process.activity import HangWatch
 from services.process.process_memory import ProcessMemory
 from services.wire.messages import Lease
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeldLease:
+    """A lease that a worker holds."""
+
+    lease: Lease
+    given_at: float
+    order_number: int
+    """Of the orders that it went out with."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -21,14 +33,24 @@ class Worker:
     name: str
     room: Room
     handle: WorkerHandle | None = None
-    """None while it waits to be started again, after its back-off."""
+    """None while it waits to be started again, after its back-off or for room."""
     state: WorkerState = WorkerState.STARTING
     call: Call[WorkerInfo | News] | None = None
     """Under way: the start of its process, then one question for news after the other."""
     asked_at: float = 0.0
-    """When that call was made, on the monotonic clock."""
-    leases: dict[str, tuple[Lease, float]] = dataclasses.field(default_factory=dict)
-    """By group id, with the time each was given."""
+    """When that call was made, on the clock of deadlines."""
+    asked_s: float = 0.0
+    """The same on the monotonic clock."""
+    order_number: int = 0
+    """Of the last orders to its process."""
+    leases: dict[str, HeldLease] = dataclasses.field(default_factory=dict)
+    """By group id."""
+    place: RoomState = dataclasses.field(default_factory=RoomState)
+    """Where its last process was started."""
+    loss: RunError | None = None
+    """Why its last process is gone, until it is clear whether its host is too."""
+    waits_for: str = ""
+    """Why there is no room for it."""
     info: WorkerInfo | None = None
     """Of its last process that was ready."""
     policy_version: int = -1
@@ -54,9 +76,28 @@ class Worker:
         return self.state in (WorkerState.READY, WorkerState.WORKING)
 
     def order(self, orders: Orders) -> None:
-        """Sends orders to its process."""
+        """Sends orders to its process, numbered."""
         assert self.handle is not None
-        self.handle.order(orders)
+        self.order_number += 1
+        self.handle.order(dataclasses.replace(orders, number=self.order_number))
+
+    def hold_leases(self, leases: Sequence[Lease], now: float) -> None:
+        """Sends leases to its process.
+
+        Args:
+            now: on the clock of deadlines.
+        """
+        number = self.order_number + 1
+        self.leases |= {
+            lease.group_id: HeldLease(lease=lease, given_at=now, order_number=number)
+            for lease in leases
+        }
+        self.order(Orders(leases=tuple(leases)))
+
+    @property
+    def held_leases(self) -> list[Lease]:
+        """The leases that it holds."""
+        return [held.lease for held in self.leases.values()]
 
     def begun_leases(self) -> list[Lease]:
         """Leases whose groups it may be at: it had the version that they need, as it last reported,
@@ -64,13 +105,26 @@ class Worker:
         """
         if self.evaluates or self.policy_version < 0:
             return []
-        held = self.policy_version
-        return [lease for lease, _ in self.leases.values() if lease.min_policy_version <= held]
+        version = self.policy_version
+        return [lease for lease in self.held_leases if lease.min_policy_version <= version]
+
+    def take_leases(self) -> list[str]:
+        """Takes every lease off it; their group ids."""
+        leases, self.leases = self.leases, {}
+        return list(leases)
+
+    def take_handle(self) -> WorkerHandle | None:
+        """Forgets its process, which the caller ends."""
+        handle, self.handle = self.handle, None
+        self.call, self.memory, self.policy_version, self.hangs = None, None, -1, HangWatch()
+        return handle
 
     def end_lease(self, result: LeaseResult) -> bool:
         """Takes a lease off that has ended; false for one that was made void meanwhile."""
         held = self.leases.get(result.group_id)
-        if held is None or held[0].attempt != result.attempt:
+        if held is None or held.lease.attempt != result.attempt:
+            return False
+        if held.order_number != result.order_number:
             return False
         del self.leases[result.group_id]
         return True
@@ -98,8 +152,8 @@ class Worker:
                 return f"{self.name} did not start within {startup_timeout_s:g} s"
             if self.state is not WorkerState.STARTING and waited_s > answer_timeout_s:
                 return f"{self.name} did not answer within {answer_timeout_s:g} s"
-        for group_id, (_, given_at) in self.leases.items():
-            if now - given_at > lease_timeout_s:
+        for group_id, held in self.leases.items():
+            if now - held.given_at > lease_timeout_s:
                 return f"{self.name} did not finish {group_id} in {lease_timeout_s:g} s"
         return ""
 
@@ -113,7 +167,7 @@ class Worker:
             host=info.host if info else "",
             pid=info.pid if info else 0,
             restarts=self.restarts,
-            last_error=self.last_error,
+            last_error=self.waits_for or self.last_error,
             groups_leased=len(self.leases),
             groups_done=self.done,
             tokens_per_s=tokens_per_s,
@@ -128,7 +182,7 @@ class Worker:
         """One record of plain values for a post-mortem.
 
         Args:
-            now: on the monotonic clock.
+            now: on the clock of deadlines.
         """
         return {
             "name": self.name,
@@ -139,8 +193,11 @@ class Worker:
             "address": self.info.address if self.info else "",
             "restarts": self.restarts,
             "last_error": self.last_error,
+            "waits_for": self.waits_for,
             "leases": sorted(self.leases),
-            "oldest_lease_s": max((now - at for _, at in self.leases.values()), default=0.0),
+            "oldest_lease_s": max(
+                (now - held.given_at for held in self.leases.values()), default=0.0
+            ),
             "done": self.done,
             "tokens": self.tokens,
             "doing": self.hangs.doing,

@@ -1,7 +1,8 @@
 """What the driver asks of the learner and of a rollout worker, in whichever process each runs.
 
-Every method starts a call and returns at once (`actor_calls.py`). The arguments and results are
-those of the methods of `LearnerActor` and `RolloutActor` that have the same name.
+Every method starts a call and returns at once (`actor_calls.py`); none fails because the process
+is gone, which shows in the result. The arguments and results are those of the methods of
+`LearnerActor` and `RolloutActor` that have the same name.
 """
 
 from collections.abc import Sequence

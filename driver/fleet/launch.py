@@ -3,20 +3,22 @@
 Each actor has a process of its own, or the learner's process has the worker too (`colocated.py`).
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 import ray
 from ray.actor import ActorHandle
-from ray.util.placement_group import PlacementGroup
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from driver.config.run_config import PlacementConfig, Resources
 from driver.config.shell_switches import FIXED
-from driver.fleet.actor_calls import Call
+from driver.fleet.actor_calls import ActorLost, Call
 from driver.fleet.cluster import bundle
 from driver.fleet.colocated import ColocatedActor
 from driver.fleet.handles import LearnerHandle, WorkerHandle
+from driver.fleet.rooms import Room
 from learner.actor import LearnerActor
 from learner.learner_records import LearnerHealth, LearnerInfo, Restored, Saved, UpdateReport
 from learner.learner_spec import LearnerSpec
@@ -34,18 +36,6 @@ CALLS_AT_ONCE = 16
 """Threads of an actor: questions are answered while it works."""
 
 
-class Room:
-    """A reserved place for one actor."""
-
-    def __init__(self, group: PlacementGroup, bundle: int, *, shared: bool):
-        """Args:
-        shared: whether others have bundles in the same group, so that it must stay.
-        """
-        self.group = group
-        self.bundle = bundle
-        self.shared = shared
-
-
 class Launcher:
     """Knows in which process a rollout worker is to be started."""
 
@@ -60,7 +50,11 @@ class Launcher:
         return self._placement.mode == "colocated"
 
     def start_learner(self, spec: LearnerSpec, room: Room) -> LearnerHandle:
-        """Starts a process for the learner, and for the worker where they share one."""
+        """Starts a process for the learner, and for the worker where they share one.
+
+        Raises:
+            ActorLost: if Ray takes no actor.
+        """
         kind = ColocatedActor if self.colocated else LearnerActor
         self._learner_process = self._start(kind, spec, self._placement.learner, room)
         return _Learner(self._learner_process, "the learner")
@@ -73,14 +67,17 @@ class Launcher:
 
         Returns:
             its handle, and a call that ends when it is ready.
+
+        Raises:
+            ActorLost: if Ray takes no actor.
         """
         if self.colocated:
-            assert self._learner_process is not None
-            ready = self._learner_process.start_worker.remote(spec)
-            handle = _ColocatedWorker(self._learner_process, spec.name)
-            return handle, Call(ready, spec.name, "start")
+            process = self._learner_process
+            assert process is not None
+            ready = Call.start(lambda: process.start_worker.remote(spec), spec.name, "start")
+            return _ColocatedWorker(process, spec.name), ready
         actor = self._start(RolloutActor, spec, self._placement.rollout, room)
-        return _Worker(actor, spec.name), Call(actor.describe.remote(), spec.name, "start")
+        return _Worker(actor, spec.name), Call.start(actor.describe.remote, spec.name, "start")
 
     def _start(
         self, kind: type, spec: LearnerSpec | RolloutSpec, resources: Resources, room: Room
@@ -98,7 +95,10 @@ class Launcher:
                 placement_group=room.group, placement_group_bundle_index=room.bundle
             ),
         )
-        return cast(ActorHandle, actor_class.remote(spec))
+        try:
+            return cast(ActorHandle, actor_class.remote(spec))
+        except RayError as error:
+            raise ActorLost.by(error) from error
 
 
 def platform_environment(platform: str, resources: Resources) -> dict[str, str]:
@@ -129,13 +129,14 @@ class _Actor(Generic[A]):
         self._name = name
 
     def kill(self) -> None:
-        ray.kill(self._process)
+        with contextlib.suppress(RayError):  # where it cannot be found, it is gone
+            ray.kill(self._process)
 
     def _call(
         self, method: Callable[Concatenate[A, P], T], *arguments: P.args, **named: P.kwargs
     ) -> Call[T]:
         remote = getattr(self._process, method.__name__)  # Ray's handles have no types
-        return Call(remote.remote(*arguments, **named), self._name, method.__name__)
+        return Call.start(lambda: remote.remote(*arguments, **named), self._name, method.__name__)
 
 
 class _Learner(_Actor[LearnerActor]):
@@ -199,5 +200,7 @@ class _ColocatedWorker(_Worker):
         *arguments: P.args,
         **named: P.kwargs,
     ) -> Call[T]:
-        ref = self._process.call_worker.remote(method, *arguments, **named)
-        return Call(ref, self._name, method.__name__)
+        call = self._process.call_worker
+        return Call.start(
+            lambda: call.remote(method, *arguments, **named), self._name, method.__name__
+        )

@@ -5,8 +5,9 @@ import time
 from collections.abc import Callable, Collection, Mapping
 
 from driver.accounting.step_timing import RunTiming, TimingTable
-from driver.fleet.actor_calls import GONE, ActorFailed, Call, NoAnswer, wait_for_calls
+from driver.fleet.actor_calls import ActorFailed, ActorLost, Call, NoAnswer, wait_for_calls
 from driver.fleet.handles import LearnerHandle, WorkerHandle
+from services.process.awake_clock import AwakeClock
 from services.process.phases import LEARNER
 from services.process.span_log import StepTiming
 
@@ -19,7 +20,11 @@ SIGNAL_POLL_S = 0.5
 class TimingCollector:
     """Requests timings from actors and adds what arrives to a table."""
 
-    def __init__(self):
+    def __init__(self, clock: AwakeClock):
+        """Args:
+        clock: of deadlines.
+        """
+        self._clock = clock
         self.table = TimingTable()
         self._open: dict[Call[StepTiming], tuple[str, float]] = {}
         """Process and time of the request, by the call that is under way."""
@@ -66,16 +71,16 @@ class TimingCollector:
             check: called while it waits; raises to end the wait.
 
         Raises:
-            RayActorError, WorkerCrashedError: if the learner's process is gone.
+            ActorLost: if the learner's process is gone.
             ActorFailed: if it raised an error of its own.
             NoAnswer: if it does not answer.
         """
-        at_s = time.monotonic()
+        at_s, asked_at = time.monotonic(), self._clock.now()
         for name, actor in actors.items():
             self.request(name, actor, at_s)
         while self._open:
             self._receive(wait_for_calls(self._open, SIGNAL_POLL_S))
-            late_s = time.monotonic() - at_s
+            late_s = self._clock.now() - asked_at
             if late_s > WORKER_S:
                 self._open = {c: who for c, who in self._open.items() if who[0] == LEARNER}
             if self._open:
@@ -90,7 +95,7 @@ class TimingCollector:
             name, asked_s = self._open.pop(call)
             try:
                 self.table.add_timing(name, call.result(), asked_s)
-            except (*GONE, ActorFailed):
+            except (ActorLost, ActorFailed):
                 if name == LEARNER:
                     raise
                 # The fleet notices the loss of a worker by its other calls.

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from ray.exceptions import RayActorError
 
 from driver.config.run_config import Resources
 from driver.config.shell_switches import FIXED
@@ -44,12 +45,13 @@ def test_half_a_tpu_host_is_named_to_libtpu():
 
 
 def test_the_message_of_an_actor_is_the_end_of_its_traceback():
-    error = RuntimeError(
+    error = RayActorError(
+        "0123",
         "The actor died because of an error raised in its creation task, ray::A.__init__()\n"
         '  File "actor.py", line 3, in __init__\n'
         "    raise ValueError(text)\n"
         "models.platform.WrongPlatform: placement.platform=tpu, but JAX found cpu;\n"
-        "set placement.platform=cpu"
+        "set placement.platform=cpu",
     )
     assert message_of(error) == (
         "models.platform.WrongPlatform: placement.platform=tpu, but JAX found cpu;\n"

@@ -9,7 +9,7 @@ from driver.accounting.intake import Intake, IntakeRules
 from driver.accounting.leases import LeaseState, LeaseTable, NoPromptLeft, TrajectoryState
 from driver.accounting.quarantine import DamagedQuarantine, Quarantine
 from driver.fleet.dispatch import Dispatch
-from driver.fleet.fleet_worker import Worker
+from driver.fleet.fleet_worker import HeldLease, Worker
 from rollout_worker.worker_records import LeaseOutcome, LeaseResult
 from services.control.messages import WorkerState
 from services.trajectories.group_report import GroupReport
@@ -21,7 +21,7 @@ Kills = Callable[[Worker], bool]
 
 
 def positions(worker: Worker) -> set[int]:
-    return {lease.position for lease, _ in worker.leases.values()}
+    return {lease.position for lease in worker.held_leases}
 
 
 class Run:
@@ -53,7 +53,8 @@ class Run:
             room = self.dispatch.room(self.workers)
             leases = self.intake.grant_leases(room, self.version, 100)
             for worker, lease in self.dispatch.assign(self.workers, leases):
-                worker.leases[lease.group_id] = (lease, 0.0)
+                held = HeldLease(lease=lease, given_at=0.0, order_number=1)
+                worker.leases[lease.group_id] = held
                 assert len(worker.leases) <= CAPACITY
             for worker in self.workers:
                 worker.policy_version = self.version
@@ -75,7 +76,7 @@ class Run:
             self.table.return_leases([*worker.leases], LeaseState.EXPIRED)
             worker.leases.clear()
         for group_id in [*worker.leases]:
-            lease, _ = worker.leases.pop(group_id)
+            lease = worker.leases.pop(group_id).lease
             self.quarantine.clear_group(group_id)
             self.intake.record_result(accepted(lease, self.version))
 
@@ -95,6 +96,7 @@ def accepted(lease: Lease, version: int) -> LeaseResult:
     return LeaseResult(
         group_id=lease.group_id,
         attempt=lease.attempt,
+        order_number=1,
         outcome=LeaseOutcome.ACCEPTED,
         report=report,
     )
@@ -169,7 +171,8 @@ def test_a_resume_keeps_suspects_and_what_is_set_aside(tmp_path):
 
 def test_groups_that_a_worker_cannot_have_begun_are_no_suspects(tmp_path):
     lease = LeaseTable(seed=0, prompt_count=4).grant_leases(1, 3)[0]
-    worker = Worker(name="w", room=None, leases={lease.group_id: (lease, 0.0)})  # pyright: ignore[reportArgumentType]
+    held = HeldLease(lease=lease, given_at=0.0, order_number=1)
+    worker = Worker(name="w", room=None, leases={lease.group_id: held})  # pyright: ignore[reportArgumentType]
     assert worker.begun_leases() == []
     worker.policy_version = 2
     assert worker.begun_leases() == []

@@ -7,8 +7,9 @@ from ray.exceptions import ActorDiedError
 
 from driver.config.run_config import PlacementConfig
 from driver.fleet import fleet as fleet_module
-from driver.fleet.actor_calls import ActorFailed, NoAnswer, StandsStill, blames_groups
+from driver.fleet.actor_calls import ActorFailed, ActorLost, NoAnswer, StandsStill, blames_groups
 from driver.fleet.fleet import FleetEvents, WorkerFleet
+from driver.fleet.rooms import RoomState
 from driver.fleet.timing_collector import TimingCollector
 from services.control.messages import WorkerState
 from services.process.activity import Activity
@@ -19,10 +20,10 @@ NODE_DIED = "The actor died because its node has died. Node Id: 1f"
 DIED = "The worker died unexpectedly: Node IP 10.0.0.1, exit type SYSTEM_ERROR"
 
 
-def died(text: str) -> ActorDiedError:
+def died(text: str) -> ActorLost:
     error = ActorDiedError()
     error.error_msg = text
-    return error
+    return ActorLost.by(error)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +72,18 @@ class Launcher:
         return self.handles[-1], object()
 
 
+class Time:
+    s = 0.0
+
+    def now(self) -> float:
+        return self.s
+
+
+class Rooms:
+    def state(self, room) -> RoomState:
+        return RoomState(node="1f", host="a", problem="")
+
+
 def test_a_worker_that_answers_and_hangs_is_replaced_as_if_it_had_died_R8(monkeypatch):
     seen: dict[str, list] = {"void": [], "killed": [], "said": []}
     events = FleetEvents(
@@ -86,12 +99,15 @@ def test_a_worker_that_answers_and_hangs_is_replaced_as_if_it_had_died_R8(monkey
     launcher: Any = Launcher()
     room: Any = None
     spec: Any = None
+    clock: Any = Time()
     fleet = WorkerFleet(
         PlacementConfig(step_timeout_s=120.0),
         launcher,
         lambda name: spec,
         events,
-        TimingCollector(),
+        TimingCollector(clock),
+        rooms=Rooms(),
+        clock=clock,
         capacity=2,
         relay_fanout=2,
     )
@@ -112,6 +128,9 @@ def test_a_worker_that_answers_and_hangs_is_replaced_as_if_it_had_died_R8(monkey
     assert seen["void"] == [(["g00000000"], True)]
     ((begun, cause),) = seen["killed"]
     assert begun == [lease] and cause == "rollout-0: no progress for 11 s in decode (tokens 7)"
+    clock.s += 1.0
+    fleet.poll(0.0)
+    assert len(launcher.handles) == 2
     assert seen["said"] == [
         "rollout-0 failed, restart 1 of 3: rollout-0: no progress for 11 s in decode (tokens 7)"
     ]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from driver.fleet.fleet_worker import Worker
+from driver.fleet.fleet_worker import HeldLease, Worker
 from rollout_worker.data.data_digests import digest_data
 from rollout_worker.data.prompts import PromptSet
 from rollout_worker.worker_records import LeaseOutcome, LeaseResult, News, WorkerInfo
@@ -34,6 +34,10 @@ def worker(**changes: Any) -> Worker:
 
 def lease(attempt: int = 0) -> Lease:
     return Lease(group_id="g0", attempt=attempt, epoch=0, position=0, min_policy_version=0)
+
+
+def held(attempt: int = 0) -> HeldLease:
+    return HeldLease(lease=lease(attempt), given_at=0.0, order_number=2)
 
 
 def news(*pulls: PullStats) -> News:
@@ -90,12 +94,19 @@ def test_only_transfers_over_the_network_count_as_its_speed():
 
 
 def test_the_end_of_another_attempt_leaves_a_lease_as_it_is():
-    one = worker(leases={"g0": (lease(attempt=1), 0.0)})
-    late, mine = (
-        LeaseResult(group_id="g0", attempt=n, outcome=LeaseOutcome.RETURNED, report=None)
-        for n in (0, 1)
+    one = worker(leases={"g0": held(attempt=1)})
+    late, earlier, mine = (
+        LeaseResult(
+            group_id="g0",
+            attempt=attempt,
+            order_number=number,
+            outcome=LeaseOutcome.RETURNED,
+            report=None,
+        )
+        for attempt, number in ((0, 2), (1, 1), (1, 2))
     )
     assert not one.end_lease(late) and "g0" in one.leases
+    assert not one.end_lease(earlier), "as after the learner went back to a checkpoint"
     assert one.end_lease(mine) and not one.leases
     assert not one.end_lease(mine)
 
@@ -108,7 +119,7 @@ def test_the_end_of_another_attempt_leaves_a_lease_as_it_is():
         ({"call": "news", "state": WorkerState.READY}, 11.0, ""),
         ({"call": "news", "state": WorkerState.READY}, 21.0, "did not answer within 20 s"),
         ({"call": None}, 21.0, ""),
-        ({"call": None, "leases": {"g0": (lease(), 0.0)}}, 31.0, "did not finish g0 in 30 s"),
+        ({"call": None, "leases": {"g0": held()}}, 31.0, "did not finish g0 in 30 s"),
     ],
 )
 def test_each_deadline_names_worker_and_bound(changes, now_s, expected):

@@ -4,7 +4,9 @@ from typing import Any, cast
 
 import pytest
 
+from driver.fleet.actor_calls import ActorLost
 from driver.fleet.timing_collector import TimingCollector
+from services.process.awake_clock import AwakeClock
 from services.process.phase_clock import PhaseClock
 from services.process.phases import LEARNER
 
@@ -45,7 +47,7 @@ class Answer:
 
     def result(self):
         if not self._process.alive:
-            raise ConnectionError("gone")
+            raise ActorLost("gone")
         return self._timing or self._process.clock.take_timing(self._until_s)
 
 
@@ -55,10 +57,9 @@ class Run:
     def __init__(self, monkeypatch, behind_s: dict[str, float]):
         self.now = Time(1_000.0)
         monkeypatch.setattr("driver.fleet.timing_collector.time.monotonic", self.now)
-        monkeypatch.setattr("driver.fleet.timing_collector.GONE", (ConnectionError,))
         monkeypatch.setattr("driver.fleet.timing_collector.wait_for_calls", self._wait)
         self.silent: set[str] = set()
-        self.collector = TimingCollector()
+        self.collector = TimingCollector(AwakeClock())
         self.processes: dict[str, Process] = {}
         for name, seconds in behind_s.items():
             self.start(name, seconds)
@@ -182,7 +183,7 @@ def test_timings_that_arrived_before_the_learner_died_are_in_the_next_step(monke
     start_s = run.collect().at_s
     run.work(4.0)
     run.processes[LEARNER].alive, run.processes[LEARNER].late_s = False, 1.0
-    with pytest.raises(ConnectionError):
+    with pytest.raises(ActorLost):
         run.collect()
     run.start(LEARNER)
     run.work(2.0)

@@ -1,0 +1,150 @@
+"""A run of the driver that loses processes, hosts and time, in a made-up world."""
+
+import pytest
+
+from tests.driver.simulated_run import SimulatedRun, World
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Runs the driver in a world."""
+
+    def one(world: World, **changes) -> SimulatedRun:
+        return SimulatedRun(tmp_path / "run", world, **changes).run(monkeypatch)
+
+    return one
+
+
+def finished(run: SimulatedRun, steps: int = 6) -> None:
+    """Checks that a run took all its steps and trained each group once."""
+    assert run.error is None, run.said
+    assert sorted(run.world.trained) == [f"g{i:08d}" for i in range(4 * steps)]
+    assert run.world.saved is not None and run.world.saved[0] == steps
+
+
+def test_an_undisturbed_run_trains_every_group_once(start):
+    finished(start(World()))
+
+
+def test_a_run_of_two_workers_survives_the_loss_of_one_host_for_good_F02(start):
+    world = World()
+    world.at(30.0, lambda: world.lose_host("b"))
+    run = start(world, steps=30)
+    finished(run, 30)
+    lost = run.said_of("rollout-1")
+    assert [line for line in lost if "lost with its host b, restart 1 of 3" in line] == lost[1:2]
+    assert len(run.said_of("restart ")) == 1, "one host, one event"
+    (waits,) = run.said_of("rollout-1 waits for room", "b does not answer")
+    assert waits.endswith("the run has 1 of 2 workers")
+    assert world.process("rollout-1").host.name == "b", "nothing was started on the dead host"
+
+
+def test_a_host_that_comes_later_gets_the_worker_that_waits_F02(start):
+    world = World()
+    world.at(30.0, lambda: world.lose_host("b"))
+    world.at(150.0, lambda: world.add_host("c"))
+    run = start(world, steps=60)
+    finished(run, 60)
+    assert run.said_of("rollout-1 has room on c and starts")
+    assert [one.host.name for one in world.processes if one.name == "rollout-1"] == ["b", "c"]
+
+
+def test_the_host_of_the_learner_may_be_lost_three_times_F02(start):
+    world = World("learner a b s1 s2 s3")
+    for n, name in enumerate(("learner", "s1", "s2")):
+        world.at(40.0 + 90.0 * n, lambda name=name: world.lose_host(name))
+    run = start(world, steps=60)
+    finished(run, 60)
+    learners = [one.host.name for one in world.processes if one.name == "learner"]
+    assert learners == ["learner", "s1", "s2", "s3"], "none was started where a host was dead"
+    assert len(run.said_of("the learner waits for room")) == 3, "and it says so"
+
+
+def test_hosts_that_are_lost_do_not_use_up_the_restarts_of_crashes_F02(start):
+    world = World("learner a b s1 s2 s3")
+    for n, name in enumerate(("b", "s1", "s2")):
+        world.at(30.0 + 100.0 * n, lambda name=name: world.lose_host(name))
+    for n in range(3):
+        world.at(300.0 + 20.0 * n, lambda: world.process("rollout-1").end())
+    run = start(world, steps=120)
+    finished(run, 120)
+    assert run.said_of("rollout-1 failed, restart 3 of 3")
+
+
+def test_two_workers_of_one_host_are_one_event_F02(start):
+    world = World("learner a s1")
+    world.bundles = {0: "learner", 1: "a", 2: "a"}
+    world.at(30.0, lambda: world.lose_host("a"))
+    world.at(100.0, lambda: world.bundles.update({1: "s1", 2: "s1"}))
+    run = start(world, placement__worker_restarts=1)
+    finished(run)
+    assert len(run.said_of("was lost with its host a")) == 2
+    assert len(run.said_of("restart ")) == 1
+
+
+def test_without_any_worker_and_room_the_run_ends_in_a_checkpoint_F02(start):
+    world = World()
+    world.at(30.0, lambda: (world.lose_host("a"), world.lose_host("b")))
+    run = start(world, steps=30, placement__resources_timeout_s=60.0)
+    assert "no rollout worker is left, and none has had room for 150 s" in str(run.error)
+    assert run.said_of("writing a checkpoint") and run.ended_in_checkpoint(1)
+
+
+def test_a_learner_without_room_says_so_and_ends_the_run_in_time_F10(start):
+    world = World()
+    world.at(40.0, lambda: world.lose_host("learner"))
+    run = start(world, steps=30, placement__resources_timeout_s=60.0)
+    assert run.said_of("the learner waits for room (learner does not answer)")
+    assert "no room for another learner came within 150 s" in str(run.error)
+    assert "no host of the Ray cluster has 1 CPU free" in str(run.error)
+    assert run.status["exit_code"] == 3
+
+
+@pytest.mark.parametrize("evaluates", [0, 1])
+def test_the_last_worker_failure_ends_in_the_announced_checkpoint_F07_R05(start, evaluates):
+    world = World()
+    world.at(37.0, lambda: world.process("rollout-0").end())
+    run = start(world, steps=30, placement__worker_restarts=0, eval__every_steps=evaluates)
+    assert str(run.error).startswith(
+        "rollout-0 failed and placement.worker_restarts=0 is used up: its process ended"
+    )
+    assert run.said_of("writing a checkpoint") and run.ended_in_checkpoint(1)
+
+
+@pytest.mark.parametrize("who", ["rollout-0", "learner"])
+def test_a_process_that_crashes_again_and_again_ends_the_run(start, who):
+    world = World()
+    for n in range(5):
+        world.at(30.0 + 20.0 * n, lambda: world.process(who).end())
+    run = start(world, steps=500)
+    key = "worker_restarts" if who == "rollout-0" else "learner_restarts"
+    assert f"placement.{key}=3 is used up" in str(run.error)
+    assert len([one for one in world.processes if one.name == who]) == 4
+
+
+@pytest.mark.parametrize("pause_s", [75.0, 90.0, 3_600.0])
+@pytest.mark.parametrize("evaluates", [0, 1])
+def test_a_driver_that_was_stopped_blames_nobody_R04(start, pause_s, evaluates):
+    """On waking it sees no answer for a moment, as Ray has to read them first."""
+    world = World()
+
+    def pause():
+        world.now_s += pause_s
+        for process in world.processes:
+            process.stopped = True
+        world.at(1.0, lambda: [setattr(one, "stopped", False) for one in world.processes])
+
+    for n in range(4):
+        world.at(30.0 + n * 13.7, pause)
+    run = start(world, steps=30, eval__every_steps=evaluates)
+    finished(run, 30)
+    assert not run.said_of("restart "), run.said
+    assert len(world.processes) == 3
+
+
+def test_a_learner_asks_for_the_port_of_the_one_before(start):
+    world = World()
+    world.at(40.0, lambda: world.process("learner").end())
+    run = start(world, steps=20)
+    finished(run, 20)
+    assert world.ports == [0, 4000]
