@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from ray.util.placement_group import PlacementGroup
 
+from driver.accounting.awake_clock import AwakeClock
 from driver.accounting.restarts import RestartLimit
 from driver.accounting.step_timing import RunTiming
 from driver.config.actor_specs import ActorSpecs
@@ -43,7 +44,6 @@ from rollout_worker.config import RolloutConfig
 from rollout_worker.worker_records import EvalItem, EvalRequest
 from services.control.messages import LearnerStatus
 from services.process.activity import HangWatch
-from services.process.awake_clock import AwakeClock
 from services.process.phases import LEARNER
 from services.process.process_memory import ProcessMemory
 from services.wire.host_port import split_address

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from driver.accounting.awake_clock import AwakeClock
 from driver.accounting.restarts import RestartLimit
 from driver.config.run_config import PlacementConfig
 from driver.errors import RunError
@@ -41,7 +42,6 @@ from rollout_worker.config import RolloutConfig
 from rollout_worker.worker_core import RolloutSpec
 from rollout_worker.worker_records import LeaseOutcome, LeaseResult, News, Orders, WorkerInfo
 from services.control.messages import WorkerState
-from services.process.awake_clock import AwakeClock
 from services.weights.relay_tree import ancestors, relay_tree
 from services.wire.messages import Lease
 

@@ -4,10 +4,10 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping
 
+from driver.accounting.awake_clock import AwakeClock
 from driver.accounting.step_timing import RunTiming, TimingTable
 from driver.fleet.actor_calls import ActorFailed, ActorLost, Call, NoAnswer, wait_for_calls
 from driver.fleet.handles import LearnerHandle, WorkerHandle
-from services.process.awake_clock import AwakeClock
 from services.process.phases import LEARNER
 from services.process.span_log import StepTiming
 

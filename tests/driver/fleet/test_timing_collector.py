@@ -4,9 +4,9 @@ from typing import Any, cast
 
 import pytest
 
+from driver.accounting.awake_clock import AwakeClock
 from driver.fleet.actor_calls import ActorLost
 from driver.fleet.timing_collector import TimingCollector
-from services.process.awake_clock import AwakeClock
 from services.process.phase_clock import PhaseClock
 from services.process.phases import LEARNER
 

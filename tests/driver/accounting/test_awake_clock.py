@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from services.process.awake_clock import AwakeClock
+from driver.accounting.awake_clock import AwakeClock
 
 
 class Time:
@@ -23,7 +23,7 @@ class Time:
 @pytest.fixture
 def system(monkeypatch):
     made_up = Time()
-    monkeypatch.setattr("services.process.awake_clock.time.monotonic", made_up)
+    monkeypatch.setattr("driver.accounting.awake_clock.time.monotonic", made_up)
     return made_up
 
 
@@ -54,7 +54,7 @@ def test_several_pauses_are_each_left_out(system):
 
 WATCH = """
 import sys, time
-from services.process.awake_clock import AwakeClock
+from driver.accounting.awake_clock import AwakeClock
 clock, start_s = AwakeClock(0.2), time.monotonic()
 print("watches", flush=True)
 while True:
