@@ -144,6 +144,8 @@ class WorkerFleet:
     def stop_starting(self) -> None:
         """From now on no process is started, and a worker that is lost stays lost."""
         self._starts = False
+        for worker in self.workers.values():
+            self._release_suspects(worker, guilty=False)
 
     def waiting_for_room(self) -> str:
         """Which workers wait for room, and why; empty where none does."""
@@ -188,6 +190,8 @@ class WorkerFleet:
     def cancel_all(self) -> None:
         """Voids every lease that is out; the caller has taken them back."""
         self._dispatch.forget_waiting()
+        for worker in self.workers.values():
+            worker.suspects = []
         for worker, _ in self.running():
             if group_ids := worker.take_leases():
                 worker.order(Orders(cancel=tuple(group_ids)))
@@ -298,6 +302,7 @@ class WorkerFleet:
         worker.loss = None
         worker.restarts += 1
         self.restarts += 1
+        self._release_suspects(worker, guilty=state.is_same_life(worker.place))
         place, now, allowed = worker.place, self._clock.now(), self._limit.allowed
         if state.is_same_life(place):
             count, what = self._limit.count_crash(place.host, now), "failed"
@@ -440,12 +445,26 @@ class WorkerFleet:
             self.restarts += 1
             worker.restarts += 1
         self._timings.table.remove_process(worker.name)
-        if begun:
-            self._events.killed(begun, worker.last_error)
-        if group_ids:
-            self._events.void(group_ids, True)
+        worker.suspects = begun
+        kept = {lease.group_id for lease in begun}
+        if void := [group_id for group_id in group_ids if group_id not in kept]:
+            self._events.void(void, True)
+        if self._launcher.colocated:
+            self._release_suspects(worker, guilty=True)
         if handle is not None:
             handle.kill()
+
+    def _release_suspects(self, worker: Worker, *, guilty: bool) -> None:
+        """Lets others have the groups that a lost worker was at.
+
+        Args:
+            guilty: whether one of them may have ended it, since its host is there.
+        """
+        suspects, worker.suspects = worker.suspects, []
+        if suspects and guilty:
+            self._events.killed(suspects, worker.last_error)
+        if suspects:
+            self._events.void([lease.group_id for lease in suspects], True)
 
     def _remove(self, worker: Worker) -> None:
         """Forgets a worker that has drained, or that was lost before it had."""
@@ -457,6 +476,7 @@ class WorkerFleet:
         self._timings.table.remove_process(worker.name)
         if group_ids:
             self._events.void(group_ids, True)
+        self._release_suspects(worker, guilty=False)
         self._events.left(worker)
         if handle is not None:
             if drained:

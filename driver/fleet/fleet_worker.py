@@ -49,6 +49,8 @@ class Worker:
     """Where its last process was started."""
     loss: RunError | None = None
     """Why its last process is gone, until it is clear whether its host is too."""
+    suspects: list[Lease] = dataclasses.field(default_factory=list)
+    """Leases whose groups may have ended that process, until then; no other worker gets them."""
     waits_for: str = ""
     """Why there is no room for it."""
     info: WorkerInfo | None = None

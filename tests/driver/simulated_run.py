@@ -127,6 +127,11 @@ class World:
             if not where and free:
                 self.bundles[bundle] = free.pop(0)
 
+    def end_newest(self, name: str) -> None:
+        """Ends the newest process of a name, if there was one."""
+        for process in [one for one in self.processes if one.name == name][-1:]:
+            process.end()
+
     def process(self, name: str) -> "Process":
         """The newest of a name."""
         return [one for one in self.processes if one.name == name][-1]
