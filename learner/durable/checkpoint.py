@@ -175,7 +175,10 @@ class CheckpointFolder:
             failpoints.reach("learner.retention", self._folder)
             steps, complete = self._steps(), self.complete_steps()
         except OSError as error:
-            self._note_stuck(self._folder, error)
+            self._note_stuck(
+                self._folder.name,
+                f"old checkpoints in {self._folder} could not be removed: {error.strerror}",
+            )
             return [newest]
         for later in [step for step in steps if step > newest]:
             log.warning("removing checkpoint step-%08d: the run went on from an earlier one", later)
@@ -191,17 +194,17 @@ class CheckpointFolder:
             if os.path.lexists(path):
                 _remove(path)
         except OSError as error:
-            self._note_stuck(path, error)
+            name = path.name.removesuffix(_REMOVED)
+            left = path if os.path.lexists(path) else path.with_name(name + _REMOVED)
+            self._note_stuck(
+                name, f"{left} cannot be removed: {error.strerror}; remove it yourself"
+            )
 
-    def _note_stuck(self, path: pathlib.Path, error: OSError) -> None:
-        name = path.name.removesuffix(_REMOVED)
+    def _note_stuck(self, name: str, why: str) -> None:
         if name not in self._stuck:
             self._stuck.add(name)
-            left = path if os.path.lexists(path) else path.with_name(name + _REMOVED)
-            self._unreported.append(
-                f"{left} cannot be removed: {error.strerror}; remove it yourself"
-            )
-            log.warning(self._unreported[-1])
+            self._unreported.append(why)
+            log.warning(why)
 
     def restore(
         self, abstract_state: TrainState, *, only_step: int | None = None

@@ -182,20 +182,20 @@ class Spool:
                 self._begin(segment, still_open())
 
     def prune(self, oldest_step: int) -> list[str]:
-        """Removes segments that no checkpoint from that step on needs.
+        """Removes segments that no checkpoint from that step on needs, and those half begun.
 
         Returns:
             Which could not be removed, each with the reason; they do no harm.
         """
         with self._lock:
             kept = segments_since(self._segments, oldest_step)
+            unneeded = [segment.path for segment in self._segments if segment not in kept]
             stuck = []
-            for segment in self._segments:
-                if segment not in kept:
-                    try:
-                        segment.path.unlink(missing_ok=True)
-                    except OSError as error:
-                        stuck.append(f"{segment.path} cannot be removed: {error.strerror}")
+            for path in (*unneeded, *self._folder.glob(".step-*.part")):
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as error:
+                    stuck.append(f"{path} cannot be removed: {error.strerror}")
             self._segments = kept
             return stuck
 

@@ -388,6 +388,14 @@ def test_a_segment_whose_folder_cannot_be_synced_hides_nothing_from_a_resume(fol
     assert list(Spool(folder, "run").read(6).groups) == []
 
 
+def test_what_a_killed_process_had_half_begun_goes_with_the_next_checkpoint(folder):
+    spool = begun(folder)
+    (folder / ".step-00000003.bin.71-72.part").write_bytes(b"half")
+    spool.rotate(3, lambda: NOTHING_OPEN)
+    assert spool.prune(3) == []
+    assert [path.name for path in folder.iterdir()] == ["step-00000003.bin"]
+
+
 def test_an_old_segment_that_cannot_be_removed_is_reported(folder, monkeypatch):
     spool = begun(folder)
     spool.rotate(3, lambda: NOTHING_OPEN)
