@@ -33,6 +33,7 @@ from driver.postmortem.archive import collect
 from driver.postmortem.evidence import Sources
 from driver.reports.code_record import record_code
 from driver.reports.dashboard_process import METADATA_KEY, Dashboard, open_dashboard
+from driver.reports.end_watch import start_end_watch
 from driver.reports.metrics import MetricsLog, stored_run_id
 from driver.reports.status import ExitCode, StatusFile
 from driver.reports.step_report import StepReports
@@ -78,6 +79,7 @@ def _run_tracked(
     """The run while status.json says `running`; the dashboard stays longer, to show its end."""
     run_id = stored_run_id(folder, f"{config.run.name}-{secrets.token_hex(4)}")
     status = StatusFile(folder, run=config.run.name, run_id=run_id)
+    start_end_watch(folder)
     stop.before_abort = lambda code: status.end(
         ExitCode(code), "ended at once by a second signal, without a checkpoint"
     )

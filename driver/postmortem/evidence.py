@@ -17,7 +17,7 @@ from typing import Any
 from driver.errors import RunError
 from driver.postmortem import host_state
 from driver.reports.redact import Redactor, is_secret
-from driver.reports.status import exit_code_of
+from driver.reports.status import ExitCode, exit_code_of
 from services.process.run_processes import FOLDER as STACKS
 from services.process.run_processes import RunProcess, read_processes, state_of_run
 from services.process.stacks import request_stacks
@@ -92,7 +92,8 @@ def _ended(folder: pathlib.Path, cause: BaseException | None) -> Found:
             "error": str(status.get("reason", "")),
             "details": path.read_text(errors="replace")[-FILE_BYTES:] if path.exists() else "",
             "exit_code": status.get("exit_code"),
-            "driver_gone": state_of_run(folder, status) == "lost",
+            "driver_gone": state_of_run(folder, status) == "lost"
+            or status.get("exit_code") == ExitCode.KILLED,
         }
         return Found(facts=facts | {"status": status})
     chain = _chain(cause)

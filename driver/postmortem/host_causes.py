@@ -161,7 +161,7 @@ def find_killed_driver(facts: Facts) -> Cause | None:
     if not facts.driver_gone:
         return None
     status, machine = facts.status, facts.machine
-    evidence = [f"status.json: running as process {status.get('pid')} on {status.get('host')}"]
+    evidence = [f"status.json: it ran as process {status.get('pid')} on {status.get('host')}"]
     evidence += ["that process has ended, and it did not write how"]
     rebooted = machine and machine.boot_time > float(status.get("started", 0)) > 0
     if rebooted:

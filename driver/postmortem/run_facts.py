@@ -26,7 +26,7 @@ class Facts:
     status: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """status.json."""
     driver_gone: bool = False
-    """status.json says running, and that process has ended."""
+    """That process has ended, and could not write how."""
     worker_errors: tuple[str, ...] = ()
     """Why workers were replaced, one text each, such as `rollout-0: its process ended`."""
     processes: tuple[ProcessState, ...] = ()

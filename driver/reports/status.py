@@ -1,8 +1,8 @@
 """How a run ended, for users and for the program that started it: exit codes and `status.json`.
 
 `status.json` in the run's folder is replaced atomically at every change, so a reader sees a whole
-document at any moment. A run that was killed outright leaves `state: running` behind, with the
-process id that a reader can check.
+document at any moment. Where the driver is killed outright, `end_watch.py` writes the
+end; only the loss of its host leaves `state: running` behind, with the process id to check.
 """
 
 import contextlib
@@ -34,6 +34,8 @@ class ExitCode(enum.IntEnum):
     """Nothing was started: the cluster or machine lacks what the run asks for."""
     NOTHING_TRAINED = 4
     """All steps are done and the last checkpoint is on disk, but no step changed the policy."""
+    KILLED = 137
+    """The driver was killed outright, or Ray ended it: `end_watch.py` has written so."""
     INTERRUPTED = 130
     """Ctrl-C (SIGINT); a checkpoint was written first."""
     HUNG_UP = 129
