@@ -1,6 +1,6 @@
 """What a rollout worker needs: prompts (`data`), decoding (`rollout`) and scoring (`reward`)."""
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_serializer, model_validator
 
@@ -260,6 +260,13 @@ class RewardConfig(Section):
     """Wall-clock bound of one completion's scoring; past it the child is killed."""
     processes: int = Field(default=1, ge=1, le=1024)
     """Child processes of each rollout worker."""
+    memory_gb: float | None = Field(default=None, ge=0.5, le=1e6)
+    """Memory of one child process, in GiB: a scorer that takes more fails, and nothing else. Each
+    process that it starts has as much. null takes a quarter of the host's memory, at most 16."""
+    environment: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ...] = ()
+    """Names of environment variables that scorers get beside the usual ones (PATH, HOME, LANG,
+    TMPDIR, proxies, caches), such as OPENAI_API_KEY: they are foreign code, and no other variable
+    reaches them."""
 
     @model_validator(mode="after")
     def _check(self):

@@ -16,6 +16,7 @@ from rollout_worker.data.prompts import PromptSet, load_prompts
 from rollout_worker.engine.decode_request import SamplingSettings
 from rollout_worker.engine_setup import EngineSetup
 from rollout_worker.rewards.reward_pool import RewardPool
+from rollout_worker.rewards.reward_process import Allowance
 from rollout_worker.sample_record import Sample, SampleRecords
 from rollout_worker.worker import GroupSettings, RolloutWorker
 from rollout_worker.worker_records import EvalItem, EvalRequest
@@ -120,6 +121,7 @@ class WorkerCore:
             spec.reward.functions,
             processes=spec.reward.processes,
             timeout_s=spec.reward.timeout_s,
+            allowance=Allowance.of(spec.reward),
         )
         self.worker = RolloutWorker(
             name=spec.name,

@@ -9,7 +9,6 @@ Setting a whole section to a mapping replaces it; what is left out takes its def
 import dataclasses
 import math
 import pathlib
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,12 +27,13 @@ from driver.config.config_keys import (
 from driver.config.run_config import RunConfig
 from driver.config.yaml_text import dump_yaml, parse_yaml, yaml_problem
 from driver.errors import RunError
+from services.wire.secret_text import hide_secrets, looks_secret, names_secret
 
-_SECRET_NAME = re.compile(
-    r"^(.*_)?(api_?key|secret|passw(or)?d|credentials?|private_key|(access|auth|hf)_token)$", re.I
-)
 _SET = "--set"
-_SECRET_URL = re.compile(r"://[^/\s@]*:[^/\s@]+@")
+_ELSEWHERE = (
+    "a secret belongs into an environment variable, which reward.environment gives to scorers, and "
+    "not here"
+)
 
 
 class ConfigError(RunError, ValueError):
@@ -270,13 +270,7 @@ def _free_fault(value: Any, dotted: str) -> _Fault | None:
     problem = ""
     if isinstance(value, dict):
         for name, inner in value.items():
-            if not isinstance(name, str):
-                return _Fault(dotted, f"key {name!r} is not text: put it in quotes")
-            within = f"{dotted}.{name}"
-            if _SECRET_NAME.match(name):
-                secret = "looks like a secret: pass it in the environment, not here"
-                return _Fault(within, secret)
-            if fault := _free_fault(inner, within):
+            if fault := _entry_fault(name, inner, dotted):
                 return fault
     elif isinstance(value, list):
         within = (_free_fault(inner, f"{dotted}.{index}") for index, inner in enumerate(value))
@@ -291,9 +285,21 @@ def _free_fault(value: Any, dotted: str) -> _Fault | None:
     return _Fault(dotted, problem) if problem else None
 
 
+def _entry_fault(name: Any, value: Any, dotted: str) -> _Fault | None:
+    """The same for one entry of a free mapping, whose name counts too."""
+    if not isinstance(name, str):
+        return _Fault(dotted, f"key {name!r} is not text: put it in quotes")
+    if problem := _text_problem(name):
+        return _Fault(dotted, f"has a key that {problem}")
+    within = f"{dotted}.{name}"
+    if value not in (None, "") and not isinstance(value, bool) and names_secret(name, value):
+        return _Fault(within, f"is named like a secret: {_ELSEWHERE}")
+    return _free_fault(value, within)
+
+
 def _text_problem(text: str) -> str:
-    if _SECRET_URL.search(text):
-        return "contains a password in a URL: secrets belong in the environment, not here"
+    if kind := looks_secret(text):
+        return f"contains {kind}: {_ELSEWHERE}"
     if any("\ud800" <= character <= "\udfff" for character in text):
         return f"{_shown(text)} contains half a surrogate pair, which is not text: write UTF-8"
     return ""
@@ -347,7 +353,7 @@ def _rule(detail: Any) -> str:
 
 
 def _unknown(dotted: str) -> str:
-    if _SECRET_NAME.match(dotted.rpartition(".")[2]):
+    if names_secret(dotted.rpartition(".")[2]):
         return "unknown key; secrets are read from the environment (WANDB_API_KEY), never from here"
     if dotted in ABSENT_KEYS:
         return ABSENT_KEYS[dotted]
@@ -356,7 +362,7 @@ def _unknown(dotted: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    text = hide_secrets(repr(value))
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -21,6 +21,7 @@ from rollout_worker.data.prompts import PromptSet, count_shared, load_prompts
 from rollout_worker.engine_setup import stop_automaton
 from rollout_worker.rewards.gold_answers import find_unjudged
 from rollout_worker.rewards.reward_pool import ScoreRequest, validate_functions
+from rollout_worker.rewards.reward_process import Allowance
 from rollout_worker.worker_records import WorkerInfo
 
 _SHOWN_GOLDS = 3
@@ -90,7 +91,10 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
     )
     notes = checked(_check_messages, config, tokenizer)
     checked(stop_automaton, tokenizer, config.rollout.stop_strings, about="rollout.stop_strings")
-    checked(validate_functions, config.reward.functions, about="reward.functions")
+    allowance = Allowance.of(config.reward)
+    checked(
+        validate_functions, config.reward.functions, allowance=allowance, about="reward.functions"
+    )
     train = _prompts(config, "train", config.data.train, tokenizer)
     held_out = None
     if config.data.eval is not None:
@@ -164,6 +168,7 @@ def _check_golds(config: RunConfig, train: PromptSet, held_out: PromptSet | None
             function.name,
             golds,
             timeout_s=config.reward.timeout_s,
+            allowance=Allowance.of(config.reward),
             about="reward.functions",
         )
         for which, source, indices in (

@@ -26,8 +26,8 @@ from dashboard.auth import NoLink, Tokens
 from dashboard.listener import PortTaken, bind, url_of
 from driver.config.run_config import DashboardConfig
 from driver.errors import RunError
-from driver.reports.redact import without_secrets
 from services.wire.reachable import is_loopback
+from services.wire.secret_text import without_secrets
 
 LOG = "dashboard.log"
 METADATA_KEY = "tandem_dashboard"

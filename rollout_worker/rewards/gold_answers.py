@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from rollout_worker.config import RewardFunctionConfig
 from rollout_worker.rewards.reward_pool import RewardPool, ScoreRequest
+from rollout_worker.rewards.reward_process import USUAL, Allowance
 from rollout_worker.rewards.scorers import BUILT_INS
 
 _CHECK = "rollout_worker.rewards.gold_scorer:check_gold"
@@ -12,7 +13,11 @@ _REQUESTS_PER_PROCESS = 1000  # fewer are checked before another process has sta
 
 
 def find_unjudged(
-    scorer: str, golds: Sequence[ScoreRequest], *, timeout_s: float
+    scorer: str,
+    golds: Sequence[ScoreRequest],
+    *,
+    timeout_s: float,
+    allowance: Allowance = USUAL,
 ) -> dict[int, str]:
     """Checks gold answers, those of foreign code in child processes, as completions are scored.
 
@@ -20,6 +25,7 @@ def find_unjudged(
         scorer: name of a reward function that can be loaded.
         golds: answers with their records; the completion is not read.
         timeout_s: bound on the check of one answer.
+        allowance: what each child process gets.
 
     Returns:
         why the scorer cannot judge an answer, by its place in `golds`; nothing for a scorer that
@@ -37,6 +43,7 @@ def find_unjudged(
         [RewardFunctionConfig(name=_CHECK, params={"scorer": scorer})],
         processes=min(os.cpu_count() or 1, 1 + len(golds) // _REQUESTS_PER_PROCESS),
         timeout_s=timeout_s,
+        allowance=allowance,
     )
     try:
         first = pool.submit(golds[:1]).wait()

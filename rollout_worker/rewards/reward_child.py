@@ -1,4 +1,4 @@
-"""The process that runs scorers: `python -m rollout_worker.rewards.reward_child PARENT_PID`.
+"""The process that runs scorers: `python -m rollout_worker.rewards.reward_child PARENT_PID BYTES`.
 
 Speaks lines of JSON with `reward_process.py` over the pipes that it was started with; every line
 out has the `id` of the line in that it answers. The first line in says which scorers to load; the
@@ -8,18 +8,28 @@ either `{"rewards": {...}}` or `{"error": message}`.
 
 Scorers are foreign code. What they print goes to stderr, what they raise becomes an error message
 to the parent, and the parent kills this process when they take too long. A process that they fork
-runs on as they wrote it, but has no part in the protocol.
+runs on as they wrote it, but has no part in the protocol. All of them have at most BYTES of memory
+each, and end with this process, whatever session they are in.
 """
 
-import ctypes
+import contextlib
 import json
 import os
+import pathlib
+import resource
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
+from rollout_worker.rewards.process_tree import (
+    END_S,
+    adopt_orphans,
+    end_descendants,
+    signal_with_parent,
+)
 from rollout_worker.rewards.scorers import (
     BadScorer,
     Scorer,
@@ -30,19 +40,53 @@ from rollout_worker.rewards.scorers import (
 
 TRACEBACKS_SHOWN = 5
 MESSAGE_CHARS = 500
-_PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Asks the kernel to kill this process when the thread that started it ends (Linux only).
+class Guardian:
+    """Stays between the worker and the process that runs scorers, and runs none itself.
 
-    On other systems the end of stdin ends it, once the running scorer has returned.
+    Whatever ends that process, the worker or a wish of the worker (SIGTERM), this one ends all that
+    scorers have started, and then itself in the same way.
+    """
+
+    def __init__(self, child: int):
+        self._child = child
+        adopt_orphans()
+        signal.signal(signal.SIGTERM, lambda number, _: self._end(-number))
+
+    def watch(self) -> NoReturn:
+        """Waits for the end; collects orphans that have ended meanwhile."""
+        while True:
+            pid, status = os.waitpid(-1, 0)
+            if pid == self._child:
+                self._end(os.waitstatus_to_exitcode(status))
+
+    def _end(self, code: int) -> NoReturn:
+        """Ends everything below, then this process with an exit code, or by signal `-code`."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        end_descendants(os.getpid())
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if code < 0:
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+            os.kill(os.getpid(), -code)
+            time.sleep(END_S)
+        os._exit(code if code >= 0 else 1)
+
+
+def limit_appetite(memory_bytes: int) -> None:
+    """Bounds the memory of this process and of each that it starts: more is a MemoryError.
+
+    What a library reserves without use does not count. Where the host lacks memory all the same,
+    the kernel is to take these processes before any other.
     """
     if not sys.platform.startswith("linux"):
         return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it died before the call above
-        os._exit(1)
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    with contextlib.suppress(OSError):  # a container may forbid it
+        pathlib.Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 class Pipes:
@@ -144,7 +188,13 @@ def score_completion(name: str, scorer: Scorer, params: dict, line: bytes) -> di
 
 def main() -> None:
     """Loads the scorers, then answers requests until stdin ends."""
-    die_with_parent(int(sys.argv[1]))
+    signal_with_parent(int(sys.argv[1]), signal.SIGTERM)
+    guardian = os.getpid()
+    if child := os.fork():
+        Guardian(child).watch()
+    signal_with_parent(guardian, signal.SIGKILL)
+    os.setpgid(0, 0)  # signals to its group are for scorers, and not for the guardian
+    limit_appetite(int(sys.argv[2]))
     pipes = Pipes()
     # A scorer that prints does not depend on the terminal's encoding.
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]

@@ -21,10 +21,13 @@ from rollout_worker.config import RewardFunctionConfig
 from rollout_worker.rewards.reward_process import (
     START_TIMEOUT_S,
     STOP_TIMEOUT_S,
+    USUAL,
+    Allowance,
     ChildFailed,
     RewardProcess,
 )
-from rollout_worker.rewards.scorers import resolve_weights, weighted_total
+from rollout_worker.rewards.scorer_output import ScorerOutput
+from rollout_worker.rewards.scorers import MOST_VARIANTS, resolve_weights, weighted_total
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +89,9 @@ class _ScorerThread(threading.Thread):
 
     def _restart(self) -> RewardProcess:
         self.kill_child()
-        self.child = child = RewardProcess(self._pool.functions)
+        self.child = child = RewardProcess(
+            self._pool.functions, self._pool.allowance, self._pool.output
+        )
         child.wait_ready(self._pool.start_timeout_s)
         return child
 
@@ -115,7 +120,7 @@ class _ScorerThread(threading.Thread):
                 reply = child.receive_score(name, deadline_s)
                 if reply.error:
                     errors.append(f"{name}: {reply.error}")
-                rewards |= reply.rewards
+                rewards |= self._pool.known_names(reply.rewards)
         except TimeoutError:
             errors.append(f"{name}: no result within {timeout_s:g} s, child killed")
             self.kill_child()
@@ -180,6 +185,7 @@ class RewardPool:
         processes: int,
         timeout_s: float,
         start_timeout_s: float = START_TIMEOUT_S,
+        allowance: Allowance = USUAL,
     ):
         """Starts the processes and waits until each has loaded all scorers.
 
@@ -188,6 +194,7 @@ class RewardPool:
             processes: children, each with its own copy of the scorers' modules.
             timeout_s: bound on all scorers of one completion together.
             start_timeout_s: bound on the start of a child.
+            allowance: what each child gets.
 
         Raises:
             ValueError: if a scorer cannot be loaded.
@@ -197,6 +204,12 @@ class RewardPool:
         self.weights = resolve_weights(functions)
         self.timeout_s = timeout_s
         self.start_timeout_s = start_timeout_s
+        self.allowance = allowance
+        self.output = ScorerOutput()
+        self._names: dict[str, set[str]] = {}
+        """Of the values that each scorer has returned."""
+        self._names_lock = threading.Lock()
+        self._said_names = False
         self.closed = False
         self.jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._threads = [_ScorerThread(self, index) for index in range(processes)]
@@ -213,6 +226,29 @@ class RewardPool:
     def scored(self) -> int:
         """Completions whose scoring has ended, since the start."""
         return sum(thread.scored for thread in self._threads)
+
+    def known_names(self, rewards: Mapping[str, float]) -> dict[str, float]:
+        """The rewards without variants beyond MOST_VARIANTS names of the whole life of this pool.
+
+        Each name is a metric for good; variants count for nothing, so that leaving some out
+        changes no training.
+        """
+        kept = {}
+        with self._names_lock:
+            for name, value in rewards.items():
+                names = self._names.setdefault(name.partition("/")[0], set())
+                if name in self.weights or name in names or len(names) < MOST_VARIANTS:
+                    names.add(name)
+                    kept[name] = value
+                elif not self._said_names:
+                    self._said_names = True
+                    log.warning(
+                        "a scorer has returned values under more than %d names: %r and later ones "
+                        "are left out; give the values of all completions the same names",
+                        MOST_VARIANTS,
+                        name,
+                    )
+        return kept
 
     def submit(self, items: Sequence[ScoreRequest]) -> "PendingScores":
         """Starts to score completions and returns at once; safe from any thread.
@@ -243,7 +279,10 @@ class RewardPool:
 
 
 def validate_functions(
-    functions: Sequence[RewardFunctionConfig], *, timeout_s: float = START_TIMEOUT_S
+    functions: Sequence[RewardFunctionConfig],
+    *,
+    timeout_s: float = START_TIMEOUT_S,
+    allowance: Allowance = USUAL,
 ) -> None:
     """Checks names, imports and parameters of scorers in a child process that then ends.
 
@@ -251,6 +290,6 @@ def validate_functions(
         ValueError: if a scorer cannot be loaded, with the reason and what to do.
         RuntimeError: if loading it kills the child or takes longer than `timeout_s`.
     """
-    child = RewardProcess(functions)
+    child = RewardProcess(functions, allowance)
     child.wait_ready(timeout_s)
     child.kill()

@@ -1,12 +1,11 @@
 """The pool's end of one child process that runs scorers (`reward_child.py` is the other)."""
 
-import contextlib
+import dataclasses
 import json
 import logging
 import math
 import os
 import pathlib
-import re
 import secrets
 import select
 import signal
@@ -16,13 +15,23 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from rollout_worker.config import RewardFunctionConfig
+import psutil
+
+from rollout_worker.config import RewardConfig, RewardFunctionConfig
+from rollout_worker.rewards.process_tree import (
+    adopt_orphans,
+    end_descendants,
+    end_processes,
+    orphans_with,
+)
 from rollout_worker.rewards.reward_replies import (
     BadReply,
     ScoreReply,
     parse_load_reply,
     parse_score_reply,
 )
+from rollout_worker.rewards.scorer_output import ScorerOutput
+from services.wire.secret_text import scorer_environment
 
 log = logging.getLogger(__name__)
 
@@ -42,29 +51,74 @@ class ChildFailed(Exception):
     """A child died, or broke the protocol."""
 
 
-_SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|API_KEY|CREDENTIALS)", re.I)
-"""Environment variables with such names are not passed on to scorers, which are foreign code."""
+_MARK = "TANDEM_SCORERS"
+"""Variable by which a process is known as started by the scorers of one child."""
+_MOST_MEMORY_GB = 16.0
+_HOST_SHARE = 0.25
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Allowance:
+    """What one child process with scorers, which are foreign code, gets of this host."""
+
+    memory_gb: float | None = None
+    """GiB; None takes a quarter of the host's memory, at most 16."""
+    environment: tuple[str, ...] = ()
+    """Names of variables that it gets beside the usual ones."""
+
+    @classmethod
+    def of(cls, config: RewardConfig) -> "Allowance":
+        """As configured."""
+        return cls(memory_gb=config.memory_gb, environment=config.environment)
+
+    @property
+    def memory_bytes(self) -> int:
+        """The bound on its memory."""
+        if self.memory_gb is not None:
+            return int(self.memory_gb * 2**30)
+        host = psutil.virtual_memory().total
+        return int(min(_MOST_MEMORY_GB * 2**30, _HOST_SHARE * host))
+
+
+USUAL = Allowance()
+"""Where nothing else is configured."""
 
 
 class RewardProcess:
-    """Owns one child process and its two pipes."""
+    """Owns one child process and its pipes."""
 
-    def __init__(self, functions: Sequence[RewardFunctionConfig]):
-        """Starts the process; `wait_ready` completes it. The process dies with this thread."""
+    def __init__(
+        self,
+        functions: Sequence[RewardFunctionConfig],
+        allowance: Allowance = USUAL,
+        output: ScorerOutput | None = None,
+    ):
+        """Starts the process; `wait_ready` completes it. The process dies with this thread.
+
+        Args:
+            functions: the scorers.
+            allowance: what the process gets.
+            output: shows what it prints, for several children together.
+        """
         # The child finds this package from any working directory. Scorers' modules are found on the
         # import path of this process, or in the working directory.
-        environment = {k: v for k, v in os.environ.items() if not _SECRET.search(k)}
+        environment = scorer_environment(os.environ, allowance.environment)
+        environment[_MARK] = self._mark = secrets.token_hex(8)
         paths = [str(_ROOT), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        adopt_orphans()
+        module = "rollout_worker.rewards.reward_child"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "rollout_worker.rewards.reward_child", str(os.getpid())],
+            [sys.executable, "-m", module, str(os.getpid()), str(allowance.memory_bytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             bufsize=0,
             env=environment,
-            start_new_session=True,  # Ctrl-C is for the parent, and one signal kills what it forks
+            start_new_session=True,  # Ctrl-C is for the parent
         )
-        assert self._process.stdin and self._process.stdout
+        assert self._process.stdin and self._process.stdout and self._process.stderr
+        self._shown = (output or ScorerOutput()).follow(self._process.stderr)
         self._input_fd = self._process.stdin.fileno()
         self._output_fd = self._process.stdout.fileno()
         os.set_blocking(self._input_fd, False)
@@ -174,9 +228,18 @@ class RewardProcess:
         if self._killed:
             return
         self._killed = True
-        with contextlib.suppress(ProcessLookupError):  # it has ended already
-            os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait(STOP_TIMEOUT_S)
+        self._process.terminate()  # it ends all below it first
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:  # a scorer has stopped it
+            end_descendants(self.pid)
+            self._process.kill()
+            self._process.wait(STOP_TIMEOUT_S)
+        # Left over only where a scorer has killed the process that would have ended them.
+        while strays := orphans_with(_MARK, self._mark):
+            end_processes(strays)
+            psutil.wait_procs(strays, STOP_TIMEOUT_S)
+        self._shown.join(STOP_TIMEOUT_S)
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe
             pipe.close()

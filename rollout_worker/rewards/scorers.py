@@ -37,6 +37,9 @@ if typing.TYPE_CHECKING:
 
 Scorer = Callable[..., Any]
 
+MOST_VARIANTS = 64
+"""Names of the values of one scorer, each of which is a metric."""
+NAME_CHARS = 100
 MAX_REWARD = 1e6
 """Largest absolute reward of a scorer; a larger one is a mistake that would outweigh the rest."""
 
@@ -389,9 +392,16 @@ def named_rewards(name: str, result: Any) -> dict[str, float]:
     if "value" not in result:
         raise ValueError(f"a dict result needs the key 'value', got {sorted(map(str, result))}")
     rewards = {name: _bounded(_number(result["value"], "the result's 'value'"))}
+    if len(result) > MOST_VARIANTS:
+        raise ValueError(f"at most {MOST_VARIANTS} values have a name, got {len(result)}")
     for variant, value in result.items():
         if not isinstance(variant, str) or not variant.isprintable():
             raise ValueError(f"the names of variants must be printable text, got {variant!r}")
+        if len(variant) > NAME_CHARS:
+            raise ValueError(
+                f"the name of a variant has at most {NAME_CHARS} characters, got "
+                f"{variant[:NAME_CHARS]!r}..."
+            )
         if variant != "value":
             rewards[f"{name}/{variant}"] = _number(value, f"the result's {variant!r}")
     return rewards

@@ -385,6 +385,14 @@ def test_a_section_without_keys_takes_its_defaults(write):
         "reward.functions.0.params={service: {password: geheim123}}",
         "data.train.source=https://me:geheim123@example.org/x.jsonl",
         "data.train.params.url=https://me:geheim123@example.org/x",
+        "reward.functions.0.params.openai_key=sk-zq81geheim1234471aa02",
+        "reward.functions.0.params.x=sk-zq81geheim1234471aa02",
+        "reward.functions.0.params={judge: {headers: [Bearer geheim1234567]}}",
+        "reward.functions.0.params.stripe_key=geheim123",
+        "reward.functions.0.params={ghp_geheim1236C7e42F292c6912E77: 1}",
+        "log.wandb.mode=sk-zq81geheim1234471aa02",
+        "run.steps=sk-zq81geheim1234471aa02",
+        "model.path=https://example.org/model?token=geheim1234567",
     ],
 )
 def test_secrets_are_refused_and_not_repeated(minimal, override):
@@ -541,7 +549,10 @@ reward:
         ("reward.functions.0.params.x=.inf", "params.x: inf is not finite: .* (--set)"),
         ("reward.functions.0.params.pattern=.nan", "params.pattern: nan is not finite: .* (--set)"),
         ("reward.functions.0.params.x.y=[1, .inf]", "params.x.y.1: inf is not finite: .* (--set)"),
-        ("reward.functions.0.params.api_key=k", "params.api_key: looks like a secret: .* (--set)"),
+        (
+            "reward.functions.0.params.api_key=k",
+            "params.api_key: is named like a secret: .*reward.environment.* (--set)",
+        ),
         ("reward.functions.0.params.x=http://a:b@c", "params.x: contains a password .* (--set)"),
         (
             "reward.functions.1.weight=2",
