@@ -8,6 +8,7 @@ answer while one of them runs.
 
 import contextlib
 import gc
+import logging
 import os
 import pathlib
 import socket
@@ -33,7 +34,23 @@ from services.trajectories.service import trajectory_service
 from services.weights.service import weight_service
 from services.wire.host_port import join_address
 from services.wire.messages import WeightManifest
-from services.wire.server import Server
+from services.wire.server import PortUnavailable, Server, Service
+
+log = logging.getLogger(__name__)
+
+
+def serve(spec: LearnerSpec, services: Sequence[Service]) -> Server:
+    """Listens on the port of the learner before, where that is free, else on the configured one.
+
+    Raises:
+        PortUnavailable: if the configured one is not free either.
+    """
+    if spec.earlier_port is not None and spec.earlier_port != spec.port:
+        try:
+            return Server(spec.credentials, services, host=spec.bind_host, port=spec.earlier_port)
+        except PortUnavailable as error:
+            log.warning("%s; workers are told of another port", error)
+    return Server(spec.credentials, services, host=spec.bind_host, port=spec.port)
 
 
 class LearnerActor:
@@ -55,14 +72,12 @@ class LearnerActor:
         self._clock = PhaseClock()
         self._devices = require_platform(spec.platform)
         self._learner = RecordedLearner(spec, self._devices, self._clock, share)
-        self._server = Server(
-            spec.credentials,
+        self._server = serve(
+            spec,
             [
                 weight_service(self._learner.weights, chunk_bytes=spec.chunk_bytes),
                 trajectory_service(self._learner.buffer),
             ],
-            host=spec.bind_host,
-            port=spec.port,
         )
         self._address = join_address(reachable_host(spec), self._server.port)
         self._idle = contextlib.ExitStack()

@@ -47,6 +47,8 @@ class LearnerSpec:
     credentials: Credentials
     checkpoint_folder: str
     keep_checkpoints: int
+    earlier_port: int | None = None
+    """Of the learner that this one replaces, which workers know: taken where it is free."""
     rollouts_file: str | None = None
     """Where the groups of every update are recorded, if anywhere."""
     canary: bool = True

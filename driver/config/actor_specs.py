@@ -32,11 +32,11 @@ class ActorSpecs:
     moment: datetime.datetime
     """The time that the chat template reads."""
 
-    def learner(self, port: int | None = None) -> LearnerSpec:
+    def learner(self, earlier_port: int | None = None) -> LearnerSpec:
         """The learner's, with a new certificate.
 
         Args:
-            port: to listen on; None takes the configured one.
+            earlier_port: of the learner that it replaces, if it replaces one.
         """
         config = self.config
         steps = config.rollout.max_staleness + 1 + config.algorithm.resample_rounds + 1
@@ -64,7 +64,8 @@ class ActorSpecs:
             buffer_groups=config.rollout.prompts_per_step * steps,
             buffer_bytes=BUFFER_BYTES,
             bind_host=config.placement.bind_host,
-            port=config.placement.learner_port if port is None else port,
+            port=config.placement.learner_port,
+            earlier_port=earlier_port,
             driver_host=self.driver_host,
             credentials=self.authority.issue("learner"),
             checkpoint_folder=str(self.folder / "checkpoints"),

@@ -42,7 +42,7 @@ from rollout_worker.config import RolloutConfig
 from rollout_worker.worker_core import RolloutSpec
 from rollout_worker.worker_records import LeaseOutcome, LeaseResult, News, Orders, WorkerInfo
 from services.control.messages import WorkerState
-from services.weights.relay_tree import ancestors, relay_tree
+from services.weights.relay_tree import ancestors, host_tree
 from services.wire.messages import Lease
 
 NEWS_S = 5.0
@@ -169,7 +169,9 @@ class WorkerFleet:
     def send_sources(self, learner_address: str) -> None:
         """Sends every worker the addresses to ask for weights: its relays, then the learner."""
         ready = {worker.name: worker for worker in self.ready()}
-        tree = relay_tree(list(ready), self._relay_fanout)
+        addresses = {name: one.info.address for name, one in ready.items() if one.info}
+        hosts = {name: address.rpartition(":")[0] for name, address in addresses.items()}
+        tree = host_tree(hosts, self._relay_fanout)
         for name, worker in ready.items():
             relays = [info.address for r in ancestors(tree, name) if (info := ready[r].info)]
             worker.order(Orders(sources=(*relays, learner_address)))

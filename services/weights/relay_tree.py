@@ -31,6 +31,29 @@ def relay_tree(workers: Sequence[str], fanout: int) -> dict[str, str | None]:
     }
 
 
+def host_tree(hosts: Mapping[str, str], fanout: int) -> dict[str, str | None]:
+    """Arranges workers as a tree in which a version travels to each host once.
+
+    The first worker of each host stands in a `relay_tree`, and the others of the host below it.
+
+    Args:
+        hosts: by worker, the most reliable first.
+        fanout: most children of anyone on other hosts, and of anyone on its own; 0 for no relays.
+
+    Returns:
+        The parent of each worker; None is the learner.
+    """
+    if fanout == 0:
+        return relay_tree(list(hosts), 0)
+    by_host: dict[str, list[str]] = {}
+    for worker, host in hosts.items():
+        by_host.setdefault(host, []).append(worker)
+    tree = relay_tree([workers[0] for workers in by_host.values()], fanout)
+    for first, *others in by_host.values():
+        tree |= {one: parent or first for one, parent in relay_tree(others, fanout).items()}
+    return tree
+
+
 def tree_depth(tree: Mapping[str, str | None]) -> int:
     """Returns how many transfers the last worker waits for; 0 without workers."""
     return max((len(ancestors(tree, worker)) + 1 for worker in tree), default=0)

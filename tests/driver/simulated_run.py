@@ -82,7 +82,7 @@ class World:
         self.trained: list[str] = []
         self.saved: tuple[int, dict[str, Any]] | None = None
         self.pushed: list[str] = []
-        self.ports: list[int] = []
+        self.ports: list[int | None] = []
 
     def at(self, after_s: float, do: Callable[[], object]) -> None:
         """Has something happen later."""
@@ -150,7 +150,7 @@ class World:
 
     def start_learner(self, spec: Any, room: Any) -> "Learner":
         self.fault("start_learner")
-        self.ports.append(spec.port)
+        self.ports.append(spec.earlier_port)
         return Learner(self, "learner", self.hosts[self.bundles[room.bundle]])
 
     def start_worker(self, spec: Any, room: Any) -> tuple["Worker", "Answer"]:

@@ -1,12 +1,16 @@
 """A learner behind its server: what workers and the driver see of it."""
 
+import socket
 import threading
+import types
+from typing import Any
 
 import jax
 import pytest
 
-from learner.actor import LearnerActor
+from learner.actor import LearnerActor, serve
 from services.trajectories.client import TrajectoryClient, pack_group
+from services.wire.server import PortUnavailable
 from services.wire.tls import RunAuthority
 from tests.learner.tiny_learner import WAIT_S, groups_of, learner_spec, names, push
 from tests.tiny_model import write_tiny_model
@@ -54,3 +58,34 @@ def test_questions_are_answered_while_an_update_waits(learner):
     push(learner._learner, groups_of(learner._learner, 1))
     thread.join(WAIT_S)
     assert learner.health().policy_version == 1
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_the_port_of_the_learner_before_is_taken_if_it_is_free_F11(authority, taken):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        earlier = other.getsockname()[1]
+        if not taken:
+            other.close()
+        spec: Any = types.SimpleNamespace(
+            credentials=authority.issue("learner"),
+            bind_host="127.0.0.1",
+            port=0,
+            earlier_port=earlier,
+        )
+        with serve(spec, []) as server:
+            assert (server.port != earlier) is taken
+
+
+def test_a_configured_port_that_is_taken_is_an_error_F11(authority):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
+        spec: Any = types.SimpleNamespace(
+            credentials=authority.issue("learner"),
+            bind_host="127.0.0.1",
+            port=port,
+            earlier_port=port,
+        )
+        with pytest.raises(PortUnavailable, match=f"port {port}"):
+            serve(spec, [])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.weights.digest import tree_digest
-from services.weights.relay_tree import ancestors, relay_tree, tree_depth
+from services.weights.relay_tree import ancestors, host_tree, relay_tree, tree_depth
 from services.weights.replica import Replica
 from services.weights.store import WeightStore
 from services.weights.transfer import WeightTransferError
@@ -54,6 +54,30 @@ def test_tree_of_eight():
         relay_tree(list("aa"), 2)
     with pytest.raises(ValueError, match="fanout must be at least 0, got -1"):
         relay_tree(list("a"), -1)
+
+
+def test_a_version_travels_to_each_host_once_F09():
+    hosts = {"a0": "a", "b0": "b", "a1": "a", "c0": "c", "b1": "b", "a2": "a", "a3": "a"}
+    tree = host_tree(hosts, 2)
+    across = [one for one, parent in tree.items() if parent is None or hosts[parent] != hosts[one]]
+    assert sorted(across) == ["a0", "b0", "c0"]
+    assert {one: tree[one] for one in ("a0", "b0", "c0")} == {"a0": None, "b0": None, "c0": "a0"}
+    assert {one: tree[one] for one in ("a1", "a2", "a3")} == {"a1": "a0", "a2": "a0", "a3": "a1"}
+    assert ancestors(tree, "a3") == ["a1", "a0"]
+
+
+def test_workers_of_one_host_each_or_of_one_host_all_are_a_plain_tree_F09():
+    names = list("abcdefg")
+    assert host_tree({name: name for name in names}, 2) == relay_tree(names, 2)
+    alone = host_tree(dict.fromkeys(names, "host"), 3)
+    assert [name for name, parent in alone.items() if parent is None] == ["a"]
+    assert host_tree(dict.fromkeys(names, "host"), 0) == dict.fromkeys(names)
+
+
+def test_a_worker_that_joins_moves_nobody_F09():
+    hosts = {"a0": "a", "b0": "b", "a1": "a"}
+    for joined in ("a", "b", "c"):
+        assert host_tree(hosts | {"new": joined}, 2).items() >= host_tree(hosts, 2).items()
 
 
 def test_worker_gets_a_version_from_a_worker_and_the_learner_sends_one_copy(learner, make_replica):
