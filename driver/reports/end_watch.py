@@ -17,10 +17,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from driver.reports.redact import without_secrets
 from driver.reports.status import ExitCode, State
 from services.process.run_processes import state_and_start
 from services.process.whole_file import write_whole
+from services.wire.secret_text import without_secrets
 
 POLL_S = 0.5
 """Where the system does not report the end of a process that is no child."""
