@@ -283,7 +283,8 @@ class Supervisor:
             Interrupted: after a signal, where the caller lets itself be interrupted.
             LearnerLost: if the learner's process is gone or hangs.
             ActorFailed: if the learner reports a failure of one of its threads.
-            WorkersLost: if a worker was lost once too often, or there is no room for any.
+            WorkersLost: if a worker was lost once too often.
+            NoRoomLeft: if none is left, and no room for any.
         """
         if interruptible:
             self._stop.check()

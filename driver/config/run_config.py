@@ -216,16 +216,19 @@ class PlacementConfig(Section):
     startup_timeout_s: float = Field(default=300.0, ge=0.01, le=WEEK_S)
     """How long a process may take until it is ready."""
     resources_timeout_s: float = Field(default=60.0, ge=0.01, le=WEEK_S)
-    """How long the cluster may take to provide the resources."""
+    """How long the cluster may take to provide the resources, at the start and to a run that has
+    lost its learner or all of its workers."""
     step_timeout_s: float = Field(default=3600.0, ge=0.01, le=WEEK_S)
     """How long a call of a step, such as the update or an evaluation, may take. A process that
     makes no progress for a twelfth of this, and neither compiles nor writes a checkpoint, is
     replaced."""
     worker_restarts: int = Field(default=3, ge=0)
-    """Restarts of rollout workers in the whole run; the pause before each restart of one worker
-    grows."""
+    """Restarts of rollout workers on one host within an hour; the pause before each restart of one
+    worker grows. The loss of a host is one event, whatever ran there, and counts apart, up to the
+    same number for each host."""
     learner_restarts: int = Field(default=3, ge=0)
-    """Restarts of the learner in the whole run, each from the last checkpoint."""
+    """Restarts of the learner on one host within an hour, each from the last checkpoint; losses of
+    its host count apart, up to the same number for each host."""
 
 
 class RunConfig(Section):

@@ -58,7 +58,13 @@ ROOM_S = 1.0
 
 
 class WorkersLost(RunError):
-    """Rollout workers failed more often than the run allows, or there is no room for any."""
+    """Rollout workers failed more often than the run allows."""
+
+
+class NoRoomLeft(WorkersLost):
+    """Every rollout worker was lost, and the cluster has no room for another one."""
+
+    exit_code = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -209,7 +215,8 @@ class WorkerFleet:
             those of `calls` that have ended.
 
         Raises:
-            WorkersLost: if workers were lost too often, or no room is left for any.
+            WorkersLost: if workers were lost too often.
+            NoRoomLeft: if none is left, and no room for any.
         """
         self._start_again()
         mine = {worker.call: worker for worker in self.workers.values() if worker.call is not None}
@@ -333,7 +340,7 @@ class WorkerFleet:
         """Ends the run where no worker is left and no room comes.
 
         Raises:
-            WorkersLost: with what is waited for.
+            NoRoomLeft: with what is waited for.
         """
         now, workers = self._clock.now(), self.workers.values()
         if not workers or not all(worker.waits_for for worker in workers):
@@ -342,7 +349,7 @@ class WorkerFleet:
         self._roomless_since = now if self._roomless_since is None else self._roomless_since
         allowed_s = self._placement.resources_timeout_s + NOTICED_S
         if now - self._roomless_since > allowed_s:
-            raise WorkersLost(
+            raise NoRoomLeft(
                 f"no rollout worker is left, and none has had room for {allowed_s:g} s "
                 f"(placement.resources_timeout_s, and {NOTICED_S:g} s in which Ray notices that a "
                 f"host is gone): {self.waiting_for_room()}"
