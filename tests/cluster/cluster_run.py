@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import secrets
 import shutil
 import subprocess
@@ -129,8 +130,12 @@ class ClusterRun:
         return json.loads((self.folder / "status.json").read_text())
 
     def output(self) -> str:
-        """The end of the driver's output."""
-        return "\n".join((self.logs / "driver.log").read_text(errors="replace").splitlines()[-40:])
+        """The output of the driver so far."""
+        return (self.logs / "driver.log").read_text(errors="replace")
+
+    def worker_on(self, host: Host) -> str:
+        """The name of the worker that was placed on a host."""
+        return re.findall(rf"(rollout-\d+) is ready: .* on {host.name}$", self.output(), re.M)[-1]
 
     def wait_for_failure(self) -> int:
         """Waits for the end of a driver that is to take no step more; its exit code."""

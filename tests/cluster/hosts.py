@@ -118,6 +118,9 @@ class Host:
             self.unplug()
         self._unshare.kill()  # and with it, through --kill-child, all that runs here
         self._unshare.wait(30)
+        # Left alone, it stays until the last connection of the host has timed out.
+        with contextlib.suppress(RuntimeError):
+            _run("ip", "link", "del", self._cable)
 
     def unplug(self) -> None:
         """Cuts the host off the network; its processes go on."""
