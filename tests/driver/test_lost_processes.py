@@ -111,6 +111,20 @@ def test_the_last_worker_failure_ends_in_the_announced_checkpoint_F07_R05(start,
     assert run.said_of("writing a checkpoint") and run.ended_in_checkpoint(1)
 
 
+@pytest.mark.parametrize("evaluates", [0, 1])
+@pytest.mark.parametrize("who", ["rollout-0", "rollout-1", "both"])
+def test_workers_that_go_on_failing_do_not_keep_the_checkpoint_from_being_written_F07_R05(
+    start, who, evaluates
+):
+    world = World()
+    for name in ["rollout-0", "rollout-1"] if who == "both" else [who]:
+        for n in range(1_000):
+            world.at(30.0 + 0.3 * n, lambda name=name: world.end_newest(name))
+    run = start(world, steps=500, eval__every_steps=evaluates)
+    assert "placement.worker_restarts=3 is used up" in str(run.error)
+    assert len(run.said_of("writing a checkpoint")) == 1 and run.ended_in_checkpoint(1)
+
+
 @pytest.mark.parametrize("who", ["rollout-0", "learner"])
 def test_a_process_that_crashes_again_and_again_ends_the_run(start, who):
     world = World()
