@@ -35,7 +35,7 @@ from driver.fleet.fleet import FleetEvents, WorkerFleet, worker_capacity
 from driver.fleet.fleet_worker import Worker, memory_fields
 from driver.fleet.handles import LearnerHandle, WorkerHandle
 from driver.fleet.launch import Launcher
-from driver.fleet.rooms import NOTICED_S, Room, Rooms, RoomState
+from driver.fleet.rooms import LOOK_S, NOTICED_S, QUIET_S, Room, Rooms, RoomState
 from driver.fleet.timing_collector import TimingCollector
 from driver.signals import StopSignal
 from learner.learner_records import LearnerHealth, LearnerInfo
@@ -113,6 +113,8 @@ class Supervisor:
         self._watch: Call[LearnerHealth] | None = None
         self._watch_at = 0.0
         self._watch_asked = 0.0
+        self._look_at = 0.0
+        """When to look for the learner's host next, while the learner is silent."""
         self._timings = TimingCollector(self._clock)
         self._info: LearnerInfo | None = None
         """None before the first learner serves."""
@@ -307,8 +309,13 @@ class Supervisor:
             return
         if watch not in ended:
             silent_s = min(SILENT_S, self._placement.step_timeout_s)
-            if self._clock.now() - self._watch_asked > silent_s:
+            now = self._clock.now()
+            if now - self._watch_asked > silent_s:
                 raise LearnerLost(f"the learner did not answer 'health' within {silent_s:g} s")
+            if now - self._watch_asked > QUIET_S and now >= self._look_at:
+                self._look_at = now + LOOK_S
+                if not self._rooms.state(self._room).is_same_life(self._place):
+                    raise LearnerLost(f"the learner and its host {self._place.host} do not answer")
             return
         self._watch, self._watch_at = None, self._clock.now() + WATCH_S
         self._health = self._learner_result(watch)

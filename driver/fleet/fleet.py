@@ -36,7 +36,7 @@ from driver.fleet.dispatch import Dispatch
 from driver.fleet.fleet_worker import Worker
 from driver.fleet.handles import WorkerHandle
 from driver.fleet.launch import Launcher
-from driver.fleet.rooms import NOTICED_S, Room, Rooms, RoomState
+from driver.fleet.rooms import LOOK_S, NOTICED_S, QUIET_S, Room, Rooms, RoomState
 from driver.fleet.timing_collector import TimingCollector
 from rollout_worker.config import RolloutConfig
 from rollout_worker.worker_core import RolloutSpec
@@ -53,8 +53,6 @@ LEAVE_S = 10.0
 """How long a drained process may take to close."""
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 30.0
-ROOM_S = 1.0
-"""Between two looks for room."""
 
 
 class WorkersLost(RunError):
@@ -233,6 +231,9 @@ class WorkerFleet:
                 self._lost(worker, NoAnswer(late))
             elif hang := worker.hangs.hang(self._placement.step_timeout_s):
                 self._lost(worker, StandsStill(f"{worker.name}: {hang}", doing=worker.hangs.doing))
+            elif self._host_is_gone(worker):
+                silence = f"{worker.name} and its host {worker.place.host} do not answer"
+                self._lost(worker, NoAnswer(silence))
         return ended & set(calls)
 
     def lost_while(self, worker: Worker, handle: WorkerHandle, error: RunError) -> None:
@@ -329,7 +330,7 @@ class WorkerFleet:
 
     def _wait_for_room(self, worker: Worker, state: RoomState) -> None:
         said, worker.waits_for = worker.waits_for, state.problem or ""
-        worker.retry_at = self._clock.now() + ROOM_S
+        worker.retry_at = self._clock.now() + LOOK_S
         if not said:
             self._events.warn(
                 f"{worker.name} waits for room ({worker.waits_for}); the run has "
@@ -424,6 +425,15 @@ class WorkerFleet:
             answer_timeout_s=NEWS_S + SILENT_S,
             lease_timeout_s=self._placement.step_timeout_s,
         )
+
+    def _host_is_gone(self, worker: Worker) -> bool:
+        """Whether a silent worker need not be waited for, since its host is silent too."""
+        now = self._clock.now()
+        quiet = worker.call is not None and now - worker.asked_at > NEWS_S + QUIET_S
+        if self._launcher.colocated or not quiet or now < worker.look_at:
+            return False
+        worker.look_at = now + LOOK_S
+        return not self._rooms.state(worker.room).is_same_life(worker.place)
 
     def _lost(self, worker: Worker, error: RunError) -> None:
         """Takes the leases of a lost worker away; it starts anew after a pause.

@@ -51,6 +51,8 @@ class Worker:
     """Why its last process is gone, until it is clear whether its host is too."""
     suspects: list[Lease] = dataclasses.field(default_factory=list)
     """Leases whose groups may have ended that process, until then; no other worker gets them."""
+    look_at: float = 0.0
+    """When to look for its host next, while it is silent."""
     waits_for: str = ""
     """Why there is no room for it."""
     info: WorkerInfo | None = None

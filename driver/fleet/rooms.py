@@ -15,6 +15,10 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 
 DIAL_S = 2.0
 """How long a host may take to answer."""
+QUIET_S = 15.0
+"""How long a process may be silent before its host is dialled."""
+LOOK_S = 1.0
+"""Between two looks at a room."""
 NOTICED_S = 90.0
 """After this long Ray has noticed the death of a host, and looks for another one."""
 

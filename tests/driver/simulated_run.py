@@ -98,16 +98,24 @@ class World:
             first[1]()
         self.now_s = max(self.now_s, end_s)
 
-    def lose_host(self, name: str) -> None:
-        """Ends a host; Ray notices it later, and moves its rooms where a host has none."""
+    def lose_host(self, name: str, *, silently: bool = False) -> None:
+        """Ends a host; Ray notices it later, and moves its rooms where a host has none.
+
+        Args:
+            silently: not even the end of connections is sent.
+        """
         host = self.hosts[name]
         host.up = False
-        for process in self.processes:
-            if process.host is host:
+        gone = [process for process in self.processes if process.host is host]
+        for process in gone:
+            process.stopped = True
+            if not silently:
                 process.end()
 
         def notice():
             host.known_up = False
+            for process in gone:
+                process.end()
             for bundle, where in self.bundles.items():
                 if where == name:
                     self.bundles[bundle] = ""
@@ -430,6 +438,7 @@ class SimulatedRun:
         self.world = world
         self.error: BaseException | None = None
         self.said: list[str] = []
+        self.said_at_s: list[float] = []
         sections: dict[str, dict[str, Any]] = {
             "run": {"name": "made-up", "steps": steps, "output_dir": str(folder)},
             "model": {"path": str(folder)},
@@ -477,7 +486,7 @@ class SimulatedRun:
             patched.setattr(
                 driver_run.StepView,
                 "say",
-                lambda view, text: (self.said.append(text), say(view, text)),
+                lambda view, text: (self._note(text), say(view, text)),
             )
             make_fleet = driver_run.Supervisor.make_fleet
 
@@ -498,6 +507,10 @@ class SimulatedRun:
                 for number, handler in before.items():
                     signal.signal(number, handler)
         return self
+
+    def _note(self, text: str) -> None:
+        self.said.append(text)
+        self.said_at_s.append(self.world.now_s)
 
     @property
     def status(self) -> dict[str, Any]:

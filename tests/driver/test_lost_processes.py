@@ -71,6 +71,18 @@ def test_hosts_that_are_lost_do_not_use_up_the_restarts_of_crashes_F02(start):
     assert run.said_of("rollout-1 failed, restart 3 of 3")
 
 
+@pytest.mark.parametrize("lost, who", [("b", "rollout-1"), ("learner", "the learner")])
+def test_a_host_that_vanishes_without_a_word_is_missed_in_half_a_minute_F02(start, lost, who):
+    world = World("learner a b s1")
+    world.at(41.3, lambda: world.lose_host(lost, silently=True))
+    run = start(world, steps=40)
+    finished(run, 40)
+    (said,) = run.said_of(who, f"lost with its host {lost}, restart 1 of 3", "do not answer") or (
+        run.said_of(who, f"lost with its host {lost}: restart 1 of 3", "do not answer")
+    )
+    assert run.said_at_s[run.said.index(said)] - 1_041.3 < 30.0
+
+
 def test_two_workers_of_one_host_are_one_event_F02(start):
     world = World("learner a s1")
     world.bundles = {0: "learner", 1: "a", 2: "a"}
