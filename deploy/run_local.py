@@ -64,6 +64,8 @@ def head_environment() -> dict[str, str]:
     environment = {
         # Ray's own default is 15: the learner would yield to everything else on the machine.
         "RAY_worker_niceness": "0",
+        # Has Ray take 127.0.0.1 for this host: else most of its processes listen on every address.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         **os.environ,
         "PATH": f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "RAY_AUTH_MODE": "token",

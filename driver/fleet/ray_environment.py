@@ -9,6 +9,9 @@ from driver.errors import RunError
 
 LONGEST_FOLDER = 36
 """Bytes of the path of Ray's folder: Ray adds up to 71 for its sockets, and 107 are allowed."""
+ON_LOOPBACK = ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+"""Has Ray take 127.0.0.1 for the address of this host, on Linux too: its processes listen there
+alone, and not on every address, some of them without a token."""
 SHORT = "/tmp"
 TPU_LOGS = pathlib.Path("/tmp/tpu_logs")
 """Where libtpu writes unless it is told otherwise: the logs of every program on this host."""
@@ -29,8 +32,8 @@ def set_environment(environ: MutableMapping[str, str], run_folder: pathlib.Path)
     """Prepares the cluster that this process will start: what the user has set stays, and a cluster
     that is joined has its own rules. Ray reads the variables when it is imported or started.
 
-    It gets a random token, processes of ordinary priority, a folder short enough for its sockets,
-    and no logs of other programs' libtpu to show.
+    It gets a random token, sockets on loopback only, processes of ordinary priority, a folder short
+    enough for its sockets, and no logs of other programs' libtpu to show.
 
     Args:
         run_folder: of the run; exists.
@@ -43,6 +46,7 @@ def set_environment(environ: MutableMapping[str, str], run_folder: pathlib.Path)
     if "RAY_AUTH_MODE" not in environ:
         environ["RAY_AUTH_MODE"] = "token"
         environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    environ.setdefault(*ON_LOOPBACK)
     # Ray's own default is 15: the learner would yield to everything else on the machine.
     environ.setdefault("RAY_worker_niceness", "0")
     _shorten(environ)

@@ -16,7 +16,7 @@ from typing import Any
 
 from driver.errors import RunError
 from driver.postmortem import host_state
-from driver.reports.redact import Redactor, is_secret
+from driver.reports.redact import NotPlain, Redactor, is_secret, open_plain
 from driver.reports.status import ExitCode, exit_code_of
 from services.process.run_processes import FOLDER as STACKS
 from services.process.run_processes import RunProcess, read_processes, state_of_run
@@ -34,6 +34,7 @@ WHOLE = ("status.json", "config.yaml", "identity.json", "run_id", "error.txt")
 LOGS = ("metrics.jsonl", "ledger.jsonl", "timeline.jsonl", "samples.jsonl", "eval.jsonl")
 RAY_LOGS = ("raylet.out", "raylet.err", "gcs_server.out", "gcs_server.err")
 RAY_LOG_BYTES = 2**18
+REFUSED = -1
 LOGS_S = 4.0
 """What is found by then is kept."""
 NOTABLE = re.compile(r"error|exception|fatal|killed|no space left|low on memory", re.I)
@@ -90,7 +91,7 @@ def _ended(folder: pathlib.Path, cause: BaseException | None) -> Found:
         path = folder / "error.txt"
         facts = {
             "error": str(status.get("reason", "")),
-            "details": path.read_text(errors="replace")[-FILE_BYTES:] if path.exists() else "",
+            "details": _text(path, FILE_BYTES) if path.exists() else "",
             "exit_code": status.get("exit_code"),
             "driver_gone": state_of_run(folder, status) == "lost"
             or status.get("exit_code") == ExitCode.KILLED,
@@ -117,7 +118,7 @@ def _ended(folder: pathlib.Path, cause: BaseException | None) -> Found:
 def _records_of_run(folder: pathlib.Path, redactor: Redactor, sources: Sources) -> Found:
     """Status, configuration, and the last lines of the logs."""
     files: dict[str, bytes | str] = {
-        f"run/{name}": redactor.tail(folder / name, FILE_BYTES)
+        f"run/{name}": _part(redactor.tail, folder / name, FILE_BYTES)
         for name in WHOLE
         if (folder / name).is_file()
     }
@@ -125,7 +126,7 @@ def _records_of_run(folder: pathlib.Path, redactor: Redactor, sources: Sources) 
         files["run/config.yaml"] = sources.config
     for name in LOGS:
         if (folder / name).is_file():
-            lines = redactor.tail(folder / name, FILE_BYTES).splitlines(keepends=True)
+            lines = _part(redactor.tail, folder / name, FILE_BYTES).splitlines(keepends=True)
             files[f"run/{name}"] = b"".join(lines[-LAST_LINES:])
     facts = {
         "metrics": _records(files.get("run/metrics.jsonl")),
@@ -151,11 +152,13 @@ def _stacks(folder: pathlib.Path, redactor: Redactor) -> Found:
     files: dict[str, bytes | str] = {"stacks/answers.txt": "\n".join(answered)}
     dumps = {}
     for process in newest:
-        files[f"{STACKS}/{process.path.name}"] = redactor.tail(process.path, RAY_LOG_BYTES)
+        files[f"{STACKS}/{process.path.name}"] = _part(redactor.tail, process.path, RAY_LOG_BYTES)
         if process.path.stat().st_mtime < started:
             continue  # a process of an earlier start, which a resume has nothing to do with
-        text = process.path.read_text(errors="replace")[-RAY_LOG_BYTES:]
+        text = _text(process.path, RAY_LOG_BYTES)
         dumps[process.path.stem] = text.rpartition("=== asked at")[2]
+    for link in (path for path in (folder / STACKS).glob("*.txt") if path.is_symlink()):
+        files[f"{STACKS}/{link.name}"] = f"refused: {link} is a link: it is not read\n"
     states = [host_state.read_process(process) for process in processes]
     files["processes.json"] = _json([dataclasses.asdict(state) for state in states])
     return Found(files=files, facts={"processes": tuple(states), "stacks": dumps})
@@ -187,10 +190,13 @@ def _process_logs(
     for name, path, limit in _log_paths(processes, log_folders):
         if name in files or is_secret(path):
             continue
+        if limit == REFUSED:
+            files[name] = f"refused: {path} is no log of Ray or of this process: it is not read\n"
+            continue
         if time.monotonic() > deadline:
             files["logs/LEFT_OUT.txt"] = f"no time was left of {LOGS_S:g} s for the other logs"
             break
-        files[name] = data = redactor.tail(path, limit)
+        files[name] = data = _part(redactor.tail, path, limit)
         lines = data.decode(errors="replace").splitlines()
         notable += [f"{name}: {x}" for x in lines if NOTABLE.search(x)][-NOTABLE_LINES:]
     return Found(files=files, facts={"logs": tuple(notable)})
@@ -199,15 +205,19 @@ def _process_logs(
 def _log_paths(
     processes: Sequence[RunProcess], log_folders: Sequence[pathlib.Path]
 ) -> list[tuple[str, pathlib.Path, int]]:
-    """Name in the archive, path and most bytes of each log."""
+    """Name in the archive, path and most bytes of each log; REFUSED for a path that only a file of
+    the run names, and that is no log: it could be any file.
+    """
     found, folders = [], set(log_folders)
     here = [process for process in processes if process.host == socket.gethostname()]
     for process in here:
         for log in map(pathlib.Path, process.logs):
             if log.is_file():
                 end = log.suffix if log.suffix in (".out", ".err") else f"-{log.name}"
-                found.append((f"logs/{process.name}-{process.pid}{end}", log, FILE_BYTES))
-            if (log.parent / "raylet.out").is_file():
+                known = log.parent in folders or _is_log_folder(log.parent)
+                limit = FILE_BYTES if known or process.pid == os.getpid() else REFUSED
+                found.append((f"logs/{process.name}-{process.pid}{end}", log, limit))
+            if _is_log_folder(log.parent):
                 folders.add(log.parent)
     for folder in sorted(folders):
         found += [(f"logs/ray/{x}", folder / x, RAY_LOG_BYTES) for x in RAY_LOGS]
@@ -220,10 +230,20 @@ def _log_paths(
     return [one for one in found if one[1].is_file()]
 
 
+def _is_log_folder(folder: pathlib.Path) -> bool:
+    """Whether a folder is that of the logs of a Ray session, by its names and content."""
+    return (
+        folder.name == "logs"
+        and folder.parent.name.startswith("session_")
+        and folder.resolve() == folder
+        and (folder / "raylet.out").is_file()
+    )
+
+
 def _rejected(folder: pathlib.Path, redactor: Redactor) -> Found:
     """Groups that did not train: of updates that were not finite, the newest files first."""
     paths = sorted((folder / "rejected").glob("*.jsonl"), reverse=True)[:8]
-    files = {f"rejected/{path.name}": redactor.head(path, FILE_BYTES) for path in paths}
+    files = {f"rejected/{path.name}": _part(redactor.head, path, FILE_BYTES) for path in paths}
     not_finite = tuple(path.name for path in paths if path.name.startswith("version-"))
     return Found(files=files, facts={"rejected": not_finite})
 
@@ -262,7 +282,25 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 def _status(folder: pathlib.Path) -> dict[str, Any]:
     path = folder / "status.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return json.loads(_text(path, FILE_BYTES)) if path.is_file() and not path.is_symlink() else {}
+
+
+def _part(read: Callable[[pathlib.Path, int], bytes], path: pathlib.Path, limit: int) -> bytes:
+    """What a redactor reads of a file of the run, or why it does not."""
+    try:
+        return read(path, limit)
+    except NotPlain as error:
+        return f"refused: {error}\n".encode()
+
+
+def _text(path: pathlib.Path, limit: int) -> str:
+    """The last bytes of a file as they are, for what is only looked at here; '' of a link."""
+    try:
+        with open_plain(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - limit))
+            return file.read(limit).decode("utf-8", "replace")
+    except NotPlain:
+        return ""
 
 
 def _json(value: Any) -> str:

@@ -1,9 +1,12 @@
 """Texts that may leave the machine: no keys, no tokens, and no more of a file than requested."""
 
+import errno
 import os
 import pathlib
 import re
+import stat
 from collections.abc import Mapping
+from typing import BinaryIO
 
 from services.wire.secret_text import SecretFilter, names_secret
 
@@ -19,6 +22,31 @@ SECRET_FOLDERS = ("control", "dashboard")
 """In a run's folder: credentials that its driver writes for the owner."""
 
 _SECRET_FILE = re.compile(r"\.(pem|key|crt|p12)$|token$|^\.netrc$", re.I)
+
+
+class NotPlain(PermissionError):
+    """A path that is not itself a file: a link leads elsewhere, and a pipe may never end."""
+
+
+def open_plain(path: pathlib.Path) -> BinaryIO:
+    """Opens a file that is no link, in a folder that is none.
+
+    Raises:
+        NotPlain: for anything else that is there.
+    """
+    if path.parent.is_symlink():
+        raise NotPlain(f"{path.parent} is a link: {path.name} is not read")
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise NotPlain(f"{path} is a link: it is not read") from error
+    file = os.fdopen(descriptor, "rb")
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        file.close()
+        raise NotPlain(f"{path} is no file: it is not read")
+    return file
 
 
 class Redactor(SecretFilter):
@@ -47,7 +75,7 @@ class Redactor(SecretFilter):
     def _part(self, path: pathlib.Path, limit_bytes: int, *, from_end: bool) -> bytes:
         if is_secret(path):
             raise PermissionError(f"{path.name} holds a secret and is never copied")
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - limit_bytes - GUARD_BYTES) if from_end else 0)
             raw = file.read(limit_bytes + GUARD_BYTES)

@@ -34,9 +34,15 @@ class RunProcess:
 
 
 def read_processes(run_folder: pathlib.Path) -> list[RunProcess]:
-    """Every process that has registered, the newest first; a file that is torn is left out."""
+    """Every process that has registered, the newest first.
+
+    A file that is torn is left out, and so is a link, which would lead out of the run's folder.
+    """
     found = []
-    for path in (run_folder / FOLDER).glob("*.txt"):
+    folder = run_folder / FOLDER
+    for path in () if folder.is_symlink() else folder.glob("*.txt"):
+        if path.is_symlink():
+            continue
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             with path.open(encoding="utf-8", errors="replace") as file:
                 record = json.loads(file.readline(65_536))

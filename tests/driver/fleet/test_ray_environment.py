@@ -25,6 +25,10 @@ def test_a_local_cluster_gets_a_secret_token(tmp_path):
     assert first["RAY_AUTH_TOKEN"] != second["RAY_AUTH_TOKEN"]
 
 
+def test_a_local_cluster_listens_on_loopback_only_R14(tmp_path):
+    assert of_our_own(tmp_path)["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
+
+
 def test_nothing_is_set_for_a_cluster_that_is_joined(tmp_path):
     joined = of_our_own(tmp_path, RAY_ADDRESS="http://127.0.0.1:8265", TMPDIR=LONG)
     assert set(joined) == {"RAY_ADDRESS", "TMPDIR"}

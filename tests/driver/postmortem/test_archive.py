@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import tarfile
@@ -68,7 +69,10 @@ def start(run_folder, tmp_path):
     started = []
 
     def run(name: str, *words: str) -> subprocess.Popen:
-        with (tmp_path / f"worker-abc-{name}.out").open("w") as log:
+        logs = tmp_path / "session_1" / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        (logs / "raylet.out").touch()
+        with (logs / f"worker-abc-{name}.out").open("w") as log:
             command = [sys.executable, "-c", ACTOR, str(run_folder), name, *words]
             started.append(subprocess.Popen(command, stdout=log, stderr=log))
         deadline = time.monotonic() + HANG_S
@@ -323,3 +327,45 @@ def test_only_the_session_of_this_run_is_read(run_folder, tmp_path, monkeypatch)
     assert files["logs/ray/raylet.err"] == b"error of own\n"
     files = unpacked(collect(run_folder, None, Sources(), print))
     assert not [name for name in files if name.startswith("logs/ray/")]
+
+
+def test_no_link_and_no_path_that_a_file_of_the_run_names_is_followed_R13(run_folder, tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    private = outside / "private.txt"
+    private.write_text("words of somebody else\n")
+    for name in ("worker-1.out", "version-00000001.jsonl"):
+        (outside / name).write_text("words of somebody else\n")
+    stacks = run_folder / "stacks"
+    stacks.mkdir()
+    record = {"name": "learner", "pid": 1, "host": socket.gethostname(), "started": 1}
+    named = [str(private), str(outside / "worker-1.out"), str(run_folder / ".." / "outside")]
+    (stacks / "learner-1.txt").write_text(json.dumps(record | {"logs": named}) + "\n")
+    (stacks / "x.txt").symlink_to(private)
+    (run_folder / "rejected").symlink_to(outside)
+    for name in ("error.txt", "config.yaml", "eval.jsonl", "samples.jsonl"):
+        (run_folder / name).symlink_to(private)
+    os.mkfifo(run_folder / "identity.json")
+    files = unpacked(collect(run_folder, None, Sources(), print))
+    assert not [name for name, data in files.items() if b"words of somebody" in data]
+    refused = {name for name, data in files.items() if data.startswith(b"refused: ")}
+    assert refused == {
+        *(
+            "stacks/x.txt",
+            "run/error.txt",
+            "run/config.yaml",
+            "run/eval.jsonl",
+            "run/samples.jsonl",
+        ),
+        *("rejected/version-00000001.jsonl", "logs/learner-1-private.txt", "logs/learner-1.out"),
+    }
+    assert b"private.txt" in files["logs/learner-1-private.txt"]
+    assert b"x.txt is a link" in files["stacks/x.txt"]
+
+
+def test_the_status_of_a_run_is_not_read_through_a_link_R13(run_folder, tmp_path):
+    (tmp_path / "other.json").write_text('{"reason": "words of somebody else", "state": "failed"}')
+    (run_folder / "status.json").unlink()
+    (run_folder / "status.json").symlink_to(tmp_path / "other.json")
+    files = unpacked(collect(run_folder, None, Sources(), print))
+    assert not [name for name, data in files.items() if b"words of somebody" in data]

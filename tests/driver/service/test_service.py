@@ -4,6 +4,7 @@ Every test starts `python -m driver` with a Ray head of its own and looks at wha
 """
 
 import contextlib
+import ipaddress
 import json
 import os
 import pathlib
@@ -130,6 +131,18 @@ class Service:
 
     def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
+
+    def reached_from_elsewhere(self) -> list[str]:
+        """The sockets of its processes that listen beyond loopback, the page's included."""
+        found = []
+        for process in [psutil.Process(self.process.pid), *self.descendants()]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for socket in process.net_connections("inet"):
+                    address = ipaddress.ip_address(socket.laddr.ip)
+                    address = getattr(address, "ipv4_mapped", None) or address
+                    if socket.status == psutil.CONN_LISTEN and not address.is_loopback:
+                        found.append(f"{process.name()}: {address} port {socket.laddr.port}")
+        return found
 
     def lines(self, name: str) -> list[dict]:
         path = self.out / f"{name}.jsonl"
@@ -288,6 +301,7 @@ def test_the_timeline_shows_when_what_the_ledger_adds_up(undisturbed):
 def test_a_killed_worker_is_replaced_and_nothing_changes(start, undisturbed):
     service = start()
     service.wait_for_step(2)
+    assert service.reached_from_elsewhere() == [], "R14"
     os.kill(service.pid_of("rollout-0"), signal.SIGKILL)
     assert service.wait() == 0, service.text
     assert "rollout-0 failed, restart 1 of 3" in service.text
