@@ -72,7 +72,7 @@ class Journal:
                 update in which it trains.
 
         Raises:
-            DamagedFile: if the spool cannot be trusted, or is of another run.
+            DamagedFile: if the spool is of another run.
         """
         self._spool = Spool(folder, rules.run_id)
         self._folder = folder

@@ -35,7 +35,7 @@ from services.trajectories.id_set import IdSet
 from services.wire.messages import Group
 
 MAGIC = b"tandem spool 1 \n"
-SEGMENT_NAME = re.compile(r"step-\d{8}(-\d+)?\.bin")
+SEGMENT_NAME = re.compile(r"step-(?P<step>\d{8})(-\d+)?\.bin")
 ISSUED, UPDATE, ABANDONED, GROUP = b"i", b"u", b"a", b"g"
 
 
@@ -86,22 +86,29 @@ class Segment:
     step: int
     """Of the checkpoint that it begins with."""
     serial: int
+    """-1 where the header cannot be trusted."""
+    damage: str = ""
+    """What is wrong with the header."""
 
 
 def find_segments(folder: pathlib.Path, run_id: str) -> list[Segment]:
     """The segments of a spool in the order in which they were begun.
 
     Raises:
-        DamagedFile: if a header cannot be trusted, or is of another run.
+        DamagedFile: if a header is of another run.
     """
     if not folder.is_dir():
         return []
     found = []
     for path in folder.iterdir():
-        if not SEGMENT_NAME.fullmatch(path.name):
+        if (named := SEGMENT_NAME.fullmatch(path.name)) is None:
             continue
-        with path.open("rb") as file:
-            header = _read_header(file, path)
+        try:
+            with path.open("rb") as file:
+                header = _read_header(file, path)
+        except DamagedFile as error:
+            found.append(Segment(path, int(named["step"]), -1, str(error)))
+            continue
         if header.get("run_id") != run_id:
             raise DamagedFile(
                 f"{path} is of run {header.get('run_id')!r}, not {run_id!r}: give this run another "
@@ -114,13 +121,19 @@ def find_segments(folder: pathlib.Path, run_id: str) -> list[Segment]:
 def segments_since(segments: Sequence[Segment], step: int) -> list[Segment]:
     """The segments with everything that was written since the checkpoint of a step.
 
-    If the segment of that checkpoint could not be begun, they start with the one before it.
+    If the segment of that checkpoint could not be begun, they start with the one before it. Those
+    with a damaged header come first: of steps from there on, since they may be needed.
     """
     before = [segment for segment in segments if segment.step <= step]
-    if not before:
-        return []
-    first = max(before, key=lambda segment: (segment.step, segment.serial))
-    return [segment for segment in segments if segment.serial >= first.serial]
+    sound = [segment for segment in before if not segment.damage]
+    if not sound:
+        return before
+    first = max(sound, key=lambda segment: (segment.step, segment.serial))
+    return [
+        segment
+        for segment in segments
+        if (segment.step >= first.step if segment.damage else segment.serial >= first.serial)
+    ]
 
 
 def read_segments(segments: Sequence[Segment]) -> OpenWork | None:
@@ -131,6 +144,9 @@ def read_segments(segments: Sequence[Segment]) -> OpenWork | None:
     """
     if not segments:
         return None
+    for segment in segments:
+        if segment.damage:
+            raise DamagedFile(segment.damage)
     issued: dict[int, str] = {}
     updates: list[UpdateRecord] = []
     groups: dict[str, Group] = {}

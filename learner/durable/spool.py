@@ -58,7 +58,7 @@ class Spool:
             run_id: stands in every segment.
 
         Raises:
-            DamagedFile: if the header of a segment cannot be trusted, or is of another run.
+            DamagedFile: if a segment is of another run.
         """
         self._folder = pathlib.Path(folder).absolute()
         self._run_id = run_id

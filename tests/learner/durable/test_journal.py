@@ -1,16 +1,17 @@
 """The journal: what it holds in memory is bounded, and what it cut is known."""
 
 from learner.durable.journal import Journal
+from tests.services.group_rules import group_rules
 
 
 def make_journal(folder, max_staleness=1):
     return Journal(
         folder,
-        "run",
-        group_size=2,
+        group_rules("run", group_size=2),
         capacity_groups=8,
         capacity_bytes=1 << 20,
         max_staleness=max_staleness,
+        check_trainable=lambda group: None,
     )
 
 

@@ -278,7 +278,7 @@ def test_the_spool_of_another_run_is_refused(folder):
         Spool(folder, "run-b")
     (folder / "step-00000007.bin").write_bytes(b"something else")
     with pytest.raises(DamagedFile, match="step-00000007.bin is no segment of a spool"):
-        Spool(folder, "run-a")
+        Spool(folder, "run-a").read(0)
 
 
 def test_what_was_answered_survives_kill_9_at_any_moment(folder):
@@ -361,6 +361,28 @@ def test_damage_in_the_middle_is_refused_and_the_message_has_a_way_on_R07(folder
         path.write_bytes(content[:at] + bytes(length) + content[at + length :])
         with pytest.raises(DamagedFile, match=f"damaged.*or move {folder} away and .*--resume"):
             Spool(folder, "run").read(0)
+
+
+@pytest.mark.parametrize("damaged, blocked", [(0, [0]), (10, [0, 10]), (20, [0, 10, 20])])
+def test_a_damaged_header_blocks_only_the_checkpoints_that_need_its_segment(
+    folder, damaged, blocked
+):
+    spool = begun(folder)
+    for step in (10, 20):
+        spool.rotate(step, lambda: NOTHING_OPEN)
+        spool.write_group(GROUPS[step // 10])
+    path = folder / f"step-{damaged:08d}.bin"
+    content = path.read_bytes()
+    path.write_bytes(content[:70] + bytes([content[70] ^ 1]) + content[71:])
+    for step in (0, 10, 20):
+        again = Spool(folder, "run")
+        if step in blocked:
+            with pytest.raises(DamagedFile, match=f"{path}: the header .*--resume"):
+                again.read(step)
+        else:
+            assert "g2" in again.read(step).groups
+    spool.rotate(30, lambda: NOTHING_OPEN)
+    assert spool.prune(30) == [] and Spool(folder, "run").read(30) == NOTHING_OPEN
 
 
 def test_a_flipped_bit_of_the_last_record_is_no_torn_tail(folder):
