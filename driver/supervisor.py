@@ -31,7 +31,7 @@ from driver.fleet.actor_calls import (
     wait_for_calls,
 )
 from driver.fleet.cluster import ResourcesNotMet
-from driver.fleet.fleet import FleetEvents, WorkerFleet, worker_capacity
+from driver.fleet.fleet import CUT_S, FleetEvents, WorkerFleet, worker_capacity
 from driver.fleet.fleet_worker import Worker, memory_fields
 from driver.fleet.handles import LearnerHandle, WorkerHandle
 from driver.fleet.launch import Launcher
@@ -56,6 +56,8 @@ WATCH_S = 1.0
 """Between two questions for the learner's health: how late its death may be noticed."""
 SILENT_S = 60.0
 """How long it may take to answer: a process that is stopped counts as lost then."""
+HEARD_S = 5.0
+"""An answer to the question for its health counts for so long."""
 ASK_S = 2.0
 """For a learner that may not answer any more."""
 STARTING = "starting"
@@ -111,7 +113,7 @@ class Supervisor:
         self._place = RoomState()
         """Where the learner was started."""
         self._watch: Call[LearnerHealth] | None = None
-        self._watch_at = 0.0
+        self._watch_at = self._served_at = 0.0
         self._watch_asked = 0.0
         self._look_at = 0.0
         """When to look for the learner's host next, while the learner is silent."""
@@ -236,7 +238,7 @@ class Supervisor:
         asked_s = time.monotonic()
         info = self.wait_for(self._learner.describe(), timeout_s=self._placement.startup_timeout_s)
         self._timings.add_process(LEARNER, self._learner, asked_s, info.clock_s)
-        self._info, self._watch_at = info, 0.0
+        self._info, self._watch_at, self._served_at = info, 0.0, self._clock.now()
 
     def make_fleet(self, events: FleetEvents) -> WorkerFleet:
         """A fleet without workers."""
@@ -250,8 +252,15 @@ class Supervisor:
             clock=self._clock,
             capacity=worker_capacity(self._rollout),
             relay_fanout=self._weights.relay_fanout,
+            learner_answers=self._learner_answers,
         )
         return self._fleet
+
+    def _learner_answers(self) -> bool:
+        """Whether the learner is well: a worker that does not reach it is cut off from it then."""
+        now = self._clock.now()
+        heard_s = now - (self._watch_at - WATCH_S)
+        return self._health is not None and heard_s < HEARD_S and now - self._served_at > CUT_S
 
     def start_workers(self) -> None:
         """Starts the rollout workers that the run begins with, and waits until each is ready.

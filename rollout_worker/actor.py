@@ -24,7 +24,7 @@ from services.process.process_memory import process_memory
 from services.process.span_log import StepTiming
 from services.trajectories.client import TrajectoryClient
 from services.weights.replica import Replica
-from services.wire.health import check_serving
+from services.wire.health import LearnerProbe, check_serving
 
 DIAL_S = 30.0
 """How long the learner may take to answer a worker that starts."""
@@ -78,8 +78,15 @@ class RolloutActor:
             ),
             memory=lambda: process_memory(device_memory(devices)),
             weights_timeout_s=spec.timeout_s,
+            probe=None if wait_for_shared is not None else self._probe(spec),
             slack_s=2 * spec.reward.timeout_s,  # a completion whose child died is scored again
         )
+
+    def _probe(self, spec: RolloutSpec) -> LearnerProbe:
+        def ask(address: str, timeout_s: float) -> None:
+            check_serving(address, spec.credentials, timeout_s=timeout_s)
+
+        return LearnerProbe(ask, spec.learner_address)
 
     def describe(self) -> WorkerInfo:
         """Says that the worker is ready, and where and on what it runs."""

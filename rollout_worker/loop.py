@@ -27,6 +27,7 @@ from services.process.activity import Activity
 from services.process.background import Background
 from services.process.phase_clock import PhaseClock
 from services.process.process_memory import ProcessMemory
+from services.wire.health import LearnerProbe
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class WorkLoop:
         memory: Callable[[], ProcessMemory],
         weights_timeout_s: float,
         slack_s: float = 0.0,
+        probe: LearnerProbe | None = None,
     ):
         """Starts at once.
 
@@ -62,12 +64,14 @@ class WorkLoop:
             memory: memory of this process and of its devices now.
             weights_timeout_s: how long a lease may wait for the version that it asks for.
             slack_s: how long the scorers of a completion may take.
+            probe: asks the learner whether it is there; None where it is in this process.
         """
         self._worker = worker
         self._clock = clock
         self._memory = memory
         self._weights_timeout_s = weights_timeout_s
         self._slack_s = slack_s
+        self._probe = probe
         self._waiting_since: float | None = None
         """Since when the version that a lease asks for has been missing."""
         self._ordering = threading.Lock()
@@ -102,6 +106,8 @@ class WorkLoop:
         number, latest = orders.number, self._latest
         if orders.learner_address is not None and latest.claim("learner", number):
             self._pusher.connect(orders.learner_address)
+            if self._probe is not None:
+                self._probe.connect(orders.learner_address)
         if orders.sources is not None and latest.claim("sources", number):
             self._fetcher.use_sources(orders.sources)
         cancel = [group_id for group_id in orders.cancel if latest.claim_group(group_id, number)]
@@ -152,6 +158,7 @@ class WorkLoop:
                 background_s={"fetch": fetch_s, "push": self._pusher.take_seconds()},
                 transfers=tuple(transfers),
                 memory=self._memory(),
+                learner_silent_s=0.0 if self._probe is None else self._probe.silent_s,
                 activity=self._activity(),
             )
 
@@ -175,6 +182,8 @@ class WorkLoop:
             self._closed = True
             self._changed.notify_all()
         self._fetcher.close()
+        if self._probe is not None:
+            self._probe.close()
 
     def close(self, timeout_s: float = 10.0) -> bool:
         """Ends the threads; False if the working thread is still at it."""

@@ -118,7 +118,10 @@ class Pusher:
             started = time.monotonic()
             self.pushing = True
             failpoints.reach("worker.push")
-            outcome = self._push(pack_group(group))
+            outcome = self._push(pack_group(group), leased)
+            if outcome is None:
+                self.pushing = False
+                continue
             accepted = outcome is LeaseOutcome.ACCEPTED
             result = LeaseResult(
                 group_id=group.group_id,
@@ -133,7 +136,8 @@ class Pusher:
             with self._lock:
                 self._seconds += time.monotonic() - started
 
-    def _push(self, packed: PackedGroup) -> LeaseOutcome:
+    def _push(self, packed: PackedGroup, leased: LeasedGroup) -> LeaseOutcome | None:
+        """The learner's answer; None for a group that was cancelled before there was one."""
         deadline = time.monotonic() + self._timeout_s
         while True:
             with self._lock:
@@ -145,6 +149,8 @@ class Pusher:
             except StaleGroup:
                 return LeaseOutcome.STALE
             except TimeoutError:
+                if leased.cancelled:
+                    return None
                 if time.monotonic() >= deadline:
                     raise
             except PushFailed:

@@ -135,5 +135,7 @@ class News:
     transfers: tuple[PullStats, ...]
     """One record for every version that was fetched."""
     memory: ProcessMemory
+    learner_silent_s: float = 0.0
+    """For how long the learner has not answered this worker; 0 where it does."""
     activity: Activity
     """Of its working thread, or of its pushes while that waits for work."""

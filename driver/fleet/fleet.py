@@ -49,6 +49,10 @@ NEWS_S = 5.0
 """How long a worker may keep a question for news open."""
 SILENT_S = 60.0
 """Beyond that, how long it may take to answer: a process that is stopped counts as lost then."""
+CUT_S = 20.0
+"""A worker that the learner has not answered for so long is cut off from it."""
+CUT_END_S = 600.0
+"""Where every worker is, they are replaced after so long."""
 LEAVE_S = 10.0
 """How long a drained process may take to close."""
 FIRST_BACKOFF_S = 0.5
@@ -101,6 +105,7 @@ class WorkerFleet:
         clock: AwakeClock,
         capacity: int,
         relay_fanout: int,
+        learner_answers: Callable[[], bool] = lambda: True,
     ):
         """A fleet without workers.
 
@@ -110,6 +115,7 @@ class WorkerFleet:
             clock: of deadlines.
             capacity: groups that one worker may hold.
             relay_fanout: workers that pull weights from the same source.
+            learner_answers: whether the learner has served for a while and answers the driver.
         """
         self._placement = placement
         self._launcher = launcher
@@ -120,6 +126,7 @@ class WorkerFleet:
         self._clock = clock
         self._dispatch = Dispatch(capacity, events.must_be_alone)
         self._relay_fanout = relay_fanout
+        self._learner_answers = learner_answers
         self.workers: dict[str, Worker] = {}
         self._next_index = 0
         self._proved = False
@@ -159,7 +166,7 @@ class WorkerFleet:
     def drain(self, name: str) -> None:
         """Has a worker finish what it decodes and leave; one that does not work leaves at once."""
         worker = self.workers[name]
-        if worker.takes_leases:
+        if worker.is_serving:
             worker.state = WorkerState.DRAINING
             worker.order(Orders(drain=True))
         elif worker.state is not WorkerState.DRAINING:
@@ -172,7 +179,7 @@ class WorkerFleet:
 
     def send_sources(self, learner_address: str) -> None:
         """Sends every worker the addresses to ask for weights: its relays, then the learner."""
-        ready = {worker.name: worker for worker in self.ready()}
+        ready = {name: worker for name, worker in self.workers.items() if worker.is_serving}
         addresses = {name: one.info.address for name, one in ready.items() if one.info}
         hosts = {name: address.rpartition(":")[0] for name, address in addresses.items()}
         tree = host_tree(hosts, self._relay_fanout)
@@ -400,6 +407,7 @@ class WorkerFleet:
     def _receive(self, worker: Worker, news: News) -> None:
         """Records how leases ended and what else a worker reports."""
         worker.receive(news)
+        self._judge_reach(worker, news.learner_silent_s)
         for result in news.results:
             if not worker.end_lease(result):
                 continue
@@ -418,9 +426,34 @@ class WorkerFleet:
         if worker.state is WorkerState.DRAINING and news.drained and not worker.leases:
             self._remove(worker)
 
+    def _judge_reach(self, worker: Worker, silent_s: float) -> None:
+        """Takes the leases of a worker that the learner does not answer, while it answers us."""
+        if worker.cut_since is not None and not silent_s:
+            worker.cut_since = None
+            self._events.warn(f"{worker.name} reaches the learner again, and takes leases")
+        if worker.cut_since is not None or silent_s < CUT_S or not self._learner_answers():
+            return
+        worker.cut_since = self._clock.now()
+        group_ids = worker.take_leases()
+        host = worker.info.host if worker.info else "its host"
+        worker.last_error = (
+            f"no answer from the learner for {silent_s:.0f} s, while both answer the driver: look "
+            f"for what cuts {host} off from the learner's host"
+        )
+        if group_ids:
+            self._events.void(group_ids, True)
+        self._events.warn(
+            f"{worker.name}: {worker.last_error}; its {len(group_ids)} leases go to others"
+        )
+        if group_ids:
+            worker.order(Orders(cancel=tuple(group_ids)))
+
     def _overdue(self, worker: Worker) -> str:
+        now = self._clock.now()
+        if worker.cut_since is not None and not self.ready() and now - worker.cut_since > CUT_END_S:
+            return f"{worker.name} has not reached the learner for {CUT_END_S:g} s, nor do others"
         return worker.overdue(
-            self._clock.now(),
+            now,
             startup_timeout_s=self._placement.startup_timeout_s,
             answer_timeout_s=NEWS_S + SILENT_S,
             lease_timeout_s=self._placement.step_timeout_s,

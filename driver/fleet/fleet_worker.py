@@ -69,6 +69,8 @@ class Worker:
     tokens: int = 0
     memory: ProcessMemory | None = None
     """As last reported."""
+    cut_since: float | None = None
+    """Since when it is cut off from the learner, on the clock of deadlines."""
     hangs: HangWatch = dataclasses.field(default_factory=HangWatch)
     """Of its process."""
     pull_gb_per_s: float = 0.0
@@ -76,7 +78,12 @@ class Worker:
 
     @property
     def takes_leases(self) -> bool:
-        """Whether it is ready and does not drain."""
+        """Whether it is ready, reaches the learner and does not drain."""
+        return self.is_serving and self.cut_since is None
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether its process works, cut off from the learner or not."""
         return self.state in (WorkerState.READY, WorkerState.WORKING)
 
     def order(self, orders: Orders) -> None:
@@ -121,6 +128,7 @@ class Worker:
         """Forgets its process, which the caller ends."""
         handle, self.handle = self.handle, None
         self.call, self.memory, self.policy_version, self.hangs = None, None, -1, HangWatch()
+        self.cut_since = None
         return handle
 
     def end_lease(self, result: LeaseResult) -> bool:

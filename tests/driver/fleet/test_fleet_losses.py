@@ -1,5 +1,6 @@
-"""Which losses of a worker are held against the groups that it had begun, without Ray."""
+"""Which workers count as lost or cut off, and what is held against their groups, without Ray."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -84,54 +85,122 @@ class Rooms:
         return RoomState(node="1f", host="a", problem="")
 
 
+class Run:
+    """A fleet of workers that are ready, in made-up time."""
+
+    def __init__(self, monkeypatch, count: int):
+        monkeypatch.setattr(fleet_module, "wait_for_calls", lambda calls, timeout_s: set())
+        self.void: list[tuple[list[str], bool]] = []
+        self.killed: list[tuple[list[Lease], str]] = []
+        self.said: list[str] = []
+        self.learner_answers = True
+        self.clock: Any = Time()
+        self.launcher: Any = Launcher()
+        nothing: Any = None
+        rooms: Any = Rooms()
+        self.fleet = WorkerFleet(
+            PlacementConfig(step_timeout_s=120.0),
+            self.launcher,
+            lambda name: nothing,
+            FleetEvents(
+                ended=lambda result: None,
+                killed=lambda begun, cause: self.killed.append((list(begun), cause)),
+                must_be_alone=lambda lease: False,
+                void=lambda ids, expired: self.void.append((list(ids), expired)),
+                news=lambda worker, news: None,
+                joined=lambda worker, info: None,
+                left=lambda worker: None,
+                warn=self.said.append,
+            ),
+            TimingCollector(self.clock),
+            rooms=rooms,
+            clock=self.clock,
+            capacity=2,
+            relay_fanout=2,
+            learner_answers=lambda: self.learner_answers,
+        )
+        self.workers = [self.fleet.add(nothing) for _ in range(count)]
+        for worker in self.workers:
+            worker.info, worker.state = INFO, WorkerState.READY
+            worker.receive(news())
+
+    def report(self, index: int, silent_s: float) -> None:
+        """A worker's answer, with how long the learner has not answered it."""
+        answer = dataclasses.replace(news(), learner_silent_s=silent_s)
+        self.fleet._receive(self.workers[index], answer)
+
+
+def lease_of(index: int) -> Lease:
+    return Lease(group_id=f"g{index:08d}", attempt=0, epoch=0, position=index, min_policy_version=3)
+
+
 def test_a_worker_that_answers_and_hangs_is_replaced_as_if_it_had_died_R8(monkeypatch):
-    seen: dict[str, list] = {"void": [], "killed": [], "said": []}
-    events = FleetEvents(
-        ended=lambda result: None,
-        killed=lambda begun, cause: seen["killed"].append((begun, cause)),
-        must_be_alone=lambda lease: False,
-        void=lambda ids, expired: seen["void"].append((list(ids), expired)),
-        news=lambda worker, news: None,
-        joined=lambda worker, info: None,
-        left=lambda worker: None,
-        warn=seen["said"].append,
-    )
-    launcher: Any = Launcher()
-    room: Any = None
-    spec: Any = None
-    clock: Any = Time()
-    fleet = WorkerFleet(
-        PlacementConfig(step_timeout_s=120.0),
-        launcher,
-        lambda name: spec,
-        events,
-        TimingCollector(clock),
-        rooms=Rooms(),
-        clock=clock,
-        capacity=2,
-        relay_fanout=2,
-    )
-    monkeypatch.setattr(fleet_module, "wait_for_calls", lambda calls, timeout_s: set())
-    worker = fleet.add(room)
-    worker.info, worker.state = INFO, WorkerState.READY
-    worker.receive(news())
-    lease = Lease(group_id="g00000000", attempt=0, epoch=0, position=5, min_policy_version=3)
-    fleet.dispatch_leases([lease])
+    run = Run(monkeypatch, 1)
+    worker, lease = run.workers[0], lease_of(0)
+    run.fleet.dispatch_leases([lease])
     for second in range(10):
         worker.hangs.note(Activity(doing="decode", counters={"tokens": 7}), float(second))
-    fleet.poll(0.0)
-    assert not launcher.handles[0].killed
+    run.fleet.poll(0.0)
+    assert not run.launcher.handles[0].killed
     for second in range(10, 12):
         worker.hangs.note(Activity(doing="decode", counters={"tokens": 7}), float(second))
-    fleet.poll(0.0)
-    assert launcher.handles[0].killed and worker.handle is None
-    assert seen["void"] == seen["killed"] == [], "its host may be what was lost"
-    clock.s += 1.0
-    fleet.poll(0.0)
-    assert seen["void"] == [(["g00000000"], True)]
-    ((begun, cause),) = seen["killed"]
+    run.fleet.poll(0.0)
+    assert run.launcher.handles[0].killed and worker.handle is None
+    assert run.void == run.killed == [], "its host may be what was lost"
+    run.clock.s += 1.0
+    run.fleet.poll(0.0)
+    assert run.void == [([lease.group_id], True)]
+    ((begun, cause),) = run.killed
     assert begun == [lease] and cause == "rollout-0: no progress for 11 s in decode (tokens 7)"
-    assert len(launcher.handles) == 2
-    assert seen["said"] == [
+    assert len(run.launcher.handles) == 2
+    assert run.said == [
         "rollout-0 failed, restart 1 of 3: rollout-0: no progress for 11 s in decode (tokens 7)"
     ]
+
+
+def test_a_worker_that_is_cut_off_from_the_learner_is_named_and_others_get_its_leases_F5(
+    monkeypatch,
+):
+    run = Run(monkeypatch, 2)
+    run.fleet.dispatch_leases([lease_of(0), lease_of(1)])
+    run.report(0, 15.0)
+    assert run.void == [] and len(run.fleet.ready()) == 2
+    run.report(0, 20.0)
+    assert run.void == [(["g00000000"], True)] and run.fleet.ready() == [run.workers[1]]
+    assert run.said == [
+        "rollout-0: no answer from the learner for 20 s, while both answer the driver: look for "
+        "what cuts a off from the learner's host; its 1 leases go to others"
+    ]
+    assert run.workers[0].status(0.0).last_error.startswith("no answer from the learner for 20 s")
+    assert run.launcher.handles[0].orders[-1].cancel == ("g00000000",)
+    run.report(0, 25.0)
+    assert len(run.said) == 1, "it is said once"
+    run.fleet.dispatch_leases([lease_of(0)])
+    assert set(run.workers[1].leases) == {"g00000000", "g00000001"} and not run.killed
+    run.report(0, 0.0)
+    assert len(run.fleet.ready()) == 2
+    assert run.said[1] == "rollout-0 reaches the learner again, and takes leases"
+
+
+def test_a_learner_that_is_away_for_the_driver_too_is_no_cut(monkeypatch):
+    run = Run(monkeypatch, 2)
+    run.learner_answers = False
+    run.fleet.dispatch_leases([lease_of(0)])
+    run.report(0, 100.0)
+    assert run.void == run.said == [] and len(run.fleet.ready()) == 2
+
+
+def test_one_cut_worker_stays_beside_others_and_ends_where_no_other_reaches_the_learner(
+    monkeypatch,
+):
+    run = Run(monkeypatch, 2)
+    run.report(0, 30.0)
+    run.clock.s += 700.0
+    for worker in run.workers:
+        worker.asked_at = run.clock.s
+    run.fleet.poll(0.0)
+    assert not any(handle.killed for handle in run.launcher.handles)
+    run.report(1, 30.0)
+    run.fleet.poll(0.0)
+    assert run.launcher.handles[0].killed
+    assert "has not reached the learner for 600 s, nor do others" in run.workers[0].last_error
