@@ -23,7 +23,7 @@ from driver.config.prepare import Prepared
 from driver.config.run_config import RunConfig
 from driver.errors import RunError
 from driver.evaluator import Evaluator
-from driver.fleet.cluster import check_bind_host, connect, reserve
+from driver.fleet.cluster import check_bind_host, check_network, connect, reserve
 from driver.fleet.control_server import ControlBox, offer_control
 from driver.fleet.fleet import WorkersLost
 from driver.fleet.fleet_size import Scaler
@@ -61,6 +61,7 @@ def run(config: RunConfig, folder: pathlib.Path, prepared: Prepared) -> None:
         RunError: anything else that a person can act on; each names what was waited for.
     """
     check_bind_host(config.placement.bind_host)
+    check_network(config.placement, os.environ)
     stop = StopSignal()
     stop.install()
     failpoints.install(os.environ.get(failpoints.VARIABLE))

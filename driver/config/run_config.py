@@ -211,6 +211,10 @@ class PlacementConfig(Section):
     bind_host: str = "127.0.0.1"
     """Address the learner's gRPC server listens on: 0.0.0.0 on a cluster of several hosts, `::`
     where they have IPv6; without brackets."""
+    private_network: bool = False
+    """That only the cluster's hosts can listen on the network between them, such as a VPC or a VPN.
+    A bind_host that other hosts reach needs this, or Ray with TLS (RAY_USE_TLS=1): Ray's token does
+    not encrypt, and Ray carries the keys of the run's processes."""
     learner_port: int = Field(default=0, ge=0, le=65535)
     """Port of that server; 0 takes a free one."""
     startup_timeout_s: float = Field(default=300.0, ge=0.01, le=WEEK_S)

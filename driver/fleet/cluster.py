@@ -56,6 +56,12 @@ class BadAddress(RunError):
     exit_code = 2
 
 
+class OpenNetwork(RunError):
+    """The keys of the run would travel where others may read them."""
+
+    exit_code = 2
+
+
 def check_bind_host(host: str) -> None:
     """Refuses what cannot be an address, before anything is started.
 
@@ -69,6 +75,24 @@ def check_bind_host(host: str) -> None:
             f"placement.bind_host={host!r} is no address ({error.strerror}): use 127.0.0.1 or ::1 "
             "on one machine, 0.0.0.0 or :: on a cluster, without brackets and port"
         ) from error
+
+
+def check_network(config: PlacementConfig, environ: Mapping[str, str]) -> None:
+    """Refuses a cluster whose traffic others may read, before a key of the run travels on it.
+
+    Raises:
+        OpenNetwork: naming the keys.
+    """
+    encrypted = environ.get("RAY_USE_TLS", "").lower() in ("1", "true")
+    if is_loopback(config.bind_host) or not joins_cluster(environ):
+        return
+    if not (encrypted or config.private_network):
+        raise OpenNetwork(
+            f"placement.bind_host={config.bind_host} is reached from other hosts, and Ray carries "
+            "the keys of the run's processes between them without encryption: give Ray TLS "
+            "(RAY_USE_TLS=1 and its certificates on every node), or set "
+            "placement.private_network=true where nobody else can listen on the network"
+        )
 
 
 def connect(

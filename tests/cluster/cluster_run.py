@@ -73,6 +73,7 @@ class ClusterRun:
             f"placement.learner.cpus={LEARNER_CPUS}",
             f"placement.rollout.cpus={WORKER_CPUS}",
             "placement.bind_host=0.0.0.0",
+            "placement.private_network=true",
             "placement.startup_timeout_s=300",
             "placement.resources_timeout_s=180",
             "placement.worker_restarts=3",  # the default, which the run of chaos has not

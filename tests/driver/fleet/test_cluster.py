@@ -15,9 +15,11 @@ from driver.config.run_config import PlacementConfig, Resources
 from driver.fleet.cluster import (
     BadAddress,
     NoCluster,
+    OpenNetwork,
     ResourcesNotMet,
     WorkerRoom,
     check_bind_host,
+    check_network,
     connect,
     release,
     reserve,
@@ -144,3 +146,16 @@ def test_a_worker_on_another_host_cannot_reach_a_learner_on_loopback(run_room):
     room = WorkerRoom(placement(**elsewhere, bind_host="0.0.0.0"), "rollout-1", run_room)
     wait_for(room)
     release(room.group)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "node-7"])
+def test_keys_do_not_travel_on_a_network_that_others_may_read_F06(host):
+    open_network = placement(bind_host=host)
+    joined = {"RAY_ADDRESS": "10.0.0.1:6379"}
+    for environ in (joined, joined | {"RAY_USE_TLS": "0"}):
+        with pytest.raises(OpenNetwork, match=f"placement.bind_host={host} .*private_network=true"):
+            check_network(open_network, environ)
+    check_network(open_network, joined | {"RAY_USE_TLS": "1"})
+    check_network(placement(bind_host=host, private_network=True), joined)
+    check_network(open_network, {})  # a local cluster, on loopback
+    check_network(placement(bind_host="::1"), joined)
