@@ -161,6 +161,36 @@ BREAKS = [
         "if len(token_ids) > 100 * max_prompt_tokens:",
         "rollout_worker/data/test_prompts.py",
     ),
+    Break(
+        "driver/accounting/awake_clock.py",
+        "min(at_s - self._seen_s, self._longest_tick_s)",
+        "at_s - self._seen_s",
+        "driver/accounting/test_awake_clock.py",
+    ),
+    Break(
+        "driver/accounting/restarts.py",
+        "if life in self._lost_lives:",
+        "if host in self._lost_lives:",
+        "driver/accounting/test_restarts.py",
+    ),
+    Break(
+        "driver/fleet/actor_calls.py",
+        "of_ray = isinstance(cause, RayError) and type(cause) is not RayError",
+        "of_ray = False",
+        "driver/fleet/test_actor_calls.py",
+    ),
+    Break(
+        "driver/fleet/fleet.py",
+        "        if not self._starts:",
+        "        if not self.workers:",
+        "driver/test_lost_processes.py",
+    ),
+    Break(
+        "rollout_worker/loop.py",
+        "if number < self._numbers.get(subject, 0):",
+        "if number < 0:",
+        "rollout_worker/test_loop.py",
+    ),
     # services
     Break(
         "services/trajectories/receipts.py",
