@@ -21,9 +21,10 @@ from services.trajectories.id_set import IdSet, PlainIds
 from services.trajectories.receipts import NotOpen, Receipts, StaleGroup, UnknownReceipt
 from services.wire.messages import Group, PushOutcome
 
-AHEAD = 4
+AHEAD = 1024
 """How far a new group may lie beyond the newest one that is used up or restored, in capacities of
-the buffer: a driver leases far less at a time, and one that resumes leases all groups up to it."""
+the buffer. A driver has far less under way, but passes over prompts that are set aside; one that
+resumes leases all groups up to the newest that waits."""
 STORE_TIMEOUT_S = 60.0
 """How long a repeat waits for the group before it to be stored."""
 

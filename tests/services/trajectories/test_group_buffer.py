@@ -181,8 +181,8 @@ def test_a_group_that_is_not_whole_is_refused_and_not_stored(make_group, make_co
         ("made from its index", {"group_id": "g00000012 "}),
         ("made from its index", {"group_id": "g" + "9" * 40}),
         ("with 5 prompts its epoch is 2, got 0", {"group_id": "g00000012"}),
-        ("last one is g00000031", {"group_id": "g00000032", "epoch": 6}),
-        ("last one is g00000031", {"group_id": "g999999999", "epoch": 199999999}),
+        ("last one is g00008191", {"group_id": "g00008192", "epoch": 1638}),
+        ("last one is g00008191", {"group_id": "g999999999", "epoch": 199999999}),
     ],
 )
 def test_what_later_use_relies_on_is_checked_before_anything_is_stored_R11(
@@ -210,7 +210,7 @@ def test_what_later_use_relies_on_is_checked_before_anything_is_stored_R11(
     with pytest.raises(ValueError, match=message):
         buffer.put_group(make_group(completions=(make_completion(0), completion), **fields))
     assert not stored and buffer.counts().malformed == 1
-    assert buffer.put_group(make_group("g00000031", epoch=6)) is ACCEPTED
+    assert buffer.put_group(make_group("g00008191", epoch=1638)) is ACCEPTED
 
 
 def test_groups_may_lie_as_far_beyond_what_was_restored_as_beyond_what_was_used(make_group):
@@ -219,9 +219,9 @@ def test_groups_may_lie_as_far_beyond_what_was_restored_as_beyond_what_was_used(
         group_rules(RUN_ID, prompts=5), capacity_groups=8, capacity_bytes=2**20, max_staleness=0
     )
     buffer.restore_accepted([restored], {0: DIGEST}, 0)
-    with pytest.raises(ValueError, match="the last one is g00000532"):
-        buffer.put_group(make_group("g00000533", epoch=106))
-    assert buffer.put_group(make_group("g00000532", epoch=106)) is ACCEPTED
+    with pytest.raises(ValueError, match="the last one is g00008692"):
+        buffer.put_group(make_group("g00008693", epoch=1738))
+    assert buffer.put_group(make_group("g00008692", epoch=1738)) is ACCEPTED
 
 
 def test_the_completions_of_a_group_may_come_in_any_order(buffer, make_group, make_completion):
