@@ -27,6 +27,22 @@ hypothesis.settings.load_profile("tandem")
 jax.config.update("jax_num_cpu_devices", 8)
 
 
+def compile_quickly():
+    """Makes this process compile with little effort, since the tests compile far more than they
+    compute: no arithmetic changes, but the order of a sum may. The processes that tests start are
+    as a user's."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    flags = os.environ.get("XLA_FLAGS")
+    os.environ["XLA_FLAGS"] = f"{flags or ''} --xla_cpu_use_fusion_emitters=false"
+    jax.devices()  # here, and only once, XLA reads its flags
+    os.environ.pop("XLA_FLAGS")
+    if flags is not None:
+        os.environ["XLA_FLAGS"] = flags
+
+
+compile_quickly()
+
+
 def pytest_collection_modifyitems(items):
     """Files with services first, then those with slow tests: none of them is to be left to one
     process at the end. Within a file the order stays."""
@@ -60,10 +76,8 @@ def cases(shared):
 
 
 @pytest.fixture(scope="module")
-def quick_compilation():
-    """Compiles with less effort, for files whose time that is: no arithmetic changes, but the
-    order of a sum may."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
+def full_compilation():
+    """For files that compute for longer than they compile."""
+    jax.config.update("jax_disable_most_optimizations", False)
     yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    jax.config.update("jax_disable_most_optimizations", True)

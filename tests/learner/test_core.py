@@ -23,16 +23,6 @@ from tests.learner.builders import (
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Compiling is most of this file's time; less of it changes no arithmetic."""
-    compile_fully = jax.stages.Lowered.compile
-    options = {"xla_backend_optimization_level": 0}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax.stages.Lowered, "compile", lambda self: compile_fully(self, options))
-        yield
-
-
 @pytest.fixture(scope="module")
 def core():
     """With a KL penalty, so that a reference policy is kept beside the donated weights."""

@@ -27,14 +27,11 @@ STEPS = 3
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Compiling is most of this file's time; less of it, for one device, is enough here."""
+def one_device():
+    """Compiling is most of this file's time; that for one device is enough here."""
     one_device = jax.devices()[:1]
-    compile_fully = jax.stages.Lowered.compile
-    options = {"xla_backend_optimization_level": 0}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "devices", lambda: one_device)
-        patch.setattr(jax.stages.Lowered, "compile", lambda self: compile_fully(self, options))
         yield
 
 

@@ -55,16 +55,6 @@ VALID_VOCAB = 60
 F32, BF16 = "float32", "bfloat16"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Compiling is most of this file's time; less of it gives the same model."""
-    compile_fully = jax.stages.Lowered.compile
-    options = {"xla_backend_optimization_level": 0}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax.stages.Lowered, "compile", lambda self: compile_fully(self, options))
-        yield
-
-
 @functools.cache
 def host_params():
     """Weights so large that every layer has its say and no distribution is near uniform."""

@@ -25,16 +25,6 @@ pytestmark = pytest.mark.slow
 PATIENCE_S = HANG_S
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Compiling is most of this file's time; less of it changes no bytes that are copied."""
-    compile_fully = jax.stages.Lowered.compile
-    options = {"xla_backend_optimization_level": 0}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax.stages.Lowered, "compile", lambda self: compile_fully(self, options))
-        yield
-
-
 @pytest.fixture(scope="module")
 def core():
     """Matrices cut over four of eight devices, vectors whole on each; with a reference policy."""

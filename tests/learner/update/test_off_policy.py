@@ -315,23 +315,12 @@ def test_groups_are_counted_by_staleness():
     }
 
 
-@pytest.fixture(scope="module")
-def quick_compilation():
-    """Compiling is most of what a learner takes here; less of it changes no arithmetic."""
-    compile_fully = jax.stages.Lowered.compile
-    options = {"xla_backend_optimization_level": 0}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax.stages.Lowered, "compile", lambda self: compile_fully(self, options))
-        yield
-
-
 def learner(off_policy, **options):
     # Without momentum or division by it, a step shows the gradient.
     optimizer = {"name": "sgd", "learning_rate": 0.5, "beta1": 0.0, "clip_norm": 1e6}
     return make_core(algorithm={"off_policy": off_policy}, optimizer=optimizer, **options)
 
 
-@pytest.mark.usefixtures("quick_compilation")
 def test_learner_corrects_alike_on_any_mesh_with_any_head():
     bounds = {"token_truncate": 1.3, "sequence_low": 0.85, "sequence_high": 1.3}
     found = []
@@ -358,7 +347,6 @@ def test_learner_corrects_alike_on_any_mesh_with_any_head():
         assert others[2] == outcomes
 
 
-@pytest.mark.usefixtures("quick_compilation")
 def test_bounds_that_nothing_reaches_change_no_bit():
     off, on = learner({}), learner({"sequence_low": 1e-6, "sequence_high": 1e6})
     for seed in range(2):
@@ -370,7 +358,6 @@ def test_bounds_that_nothing_reaches_change_no_bit():
         np.testing.assert_array_equal(on.named_weights("float32")[name], array)
 
 
-@pytest.mark.usefixtures("quick_compilation")
 def test_truncation_applies_to_all_updates_of_a_batch_and_full_rejection_is_reported():
     core = learner({"token_truncate": 1.3, "sequence_high": 1.5}, updates_per_batch=2)
     metrics = core.update(random_groups(), PhaseClock())

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 
@@ -14,16 +13,6 @@ from tests.learner.builders import make_completion, make_core, make_group
 pytestmark = pytest.mark.slow
 
 STAGES = ("generated", "scored", "nonzero_advantage", "unclipped", "contributed")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Compiling is most of this file's time; less of it changes no arithmetic."""
-    compile_fully = jax.stages.Lowered.compile
-    options = {"xla_backend_optimization_level": 0}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax.stages.Lowered, "compile", lambda self: compile_fully(self, options))
-        yield
 
 
 def ids(count, first=0):

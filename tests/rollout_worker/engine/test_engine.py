@@ -33,7 +33,7 @@ from tests.rollout_worker.engine.engines import (
     shared_engine,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

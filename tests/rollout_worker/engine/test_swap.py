@@ -23,7 +23,7 @@ from tests.rollout_worker.engine.engines import (
     swap,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
+pytestmark = pytest.mark.slow
 
 OLD, NEW = 4.0, 4.4
 
