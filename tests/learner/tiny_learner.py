@@ -39,7 +39,7 @@ def learner_spec(
         ),
         total_steps=10,
         temperature=1.0,
-        max_prompt_tokens=16,
+        max_prompt_tokens=192,
         max_completion_tokens=16,
         prompts=None,
         max_staleness=1,
