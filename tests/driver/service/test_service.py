@@ -301,8 +301,8 @@ def test_the_timeline_shows_when_what_the_ledger_adds_up(undisturbed):
 def test_a_killed_worker_is_replaced_and_nothing_changes(start, undisturbed):
     service = start()
     service.wait_for_step(2)
-    assert service.reached_from_elsewhere() == [], "R14"
     os.kill(service.pid_of("rollout-0"), signal.SIGKILL)
+    assert service.reached_from_elsewhere() == [], "R14"
     assert service.wait() == 0, service.text
     assert "rollout-0 failed, restart 1 of 3" in service.text
     lanes_say_what_the_ledger_says(service)
