@@ -114,8 +114,8 @@ BREAKS = [
     ),
     Break(
         "learner/durable/segment_file.py",
-        "first = max(before, key=lambda segment: (segment.step, segment.serial))",
-        "first = min(before, key=lambda segment: (segment.step, segment.serial))",
+        "first = max(sound, key=lambda segment: (segment.step, segment.serial))",
+        "first = min(sound, key=lambda segment: (segment.step, segment.serial))",
         "learner/durable/test_spool.py",
     ),
     Break(
@@ -151,8 +151,8 @@ BREAKS = [
     ),
     Break(
         "rollout_worker/pusher.py",
-        "if leased.cancelled:",
-        "if not leased.cancelled:",
+        "            if leased.cancelled:\n                continue",
+        "            if not leased.cancelled:\n                continue",
         "rollout_worker/test_pusher.py",
     ),
     Break(

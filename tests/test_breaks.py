@@ -7,8 +7,8 @@ import pytest
 from tests.breaks import BREAKS, ROOT
 
 
-def test_there_are_forty_of_different_files():
-    assert len(BREAKS) == len({one.file for one in BREAKS}) == 40
+def test_each_break_stands_in_another_file():
+    assert len(BREAKS) == len({one.file for one in BREAKS}) >= 45
 
 
 @pytest.mark.parametrize("broken", BREAKS, ids=lambda one: one.file)
