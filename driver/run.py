@@ -23,7 +23,13 @@ from driver.config.prepare import Prepared
 from driver.config.run_config import RunConfig
 from driver.errors import RunError
 from driver.evaluator import Evaluator
-from driver.fleet.cluster import check_bind_host, check_network, connect, reserve
+from driver.fleet.cluster import (
+    check_bind_host,
+    check_network,
+    cluster_hosts,
+    connect,
+    reserve,
+)
 from driver.fleet.control_server import ControlBox, offer_control
 from driver.fleet.fleet import WorkersLost
 from driver.fleet.fleet_size import Scaler
@@ -270,6 +276,7 @@ def _sources(config: RunConfig, session: Session, logs: list[pathlib.Path]) -> S
             tables=session.tables(),
             worker_errors=session.worker_errors,
             log_folders=logs,
+            hosts=cluster_hosts,
         )
     except Exception as error:  # whatever fails in here must not hide what ended the run
         return Sources(worker_errors=[f"the driver could not say more: {error}"])

@@ -8,6 +8,7 @@ ends: by its result, by a signal, or by a deadline whose error names the process
 import contextlib
 import dataclasses
 import math
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -419,7 +420,24 @@ class Supervisor:
             if wait_for_calls([call], ASK_S):
                 with contextlib.suppress(ActorLost, ActorFailed):
                     tables["buffer"] = dataclasses.asdict(call.result())
-        return tables
+        return tables | {"elsewhere": self._elsewhere()}
+
+    def _elsewhere(self) -> dict[str, dict[str, str]]:
+        """Stacks and logs of the processes on other hosts that still answer, by process."""
+        here = socket.gethostname()
+        asked: dict[Call[dict[str, str]], str] = {}
+        if self._learner is not None and self._info is not None and self._info.host != here:
+            asked[self._learner.evidence()] = f"{LEARNER} on {self._info.host}"
+        for worker, handle in [] if self._fleet is None else self._fleet.running():
+            if worker.info is not None and worker.info.host != here:
+                asked[handle.evidence()] = f"{worker.name} on {worker.info.host}"
+        found: dict[str, dict[str, str]] = {who: {} for who in asked.values()}
+        ended = wait_for_calls(asked, ASK_S, every=True)
+        for call, who in asked.items():
+            if call in ended:
+                with contextlib.suppress(ActorLost, ActorFailed):
+                    found[who] = call.result()
+        return found
 
     def shutdown(self, grace_s: float = 10.0) -> None:
         """Ends every actor; what does not end by itself in time is killed."""

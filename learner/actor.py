@@ -165,6 +165,10 @@ class LearnerActor:
             doing = "publish"
         return Activity(doing=doing, counters=self._learner.progress)
 
+    def evidence(self) -> dict[str, str]:
+        """Stacks and last log lines of this process, by file name."""
+        return stacks.own_evidence()
+
     def close(self) -> None:
         """Stops the server; calls that are in progress get a moment to end."""
         try:

@@ -126,6 +126,10 @@ class RolloutActor:
         """What the worker did since the previous timing; as `PhaseClock.take_timing`."""
         return self._clock.take_timing(until_s)
 
+    def evidence(self) -> dict[str, str]:
+        """Stacks and last log lines of this process, by file name."""
+        return stacks.own_evidence()
+
     def close(self) -> None:
         """Ends the threads, the reward processes and the connections."""
         self._loop.stop()

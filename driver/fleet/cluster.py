@@ -141,6 +141,21 @@ def connect(
     return [pathlib.Path(context.address_info["session_dir"], "logs")]
 
 
+def cluster_hosts() -> list[dict[str, Any]]:
+    """The hosts that have been in the cluster: name, address, whether each is alive, and what Ray
+    says of its end.
+    """
+    return [
+        {
+            "host": node["NodeManagerHostname"],
+            "address": node["NodeManagerAddress"],
+            "alive": node["Alive"],
+            "end": str(node.get("DeathReasonMessage") or ""),
+        }
+        for node in ray.nodes()
+    ]
+
+
 def _end_children() -> None:
     """Ends a cluster whose start was interrupted.
 

@@ -56,6 +56,10 @@ class LearnerHandle(Protocol):
         """Its step timing, up to a moment of its own clock."""
         ...
 
+    def evidence(self) -> Call[dict[str, str]]:
+        """Stacks and last log lines of its process, by file name; answered while it works."""
+        ...
+
     def close(self) -> Call[None]:
         """Ends its server and threads."""
         ...
@@ -82,6 +86,10 @@ class WorkerHandle(Protocol):
 
     def take_timing(self, until_s: float) -> Call[StepTiming]:
         """Its step timing, up to a moment of its own clock."""
+        ...
+
+    def evidence(self) -> Call[dict[str, str]]:
+        """Stacks and last log lines of its process, by file name; answered while it works."""
         ...
 
     def close(self) -> Call[None]:

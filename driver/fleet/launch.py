@@ -169,6 +169,9 @@ class _Learner(_Actor[LearnerActor]):
     def take_timing(self, until_s: float) -> Call[StepTiming]:
         return self._call(LearnerActor.take_timing, until_s)
 
+    def evidence(self) -> Call[dict[str, str]]:
+        return self._call(LearnerActor.evidence)
+
     def close(self) -> Call[None]:
         return self._call(LearnerActor.close)
 
@@ -185,6 +188,9 @@ class _Worker(_Actor[RolloutActor]):
 
     def take_timing(self, until_s: float) -> Call[StepTiming]:
         return self._call(RolloutActor.take_timing, until_s)
+
+    def evidence(self) -> Call[dict[str, str]]:
+        return self._call(RolloutActor.evidence)
 
     def close(self) -> Call[None]:
         return self._call(RolloutActor.close)

@@ -39,6 +39,8 @@ LOGS_S = 4.0
 """What is found by then is kept."""
 NOTABLE = re.compile(r"error|exception|fatal|killed|no space left|low on memory", re.I)
 NOTABLE_LINES = 40
+_WORDS = re.compile(r"[^\w.-]+")
+"""What a name in the archive does not hold."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,8 @@ class Sources:
     tables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Plain values by name, each a file of its own: `buffer`, `leases`, `fleet`,
     `device_memory`."""
+    hosts: Callable[[], Sequence[Mapping[str, Any]]] = tuple
+    """The hosts that have been in the cluster, as `cluster_hosts` gives them."""
     worker_errors: Sequence[str] = ()
     """Why workers were replaced, the newest last, such as `rollout-0: its process ended`."""
     log_folders: Sequence[pathlib.Path] = ()
@@ -73,7 +77,8 @@ def parts(
     return [
         ("how it ended", lambda: _ended(folder, cause)),
         ("records", lambda: _records_of_run(folder, redactor, sources)),
-        ("state of the processes", lambda: _tables(sources)),
+        ("state of the processes", lambda: _tables(folder, sources)),
+        ("hosts of the cluster", lambda: _hosts(sources)),
         ("stacks", lambda: _stacks(folder, redactor)),
         ("machine", lambda: _machine(folder, redactor)),
         ("kernel log", lambda: _kernel(folder)),
@@ -136,10 +141,39 @@ def _records_of_run(folder: pathlib.Path, redactor: Redactor, sources: Sources) 
     return Found(files=files, facts=facts)
 
 
-def _tables(sources: Sources) -> Found:
-    files = {f"state/{name}.json": _json(table) for name, table in sources.tables.items()}
+def _tables(folder: pathlib.Path, sources: Sources) -> Found:
+    """What the driver knows of the processes, and what those on other hosts have sent."""
+    tables = dict(sources.tables)
+    elsewhere: Mapping[str, Mapping[str, str]] = tables.pop("elsewhere", {})
+    files: dict[str, bytes | str] = {
+        f"state/{name}.json": _json(table) for name, table in tables.items()
+    }
     files |= {"state/worker_errors.txt": "\n".join(sources.worker_errors)}
-    return Found(files=files)
+    for who, sent in elsewhere.items():
+        files |= {
+            f"elsewhere/{_WORDS.sub('-', who)}/{_WORDS.sub('-', name)}": text
+            for name, text in sent.items()
+        }
+    sent_by = {who for who, sent in elsewhere.items() if sent}
+    here = socket.gethostname()
+    others = {
+        f"{process.name} on {process.host}"
+        for process in read_processes(folder)[:PROCESSES]
+        if process.host != here
+    }
+    missing = sorted((others | set(elsewhere)) - sent_by)
+    return Found(files=files, facts={"missing": tuple(missing)})
+
+
+def _hosts(sources: Sources) -> Found:
+    """The hosts of the cluster, and which of them are lost."""
+    hosts = list(sources.hosts())
+    lost = tuple(
+        f"{one['host']} ({one['address']}): {one['end'] or 'Ray gives no reason'}"
+        for one in hosts
+        if not one["alive"]
+    )
+    return Found(files={"state/hosts.json": _json(hosts)}, facts={"lost_hosts": lost})
 
 
 def _stacks(folder: pathlib.Path, redactor: Redactor) -> Found:

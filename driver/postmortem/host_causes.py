@@ -175,6 +175,33 @@ def find_killed_driver(facts: Facts) -> Cause | None:
     )
 
 
+HELD_SPOOL = PatternRule(
+    "spool held",
+    95,
+    r"another learner of this run has held it for (?P<time>\S+ s)",
+    "an earlier learner of this run still holds its spool, after {time}: cut off from the driver "
+    "or stopped, it has not ended",
+    "end that process on its host (the stacks folder of the run names it), and look for what cut "
+    "the host off; then go on with --resume",
+)
+
+
+def find_lost_host(facts: Facts) -> Cause | None:
+    """A host of the cluster is gone."""
+    ended = matching(rf"{_ENDED}|did not answer|lost with its host", facts.reported)
+    if not facts.lost_hosts or not ended:
+        return None
+    names = ", ".join(line.partition(" (")[0] for line in facts.lost_hosts)
+    return cause_of(
+        "host lost",
+        89,
+        f"Ray counts a host as dead that was in the cluster: {names}",
+        (*facts.lost_hosts, *ended),
+        "look whether that host is up and reaches the others; a host that was cut off needs `ray "
+        "start` again; then go on with --resume",
+    )
+
+
 def find_missing_resources(facts: Facts) -> Cause | None:
     """The cluster lacks what the run asks for."""
     if facts.exit_code != 3:

@@ -30,6 +30,8 @@ RULES: tuple[Rule, ...] = (
     training.find_nothing_trained,
     training.find_bad_configuration,
     host.find_missing_resources,
+    host.HELD_SPOOL,
+    host.find_lost_host,
 )
 """In the order in which equal weights are listed."""
 
@@ -133,6 +135,9 @@ def page(facts: Facts, causes: Sequence[Cause], contents: Sequence[str]) -> str:
         lines += [f"- {line}" for line in cause.evidence]
         lines += ["", f"What to do: {cause.next_step}."]
     lines += ["", "## In this archive", "", *(f"- {line}" for line in contents)]
+    if facts.missing:
+        gone = "stacks and logs, which are on that host in the logs folder of Ray's session"
+        lines += ["", "## Not in this archive", "", *(f"- {who}: {gone}" for who in facts.missing)]
     return "\n".join(lines) + "\n"
 
 

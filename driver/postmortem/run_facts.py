@@ -29,6 +29,10 @@ class Facts:
     """That process has ended, and could not write how."""
     worker_errors: tuple[str, ...] = ()
     """Why workers were replaced, one text each, such as `rollout-0: its process ended`."""
+    lost_hosts: tuple[str, ...] = ()
+    """Hosts that were in the cluster and are no more, with what Ray says of their end."""
+    missing: tuple[str, ...] = ()
+    """Processes on other hosts, such as `rollout-1 on b`, whose stacks and logs are not here."""
     processes: tuple[ProcessState, ...] = ()
     stacks: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """The newest dump of each process by `name-pid`."""

@@ -19,6 +19,7 @@ import pathlib
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Collection
 
@@ -32,6 +33,8 @@ from services.process.run_processes import (
 
 SIGNAL = signal.SIGUSR1
 POLL_S = 0.02
+EVIDENCE_BYTES = 2**16
+"""Most that a process sends of its stacks and of each of its logs."""
 KEPT = 64
 """Files of processes that are gone and never dumped anything; older ones are removed."""
 
@@ -88,6 +91,21 @@ def register(run_folder: pathlib.Path, name: str) -> pathlib.Path | None:
     if previous is not None:
         previous.close()
     return path
+
+
+def own_evidence() -> dict[str, str]:
+    """The stacks of this process's threads and the last lines of its output, by file name: for a
+    post-mortem on a host that cannot read them.
+    """
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        found = {"stacks.txt": file.read()[-EVIDENCE_BYTES:]}
+    for path in map(pathlib.Path, _outputs()):
+        with contextlib.suppress(OSError), path.open("rb") as log:
+            log.seek(max(0, path.stat().st_size - EVIDENCE_BYTES))
+            found[path.name] = log.read().decode(errors="replace")
+    return found
 
 
 def request_stacks(

@@ -369,3 +369,33 @@ def test_the_status_of_a_run_is_not_read_through_a_link_R13(run_folder, tmp_path
     (run_folder / "status.json").symlink_to(tmp_path / "other.json")
     files = unpacked(collect(run_folder, None, Sources(), print))
     assert not [name for name, data in files.items() if b"words of somebody" in data]
+
+
+def test_what_other_hosts_have_sent_is_here_and_what_is_missing_is_said_F3(run_folder):
+    sent = {"stacks.txt": "Thread 0x1", "worker-1.err": "the last line"}
+    sources = Sources(
+        tables={"fleet": [], "elsewhere": {"rollout-1 on b": sent, "learner on c": {}}},
+        hosts=lambda: [
+            {"host": "b", "address": "10.0.0.2", "alive": True, "end": ""},
+            {"host": "c", "address": "10.0.0.3", "alive": False, "end": "health check failed"},
+        ],
+    )
+    error = RunError("the learner did not answer 'health' within 60 s")
+    files = unpacked(collect(run_folder, error, sources, lambda _: None))
+    assert files["elsewhere/rollout-1-on-b/worker-1.err"] == b"the last line"
+    assert b"10.0.0.3" in files["state/hosts.json"] and "state/elsewhere.json" not in files
+    page = files["PROBABLE_CAUSE.md"].decode()
+    assert page.startswith("# Ray counts a host as dead that was in the cluster: c")
+    assert "- c (10.0.0.3): health check failed" in page
+    missing = page.partition("## Not in this archive")[2]
+    assert "learner on c: stacks and logs" in missing and "rollout-1" not in missing
+
+
+def test_hosts_that_cannot_be_asked_cost_no_other_part(run_folder):
+    def hosts():
+        raise ConnectionError("no head answers")
+
+    files = unpacked(collect(run_folder, RunError("x"), Sources(hosts=hosts), lambda _: None))
+    page = files["PROBABLE_CAUSE.md"].decode()
+    assert "hosts of the cluster: missing, ConnectionError: no head answers" in page
+    assert "Not in this archive" not in page

@@ -61,6 +61,21 @@ REFUSED = (
             ["the kernel killed rollout-3", "Killed process 4242", "rollout.decode.slots"],
         ),
         (
+            Facts(
+                error="the learner failed in 'restore': learner.durable.spool.SpoolFailed: [Errno "
+                "16] cannot claim /run/spool.lock: another learner of this run has held it for "
+                "30 s",
+                worker_errors=(LEARNER_DIED,),
+            ),
+            "spool held",
+            ["an earlier learner of this run still holds its spool, after 30 s", "its host"],
+        ),
+        (
+            Facts(error=LEARNER_DIED, lost_hosts=("c (10.0.0.3): it did not answer",)),
+            "host lost",
+            ["in the cluster: c", "c (10.0.0.3): it did not answer", "ray start"],
+        ),
+        (
             Facts(error=LEARNER_DIED, machine=TIGHT),
             "learner killed",
             ["probably a process was killed because the host ran out of memory", "1,024 MiB of"],

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from services.process.run_processes import read_processes, state_of
-from services.process.stacks import KEPT, request_stacks
+from services.process.stacks import KEPT, own_evidence, request_stacks
 from tests.deadlines import HANG_S
 
 REGISTERS = """
@@ -137,3 +137,9 @@ def test_a_long_run_does_not_keep_a_file_for_every_worker_that_it_had(tmp_path, 
     left = {path.name for path in found.path.parent.iterdir()}
     assert {"rollout-0-1.txt", "rollout-10-1.txt", found.path.name} < left
     assert "rollout-9-1.txt" not in left and len(left) == KEPT + 3
+
+
+def test_a_process_sends_its_own_stacks():
+    sent = own_evidence()
+    assert "test_a_process_sends_its_own_stacks" in sent["stacks.txt"]
+    assert all(len(text) <= 2**16 for text in sent.values())
