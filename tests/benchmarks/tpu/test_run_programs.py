@@ -76,7 +76,8 @@ MATRICES = 2048 * 512 + 2 * (2 * 512 * 512 + 2 * 256 * 512 + 3 * 1024 * 512)
 @pytest.mark.slow
 @needs_compiler
 def test_the_learner_compiles_and_a_chip_that_is_too_small_fails_it(narrow_model, tmp_path):
-    done, found, programs = check_narrow(narrow_model, tmp_path, "learner", usable_gib=0.05)
+    one_row = "learner.microbatch_tokens=1536"  # more take the compiler twice as long
+    done, found, programs = check_narrow(narrow_model, tmp_path, "learner", 0.05, one_row)
     assert done.returncode == 1 and not found["fits"]
     assert "learner does NOT fit" in done.stdout
     assert list(programs) == ["empty", "accumulate", "apply", "snapshot", "canary"]
