@@ -390,17 +390,23 @@ class Supervisor:
         return results
 
     def step_timings(self) -> RunTiming:
-        """What every process did since the last call, up to the moment of this one."""
+        """What every process did since the last call, up to the moment of this one.
+
+        Raises:
+            LearnerLost: if the learner's process is gone or silent; it answers while it works.
+        """
         there = {worker.name: handle for worker, handle in self.fleet.running()}
         try:
             return self._timings.collect(
                 {LEARNER: self.learner, **there},
                 [LEARNER, *self.fleet.workers],
-                timeout_s=self._placement.step_timeout_s,
+                timeout_s=min(SILENT_S, self._placement.step_timeout_s),
                 check=self._stop.check,
             )
         except ActorLost as error:
             raise _learner_lost(error, "take_timing") from error
+        except NoAnswer as error:
+            raise LearnerLost(str(error)) from error
 
     def learner_status(self) -> LearnerStatus | None:
         """The learner as it last reported; None before the first serves."""
