@@ -1,11 +1,12 @@
 """Prompts whose completion or scoring ends the worker that is at it, and those set aside for that.
 
 A worker that dies may have begun several groups, and its death does not say which of them was the
-cause. So each of them is a suspect from then on, and a suspect is leased alone: its worker holds no
-other lease until it ends (`driver/fleet/dispatch.py`). One that ends well is cleared. When its
-worker dies again, nothing else can have been the cause, and the prompt is set aside: no group of it
-is leased any more, in this epoch or a later one, and the next prompt of the data order takes its
-place. Groups that were merely beside it cost a few slower leases and are never set aside.
+cause, if any. They are leased again as ever, and those that end well are cleared. A prompt that was
+there again when a second worker died is leased alone from then on: its worker holds no other lease
+until it ends (`driver/fleet/dispatch.py`). Once a worker has died over it alone, and at least one
+before, nothing else can have been the cause, and the prompt is set aside: no group of it is leased
+any more, in this epoch or a later one, and the next prompt of the data order takes its place. So a
+single crash slows nothing down, and groups that were merely beside are never set aside.
 
 Both lists are in `quarantine.json` of the run's folder, which no rollback to a checkpoint touches,
 so that a resumed run neither begins with the prompt that ended it nor composes its steps anew.
@@ -23,7 +24,8 @@ from services.wire.messages import Lease
 
 FILE = "quarantine.json"
 DEATHS = 2
-"""Of workers, the last one while it held this prompt alone, after which it is set aside."""
+"""Of workers over groups that have one prompt in common: from then on it is leased alone, and it is
+set aside if the last worker held nothing else."""
 
 
 class DamagedQuarantine(RunError):
@@ -65,7 +67,8 @@ class Quarantine:
 
     def is_suspect(self, lease: Lease) -> bool:
         """Whether a lease must be the only one of its worker."""
-        return lease.position in self._suspects
+        suspect = self._suspects.get(lease.position)
+        return suspect is not None and suspect.deaths >= DEATHS
 
     def record_death(self, begun: Sequence[Lease], cause: str) -> Suspect | None:
         """Counts the death of a worker against the groups that it may have begun.
@@ -73,20 +76,21 @@ class Quarantine:
         Returns:
             the prompt that is set aside from now on, if one is.
         """
-        alone = len(begun) == 1
+        suspect = None
         for lease in begun:
             before = self._suspects.get(lease.position)
-            # Beside others a further death proves no more than the first.
-            deaths = 1 if before is None else before.deaths + alone
-            self._suspects[lease.position] = Suspect(
-                position=lease.position, group_id=lease.group_id, deaths=deaths, cause=cause
+            suspect = self._suspects[lease.position] = Suspect(
+                position=lease.position,
+                group_id=lease.group_id,
+                deaths=1 + (before.deaths if before else 0),
+                cause=cause,
             )
-        guilty = [one for one in self._suspects.values() if one.deaths >= DEATHS]
-        for one in guilty:
-            self._aside[one.position] = self._suspects.pop(one.position)
+        guilty = suspect if suspect and len(begun) == 1 and suspect.deaths >= DEATHS else None
+        if guilty is not None:
+            self._aside[guilty.position] = self._suspects.pop(guilty.position)
         if begun:
             self._write()
-        return guilty[0] if guilty else None
+        return guilty
 
     def clear_group(self, group_id: str) -> None:
         """Clears the prompt of a group that has ended well."""
