@@ -24,6 +24,7 @@ from driver.fleet.fleet_size import Scaler
 from driver.fleet.fleet_worker import Worker
 from driver.reports.step_report import StepReports
 from driver.supervisor import Supervisor
+from learner.durable.spool import CLAIM_S
 from learner.learner_records import Restored
 from rollout_worker.config import DataConfig
 from rollout_worker.worker_records import LeaseResult, Orders, WorkerInfo
@@ -90,12 +91,6 @@ class Session:
             make_scaler: keeps a fleet at the size that is wanted.
         """
         self._supervisor.start_learner()
-        learner = self._supervisor.learner_info
-        if not learner.sees_output_folder:
-            raise RunError(
-                f"run.output_dir={self._folder} is not there on {learner.host}, where the learner "
-                "runs and writes checkpoints: use a folder that all hosts share"
-            )
         fleet = self._supervisor.make_fleet(
             FleetEvents(
                 ended=self._record_end,
@@ -222,6 +217,11 @@ class Session:
             again: whether a learner of this run was there before.
         """
         fleet, learner = self._supervisor.fleet, self._supervisor.learner_info
+        if not learner.sees_output_folder:
+            raise RunError(
+                f"run.output_dir={self._folder} is not there on {learner.host}, where the learner "
+                "runs and writes checkpoints: use a folder that all hosts share"
+            )
         issued = self._resume() if again or self._run.resume else {}
         if self._run.resume and not again:
             self._resumed_at = self._state.step
@@ -248,7 +248,7 @@ class Session:
             digest by version of what the learner before had issued since that checkpoint.
         """
         restored = self._supervisor.wait_for(
-            self._supervisor.learner.restore(), timeout_s=self._startup_s
+            self._supervisor.learner.restore(), timeout_s=CLAIM_S + self._startup_s
         )
         for reason in restored.skipped if restored else ():
             self._warn(f"checkpoint skipped: {reason}")
@@ -297,8 +297,10 @@ class Session:
         self._quarantine.clear_group(result.group_id)
         self._state.intake.record_result(result)
 
-    def _record_death(self, begun: Sequence[Lease], cause: str) -> None:
-        """Holds the death of a worker against the groups that it was at."""
+    def _record_death(self, begun: Sequence[Lease], cause: str) -> bool:
+        """Holds the death of a worker against the groups that it was at; true if one is set aside
+        for it.
+        """
         aside = self._quarantine.record_death(begun, cause)
         if aside is not None:
             self._warn(
@@ -306,6 +308,7 @@ class Session:
                 f"{aside.deaths} workers ended while they completed or scored its group "
                 f"{aside.group_id}, the last one alone; {cause}"
             )
+        return aside is not None
 
     def _return_leases(self, group_ids: Sequence[str], expired: bool) -> None:
         how = LeaseState.EXPIRED if expired else LeaseState.RETURNED

@@ -42,6 +42,7 @@ from rollout_worker.config import RolloutConfig
 from rollout_worker.worker_core import RolloutSpec
 from rollout_worker.worker_records import LeaseOutcome, LeaseResult, News, Orders, WorkerInfo
 from services.control.messages import WorkerState
+from services.process.driver_lease import LEASE_S
 from services.weights.relay_tree import ancestors, host_tree
 from services.wire.messages import Lease
 
@@ -57,6 +58,10 @@ LEAVE_S = 10.0
 """How long a drained process may take to close."""
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 30.0
+PAUSE_S = LEASE_S - 10.0
+"""A driver that was paused for so long finds workers that have ended themselves."""
+WAKING_S = 60.0
+"""After its pause, in which it notices that."""
 
 
 class WorkersLost(RunError):
@@ -75,9 +80,9 @@ class FleetEvents:
 
     ended: Callable[[LeaseResult], None]
     """A lease that counts has ended."""
-    killed: Callable[[Sequence[Lease], str], None]
+    killed: Callable[[Sequence[Lease], str], bool]
     """A worker has died, of what the text says, over one of these groups, which it may have begun;
-    their leases become void."""
+    their leases become void. Returns whether it is known to be one's doing, and the last of it."""
     must_be_alone: Callable[[Lease], bool]
     """Whether a worker may hold nothing else beside a lease."""
     void: Callable[[Sequence[str], bool], None]
@@ -319,9 +324,16 @@ class WorkerFleet:
         worker.loss = None
         worker.restarts += 1
         self.restarts += 1
-        self._release_suspects(worker, guilty=state.is_same_life(worker.place))
+        paused = self._clock.woke_lately(PAUSE_S, WAKING_S)
+        explained = self._release_suspects(
+            worker, guilty=state.is_same_life(worker.place) and not paused
+        )
         place, now, allowed = worker.place, self._clock.now(), self._limit.allowed
-        if state.is_same_life(place):
+        if paused:
+            count, what = 0, "ended while this driver was paused"
+        elif explained:
+            count, what = 0, "failed"
+        elif state.is_same_life(place):
             count, what = self._limit.count_crash(place.host, now), "failed"
         else:
             count = self._limit.count_lost_host(place.host, place.node, now)
@@ -506,17 +518,20 @@ class WorkerFleet:
         if handle is not None:
             handle.kill()
 
-    def _release_suspects(self, worker: Worker, *, guilty: bool) -> None:
+    def _release_suspects(self, worker: Worker, *, guilty: bool) -> bool:
         """Lets others have the groups that a lost worker was at.
 
         Args:
             guilty: whether one of them may have ended it, since its host is there.
+
+        Returns:
+            whether one of them did.
         """
         suspects, worker.suspects = worker.suspects, []
-        if suspects and guilty:
-            self._events.killed(suspects, worker.last_error)
+        explained = bool(suspects and guilty) and self._events.killed(suspects, worker.last_error)
         if suspects:
             self._events.void([lease.group_id for lease in suspects], True)
+        return explained
 
     def _remove(self, worker: Worker) -> None:
         """Forgets a worker that has drained, or that was lost before it had."""

@@ -44,6 +44,18 @@ def test_a_pause_counts_as_one_tick_however_long_it_is_R04(system, pause_s):
     assert clock.now() == 6.0
 
 
+def test_it_remembers_long_pauses_for_a_while(system):
+    clock = AwakeClock(5.0)
+    assert not clock.woke_lately(110.0, 60.0)
+    system.s += 130.0
+    assert clock.woke_lately(110.0, 60.0) and not clock.woke_lately(131.0, 60.0)
+    for _ in range(15):
+        system.s += 4.0
+        assert clock.woke_lately(110.0, 60.0)
+    system.s += 4.0
+    assert not clock.woke_lately(110.0, 60.0), "it has had time to look around"
+
+
 def test_several_pauses_are_each_left_out(system):
     clock = AwakeClock(5.0)
     for _ in range(3):

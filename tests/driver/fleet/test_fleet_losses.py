@@ -1,6 +1,7 @@
 """Which workers count as lost or cut off, and what is held against their groups, without Ray."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -75,9 +76,13 @@ class Launcher:
 
 class Time:
     s = 0.0
+    woke = False
 
     def now(self) -> float:
         return self.s
+
+    def woke_lately(self, pause_s: float, within_s: float) -> bool:
+        return self.woke
 
 
 class Rooms:
@@ -94,6 +99,7 @@ class Run:
         self.killed: list[tuple[list[Lease], str]] = []
         self.said: list[str] = []
         self.learner_answers = True
+        self.explained = False
         self.clock: Any = Time()
         self.launcher: Any = Launcher()
         nothing: Any = None
@@ -104,7 +110,7 @@ class Run:
             lambda name: nothing,
             FleetEvents(
                 ended=lambda result: None,
-                killed=lambda begun, cause: self.killed.append((list(begun), cause)),
+                killed=self.note_killed,
                 must_be_alone=lambda lease: False,
                 void=lambda ids, expired: self.void.append((list(ids), expired)),
                 news=lambda worker, news: None,
@@ -123,6 +129,10 @@ class Run:
         for worker in self.workers:
             worker.info, worker.state = INFO, WorkerState.READY
             worker.receive(news())
+
+    def note_killed(self, begun: Sequence[Lease], cause: str) -> bool:
+        self.killed.append((list(begun), cause))
+        return self.explained
 
     def report(self, index: int, silent_s: float) -> None:
         """A worker's answer, with how long the learner has not answered it."""
@@ -151,11 +161,39 @@ def test_a_worker_that_answers_and_hangs_is_replaced_as_if_it_had_died_R8(monkey
     run.fleet.poll(0.0)
     assert run.void == [([lease.group_id], True)]
     ((begun, cause),) = run.killed
-    assert begun == [lease] and cause == "rollout-0: no progress for 11 s in decode (tokens 7)"
+    assert begun == [lease]
+    assert cause.startswith("rollout-0: no progress for 11 s in decode (tokens 7)")
     assert len(run.launcher.handles) == 2
-    assert run.said == [
-        "rollout-0 failed, restart 1 of 3: rollout-0: no progress for 11 s in decode (tokens 7)"
-    ]
+    (said,) = run.said
+    assert said == f"rollout-0 failed, restart 1 of 3: {cause}"
+
+
+def test_workers_that_ended_while_the_driver_was_paused_are_neither_counted_nor_blamed_R04(
+    monkeypatch,
+):
+    run = Run(monkeypatch, 7)
+    run.fleet.dispatch_leases([lease_of(0)])
+    for worker in [*run.fleet.workers.values()]:
+        run.fleet._lost(worker, ActorLost("its process ended"))
+    run.clock.s += 1.0
+    run.clock.woke = True
+    run.fleet.poll(0.0)
+    assert len(run.said) == 7 and run.killed == []
+    assert run.said[0] == "rollout-0 ended while this driver was paused: its process ended"
+    assert run.void == [(["g00000000"], True)]
+
+
+def test_a_death_that_a_prompt_explains_uses_up_no_restart(monkeypatch):
+    run = Run(monkeypatch, 1)
+    run.explained = True
+    for number in range(5):
+        run.workers[0].state = WorkerState.READY
+        run.workers[0].policy_version = 3
+        run.fleet.dispatch_leases([lease_of(number)])
+        run.fleet._lost(run.workers[0], ActorLost("its process ended"))
+        run.clock.s += 60.0
+        run.fleet.poll(0.0)
+    assert run.said == 5 * ["rollout-0 failed: its process ended"] and len(run.killed) == 5
 
 
 def test_a_worker_that_is_cut_off_from_the_learner_is_named_and_others_get_its_leases_F5(
