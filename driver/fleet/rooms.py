@@ -5,8 +5,10 @@ dialled before anything is started on it again.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import socket
+import time
 from typing import Any, Protocol
 
 import ray
@@ -15,6 +17,10 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 
 DIAL_S = 2.0
 """How long a host may take to answer."""
+DIALS, DIAL_PAUSE_S = 3, 1.0
+"""How often it is dialled in a row before it counts as gone, and the time between."""
+FRESH_S = 15.0
+"""An answer to a dial that was begun earlier is none any more."""
 QUIET_S = 15.0
 """How long a process may be silent before its host is dialled."""
 LOOK_S = 1.0
@@ -64,7 +70,8 @@ class RayRooms:
 
     def __init__(self):
         self._threads = concurrent.futures.ThreadPoolExecutor(8, thread_name_prefix="dial")
-        self._dials: dict[tuple[str, int], concurrent.futures.Future[bool]] = {}
+        self._dials: dict[tuple[str, int], tuple[float, concurrent.futures.Future[bool]]] = {}
+        """When each was begun, and what became of it."""
 
     def state(self, room: Room) -> RoomState:
         """Looks at a room; its host is dialled meanwhile, and the next look has the answer."""
@@ -81,12 +88,13 @@ class RayRooms:
         return RoomState(node=node_id, host=host, problem=problem)
 
     def _answers(self, address: tuple[str, int]) -> bool | None:
-        """The answer to a dial that has ended, once; else None, and one is under way."""
+        """The answer to a dial that has just ended, once; else None, and one is under way."""
         if ray.util.client.ray.is_connected():
             return True  # hosts need not be reached from where Ray's client runs
-        dial = self._dials.get(address)
-        if dial is None:
-            self._dials[address] = self._threads.submit(_dial, address)
+        now = time.monotonic()
+        begun_s, dial = self._dials.get(address, (now, None))
+        if dial is None or (dial.done() and now - begun_s > FRESH_S):
+            self._dials[address] = now, self._threads.submit(_dial, address)
             return None
         if not dial.done():
             return None
@@ -95,8 +103,10 @@ class RayRooms:
 
 
 def _dial(address: tuple[str, int]) -> bool:
-    try:
-        socket.create_connection(address, DIAL_S).close()
-    except OSError:
-        return False
-    return True
+    """Whether a host answers; one lost packet says nothing."""
+    for _ in range(DIALS):
+        with contextlib.suppress(OSError):
+            socket.create_connection(address, DIAL_S).close()
+            return True
+        time.sleep(DIAL_PAUSE_S)
+    return False

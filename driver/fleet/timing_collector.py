@@ -86,6 +86,7 @@ class TimingCollector:
             if self._open:
                 check()
             if self._open and late_s > timeout_s:
+                self._open = {}  # another process will be asked in place of this one
                 raise NoAnswer(f"the learner did not answer 'take_timing' within {timeout_s:g} s")
         self._closed_s = at_s
         return self.table.close_step(at_s, names)

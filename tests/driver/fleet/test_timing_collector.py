@@ -214,3 +214,7 @@ def test_a_learner_that_does_not_answer_is_named(monkeypatch):
     run.silent = {LEARNER}
     with pytest.raises(Exception, match="the learner did not answer 'take_timing' within 60 s"):
         run.collect()
+    run.processes[LEARNER].alive = False
+    run.silent = set()
+    run.start(LEARNER)
+    assert run.collect().seconds()[LEARNER], "the one before is not asked any more"
