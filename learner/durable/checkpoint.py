@@ -53,8 +53,8 @@ class SavedCheckpoint:
     """A checkpoint that was written and read back."""
 
     folder: pathlib.Path
-    oldest_step: int
-    """Of the oldest checkpoint that is to be kept."""
+    oldest_step: int | None
+    """Of the oldest checkpoint that is to be kept; None where that could not be found out."""
     not_removed: tuple[str, ...]
     """What should be gone and could not be removed, each with the reason, and only once."""
 
@@ -134,7 +134,9 @@ class CheckpointFolder:
             self._put_in_place(writing, final)
         kept = self._prune(step)
         not_removed, self._unreported = tuple(self._unreported), []
-        return SavedCheckpoint(folder=final, oldest_step=min(kept), not_removed=not_removed)
+        return SavedCheckpoint(
+            folder=final, oldest_step=min(kept, default=None), not_removed=not_removed
+        )
 
     def _write(
         self,
@@ -179,7 +181,7 @@ class CheckpointFolder:
                 self._folder.name,
                 f"old checkpoints in {self._folder} could not be removed: {error.strerror}",
             )
-            return [newest]
+            return []
         for later in [step for step in steps if step > newest]:
             log.warning("removing checkpoint step-%08d: the run went on from an earlier one", later)
             self._try_to_remove(self._folder / f"step-{later:08d}")

@@ -12,6 +12,7 @@ All integers are little-endian. `rollout_file.py` and `segment_file.py` define t
 import hashlib
 import io
 import pathlib
+import re
 import struct
 import zlib
 
@@ -24,8 +25,8 @@ _SECTOR_BYTES = 512
 """The least that a disk writes at once."""
 _LEAST_ZEROS = 16
 """Fewer zeros at the begin or end of a frame may be its content."""
-_LENGTH_ZEROS = b"\0\0\0"
-"""The highest bytes of every length."""
+_MAY_BEGIN = re.compile(rb"(?=(?!\0{4})[\s\S]{4}\0{4}[\s\S]{36})")
+"""A prefix: no frame has 4 GiB, which is more than gRPC sends in a message."""
 
 
 class DamagedFile(ValueError):
@@ -86,15 +87,10 @@ def is_torn(path: pathlib.Path, start: int) -> bool:
 
 
 def _has_frame(data: bytes) -> bool:
-    """Whether a whole frame begins anywhere in the data."""
-    high = _LENGTH_DIGEST.size - 32 - len(_LENGTH_ZEROS)
-    found = data.find(_LENGTH_ZEROS, high)
-    while found >= 0:
-        prefix = data[found - high : found - high + PREFIX_BYTES]
-        if len(prefix) < PREFIX_BYTES:
-            return False
+    """Whether a frame with content begins anywhere in the data."""
+    for found in _MAY_BEGIN.finditer(data):
+        prefix = data[found.start() : found.start() + PREFIX_BYTES]
         inner = prefix[: _LENGTH_DIGEST.size]
         if _CRC.unpack(prefix[_LENGTH_DIGEST.size :])[0] == zlib.crc32(inner):
             return True
-        found = data.find(_LENGTH_ZEROS, found + 1)
     return False

@@ -87,6 +87,8 @@ class Journal:
         )
         self.set_aside: tuple[UnfitGroup, ...] = ()
         """Groups that the process before had accepted, and that cannot train."""
+        self._left_out: set[str] = set()
+        """Those of them that updates have, which are repeated without."""
         self._lock = threading.Lock()
         self._started = False
         self.repaired = ""
@@ -185,7 +187,7 @@ class Journal:
             SpoolFailed: if it cannot be logged; the buffer is unchanged.
         """
         self.buffer.forget(dropped_ids)
-        unfit = {one.group.group_id for one in self.set_aside}.intersection(group_ids)
+        unfit = self._left_out.intersection(group_ids)
         with self._lock:
             left_out = self._disowned | unfit
         wanted = [group_id for group_id in group_ids if group_id not in left_out]
@@ -256,7 +258,7 @@ class Journal:
         with self._lock:
             return not self._disowned.isdisjoint(group_ids)
 
-    def rotate(self, step: int, policy_version: int, oldest_step: int) -> list[str]:
+    def rotate(self, step: int, policy_version: int, oldest_step: int | None) -> list[str]:
         """Begins the segment of a checkpoint, and removes segments that no checkpoint needs.
 
         On a full disk the segment before stays in use, and `problem` says why.
@@ -264,7 +266,8 @@ class Journal:
         Args:
             step: of the checkpoint, which is on the disk.
             policy_version: in that checkpoint.
-            oldest_step: of the oldest checkpoint that is kept.
+            oldest_step: of the oldest checkpoint that is kept; None where that is not known, so
+                that every segment stays.
 
         Returns:
             Old segments that could not be removed, each with the reason.
@@ -282,7 +285,7 @@ class Journal:
             except SpoolFailed as error:
                 log.warning("the spool continues in its earlier segment: %s", error)
                 return []
-        return self._spool.prune(oldest_step)
+        return [] if oldest_step is None else self._spool.prune(oldest_step)
 
     def close(self) -> None:
         """Closes the log; nothing can be written after."""
@@ -307,7 +310,8 @@ class Journal:
         self.set_aside = tuple(unfit)
         ids = {one.group.group_id for one in unfit}
         used = {g for update in work.updates for g in (*update.group_ids, *update.dropped_ids)}
-        self.buffer.forget(ids & used)
+        self._left_out = ids & used
+        self.buffer.forget(self._left_out)
         return dataclasses.replace(
             work, groups={name: group for name, group in work.groups.items() if name not in ids}
         )

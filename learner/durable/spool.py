@@ -182,13 +182,14 @@ class Spool:
                 self._begin(segment, still_open())
 
     def prune(self, oldest_step: int) -> list[str]:
-        """Removes segments that no checkpoint from that step on needs, and those half begun.
+        """Removes segments that no checkpoint from that step on needs, and those half begun; none
+        where the segment of that checkpoint is not there.
 
         Returns:
             Which could not be removed, each with the reason; they do no harm.
         """
         with self._lock:
-            kept = segments_since(self._segments, oldest_step)
+            kept = segments_since(self._segments, oldest_step) or self._segments
             unneeded = [segment.path for segment in self._segments if segment not in kept]
             stuck = []
             for path in (*unneeded, *self._folder.glob(".step-*.part")):

@@ -370,6 +370,8 @@ def test_a_group_that_cannot_train_is_set_aside_when_it_is_restored_R11(
     assert report.outcomes.pop(poisoned.group_id) == "dropped_error"
     assert set(report.outcomes) == {good.group_id} and report.policy_version == 1
     assert again.buffer.put_duplicate("run", poisoned.group_id)
+    push(again, [dataclasses.replace(groups_of(again, 2)[0], group_id="waits")])
+    assert again.update(["waits"], [], WAIT_S).outcomes == {"waits": "trained"}, "it is made anew"
     again.save(1, RUN_STATE)
 
     restored = start(tmp_path).restore()

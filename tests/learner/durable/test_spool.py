@@ -194,6 +194,9 @@ def test_pruning_leaves_what_the_oldest_checkpoint_needs(folder):
         "step-00000030.bin",
     ]
     assert Spool(folder, "run").covers(25) and not Spool(folder, "run").covers(10)
+    spool.prune(10)  # a checkpoint that is kept again, whose segment has gone
+    assert len([*folder.iterdir()]) == 2
+    spool.write_issued(1, "d")
 
 
 def test_a_record_that_fails_leaves_no_trace_and_the_next_one_is_whole(folder, monkeypatch):
