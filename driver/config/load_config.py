@@ -27,7 +27,7 @@ from driver.config.config_keys import (
 from driver.config.run_config import RunConfig
 from driver.config.yaml_text import dump_yaml, parse_yaml, yaml_problem
 from driver.errors import RunError
-from services.wire.secret_text import hide_secrets, looks_secret, names_secret
+from services.wire.secret_text import hide_secrets, looks_secret, names_secret, setting_is_secret
 
 _SET = "--set"
 _ELSEWHERE = (
@@ -292,7 +292,7 @@ def _entry_fault(name: Any, value: Any, dotted: str) -> _Fault | None:
     if problem := _text_problem(name):
         return _Fault(dotted, f"has a key that {problem}")
     within = f"{dotted}.{name}"
-    if value not in (None, "") and not isinstance(value, bool) and names_secret(name, value):
+    if isinstance(value, str) and value and setting_is_secret(name, value):
         return _Fault(within, f"is named like a secret: {_ELSEWHERE}")
     return _free_fault(value, within)
 

@@ -5,7 +5,7 @@ scorers and of the page, logs, trackers and the post-mortem.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 
 def _word_set(words: str) -> frozenset[str]:
@@ -14,8 +14,8 @@ def _word_set(words: str) -> frozenset[str]:
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _SECRET_WORDS = _word_set(
-    "secret secrets password passwords passwd passphrase passcode pat credential credentials "
-    "apikey authorization bearer dsn cookie"
+    "password passwords passwd passphrase passcode credential credentials apikey authorization "
+    "dsn webhook"
 )
 _SECRET_ENDINGS = (
     "password",
@@ -28,16 +28,18 @@ _SECRET_ENDINGS = (
     "authtoken",
     "accesstoken",
 )
-_SECRET_LAST = _word_set("key keys token auth webhook pwd")
+_SECRET_LAST = _word_set("key keys token auth pwd pass pat bearer cookie secret secrets")
 _HARMLESS_BEFORE = _word_set(
     "answer answers question prompt item dict json yaml sort primary public foreign index "
     "group field column row lookup cache map match start end stop bos eos pad unk sep cls "
     "mask image special first last next new max min per every each think no one reward score"
 )
 """Words before `key` or `token` of names that are no secret's: `answer_key`, `eos_token`."""
+_PEM_BEGIN = r"-----BEGIN [A-Z0-9 ]*(?:PRIVATE KEY|CERTIFICATE)-----"
 _KEYS_AND_TOKENS = (
-    r"-----BEGIN [A-Z0-9 ]+-----",
-    r"\bsk-(?=[\w-]*\d)[\w-]{16,}",  # OpenAI, Anthropic
+    _PEM_BEGIN,
+    r"\bsk-(?=\w*\d)\w{20,}",  # OpenAI
+    r"\bsk-(?:proj|svcacct|admin|ant|or)-(?=[\w-]*\d)[\w-]{20,}",  # OpenAI, Anthropic, OpenRouter
     r"\b[srp]k_(?:live|test)_\w{10,}",  # Stripe
     r"\bwhsec_\w{16,}",
     r"\bgh[opsur]_[A-Za-z0-9]{20,}",
@@ -48,7 +50,7 @@ _KEYS_AND_TOKENS = (
     r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b",
     r"\bAIza[\w-]{30,}",  # Google
     r"\bya29\.[\w-]{16,}",
-    r"\bhf_[A-Za-z0-9]{16,}",
+    r"\bhf_(?=\w*[A-Z])[A-Za-z0-9]{16,}",
     r"\bpypi-[\w-]{30,}",
     r"\bnpm_[A-Za-z0-9]{30,}",
     r"\bdop_v1_[0-9a-f]{40,}",
@@ -58,11 +60,13 @@ _KEYS_AND_TOKENS = (
 _TOKEN = re.compile("|".join(_KEYS_AND_TOKENS))
 _URL_PASSWORD = re.compile(r"(://)[^/\s:@\"']*:[^/\s@\"']+@")
 _URL_QUERY = re.compile(
-    r"([?&](?:[\w-]*(?:key|token|secret|password|sig(?:nature)?))=)[^&\s\"'<]{8,}", re.I
+    r"([?&](?:[\w-]*[_-])?(?:(?:api)?key|token|secret|password|sig(?:nature)?)=)[^&\s\"'<]{8,}",
+    re.I,
 )
 _OPAQUE = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z])[\w.~+/=-]{16,}")
-_BEARER = re.compile(r"\b(bearer[ \t]+)[\w.~+/=-]{8,}", re.I)
-_PEM = re.compile(r"-----BEGIN [A-Z0-9 ]+-----.*?(?:-----END [A-Z0-9 ]+-----|\Z)", re.S)
+_KEY_OF_SETTING = re.compile(rf"{_OPAQUE.pattern}|(?=.*[0-9])(?=.*[A-Za-z])[A-Za-z0-9.~+/=-]{{8,}}")
+_BEARER = re.compile(r"\b(bearer[ \t]+)(?=[\w.~+/=-]*\d)[\w.~+/=-]{8,}", re.I)
+_PEM = re.compile(_PEM_BEGIN + r".*?(?:-----END [A-Z0-9 ]+-----|\Z)", re.S)
 _NAMED = re.compile(
     r"((?:token|secret|password|passwd|api[_-]?key|[_-]key|credentials?)"
     r"[\"']?[ \t]*[:=][ \t]*[\"']?)"
@@ -80,16 +84,31 @@ def names_secret(name: str, value: object = "") -> bool:
     Args:
         value: decides for a name that is `key` or `token` and says no more.
     """
-    words = [word.lower() for word in _WORD.findall(name)]
-    if not words:
-        return False
-    if not _SECRET_WORDS.isdisjoint(words) or "".join(words).endswith(_SECRET_ENDINGS):
+    words = _words(name)
+    if _is_of_secrets(words):
         return True
-    if words[-1] not in _SECRET_LAST:
+    if not words or words[-1] not in _SECRET_LAST:
         return False
     if len(words) == 1:
         return isinstance(value, str) and _OPAQUE.fullmatch(value) is not None
     return words[-2] not in _HARMLESS_BEFORE
+
+
+def setting_is_secret(name: str, value: str) -> bool:
+    """Whether a setting holds a secret: parameters of a scorer may be named `label_key`, so that a
+    key or token must also look like one.
+    """
+    looks = _KEY_OF_SETTING.fullmatch(value) is not None
+    return _is_of_secrets(_words(name)) or (looks and names_secret(name, value))
+
+
+def _words(name: str) -> list[str]:
+    return [word.lower() for word in _WORD.findall(name)]
+
+
+def _is_of_secrets(words: Sequence[str]) -> bool:
+    """Whether the words of a name leave no doubt."""
+    return not _SECRET_WORDS.isdisjoint(words) or "".join(words).endswith(_SECRET_ENDINGS)
 
 
 def looks_secret(text: str) -> str:
@@ -145,7 +164,7 @@ _PASSED = _word_set(
     "PATH HOME USER LOGNAME SHELL LANG LANGUAGE TZ TERM TMPDIR TEMP TMP VIRTUAL_ENV "
     "CONDA_PREFIX LD_LIBRARY_PATH LD_PRELOAD SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE "
     "CURL_CA_BUNDLE HTTP_PROXY HTTPS_PROXY FTP_PROXY ALL_PROXY NO_PROXY TRANSFORMERS_CACHE "
-    "NLTK_DATA CUDA_VISIBLE_DEVICES TANDEM_HOME"
+    "TRANSFORMERS_OFFLINE TORCH_HOME NLTK_DATA CUDA_VISIBLE_DEVICES TANDEM_HOME"
 )
 _PASSED_BEGINNINGS = ("LC_", "PYTHON", "HF_", "XDG_", "OMP_", "OPENBLAS_", "MKL_", "TOKENIZERS_")
 

@@ -8,13 +8,14 @@ from services.wire.secret_text import (
     looks_secret,
     names_secret,
     scorer_environment,
+    setting_is_secret,
     without_secrets,
 )
 
 SECRET_NAMES = (
     "openai_key OPENAI_KEY STRIPE_KEY api_key apiKey OPENAI_API_KEY AWS_SECRET_ACCESS_KEY "
     "PGPASSWORD db_password accessToken HF_TOKEN WANDB_API_KEY RAY_AUTH_TOKEN MYSQL_PWD GITHUB_PAT "
-    "SENTRY_DSN "
+    "SENTRY_DSN DB_PASS SLACK_WEBHOOK_URL client_secret "
     "GOOGLE_APPLICATION_CREDENTIALS slack_webhook service-key my.secret"
 )
 HARMLESS_NAMES = (
@@ -43,6 +44,11 @@ HARMLESS_TEXTS = (
     "#### 42",
     "disk-based-storage-2000-and-more",
     "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
+    "-----BEGIN EXAMPLE-----",
+    "bearer instruments",
+    "models/sk-learn-classifier-2024",
+    "hf_smollm2instructgguf",
+    "https://example.org/?monkey=bananas12",
 )
 
 
@@ -59,6 +65,14 @@ def test_names_of_other_things(name):
 def test_a_bare_key_is_a_secret_by_its_value():
     assert names_secret("token", "a1b2c3d4e5f6a7b8") and names_secret("key", "Zm9vYmFyMTIzNDU2")
     assert not names_secret("token", "####") and not names_secret("key", "final answer")
+
+
+def test_parameters_may_be_named_like_keys_where_their_values_are_none():
+    for name in ("label_key", "tool_token", "answer_pat", "secret_word", "tokens", "box_token"):
+        assert not setting_is_secret(name, "answer_v2") and not setting_is_secret(name, "<box>")
+    for name in ("openai_key", "hub_token", "client_secret"):
+        assert setting_is_secret(name, "sk-zq81heldback4471aa02")
+    assert setting_is_secret("db_password", "hunter2") and setting_is_secret("api_key", "short")
 
 
 @pytest.mark.parametrize("text", SECRET_TEXTS.values(), ids=SECRET_TEXTS)
