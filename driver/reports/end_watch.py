@@ -33,13 +33,18 @@ REASON = (
 def start_end_watch(folder: pathlib.Path) -> None:
     """Starts the process for the run of this one; Ctrl-C does not reach it.
 
+    Does nothing on a system without /proc, which does not say when a process ended.
+
     Args:
         folder: of the run, with its status.json.
     """
     pid = os.getpid()
+    started = state_and_start(pid)[1]
+    if not started:
+        return
     command = [sys.executable, "-m", "driver.reports.end_watch", "--run", str(folder)]
     subprocess.Popen(
-        [*command, "--pid", str(pid), "--started", str(state_and_start(pid)[1])],
+        [*command, "--pid", str(pid), "--started", str(started)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -46,9 +46,9 @@ def end_descendants(pid: int) -> None:
 
 
 def end_processes(processes: Iterable[psutil.Process]) -> None:
-    """Kills processes, those that are gone already excepted."""
+    """Kills processes, but for those that are gone already or belong to another user."""
     for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.Error):
             process.kill()
 
 

@@ -103,6 +103,8 @@ class RewardProcess:
         # The child finds this package from any working directory. Scorers' modules are found on the
         # import path of this process, or in the working directory.
         environment = scorer_environment(os.environ, allowance.environment)
+        # A scorer that uses JAX must not take the devices of its worker.
+        environment.setdefault("JAX_PLATFORMS", "cpu")
         environment[_MARK] = self._mark = secrets.token_hex(8)
         paths = [str(_ROOT), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -236,7 +238,8 @@ class RewardProcess:
             self._process.kill()
             self._process.wait(STOP_TIMEOUT_S)
         # Left over only where a scorer has killed the process that would have ended them.
-        while strays := orphans_with(_MARK, self._mark):
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while (strays := orphans_with(_MARK, self._mark)) and time.monotonic() < deadline:
             end_processes(strays)
             psutil.wait_procs(strays, STOP_TIMEOUT_S)
         self._shown.join(STOP_TIMEOUT_S)

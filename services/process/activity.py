@@ -66,7 +66,10 @@ class HangWatch:
         if self._last is None or self._still_s <= SHARE * step_timeout_s + self._last.slack_s:
             return ""
         done = ", ".join(f"{name} {count}" for name, count in self._last.counters.items())
-        return f"no progress for {self._still_s:.0f} s in {self._last.doing} ({done})"
+        return (
+            f"no progress for {self._still_s:.0f} s in {self._last.doing} ({done}); if one piece "
+            "of its work may take so long, set placement.step_timeout_s higher"
+        )
 
     @property
     def doing(self) -> str:
