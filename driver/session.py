@@ -23,7 +23,7 @@ from driver.fleet.fleet import FleetEvents, WorkerFleet
 from driver.fleet.fleet_size import Scaler
 from driver.fleet.fleet_worker import Worker
 from driver.reports.step_report import StepReports
-from driver.supervisor import Supervisor
+from driver.supervisor import Supervisor, keep_asking
 from learner.durable.spool import CLAIM_S
 from learner.learner_records import Restored
 from rollout_worker.config import DataConfig
@@ -261,7 +261,8 @@ class Session:
             self._reports.rewind(BEFORE_ALL, {"totals": {}})
             self._say(f"no checkpoint in {self._folder} yet: starting anew")
         else:
-            moved = self._reports.rewind(restored.step, restored.driver_state["ledger"])
+            with keep_asking(self._supervisor.learner):  # the logs of a long run are large
+                moved = self._reports.rewind(restored.step, restored.driver_state["ledger"])
             self._reports.record_checkpoint(restored.step)
             self._say(
                 f"resumed at step {restored.step}, policy version {restored.policy_version}; "

@@ -9,9 +9,10 @@ import contextlib
 import dataclasses
 import math
 import socket
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
 from ray.util.placement_group import PlacementGroup
@@ -73,6 +74,26 @@ def shares(work: Sequence[int], workers: int) -> list[list[int]]:
     """Cuts work into one share for each worker, in order; the last may be smaller or none."""
     size = max(1, math.ceil(len(work) / workers))
     return [list(work[start : start + size]) for start in range(0, len(work), size)]
+
+
+@contextlib.contextmanager
+def keep_asking(learner: LearnerHandle, every_s: float = 20.0) -> Iterator[None]:
+    """Asks the learner how it is from another thread, while the caller is at long work of its own:
+    a learner that nobody asks anything ends itself.
+    """
+    ended = threading.Event()
+
+    def ask() -> None:
+        while not ended.wait(every_s):
+            learner.health()
+
+    thread = threading.Thread(target=ask, name="keep-asking", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 class Supervisor:

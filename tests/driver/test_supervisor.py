@@ -1,6 +1,9 @@
 """What the supervisor decides without Ray: pieces of work, environments, and messages."""
 
 import dataclasses
+import threading
+import types
+from typing import Any
 
 import pytest
 from ray.exceptions import RayActorError
@@ -10,12 +13,13 @@ from driver.config.shell_switches import FIXED
 from driver.fleet.actor_calls import message_of
 from driver.fleet.cluster import bundle
 from driver.fleet.launch import platform_environment
-from driver.supervisor import learner_status, shares
+from driver.supervisor import keep_asking, learner_status, shares
 from learner.learner_records import LearnerHealth, LearnerInfo
 from services.control.messages import LearnerStatus
 from services.process.activity import Activity
 from services.process.process_memory import ProcessMemory
 from services.trajectories.buffer_records import BufferCounts
+from tests.deadlines import HANG_S
 
 
 @pytest.mark.parametrize(
@@ -86,3 +90,14 @@ def test_the_learner_is_absent_then_starting_then_as_it_reports():
     status = learner_status(info, health, 1)
     assert status is not None and (status.doing, status.issued_version) == ("update", 3)
     assert (status.host_bytes, status.device_peak_bytes) == (10, 30)
+
+
+def test_a_learner_is_asked_while_the_driver_works_for_long_and_not_after():
+    asked = threading.Semaphore(0)
+    learner: Any = types.SimpleNamespace(health=asked.release)
+    with keep_asking(learner, every_s=0.001):
+        for _ in range(3):
+            assert asked.acquire(timeout=HANG_S)
+    while asked.acquire(blocking=False):
+        pass
+    assert not asked.acquire(timeout=0.05)
