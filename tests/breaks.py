@@ -163,8 +163,8 @@ BREAKS = [
     ),
     Break(
         "driver/accounting/awake_clock.py",
-        "min(at_s - self._seen_s, self._longest_tick_s)",
-        "at_s - self._seen_s",
+        "min(passed_s, self._longest_tick_s)",
+        "passed_s",
         "driver/accounting/test_awake_clock.py",
     ),
     Break(

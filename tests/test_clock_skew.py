@@ -28,6 +28,7 @@ WALL_CLOCK = {
 ALLOWED = {
     "driver/reports/metrics.py": "the moment a line of metrics was written, for people",
     "driver/reports/status.py": "the start and the end of the run, for people",
+    "driver/reports/end_watch.py": "the end of a run that its driver could not write, for people",
     "driver/reports/step_report.py": "the seconds of the summary, counted from status.json",
     "driver/postmortem/archive.py": "the name of a bundle and the moments in it",
     "driver/postmortem/host_state.py": "moments in a post-mortem bundle, for people",

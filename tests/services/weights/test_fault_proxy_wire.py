@@ -228,8 +228,10 @@ PUSHED = {
 def group(make_group, make_completion):
     """Of 80 KB, so that offsets lie inside."""
     T = 10_000
+    numbers = np.arange(T)
     completion = make_completion(
-        token_ids=np.arange(T, dtype=np.int32), behavior_logprobs=-np.arange(T, dtype=np.float32)
+        token_ids=(numbers % 369).astype(np.int32),
+        behavior_logprobs=-(numbers % 41).astype(np.float32),
     )
     return make_group(completions=(completion, make_completion(1)))
 
