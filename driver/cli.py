@@ -11,9 +11,9 @@ from driver.config import load_config as settings
 from driver.config import resume_identity as identity
 from driver.config.paths import check_folder, clear_folder, locate, lock_folder, output_folder
 from driver.config.prepare import prepare
+from driver.config.ray_environment import set_environment
 from driver.config.yaml_text import parse_yaml
 from driver.errors import RunError
-from driver.fleet.ray_environment import set_environment
 from driver.signals import Interrupted
 from services.process.terminal_text import unfiltered_stdout
 from services.process.whole_file import write_whole

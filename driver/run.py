@@ -31,9 +31,9 @@ from driver.fleet.cluster import (
     reserve,
 )
 from driver.fleet.control_server import ControlBox, offer_control
-from driver.fleet.fleet import WorkersLost
 from driver.fleet.fleet_size import Scaler
 from driver.fleet.launch import Launcher
+from driver.fleet.replacement import WorkersLost
 from driver.fleet.rooms import RayRooms
 from driver.postmortem.archive import collect
 from driver.postmortem.evidence import Sources

@@ -19,9 +19,9 @@ from driver.config.run_config import CheckpointConfig, PlacementConfig, RunSecti
 from driver.errors import NothingTrained, RunError
 from driver.evaluator import Evaluator
 from driver.fleet.actor_calls import ActorFailed, LearnerLost, NoAnswer
-from driver.fleet.fleet import FleetEvents, WorkerFleet
+from driver.fleet.fleet import WorkerFleet
 from driver.fleet.fleet_size import Scaler
-from driver.fleet.fleet_worker import Worker
+from driver.fleet.fleet_worker import FleetEvents, Worker
 from driver.reports.step_report import StepReports
 from driver.supervisor import Supervisor, keep_asking
 from learner.durable.spool import CLAIM_S
@@ -388,7 +388,7 @@ class Session:
             "time/train/rollout_generate_s": rollout_s,
             "time/train/update_s": update_s,
             "rollout/prompts_set_aside": float(len(self._quarantine.set_aside)),
-            "workers/restarts": float(self._supervisor.fleet.restarts),
+            "workers/restarts": float(self._supervisor.fleet.replacement.restarts),
             "learner/restarts": float(self._supervisor.learner_restarts),
         }
 

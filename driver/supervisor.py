@@ -33,8 +33,8 @@ from driver.fleet.actor_calls import (
     wait_for_calls,
 )
 from driver.fleet.cluster import ResourcesNotMet
-from driver.fleet.fleet import CUT_S, FleetEvents, WorkerFleet, worker_capacity
-from driver.fleet.fleet_worker import Worker, memory_fields
+from driver.fleet.fleet import WorkerFleet, worker_capacity
+from driver.fleet.fleet_worker import FleetEvents, Worker, memory_fields
 from driver.fleet.handles import LearnerHandle, WorkerHandle
 from driver.fleet.launch import Launcher
 from driver.fleet.rooms import LOOK_S, NOTICED_S, QUIET_S, Room, Rooms, RoomState
@@ -59,7 +59,7 @@ WATCH_S = 1.0
 SILENT_S = 60.0
 """How long it may take to answer: a process that is stopped counts as lost then."""
 HEARD_S = 5.0
-"""An answer to the question for its health counts for so long."""
+"""A learner that takes longer to answer is away, as a worker sees it that asks it too."""
 ASK_S = 2.0
 """For a learner that may not answer any more."""
 STARTING = "starting"
@@ -135,8 +135,9 @@ class Supervisor:
         self._place = RoomState()
         """Where the learner was started."""
         self._watch: Call[LearnerHealth] | None = None
-        self._watch_at = self._served_at = 0.0
-        self._watch_asked = 0.0
+        self._watch_at = self._watch_asked = 0.0
+        self._answers_since = math.inf
+        """Since when the learner has answered each question in HEARD_S."""
         self._look_at = 0.0
         """When to look for the learner's host next, while the learner is silent."""
         self._timings = TimingCollector(self._clock)
@@ -189,7 +190,7 @@ class Supervisor:
             ResourcesNotMet: if there is no room for it.
         """
         learner, self._learner = self._learner, None
-        self._health, self._watch, self._watch_at = None, None, math.inf
+        self._forget_learner()
         if learner is not None:
             learner.kill()
         if self._launcher.colocated:
@@ -233,12 +234,10 @@ class Supervisor:
             RestartsUsedUp: if there were too many lately.
         """
         self.learner_restarts += 1
-        place, now, allowed = self._place, self._clock.now(), self._limit.allowed
-        if state.is_same_life(place):
-            count, what = self._limit.count_crash(place.host, now), str(error)
-        else:
-            count = self._limit.count_lost_host(place.host, place.node, now)
-            what = f"{error}, lost with its host {place.host}"
+        there, place, allowed = state.is_same_life(self._place), self._place, self._limit.allowed
+        what = str(error) if there else f"{error}, lost with its host {place.host}"
+        now = self._clock.now()
+        count = self._limit.count_end(place.host, place.node, now, host_is_there=there)
         if count > allowed:
             raise RestartsUsedUp(
                 f"{what}; placement.learner_restarts={allowed} is used up, --resume goes on from "
@@ -249,8 +248,7 @@ class Supervisor:
 
     def _begin_learner(self, spec: LearnerSpec, state: RoomState) -> None:
         """Starts a learner in its room, and waits until it serves."""
-        # It is asked nothing else before it serves.
-        self._health, self._watch, self._watch_at = None, None, math.inf
+        self._forget_learner()
         self._hangs, self._place = HangWatch(), state
         self._timings.table.remove_process(LEARNER)
         try:
@@ -260,7 +258,12 @@ class Supervisor:
         asked_s = time.monotonic()
         info = self.wait_for(self._learner.describe(), timeout_s=self._placement.startup_timeout_s)
         self._timings.add_process(LEARNER, self._learner, asked_s, info.clock_s)
-        self._info, self._watch_at, self._served_at = info, 0.0, self._clock.now()
+        self._info, self._watch_at, self._answers_since = info, 0.0, self._clock.now()
+
+    def _forget_learner(self) -> None:
+        """Drops what was heard of a learner; the next one is asked nothing before it serves."""
+        self._health, self._watch, self._watch_at = None, None, math.inf
+        self._answers_since = math.inf
 
     def make_fleet(self, events: FleetEvents) -> WorkerFleet:
         """A fleet without workers."""
@@ -274,15 +277,9 @@ class Supervisor:
             clock=self._clock,
             capacity=worker_capacity(self._rollout),
             relay_fanout=self._weights.relay_fanout,
-            learner_answers=self._learner_answers,
+            learner_answers_s=lambda: max(0.0, self._clock.now() - self._answers_since),
         )
         return self._fleet
-
-    def _learner_answers(self) -> bool:
-        """Whether the learner is well: a worker that does not reach it is cut off from it then."""
-        now = self._clock.now()
-        heard_s = now - (self._watch_at - WATCH_S)
-        return self._health is not None and heard_s < HEARD_S and now - self._served_at > CUT_S
 
     def start_workers(self) -> None:
         """Starts the rollout workers that the run begins with, and waits until each is ready.
@@ -341,6 +338,8 @@ class Supervisor:
         if watch not in ended:
             silent_s = min(SILENT_S, self._placement.step_timeout_s)
             now = self._clock.now()
+            if now - self._watch_asked > HEARD_S:
+                self._answers_since = math.inf
             if now - self._watch_asked > silent_s:
                 raise LearnerLost(f"the learner did not answer 'health' within {silent_s:g} s")
             if now - self._watch_asked > QUIET_S and now >= self._look_at:
@@ -348,8 +347,10 @@ class Supervisor:
                 if not self._rooms.state(self._room).is_same_life(self._place):
                     raise LearnerLost(f"the learner and its host {self._place.host} do not answer")
             return
-        self._watch, self._watch_at = None, self._clock.now() + WATCH_S
+        now = self._clock.now()
+        self._watch, self._watch_at = None, now + WATCH_S
         self._health = self._learner_result(watch)
+        self._answers_since = min(self._answers_since, now)
         if self._health.problem:
             raise ActorFailed(f"the learner: {self._health.problem}")
         self._hangs.note(self._health.activity, time.monotonic())

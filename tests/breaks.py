@@ -181,8 +181,8 @@ BREAKS = [
     ),
     Break(
         "driver/fleet/fleet.py",
-        "        if not self._starts:",
-        "        if not self.workers:",
+        "if self._starts and (place := ",
+        "if (place := ",
         "driver/test_lost_processes.py",
     ),
     Break(

@@ -22,21 +22,20 @@ class RestartLimit:
         self._losses: dict[str, collections.deque[float]] = {}
         self._lost_lives: set[str] = set()
 
-    def count_crash(self, host: str, now_s: float) -> int:
-        """Adds a process that ended on a host that is there; how many did within the window.
-
-        Args:
-            now_s: on a clock that only goes forward.
-        """
-        return _count(self._crashes, host, now_s)
-
-    def count_lost_host(self, host: str, life: str, now_s: float) -> int:
-        """Adds the loss of a host; how often it was lost within the window, 0 where this loss has
-        been counted.
+    def count_end(self, host: str, life: str, now_s: float, *, host_is_there: bool) -> int:
+        """Adds a process that has ended, or the loss of its host.
 
         Args:
             life: a name of the time from one start of the host to its end.
+            now_s: on a clock that only goes forward.
+            host_is_there: whether this life goes on.
+
+        Returns:
+            how often processes ended there within the window, or how often the host was lost; 0
+            where this loss has been counted.
         """
+        if host_is_there:
+            return _count(self._crashes, host, now_s)
         if life in self._lost_lives:
             return 0
         self._lost_lives.add(life)

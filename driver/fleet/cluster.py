@@ -1,8 +1,8 @@
 """The Ray cluster of a run: connecting to it, and reserving room on it.
 
 Without an address a local cluster is started for this run alone, on loopback and with a token of
-its own (`ray_environment.py`). Inside `ray job submit`, or with RAY_ADDRESS set, the existing one
-is joined.
+its own (`driver/config/ray_environment.py`). Inside `ray job submit`, or with RAY_ADDRESS set, the
+existing one is joined.
 """
 
 import contextlib
@@ -28,9 +28,9 @@ from ray.util.placement_group import (
 )
 
 from driver.config.plural import counted
+from driver.config.ray_environment import joins_cluster
 from driver.config.run_config import PlacementConfig, Resources
 from driver.errors import RunError
-from driver.fleet.ray_environment import joins_cluster
 from driver.signals import Interrupted, StopSignal
 from services.wire.host_port import split_address
 from services.wire.reachable import is_loopback

@@ -11,14 +11,12 @@ Every method changes what is recorded first and calls others after it, so that a
 finds the records whole.
 """
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from driver.accounting.awake_clock import AwakeClock
-from driver.accounting.restarts import RestartLimit
 from driver.config.run_config import PlacementConfig
 from driver.errors import RunError
 from driver.fleet.actor_calls import (
@@ -33,16 +31,16 @@ from driver.fleet.actor_calls import (
     wait_for_calls,
 )
 from driver.fleet.dispatch import Dispatch
-from driver.fleet.fleet_worker import Worker
+from driver.fleet.fleet_worker import FleetEvents, Worker
 from driver.fleet.handles import WorkerHandle
 from driver.fleet.launch import Launcher
-from driver.fleet.rooms import LOOK_S, NOTICED_S, QUIET_S, Room, Rooms, RoomState
+from driver.fleet.replacement import Replacement
+from driver.fleet.rooms import LOOK_S, QUIET_S, Room, Rooms, RoomState
 from driver.fleet.timing_collector import TimingCollector
 from rollout_worker.config import RolloutConfig
 from rollout_worker.worker_core import RolloutSpec
-from rollout_worker.worker_records import LeaseOutcome, LeaseResult, News, Orders, WorkerInfo
+from rollout_worker.worker_records import LeaseOutcome, News, Orders, WorkerInfo
 from services.control.messages import WorkerState
-from services.process.driver_lease import LEASE_S
 from services.weights.relay_tree import ancestors, host_tree
 from services.wire.messages import Lease
 
@@ -52,47 +50,14 @@ SILENT_S = 60.0
 """Beyond that, how long it may take to answer: a process that is stopped counts as lost then."""
 CUT_S = 20.0
 """A worker that the learner has not answered for so long is cut off from it."""
+AWAY_S = 120.0
+"""A worker may have waited for the learner for so long when it gives up."""
 CUT_END_S = 600.0
 """Where every worker is, they are replaced after so long."""
 LEAVE_S = 10.0
 """How long a drained process may take to close."""
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 30.0
-PAUSE_S = LEASE_S - 10.0
-"""A driver that was paused for so long finds workers that have ended themselves."""
-WAKING_S = 60.0
-"""After its pause, in which it notices that."""
-
-
-class WorkersLost(RunError):
-    """Rollout workers failed more often than the run allows."""
-
-
-class NoRoomLeft(WorkersLost):
-    """Every rollout worker was lost, and the cluster has no room for another one."""
-
-    exit_code = 3
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FleetEvents:
-    """What is called when something happens in a fleet."""
-
-    ended: Callable[[LeaseResult], None]
-    """A lease that counts has ended."""
-    killed: Callable[[Sequence[Lease], str], bool]
-    """A worker has died, of what the text says, over one of these groups, which it may have begun;
-    their leases become void. Returns whether it is known to be one's doing, and the last of it."""
-    must_be_alone: Callable[[Lease], bool]
-    """Whether a worker may hold nothing else beside a lease."""
-    void: Callable[[Sequence[str], bool], None]
-    """Group ids whose leases are void, and whether they expired (else they were returned)."""
-    news: Callable[[Worker, News], None]
-    joined: Callable[[Worker, WorkerInfo], None]
-    """A process is ready; raises if it must not work."""
-    left: Callable[[Worker], None]
-    """A drained worker is gone."""
-    warn: Callable[[str], None]
 
 
 class WorkerFleet:
@@ -110,7 +75,7 @@ class WorkerFleet:
         clock: AwakeClock,
         capacity: int,
         relay_fanout: int,
-        learner_answers: Callable[[], bool] = lambda: True,
+        learner_answers_s: Callable[[], float] = lambda: math.inf,
     ):
         """A fleet without workers.
 
@@ -120,7 +85,7 @@ class WorkerFleet:
             clock: of deadlines.
             capacity: groups that one worker may hold.
             relay_fanout: workers that pull weights from the same source.
-            learner_answers: whether the learner has served for a while and answers the driver.
+            learner_answers_s: for how long the learner has answered the driver; 0 while it is away.
         """
         self._placement = placement
         self._launcher = launcher
@@ -131,42 +96,29 @@ class WorkerFleet:
         self._clock = clock
         self._dispatch = Dispatch(capacity, events.must_be_alone)
         self._relay_fanout = relay_fanout
-        self._learner_answers = learner_answers
+        self._learner_answers_s = learner_answers_s
         self.workers: dict[str, Worker] = {}
         self._next_index = 0
         self._proved = False
         """A worker of this run has started once."""
         self._leaving: list[tuple[WorkerHandle, float]] = []
         """Drained processes, and when those that still are there are killed."""
-        self._limit = RestartLimit(placement.worker_restarts)
-        self._roomless_since: float | None = None
-        """Since when every worker waits for room."""
         self._starts = True
-        self.restarts = 0
+        self.replacement = Replacement(placement, rooms, clock, events, self.workers)
 
     def add(self, room: Room) -> Worker:
         """Starts one more worker; it takes leases once it is ready."""
         worker = Worker(name=f"rollout-{self._next_index}", room=room)
         self._next_index += 1
         self.workers[worker.name] = worker
-        if self._starts:
-            state = RoomState() if self._launcher.colocated else self._rooms.state(room)
-            if state.problem:
-                self._wait_for_room(worker, state)
-            else:
-                self._start(worker, state)
+        self._start_where_possible(worker)
         return worker
 
     def stop_starting(self) -> None:
         """From now on no process is started, and a worker that is lost stays lost."""
         self._starts = False
         for worker in self.workers.values():
-            self._release_suspects(worker, guilty=False)
-
-    def waiting_for_room(self) -> str:
-        """Which workers wait for room, and why; empty where none does."""
-        waiting = [worker for worker in self.workers.values() if worker.waits_for]
-        return "; ".join(f"{one.name} waits for room ({one.waits_for})" for one in waiting)
+            self.replacement.release_suspects(worker, guilty=False)
 
     def drain(self, name: str) -> None:
         """Has a worker finish what it decodes and leave; one that does not work leaves at once."""
@@ -289,91 +241,23 @@ class WorkerFleet:
         """Ends every process; what does not end by itself in time is killed."""
         handles = [worker.handle for worker in self.workers.values() if worker.handle is not None]
         handles += [handle for handle, _ in self._leaving]
-        self.workers, self._leaving = {}, []
+        self.workers.clear()
+        self._leaving = []
         wait_for_calls([handle.close() for handle in handles], grace_s, every=True)
         for handle in handles:
             handle.kill()
 
     def _start_again(self) -> None:
         """Starts the processes that are due, where there is room."""
-        if not self._starts:
-            return
         for worker in [*self.workers.values()]:
-            if worker.handle is not None or self._clock.now() < worker.retry_at:
-                continue
-            if self._launcher.colocated:
-                self._start(worker, RoomState())
-                continue
-            state = self._rooms.state(worker.room)
-            if state.problem is None:
-                continue
-            if worker.loss is not None:
-                self._judge_loss(worker, worker.loss, state)
-            if state.problem:
-                self._wait_for_room(worker, state)
-            else:
-                self._start(worker, state)
-        self._check_room()
+            if worker.handle is None and self._clock.now() >= worker.retry_at:
+                self._start_where_possible(worker)
+        if self._starts:
+            self.replacement.check_room()
 
-    def _judge_loss(self, worker: Worker, error: RunError, state: RoomState) -> None:
-        """Counts a lost process, or the loss of its host: once, whatever ran there.
-
-        Raises:
-            WorkersLost: if there were too many lately.
-        """
-        worker.loss = None
-        worker.restarts += 1
-        self.restarts += 1
-        paused = self._clock.woke_lately(PAUSE_S, WAKING_S)
-        explained = self._release_suspects(
-            worker, guilty=state.is_same_life(worker.place) and not paused
-        )
-        place, now, allowed = worker.place, self._clock.now(), self._limit.allowed
-        if paused:
-            count, what = 0, "ended while this driver was paused"
-        elif explained:
-            count, what = 0, "failed"
-        elif state.is_same_life(place):
-            count, what = self._limit.count_crash(place.host, now), "failed"
-        else:
-            count = self._limit.count_lost_host(place.host, place.node, now)
-            what = f"was lost with its host {place.host}"
-        if count > allowed:
-            raise WorkersLost(
-                f"{worker.name} {what} and placement.worker_restarts={allowed} is used up: "
-                f"{worker.last_error}",
-                details=error.details or str(error),
-            ) from error
-        counted = f", restart {count} of {allowed}" * bool(count)
-        self._events.warn(f"{worker.name} {what}{counted}: {worker.last_error}")
-
-    def _wait_for_room(self, worker: Worker, state: RoomState) -> None:
-        said, worker.waits_for = worker.waits_for, state.problem or ""
-        worker.retry_at = self._clock.now() + LOOK_S
-        if not said:
-            self._events.warn(
-                f"{worker.name} waits for room ({worker.waits_for}); the run has "
-                f"{len(self.ready())} of {len(self.workers)} workers"
-            )
-
-    def _check_room(self) -> None:
-        """Ends the run where no worker is left and no room comes.
-
-        Raises:
-            NoRoomLeft: with what is waited for.
-        """
-        now, workers = self._clock.now(), self.workers.values()
-        if not workers or not all(worker.waits_for for worker in workers):
-            self._roomless_since = None
-            return
-        self._roomless_since = now if self._roomless_since is None else self._roomless_since
-        allowed_s = self._placement.resources_timeout_s + NOTICED_S
-        if now - self._roomless_since > allowed_s:
-            raise NoRoomLeft(
-                f"no rollout worker is left, and none has had room for {allowed_s:g} s "
-                f"(placement.resources_timeout_s, and {NOTICED_S:g} s in which Ray notices that a "
-                f"host is gone): {self.waiting_for_room()}"
-            )
+    def _start_where_possible(self, worker: Worker) -> None:
+        if self._starts and (place := self.replacement.place_for(worker)) is not None:
+            self._start(worker, place)
 
     def _start(self, worker: Worker, state: RoomState) -> None:
         """Starts a process for a worker."""
@@ -443,7 +327,7 @@ class WorkerFleet:
         if worker.cut_since is not None and not silent_s:
             worker.cut_since = None
             self._events.warn(f"{worker.name} reaches the learner again, and takes leases")
-        if worker.cut_since is not None or silent_s < CUT_S or not self._learner_answers():
+        if worker.cut_since is not None or min(silent_s, self._learner_answers_s()) < CUT_S:
             return
         worker.cut_since = self._clock.now()
         group_ids = worker.take_leases()
@@ -497,7 +381,9 @@ class WorkerFleet:
             ) from error
         pause_s = min(FIRST_BACKOFF_S * 2 ** min(worker.failures, 10), LONGEST_BACKOFF_S)
         worker.failures += 1
-        worker.loss = error
+        # One that gave up on a learner which was away did not fail.
+        gave_up = isinstance(error, ActorFailed) and not blames_groups(error)
+        worker.loss, worker.excused = error, gave_up and self._learner_answers_s() < AWAY_S
         self._end_process(worker, error, retry_at=self._clock.now() + pause_s)
 
     def _end_process(self, worker: Worker, error: RunError, *, retry_at: float) -> None:
@@ -506,32 +392,16 @@ class WorkerFleet:
         worker.state, worker.retry_at = WorkerState.STARTING, retry_at
         worker.last_error = str(error)
         if self._launcher.colocated:
-            self.restarts += 1
-            worker.restarts += 1
+            self.replacement.count(worker)
         self._timings.table.remove_process(worker.name)
         worker.suspects = begun
         kept = {lease.group_id for lease in begun}
         if void := [group_id for group_id in group_ids if group_id not in kept]:
             self._events.void(void, True)
         if self._launcher.colocated:
-            self._release_suspects(worker, guilty=True)
+            self.replacement.release_suspects(worker, guilty=True)
         if handle is not None:
             handle.kill()
-
-    def _release_suspects(self, worker: Worker, *, guilty: bool) -> bool:
-        """Lets others have the groups that a lost worker was at.
-
-        Args:
-            guilty: whether one of them may have ended it, since its host is there.
-
-        Returns:
-            whether one of them did.
-        """
-        suspects, worker.suspects = worker.suspects, []
-        explained = bool(suspects and guilty) and self._events.killed(suspects, worker.last_error)
-        if suspects:
-            self._events.void([lease.group_id for lease in suspects], True)
-        return explained
 
     def _remove(self, worker: Worker) -> None:
         """Forgets a worker that has drained, or that was lost before it had."""
@@ -543,7 +413,7 @@ class WorkerFleet:
         self._timings.table.remove_process(worker.name)
         if group_ids:
             self._events.void(group_ids, True)
-        self._release_suspects(worker, guilty=False)
+        self.replacement.release_suspects(worker, guilty=False)
         self._events.left(worker)
         if handle is not None:
             if drained:

@@ -171,7 +171,7 @@ class Scaler:
             workers=tuple(
                 worker.status(self._rate(worker)) for worker in self._fleet.workers.values()
             ),
-            notice=self._notice or self._fleet.waiting_for_room(),
+            notice=self._notice or self._fleet.replacement.waiting_for_room(),
             groups_waiting=queues.waiting,
             groups_out=queues.out,
             learner=self._learner(),

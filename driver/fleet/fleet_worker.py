@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from driver.errors import RunError
@@ -49,6 +49,8 @@ class Worker:
     """Where its last process was started."""
     loss: RunError | None = None
     """Why its last process is gone, until it is clear whether its host is too."""
+    excused: bool = False
+    """Whether it gave up on a learner that was away."""
     suspects: list[Lease] = dataclasses.field(default_factory=list)
     """Leases whose groups may have ended that process, until then; no other worker gets them."""
     look_at: float = 0.0
@@ -215,6 +217,27 @@ class Worker:
             "doing": self.hangs.doing,
             "progress": self.hangs.counters,
         }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FleetEvents:
+    """What is called when something happens in a fleet."""
+
+    ended: Callable[[LeaseResult], None]
+    """A lease that counts has ended."""
+    killed: Callable[[Sequence[Lease], str], bool]
+    """A worker has died, of what the text says, over one of these groups, which it may have begun;
+    their leases become void. Returns whether it is known to be one's doing, and the last of it."""
+    must_be_alone: Callable[[Lease], bool]
+    """Whether a worker may hold nothing else beside a lease."""
+    void: Callable[[Sequence[str], bool], None]
+    """Group ids whose leases are void, and whether they expired (else they were returned)."""
+    news: Callable[[Worker, News], None]
+    joined: Callable[[Worker, WorkerInfo], None]
+    """A process is ready; raises if it must not work."""
+    left: Callable[[Worker], None]
+    """A drained worker is gone."""
+    warn: Callable[[str], None]
 
 
 def memory_fields(memory: ProcessMemory | None) -> dict[str, int]:

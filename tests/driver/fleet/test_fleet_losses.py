@@ -10,7 +10,8 @@ from ray.exceptions import ActorDiedError
 from driver.config.run_config import PlacementConfig
 from driver.fleet import fleet as fleet_module
 from driver.fleet.actor_calls import ActorFailed, ActorLost, NoAnswer, StandsStill, blames_groups
-from driver.fleet.fleet import FleetEvents, WorkerFleet
+from driver.fleet.fleet import WorkerFleet
+from driver.fleet.fleet_worker import FleetEvents
 from driver.fleet.rooms import RoomState
 from driver.fleet.timing_collector import TimingCollector
 from services.control.messages import WorkerState
@@ -98,7 +99,7 @@ class Run:
         self.void: list[tuple[list[str], bool]] = []
         self.killed: list[tuple[list[Lease], str]] = []
         self.said: list[str] = []
-        self.learner_answers = True
+        self.learner_answers_s = 1000.0
         self.explained = False
         self.clock: Any = Time()
         self.launcher: Any = Launcher()
@@ -123,7 +124,7 @@ class Run:
             clock=self.clock,
             capacity=2,
             relay_fanout=2,
-            learner_answers=lambda: self.learner_answers,
+            learner_answers_s=lambda: self.learner_answers_s,
         )
         self.workers = [self.fleet.add(nothing) for _ in range(count)]
         for worker in self.workers:
@@ -183,6 +184,29 @@ def test_workers_that_ended_while_the_driver_was_paused_are_neither_counted_nor_
     assert run.void == [(["g00000000"], True)]
 
 
+@pytest.mark.parametrize(
+    "error, away_s, counts",
+    [
+        (ActorFailed("rollout-0: waited 60 s for policy version 3"), 0.0, False),
+        (ActorFailed("rollout-0: waited 60 s for policy version 3"), 30.0, False),
+        (ActorFailed("rollout-0: waited 60 s for policy version 3"), 1000.0, True),
+        (ActorFailed("GroupsFailed: ValueError: a bad group"), 0.0, True),
+        (ActorLost("its process ended"), 0.0, True),
+    ],
+)
+def test_a_worker_that_gave_up_on_a_learner_that_was_away_uses_up_no_restart(
+    monkeypatch, error, away_s, counts
+):
+    run = Run(monkeypatch, 1)
+    run.learner_answers_s = away_s
+    run.fleet._lost(run.workers[0], error)
+    run.learner_answers_s = 1000.0
+    run.clock.s += 1.0
+    run.fleet.poll(0.0)
+    (said,) = run.said
+    assert ("restart 1 of 3" in said) is counts
+
+
 def test_a_death_that_a_prompt_explains_uses_up_no_restart(monkeypatch):
     run = Run(monkeypatch, 1)
     run.explained = True
@@ -222,7 +246,7 @@ def test_a_worker_that_is_cut_off_from_the_learner_is_named_and_others_get_its_l
 
 def test_a_learner_that_is_away_for_the_driver_too_is_no_cut(monkeypatch):
     run = Run(monkeypatch, 2)
-    run.learner_answers = False
+    run.learner_answers_s = 0.0
     run.fleet.dispatch_leases([lease_of(0)])
     run.report(0, 100.0)
     assert run.void == run.said == [] and len(run.fleet.ready()) == 2

@@ -1,5 +1,6 @@
 """What the scaler shows of a fleet and decides after a step, without a cluster."""
 
+import types
 from typing import Any
 
 import pytest
@@ -26,12 +27,10 @@ class Fleet:
             for i in range(count)
         }
         self.drained: list[str] = []
+        self.replacement = types.SimpleNamespace(waiting_for_room=lambda: "")
 
     def drain(self, name: str) -> None:
         self.drained.append(name)
-
-    def waiting_for_room(self) -> str:
-        return ""
 
 
 class Run:

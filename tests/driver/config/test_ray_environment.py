@@ -2,8 +2,8 @@ import pathlib
 
 import pytest
 
-from driver.fleet import ray_environment
-from driver.fleet.ray_environment import PathTooLong, set_environment
+from driver.config import ray_environment
+from driver.config.ray_environment import PathTooLong, set_environment
 
 LONG = "/" + "d" * 86
 FITS = "/" + "d" * 31
