@@ -1,9 +1,16 @@
 """Scores the held-out prompts of a run under one policy version."""
 
+import dataclasses
+import math
 import time
+from collections import deque
+from collections.abc import Sequence
 
 from driver.accounting.accuracy import Accuracy
 from driver.config.run_config import EvalConfig
+from driver.fleet.actor_calls import ActorFailed, ActorLost, Call, NoAnswer
+from driver.fleet.fleet_worker import Worker
+from driver.fleet.handles import WorkerHandle
 from driver.reports.evaluation import (
     eval_metrics,
     greatest_reward,
@@ -13,7 +20,13 @@ from driver.reports.evaluation import (
 )
 from driver.reports.step_report import StepReports
 from driver.supervisor import Supervisor
-from rollout_worker.worker_records import EvalRequest
+from rollout_worker.worker_records import EvalItem, EvalRequest
+
+
+def shares(work: Sequence[int], workers: int) -> list[list[int]]:
+    """Cuts work into one share for each worker, in order; the last may be smaller or none."""
+    size = max(1, math.ceil(len(work) / workers))
+    return [list(work[start : start + size]) for start in range(0, len(work), size)]
 
 
 class Evaluator:
@@ -53,7 +66,7 @@ class Evaluator:
             which reward on one is.
         """
         started = time.monotonic()
-        items = self._supervisor.evaluate(
+        items = self._complete(
             EvalRequest(
                 positions=range(self._prompts),
                 policy_version=policy_version,
@@ -85,3 +98,40 @@ class Evaluator:
             return metrics, None
         correct = sum(map(bool, right))
         return metrics, Accuracy(correct=correct, total=len(items), correct_from=correct_from)
+
+    def _complete(self, request: EvalRequest) -> list[EvalItem]:
+        """Completes and scores held-out prompts; each worker gets a share of the positions."""
+        supervisor, fleet = self._supervisor, self._supervisor.fleet
+        waiting = deque(shares(request.positions, max(1, len(fleet.ready()))))
+        running: dict[Call[list[EvalItem]], tuple[Worker, WorkerHandle, list[int], float]] = {}
+        results: list[EvalItem] = []
+        try:
+            while waiting or running:
+                busy = [handle for _, handle, _, _ in running.values()]
+                for worker in fleet.ready():
+                    handle = worker.handle
+                    if waiting and handle is not None and handle not in busy:
+                        share = waiting.popleft()
+                        call = handle.evaluate(dataclasses.replace(request, positions=share))
+                        end_s = supervisor.clock.now() + request.timeout_s
+                        running[call] = (worker, handle, share, end_s)
+                        worker.evaluates = True
+                ended = supervisor.turn(running)
+                now = supervisor.clock.now()
+                over = [c for c, (*_, end_s) in running.items() if c in ended or now > end_s]
+                for call in over:
+                    worker, handle, share, _ = running.pop(call)
+                    try:
+                        if call not in ended:
+                            raise NoAnswer(
+                                f"{worker.name} did not finish evaluate in {request.timeout_s:g} s"
+                            )
+                        results += call.result()
+                    except (ActorLost, ActorFailed, NoAnswer) as error:
+                        waiting.append(share)
+                        fleet.lost_while(worker, handle, error)
+                    worker.evaluates = False
+        finally:
+            for worker, *_ in running.values():
+                worker.evaluates = False
+        return results

@@ -11,8 +11,7 @@ import math
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeVar
 
 from ray.util.placement_group import PlacementGroup
@@ -34,8 +33,8 @@ from driver.fleet.actor_calls import (
 )
 from driver.fleet.cluster import ResourcesNotMet
 from driver.fleet.fleet import WorkerFleet, worker_capacity
-from driver.fleet.fleet_worker import FleetEvents, Worker, memory_fields
-from driver.fleet.handles import LearnerHandle, WorkerHandle
+from driver.fleet.fleet_worker import FleetEvents, memory_fields
+from driver.fleet.handles import LearnerHandle
 from driver.fleet.launch import Launcher
 from driver.fleet.rooms import LOOK_S, NOTICED_S, QUIET_S, Room, Rooms, RoomState
 from driver.fleet.timing_collector import TimingCollector
@@ -43,7 +42,6 @@ from driver.signals import StopSignal
 from learner.learner_records import LearnerHealth, LearnerInfo
 from learner.learner_spec import LearnerSpec
 from rollout_worker.config import RolloutConfig
-from rollout_worker.worker_records import EvalItem, EvalRequest
 from services.control.messages import LearnerStatus
 from services.process.activity import HangWatch
 from services.process.phases import LEARNER
@@ -68,12 +66,6 @@ STARTING = "starting"
 
 class RestartsUsedUp(RunError):
     """The learner died more often than the run allows; only a resume goes on."""
-
-
-def shares(work: Sequence[int], workers: int) -> list[list[int]]:
-    """Cuts work into one share for each worker, in order; the last may be smaller or none."""
-    size = max(1, math.ceil(len(work) / workers))
-    return [list(work[start : start + size]) for start in range(0, len(work), size)]
 
 
 @contextlib.contextmanager
@@ -129,7 +121,8 @@ class Supervisor:
         self._warn = warn
         self._launcher = launcher
         self._rooms = rooms
-        self._clock = AwakeClock()
+        self.clock = AwakeClock()
+        """Of deadlines."""
         self._limit = RestartLimit(placement.learner_restarts)
         self._learner: LearnerHandle | None = None
         self._place = RoomState()
@@ -140,7 +133,7 @@ class Supervisor:
         """Since when the learner has answered each question in HEARD_S."""
         self._look_at = 0.0
         """When to look for the learner's host next, while the learner is silent."""
-        self._timings = TimingCollector(self._clock)
+        self._timings = TimingCollector(self.clock)
         self._info: LearnerInfo | None = None
         """None before the first learner serves."""
         self._health: LearnerHealth | None = None
@@ -207,14 +200,14 @@ class Supervisor:
 
     def _await_room(self, error: LearnerLost) -> RoomState:
         """Counts the loss of the learner, and waits until there is room for another one."""
-        judged, since = False, self._clock.now()
+        judged, since = False, self.clock.now()
         while (state := self._rooms.state(self._room)).problem != "":
             if state.problem is not None and not judged:
                 judged = True
                 self._count_restart(error, state)
                 self._warn(f"the learner waits for room ({state.problem})")
             allowed_s = self._placement.resources_timeout_s + NOTICED_S
-            if self._clock.now() - since > allowed_s:
+            if self.clock.now() - since > allowed_s:
                 raise ResourcesNotMet(
                     f"no room for another learner came within {allowed_s:g} s "
                     f"(placement.resources_timeout_s, and {NOTICED_S:g} s in which Ray notices "
@@ -236,7 +229,7 @@ class Supervisor:
         self.learner_restarts += 1
         there, place, allowed = state.is_same_life(self._place), self._place, self._limit.allowed
         what = str(error) if there else f"{error}, lost with its host {place.host}"
-        now = self._clock.now()
+        now = self.clock.now()
         count = self._limit.count_end(place.host, place.node, now, host_is_there=there)
         if count > allowed:
             raise RestartsUsedUp(
@@ -258,7 +251,7 @@ class Supervisor:
         asked_s = time.monotonic()
         info = self.wait_for(self._learner.describe(), timeout_s=self._placement.startup_timeout_s)
         self._timings.add_process(LEARNER, self._learner, asked_s, info.clock_s)
-        self._info, self._watch_at, self._answers_since = info, 0.0, self._clock.now()
+        self._info, self._watch_at, self._answers_since = info, 0.0, self.clock.now()
 
     def _forget_learner(self) -> None:
         """Drops what was heard of a learner; the next one is asked nothing before it serves."""
@@ -274,10 +267,10 @@ class Supervisor:
             events,
             self._timings,
             rooms=self._rooms,
-            clock=self._clock,
+            clock=self.clock,
             capacity=worker_capacity(self._rollout),
             relay_fanout=self._weights.relay_fanout,
-            learner_answers_s=lambda: max(0.0, self._clock.now() - self._answers_since),
+            learner_answers_s=lambda: max(0.0, self.clock.now() - self._answers_since),
         )
         return self._fleet
 
@@ -289,10 +282,10 @@ class Supervisor:
         count = self._rollout.workers.at_start
         for index in range(len(self.fleet.workers), count):
             self.fleet.add(Room(self._group, index + 1, shared=True))
-        deadline = self._clock.now() + self._placement.startup_timeout_s
+        deadline = self.clock.now() + self._placement.startup_timeout_s
         while len(self.fleet.ready()) < count:
             self.turn()
-            if self._clock.now() > deadline:
+            if self.clock.now() > deadline:
                 ready = {worker.name for worker in self.fleet.ready()}
                 missing = sorted(self.fleet.workers.keys() - ready)
                 raise NoAnswer(
@@ -319,7 +312,7 @@ class Supervisor:
         if interruptible:
             self._stop.check()
         self.before_turn()
-        now = self._clock.now()
+        now = self.clock.now()
         if self._watch is None and self._learner is not None and now > self._watch_at:
             self._watch, self._watch_asked = self._learner.health(), now
         waited = [*calls] if self._watch is None else [*calls, self._watch]
@@ -337,7 +330,7 @@ class Supervisor:
             return
         if watch not in ended:
             silent_s = min(SILENT_S, self._placement.step_timeout_s)
-            now = self._clock.now()
+            now = self.clock.now()
             if now - self._watch_asked > HEARD_S:
                 self._answers_since = math.inf
             if now - self._watch_asked > silent_s:
@@ -347,7 +340,7 @@ class Supervisor:
                 if not self._rooms.state(self._room).is_same_life(self._place):
                     raise LearnerLost(f"the learner and its host {self._place.host} do not answer")
             return
-        now = self._clock.now()
+        now = self.clock.now()
         self._watch, self._watch_at = None, now + WATCH_S
         self._health = self._learner_result(watch)
         self._answers_since = min(self._answers_since, now)
@@ -369,47 +362,11 @@ class Supervisor:
             ActorFailed: if it raised an error of its own.
             NoAnswer: naming the method.
         """
-        deadline = self._clock.now() + timeout_s
+        deadline = self.clock.now() + timeout_s
         while call not in self.turn([call], interruptible=interruptible):
-            if self._clock.now() > deadline:
+            if self.clock.now() > deadline:
                 raise NoAnswer(f"{call.who} did not answer {call.method!r} within {timeout_s:g} s")
         return self._learner_result(call)
-
-    def evaluate(self, request: EvalRequest) -> list[EvalItem]:
-        """Completes and scores held-out prompts; each worker gets a share of the positions."""
-        waiting = deque(shares(request.positions, max(1, len(self.fleet.ready()))))
-        running: dict[Call[list[EvalItem]], tuple[Worker, WorkerHandle, list[int], float]] = {}
-        results: list[EvalItem] = []
-        try:
-            while waiting or running:
-                busy = [handle for _, handle, _, _ in running.values()]
-                for worker in self.fleet.ready():
-                    handle = worker.handle
-                    if waiting and handle is not None and handle not in busy:
-                        share = waiting.popleft()
-                        call = handle.evaluate(dataclasses.replace(request, positions=share))
-                        end_s = self._clock.now() + request.timeout_s
-                        running[call] = (worker, handle, share, end_s)
-                        worker.evaluates = True
-                ended = self.turn(running)
-                now = self._clock.now()
-                over = [c for c, (*_, end_s) in running.items() if c in ended or now > end_s]
-                for call in over:
-                    worker, handle, share, _ = running.pop(call)
-                    try:
-                        if call not in ended:
-                            raise NoAnswer(
-                                f"{worker.name} did not finish evaluate in {request.timeout_s:g} s"
-                            )
-                        results += call.result()
-                    except (ActorLost, ActorFailed, NoAnswer) as error:
-                        waiting.append(share)
-                        self.fleet.lost_while(worker, handle, error)
-                    worker.evaluates = False
-        finally:
-            for worker, *_ in running.values():
-                worker.evaluates = False
-        return results
 
     def step_timings(self) -> RunTiming:
         """What every process did since the last call, up to the moment of this one.

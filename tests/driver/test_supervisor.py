@@ -1,11 +1,10 @@
-"""What the supervisor decides without Ray: pieces of work, environments, and messages."""
+"""What the supervisor decides without Ray: environments, messages and questions."""
 
 import dataclasses
 import threading
 import types
 from typing import Any
 
-import pytest
 from ray.exceptions import RayActorError
 
 from driver.config.run_config import Resources
@@ -13,21 +12,13 @@ from driver.config.shell_switches import FIXED
 from driver.fleet.actor_calls import message_of
 from driver.fleet.cluster import bundle
 from driver.fleet.launch import platform_environment
-from driver.supervisor import keep_asking, learner_status, shares
+from driver.supervisor import keep_asking, learner_status
 from learner.learner_records import LearnerHealth, LearnerInfo
 from services.control.messages import LearnerStatus
 from services.process.activity import Activity
 from services.process.process_memory import ProcessMemory
 from services.trajectories.buffer_records import BufferCounts
 from tests.deadlines import HANG_S
-
-
-@pytest.mark.parametrize(
-    "prompts, workers, expected",
-    [(5, 2, [[0, 1, 2], [3, 4]]), (4, 2, [[0, 1], [2, 3]]), (1, 8, [[0]]), (0, 2, [])],
-)
-def test_case_f05_prompts_are_shared_out_and_none_is_lost(prompts, workers, expected):
-    assert shares(range(prompts), workers) == expected
 
 
 def test_an_actor_asks_for_what_it_is_given_and_never_for_nothing():
