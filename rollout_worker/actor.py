@@ -24,7 +24,7 @@ from services.process.process_memory import process_memory
 from services.process.span_log import StepTiming
 from services.trajectories.client import TrajectoryClient
 from services.weights.replica import Replica
-from services.wire.health import LearnerProbe, check_serving
+from services.wire.health import LearnerProbe, check_reachable, check_serving
 
 DIAL_S = 30.0
 """How long the learner may take to answer a worker that starts."""
@@ -84,7 +84,7 @@ class RolloutActor:
 
     def _probe(self, spec: RolloutSpec) -> LearnerProbe:
         def ask(address: str, timeout_s: float) -> None:
-            check_serving(address, spec.credentials, timeout_s=timeout_s)
+            check_reachable(address, spec.credentials, timeout_s=timeout_s)
 
         return LearnerProbe(ask, spec.learner_address)
 

@@ -1,12 +1,11 @@
-"""Asks a server of the run whether it serves: once, or all the time.
+"""Asks a server of the run whether it serves, or all the time whether it can be reached.
 
 Pushes and fetches of a worker wait for a learner that is away, for minutes, since it may be
-replaced meanwhile; and both may have nothing to send. `LearnerProbe` is one small question every
-few seconds beside them. The driver compares: a learner that answers it, and not the worker, is cut
-off from that worker.
+replaced meanwhile; and both may have nothing to send. `LearnerProbe` connects every few seconds
+beside them. The driver compares: a learner that answers it, and not the worker, is cut off from
+that worker.
 """
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -58,6 +57,19 @@ def check_serving(
         raise NotServing(f"server at {address}, service {service!r}: {status}")
 
 
+def check_reachable(address: str, credentials: Credentials, *, timeout_s: float) -> None:
+    """Returns once a new connection with the server is there, however busy its threads are.
+
+    Raises:
+        TimeoutError: naming the server, if there is none in time.
+    """
+    with open_channel(address, credentials) as channel:
+        try:
+            grpc.channel_ready_future(channel).result(timeout_s)
+        except grpc.FutureTimeoutError:
+            raise TimeoutError(f"{address} took no connection within {timeout_s:g} s") from None
+
+
 class LearnerProbe:
     """Owns the thread that asks."""
 
@@ -105,8 +117,7 @@ class LearnerProbe:
         started = time.monotonic()
         answered = True
         try:
-            with contextlib.suppress(NotServing):  # which is an answer
-                self._ask(address, ASK_S)
+            self._ask(address, ASK_S)
         except TimeoutError:
             answered = False
         took_s = min(time.monotonic() - started, ASK_S) + AGAIN_S

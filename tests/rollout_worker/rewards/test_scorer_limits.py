@@ -140,8 +140,29 @@ def test_output_is_capped_and_costs_no_scorer_its_time_R15(greedy, capfd):
         pool._threads[0].kill_child()
         assert [one.total for one in score(pool, "print 20", "plain")] == [1.0, 1.0]
     shown = capfd.readouterr().err
-    assert 100_000 <= len(shown) < 120_000
-    assert shown.count("scorers have printed 100000 bytes") == 1
+    assert 90_000 <= len(shown) < 200_000
+    assert shown.count("scorers print more than is shown: at most 100000 bytes at once") == 1
+
+
+def test_what_scorers_print_is_shown_again_after_a_while(capfd):
+    now = [0.0]
+    output = ScorerOutput(limit_bytes=4096, now=lambda: now[0])
+
+    def printed(text: str) -> str:
+        read, write = os.pipe()
+        os.write(write, text.encode())
+        os.close(write)
+        output.follow(os.fdopen(read, "rb", 0)).join(HANG_S)
+        return capfd.readouterr().err
+
+    line = 99 * "x" + "\n"
+    assert printed(40 * line) == 40 * line
+    assert "more than is shown" in printed(10 * line) and printed(10 * line) == ""
+    now[0] += 0.1
+    assert printed(2 * line) == line
+    now[0] += 60.0
+    assert printed(30 * line) == 30 * line
+    assert "more than is shown" in printed(40 * line), "it is said anew"
 
 
 def test_output_is_shown_without_secrets_R12(greedy, capfd, monkeypatch):

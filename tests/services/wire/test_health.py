@@ -1,10 +1,15 @@
 """How a worker notices that the learner does not answer it."""
 
+import concurrent.futures
+import socket
 import threading
 
 import pytest
 
-from services.wire.health import AGAIN_S, ASK_S, LearnerProbe, NotServing
+from services.wire import server as server_module
+from services.wire.health import AGAIN_S, ASK_S, LearnerProbe, check_reachable, check_serving
+from services.wire.server import Server
+from tests.deadlines import HANG_S
 
 
 class Learner:
@@ -41,10 +46,25 @@ def test_silence_adds_up_until_the_learner_answers(learner):
     assert learner.probe.silent_s == 0.0
 
 
-def test_a_refusal_is_an_answer(learner):
-    learner.answer = NotServing("it starts")
-    learner.probe.ask_once()
-    assert learner.probe.silent_s == 0.0
+def test_a_server_with_no_thread_left_is_reached_and_one_that_does_not_answer_is_not(
+    authority, credentials, monkeypatch
+):
+    """As a learner that sends weights to many workers."""
+    pool, busy = concurrent.futures.ThreadPoolExecutor(1), threading.Event()
+    pool.submit(busy.wait, HANG_S)
+    monkeypatch.setattr(
+        server_module.concurrent.futures, "ThreadPoolExecutor", lambda *_, **__: pool
+    )
+    with Server(authority.issue("learner"), []) as server:
+        address = f"127.0.0.1:{server.port}"
+        check_reachable(address, credentials, timeout_s=HANG_S)
+        with pytest.raises(TimeoutError, match="the health of the server"):
+            check_serving(address, credentials, timeout_s=0.2)
+        busy.set()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(TimeoutError, match=f"{address} took no connection within 0.2 s"):
+            check_reachable(address, credentials, timeout_s=0.2)
 
 
 def test_the_address_of_the_next_learner_begins_anew(learner):
