@@ -34,6 +34,9 @@ T = TypeVar("T")
 
 CALLS_AT_ONCE = 16
 """Threads of an actor: questions are answered while it works."""
+CHILDREN_END_THEMSELVES = {"RAY_kill_child_processes_on_worker_exit": "0"}
+"""For Ray, which would kill the guardian of the scorers with an actor, so that all that they have
+started in sessions of their own goes on."""
 
 
 class Launcher:
@@ -85,6 +88,7 @@ class Launcher:
         """Creates an actor in its room, on the platform that the run asks for."""
         asked = bundle(resources)
         environment = platform_environment(self._placement.platform, resources)
+        environment |= CHILDREN_END_THEMSELVES
         actor_class = ray.remote(kind).options(
             num_cpus=asked.pop("CPU", 0),
             num_gpus=asked.pop("GPU", 0),

@@ -1,11 +1,15 @@
 """Joining a cluster, and asking it for room."""
 
 import contextlib
+import pathlib
 import re
+import secrets
 import socket
+import sys
 import tempfile
 import time
 
+import psutil
 import pytest
 import ray
 from ray.cluster_utils import Cluster
@@ -24,6 +28,7 @@ from driver.fleet.cluster import (
     release,
     reserve,
 )
+from driver.fleet.launch import CHILDREN_END_THEMSELVES
 from driver.signals import StopSignal
 from tests.deadlines import HANG_S, wait_until
 from tests.ipv6 import needs_ipv6
@@ -159,3 +164,40 @@ def test_keys_do_not_travel_on_a_network_that_others_may_read_F06(host):
     check_network(placement(bind_host=host, private_network=True), joined)
     check_network(open_network, {})  # a local cluster, on loopback
     check_network(placement(bind_host="::1"), joined)
+
+
+@pytest.mark.slow
+@pytest.mark.service
+def test_what_scorers_have_started_ends_with_a_worker_that_ray_kills_R15(cluster, tmp_path):
+    seconds = secrets.randbelow(10**6) + 10**6
+    (tmp_path / "stray.py").write_text(
+        f"import subprocess\n"
+        f"def act(completion, **_):\n"
+        f"    subprocess.Popen(['setsid', 'sleep', '{seconds}'])\n"
+        f"    return 1.0\n"
+    )
+    paths = [str(pathlib.Path(__file__).resolve().parents[3]), str(tmp_path)]
+
+    class Actor:
+        def score(self) -> float:
+            sys.path[:0] = paths
+            from rollout_worker.config import RewardFunctionConfig
+            from rollout_worker.rewards.reward_pool import RewardPool, ScoreRequest
+
+            scorers = [RewardFunctionConfig(name="stray:act")]
+            self.pool = RewardPool(scorers, processes=1, timeout_s=300.0)
+            return self.pool.submit([ScoreRequest("x", "", "", {})]).wait()[0].total
+
+    def strays() -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                found += [process] * (process.cmdline()[-2:] == ["sleep", str(seconds)])
+        return found
+
+    options = {"num_cpus": 0.5, "runtime_env": {"env_vars": CHILDREN_END_THEMSELVES}}
+    actor = ray.remote(Actor).options(max_concurrency=2, **options).remote()
+    assert ray.get(actor.score.remote(), timeout=HANG_S) == 1.0
+    assert strays()
+    ray.kill(actor)
+    wait_until(lambda: not strays(), "the end of what the scorer has started")
