@@ -62,6 +62,15 @@ def orphans_with(variable: str, value: str) -> list[psutil.Process]:
     return found
 
 
+def reap_session(session: int) -> None:
+    """Collects the children of this process that have ended in a session: nobody else would."""
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.Error, OSError):
+            ended = process.status() == psutil.STATUS_ZOMBIE
+            if ended and os.getsid(process.pid) == session:
+                os.waitpid(process.pid, os.WNOHANG)
+
+
 def _descendants(pid: int) -> list[psutil.Process]:
     alive = []
     with contextlib.suppress(psutil.NoSuchProcess):

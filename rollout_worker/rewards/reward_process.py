@@ -23,6 +23,7 @@ from rollout_worker.rewards.process_tree import (
     end_descendants,
     end_processes,
     orphans_with,
+    reap_session,
 )
 from rollout_worker.rewards.reward_replies import (
     BadReply,
@@ -242,6 +243,7 @@ class RewardProcess:
         while (strays := orphans_with(_MARK, self._mark)) and time.monotonic() < deadline:
             end_processes(strays)
             psutil.wait_procs(strays, STOP_TIMEOUT_S)
+        reap_session(self._process.pid)
         self._shown.join(STOP_TIMEOUT_S)
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe

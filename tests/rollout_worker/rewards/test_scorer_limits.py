@@ -5,7 +5,7 @@ import pathlib
 import signal
 import subprocess
 import sys
-from contextlib import closing
+from contextlib import closing, suppress
 
 import psutil
 import pytest
@@ -196,6 +196,23 @@ def test_processes_that_scorers_leave_end_with_the_pool_R15(greedy, tmp_path, ac
         left = {int(pid) for pid in pids.read_text().split()}
         assert len(left) >= 3  # it is tried a second time where the process died
     wait_until(lambda: not any(map(is_alive, left)), "the processes to end")
+
+
+def ended_children() -> set[psutil.Process]:
+    """The children of this process that have ended and that nobody has collected."""
+    found = set()
+    for process in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            found |= {process} if process.status() == psutil.STATUS_ZOMBIE else set()
+    return found
+
+
+@linux
+def test_a_scorer_that_kills_its_guardian_leaves_nothing_to_collect(greedy, tmp_path):
+    before = ended_children()
+    with closing(RewardPool(greedy, processes=1, timeout_s=HANG_S)) as pool:
+        score(pool, *(f"leave-and-kill-parent {tmp_path / str(n)}" for n in range(3)))
+    assert ended_children() <= before
 
 
 @linux
