@@ -98,7 +98,7 @@ def test_it_gets_the_drivers_environment_without_the_secrets(folder, status, mon
         "RAY_AUTH_TOKEN": "0123456789abcdef",
         "MY_PASSWORD": "a",
         "DATABASE": "postgres://me:pass@db.example/runs",
-        "MIRROR": "hf_0123456789abcdefghij",
+        "MIRROR": "hf_0123456789AbCdEfGhIj",
     }
     needed = {
         "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]),

@@ -124,12 +124,26 @@ def test_what_is_right_is_stated_or_there_is_no_accuracy_N32(
 
 
 class Told:
-    """Stands in for the reports and the workers of a run."""
+    """Stands in for the reports and the one worker of a run."""
 
     def __init__(self, items):
         self.items, self.said, self.written = items, [], []
+        self.name, self.evaluates = "rollout-0", False
+        self.fleet = self.handle = self.clock = self
+
+    def ready(self):
+        return [self]
+
+    def now(self):
+        return 0.0
 
     def evaluate(self, request):
+        return self
+
+    def turn(self, calls):
+        return list(calls)
+
+    def result(self):
         return list(self.items)
 
     def say(self, text):
