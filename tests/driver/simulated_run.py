@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import datetime
 import json
+import math
 import pathlib
 import signal
 import types
@@ -83,6 +84,9 @@ class World:
         self.saved: tuple[int, dict[str, Any]] | None = None
         self.pushed: list[str] = []
         self.ports: list[int | None] = []
+        self.restore_s = 1.0
+        self.without_folder: set[str] = set()
+        """Hosts on which the run's folder is not there."""
 
     def at(self, after_s: float, do: Callable[[], object]) -> None:
         """Has something happen later."""
@@ -122,6 +126,16 @@ class World:
             self._place()
 
         self.at(RAY_NOTICES_S, notice)
+
+    def stop(self, name: str, seconds: float) -> None:
+        """Has a process answer nothing for a while, as SIGSTOP does."""
+        process = self.process(name)
+        process.stopped, process.stopped_at_s = True, self.now_s
+
+        def go_on():
+            process.stopped, process.stopped_at_s = False, math.inf
+
+        self.at(seconds, go_on)
 
     def add_host(self, name: str) -> None:
         self.hosts[name] = Host(name)
@@ -184,6 +198,7 @@ class Process:
         self.host = host
         self.alive = host.up
         self.stopped = False
+        self.stopped_at_s = math.inf
         self.clock = PhaseClock(lambda: world.now_s)
         world.processes.append(self)
 
@@ -294,9 +309,10 @@ class Worker(Process):
 
     def _news(self) -> News:
         results, self._results = self._results, []
+        learner = self.world.process("learner")
         return News(
             drained=False,
-            policy_version=self.world.process("learner").version,
+            policy_version=learner.version,
             weight_digest="",
             canary_gap=0.0,
             held=len(self._held),
@@ -304,6 +320,7 @@ class Worker(Process):
             background_s={},
             transfers=(),
             memory=MEMORY,
+            learner_silent_s=max(0.0, self.world.now_s - learner.stopped_at_s),
             activity=IDLE,
         )
 
@@ -342,12 +359,12 @@ class Learner(Process):
             pid=1,
             devices="1 x made up",
             address=f"{self.host.name}:4000",
-            sees_output_folder=True,
+            sees_output_folder=self.host.name not in self.world.without_folder,
             clock_s=self.world.now_s,
         )
 
     def restore(self) -> Answer:
-        return self.call("restore", 1.0, self._restore)
+        return self.call("restore", self.world.restore_s, self._restore)
 
     def _restore(self) -> Restored | None:
         world = self.world

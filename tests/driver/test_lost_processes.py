@@ -2,6 +2,7 @@
 
 import pytest
 
+from learner.durable.spool import CLAIM_S
 from tests.driver.simulated_run import SimulatedRun, World
 
 
@@ -174,3 +175,32 @@ def test_a_learner_asks_for_the_port_of_the_one_before_F11(start):
     run = start(world, steps=20)
     finished(run, 20)
     assert world.ports == [None, 4000]
+
+
+def test_a_learner_may_wait_for_the_record_that_a_cut_off_one_still_holds_F03(start):
+    world = World()
+    world.restore_s = CLAIM_S + 30.0
+    world.at(40.0, lambda: world.process("learner").end())
+    run = start(world, steps=20, placement__startup_timeout_s=60.0)
+    finished(run, 20)
+    assert len(run.said_of("restart 1 of 3")) == 1
+
+
+def test_a_learner_that_moves_where_the_folder_is_not_ends_the_run_with_the_reason(start):
+    world = World("learner a b other")
+    world.without_folder = {"other"}
+    world.at(40.0, lambda: world.lose_host("learner"))
+    run = start(world, steps=30)
+    assert "is not there on other, where the learner runs" in str(run.error)
+    assert run.status["exit_code"] == 1
+
+
+@pytest.mark.parametrize("stopped_s", [22.0, 45.0])
+def test_a_learner_that_answers_nobody_for_a_while_is_cut_off_from_nobody_F05(start, stopped_s):
+    world = World()
+    for n in range(3):
+        world.at(40.3 + 70.0 * n, lambda: world.stop("learner", stopped_s))
+    run = start(world, steps=60)
+    finished(run, 60)
+    assert not run.said_of("no answer from the learner"), run.said
+    assert len(world.processes) == 3

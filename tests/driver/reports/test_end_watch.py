@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from driver.reports.end_watch import write_end
+from driver.reports import end_watch
+from driver.reports.end_watch import start_end_watch, write_end
 from driver.reports.status import ExitCode, StatusFile
 from services.process.run_processes import state_of_run
 from tests.deadlines import HANG_S, wait_until
@@ -88,3 +89,12 @@ def test_a_folder_without_a_status_is_left_alone(tmp_path, text):
     if text is not None:
         (tmp_path / "status.json").write_text(text)
     assert not write_end(tmp_path, 1, 5.0)
+
+
+def test_a_system_that_does_not_say_when_a_process_started_gets_no_watch(tmp_path, monkeypatch):
+    """The watch would take the driver for one that has ended, and write the end of a live run."""
+    started = []
+    monkeypatch.setattr(end_watch, "state_and_start", lambda pid: ("X", 0))
+    monkeypatch.setattr(subprocess, "Popen", lambda *command, **_: started.append(command))
+    start_end_watch(tmp_path)
+    assert not started

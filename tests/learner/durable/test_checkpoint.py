@@ -377,6 +377,20 @@ def test_what_cannot_be_removed_is_reported_once_and_fails_no_save_R06(two, monk
         verify_checkpoint(path / "step-00000001")
 
 
+def test_where_old_checkpoints_cannot_be_listed_nothing_is_said_of_the_oldest_R06(two, monkeypatch):
+    """What is recorded since the oldest checkpoint must stay while it may be needed."""
+    folder, path = two
+
+    def unlisted():
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(folder, "_steps", unlisted)
+    saved = folder.save(3, place(params=shifted(3))[0], RECORD)
+    assert saved.oldest_step is None and "could not be removed" in saved.not_removed[0]
+    monkeypatch.undo()
+    assert folder.complete_steps() == [3, 2, 1]
+
+
 def test_every_folder_of_a_checkpoint_is_synced_with_its_files(tmp_path, monkeypatch):
     synced, fsync = set(), os.fsync
 

@@ -84,7 +84,8 @@ def act(completion, *, answer, prompt, item):
     elif action == "new-name":
         return {"value": 1.0, f"of-{text}": 1.0}
     elif action == "environ":
-        return float(text in os.environ)
+        name, _, value = text.partition("=")
+        return float(name in os.environ and value in ("", os.environ[name]))
     return 1.0
 """
 
@@ -185,6 +186,15 @@ def test_scorers_see_no_secret_of_the_environment_R12(greedy, monkeypatch):
     with closing(RewardPool(greedy, processes=1, timeout_s=HANG_S, allowance=listed)) as pool:
         seen = score(pool, *(f"environ {name}" for name in names))
     assert [one.total for one in seen] == [0.0, 1.0, 0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("of_worker", ["cuda", "tpu", None])
+def test_scorers_leave_the_devices_to_their_worker(greedy, monkeypatch, of_worker):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    if of_worker:
+        monkeypatch.setenv("JAX_PLATFORMS", of_worker)
+    with closing(RewardPool(greedy, processes=1, timeout_s=HANG_S)) as pool:
+        assert score(pool, "environ JAX_PLATFORMS=cpu")[0].total == 1.0
 
 
 @linux
