@@ -8,11 +8,11 @@ import pytest
 from driver.accounting.ledger import StepRecord
 from driver.accounting.queue_gauges import Gauge
 from driver.config.run_config import PlacementConfig
-from driver.fleet.control_server import ControlBox
+from driver.fleet.control_server import ControlBox, FleetRequest, Scale
 from driver.fleet.fleet_size import RATE_S, SHOW_S, Scaler
 from driver.fleet.fleet_worker import Worker
 from rollout_worker.config import WorkersConfig
-from services.control.messages import LearnerStatus, WorkerState
+from services.control.messages import LearnerStatus, OutOfBounds, WorkerState
 
 ROOM: Any = None
 BUSY, WAITS = {"decode": 10.0}, {"idle": 10.0}
@@ -36,7 +36,9 @@ class Fleet:
 class Run:
     """A scaler over so many workers, in made-up time."""
 
-    def __init__(self, monkeypatch, count: int = 2, policy: str = "balance"):
+    def __init__(
+        self, monkeypatch, count: int = 2, policy: str = "balance", mode: str = "separate"
+    ):
         self.now_s = 100.0
         monkeypatch.setattr("driver.fleet.fleet_size.time.monotonic", lambda: self.now_s)
         workers = WorkersConfig.model_validate(
@@ -47,7 +49,7 @@ class Run:
         self.said: list[str] = []
         self.scaler = Scaler(
             workers,
-            PlacementConfig(),
+            PlacementConfig.model_validate({"mode": mode}),
             self.fleet,
             ROOM,
             self.box,
@@ -126,3 +128,13 @@ def test_a_learner_that_waits_gets_one_worker_more(monkeypatch):
     for _ in range(5):
         fixed.judge(set(), learner=WAITS, rollout_0=BUSY, rollout_1=BUSY)
     assert fixed.scaler.target == 2
+
+
+def test_a_colocated_run_is_not_scaled_and_says_what_to_do(monkeypatch):
+    run = Run(monkeypatch, count=1, policy="fixed", mode="colocated")
+    request = FleetRequest(Scale(target=2))
+    monkeypatch.setattr(run.box, "take_requests", lambda: [request])
+    run.scaler.turn(1, Gauge(run.now_s, 0, 0, 0))
+    with pytest.raises(OutOfBounds, match="one rollout worker.*placement.mode=separate"):
+        request.answer.result(0.0)
+    assert run.scaler.target == 1
