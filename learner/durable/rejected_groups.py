@@ -1,9 +1,10 @@
 """Files of groups that did not train, kept for inspection: those of an update that was not finite,
-and those that cannot train.
+and those that cannot train. Where they cannot be written, as on a full disk, the run goes on.
 """
 
 import dataclasses
 import json
+import logging
 import math
 import pathlib
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,8 @@ import numpy as np
 
 from services.process.whole_file import write_whole
 from services.wire.messages import FinishReason, Group
+
+log = logging.getLogger(__name__)
 
 
 def write_rejected(folder: pathlib.Path, policy_version: int, groups: Sequence[Group]) -> None:
@@ -36,8 +39,12 @@ def write_unfit(folder: pathlib.Path, unfit: Sequence[tuple[Group, str]]) -> Non
 
 
 def _write(path: pathlib.Path, records: Iterable[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, "".join(json.dumps(_plain(record)) + "\n" for record in records))
+    lines = "".join(json.dumps(_plain(record)) + "\n" for record in records)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, lines)
+    except OSError as error:
+        log.warning("groups that did not train are not kept in %s: %s", path, error)
 
 
 def _plain(value: Any) -> Any:
