@@ -1,5 +1,8 @@
 """The head without logits against its definition: values and every gradient, on one device."""
 
+import functools
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,29 +44,50 @@ def problem(*, active=0.6, seed=0, T=T, V=V):
     return jax.tree.map(jnp.asarray, (hidden_TD, head_VD, ids_T, active_T, data))
 
 
-def everything(function, arguments, weights=(1.7, 0.0, 0.0)):
-    """Outputs and gradients in hidden, head and float data of a weighted sum of all outputs."""
-    hidden_TD, head_VD, ids_T, active_T, data = arguments
-    per_token = jnp.cos(jnp.arange(len(ids_T)))
+def everything(function, weights):
+    """Outputs and gradients in hidden, head and float data of a weighted sum of all outputs.
 
-    def total(hidden_TD, head_VD, behavior, advantage):
-        given = {**data, "behavior": behavior, "advantage": advantage}
+    What it returns is compiled once for all problems of a size.
+    """
+
+    def total(hidden_TD, head_VD, behavior, advantage, ids_T, active_T, kind):
+        given = {"behavior": behavior, "advantage": advantage, "kind": kind}
         out = function(hidden_TD, head_VD, ids_T, active_T, given)
+        per_token = np.cos(np.arange(len(ids_T)), dtype=np.float32)
         terms = (out.loss, (per_token * out.logprob_T).sum(), (per_token * out.entropy_T).sum())
         # An output with no weight is left out, so that its cotangent is a symbolic zero.
         return sum(w * term for w, term in zip(weights, terms, strict=True) if w), out
 
-    grad = jax.value_and_grad(total, argnums=(0, 1, 2, 3), has_aux=True)
-    return jax.jit(grad)(hidden_TD, head_VD, data["behavior"], data["advantage"])
+    grad = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2, 3), has_aux=True))
+
+    def run(hidden_TD, head_VD, ids_T, active_T, data):
+        floats = data["behavior"], data["advantage"]
+        return grad(hidden_TD, head_VD, *floats, ids_T, active_T, data["kind"])
+
+    return run
 
 
-def defined(*arguments):
-    return reference.linear_objective(*arguments, objective, **SUPPORT)
+@functools.cache
+def defined(*weights):
+    """`everything` of the definition."""
+    define = functools.partial(reference.linear_objective, **SUPPORT)
+    return everything(lambda *arguments: define(*arguments, objective), weights)
 
 
-def implemented(**options):
+@functools.cache
+def implemented(*weights, block_bytes=xla.BLOCK_BYTES, **options):
+    """`everything` of the operation with these options, and blocks of the head of this size."""
     options = HeadOptions(**SUPPORT, **options)
-    return lambda *arguments: ops.linear_objective(*arguments, objective, options)
+
+    def run(*arguments):
+        with mock.patch.object(xla, "BLOCK_BYTES", block_bytes):
+            return ops.linear_objective(*arguments, objective, options)
+
+    return everything(run, weights)
+
+
+JUST_LOSS = (1.7, 0.0, 0.0)
+gradients_of = jax.jit(value_and_gradients, static_argnames=("objective", "options"))
 
 
 def assert_same(actual, expected, **tolerance):
@@ -74,30 +98,36 @@ def assert_same(actual, expected, **tolerance):
 TIGHT = dict(rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("schedule", ["fast", "lean"])
-@pytest.mark.parametrize("chunk_tokens", [None, 8, 1])
-def test_value_and_gradients_match_the_definition(schedule, chunk_tokens):
+# Rows of the head in a block, whose last one is shorter; or all rows in one.
+ROWS = {8: 1, 16: 4 * 8 * 16, "all": xla.BLOCK_BYTES}
+
+
+@pytest.mark.parametrize(
+    "schedule, chunk_tokens, rows",
+    # Every size of chunks and of blocks with each schedule.
+    [
+        ("fast", None, "all"),
+        ("fast", 8, 16),
+        ("fast", 1, 8),
+        ("lean", None, 8),
+        ("lean", 8, "all"),
+        ("lean", 1, 16),
+    ],
+)
+def test_value_and_gradients_match_the_definition(schedule, chunk_tokens, rows):
+    how = dict(schedule=schedule, chunk_tokens=chunk_tokens, block_bytes=ROWS[rows])
     arguments = problem()
-    function = implemented(schedule=schedule, chunk_tokens=chunk_tokens)
-    assert_same(everything(function, arguments), everything(defined, arguments), **TIGHT)
+    actual = implemented(*JUST_LOSS, **how)(*arguments)
+    assert_same(actual, defined(*JUST_LOSS)(*arguments), **TIGHT)
 
 
-@pytest.mark.parametrize("schedule", ["fast", "lean"])
-@pytest.mark.parametrize("block_bytes", [1, 4 * 8 * 16, 4 * 8 * 53])
-def test_blocks_of_the_head_change_nothing(schedule, block_bytes, monkeypatch):
-    # Blocks of 8 rows and of 16, the last one shorter; and all 53 rows in one.
-    monkeypatch.setattr(xla, "BLOCK_BYTES", block_bytes)
-    arguments = problem()
-    actual = everything(implemented(schedule=schedule, chunk_tokens=8), arguments)
-    assert_same(actual, everything(defined, arguments), **TIGHT)
-
-
-@pytest.mark.parametrize("weights", [(0.0, 1.0, 0.0), (0.0, 0.0, 1.0), (0.5, -1.0, 2.0)])
+# Both, and the loss besides, are weighed on meshes (test_on_mesh.py).
+@pytest.mark.parametrize("weights", [(0.0, 1.0, 0.0), (0.0, 0.0, 1.0)])
 def test_cotangent_of_every_output_counts(weights):
     arguments = problem()
-    expected = everything(defined, arguments, weights)
+    expected = defined(*weights)(*arguments)
     assert np.abs(expected[1][0][np.array(arguments[3])]).max() > 0.1
-    actual = everything(implemented(chunk_tokens=8), arguments, weights)
+    actual = implemented(*weights, chunk_tokens=8)(*arguments)
     assert_same(actual, expected, **TIGHT)
 
 
@@ -123,14 +153,15 @@ def test_gradient_matches_finite_differences_in_float64():
         step[place] = 1e-5
         expected[place] = (loss(exact + step) - loss(exact - step)) / 2e-5
     options = HeadOptions(temperature=0.7, valid_vocab=5, chunk_tokens=2)
-    found = value_and_gradients(hidden, head, ids, None, data, objective, options)
+    found = gradients_of(hidden, head, ids, None, data, objective, options)
     np.testing.assert_allclose(found.hidden_TD, expected, rtol=2e-4, atol=2e-5)
 
 
 def test_no_active_token_costs_and_changes_nothing():
     arguments = problem(active=0.0)
-    (_, out), gradients = everything(implemented(chunk_tokens=8), arguments)
-    assert_same((out, gradients), jax.tree.map(jnp.zeros_like, (out, gradients)), rtol=0)
+    how = dict(schedule="fast", chunk_tokens=8, block_bytes=ROWS[16])
+    (_, out), gradients = implemented(*JUST_LOSS, **how)(*arguments)
+    assert_same((out, gradients), jax.tree.map(np.zeros_like, (out, gradients)), rtol=0)
 
 
 def test_chunks_without_an_active_token_are_not_visited():
@@ -142,7 +173,7 @@ def test_chunks_without_an_active_token_are_not_visited():
         jax.debug.callback(lambda _: visited.append(1), logprob_N.sum(), ordered=False)
         return objective(logprob_N, entropy_N, data)
 
-    jax.block_until_ready(value_and_gradients(*arguments, counting, options))
+    jax.block_until_ready(gradients_of(*arguments, counting, options))
     jax.effects_barrier()
     assert len(visited) == -(-int(arguments[3].sum()) // 4)
 
@@ -161,9 +192,7 @@ def test_partial_blocks_of_vocabulary_and_tokens_K02(impl, cases):
     # A head of ones on the diagonal: hidden are the logits, and so are their gradients.
     head = jnp.eye(logits.shape[1])
     options = HeadOptions(impl=impl, chunk_tokens=given["block_tokens"])
-    found = value_and_gradients(
-        logits, head, jnp.array(given["targets"]), None, data, surrogate, options
-    )
+    found = gradients_of(logits, head, jnp.array(given["targets"]), None, data, surrogate, options)
     np.testing.assert_allclose(found.scores.logprob, expected["logp"], rtol=1e-5)
     np.testing.assert_allclose(found.scores.logsumexp, expected["logsumexp"], rtol=1e-6)
     np.testing.assert_allclose(
@@ -180,6 +209,16 @@ def test_last_chunk_of_a_masked_batch_is_little_padded(impl, T, at_most):
     assert size(False) == min(T, 2048)
 
 
+VISITED = []
+"""Sizes of the chunks that `noting` was called for."""
+
+
+def noting(logprob_N, entropy_N, data):
+    note = lambda _: VISITED.append(logprob_N.shape[0])
+    jax.debug.callback(note, logprob_N.sum(), ordered=False)
+    return objective(logprob_N, entropy_N, data)
+
+
 @pytest.mark.parametrize(
     "active, sizes",
     [(0, []), (1, [16]), (16, [16]), (17, [32]), (40, [32, 16]), (80, [32, 32, 16])],
@@ -188,18 +227,12 @@ def test_what_is_left_goes_into_half_a_chunk_where_it_fits(active, sizes):
     hidden, head, ids, _, data = problem(active=1.0, T=80)
     active_T = jnp.asarray(np.random.default_rng(0).permutation(80) < active)
     options = HeadOptions(chunk_tokens=32, **SUPPORT)
-    visited = []
-
-    def noting(logprob_N, entropy_N, data):
-        note = lambda _: visited.append(logprob_N.shape[0])
-        jax.debug.callback(note, logprob_N.sum(), ordered=False)
-        return objective(logprob_N, entropy_N, data)
-
-    found = value_and_gradients(hidden, head, ids, active_T, data, noting, options)
+    VISITED.clear()
+    found = gradients_of(hidden, head, ids, active_T, data, noting, options)
     jax.block_until_ready(found)
     jax.effects_barrier()
-    assert sorted(visited, reverse=True) == sizes
-    (_, expected), gradients = everything(defined, (hidden, head, ids, active_T, data), (1, 0, 0))
+    assert sorted(VISITED, reverse=True) == sizes
+    (_, expected), gradients = defined(1, 0, 0)(hidden, head, ids, active_T, data)
     np.testing.assert_allclose(found.scores.logprob, expected.logprob_T, **TIGHT)
     assert_same((found.hidden_TD, found.head_VD), gradients[:2], **TIGHT)
 
@@ -208,8 +241,8 @@ def test_head_gradient_is_added_to_what_is_there():
     arguments = problem()
     options = HeadOptions(chunk_tokens=8, **SUPPORT)
     before = jnp.full((V, D), 3.0)
-    alone = value_and_gradients(*arguments, objective, options)
-    added = value_and_gradients(*arguments, objective, options, head_grad_VD=before)
+    alone = gradients_of(*arguments, objective, options)
+    added = gradients_of(*arguments, objective, options, head_grad_VD=before)
     np.testing.assert_allclose(added.head_VD, alone.head_VD + before, rtol=1e-6, atol=1e-6)
 
 
@@ -229,7 +262,8 @@ def test_impossible_id_scores_minus_infinity_and_passes_no_gradient():
         )
         return out.loss, out.logprob_T
 
-    (_, logprob), (d_hidden, d_head) = jax.value_and_grad(total, (0, 1), has_aux=True)(hidden, head)
+    grad = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))
+    (_, logprob), (d_hidden, d_head) = grad(hidden, head)
     assert np.isfinite(logprob[1]) and np.all(np.delete(logprob, 1) == -np.inf)
     assert np.isfinite(d_head).all() and np.abs(d_hidden[1]).max() > 0
     assert np.all(np.delete(d_hidden, 1, axis=0) == 0)
@@ -239,17 +273,16 @@ def test_score_alone_is_what_the_gradient_pass_scores():
     arguments = problem()
     options = HeadOptions(chunk_tokens=8, **SUPPORT)
     alone = jax.jit(score, static_argnums=4)(*arguments[:4], options)
-    assert_same(alone, value_and_gradients(*arguments, objective, options).scores, rtol=1e-6)
+    assert_same(alone, gradients_of(*arguments, objective, options).scores, rtol=1e-6)
 
 
 def test_bfloat16_operands_keep_float32_sums():
-    hidden, head, ids, active, data = problem(active=1.0, T=64)
+    hidden, head, ids, active, data = problem(active=1.0)
     hidden, head = hidden.astype(jnp.bfloat16), head.astype(jnp.bfloat16)
-    exact = everything(
-        defined, (hidden.astype(jnp.float32), head.astype(jnp.float32), ids, active, data)
+    exact = defined(*JUST_LOSS)(
+        hidden.astype(jnp.float32), head.astype(jnp.float32), ids, active, data
     )
-    found = everything(implemented(), (hidden, head, ids, active, data))
-    (_, out), gradients = found
+    (_, out), gradients = implemented(*JUST_LOSS)(hidden, head, ids, active, data)
     assert out.logprob_T.dtype == jnp.float32 and gradients[1].dtype == jnp.bfloat16
     # The products are exact and their sums float32: bfloat16 appears in no score.
     assert_same(out, exact[0][1], **TIGHT)
@@ -309,14 +342,14 @@ def test_objective_that_is_not_one_number_for_each_token_is_refused(wrong):
             call(*problem(), wrong, HeadOptions())
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint32])
+@pytest.mark.parametrize("dtype", [np.int8, np.uint32])
 def test_ids_of_any_width_mean_the_same(dtype):
     hidden, head, ids, active, data = problem(V=300)
     ids = jnp.where(active, ids % 100, 0)
     given = hidden, head, ids.astype(dtype), active, data
     options = HeadOptions(chunk_tokens=8)
-    expected = value_and_gradients(hidden, head, ids, active, data, objective, options)
-    assert_same(value_and_gradients(*given, objective, options), expected, rtol=0)
+    expected = gradients_of(hidden, head, ids, active, data, objective, options)
+    assert_same(gradients_of(*given, objective, options), expected, rtol=0)
 
 
 def test_support_that_does_not_fit_is_refused():
