@@ -104,7 +104,7 @@ def literal(selection):
 
     def padded(sequence):
         rest = 16 - len(sequence.token_ids)
-        return {name: jnp.pad(getattr(sequence, name), (0, rest)) for name in names}
+        return {name: np.pad(getattr(sequence, name), (0, rest)) for name in names}
 
     step = jax.jit(jax.value_and_grad(loss, has_aux=True))
     total, total_grad, scores = 0.0, jax.tree.map(np.zeros_like, host_params()), []
@@ -152,15 +152,9 @@ def assert_same_gradient(actual, expected):
     [
         (1, 1, 192, 1),
         (1, 1, 16, 11),
-        (2, 1, 32, 3),
-        (1, 2, 64, 2),
-        (4, 1, 16, 3),
-        (2, 2, 32, 2),
-        (1, 4, 16, 3),
-        (8, 1, 16, 2),
-        (4, 2, 16, 2),
-        (2, 4, 16, 2),
-        (1, 8, 16, 2),
+        (2, 2, 32, 2),  # both axes
+        (8, 1, 16, 2),  # copies alone, the last of them without tokens
+        (1, 8, 16, 2),  # every matrix in eight; (1, 2) is below
     ],
 )
 def test_any_mesh_and_split_gives_the_literal_loss_and_gradient(
@@ -215,7 +209,7 @@ def test_bfloat16_compute_stays_near_float32(selection, literal):
     assert np.linalg.norm(actual - expected) < 0.05 * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("devices", [1, 4])
 def test_gradient_has_no_factor_of_the_device_count_K03(devices, cases):
     given, expected = cases("sharding")["K03"]["input"], cases("sharding")["K03"]["expected"]
     mesh = make_mesh(data=devices, fsdp=1, devices=jax.devices()[:devices])
