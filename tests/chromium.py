@@ -86,6 +86,11 @@ class Watched:
         hosts = {urlsplit(url).hostname for url in self.requests if url.startswith("http")}
         assert hosts <= {"127.0.0.1"}, f"the page asked other hosts: {hosts}"
 
+    def forget(self) -> None:
+        """What was allowed, found and asked for, so that another test may use the page."""
+        for kept in (self._allowed, self.faults, self.requests):
+            kept.clear()
+
     def _heard(self, message: "ConsoleMessage") -> None:
         if message.type in ("error", "warning"):
             self.faults.append(f"console: {message.text} ({message.location.get('url', '')})")

@@ -1,4 +1,5 @@
-"""One browser for all tests of a worker, one server for each kind of run, a fresh page per test."""
+"""One browser for all tests of a worker, one page that is emptied for each of them, and one server
+for each kind of run."""
 
 import json
 import pathlib
@@ -18,7 +19,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "failed": {"steps": 12, "state": "failed"},
     "nonfinite": {"steps": 40, "nonfinite": True},
     "hostile": {"steps": 12, "hostile": True, "state": "failed"},
-    "long": {"steps": 10_000, "workers": 8, "samples_per_step": 1},
+    "long": {"steps": 4000, "workers": 8, "samples_per_step": 1},
 }
 
 
@@ -75,22 +76,37 @@ def serve() -> Iterator[Callable[..., Served]]:
         server.stop()
 
 
-@pytest.fixture
-def watch(browser, serve) -> Iterator[Callable[..., Watched]]:
-    """Opens pages; the test fails if the browser found a fault in one of them."""
-    pages: list[Watched] = []
+@pytest.fixture(scope="package")
+def emptied(browser) -> Watched:
+    """The page of all tests, since a new one costs three times what it shows; see `watch`."""
+    return Watched(browser)
 
-    def opened(server: Served | None = None, view: str = "", **context: Any) -> Watched:
-        pages.append(Watched(browser, **context))
+
+@pytest.fixture
+def watch(emptied, serve) -> Iterator[Callable[..., Watched]]:
+    """Opens the page; the test fails if the browser found a fault in it.
+
+    A test finds it as a new one: without cookie, store, route or anything asked for."""
+    page, media = emptied.page, {"color_scheme": "light", "reduced_motion": "no-preference"}
+    page.emulate_media(**media)
+
+    def opened(server: Served | None = None, view: str = "", **changed: str) -> Watched:
+        page.emulate_media(**{**media, **changed})
         if server is not None:
-            server.open(pages[-1].page, view)
-        return pages[-1]
+            server.open(page, view)
+        return emptied
 
     yield opened
-    for watched in pages:
-        watched.context.close()
-    for watched in pages:
-        watched.check()
+    if page.url.startswith("http"):
+        page.evaluate("localStorage.clear(), sessionStorage.clear()")
+    page.goto("about:blank")
+    page.unroute_all()
+    page.mouse.move(0, 0)
+    emptied.context.clear_cookies()
+    try:
+        emptied.check()
+    finally:
+        emptied.forget()
 
 
 @pytest.fixture

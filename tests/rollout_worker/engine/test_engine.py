@@ -33,7 +33,7 @@ from tests.rollout_worker.engine.engines import (
     shared_engine,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs_compiled_once")]
 
 
 @pytest.fixture(scope="module")
@@ -68,17 +68,12 @@ def test_rows_end_with_their_first_stop_token_and_not_before(decoded):
     "how",
     [
         dict(slots=1),
-        dict(slots=32),
-        dict(segment_tokens=1),
-        dict(segment_tokens=64),
+        dict(slots=32, segment_tokens=64),
         dict(loop="python"),
-        dict(prefill_tokens=8),
-        dict(prefixes=1),
+        dict(prefill_tokens=8, prefixes=1),
         dict(data=4, slots=2),
-        dict(tensor=2),
         dict(tensor=4),
         dict(data=2, tensor=2),
-        dict(attention_impl="pallas_interpret"),
         dict(attention_impl="pallas_interpret", data=2, tensor=2),
     ],
     ids=lambda how: "-".join(f"{name}={value}" for name, value in how.items()),
@@ -126,7 +121,7 @@ def test_requests_that_come_later_do_not_disturb_those_before(decoded):
 
 
 def test_no_slot_waits_while_a_row_does():
-    engine = make_engine(slots=4, segment_tokens=16)
+    engine = make_engine(segment_tokens=16)
     run(engine, make_requests())
     tokens, steps = engine.counts.tokens, engine.counts.token_steps
     # Only after the last row has entered may slots be idle, which is no longer than one row lasts.
@@ -134,7 +129,7 @@ def test_no_slot_waits_while_a_row_does():
 
 
 def test_a_prompt_is_prefilled_once_for_all_its_completions():
-    engine = make_engine(slots=8)
+    engine = make_engine()
     run(engine, [make_request(np.arange(10, 40), samples=24)])
     assert (engine.counts.prompts, engine.counts.prefill_calls) == (1, 1)
 
@@ -447,8 +442,7 @@ def test_case_s05_geometry_is_refused_with_the_numbers(prompt, new, cache, posit
 def test_case_s05_a_cache_that_just_fits_gives_what_a_wide_one_does():
     request = make_request(np.arange(20, 25), max_new_tokens=3, stop_ids=())
     tight = make_engine(max_prompt_tokens=5, max_new_tokens=3, cache_tokens=8)
-    wide = make_engine(max_prompt_tokens=5, max_new_tokens=3, cache_tokens=64)
-    assert_same_rows(run(tight, [request]), run(wide, [request]))
+    assert_same_rows(run(tight, [request]), run(shared_engine(), [request]))
 
 
 def test_widths_double_up_to_the_longest_sequence():

@@ -102,9 +102,7 @@ def on_mesh(logits_BV, devices):
     return mesh, jitted, jax.device_put(logits_BV, cut if divides else whole)
 
 
-@pytest.mark.parametrize(
-    "size, devices", [("blocks", 1), ("blocks", 2), ("blocks", 4), ("prime", 1)]
-)
+@pytest.mark.parametrize("size, devices", [("blocks", 2), ("prime", 1)])
 def test_draws_follow_the_exact_distribution(size, devices):
     """Chi-square of 4,096 draws for every option, all options as rows of one batch."""
     V, valid_vocab = SIZES[size]
@@ -191,18 +189,17 @@ def test_a_cut_vocabulary_draws_the_same_and_is_not_gathered():
     rows = [*OPTIONS.values(), dict(temperature=0.0)] * 8
     logits_BV = jax.random.normal(jax.random.key(3), (B, V)) * 3
     expected = drawn(key_data(B), jnp.zeros(B, jnp.int32), logits_BV, settings(rows), valid_vocab)
-    for devices in (2, 8):
-        mesh, program, cut_BV = on_mesh(logits_BV, devices)
-        with jax.set_mesh(mesh):
-            inputs = (key_data(B), jnp.zeros(B, jnp.int32), cut_BV, settings(rows))
-            compiled = program.lower(*inputs, valid_vocab).compile()
-            for actual, single in zip(compiled(*inputs), expected, strict=True):
-                np.testing.assert_array_equal(actual, single)
-        moved = exchanged(compiled.as_text())
-        assert {kind for kind, _ in moved} == {"all-gather", "all-reduce"}
-        # A number per block or per id of one block, and no exchange for each step of a sum.
-        assert max(size for _, size in moved) == B * 128
-        assert len(moved) <= 8
+    mesh, program, cut_BV = on_mesh(logits_BV, 8)
+    with jax.set_mesh(mesh):
+        inputs = (key_data(B), jnp.zeros(B, jnp.int32), cut_BV, settings(rows))
+        compiled = program.lower(*inputs, valid_vocab).compile()
+        for actual, single in zip(compiled(*inputs), expected, strict=True):
+            np.testing.assert_array_equal(actual, single)
+    moved = exchanged(compiled.as_text())
+    assert {kind for kind, _ in moved} == {"all-gather", "all-reduce"}
+    # A number per block or per id of one block, and no exchange for each step of a sum.
+    assert max(size for _, size in moved) == B * 128
+    assert len(moved) <= 8
 
 
 def exchanged(text):

@@ -23,7 +23,7 @@ from tests.rollout_worker.engine.engines import (
     swap,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs_compiled_once")]
 
 OLD, NEW = 4.0, 4.4
 

@@ -4,13 +4,13 @@ import pytest
 
 from benchmarks.made_run.made_run import MadeRun, RunPlan
 from dashboard.runs import run_follower
-from tests.chromium import open_view, wait_until, wait_until_drawn
+from tests.chromium import Watched, open_view, wait_until, wait_until_drawn
 from tests.dashboard import served as in_thread
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 VIEWS = ["breakdown", "timeline", "learning", "trust", "samples", "fleet", "what_if", "alerts"]
-STEPS = 3000
+STEPS = 2000
 """Of the run; 10,000 have been tried, which took two minutes."""
 AT_ONCE = 15
 """Fewer than what is told as one `reload`."""
@@ -52,13 +52,14 @@ def visit_all(page, run, until):
     open_view(page, VIEWS[0])
 
 
-def test_nothing_grows_with_the_steps_that_were_watched(tmp_path, watch, monkeypatch):
+def test_nothing_grows_with_the_steps_that_were_watched(tmp_path, browser, monkeypatch):
     monkeypatch.setattr(run_follower, "POLL_S", 0.02)
     run = MadeRun(tmp_path / "run", RunPlan(steps=100_000, samples_per_step=2))
     run.write_step()
     run.progress()
     with in_thread.served(run.folder) as server:
-        page = watch().page
+        watched = Watched(browser)
+        page = watched.page
         page.goto(server.link)
         wait_until_drawn(page)
         growth = Growth(page)
@@ -77,4 +78,5 @@ def test_nothing_grows_with_the_steps_that_were_watched(tmp_path, watch, monkeyp
         assert after["megabytes"] <= 1.5 * before["megabytes"], (before, after)
         assert after["measures"] <= 600
         run.end()
-        page.goto("about:blank")
+        watched.context.close()
+    watched.check()

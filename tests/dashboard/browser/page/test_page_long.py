@@ -1,4 +1,4 @@
-"""10,000 steps of 8 workers: what travels, what stands in the page and what is drawn is bounded.
+"""4,000 steps of 8 workers: what travels, what stands in the page and what is drawn is bounded.
 
 How long it takes is measured by `python -m deploy.dashboard_bench history`, on a machine at rest.
 """
@@ -34,11 +34,11 @@ def test_the_first_view_takes_few_bytes_and_points(long_page, lines):
     page = long_page.page
     assert sum(long_page.received) <= MOST_BYTES
     bins, steps = page.evaluate("[tandem.store.columns.steps.length, tandem.store.columns.bin]")
-    assert 300 <= bins <= 600 and bins * steps >= 10_001
+    assert 300 <= bins <= 600 and bins * steps >= 4_001
     assert page.evaluate("document.querySelectorAll('*').length") <= MOST_NODES
     note = page.locator("#view-breakdown").get_by_test_id("bin-note")
     assert note.inner_text() == f"mean of {steps} steps each"
-    assert page.inner_text("#header-step") == "10,000 / 10,000"
+    assert page.inner_text("#header-step") == "4,000 / 4,000"
 
 
 def test_the_newest_numbers_are_those_of_a_step_and_not_of_a_bin(long_page, lines):
@@ -48,7 +48,7 @@ def test_the_newest_numbers_are_those_of_a_step_and_not_of_a_bin(long_page, line
     open_view(page, "learning")
     assert says(page.inner_text("#header-reward"), last["reward/total/mean"])
     funnel = page.get_by_test_id("funnel")
-    assert funnel.get_by_role("heading").inner_text() == "Token funnel of step 10000"
+    assert funnel.get_by_role("heading").inner_text() == "Token funnel of step 4000"
     shown = funnel.locator("[data-stage=generated] [role=cell]").first.inner_text()
     assert says(shown, last["funnel/generated"])
 
@@ -71,9 +71,9 @@ def test_all_views_together_stay_bounded(long_page):
 
 def test_a_closer_look_brings_single_steps_back(long_page, lines):
     page = long_page.page
-    page.evaluate("tandem.store.setRange({ mode: 'fixed', first: 5000, last: 5040 })")
+    page.evaluate("tandem.store.setRange({ mode: 'fixed', first: 2000, last: 2040 })")
     wait_until(page, "tandem.store.shown.bin === 1")
     page.locator("#breakdown-table-button").click()
     row = page.get_by_test_id("breakdown-table").locator("tbody tr").first
-    assert row.locator("td").first.inner_text() == "5040"
-    assert says(row.locator("td").nth(1).inner_text(), lines("long", "ledger")[5040]["wall_s"])
+    assert row.locator("td").first.inner_text() == "2040"
+    assert says(row.locator("td").nth(1).inner_text(), lines("long", "ledger")[2040]["wall_s"])

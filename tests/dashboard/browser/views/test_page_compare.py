@@ -36,9 +36,10 @@ def pair(tmp_path_factory):
     server.stop()
 
 
-@pytest.fixture(params=["light", "dark"])
+@pytest.fixture
 def page(request, pair, watch):
-    watched: Watched = watch(color_scheme=request.param)
+    """In the light theme, if the test does not ask for another."""
+    watched: Watched = watch(color_scheme=getattr(request, "param", "light"))
     pair[0].open(watched.page)
     return watched.page
 
@@ -75,6 +76,7 @@ def test_configuration_and_code_that_differ_are_listed(page):
     assert code.locator(".removed").first.inner_text().strip() == "-    return x"
 
 
+@pytest.mark.parametrize("page", ["light", "dark"], indirect=True)
 def test_the_page_fits_and_finds_a_metric(page):
     size = page.evaluate(
         "[document.scrollingElement.scrollWidth, document.scrollingElement.scrollHeight]"
