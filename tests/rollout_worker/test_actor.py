@@ -37,7 +37,7 @@ from tests.ipv6 import needs_ipv6
 from tests.learner import tiny_learner
 from tests.tiny_model import CHAT_TEMPLATE, write_tiny_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs_compiled_once")]
 
 G = 4
 MOMENT = datetime.datetime(2026, 1, 31, 23, 59, 59, tzinfo=datetime.UTC)

@@ -11,7 +11,7 @@ from rollout_worker.generate import Printer, settled
 from services.wire.messages import FinishReason
 from tests.tiny_model import write_tiny_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs_compiled_once")]
 
 
 def decode(token_ids):
