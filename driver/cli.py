@@ -11,6 +11,7 @@ from driver.config import load_config as settings
 from driver.config import resume_identity as identity
 from driver.config.paths import check_folder, clear_folder, locate, lock_folder, output_folder
 from driver.config.prepare import prepare
+from driver.config.presets import PRESETS, explain
 from driver.config.ray_environment import set_environment
 from driver.config.yaml_text import parse_yaml
 from driver.errors import RunError
@@ -58,6 +59,12 @@ def parser() -> argparse.ArgumentParser:
         help="override one key; may be repeated, the last one for a key counts",
     )
     parser.add_argument(
+        "--preset",
+        metavar="NAME",
+        help="objective of a published method in place of the file's `algorithm`: "
+        f"{', '.join(PRESETS)} (docs/objectives.md)",
+    )
+    parser.add_argument(
         "--resume",
         action="store_true",
         help="continue from the newest complete checkpoint in run.output_dir",
@@ -79,10 +86,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser().parse_args(arguments)
     overrides = [*given.overrides, *(["run.resume=true"] if given.resume else [])]
     try:
-        config = locate(settings.load(given.config, overrides))
+        config = locate(settings.load(given.config, overrides, given.preset))
         if given.print_config:
             _print_config(settings.dump(config))
             return 0
+        print(explain(given.preset), end="", flush=True)
         folder = output_folder(config)
         automatic = config.run.resume == "auto"
         if automatic:

@@ -23,6 +23,7 @@ from learner.update.head import HeadPlan
 from learner.update.loss import Objective
 from learner.update.mesh import AXES, make_mesh
 from learner.update.optimizer import learning_rate_schedule, make_optimizer
+from learner.update.own_policy_loss import policy_loss
 from learner.update.sharding import param_specs
 from learner.update.state import TrainState, abstract_state, state_shardings
 from learner.update.train_step import (
@@ -48,6 +49,8 @@ class LearnerFunctions:
     """Shape, dtype and sharding of every leaf of the state."""
     batch_sharding: NamedSharding
     """Rows of a micro-batch, divided over all devices."""
+    sequence_ratios: bool
+    """Whether micro-batches hold the ratio of each sequence."""
     empty: Callable
     accumulate: Callable
     apply: Callable
@@ -71,6 +74,7 @@ class LearnerFunctions:
             old_logprobs=floats,
             advantages=floats,
             weights=floats,
+            sequence_log_ratios=floats if self.sequence_ratios else None,
         )
 
 
@@ -98,6 +102,11 @@ def make_learner_functions(
         kl_coef=algorithm.kl_coef,
         kl_estimator=algorithm.kl_estimator,
         entropy_coef=algorithm.entropy_coef,
+        policy_loss=policy_loss(algorithm.policy_loss),
+        sequence_ratio=algorithm.ratio == "sequence",
+        dual_clip=algorithm.dual_clip,
+        gate_positive=algorithm.gate_positive,
+        gate_negative=algorithm.gate_negative,
     )
     options = PolicyOptions(
         head=HeadPlan(
@@ -119,6 +128,7 @@ def make_learner_functions(
         optimizer=optimizer,
         abstract_state=state,
         batch_sharding=NamedSharding(mesh, P(AXES)),
+        sequence_ratios=objective.sequence_ratio,
         empty=make_empty_accumulator(mesh, specs),
         accumulate=make_accumulate(mesh, specs, model_config, objective, options),
         apply=make_apply(

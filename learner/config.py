@@ -25,23 +25,58 @@ class OffPolicyConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """The GRPO family: how rewards become advantages, and advantages a loss."""
+    """The objective: how rewards become advantages, and advantages a loss (docs/objectives.md)."""
 
-    advantage: Literal["group_norm", "group_centre"] = "group_norm"
-    """`group_norm` divides by the group's standard deviation (GRPO), `group_centre` does not."""
+    advantage: Literal[
+        "group_norm",
+        "group_centre",
+        "leave_one_out",
+        "batch_norm",
+        "group_centre_batch_norm",
+        "reward_norm",
+        "pass_at_k",
+    ] = "group_norm"
+    """`group_norm` is the reward minus the group's mean, divided by its standard deviation (GRPO);
+    `group_centre` does not divide (Dr. GRPO); `leave_one_out` compares with the mean of the others
+    (RLOO); `batch_norm` standardises over the whole batch (REINFORCE++), `group_centre_batch_norm`
+    after the group's mean is taken off; `reward_norm` standardises each reward function alone
+    (GDPO); `pass_at_k` counts what a completion does for the pass@k of its group."""
+    pass_k: int = Field(default=4, ge=1, le=4096)
+    """The k of `pass_at_k`."""
+    correct_from: float = 1.0
+    """Total reward from which a completion is correct, for `pass_at_k` and `length_coef`."""
+    overlong_share: float | None = Field(default=None, gt=0, le=1)
+    """Last share of max_completion_tokens over which the reward falls, by 1 at the end (DAPO)."""
+    length_coef: float = Field(default=0.0, ge=0, le=1000)
+    """Weight of a reward for being short among the completions of a prompt (Kimi k1.5)."""
+    policy_loss: str = Field(
+        default="clip", pattern=r"^(clip|cispo|soft_gate|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
+    )
+    """`clip` (PPO, GRPO), `cispo` (clips the weight, so that no token loses its gradient),
+    `soft_gate` (SAPO), or a function of your own, `package.module:function`."""
+    ratio: Literal["token", "sequence"] = "token"
+    """What is weighed and clipped: each token's ratio, or the geometric mean over its sequence
+    (GSPO), which costs one more forward pass for each update."""
     advantage_eps: float = Field(default=1e-6, ge=1e-12, le=1)
     """Keeps the division by the standard deviation finite; in reward units."""
     aggregation: Literal["token_mean", "seq_mean", "constant"] = "token_mean"
     """`token_mean` divides the loss by the number of trained tokens, `seq_mean` averages the means
     of the sequences, `constant` divides by sequences x max_completion_tokens (Dr. GRPO)."""
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """The ratio is held above 1 - clip_low."""
+    clip_low: float = Field(default=0.2, gt=0, le=1)
+    """The ratio is held above 1 - clip_low; 1 is no bound."""
     clip_high: float = Field(default=0.2, gt=0, le=1e6)
     """The ratio is held below 1 + clip_high."""
+    dual_clip: float | None = Field(default=None, gt=1, le=1e6)
+    """With `clip`: a token with a negative advantage loses at most this times its advantage."""
+    gate_positive: float = Field(default=1.0, gt=0, le=1000)
+    """With `soft_gate`: how fast the gate closes for tokens with a positive advantage, ..."""
+    gate_negative: float = Field(default=1.05, gt=0, le=1000)
+    """... and with a negative one."""
     kl_coef: float = Field(default=0.0, ge=0, le=1000)
     """Weight of the penalty against the frozen reference policy; 0 keeps no reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Schulman's estimators of the KL divergence per token; k3 is never negative."""
+    """Schulman's estimators of the KL divergence per token; k3 is never negative. k1 has the
+    derivative of k2, whose expectation is that of the divergence."""
     entropy_coef: float = Field(default=0.0, ge=0, le=1000)
     """Weight of the entropy bonus in nats per token."""
     zero_variance: Literal["keep", "mask", "resample"] = "keep"
@@ -53,6 +88,24 @@ class AlgorithmConfig(Section):
     """`mask` leaves completions that ended by length out of the loss, not out of the baseline. A
     group of which nothing is left ends as dropped_truncated in the ledger."""
     off_policy: OffPolicyConfig = OffPolicyConfig()
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.dual_clip is not None and self.policy_loss != "clip":
+            raise ValueError(
+                f"dual_clip={self.dual_clip} bounds policy_loss=clip, not {self.policy_loss}: "
+                "set dual_clip to null"
+            )
+        if self.advantage == "pass_at_k" and (self.overlong_share or self.length_coef):
+            raise ValueError(
+                "advantage=pass_at_k counts correct completions, and no length changes that: set "
+                "overlong_share to null and length_coef to 0"
+            )
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
+            raise ValueError(
+                f"dual_clip={self.dual_clip} must be above 1 + clip_high={1 + self.clip_high:g}"
+            )
+        return self
 
 
 class OptimizerConfig(Section):
@@ -142,3 +195,5 @@ class TrainingSettings:
     """Ids below it can be sampled; None for the whole embedding."""
     max_completion_tokens: int
     """Of the rollout; the constant of aggregation `constant`."""
+    reward_weights: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Of each reward function, by name; for advantage `reward_norm`."""

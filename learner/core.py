@@ -16,6 +16,7 @@ from learner.compiled_functions import make_learner_functions
 from learner.config import TrainingSettings
 from learner.publish.canary import ScoredProbe
 from learner.publish.snapshot import PUBLISH_DTYPES, Snapshot
+from learner.update.advantages import AdvantageRule
 from learner.update.batching import (
     MicroBatch,
     Packing,
@@ -25,6 +26,7 @@ from learner.update.batching import (
     select_sequences,
     unpack,
 )
+from learner.update.length_rewards import LengthRule
 from learner.update.off_policy import (
     Correction,
     SequenceWeights,
@@ -32,6 +34,7 @@ from learner.update.off_policy import (
     off_policy_metrics,
     weigh_sequence,
 )
+from learner.update.sequence_ratio import with_sequence_ratios
 from learner.update.state import TrainState, init_state, place_params
 from learner.update.update_metrics import (
     combine_updates,
@@ -84,13 +87,26 @@ class LearnerCore:
             params, model_config, settings, devices=self._devices
         )
         self._rules = SelectionRules(
-            advantage=algorithm.advantage,
-            advantage_eps=algorithm.advantage_eps,
+            advantage=AdvantageRule(
+                algorithm.advantage,
+                eps=algorithm.advantage_eps,
+                pass_k=algorithm.pass_k,
+                pass_from=algorithm.correct_from,
+            ),
             aggregation=algorithm.aggregation,
             zero_variance=algorithm.zero_variance,
             truncated=algorithm.truncated,
             max_completion_tokens=settings.max_completion_tokens,
+            length=LengthRule(
+                overlong_share=algorithm.overlong_share,
+                length_coef=algorithm.length_coef,
+                correct_from=algorithm.correct_from,
+                max_completion_tokens=settings.max_completion_tokens,
+            ),
+            reward_weights=settings.reward_weights,
         )
+        self._sequence_ratio = algorithm.ratio == "sequence"
+        self._clips_tokens = algorithm.policy_loss == "clip"
         self._packing = Packing(learner.microbatch_tokens, len(self._devices))
         self._correction = Correction(**algorithm.off_policy.model_dump())
         mesh, specs = self._functions.mesh, self._functions.specs
@@ -184,17 +200,27 @@ class LearnerCore:
             return {"train/update_skipped": 1.0}, 0.0
         metrics, reports, clipped_tokens = {}, [], 0.0
         for _ in range(self._learner.updates_per_batch):
-            sums, report, logprobs = self._one_update(batches, selection.denominator, clock)
-            if not reports:
+            rated = self._rated(selection, batches, clock)
+            sums, report, logprobs = self._one_update(rated, selection.denominator, clock)
+            if not reports and self._clips_tokens:
                 clipped_tokens = float(sums["clipped_low"]) + float(sums["clipped_high"])
-                # Only the first update scores with the policy that the correction refers to.
-                if not self._correction.is_on:
-                    metrics = off_policy_metrics(self._weigh(selection, logprobs), self._correction)
+            # Only the first update scores with the policy that the correction refers to.
+            if not reports and not self._correction.is_on:
+                metrics = off_policy_metrics(self._weigh(selection, logprobs), self._correction)
             has_reference = self._reference is not None
             reports.append(update_metrics(sums, report, has_reference=has_reference))
         if any(report["train/update_skipped"] for report in reports):
             self.rejected = tuple(groups)
         return metrics | combine_updates(reports), clipped_tokens
+
+    def _rated(
+        self, selection: Selection, batches: Sequence[MicroBatch], clock: PhaseClock
+    ) -> Sequence[MicroBatch]:
+        """The micro-batches, with the ratio of each sequence now if the objective has one."""
+        if not self._sequence_ratio:
+            return batches
+        logprobs = self._unpacked(selection, [self._score(batch, clock) for batch in batches])
+        return pack(with_sequence_ratios(selection, logprobs).sequences, self._packing)
 
     def _score(self, batch: MicroBatch, clock: PhaseClock) -> np.ndarray:
         batch = jax.device_put(batch, self._functions.batch_sharding)
@@ -206,11 +232,15 @@ class LearnerCore:
 
     def _weigh(self, selection: Selection, logprobs: Sequence[np.ndarray]) -> list[SequenceWeights]:
         """Importance weights of the sequences, from the policy's logprobs of the micro-batches."""
-        of_each = unpack(logprobs, selection.sequences, self._packing)
+        of_each = self._unpacked(selection, logprobs)
         return [
             weigh_sequence(sequence, logprob_N, self._correction)
             for sequence, logprob_N in zip(selection.sequences, of_each, strict=True)
         ]
+
+    def _unpacked(self, selection: Selection, logprobs: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The policy's logprobs of each sequence, from those of the micro-batches."""
+        return unpack(logprobs, selection.sequences, self._packing)
 
     def _one_update(
         self, batches: Sequence[MicroBatch], denominator: float, clock: PhaseClock

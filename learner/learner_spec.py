@@ -53,6 +53,8 @@ class LearnerSpec:
     """Where the groups of every update are recorded, if anywhere."""
     canary: bool = True
     """Whether every version comes with scores of a probe, for the workers to compare."""
+    reward_weights: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Of each reward function, by name."""
     driver_lease_s: float | None = None
     """The process ends once the driver has asked nothing for so long; None lets it stay."""
     failpoints: str | None = None
@@ -72,6 +74,7 @@ def rollout_header(spec: LearnerSpec, loaded: LoadedModel, valid_vocab: int) -> 
         valid_vocab=valid_vocab,
         max_completion_tokens=spec.max_completion_tokens,
         total_steps=spec.total_steps,
+        reward_weights=spec.reward_weights,
     )
 
 

@@ -46,8 +46,8 @@ class GradientCase:
     """Impossible ids and columns, ratios far outside the clip, advantages of zero."""
 
 
-def _objective(kl_coef=0.0, kl_estimator="k3", entropy_coef=0.0):
-    return Objective(0.2, 0.28, kl_coef, kl_estimator, entropy_coef)
+def _objective(kl_coef=0.0, kl_estimator="k3", entropy_coef=0.0, **policy):
+    return Objective(0.2, 0.28, kl_coef, kl_estimator, entropy_coef, **policy)
 
 
 CASES = (
@@ -55,6 +55,9 @@ CASES = (
     GradientCase(name="kl_k1", objective=_objective(kl_coef=0.3, kl_estimator="k1")),
     GradientCase(name="kl_k2", objective=_objective(kl_coef=0.3, kl_estimator="k2")),
     GradientCase(name="kl_k3", objective=_objective(kl_coef=0.3, kl_estimator="k3")),
+    GradientCase(name="dual_clip", objective=_objective(dual_clip=1.5)),
+    GradientCase(name="cispo", objective=_objective(policy_loss="cispo")),
+    GradientCase(name="soft_gate", objective=_objective(policy_loss="soft_gate")),
     GradientCase(name="entropy", objective=_objective(entropy_coef=0.3)),
     GradientCase(
         name="seq_mean",

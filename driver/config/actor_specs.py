@@ -72,6 +72,7 @@ class ActorSpecs:
             keep_checkpoints=config.checkpoint.keep,
             rollouts_file=str(self.folder / "rollouts.bin") if config.log.record_rollouts else None,
             canary=config.weights.canary,
+            reward_weights={one.name: one.weight for one in config.reward.functions},
             driver_lease_s=LEASE_S,
             failpoints=os.environ.get(failpoints.VARIABLE),
         )

@@ -24,6 +24,7 @@ from driver.config.config_keys import (
     nearest,
     resolve,
 )
+from driver.config.presets import preset
 from driver.config.run_config import RunConfig
 from driver.config.yaml_text import dump_yaml, parse_yaml, yaml_problem
 from driver.errors import RunError
@@ -48,19 +49,28 @@ class _Fault:
     text: str
 
 
-def load(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
+def load(
+    path: str | None, overrides: Sequence[str] = (), preset_name: str | None = None
+) -> RunConfig:
     """Reads a run configuration.
 
     Args:
         path: a YAML file; None starts from the defaults alone.
         overrides: `dotted.key=value` each, applied in order; the last one for a key counts.
+        preset_name: of presets.py, if any; its keys replace those of the file.
 
     Raises:
         ConfigError: naming every unknown key, wrong value and broken rule at once.
+        NoSuchPreset: if there is no preset of this name.
     """
     faults: list[_Fault] = []
     sources: dict[str, str] = {}
     tree = _read_file(path, sources) if path is not None else {}
+    if preset_name is not None:
+        tree["algorithm"] = dict(preset(preset_name).algorithm)
+        for inner in [name for name in sources if name.partition(".")[0] == "algorithm"]:
+            del sources[inner]
+        sources["algorithm"] = f"--preset {preset_name}"
     for override in overrides:
         _apply_override(tree, override, sources, faults)
     clean = _check_section(tree, RunConfig, "", faults)

@@ -10,6 +10,7 @@ from driver.config.load_config import ConfigError
 from driver.config.plural import counted
 from driver.config.run_config import Resources, RunConfig
 from kernels import choose
+from learner.config import AlgorithmConfig
 from learner.update.batching import row_buckets
 from learner.update.mesh import mesh_shape
 from models.config import ModelConfig
@@ -189,7 +190,7 @@ def derive(config: RunConfig, model: ModelConfig, devices: Devices) -> Plan:
         microbatch_rows=microbatch_rows,
         microbatches_per_update=math.ceil(rollout.completions_per_step / microbatch_rows),
         updates=updates,
-        loss=f"lm_head={learner.lm_head} by {loss_impl}",
+        loss=f"{_objective(config.algorithm)}; lm_head={learner.lm_head} by {loss_impl}",
         parameters=parameters,
         learner_bytes_per_device=math.ceil(learner_bytes / mesh[1]),
         wire_bytes_per_version=wire_bytes,
@@ -344,6 +345,15 @@ def _shares(config: RunConfig) -> list[str]:
             "some workers wait for others"
         )
     return found
+
+
+def _objective(algorithm: AlgorithmConfig) -> str:
+    """The choices that name the objective."""
+    kl = f", KL {algorithm.kl_coef:g} x {algorithm.kl_estimator}" if algorithm.kl_coef else ""
+    return (
+        f"{algorithm.policy_loss} of {algorithm.ratio} ratios, advantage {algorithm.advantage}, "
+        f"{algorithm.aggregation}{kl}"
+    )
 
 
 def checked(function, *arguments, about: str = "", **named):

@@ -5,6 +5,8 @@
 import dataclasses
 import datetime
 import os
+import subprocess
+import sys
 
 from driver.config.load_config import ConfigError
 from driver.config.plan import asked_devices, checked, derive, format_plan
@@ -24,6 +26,7 @@ from rollout_worker.rewards.reward_pool import ScoreRequest, validate_functions
 from rollout_worker.rewards.reward_process import Allowance
 from rollout_worker.worker_records import WorkerInfo
 
+_POLICY_LOSS_S = 120.0
 _SHOWN_GOLDS = 3
 _SHOWN_CHARACTERS = 40
 
@@ -95,6 +98,8 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
     checked(
         validate_functions, config.reward.functions, allowance=allowance, about="reward.functions"
     )
+    if ":" in config.algorithm.policy_loss:
+        _try_policy_loss(config.algorithm.policy_loss)
     train = _prompts(config, "train", config.data.train, tokenizer)
     held_out = None
     if config.data.eval is not None:
@@ -148,6 +153,29 @@ def _check_messages(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
                 "(model.chat_template) only"
             )
     return notes
+
+
+def _try_policy_loss(name: str) -> None:
+    """Tries out a user's policy loss in a process of its own: it uses JAX, and this one does not.
+
+    Raises:
+        ConfigError: with what is wrong with it.
+    """
+    command = [sys.executable, "-m", "learner.update.own_policy_loss", name]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    try:
+        tried = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=_POLICY_LOSS_S
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"algorithm.policy_loss={name}: it took over {_POLICY_LOSS_S:g} s for 30 tokens: "
+            "correct the function"
+        ) from None
+    if tried.returncode:
+        said = tried.stderr.strip().splitlines() or [f"it ended with {tried.returncode}"]
+        about = "" if said[-1].startswith("algorithm.") else f"algorithm.policy_loss={name}: "
+        raise ConfigError(about + said[-1])
 
 
 def _check_golds(config: RunConfig, train: PromptSet, held_out: PromptSet | None) -> list[str]:

@@ -12,12 +12,18 @@ Dimension key:
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from learner.update.advantages import group_advantages, has_variance
+from learner.update.advantages import (
+    AdvantageRule,
+    GroupRewards,
+    batch_advantages,
+    has_variance,
+)
+from learner.update.length_rewards import LengthRule, length_rewards
 from learner.update.loss import denominator, token_weight
 from services.wire.messages import Completion, FinishReason, Group
 
@@ -29,13 +35,15 @@ MAX_PADDING_ROWS = 0.25
 class SelectionRules(NamedTuple):
     """Which completions train, and what divides their sum; see AlgorithmConfig."""
 
-    advantage: str
-    advantage_eps: float
+    advantage: AdvantageRule
     aggregation: str
     zero_variance: str
     """`keep`, or `mask`; after `resample`, which happens earlier, the remaining ones are masked."""
     truncated: str
     max_completion_tokens: int
+    length: LengthRule = LengthRule()
+    reward_weights: Mapping[str, float] = {}
+    """Of each reward function; for an advantage that looks at them one by one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +66,8 @@ class TrainSequence:
     weights: np.ndarray
     """float32, >= 0; how the token counts in the sum that is divided by the denominator."""
     advantage: float
+    log_ratio: float | None = None
+    """Of the whole sequence, before the update; None where the ratio is that of each token."""
 
     @property
     def active(self) -> np.ndarray:
@@ -100,6 +110,8 @@ class MicroBatch(NamedTuple):
     """float32; times the importance of the token."""
     weights: Any
     """float32; above 0 exactly where a token is in the loss."""
+    sequence_log_ratios: Any = None
+    """float32; None where the ratio is that of each token."""
 
 
 def select_sequences(
@@ -114,32 +126,48 @@ def select_sequences(
     Raises:
         ValueError: if a group's arrays contradict each other or name unknown token ids.
     """
-    sequences, outcomes, zero_variance_groups = [], {}, 0
+    outcomes, zero_variance_groups, used, rewards = {}, 0, [], []
     for group in groups:
         _check_group(group, vocab_size)
-        rewards = [c.total_reward if _has_reward(c) else np.nan for c in group.completions]
-        varied = has_variance(np.array(rewards))
-        rewarded = bool(np.isfinite(rewards).any())
+        total_G = np.array([_total(completion) for completion in group.completions])
+        varied, rewarded = has_variance(total_G), bool(np.isfinite(total_G).any())
         zero_variance_groups += rewarded and not varied
         if not rewarded:
             outcomes[group.group_id] = "dropped_error"
-            continue
-        if not varied and rules.zero_variance != "keep":
+        elif not varied and rules.zero_variance != "keep":
             outcomes[group.group_id] = "dropped_zero_variance"
-            continue
-        advantages = group_advantages(
-            np.array(rewards), kind=rules.advantage, eps=rules.advantage_eps
-        )
+        else:
+            used.append(group)
+            rewards.append(_rewards_of(group, total_G, rules))
+    sequences = []
+    for group, advantage_G in zip(used, batch_advantages(rewards, rules.advantage), strict=True):
         kept = [
             _sequence(group, completion, float(advantage), rules.aggregation)
-            for completion, reward, advantage in zip(
-                group.completions, rewards, advantages, strict=True
-            )
-            if np.isfinite(reward) and not _is_masked(completion, rules)
+            for completion, advantage in zip(group.completions, advantage_G, strict=True)
+            if np.isfinite(_total(completion)) and not _is_masked(completion, rules)
         ]
         outcomes[group.group_id] = "trained" if kept else "dropped_truncated"
         sequences += kept
     return sum_up(sequences, rules, outcomes=outcomes, zero_variance_groups=zero_variance_groups)
+
+
+def _rewards_of(group: Group, total_G: np.ndarray, rules: SelectionRules) -> GroupRewards:
+    """The rewards that advantages are made of, what lengths cost among them."""
+    added_G = np.zeros(total_G.shape)
+    if rules.length.is_on:
+        tokens_G = np.array([len(c.token_ids) for c in group.completions])
+        added_G = length_rewards(tokens_G, total_G, rules.length)
+    if rules.advantage.kind != "reward_norm":
+        return GroupRewards(total_G + added_G)
+    has_none_G = np.where(np.isfinite(total_G), 0.0, np.nan)
+    each_RG = [
+        np.array([c.rewards.get(name, np.nan) for c in group.completions]) + has_none_G
+        for name in rules.reward_weights
+    ]
+    weight_R = [*rules.reward_weights.values(), 1.0]
+    return GroupRewards(
+        total_G + added_G, np.array([*each_RG, added_G + has_none_G]), np.array(weight_R)
+    )
 
 
 def sum_up(
@@ -164,6 +192,10 @@ def sum_up(
 
 def _has_reward(completion: Completion) -> bool:
     return completion.finish_reason is not FinishReason.ABORTED and not completion.reward_error
+
+
+def _total(completion: Completion) -> float:
+    return completion.total_reward if _has_reward(completion) else np.nan
 
 
 def _is_masked(completion: Completion, rules: SelectionRules) -> bool:
@@ -343,6 +375,8 @@ def _fill(rows: list[list[TrainSequence]], B: int, T: int) -> MicroBatch:
     floats = {
         name: np.zeros((B, T), np.float32) for name in ("old_logprobs", "advantages", "weights")
     }
+    if any(sequence.log_ratio is not None for row in rows for sequence in row):
+        floats["sequence_log_ratios"] = np.zeros((B, T), np.float32)
     batch = MicroBatch(**integers, **floats)
     for b, row in enumerate(rows):
         start = 0
@@ -356,5 +390,7 @@ def _fill(rows: list[list[TrainSequence]], B: int, T: int) -> MicroBatch:
             batch.old_logprobs[here] = sequence.old_logprobs
             batch.advantages[here] = np.float32(sequence.advantage) * sequence.importance
             batch.weights[here] = sequence.weights
+            if batch.sequence_log_ratios is not None:
+                batch.sequence_log_ratios[here] = sequence.log_ratio
             start += N
     return batch

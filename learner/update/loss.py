@@ -1,8 +1,9 @@
-"""The GRPO objective, token by token, and how token terms become one number.
+"""The objective, token by token, and how token terms become one number.
 
 A token term is a function of that token's logprob alone. The *old* policy is the one that the
 ratio is taken against and clipped around: the behaviour policy that sampled, or with truncated
-token weights the learner's own before the update (off_policy.py). Aggregation is a weight
+token weights the learner's own before the update (off_policy.py). The ratio of a whole sequence is
+a number that is known before (sequence_ratio.py). Aggregation is a weight
 per token (`token_weight`, made on the host with the batch) and one denominator for the whole
 batch, so that any split into micro-batches or devices sums to the same loss.
 
@@ -11,10 +12,14 @@ Dimension key:
     T: tokens
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+PolicyLoss = Callable[..., jax.Array]
+"""A user's own policy term: see own_policy_loss.py."""
 
 MAX_LOG_RATIO = 20.0
 """Bound on |log ratio| before exp, in nats: far outside any clip, far from overflow."""
@@ -28,6 +33,13 @@ class Objective(NamedTuple):
     kl_coef: float
     kl_estimator: str
     entropy_coef: float
+    policy_loss: str | PolicyLoss = "clip"
+    """`clip`, `cispo` or `soft_gate`, or a user's function."""
+    sequence_ratio: bool = False
+    """Whether the ratio is that of the whole sequence, at each of its tokens."""
+    dual_clip: float | None = None
+    gate_positive: float = 1.0
+    gate_negative: float = 1.05
 
 
 class TokenTerms(NamedTuple):
@@ -36,9 +48,10 @@ class TokenTerms(NamedTuple):
     loss: jax.Array
     """To be minimised: policy term + kl_coef KL - entropy_coef entropy."""
     clipped_low: jax.Array
-    """bool: held at 1 - clip_low, which happens only with a negative advantage."""
+    """bool: held at 1 - clip_low. With `clip` the token has no policy gradient then, and its
+    advantage is negative; with `cispo` it is the weight that is held."""
     clipped_high: jax.Array
-    """bool: held at 1 + clip_high, which happens only with a positive advantage."""
+    """bool: held at 1 + clip_high, with a positive advantage under `clip`; or by dual_clip."""
     kl: jax.Array
     """Estimate of KL(policy || reference) in nats; zeros without a reference."""
 
@@ -53,8 +66,10 @@ def kl_estimate(logprob: jax.Array, reference_logprob: jax.Array, estimator: str
     """Per-token estimate of KL(policy || reference) from a token that the policy sampled.
 
     Source: J. Schulman, "Approximating KL divergence" (2020): with d = log reference - log policy,
-    k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1. The derivative is that of the expression; note
-    that the expected derivative of k1 is zero, so k1 reports a KL but does not hold it.
+    k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1. The derivatives of k2 and k3 are those of the
+    expressions: in expectation, of KL(policy || reference) for k2, and of KL(reference || policy)
+    for k3. The expected derivative of the expression k1 is zero, so that it would hold nothing: k1
+    has the derivative of k2. Source: Tang and Munos, arXiv:2506.09477.
 
     Returns:
         float32, in nats.
@@ -68,7 +83,8 @@ def kl_estimate(logprob: jax.Array, reference_logprob: jax.Array, estimator: str
         MAX_LOG_RATIO,
     )
     if estimator == "k1":
-        return -d
+        half_square = 0.5 * d * d
+        return half_square + jax.lax.stop_gradient(-d - half_square)
     if estimator == "k2":
         return 0.5 * d * d
     if estimator == "k3":
@@ -84,8 +100,22 @@ def token_terms(
     active_BT: jax.Array,
     objective: Objective,
     reference_logprob_BT: jax.Array | None = None,
+    sequence_log_ratio_BT: jax.Array | None = None,
 ) -> TokenTerms:
-    """The clipped surrogate of PPO (arXiv:1707.06347, equation 7) with separate bounds, and extras.
+    """The policy term of each token, with the KL penalty and the entropy bonus.
+
+    With the ratio r = policy / old and the advantage A, the policy term is
+
+    * `clip`: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A). PPO, arXiv:1707.06347, equation 7;
+      with a negative A at most -dual_clip A (arXiv:1912.09729, equation 5).
+    * `cispo`: -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log policy, where sg passes no gradient:
+      no token loses its own. MiniMax-M1, arXiv:2506.13585, equation 4.
+    * `soft_gate`: -4/t sigmoid(t (r - 1)) A, where t is gate_positive for A > 0, else
+      gate_negative. SAPO, arXiv:2511.20347.
+
+    With `sequence_ratio`, r is s (policy / sg(policy)) for the s of the sequence: its value at
+    every token, with the derivative of GSPO-token, which is that of GSPO where the advantage is one
+    for the sequence. arXiv:2507.18071, equations 7 and 14.
 
     Args:
         logprob_BT: float32, differentiated; nats, of the tempered distribution.
@@ -96,6 +126,7 @@ def token_terms(
         active_BT: bool; what lies elsewhere is replaced before any arithmetic, so that garbage
             there reaches neither value nor gradient.
         reference_logprob_BT: float32; None where no reference policy is kept.
+        sequence_log_ratio_BT: float32, log s of each token's sequence; for `sequence_ratio`.
 
     Returns:
         TokenTerms.
@@ -105,11 +136,26 @@ def token_terms(
     old_logprob_BT = jnp.where(active_BT, old_logprob_BT, 0.0)
     advantage_BT = jnp.where(active_BT, advantage_BT, 0.0)
 
-    ratio_BT = importance_ratio(logprob_BT, old_logprob_BT)
-    low, high = 1.0 - objective.clip_low, 1.0 + objective.clip_high
-    plain_BT = ratio_BT * advantage_BT
-    clipped_BT = jnp.clip(ratio_BT, low, high) * advantage_BT
-    loss_BT = -jnp.where(plain_BT <= clipped_BT, plain_BT, clipped_BT)
+    if sequence_log_ratio_BT is None:
+        ratio_BT = importance_ratio(logprob_BT, old_logprob_BT)
+    else:
+        sequence_log_ratio_BT = jnp.where(active_BT, sequence_log_ratio_BT, 0.0)
+        now_BT = jax.lax.stop_gradient(logprob_BT)
+        ratio_BT = importance_ratio(sequence_log_ratio_BT, jnp.zeros_like(now_BT))
+        ratio_BT *= importance_ratio(logprob_BT, now_BT)
+    if callable(objective.policy_loss):
+        loss_BT = objective.policy_loss(
+            logprob=logprob_BT,
+            old_logprob=old_logprob_BT,
+            ratio=ratio_BT,
+            advantage=advantage_BT,
+            entropy=entropy_BT,
+        )
+        held_low_BT = held_high_BT = jnp.zeros_like(active_BT)
+    else:
+        loss_BT, held_low_BT, held_high_BT = _POLICY_TERMS[objective.policy_loss](
+            ratio_BT, advantage_BT, logprob_BT, objective
+        )
 
     kl_BT = jnp.zeros_like(loss_BT)
     if reference_logprob_BT is not None:
@@ -120,10 +166,45 @@ def token_terms(
         loss_BT -= objective.entropy_coef * entropy_BT
     return TokenTerms(
         loss=loss_BT,
-        clipped_low=(ratio_BT < low) & (advantage_BT < 0),
-        clipped_high=(ratio_BT > high) & (advantage_BT > 0),
+        clipped_low=held_low_BT,
+        clipped_high=held_high_BT,
         kl=kl_BT,
     )
+
+
+def _bounds(objective):
+    return 1.0 - objective.clip_low, 1.0 + objective.clip_high
+
+
+def _clip(ratio_BT, advantage_BT, logprob_BT, objective):
+    low, high = _bounds(objective)
+    plain_BT = ratio_BT * advantage_BT
+    clipped_BT = jnp.clip(ratio_BT, low, high) * advantage_BT
+    gain_BT = jnp.where(plain_BT <= clipped_BT, plain_BT, clipped_BT)
+    held_high_BT = (ratio_BT > high) & (advantage_BT > 0)
+    if objective.dual_clip is not None:
+        worst_BT = objective.dual_clip * advantage_BT
+        held_BT = (advantage_BT < 0) & (gain_BT < worst_BT)
+        gain_BT, held_high_BT = jnp.where(held_BT, worst_BT, gain_BT), held_high_BT | held_BT
+    return -gain_BT, (ratio_BT < low) & (advantage_BT < 0), held_high_BT
+
+
+def _cispo(ratio_BT, advantage_BT, logprob_BT, objective):
+    low, high = _bounds(objective)
+    weight_BT = jax.lax.stop_gradient(jnp.clip(ratio_BT, low, high))
+    return -weight_BT * advantage_BT * logprob_BT, ratio_BT < low, ratio_BT > high
+
+
+def _soft_gate(ratio_BT, advantage_BT, logprob_BT, objective):
+    t_BT = jnp.where(advantage_BT > 0, objective.gate_positive, objective.gate_negative)
+    gate_BT = 4.0 / t_BT * jax.nn.sigmoid(t_BT * (ratio_BT - 1.0))
+    never_BT = jnp.zeros_like(ratio_BT, bool)
+    return -gate_BT * advantage_BT, never_BT, never_BT
+
+
+_POLICY_TERMS = {"clip": _clip, "cispo": _cispo, "soft_gate": _soft_gate}
+"""The policy term of each token, and whether it is held at the lower or the upper bound."""
+POLICY_LOSSES = tuple(_POLICY_TERMS)
 
 
 def weighted_sum(term_BT: jax.Array, weight_BT: jax.Array) -> jax.Array:

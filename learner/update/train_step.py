@@ -56,6 +56,7 @@ class TokenData(NamedTuple):
     advantages: jax.Array
     weights: jax.Array
     reference_logprobs: jax.Array | None
+    sequence_log_ratios: jax.Array | None
 
 
 def make_accumulate(
@@ -78,6 +79,7 @@ def make_accumulate(
             data.weights > 0,
             objective,
             data.reference_logprobs,
+            data.sequence_log_ratios,
         )
 
     def weighted_loss(logprob, entropy, data):
@@ -91,7 +93,13 @@ def make_accumulate(
             reference_BT = head.scores(
                 reference_params, hidden_BTD, batch.target_ids, active_BT
             ).logprob
-        data = TokenData(batch.old_logprobs, batch.advantages, batch.weights, reference_BT)
+        data = TokenData(
+            batch.old_logprobs,
+            batch.advantages,
+            batch.weights,
+            reference_BT,
+            batch.sequence_log_ratios,
+        )
 
         # The head forms its own gradient; that in the hidden states goes on through the layers.
         layers = {name: tree for name, tree in params.items() if name != "lm_head"}

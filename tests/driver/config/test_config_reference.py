@@ -28,8 +28,8 @@ def test_a_row_has_type_default_unit_and_meaning():
         line for line in reference().splitlines() if line.startswith("| `algorithm.clip_low`")
     ]
     assert row == (
-        "| `algorithm.clip_low` | number (above 0, below 1) | `0.2` |  "
-        "| The ratio is held above 1 - clip_low. |"
+        "| `algorithm.clip_low` | number (above 0, at most 1) | `0.2` |  "
+        "| The ratio is held above 1 - clip_low; 1 is no bound. |"
     )
 
 

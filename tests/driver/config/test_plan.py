@@ -273,7 +273,8 @@ def test_a_loss_without_an_implementation_on_the_platform_is_refused():
 
 def test_the_plan_says_what_computes_the_loss():
     plan = derive(config_of(learner={"lm_head": "lean"}), TINY, ONE)
-    assert "loss: lm_head=lean by xla" in format_plan(plan).splitlines()
+    said = "loss: clip of token ratios, advantage group_norm, token_mean; lm_head=lean by xla"
+    assert said in format_plan(plan).splitlines()
     plan = derive(config_of(learner={"loss_impl": "pallas"}), TINY, ONE)
     assert "learner.loss_impl=pallas is interpreted on cpu" in format_plan(plan)
 

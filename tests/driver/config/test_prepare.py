@@ -111,3 +111,29 @@ def test_a_task_without_a_single_answer_needs_its_own_scorer_N06(ready):
     assert "gsm8k_answer cannot judge 2 of 2" in said and "item 0, answer ''" in said
     own = "reward.functions=[{name: reasoning_gym}]"
     assert "2 prompts from reasoning_gym:rush_hour" in ready(overrides=(*long, own))[1].text
+
+
+@pytest.mark.parametrize(
+    "code, problem",
+    [
+        ("def loss(*, ratio, advantage, **_): return -(ratio * advantage).sum()", "not one number"),
+        ("import time; time.sleep(3600)", "it took over 1 s"),
+        ("import os; os._exit(7)", "ended with 7"),
+    ],
+)
+def test_a_policy_loss_that_cannot_be_used_ends_the_start(
+    ready, tmp_path, monkeypatch, code, problem
+):
+    (tmp_path / "tried_losses.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    if "sleep" in code:
+        monkeypatch.setattr("driver.config.prepare._POLICY_LOSS_S", 1.0)
+    with pytest.raises(ConfigError, match=f"algorithm.policy_loss=tried_losses:loss: .*{problem}"):
+        ready(overrides=["algorithm.policy_loss=tried_losses:loss"])
+
+
+def test_a_policy_loss_of_ones_own_is_tried_and_named(ready, tmp_path, monkeypatch):
+    (tmp_path / "good_losses.py").write_text("def loss(*, ratio, advantage, **_): return -ratio\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    _, prepared = ready(overrides=["algorithm.policy_loss=good_losses:loss"])
+    assert "loss: good_losses:loss of token ratios" in prepared.text

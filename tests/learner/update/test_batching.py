@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from learner.update.advantages import AdvantageRule
 from learner.update.batching import (
     Packing,
     SelectionRules,
@@ -18,8 +19,7 @@ from services.wire.messages import FinishReason
 from tests.learner.builders import make_completion, make_group, random_groups
 
 RULES = SelectionRules(
-    advantage="group_norm",
-    advantage_eps=1e-6,
+    advantage=AdvantageRule("group_norm"),
     aggregation="token_mean",
     zero_variance="keep",
     truncated="keep",

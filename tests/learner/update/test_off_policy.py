@@ -10,6 +10,7 @@ import pytest
 
 from learner.config import AlgorithmConfig, OffPolicyConfig
 from learner.update import loss as loss_lib
+from learner.update.advantages import AdvantageRule
 from learner.update.batching import Packing, SelectionRules, pack, select_sequences, unpack
 from learner.update.off_policy import (
     Correction,
@@ -25,8 +26,7 @@ from tests.learner.builders import make_completion, make_core, make_group, rando
 pytestmark = pytest.mark.slow
 
 RULES = SelectionRules(
-    advantage="group_norm",
-    advantage_eps=1e-6,
+    advantage=AdvantageRule("group_norm"),
     aggregation="token_mean",
     zero_variance="keep",
     truncated="keep",

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from kernels.token_logprob import reference
 from learner.update import loss as loss_lib
+from learner.update.advantages import AdvantageRule
 from learner.update.batching import Packing, SelectionRules, pack, select_sequences, unpack
 from learner.update.head import HeadPlan
 from learner.update.mesh import AXES, make_mesh
@@ -34,8 +35,7 @@ OBJECTIVE = loss_lib.Objective(
     clip_low=0.2, clip_high=0.28, kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01
 )
 RULES = SelectionRules(
-    advantage="group_norm",
-    advantage_eps=1e-6,
+    advantage=AdvantageRule("group_norm"),
     aggregation="seq_mean",
     zero_variance="keep",
     truncated="keep",

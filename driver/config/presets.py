@@ -1,0 +1,137 @@
+"""The objectives of published methods, as settings of `algorithm`: `--preset NAME`.
+
+A preset gives the values of its source where the source names them, and what it leaves out takes
+its default. It replaces what the file sets of `algorithm`, and `--set` comes after it.
+"""
+
+from typing import Any, NamedTuple
+
+from driver.errors import RunError
+
+
+class Preset(NamedTuple):
+    """One method."""
+
+    source: str
+    algorithm: dict[str, Any]
+
+
+class NoSuchPreset(RunError):
+    """The message lists those that there are."""
+
+    exit_code = 2
+
+
+PRESETS = {
+    "grpo": Preset(
+        "DeepSeekMath, arXiv:2402.03300, section 4.2",
+        {
+            "advantage": "group_norm",
+            "aggregation": "seq_mean",
+            "kl_coef": 0.04,
+            "kl_estimator": "k3",
+        },
+    ),
+    "dr_grpo": Preset(
+        "Dr. GRPO, arXiv:2503.20783, section 3.2",
+        {"advantage": "group_centre", "aggregation": "constant"},
+    ),
+    "dapo": Preset(
+        "DAPO, arXiv:2503.14476, sections 3 and 4.1",
+        {
+            "advantage": "group_norm",
+            "aggregation": "token_mean",
+            "clip_low": 0.2,
+            "clip_high": 0.28,
+            "zero_variance": "resample",
+            "overlong_share": 0.2,
+        },
+    ),
+    "gspo": Preset(
+        "GSPO, arXiv:2507.18071, section 5.1",
+        {
+            "advantage": "group_norm",
+            "aggregation": "seq_mean",
+            "ratio": "sequence",
+            "clip_low": 3e-4,
+            "clip_high": 4e-4,
+        },
+    ),
+    "rloo": Preset(
+        "RLOO, arXiv:2402.14740, equation 8; its KL term, there in the reward, is in the loss "
+        "here with the same expected gradient",
+        {
+            "advantage": "leave_one_out",
+            "aggregation": "constant",
+            "kl_coef": 0.03,
+            "kl_estimator": "k1",
+        },
+    ),
+    "reinforce_pp": Preset(
+        "REINFORCE++, arXiv:2501.03262; its KL term, there in the reward, is in the loss here "
+        "with the same expected gradient",
+        {
+            "advantage": "batch_norm",
+            "aggregation": "token_mean",
+            "kl_coef": 0.01,
+            "kl_estimator": "k1",
+        },
+    ),
+    "reinforce_pp_baseline": Preset(
+        "REINFORCE++-baseline, arXiv:2501.03262",
+        {
+            "advantage": "group_centre_batch_norm",
+            "aggregation": "token_mean",
+            "kl_coef": 0.01,
+            "kl_estimator": "k2",
+        },
+    ),
+    "cispo": Preset(
+        "CISPO, MiniMax-M1, arXiv:2506.13585, section 3.1; upper bound of the weight 5",
+        {
+            "advantage": "group_norm",
+            "aggregation": "token_mean",
+            "policy_loss": "cispo",
+            "clip_low": 1.0,
+            "clip_high": 4.0,
+        },
+    ),
+    "sapo": Preset(
+        "SAPO, arXiv:2511.20347",
+        {
+            "advantage": "group_norm",
+            "aggregation": "seq_mean",
+            "policy_loss": "soft_gate",
+            "gate_positive": 1.0,
+            "gate_negative": 1.05,
+        },
+    ),
+    "gdpo": Preset(
+        "GDPO, arXiv:2601.05242",
+        {"advantage": "reward_norm", "aggregation": "seq_mean"},
+    ),
+    "pass_at_k": Preset(
+        "Pass@k training, arXiv:2508.10751",
+        {"advantage": "pass_at_k", "aggregation": "token_mean"},
+    ),
+}
+
+
+def preset(name: str) -> Preset:
+    """The preset of a name.
+
+    Raises:
+        NoSuchPreset: if there is none.
+    """
+    if name not in PRESETS:
+        raise NoSuchPreset(f"--preset {name}: there is none; there are {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def explain(name: str | None) -> str:
+    """A line for the terminal: what the preset sets, and where that is from; '' for None."""
+    if name is None:
+        return ""
+    chosen = preset(name)
+    values = ", ".join(f"{key}={value}" for key, value in chosen.algorithm.items())
+    return f"preset {name}: {values} ({chosen.source})\n"

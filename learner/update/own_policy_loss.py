@@ -1,0 +1,122 @@
+"""A user's own policy term, named as `package.module:function` in `algorithm.policy_loss`.
+
+    def my_loss(*, logprob, old_logprob, ratio, advantage, entropy):
+        return -ratio * advantage
+
+All are float32 arrays of one shape, one number a token; `logprob` and `entropy` are differentiated,
+and `ratio` is exp(logprob - old_logprob), or that of the sequence. It returns what is minimised, in
+the same shape. It is traced by JAX, must treat each token alone, and gets zeros at tokens that are
+not in the loss. KL penalty, entropy bonus and aggregation are added as configured.
+
+`python -m learner.update.own_policy_loss NAME` tries one out, as the driver does before a run.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from learner.update.loss import POLICY_LOSSES, PolicyLoss, importance_ratio
+
+
+class BadPolicyLoss(ValueError):
+    """A policy loss that cannot be used; the message names it, the rule and the fix."""
+
+
+def policy_loss(name: str) -> str | PolicyLoss:
+    """The name of a built-in policy loss, or a user's function, which is tried on a few numbers.
+
+    Raises:
+        BadPolicyLoss: if there is none, or it breaks a rule above.
+    """
+    if name in POLICY_LOSSES:
+        return name
+    function = _load(name)
+    _try_out(name, function)
+    return function
+
+
+def _load(name: str) -> PolicyLoss:
+    module_name, _, attribute = name.partition(":")
+    # The module is foreign code: it may raise anything.
+    try:
+        function = getattr(importlib.import_module(module_name), attribute, None)
+    except (Exception, SystemExit) as error:
+        raise BadPolicyLoss(
+            f"algorithm.policy_loss={name}: importing {module_name!r} fails: "
+            f"{type(error).__name__}: {error}; it must be importable from {os.getcwd()}, or "
+            "installed"
+        ) from error
+    if not callable(function):
+        raise BadPolicyLoss(
+            f"algorithm.policy_loss={name}: module {module_name!r} has no function {attribute!r}; "
+            f"built in are {', '.join(POLICY_LOSSES)}"
+        )
+    return cast(PolicyLoss, function)
+
+
+def _try_out(name: str, function: PolicyLoss) -> None:
+    """Calls it on a grid of tokens, whole and one by one, as numbers and as derivatives."""
+    problem = _problem(function)
+    if problem:
+        raise BadPolicyLoss(
+            f"algorithm.policy_loss={name}: {problem}: correct the function "
+            "(docs/objectives.md shows one)"
+        )
+
+
+def _problem(function: PolicyLoss) -> str:
+    """Which rule a policy loss breaks; '' for none."""
+    gap, advantage, entropy = (
+        each.ravel().astype(np.float32)
+        for each in np.meshgrid([-2.0, -0.1, 0.0, 0.1, 2.0], [-1.5, 0.0, 0.7], [0.0, 2.0])
+    )
+    old_N = np.full_like(gap, -2.5)
+    given = tuple(map(jnp.asarray, (old_N + gap, entropy, old_N, advantage)))
+
+    def loss(logprob_N, entropy_N, old_N, advantage_N):
+        return function(
+            logprob=logprob_N,
+            old_logprob=old_N,
+            ratio=importance_ratio(logprob_N, old_N),
+            advantage=advantage_N,
+            entropy=entropy_N,
+        )
+
+    def total(logprob_N, entropy_N):
+        return loss(logprob_N, entropy_N, *given[2:]).sum()
+
+    try:
+        found = jax.jit(loss)(*given)
+        shape, dtype = jnp.shape(found), jnp.result_type(found)
+        if shape != gap.shape or not jnp.issubdtype(dtype, jnp.floating):
+            return f"it returns {dtype} {list(shape)} for {len(gap)} tokens, not one number each"
+        slopes = jax.grad(total, argnums=(0, 1))(*given[:2])
+        alone = [float(loss(*(each[i : i + 1] for each in given))[0]) for i in range(len(gap))]
+    except Exception as error:
+        return f"it raises {type(error).__name__}: {str(error)[:300]}"
+    if not all(np.isfinite(np.asarray(each)).all() for each in (found, *slopes)):
+        return "value or derivative is not finite for ratios of 0.14 to 7.4"
+    if not np.allclose(alone, np.asarray(found), rtol=1e-5, atol=1e-6):
+        return "the value of a token depends on other tokens, which are split up freely"
+    return ""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Tries out the functions named; 2 with the reason if one cannot be used, else 0."""
+    for name in sys.argv[1:] if arguments is None else arguments:
+        try:
+            policy_loss(name)
+        except BadPolicyLoss as error:
+            print(error, file=sys.stderr)
+            return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
