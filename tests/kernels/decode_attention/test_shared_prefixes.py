@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from kernels import choose
-from kernels.decode_attention import ops, pallas_tpu, reference
+from kernels.decode_attention import ops, pallas_tpu
 from kernels.decode_attention.shared_prefixes import find_prefixes, most_pieces
 from tests.kernels.decode_attention.test_decode_attention import F32, TIGHT, assert_same
+from tests.kernels.decode_attention.test_decode_attention import attend as attend_alone
 
 pytestmark = pytest.mark.slow
 
@@ -42,8 +43,8 @@ def problem(groups, *, B=B, S=S, N=3, K=1, H=16, dtype=F32, seed=0):
         position[members] = rng.integers(columns, S, rows)
         position[members[0]], position[members[-1]] = columns, S - 1
     new = rng.normal(size=(2, B, K, H))
-    floats = [jnp.asarray(x, dtype) for x in (rng.normal(size=(B, N, H)), *new, key, value)]
-    integers = [jnp.asarray(x, jnp.int32) for x in (position, leader, shared)]
+    floats = [x.astype(dtype) for x in (rng.normal(size=(B, N, H)), *new, key, value)]
+    integers = [x.astype(np.int32) for x in (position, leader, shared)]
     return dict(zip(NAMES, floats + integers, strict=True))
 
 
@@ -69,16 +70,16 @@ def attend(arguments, operand_dtype=F32):
 
 def expected(arguments, operand_dtype=F32):
     alone = [arguments[name] for name in NAMES[:6]]
-    return reference.decode_attention(*alone, operand_dtype=operand_dtype)
+    return attend_alone(alone, choose.REFERENCE, operand_dtype)
 
 
 def spoilt(arguments, tile=TILE):
     """The caches of followers hold something else in all that the leader is read for."""
     leader, shared = arguments["leader"], arguments["shared"]
-    follows = (leader != jnp.arange(leader.size))[:, None]
-    read = jnp.arange(arguments["key"].shape[2]) < (shared // tile * tile)[:, None]
+    follows = (leader != np.arange(leader.size))[:, None]
+    read = np.arange(arguments["key"].shape[2]) < (shared // tile * tile)[:, None]
     hidden = (follows & read)[:, None, :, None]
-    spoil = lambda cache: jnp.where(hidden, jnp.asarray(1e4, cache.dtype), cache)
+    spoil = lambda cache: np.where(hidden, cache.dtype.type(1e4), cache)
     return arguments | {name: spoil(arguments[name]) for name in ("key", "value")}
 
 
@@ -92,15 +93,14 @@ def spoilt(arguments, tile=TILE):
         [],
     ],
 )
-@pytest.mark.parametrize("seed", [0, 1])
-def test_rows_of_a_group_attend_as_if_alone(groups, seed):
-    arguments = problem(groups, seed=seed)
+def test_rows_of_a_group_attend_as_if_alone(groups):
+    arguments = problem(groups)
     assert_same(attend(arguments), expected(arguments), **TIGHT)
 
 
 def test_what_is_shared_is_read_from_the_leader_alone():
     arguments = problem([(3, 72), (4, 33), (17, 64), (20, 16)])
-    assert not jnp.allclose(expected(spoilt(arguments)).out_BNH, expected(arguments).out_BNH)
+    assert not np.allclose(expected(spoilt(arguments)).out_BNH, expected(arguments).out_BNH)
     found = attend(spoilt(arguments)).out_BNH
     np.testing.assert_allclose(found, expected(arguments).out_BNH, **TIGHT)
 
@@ -113,13 +113,14 @@ def test_two_rows_read_each_its_own():
 def test_any_row_of_a_group_may_lead():
     """As when the leader has ended, and its slot belongs to a row of another prompt."""
     arguments = problem([(6, 40), (5, 33)])
-    leader = np.array(arguments["leader"])
+    leader = arguments["leader"].copy()
     old = leader[np.flatnonzero(leader != np.arange(B))[0]]
     heirs = np.flatnonzero((leader == old) & (np.arange(B) != old))
     leader[heirs], leader[old] = heirs[-1], old
-    shared = arguments["shared"].at[old].set(0)
-    stranger = {name: arguments[name].at[old].multiply(-3.0) for name in ("key", "value")}
-    arguments |= stranger | {"leader": jnp.asarray(leader), "shared": shared}
+    arguments["shared"][old] = 0
+    for name in ("key", "value"):
+        arguments[name][old] *= -3
+    arguments["leader"] = leader
     assert_same(attend(arguments), expected(arguments), **TIGHT)
 
 
@@ -127,17 +128,17 @@ def test_scores_far_below_zero_are_no_nothing():
     """They are near -400, which leaves them an absolute error of 400 * 2**-23, and e to it one
     relative to the output that is several times that."""
     arguments = problem([(6, 40)])
-    arguments["query"] = arguments["query"].at[..., 0].set(-40)
+    arguments["query"][..., 0] = -40
     for name in ("key", "new_key"):
-        arguments[name] = arguments[name].at[..., 0].set(40)
+        arguments[name][..., 0] = 40
     assert_same(attend(arguments), expected(arguments), rtol=5e-4, atol=5e-4)
 
 
 def test_a_leader_may_write_into_a_block_that_others_read():
     """The leader's new column lies in the block that others read, right behind what they share."""
     arguments = problem([(5, 40)])
-    leader = int(arguments["leader"][int(jnp.argmax(arguments["shared"]))])
-    arguments["position"] = arguments["position"].at[leader].set(40)
+    leader = arguments["leader"][np.argmax(arguments["shared"])]
+    arguments["position"][leader] = 40
     found, wanted = attend(arguments), expected(arguments)
     assert_same(found, wanted, **TIGHT)
     after = arguments | {"key": found.key_BKSH, "value": found.value_BKSH}
@@ -147,7 +148,7 @@ def test_a_leader_may_write_into_a_block_that_others_read():
 def test_bfloat16_stays_within_its_noise():
     """The bound is that of test_decode_attention.py. Every lane is taken, and heads are two."""
     arguments = problem([(18, 70)], B=20, N=16, K=2, dtype=jnp.bfloat16)
-    as_f32 = lambda attended: jax.tree.map(lambda x: x.astype(F32), attended)
+    as_f32 = lambda attended: jax.tree.map(lambda x: np.asarray(x).astype(np.float32), attended)
     found = as_f32(attend(arguments, jnp.bfloat16))
     wanted = as_f32(expected(arguments, jnp.bfloat16))
     assert_same(found, wanted, rtol=2**-8, atol=4 * 2**-8)
@@ -159,10 +160,8 @@ def test_pieces_come_in_the_order_of_their_places():
     """A turn of ROWS places reaches over rows of later groups, which must not have begun."""
     arguments = problem([(3, 40), (20, 64), (18, 9), (2, 50)])
     most = most_pieces(B, S, BLOCK)
-    found = find_prefixes(
-        *(arguments[name] for name in ("position", "leader", "shared")),
-        **dict(tile=TILE, block_S=BLOCK, most=most),
-    )
+    find = functools.partial(find_prefixes, tile=TILE, block_S=BLOCK, most=most)
+    found = jax.jit(find)(*(arguments[name] for name in ("position", "leader", "shared")))
     count = int(found.total[0])
     assert count == 2 + 2 * 2 + 2 * 1
     place, own = np.asarray(found.place_M)[:count], np.asarray(found.own_M)[:count]
@@ -176,8 +175,9 @@ def test_other_implementations_ignore_it(impl):
     arguments = problem([(5, 40)])
     leader, shared = arguments["leader"], arguments["shared"]
     alone = [arguments[name] for name in NAMES[:6]]
-    plain = ops.decode_attention(*alone, impl=impl)
-    found = ops.decode_attention(*alone, leader_B=leader, shared_B=shared, impl=impl)
+    attend = jax.jit(functools.partial(ops.decode_attention, impl=impl))
+    plain = attend(*alone)
+    found = attend(*alone, leader_B=leader, shared_B=shared)
     np.testing.assert_array_equal(found.out_BNH, plain.out_BNH)
 
 

@@ -3,6 +3,7 @@
 The last tests ask the TPU compiler itself, which needs libtpu and no TPU.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -31,25 +32,30 @@ ATOL = 1e-5
 each_tiling = pytest.mark.parametrize("shape, V, tiling", TILINGS.values(), ids=TILINGS)
 
 
-def outputs_and_gradients(logits, ids, cotangents, support, **tiling):
-    """The outputs, and the gradient of each one's cotangent-weighted sum."""
+@functools.cache
+def compiled(support, **tiling):
+    """Both kernels, once for all logits of a shape."""
     options: dict[str, Any] = dict(interpret=True, **tiling)
 
-    @jax.jit
     def run(logits, ids):
         return finish(pallas_tpu.statistics(logits, ids, support, **options), ids, support)
 
-    @jax.jit
     def pull(logits, ids, outputs, cotangents):
         slope = slopes(outputs, TokenLogprob(*cotangents), support)
         return pallas_tpu.logits_gradient(logits, ids, slope, support, **options)
 
+    return jax.jit(run), jax.jit(pull)
+
+
+def outputs_and_gradients(logits, ids, cotangents, support, **tiling):
+    """The outputs, and the gradient of each one's cotangent-weighted sum."""
+    run, pull = compiled(support, **tiling)
     outputs = run(logits, ids)
     gradients = []
     for one in range(3):
         alone = [np.float32(c if k == one else 0 * c) for k, c in enumerate(cotangents)]
-        gradients.append(pull(logits, ids, outputs, alone))
-    return outputs, gradients
+        gradients.append(np.asarray(pull(logits, ids, outputs, alone)))
+    return TokenLogprob(*map(np.asarray, outputs)), gradients
 
 
 def exact_gradient(logits, ids, cotangents, support):
@@ -88,7 +94,7 @@ def test_values_and_every_gradient_match_float64(shape, V, tiling):
         )
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (3, 1), (2, 2, 3)])
+@pytest.mark.parametrize("shape", [(), (2, 2, 3)])
 def test_any_leading_dimensions_are_taken(shape):
     logits, ids, cotangents = sample(shape, 24)
     support = Support(1.0, 24)
@@ -110,7 +116,7 @@ def test_bfloat16_is_rounded_once_at_the_end(shape, V, tiling):
         assert gradient.dtype == jnp.bfloat16
         weighted = np.where(np.arange(3).reshape(3, *[1] * len(shape)) == one, cotangents, 0)
         np.testing.assert_allclose(
-            gradient.astype(jnp.float32),
+            gradient.astype(np.float32),
             exact_gradient(rounded, ids, weighted, support),
             rtol=2**-8,  # 8 bits of significand
             atol=ATOL,
@@ -127,7 +133,7 @@ def test_an_id_is_found_in_its_own_tile_alone(minor):
     np.testing.assert_allclose(np.array(actual), literal(logits, ids), rtol=1e-5, atol=1e-5)
     expected = exact_gradient(logits, ids, cotangents, support)
     np.testing.assert_allclose(
-        sum(g.astype(jnp.float32) for g in gradients), expected, rtol=2**-7, atol=ATOL
+        sum(g.astype(np.float32) for g in gradients), expected, rtol=2**-7, atol=ATOL
     )
 
 
@@ -138,12 +144,12 @@ def test_columns_without_probability_act_as_absent(shape, V, tiling):
     logits[..., 0, :] = -np.inf  # rows without any support
     ids = ids - ids % 3
     ids[..., 1] = 1  # an impossible id
-    support = Support(1.0, V)
+    support = Support(temperature=0.7, columns=V - 1)
     actual, gradients = outputs_and_gradients(logits, ids, cotangents, support, **tiling)
     assert (actual.logprob[..., :2] == -jnp.inf).all()
     assert (actual.logsumexp[..., 0] == -jnp.inf).all() and (actual.entropy[..., 0] == 0).all()
     with np.errstate(invalid="ignore"):
-        expected = literal(logits[..., 2:, :], ids[..., 2:])
+        expected = literal(logits[..., 2:, :], ids[..., 2:], 0.7, V - 1)
     np.testing.assert_allclose(np.array(actual)[..., 2:], expected, rtol=1e-5, atol=1e-5)
     gradient = np.array(gradients)
     assert np.isfinite(gradient).all()
@@ -158,7 +164,7 @@ def test_a_broken_logit_breaks_its_own_row_alone(shape, V, tiling):
     logits[0, 1, V - 2] = np.nan
     logits[1, 0, 0] = np.inf
     logits[..., V - 1] = np.nan  # outside the support
-    support = Support(1.0, V - 1)
+    support = Support(temperature=0.7, columns=V - 1)
     actual, gradients = outputs_and_gradients(logits, ids, cotangents, support, **tiling)
     broken = np.zeros(shape, bool)
     broken[0, 1] = broken[1, 0] = True
@@ -181,17 +187,18 @@ def test_shards_of_the_vocabulary_merge_into_the_whole(shape, V, tiling):
     )
     halves = [logits[..., :columns], logits[..., columns:]]
     parts = [one(half, k * columns) for k, half in enumerate(halves)]
-    outputs = finish(merge(jax.tree.map(lambda *x: jnp.stack(x), *parts)), ids, support)
+    merged = jax.jit(lambda parts: finish(merge(parts), ids, support))
+    outputs = merged(jax.tree.map(lambda *x: np.stack(x), *parts))
     expected = literal(logits, ids, 1.0, support.columns)
     np.testing.assert_allclose(np.array(outputs), expected, rtol=1e-5, atol=1e-5)
 
-    slope = slopes(outputs, TokenLogprob(*jnp.asarray(cotangents, jnp.float32)), support)
+    slope = slopes(outputs, TokenLogprob(*np.asarray(cotangents, np.float32)), support)
     pull = jax.jit(
         lambda part, first: pallas_tpu.logits_gradient(
             part, ids, slope, support, first_column=first, **options
         )
     )
-    gradient = jnp.concatenate([pull(half, k * columns) for k, half in enumerate(halves)], -1)
+    gradient = np.concatenate([pull(half, k * columns) for k, half in enumerate(halves)], -1)
     np.testing.assert_allclose(
         gradient, exact_gradient(logits, ids, cotangents, support), rtol=2e-5, atol=ATOL
     )
@@ -243,32 +250,24 @@ def check(B, T, V, dtype="bfloat16"):
 """
 
 
-@pytest.mark.slow
-@needs_compiler
-def test_real_shapes_compile_for_v6e_without_a_copy():
-    run_with_compiler(
-        COMPILE
-        + """
-for V in (151643, 151936):
-    check(1, 4096, V)
-    check(4, 1024, V)
+REAL_SHAPES = """
+check(1, 4096, 151643)
 check(1, 4096, 151643, "float32")
+check(4, 1024, 151643)
+check(4, 1024, 151936)
 check(4, 1000, 49152)
-check(8, 1024, 16384)
 """
-    )
-
-
-@pytest.mark.slow
-@needs_compiler
-def test_odd_shapes_and_shards_compile_for_v6e():
-    run_with_compiler(
-        COMPILE
-        + """
+ODD_SHAPES_AND_SHARDS = """
 single = Mesh(devices[:1], "x")
-for shape in [(1, 1, 151643), (3, 5, 24), (2, 7, 32001), (1, 127, 24), (2, 130, 49152)]:
-    for dtype in ("bfloat16", "float32"):
-        compiled(jax.grad(loss), single, P(None, None, None), *shape, dtype)
+for shape, dtype in [
+    ((1, 1, 151643), "bfloat16"),
+    ((3, 5, 24), "float32"),
+    ((2, 7, 32001), "bfloat16"),
+    ((2, 7, 32001), "float32"),
+    ((1, 127, 24), "bfloat16"),
+    ((2, 130, 49152), "float32"),
+]:
+    compiled(jax.grad(loss), single, P(None, None, None), *shape, dtype)
 
 mesh = Mesh(np.array(devices).reshape(2, 4), ("data", "tensor"))
 spec = P("data", None, "tensor")
@@ -278,4 +277,9 @@ run = jax.shard_map(
 )
 compiled(run, mesh, spec, 4, 1024, 151936, "bfloat16")
 """
-    )
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_compiles_for_v6e_and_real_shapes_without_a_copy():
+    run_with_compiler(COMPILE + REAL_SHAPES + ODD_SHAPES_AND_SHARDS)
