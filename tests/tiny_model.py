@@ -51,6 +51,7 @@ def write_tiny_model(folder: pathlib.Path, *, seed: int = 0, **changes) -> pathl
         max_position_embeddings=256,
     )
     config = ModelConfig(**{**settings, **changes})
-    params = jax.tree.map(np.asarray, init_params(jax.random.key(seed), config))
+    init = jax.jit(init_params, static_argnums=1)  # else a program for each of its operations
+    params = jax.tree.map(np.asarray, init(jax.random.key(seed), config))
     save_model(folder, config, to_named(params, config), load_tokenizer(str(parts)))
     return folder

@@ -1,10 +1,13 @@
 """Small groups and learners that the tests of this folder share."""
 
+import contextlib
 import functools
+from unittest import mock
 
 import jax
 import numpy as np
 
+from learner.compiled_functions import make_learner_functions
 from learner.config import (
     AlgorithmConfig,
     LearnerConfig,
@@ -115,17 +118,38 @@ def make_core(
         max_completion_tokens=16,
     )
     params = host_params(config) if params is None else params
-    core = LearnerCore(settings, config, params, devices=jax.devices()[: data * fsdp])
-    core._compiled = _COMPILED.setdefault(_compiled_for(settings, config, params), core._compiled)
+    made_for = _compiled_for(settings, config, params)
+    with functions_made_once(_FUNCTIONS.setdefault(made_for, [])):
+        core = LearnerCore(settings, config, params, devices=jax.devices()[: data * fsdp])
+    core._compiled = _COMPILED.setdefault(made_for, core._compiled)
     return core
 
 
+@contextlib.contextmanager
+def functions_made_once(made: list):
+    """Learners that are made meanwhile differ in nothing that their functions depend on.
+
+    Args:
+        made: the functions are kept in it.
+    """
+
+    def make(*arguments, **how):
+        if not made:
+            made.append(make_learner_functions(*arguments, **how))
+        return made[0]
+
+    with mock.patch("learner.core.make_learner_functions", make):
+        yield
+
+
+_FUNCTIONS = {}
+"""The functions of learners, shared by those that would make the same."""
 _COMPILED = {}
-"""What learners have compiled, shared by those that would compile the same."""
+"""What learners have compiled, shared as well."""
 
 
 def _compiled_for(settings, config, params):
-    """All that the compiled functions of a learner depend on, beside shapes of its batches.
+    """All that the functions of a learner depend on, beside shapes of its batches.
 
     Modules that compile in a way of their own, by a replaced `compile`, share nothing with others.
     """

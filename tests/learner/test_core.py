@@ -165,16 +165,15 @@ def test_resume_on_another_mesh_continues_exactly_C05_C07(tmp_path):
     # Past the warm-up of 2: cosine over 8 updates at count 3, not 0.
     rate = 1e-2 * 0.5 * (1 + np.cos(np.pi / 8))
     np.testing.assert_allclose(expected["train/learning_rate"], rate, rtol=1e-5)
-    for shape in (dict(fsdp=4), dict(data=1)):
-        other = make_core(**shape, **options)
-        found = folder.restore(other.abstract_state)
-        other.resume(found.state, policy_version=found.record["policy_version"])
-        assert other.policy_version == 3 and other.state.update_count == 3
-        actual = other.update(random_groups(seed=3), PhaseClock())
-        for name in ("train/loss", "train/grad_norm", "train/learning_rate", "train/entropy"):
-            np.testing.assert_allclose(actual[name], expected[name], rtol=1e-4, err_msg=name)
-        for name, array in other.named_weights("float32").items():
-            np.testing.assert_allclose(array, weights[name], rtol=1e-3, atol=1e-5, err_msg=name)
+    other = make_core(fsdp=2, **options)
+    found = folder.restore(other.abstract_state)
+    other.resume(found.state, policy_version=found.record["policy_version"])
+    assert other.policy_version == 3 and other.state.update_count == 3
+    actual = other.update(random_groups(seed=3), PhaseClock())
+    for name in ("train/loss", "train/grad_norm", "train/learning_rate", "train/entropy"):
+        np.testing.assert_allclose(actual[name], expected[name], rtol=1e-4, err_msg=name)
+    for name, array in other.named_weights("float32").items():
+        np.testing.assert_allclose(array, weights[name], rtol=1e-3, atol=1e-5, err_msg=name)
 
 
 def test_schedule_that_does_not_fit_is_refused():

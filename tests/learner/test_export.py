@@ -18,6 +18,7 @@ from models.tokenizer import load_tokenizer
 from services.process.phase_clock import PhaseClock
 from services.wire.tls import RunAuthority
 from tests.deadlines import HANG_S
+from tests.learner.builders import functions_made_once
 from tests.learner.tiny_learner import learner_spec
 from tests.tiny_model import CHAT_TEMPLATE, write_tiny_model
 
@@ -43,6 +44,13 @@ HELLO = [{"role": "user", "content": "hi 12"}]
 @pytest.fixture(scope="module")
 def authority():
     return RunAuthority.create("run")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def same_functions():
+    """No learner of this file trains: only the shapes of its parameters count, always the same."""
+    with functions_made_once([]):
+        yield
 
 
 @pytest.fixture

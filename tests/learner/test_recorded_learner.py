@@ -1,9 +1,12 @@
 """A learner that stops at any point and resumes gives the weights of one that never stopped."""
 
 import dataclasses
+import functools
+import gc
 import json
 import pathlib
 import re
+from unittest import mock
 
 import jax
 import numpy as np
@@ -13,6 +16,7 @@ from learner.durable.certificate import CertificateMismatch
 from learner.durable.checkpoint import CheckpointFailed
 from learner.durable.spool import SpoolFailed
 from learner.recorded_learner import RecordedLearner
+from models.tokenizer import load_tokenizer
 from services.process import failpoints
 from services.process.phase_clock import PhaseClock
 from services.trajectories import group_buffer
@@ -20,6 +24,7 @@ from services.trajectories.group_buffer import NotStored
 from services.trajectories.receipts import UnknownReceipt
 from services.wire.messages import PushOutcome
 from services.wire.tls import RunAuthority
+from tests.learner.builders import functions_made_once
 from tests.learner.tiny_learner import (
     RUN_STATE,
     WAIT_S,
@@ -47,13 +52,17 @@ def authority():
 @pytest.fixture(scope="module")
 def compiled():
     """Programs that all learners of this file share, since they differ in nothing that counts."""
-    return {}
+    tokenizer = functools.cache(load_tokenizer)
+    with functions_made_once([]), mock.patch("learner.recorded_learner.load_tokenizer", tokenizer):
+        yield {}
+    gc.unfreeze()
 
 
 @pytest.fixture
 def start(model, authority, compiled):
     """Starts learners in a folder, each as after a restart; stops them at the end."""
     started = []
+    gc.freeze()  # as the actor does: each update collects, and would go through all modules
 
     def make(folder: pathlib.Path, **changes) -> RecordedLearner:
         for other, its_folder in started:

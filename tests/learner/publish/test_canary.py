@@ -173,13 +173,15 @@ def test_flipped_embedding_row_is_found_where_the_probe_meets_it(exact):
     assert not result.passed and result.first_layer == "embedding"
 
 
-@pytest.mark.parametrize("how", [dict(compute=F32, wire=F32), dict(compute=BF16, wire=BF16)])
-def test_swapped_layers_are_named(how):
+@pytest.mark.parametrize(
+    "how, cut", [(dict(compute=F32, wire=F32), {}), (dict(compute=BF16, wire=BF16), dict(fsdp=2))]
+)
+def test_swapped_layers_are_named(how, cut):
     canary, layout = worker(**how, tensor=2)
     params = live_copy(layout, how["wire"])
     first, second, third, fourth = params["layers"]
     swapped = {**params, "layers": [first, third, second, fourth]}
-    record = published(**how, fsdp=2)
+    record = published(**how, **cut)
     assert canary.check_policy(params, record).passed
     result = canary.check_policy(swapped, record)
     assert not result.passed and result.first_layer == "layers.1"
@@ -211,21 +213,23 @@ def test_learner_scores_what_is_published_and_not_its_float32_masters():
     assert np.abs(expected.logprob_BT - whole_scores(host_params()).logprob_BT).max() > 1e-2
 
 
+@jax.jit
+def whole_program(params):
+    ids = probe_tokens(VALID_VOCAB)
+    return score_probe(
+        params,
+        MODEL,
+        ids,
+        probe_direction(ids.shape[1], MODEL.hidden_size),
+        compute_dtype=jnp.dtype(F32),
+        operand_dtype=jnp.dtype(F32),
+        score_tokens=whole_head(VALID_VOCAB),
+    )
+
+
 def whole_scores(params):
     """The probe on one device, in float32."""
-    ids = probe_tokens(VALID_VOCAB)
-    program = jax.jit(
-        lambda params: score_probe(
-            params,
-            MODEL,
-            ids,
-            probe_direction(ids.shape[1], MODEL.hidden_size),
-            compute_dtype=jnp.dtype(F32),
-            operand_dtype=jnp.dtype(F32),
-            score_tokens=whole_head(VALID_VOCAB),
-        )
-    )
-    return ProbeScores(*map(np.asarray, program.lower(params).compile()(params)))
+    return ProbeScores(*map(np.asarray, whole_program(params)))
 
 
 def test_probe_is_the_forward_pass_of_the_model():

@@ -103,20 +103,22 @@ def literal_loss(completions, advantages, old, new, correction, aggregation):
     return total / divisor, [[slope / divisor for slope in each] for each in slopes]
 
 
+@jax.jit
+@jax.value_and_grad
+def loss_and_slopes(logprob_BT, batch, denominator):
+    terms = loss_lib.token_terms(
+        logprob_BT,
+        jnp.zeros_like(logprob_BT),
+        batch.old_logprobs,
+        batch.advantages,
+        batch.weights > 0,
+        OBJECTIVE,
+    )
+    return loss_lib.weighted_sum(terms.loss, batch.weights) / denominator
+
+
 def batch_loss(selection, new, packing):
     """Loss of packed micro-batches, and its derivative by each logprob of `new`, [N] each."""
-
-    def value(logprob_BT, batch):
-        terms = loss_lib.token_terms(
-            logprob_BT,
-            jnp.zeros_like(logprob_BT),
-            batch.old_logprobs,
-            batch.advantages,
-            batch.weights > 0,
-            OBJECTIVE,
-        )
-        return loss_lib.weighted_sum(terms.loss, batch.weights) / selection.denominator
-
     moved = [
         dataclasses.replace(sequence, old_logprobs=logprob_N)
         for sequence, logprob_N in zip(selection.sequences, new, strict=True)
@@ -124,7 +126,7 @@ def batch_loss(selection, new, packing):
     total, slopes = 0.0, []
     batches = zip(pack(selection.sequences, packing), pack(moved, packing), strict=True)
     for batch, policy in batches:
-        loss, slope_BT = jax.value_and_grad(value)(jnp.asarray(policy.old_logprobs), batch)
+        loss, slope_BT = loss_and_slopes(policy.old_logprobs, batch, selection.denominator)
         total += float(loss)
         slopes.append(np.asarray(slope_BT))
     return total, unpack(slopes, selection.sequences, packing)
@@ -321,30 +323,28 @@ def learner(off_policy, **options):
     return make_core(algorithm={"off_policy": off_policy}, optimizer=optimizer, **options)
 
 
-def test_learner_corrects_alike_on_any_mesh_with_any_head():
+def test_learner_corrects_alike_on_another_mesh_with_another_head():
     bounds = {"token_truncate": 1.3, "sequence_low": 0.85, "sequence_high": 1.3}
     found = []
     for options in (
         {"lm_head": "fast"},
-        {"lm_head": "lean", "data": 2, "microbatch_tokens": 16},
-        {"lm_head": "logits", "fsdp": 4},
+        {"lm_head": "logits", "data": 2, "fsdp": 2, "microbatch_tokens": 16},
     ):
         core = learner(bounds, **options)
         metrics = core.update(random_groups(), PhaseClock())
         found.append((metrics, core.named_weights("float32"), core.outcomes))
-    metrics, weights, outcomes = found[0]
+    (metrics, weights, outcomes), others = found
     assert 0 < metrics["offpolicy/sequence_share_masked"] < 1
     assert 0 < metrics["offpolicy/token_share_truncated"] < 1
     assert metrics["train/sequences"] == 16 * (1 - metrics["offpolicy/sequence_share_masked"])
     assert metrics["train/clip_fraction_high"] == 0, "the ratio is 1 before the first update"
-    for others in found[1:]:
-        for name in metrics:
-            of_packing = name in ("train/microbatches", "train/padding_fraction")
-            if name.startswith(("offpolicy/", "train/")) and not of_packing:
-                np.testing.assert_allclose(others[0][name], metrics[name], rtol=2e-5, atol=1e-6)
-        for name, array in weights.items():
-            np.testing.assert_allclose(others[1][name], array, rtol=2e-5, atol=1e-6)
-        assert others[2] == outcomes
+    for name in metrics:
+        of_packing = name in ("train/microbatches", "train/padding_fraction")
+        if name.startswith(("offpolicy/", "train/")) and not of_packing:
+            np.testing.assert_allclose(others[0][name], metrics[name], rtol=2e-5, atol=1e-6)
+    for name, array in weights.items():
+        np.testing.assert_allclose(others[1][name], array, rtol=2e-5, atol=1e-6)
+    assert others[2] == outcomes
 
 
 def test_bounds_that_nothing_reaches_change_no_bit():
