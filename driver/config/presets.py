@@ -59,7 +59,7 @@ PRESETS = {
     ),
     "rloo": Preset(
         "RLOO, arXiv:2402.14740, equation 8; its KL term, there in the reward, is in the loss "
-        "here with the same expected gradient",
+        "here, with a coefficient of ours",
         {
             "advantage": "leave_one_out",
             "aggregation": "constant",
@@ -68,8 +68,8 @@ PRESETS = {
         },
     ),
     "reinforce_pp": Preset(
-        "REINFORCE++, arXiv:2501.03262; its KL term, there in the reward, is in the loss here "
-        "with the same expected gradient",
+        "REINFORCE++, arXiv:2501.03262; its KL term, there in the reward, is in the loss here, "
+        "with a coefficient of ours",
         {
             "advantage": "batch_norm",
             "aggregation": "token_mean",
@@ -78,7 +78,7 @@ PRESETS = {
         },
     ),
     "reinforce_pp_baseline": Preset(
-        "REINFORCE++-baseline, arXiv:2501.03262",
+        "REINFORCE++-baseline, arXiv:2501.03262; the coefficient of the KL term is ours",
         {
             "advantage": "group_centre_batch_norm",
             "aggregation": "token_mean",
@@ -87,7 +87,8 @@ PRESETS = {
         },
     ),
     "cispo": Preset(
-        "CISPO, MiniMax-M1, arXiv:2506.13585, section 3.1; upper bound of the weight 5",
+        "CISPO, MiniMax-M1, arXiv:2506.13585, section 3.1, without a lower bound; the upper one "
+        "of the weight, 5, is ours",
         {
             "advantage": "group_norm",
             "aggregation": "token_mean",
