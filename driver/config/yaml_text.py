@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.composer import Composer
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.representer import SafeRepresenter
@@ -26,14 +27,31 @@ def parse_yaml(text: str, lines: dict[str, int] | None = None) -> Any:
             nesting than any configuration has.
     """
     yaml = YAML(typ="safe", pure=True)
-    try:
-        node = yaml.compose(text)
-    except RecursionError:
-        raise YAMLError(f"nested more than {_MAX_DEPTH} levels deep") from None
+    yaml.Composer = _Composer
+    node = yaml.compose(text)
     if node is None:
         return None
     _walk(node, "", {} if lines is None else lines, set(), ())
     return yaml.constructor.construct_document(node)
+
+
+class _Composer(Composer):
+    """Stops at the first node that is nested too deeply: to scan on would take minutes."""
+
+    _depth = 0
+
+    def compose_node(self, parent, index):
+        if self._depth > _MAX_DEPTH:
+            raise _too_deep(self.parser.peek_event())
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+
+def _too_deep(where: Any) -> MarkedYAMLError:
+    problem = f"nested more than {_MAX_DEPTH} levels deep"
+    return MarkedYAMLError(problem=problem, problem_mark=where.start_mark)
 
 
 def _walk(
@@ -45,9 +63,8 @@ def _walk(
         MarkedYAMLError: if an alias is inside what it names, which would never end, or if
             the node is nested too deeply.
     """
-    if len(around) > _MAX_DEPTH:
-        problem = f"nested more than {_MAX_DEPTH} levels deep"
-        raise MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+    if len(around) > _MAX_DEPTH:  # through aliases
+        raise _too_deep(node)
     if any(node is outer for outer in around):
         raise MarkedYAMLError(problem="an alias contains itself", problem_mark=node.start_mark)
     if id(node) in seen:

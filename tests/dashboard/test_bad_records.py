@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import shutil
 
 import pytest
 from rich.console import Console
@@ -29,9 +30,17 @@ ALIASES = [f"a{i + 1}: &a{i + 1} [{f'*a{i},' * 9}]\n" for i in range(8)]
 """Lines of YAML of which each has nine times the values of the one before."""
 
 
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sound")
+    make_run(folder, steps=14, workers=2)
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path):
-    make_run(tmp_path, steps=14, workers=2)
+def folder(sound, tmp_path):
+    """A run that a test may change."""
+    shutil.copytree(sound, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
 

@@ -161,7 +161,7 @@ def test_a_run_without_steps_can_be_compared(base, tmp_path):
 @pytest.mark.parametrize("n", [30, 40, 200])
 def test_noise_alone_diverges_in_under_one_of_five_hundred(n, kind):
     rng = np.random.default_rng([n, len(kind)])
-    runs = 1000
+    runs = 500
     alarms = sum(
         find_divergence(noise(rng, n, kind), noise(rng, n, kind)) is not None for _ in range(runs)
     )
