@@ -64,6 +64,8 @@ def head_environment() -> dict[str, str]:
     environment = {
         # Ray's own default is 15: the learner would yield to everything else on the machine.
         "RAY_worker_niceness": "0",
+        # Else it starts a Python process for each CPU at once, which no actor of a run uses.
+        "RAY_prestart_worker_first_driver": "0",
         # Has Ray take 127.0.0.1 for this host: else most of its processes listen on every address.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         **os.environ,

@@ -1,23 +1,28 @@
 """The command line of a run: train, or only print or check the configuration."""
 
 import argparse
+import datetime
 import io
 import os
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from driver.config import load_config as settings
 from driver.config import resume_identity as identity
 from driver.config.paths import check_folder, clear_folder, locate, lock_folder, output_folder
-from driver.config.prepare import prepare
 from driver.config.presets import PRESETS, explain
 from driver.config.ray_environment import set_environment
+from driver.config.run_config import RunConfig
 from driver.config.yaml_text import parse_yaml
 from driver.errors import RunError
 from driver.signals import Interrupted
 from services.process.terminal_text import unfiltered_stdout
 from services.process.whole_file import write_whole
+
+if TYPE_CHECKING:
+    from driver.config.prepare import Prepared
 
 DEFAULT_CONFIG = "deploy/runs/demo_cpu.yaml"
 
@@ -33,6 +38,12 @@ exit codes: 0 finished, 1 failed, 2 bad configuration, 3 resources not met,
 4 all steps done but nothing trained (as where no completion could be scored),
 130 and 143 ended by SIGINT and SIGTERM with a checkpoint written
 """
+
+
+class BadVariable(RunError):
+    """A variable of the shell has a value that cannot be read."""
+
+    exit_code = 2
 
 
 def parser() -> argparse.ArgumentParser:
@@ -97,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             config = identity.resolved(config, folder)
         resume = bool(config.run.resume)
         check_folder(folder, resume=resume)
-        prepared = prepare(config, identity.kept_moment(folder) if resume else None)
+        prepared = _prepare(config, identity.kept_moment(folder) if resume else None)
         print(prepared.text, flush=True)
         marks = identity.identity_of(config, prepared.model, prepared.data)
         if resume:
@@ -134,6 +145,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         what = "" if isinstance(error, Interrupted) else "error: "
         print(f"{what}{error}", file=sys.stderr, flush=True)
         return error.exit_code
+
+
+def _prepare(config: RunConfig, moment: datetime.datetime | None) -> "Prepared":
+    """As `prepare`, which is imported late: printing a configuration needs none of it.
+
+    Raises:
+        BadVariable: if JAX cannot be imported with the variables of this shell.
+        ConfigError: as `prepare` does.
+    """
+    try:
+        from driver.config.prepare import prepare
+    except ValueError as error:  # JAX reads its variables as it is imported
+        if "JAX" not in str(error).upper():
+            raise
+        raise BadVariable(f"{error}: correct or unset the variable of this shell") from error
+    return prepare(config, moment)
 
 
 def _print_config(text: str) -> None:

@@ -20,7 +20,6 @@ from typing import Any
 from learner.learner_records import LearnerHealth, LearnerInfo, Restored, Saved, UpdateReport
 from learner.learner_spec import LearnerSpec, reachable_host
 from learner.publish.snapshot import Snapshot
-from learner.recorded_learner import RecordedLearner
 from models.device_memory import device_memory
 from models.platform import require_platform
 from services.process import failpoints, stacks
@@ -64,6 +63,9 @@ class LearnerActor:
         """Args:
         share: gets every published version for a worker in this process, the only one.
         """
+        # Here, and not where the driver imports this class: it reads and writes no checkpoints.
+        from learner.recorded_learner import RecordedLearner
+
         failpoints.install(spec.failpoints)
         self._folder = pathlib.Path(spec.checkpoint_folder).parent
         stacks.register(self._folder, "learner")

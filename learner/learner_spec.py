@@ -3,8 +3,6 @@
 import dataclasses
 
 from learner.config import AlgorithmConfig, LearnerConfig
-from learner.durable.rollout_file import RolloutHeader
-from models.files.checkpoint import LoadedModel
 from services.wire.reachable import is_any, own_address
 from services.wire.tls import Credentials
 
@@ -59,23 +57,6 @@ class LearnerSpec:
     """The process ends once the driver has asked nothing for so long; None lets it stay."""
     failpoints: str | None = None
     """Folder of a test's failpoints, if any (services/process/failpoints.py)."""
-
-
-def rollout_header(spec: LearnerSpec, loaded: LoadedModel, valid_vocab: int) -> RolloutHeader:
-    """What another learner needs to train on this one's groups."""
-    return RolloutHeader(
-        run_id=spec.run_id,
-        seed=spec.seed,
-        model_path=spec.model_path,
-        model_folder=str(loaded.folder.resolve()) if loaded.folder else None,
-        algorithm=spec.algorithm,
-        learner=spec.learner,
-        temperature=spec.temperature,
-        valid_vocab=valid_vocab,
-        max_completion_tokens=spec.max_completion_tokens,
-        total_steps=spec.total_steps,
-        reward_weights=spec.reward_weights,
-    )
 
 
 def reachable_host(spec: LearnerSpec) -> str:

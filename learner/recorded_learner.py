@@ -16,14 +16,14 @@ from learner.durable.certificate import check_certificate, make_certificate
 from learner.durable.checkpoint import CheckpointFolder, NoCompleteCheckpoint, RestoredCheckpoint
 from learner.durable.journal import Begun, Journal
 from learner.durable.rejected_groups import write_rejected, write_unfit
-from learner.durable.rollout_file import RolloutRecorder, plain_header
+from learner.durable.rollout_file import RolloutHeader, RolloutRecorder, plain_header
 from learner.durable.segment_file import NOTHING_OPEN
 from learner.learner_records import Restored, Saved, UpdateReport, restored_at
-from learner.learner_spec import LearnerSpec, rollout_header
+from learner.learner_spec import LearnerSpec
 from learner.publish.publisher import Publisher, PublishFailed
 from learner.publish.snapshot import PUBLISH_DTYPES, Snapshot
 from models.files.carried_files import read_carried
-from models.files.checkpoint import load_model, save_model
+from models.files.checkpoint import LoadedModel, load_model, save_model
 from models.files.hf_export import cast_to_stored, dtype_names
 from models.tokenizer import load_tokenizer
 from services.process.phase_clock import PhaseClock
@@ -75,7 +75,7 @@ class RecordedLearner:
             spec.model_path, tokenizer=spec.tokenizer, chat_template=spec.chat_template
         )
         valid_vocab = min(self._tokenizer.vocab_size, loaded.config.vocab_size)
-        self._header = rollout_header(spec, loaded, valid_vocab)
+        self._header = _rollout_header(spec, loaded, valid_vocab)
         self._core = LearnerCore(self._header, loaded.config, loaded.params, devices=devices)
         self._rejected = folder / "rejected"
         self._saved = 0
@@ -352,3 +352,20 @@ class RecordedLearner:
             replayed=replayed,
             disowned=disowned,
         )
+
+
+def _rollout_header(spec: LearnerSpec, loaded: LoadedModel, valid_vocab: int) -> RolloutHeader:
+    """What another learner needs to train on this one's groups."""
+    return RolloutHeader(
+        run_id=spec.run_id,
+        seed=spec.seed,
+        model_path=spec.model_path,
+        model_folder=str(loaded.folder.resolve()) if loaded.folder else None,
+        algorithm=spec.algorithm,
+        learner=spec.learner,
+        temperature=spec.temperature,
+        valid_vocab=valid_vocab,
+        max_completion_tokens=spec.max_completion_tokens,
+        total_steps=spec.total_steps,
+        reward_weights=spec.reward_weights,
+    )

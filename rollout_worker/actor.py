@@ -15,8 +15,15 @@ from models.platform import require_platform
 from rollout_worker.fetcher import Fetcher, WaitForShared, pull_into, pull_shared
 from rollout_worker.loop import WorkLoop
 from rollout_worker.pusher import Pusher
-from rollout_worker.worker_core import RolloutSpec, WorkerCore
-from rollout_worker.worker_records import EvalItem, EvalRequest, News, Orders, WorkerInfo
+from rollout_worker.worker_core import WorkerCore
+from rollout_worker.worker_records import (
+    EvalItem,
+    EvalRequest,
+    News,
+    Orders,
+    RolloutSpec,
+    WorkerInfo,
+)
 from services.process import failpoints, stacks
 from services.process.driver_lease import DriverLease
 from services.process.phase_clock import PhaseClock

@@ -1,7 +1,5 @@
 """A rollout worker without threads and connections, built from what its process is given."""
 
-import dataclasses
-import datetime
 import logging
 from collections.abc import Sequence
 
@@ -10,7 +8,7 @@ import jax
 from models.files.checkpoint import read_model_config
 from models.tokenizer import load_tokenizer
 from rollout_worker.canary import CanaryCheck
-from rollout_worker.config import DataConfig, RewardConfig, RolloutConfig, SourceConfig
+from rollout_worker.config import SourceConfig
 from rollout_worker.data.data_digests import DataDigests, digest_data
 from rollout_worker.data.prompts import PromptSet, load_prompts
 from rollout_worker.engine.decode_request import SamplingSettings
@@ -19,66 +17,11 @@ from rollout_worker.rewards.reward_pool import RewardPool
 from rollout_worker.rewards.reward_process import Allowance
 from rollout_worker.sample_record import Sample, SampleRecords
 from rollout_worker.worker import GroupSettings, RolloutWorker
-from rollout_worker.worker_records import EvalItem, EvalRequest
+from rollout_worker.worker_records import EvalItem, EvalRequest, RolloutSpec
 from services.process.phase_clock import PhaseClock
-from services.wire.host_port import split_address
 from services.wire.messages import Group, Lease
-from services.wire.reachable import is_loopback, own_address
-from services.wire.tls import Credentials
 
 log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RolloutSpec:
-    """Everything a worker needs to start; plain values, so that it can travel."""
-
-    name: str
-    run_id: str
-    seed: int
-    platform: str
-    model_path: str
-    tokenizer: str | None
-    chat_template: str | None
-    stop_tokens: tuple[str, ...]
-    moment: datetime.datetime
-    """The time that the chat template reads, with its time zone: one for the whole run."""
-    data: DataConfig
-    rollout: RolloutConfig
-    reward: RewardConfig
-    learner_address: str
-    credentials: Credentials
-    weights_dtype: str
-    """Of the policy versions that the learner publishes."""
-    bind_host: str
-    """Of the run: where it is loopback, the worker serves there too, else on its own address."""
-    streams: int
-    chunk_bytes: int
-    deltas: bool
-    """Whether only what changed is asked for, where that is possible."""
-    canary: bool
-    """Whether every version is proved by the learner's scores of a probe."""
-    canary_bound: float | None
-    """Largest gap of a logprob that passes, in nats; None takes that of the dtypes."""
-    timeout_s: float
-    """Bound of one weight transfer and of one push."""
-    samples_per_step: int
-    """Completions of a step that the log keeps; where it is 0, none is returned as text."""
-    run_folder: str
-    """Where the process says how it can be asked for its stacks."""
-    driver_lease_s: float | None = None
-    """The process ends once the driver has asked nothing for so long; None lets it stay."""
-    failpoints: str | None = None
-    """Folder of `services/process/failpoints.py`, in tests of faults."""
-
-    @property
-    def serving_host(self) -> str:
-        """Where the worker serves weights to others: on loopback if the run does, else on its own
-        address towards the learner.
-        """
-        if is_loopback(self.bind_host):
-            return self.bind_host
-        return own_address(split_address(self.learner_address)[0])
 
 
 class WorkerCore:

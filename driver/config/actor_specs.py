@@ -7,7 +7,7 @@ import pathlib
 
 from driver.config.run_config import RunConfig
 from learner.learner_spec import LearnerSpec
-from rollout_worker.worker_core import RolloutSpec
+from rollout_worker.worker_records import RolloutSpec
 from services.process import failpoints
 from services.process.driver_lease import LEASE_S
 from services.wire.tls import RunAuthority

@@ -12,6 +12,9 @@ LONGEST_FOLDER = 36
 ON_LOOPBACK = ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 """Has Ray take 127.0.0.1 for the address of this host, on Linux too: its processes listen there
 alone, and not on every address, some of them without a token."""
+NO_IDLE_WORKERS = ("RAY_prestart_worker_first_driver", "0")
+"""Else Ray starts a Python process for each CPU at once, none of which an actor of ours uses: these
+have an environment of their own."""
 SHORT = "/tmp"
 TPU_LOGS = pathlib.Path("/tmp/tpu_logs")
 """Where libtpu writes unless it is told otherwise: the logs of every program on this host."""
@@ -49,6 +52,7 @@ def set_environment(environ: MutableMapping[str, str], run_folder: pathlib.Path)
     environ.setdefault(*ON_LOOPBACK)
     # Ray's own default is 15: the learner would yield to everything else on the machine.
     environ.setdefault("RAY_worker_niceness", "0")
+    environ.setdefault(*NO_IDLE_WORKERS)
     _shorten(environ)
     if "TPU_LOG_DIR" not in environ and TPU_LOGS.is_dir():
         own = run_folder / TPU_LOGS.name

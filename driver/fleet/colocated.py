@@ -12,8 +12,7 @@ from learner.actor import LearnerActor
 from learner.learner_spec import LearnerSpec
 from learner.publish.shared_snapshot import SharedSnapshot
 from rollout_worker.actor import RolloutActor
-from rollout_worker.worker_core import RolloutSpec
-from rollout_worker.worker_records import WorkerInfo
+from rollout_worker.worker_records import RolloutSpec, WorkerInfo
 
 P = ParamSpec("P")
 T = TypeVar("T")

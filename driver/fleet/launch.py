@@ -23,8 +23,14 @@ from learner.actor import LearnerActor
 from learner.learner_records import LearnerHealth, LearnerInfo, Restored, Saved, UpdateReport
 from learner.learner_spec import LearnerSpec
 from rollout_worker.actor import RolloutActor
-from rollout_worker.worker_core import RolloutSpec
-from rollout_worker.worker_records import EvalItem, EvalRequest, News, Orders, WorkerInfo
+from rollout_worker.worker_records import (
+    EvalItem,
+    EvalRequest,
+    News,
+    Orders,
+    RolloutSpec,
+    WorkerInfo,
+)
 from services.process.span_log import StepTiming
 from services.trajectories.group_report import GroupReport
 

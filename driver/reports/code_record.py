@@ -12,6 +12,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import subprocess
 import zipfile
 from typing import Any
@@ -27,6 +28,7 @@ DATE = (1980, 1, 1, 0, 0, 0)
 """Of every file in the archive: the oldest that the format can hold."""
 CODE, ENVIRONMENT = "code.zip", "environment.json"
 COMMAND_S = 10.0
+_NAME, _VERSION = re.compile(r"^Name: *(\S+)", re.M), re.compile(r"^Version: *(\S+)", re.M)
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -84,10 +86,13 @@ def environment(root: pathlib.Path) -> dict[str, Any]:
 
 def package_versions() -> dict[str, str]:
     """Version by name of everything that is installed."""
-    packages = {
-        distribution.name: distribution.version
-        for distribution in importlib.metadata.distributions()
-    }
+    packages = {}
+    for distribution in importlib.metadata.distributions():
+        # `distribution.name` parses whole descriptions, a second for the packages of a run.
+        text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+        name, version = _NAME.search(text), _VERSION.search(text)
+        if name and version:
+            packages[name[1]] = version[1]
     return dict(sorted(packages.items(), key=lambda pair: pair[0].lower()))
 
 

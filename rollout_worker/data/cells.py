@@ -1,4 +1,4 @@
-"""Rows of Arrow data as JSON values, and the text of a number.
+"""Rows of Arrow data as JSON values.
 
 Arrow's own conversion to Python objects is not used where it changes what is stored (a float32 0.1
 becomes 0.10000000149011612), depends on installed packages (nanoseconds need pandas), or gives
@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pyarrow
 from pyarrow import types
+
+from rollout_worker.data.float_text import number_text
 
 _UNIT_DIGITS = {"s": 0, "ms": 3, "us": 6, "ns": 9}
 _NARROW_FLOATS = {16: np.float16, 32: np.float32}
@@ -80,14 +82,6 @@ def json_value(cell: pyarrow.Scalar) -> Any:
         except ValueError:
             return None
     return _decoded(cell) if _is_text(kind) else cell.as_py()  # a boolean, an integer or a double
-
-
-def number_text(number: float | np.floating) -> str:
-    """The shortest digits, without exponent, that read back as this float of its own width.
-
-    `0.1` of a float32 0.1, `5` of 5.0, `100000000000000000000` of 1e20.
-    """
-    return np.format_float_positional(number, trim="-")
 
 
 def _moment(cell: pyarrow.Scalar) -> str | None:

@@ -21,11 +21,9 @@ from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 
 from rollout_worker.config import SourceConfig
-from rollout_worker.data.cells import number_text, rows
+from rollout_worker.data.float_text import number_text
 from rollout_worker.data.procedural import PREFIX, make_dataset, nearest_hint
 from rollout_worker.rewards.answers import gold_answer
 
@@ -267,6 +265,11 @@ def _jsonl(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _parquet(
     path: pathlib.Path, text_fields: Collection[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
+    # Here, since most runs read JSONL.
+    import pyarrow.parquet
+
+    from rollout_worker.data.cells import rows
+
     row = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
@@ -303,6 +306,8 @@ def _hub(
             f"loaded: {type(error).__name__}: {str(error)[:300]}. Check id, subset and split; "
             "without network, give a path ending in .jsonl or .parquet"
         ) from error
+    from rollout_worker.data.cells import rows
+
     row = 0
     try:
         tables: Any = dataset.with_format("arrow").iter(batch_size=_HUB_ROWS)

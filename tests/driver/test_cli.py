@@ -36,7 +36,7 @@ placement: {platform: cpu}
 
 def test_a_variable_that_jax_cannot_read_is_one_message():
     ended = subprocess.run(
-        [sys.executable, "-m", "driver", "--help"],
+        [sys.executable, "-m", "driver", "--dry-run"],
         cwd=ROOT,
         env={**os.environ, "JAX_ENABLE_X64": "banana"},
         capture_output=True,

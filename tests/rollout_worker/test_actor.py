@@ -26,8 +26,8 @@ from rollout_worker.engine.decode_request import SamplingSettings
 from rollout_worker.leased_group import LeasedGroup
 from rollout_worker.rewards.reward_pool import Score
 from rollout_worker.worker import WeightDigestMismatch
-from rollout_worker.worker_core import RolloutSpec, WorkerCore
-from rollout_worker.worker_records import EvalRequest, LeaseOutcome, Orders
+from rollout_worker.worker_core import WorkerCore
+from rollout_worker.worker_records import EvalRequest, LeaseOutcome, Orders, RolloutSpec
 from services.process.background import BackgroundFailed
 from services.process.phase_clock import PhaseClock
 from services.wire.messages import FinishReason, Lease

@@ -39,6 +39,12 @@ def test_processes_have_ordinary_priority_unless_the_user_says_otherwise(tmp_pat
     assert of_our_own(tmp_path, RAY_worker_niceness="5")["RAY_worker_niceness"] == "5"
 
 
+def test_no_workers_are_started_that_no_actor_uses(tmp_path):
+    name = "RAY_prestart_worker_first_driver"
+    assert of_our_own(tmp_path)[name] == "0"
+    assert of_our_own(tmp_path, **{name: "1"})[name] == "1"
+
+
 def test_a_long_tmpdir_is_not_used_for_sockets_N25(tmp_path):
     environ = of_our_own(tmp_path, TMPDIR=LONG)
     assert (environ["RAY_TMPDIR"], environ["TMPDIR"]) == ("/tmp", LONG)
