@@ -1,25 +1,21 @@
-"""A learner in a process of its own, to be killed: resumes from what it left, up to step 5.
-
-Arguments: model folder, run folder, folder of failpoints. Prints the digest of version 5.
-"""
+"""A learner in a process of its own, to be killed: resumes from what it left, up to step 5."""
 
 import pathlib
-import sys
 
 from learner.actor import LearnerActor
 from services.wire.tls import RunAuthority
 from tests.learner.tiny_learner import RUN_STATE, WAIT_S, groups_of, learner_spec, names, push
 
 STEPS = 5
+DIGEST = "digest.txt"
+"""File in the run's folder with the digest of version 5."""
 
 
-def main(model: str, folder: str, failpoints: str) -> None:
-    spec = learner_spec(
-        pathlib.Path(model),
-        RunAuthority.create("run"),
-        pathlib.Path(folder),
-        failpoints=failpoints,
-    )
+def main(model: pathlib.Path, folder: pathlib.Path, points: pathlib.Path) -> None:
+    """Args:
+    points: folder of failpoints.
+    """
+    spec = learner_spec(model, RunAuthority.create("run"), folder, failpoints=str(points))
     learner = LearnerActor(spec)
     restored = learner.restore()
     learner.publish()
@@ -35,9 +31,5 @@ def main(model: str, folder: str, failpoints: str) -> None:
         push(learner._learner, [group for group in groups if group.group_id not in held])
         learner.update(names(step), [], WAIT_S)
         learner.save(step, RUN_STATE)
-    print(learner.digest(STEPS, WAIT_S), flush=True)
+    (folder / DIGEST).write_text(learner.digest(STEPS, WAIT_S))
     learner.close()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

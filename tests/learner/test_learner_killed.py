@@ -1,5 +1,6 @@
 """A learner process that is killed at its worst moments gives the weights of one that was not."""
 
+import multiprocessing
 import pathlib
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import pytest
 
 from services.process import failpoints
+from tests.learner import learner_child
 from tests.tiny_model import write_tiny_model
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -16,29 +18,28 @@ pytestmark = [pytest.mark.slow, pytest.mark.service]
 
 
 @pytest.fixture(scope="module")
-def child():
-    """Runs a module in a process; all of them share what JAX has compiled."""
-
-    def run(module, *arguments):
-        return subprocess.run(
-            [sys.executable, "-m", module, *map(str, arguments)],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-        )
-
-    return run
+def processes():
+    """Makes processes that begin as copies of one that has imported the learner."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([learner_child.__name__])
+    return context
 
 
 def test_kills_while_updating_publishing_and_checkpointing_change_nothing(
-    child, tmp_path, tmp_path_factory
+    processes, tmp_path, tmp_path_factory
 ):
     model = write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-    points, learner = tmp_path / "points", "tests.learner.learner_child"
-    undisturbed = child(learner, model, tmp_path / "undisturbed", points)
-    assert undisturbed.returncode == 0, undisturbed.stderr
+    points = tmp_path / "points"
 
-    folder = tmp_path / "run"
+    def run(folder: pathlib.Path) -> int | None:
+        """The exit code of a learner that goes on with what is in its folder."""
+        child = processes.Process(target=learner_child.main, args=(model, folder, points))
+        child.start()
+        child.join()
+        return child.exitcode
+
+    undisturbed, folder = tmp_path / "undisturbed", tmp_path / "run"
+    assert run(undisturbed) == 0
     for name, action in (
         ("learner.checkpoint", "kill"),  # the first one: there is none to go back to
         ("learner.update", "skip 1 then kill"),  # written down, gradients made
@@ -47,12 +48,16 @@ def test_kills_while_updating_publishing_and_checkpointing_change_nothing(
         ("learner.checkpoint", "kill"),
     ):
         failpoints.arm(points, name, action)
-        killed = child(learner, model, folder, points)
-        assert killed.returncode == -signal.SIGKILL, (name, killed.stdout, killed.stderr)
-    finished = child(learner, model, folder, points)
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stdout == undisturbed.stdout
+        assert run(folder) == -signal.SIGKILL, (name, action)
+    assert run(folder) == 0
+    digest = (folder / learner_child.DIGEST).read_text()
+    assert digest and digest == (undisturbed / learner_child.DIGEST).read_text()
 
-    verified = child("driver.verify_resume", folder)
+    verified = subprocess.run(
+        [sys.executable, "-m", "driver.verify_resume", str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert verified.returncode == 0, verified.stdout + verified.stderr
     assert verified.stdout.endswith("verify_resume: step 5 made again, weights equal\n")

@@ -7,10 +7,11 @@ import signal
 import pytest
 
 from services.process import failpoints
-from tests.driver.service.test_service import (
+from tests.driver.service_run import (
     STEPS,
     Service,
     same_training,
+    undisturbed_run,
     write_model_and_data,
 )
 
@@ -29,10 +30,8 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def separate(tmp_path_factory, model):
-    service = Service(tmp_path_factory.mktemp("separate"), model, "--set", "rollout.workers=1")
-    assert service.wait() == 0, service.text
-    return service
+def separate(tmp_path_factory):
+    return undisturbed_run(tmp_path_factory)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import pytest
 from dashboard import auth
 from deploy import run_local
 from tests.deadlines import HANG_S
-from tests.driver.service.test_service import ROOT, Service, write_model_and_data
+from tests.driver.service_run import ROOT, Service, write_model_and_data
 
 pytestmark = [pytest.mark.slow, pytest.mark.service]
 
