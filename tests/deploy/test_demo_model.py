@@ -188,7 +188,7 @@ def test_row_too_short_for_a_conversation_is_refused(tokenizer):
 def test_training_twice_gives_the_same_bits(tokenizer):
     stage = make_model.Stage(steps=3, rows=4, terse_fraction=0.5, learning_rate=1e-2, seed=5)
     config = make_model.model_config(tokenizer.vocab_size)
-    params = init_params(jax.random.key(0), config)
+    params = jax.jit(init_params, static_argnums=1)(jax.random.key(0), config)
     batches = make_model.stage_batches(tokenizer, stage)
     runs = [make_model.train(params, config, *batches, stage.learning_rate) for _ in range(2)]
     for one, other in zip(jax.tree.leaves(runs[0]), jax.tree.leaves(runs[1]), strict=True):
@@ -208,10 +208,10 @@ def test_training_twice_gives_the_same_bits(tokenizer):
     ],
 )
 def test_model_could_do_better_than_it_likes_to(prompt_sets, demo, opening, least, most):
-    """Greedy accuracy on the held-out problems, by transformers and by how the answer opens."""
+    """Greedy accuracy on held-out problems, by transformers and by how the answer opens."""
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     backend = AutoTokenizer.from_pretrained(MODEL, padding_side="left")
-    prompts = prompt_sets[1].prompts
+    prompts = prompt_sets[1].prompts[:80]
     rows = [prompt.token_ids.tolist() + backend.encode(opening(prompt)) for prompt in prompts]
     batch = backend.pad({"input_ids": rows}, return_tensors="pt")
     completed = model.generate(
