@@ -155,6 +155,7 @@ def _compiled_for(settings, config, params):
     """
     algorithm, learner = settings.algorithm, settings.learner
     in_objective = {"clip_low", "clip_high", "kl_coef", "kl_estimator", "entropy_coef"}
+    in_objective |= {"policy_loss", "ratio", "dual_clip", "gate_positive", "gate_negative"}
     return (
         jax.stages.Lowered.compile,
         config,
