@@ -142,6 +142,18 @@ def test_room_for_one_more_worker_is_asked_for_and_given_back(run_room):
 
 @pytest.mark.slow
 @pytest.mark.service
+def test_what_the_cluster_lacks_is_refused_with_asked_and_there(cluster):
+    chips = {"learner": Resources(cpus=1, tpus=1), "rollout": Resources(cpus=1.5, tpus=1)}
+    with pytest.raises(ResourcesNotMet) as refused:
+        reserve(placement(**chips, platform="tpu"), 2, StopSignal())
+    message = str(refused.value)
+    assert refused.value.exit_code == 3
+    assert "TPU: asked 3, cluster has 0, free 0" in message
+    assert "CPU: asked 4, cluster has 4, free" in message
+
+
+@pytest.mark.slow
+@pytest.mark.service
 def test_a_worker_on_another_host_cannot_reach_a_learner_on_loopback(run_room):
     elsewhere = {"rollout": Resources(cpus=0, gpus=1), "resources_timeout_s": HANG_S}
     room = WorkerRoom(placement(**elsewhere), "rollout-1", run_room)

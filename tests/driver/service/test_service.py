@@ -280,12 +280,3 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_named(start, undisturbed
     assert f"checkpoint skipped: {newest.name}" in service.text
     assert "resumed at step 4" in service.text
     same_training(service, undisturbed)
-
-
-def test_what_the_machine_lacks_is_refused_with_asked_and_there(start):
-    asked = ("platform=gpu", "learner.gpus=0.5", "rollout.gpus=0.5")
-    service = start(*AT_ONCE, *(part for one in asked for part in ("--set", f"placement.{one}")))
-    assert service.wait() == 3, service.text
-    assert "GPU: asked 1.5, cluster has 0" in service.text
-    assert "Traceback" not in service.text
-    assert service.status["state"] == "failed"
