@@ -29,6 +29,7 @@ from driver.fleet.cluster import (
     cluster_hosts,
     connect,
     reserve,
+    stop_notice,
 )
 from driver.fleet.control_server import ControlBox, offer_control
 from driver.fleet.fleet_size import Scaler
@@ -98,6 +99,8 @@ def _run_tracked(
             dashboard.start(view.say)
         metadata = {METADATA_KEY: dashboard.url} if dashboard else {}
         logs = connect(config.run.name, stop, metadata)
+        if notice := stop_notice(os.environ):
+            view.say(notice)
         stack.callback(ray.shutdown)
         group = reserve(config.placement, config.rollout.workers.at_start, stop)
         specs = ActorSpecs(

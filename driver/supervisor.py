@@ -36,6 +36,7 @@ from driver.fleet.fleet import WorkerFleet, worker_capacity
 from driver.fleet.fleet_worker import FleetEvents, memory_fields
 from driver.fleet.handles import LearnerHandle
 from driver.fleet.launch import Launcher
+from driver.fleet.replacement import ended_in_pause
 from driver.fleet.rooms import LOOK_S, NOTICED_S, QUIET_S, Room, Rooms, RoomState
 from driver.fleet.timing_collector import TimingCollector
 from driver.signals import StopSignal
@@ -229,8 +230,12 @@ class Supervisor:
         self.learner_restarts += 1
         there, place, allowed = state.is_same_life(self._place), self._place, self._limit.allowed
         what = str(error) if there else f"{error}, lost with its host {place.host}"
-        now = self.clock.now()
-        count = self._limit.count_end(place.host, place.node, now, host_is_there=there)
+        count = 0
+        if ended_in_pause(self.clock):
+            what = f"{error}: it ended while this driver was paused"
+        else:
+            now = self.clock.now()
+            count = self._limit.count_end(place.host, place.node, now, host_is_there=there)
         if count > allowed:
             raise RestartsUsedUp(
                 f"{what}; placement.learner_restarts={allowed} is used up, --resume goes on from "

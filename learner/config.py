@@ -91,6 +91,12 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _check(self):
+        if self.zero_variance != "keep" and (self.advantage == "reward_norm" or self.length_coef):
+            raise ValueError(
+                f"zero_variance={self.zero_variance} drops groups whose total rewards are all "
+                "equal, but advantage=reward_norm and length_coef tell such completions apart: set "
+                "zero_variance to keep"
+            )
         if self.dual_clip is not None and self.policy_loss != "clip":
             raise ValueError(
                 f"dual_clip={self.dual_clip} bounds policy_loss=clip, not {self.policy_loss}: "

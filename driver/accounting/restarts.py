@@ -6,8 +6,12 @@ counts apart.
 """
 
 import collections
+import math
 
 WINDOW_S = 3600.0
+SAME_LOSS_S = 180.0
+"""Processes that are missed within this time of each other were lost with their host at once; one
+that is missed later, on a host that was never known to be gone, is another loss."""
 
 
 class RestartLimit:
@@ -20,7 +24,8 @@ class RestartLimit:
         self.allowed = allowed
         self._crashes: dict[str, collections.deque[float]] = {}
         self._losses: dict[str, collections.deque[float]] = {}
-        self._lost_lives: set[str] = set()
+        self._lost_lives: dict[str, float] = {}
+        """When the loss was counted."""
 
     def count_end(self, host: str, life: str, now_s: float, *, host_is_there: bool) -> int:
         """Adds a process that has ended, or the loss of its host.
@@ -32,13 +37,13 @@ class RestartLimit:
 
         Returns:
             how often processes ended there within the window, or how often the host was lost; 0
-            where this loss has been counted.
+            where this loss has been counted a moment ago.
         """
         if host_is_there:
             return _count(self._crashes, host, now_s)
-        if life in self._lost_lives:
+        if now_s - self._lost_lives.get(life, -math.inf) < SAME_LOSS_S:
             return 0
-        self._lost_lives.add(life)
+        self._lost_lives[life] = now_s
         return _count(self._losses, host, now_s)
 
 

@@ -8,7 +8,7 @@ import inspect
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -119,7 +119,9 @@ def _type(field: FieldInfo) -> str:
         if get_origin(member) is Literal:
             shown += [f"`{value}`" for value in get_args(member)]
         elif get_origin(member) is tuple:
-            shown.append(f"list of {_plain(get_args(member)[0])}")
+            item = get_args(member)[0]
+            item = get_args(item)[0] if get_origin(item) is Annotated else item
+            shown.append(f"list of {_plain(item)}")
         else:
             shown.append(_plain(member) + (_bounds(field) if member in (int, float) else ""))
     return _cell(" or ".join(shown))

@@ -106,6 +106,12 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
         held_out = _prompts(config, "eval", config.data.eval, tokenizer)
     notes += _check_golds(config, train, held_out)
     notes += overridden(os.environ)
+    unset = [name for name in config.reward.environment if name not in os.environ]
+    if unset:
+        notes.append(
+            f"reward.environment names {', '.join(unset)}, not set here: scorers get variables of "
+            "the process that they run in; on a cluster, set them before `ray start` on every host"
+        )
     if tokenizer.template.reads_clock:
         notes.append(f"the chat template reads the clock, which stands at {moment} in this run")
     lines = [
@@ -173,9 +179,11 @@ def _try_policy_loss(name: str) -> None:
             "correct the function"
         ) from None
     if tried.returncode:
-        said = tried.stderr.strip().splitlines() or [f"it ended with {tried.returncode}"]
-        about = "" if said[-1].startswith("algorithm.") else f"algorithm.policy_loss={name}: "
-        raise ConfigError(about + said[-1])
+        _, found, problem = tried.stderr.rpartition(f"algorithm.policy_loss={name}: ")
+        if not found:  # it ended the process
+            lines = tried.stderr.strip().splitlines()
+            problem = lines[-1] if lines else f"it ended with {tried.returncode}"
+        raise ConfigError(f"algorithm.policy_loss={name}: {problem.strip()}")
 
 
 def _check_golds(config: RunConfig, train: PromptSet, held_out: PromptSet | None) -> list[str]:

@@ -257,6 +257,17 @@ class RunConfig(Section):
         return self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens
 
     @model_validator(mode="after")
+    def _check_pass_k(self):
+        completions = self.rollout.completions_per_prompt
+        if self.algorithm.advantage == "pass_at_k" and self.algorithm.pass_k >= completions:
+            raise ValueError(
+                f"algorithm.pass_k={self.algorithm.pass_k} must be below "
+                f"rollout.completions_per_prompt={completions}: drawn whole, every group passes or "
+                "none does, and nothing is learnt; lower the one or raise the other"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_colocated(self):
         if self.placement.mode != "colocated":
             return self

@@ -35,6 +35,8 @@ from driver.signals import Interrupted, StopSignal
 from services.wire.host_port import split_address
 from services.wire.reachable import is_loopback
 
+LEAST_STOP_S = 30
+"""For a job that is stopped to write a checkpoint; less is warned of."""
 DIAL_S = 5.0
 
 
@@ -93,6 +95,17 @@ def check_network(config: PlacementConfig, environ: Mapping[str, str]) -> None:
             "(RAY_USE_TLS=1 and its certificates on every node), or set "
             "placement.private_network=true where nobody else can listen on the network"
         )
+
+
+def stop_notice(environ: Mapping[str, str]) -> str:
+    """What a submitted job must know of its stop, as its head has it; '' where nothing."""
+    wait = environ.get("RAY_JOB_STOP_WAIT_TIME_S", "3")
+    if "RAY_JOB_ID" not in environ or not wait.isdigit() or int(wait) >= LEAST_STOP_S:
+        return ""
+    return (
+        f"`ray job stop` kills this job after {wait} s, perhaps before its checkpoint is written: "
+        "export RAY_JOB_STOP_WAIT_TIME_S=600 before `ray start` on the head"
+    )
 
 
 def connect(

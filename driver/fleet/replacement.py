@@ -15,9 +15,14 @@ from driver.fleet.rooms import LOOK_S, NOTICED_S, Rooms, RoomState
 from services.process.driver_lease import LEASE_S
 
 PAUSE_S = LEASE_S - 10.0
-"""A driver that was paused for so long finds workers that have ended themselves."""
+"""A driver that was paused for so long finds processes that have ended themselves."""
 WAKING_S = 60.0
 """After its pause, in which it notices that."""
+
+
+def ended_in_pause(clock: AwakeClock) -> bool:
+    """Whether a process that is missed now ended itself while this driver was paused."""
+    return clock.woke_lately(PAUSE_S, WAKING_S)
 
 
 class WorkersLost(RunError):
@@ -134,7 +139,7 @@ class Replacement:
         worker.loss = None
         self.count(worker)
         there, place = state.is_same_life(worker.place), worker.place
-        paused = self._clock.woke_lately(PAUSE_S, WAKING_S)
+        paused = ended_in_pause(self._clock)
         explained = self.release_suspects(worker, guilty=there and not paused)
         what = "failed" if there else f"was lost with its host {place.host}"
         if paused:

@@ -2,7 +2,8 @@
 
 A small process of its own waits for the driver to end, whatever ends it, and looks at status.json.
 Where that still says that this driver runs, it writes state, exit code and reason. It knows nothing
-of Ray, has a session of its own, and ends with the driver.
+of Ray, ends with the driver, and is nobody's child: a job that is stopped has all its descendants
+killed.
 """
 
 import argparse
@@ -107,6 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--pid", required=True, type=int)
     parser.add_argument("--started", required=True, type=int)
     given = parser.parse_args(arguments)
+    if os.fork():
+        os._exit(0)
     wait_for_end(given.pid, given.started)
     write_end(given.run, given.pid, time.time())
     return 0

@@ -192,6 +192,8 @@ def _clip(ratio_BT, advantage_BT, logprob_BT, objective):
 def _cispo(ratio_BT, advantage_BT, logprob_BT, objective):
     low, high = _bounds(objective)
     weight_BT = jax.lax.stop_gradient(jnp.clip(ratio_BT, low, high))
+    # A token that has become impossible has no gradient, and 0 x infinity must not be.
+    logprob_BT = jnp.where(jnp.isneginf(logprob_BT), 0.0, logprob_BT)
     return -weight_BT * advantage_BT * logprob_BT, ratio_BT < low, ratio_BT > high
 
 

@@ -27,8 +27,13 @@ _SECRET_ENDINGS = (
     "privatekey",
     "authtoken",
     "accesstoken",
+    "connectionstring",
 )
 _SECRET_LAST = _word_set("key keys token auth pwd pass pat bearer cookie secret secrets")
+_AFTER_SECRET = _word_set(
+    "0 1 2 3 4 5 6 7 8 9 old new ro rw prod dev test staging base b64 64 b pem value raw"
+)
+"""Words after `key` or `token` that leave the name a secret's: `API_KEY_2`, `GH_TOKEN_RO`."""
 _HARMLESS_BEFORE = _word_set(
     "answer answers question prompt item dict json yaml sort primary public foreign index "
     "group field column row lookup cache map match start end stop bos eos pad unk sep cls "
@@ -74,6 +79,13 @@ _NAMED = re.compile(
     re.I,
 )
 """A value beside its name, in a log; a number of many digits is none."""
+_PASSWORD = re.compile(
+    r"((?:secret_?access_?key|account_?key|password|passwd)[\"']?[ \t]*[:=][ \t]*[\"']?)"
+    r"(?![<*])[^\s\"',;&}]{6,}",
+    re.I,
+)
+"""A value beside a name that leaves no doubt, however short."""
+_BASIC = re.compile(r"\b(authorization:?[ \t\"']*basic[ \t]+)[\w+/=]{8,}", re.I)
 _LEAST_CHARS = 8
 """A shorter value of a variable is a word such as `on`, not a secret."""
 
@@ -85,6 +97,8 @@ def names_secret(name: str, value: object = "") -> bool:
         value: decides for a name that is `key` or `token` and says no more.
     """
     words = _words(name)
+    while len(words) > 1 and words[-1] in _AFTER_SECRET:
+        words = words[:-1]
     if _is_of_secrets(words):
         return True
     if not words or words[-1] not in _SECRET_LAST:
@@ -129,6 +143,8 @@ def hide_secrets(text: str) -> str:
     text = _URL_QUERY.sub(r"\1<secret>", text)
     text = _BEARER.sub(r"\1<secret>", text)
     text = _TOKEN.sub("<secret>", text)
+    text = _PASSWORD.sub(r"\1<secret>", text)
+    text = _BASIC.sub(r"\1<secret>", text)
     return _NAMED.sub(r"\1<secret>", text)
 
 

@@ -204,3 +204,37 @@ def test_a_learner_that_answers_nobody_for_a_while_is_cut_off_from_nobody_F05(st
     finished(run, 60)
     assert not run.said_of("no answer from the learner"), run.said
     assert len(world.processes) == 3
+
+
+def test_processes_that_end_while_the_driver_sleeps_use_up_no_restart_R04(start):
+    """As on a laptop that is closed every night: each finds that nobody asks it anything."""
+    world = World()
+
+    def sleep():
+        world.now_s += 600.0
+        for process in world.processes:
+            process.end()
+
+    for n in range(5):
+        world.at(60.0 + 800.0 * n, sleep)
+    run = start(world, steps=400)
+    finished(run, 400)
+    assert not run.said_of("restart "), run.said_of("restart ")
+    assert len(run.said_of("the learner", "ended while this driver was paused")) == 5
+
+
+def test_a_host_of_the_learner_that_comes_and_goes_ends_the_run_in_time(start):
+    world = World()
+
+    def drop_out():
+        for process in world.processes:
+            if process.host.name == "learner":
+                process.end()
+        host = world.hosts["learner"]
+        host.up = False
+        world.at(40.0, lambda: setattr(host, "up", True))
+
+    for n in range(30):
+        world.at(60.0 + 200.0 * n, drop_out)
+    run = start(world, steps=3_000)
+    assert "placement.learner_restarts=3 is used up" in str(run.error)

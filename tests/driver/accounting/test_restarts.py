@@ -1,6 +1,6 @@
 """Restarts are counted by host and window, and the loss of a host apart and once."""
 
-from driver.accounting.restarts import WINDOW_S, RestartLimit
+from driver.accounting.restarts import SAME_LOSS_S, WINDOW_S, RestartLimit
 
 
 class Limit(RestartLimit):
@@ -31,3 +31,11 @@ def test_the_loss_of_a_host_counts_once_and_apart_from_crashes_F02():
     assert limit.lost("a", "second life", 3.0) == 2
     assert limit.lost("b", "its life", 4.0) == 1
     assert limit.crash("a", 5.0) == 2
+
+
+def test_a_host_that_goes_and_comes_under_one_name_is_counted_each_time():
+    """Ray did not miss it: the node keeps its name, and was never known to be gone."""
+    limit = Limit(3)
+    times = [n * 1.5 * SAME_LOSS_S for n in range(5)]
+    assert [limit.lost("a", "its life", s) for s in times] == [1, 2, 3, 4, 5]
+    assert limit.lost("a", "its life", times[-1] + SAME_LOSS_S / 2) == 0

@@ -569,3 +569,15 @@ def test_a_fault_of_an_override_names_it_and_its_value(write, override, expected
 def test_a_fault_in_the_file_keeps_its_line(write):
     message = refusal(write(PARAMS.replace('"a+"', ".inf")), "reward.functions.0.weight=2")
     assert re.search(r"params.pattern: inf is not finite.*run.yaml, line \d+\)", message), message
+
+
+def test_what_would_train_nothing_or_drop_what_trains_is_refused():
+    base = ["model.path=a", "data.train.source=b.jsonl", "data.eval.source=c.jsonl"]
+    passes = ["algorithm.advantage=pass_at_k", "rollout.completions_per_prompt=4"]
+    with pytest.raises(ConfigError, match=r"algorithm.pass_k=4 must be below .*=4"):
+        load(None, [*base, *passes])
+    assert load(None, [*base, *passes, "algorithm.pass_k=3"]).algorithm.pass_k == 3
+    for key in ("advantage=reward_norm", "length_coef=1"):
+        with pytest.raises(ConfigError, match="zero_variance=mask drops .*set zero_variance to"):
+            load(None, [*base, f"algorithm.{key}", "algorithm.zero_variance=mask"])
+        assert load(None, [*base, f"algorithm.{key}"]).algorithm.zero_variance == "keep"

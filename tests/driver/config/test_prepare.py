@@ -116,7 +116,18 @@ def test_a_task_without_a_single_answer_needs_its_own_scorer_N06(ready):
 @pytest.mark.parametrize(
     "code, problem",
     [
-        ("def loss(*, ratio, advantage, **_): return -(ratio * advantage).sum()", "not one number"),
+        (
+            "def loss(*, ratio, advantage, **_): return -(ratio * advantage).sum()",
+            "not a float32 each",
+        ),
+        (
+            "def loss(*, ratio, advantage, **_):\n    if (ratio > 1).all(): pass",
+            "it raises TracerBoolConversionError: Attempted boolean conversion",
+        ),
+        (
+            "def loss(**_): raise ValueError('beta is missing\\nuse it')",
+            "it raises ValueError: beta is missing use it: correct the function",
+        ),
         ("import time; time.sleep(3600)", "it took over 1 s"),
         ("import os; os._exit(7)", "ended with 7"),
     ],
@@ -137,3 +148,10 @@ def test_a_policy_loss_of_ones_own_is_tried_and_named(ready, tmp_path, monkeypat
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     _, prepared = ready(overrides=["algorithm.policy_loss=good_losses:loss"])
     assert "loss: good_losses:loss of token ratios" in prepared.text
+
+
+def test_a_variable_for_scorers_that_is_not_set_is_noted(ready, monkeypatch):
+    monkeypatch.setenv("SET_KEY", "value")
+    monkeypatch.delenv("UNSET_KEY", raising=False)
+    _, prepared = ready(overrides=["reward.environment=[SET_KEY, UNSET_KEY]"])
+    assert "note: reward.environment names UNSET_KEY, not set here" in prepared.text

@@ -27,6 +27,7 @@ from driver.fleet.cluster import (
     connect,
     release,
     reserve,
+    stop_notice,
 )
 from driver.fleet.launch import CHILDREN_END_THEMSELVES
 from driver.signals import StopSignal
@@ -213,3 +214,16 @@ def test_what_scorers_have_started_ends_with_a_worker_that_ray_kills_R15(cluster
     assert strays()
     ray.kill(actor)
     wait_until(lambda: not strays(), "the end of what the scorer has started")
+
+
+@pytest.mark.parametrize(
+    "environ, said",
+    [
+        ({}, ""),
+        ({"RAY_JOB_ID": "1", "RAY_JOB_STOP_WAIT_TIME_S": "600"}, ""),
+        ({"RAY_JOB_ID": "1"}, "kills this job after 3 s"),
+        ({"RAY_JOB_ID": "1", "RAY_JOB_STOP_WAIT_TIME_S": "5"}, "kills this job after 5 s"),
+    ],
+)
+def test_a_job_that_is_killed_too_soon_to_save_is_told_so(environ, said):
+    assert said in stop_notice(environ) and bool(stop_notice(environ)) == bool(said)

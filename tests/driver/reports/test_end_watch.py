@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from driver.reports import end_watch
@@ -39,6 +40,12 @@ def read(folder: pathlib.Path) -> dict:
     return json.loads((folder / "status.json").read_text())
 
 
+def children_of(pid: int) -> list[psutil.Process]:
+    """Those that run: what a stopped job kills with it."""
+    found = psutil.Process(pid).children(recursive=True)
+    return [one for one in found if one.status() != psutil.STATUS_ZOMBIE]
+
+
 def ended(folder: pathlib.Path, how: str | int) -> dict:
     with subprocess.Popen(
         [sys.executable, "-c", DRIVER, str(folder)],
@@ -51,7 +58,10 @@ def ended(folder: pathlib.Path, how: str | int) -> dict:
     ) as driver:
         assert driver.stdin is not None and driver.stdout is not None
         assert driver.stdout.readline() == "runs\n"
-        if isinstance(how, str):
+        if how == "stop the job":
+            wait_until(lambda: not children_of(driver.pid), "the watch to be nobody's child")
+            os.killpg(driver.pid, signal.SIGKILL)
+        elif isinstance(how, str):
             driver.stdin.write(f"{how}\n")
             driver.stdin.flush()
         else:
@@ -63,7 +73,7 @@ def ended(folder: pathlib.Path, how: str | int) -> dict:
         return status
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGABRT, "exit"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGABRT, "exit", "stop the job"])
 def test_a_driver_that_cannot_write_its_end_has_it_written_R10(tmp_path, how):
     status = ended(tmp_path, how)
     assert (status["state"], status["exit_code"]) == ("failed", ExitCode.KILLED)

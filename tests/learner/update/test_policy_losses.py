@@ -100,3 +100,19 @@ def test_the_expected_gradient_is_that_of_the_divergence(estimator):
     p = jax.nn.softmax(logits)
     expected = sum(p[token] * jax.grad(estimate)(logits, token) for token in range(5))
     np.testing.assert_allclose(expected, jax.grad(divergence)(logits), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("advantage", [0.0, 1.0, -1.0])
+def test_a_token_that_has_become_impossible_leaves_the_loss_finite(name, advantage):
+    objective = loss_lib.Objective(**{**CLIPS, **OBJECTIVES[name]})
+
+    def total(logprob):
+        zeros = jnp.zeros_like(logprob)
+        terms = loss_lib.token_terms(
+            logprob, zeros, zeros - 2.0, zeros + advantage, zeros == 0, objective
+        )
+        return terms.loss.sum()
+
+    value, slope = jax.value_and_grad(total)(jnp.array([-jnp.inf, -1.0]))
+    assert jnp.isfinite(value) and jnp.isfinite(slope).all() and slope[0] == 0

@@ -17,6 +17,8 @@ SECRET_NAMES = (
     "PGPASSWORD db_password accessToken HF_TOKEN WANDB_API_KEY RAY_AUTH_TOKEN MYSQL_PWD GITHUB_PAT "
     "SENTRY_DSN DB_PASS SLACK_WEBHOOK_URL client_secret "
     "GOOGLE_APPLICATION_CREDENTIALS slack_webhook service-key my.secret"
+    " OPENAI_API_KEY_2 API_TOKEN2 GH_TOKEN_RO SIGNING_KEY_BASE64 PRIVATE_KEY_PEM HF_TOKEN_2"
+    " AZURE_STORAGE_CONNECTION_STRING HF_HUB_TOKEN_OLD"
 )
 HARMLESS_NAMES = (
     "answer_key sort_key key token max_completion_tokens eos_token TOKENIZERS_PARALLELISM pattern "
@@ -87,6 +89,23 @@ def test_what_looks_like_a_secret_is_known_and_hidden_wherever_it_stands_R12(tex
 @pytest.mark.parametrize("text", HARMLESS_TEXTS)
 def test_what_does_not_is_left_alone(text):
     assert not looks_secret(text) and hide_secrets(text) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"SecretAccessKey": "geheim/bPxRf"}',
+        "AccountName=x;AccountKey=geheim12==;EndpointSuffix=y",
+        "Authorization: Basic dXNlcjpnZWhlaW0=",
+        "password=geheim22",
+        "password: geheim!pass#word99",
+        "host=db password=geheim dbname=x",
+    ],
+)
+def test_what_stands_beside_a_name_that_leaves_no_doubt_is_hidden_in_logs(text):
+    hidden = hide_secrets(text)
+    assert "geheim" not in hidden and "dXNl" not in hidden and "<secret>" in hidden
+    assert hide_secrets(hidden) == hidden
 
 
 def test_values_of_secret_variables_are_hidden_by_name():
