@@ -1,11 +1,8 @@
 """The page of a real run in a real browser: it follows the run, changes its fleet, and stays."""
 
-import os
+import json
 import pathlib
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
 
@@ -13,16 +10,20 @@ from dashboard import auth
 from driver.accounting.jsonl import read_lines
 from tests.chromium import Watched, chromium, open_view, wait_for, wait_until_drawn, why_missing
 from tests.deadlines import HANG_S
+from tests.driver.service_run import Service, write_model_and_data
 
-ROOT = pathlib.Path(__file__).resolve().parents[3]
 STEPS = 900
 """The test ends the run itself: however slow the machine is, no step has to be waited for."""
 GONE = "net::ERR_"
 """What the browser says of a server that ends with its run."""
+SLOW = {"name": "tests.slow_reward:score", "params": {"seconds": 0.1}}
+"""A step takes about a second, and the machine is left to the browser."""
 SETTINGS = [
     f"run.steps={STEPS}",
     "rollout.workers={min: 1, max: 2}",
-    "eval.at_start=false",
+    "placement.rollout.cpus=0.25",
+    f"reward.functions={json.dumps([SLOW])}",
+    "eval.every_steps=0",
     "eval.at_end=false",
     "checkpoint.every_steps=0",
     "checkpoint.export_hf=false",
@@ -36,53 +37,33 @@ pytestmark = [
 ]
 
 
-class DemoRun:
-    """`python -m driver` with the demo's configuration, and one worker at first."""
+class LongRun(Service):
+    """A run with one worker at first that goes on until it is ended."""
 
-    def __init__(self, folder: pathlib.Path):
-        self.out = folder / "out"
-        self.log = folder / "driver.log"
-        settings = [part for one in SETTINGS for part in ("--set", one)]
-        command = [sys.executable, "-m", "driver", "--config", "deploy/runs/demo_cpu.yaml"]
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [*command, *settings, "--set", f"run.output_dir={self.out}"],
-                cwd=ROOT,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+    def __init__(self, folder: pathlib.Path, model: pathlib.Path):
+        super().__init__(folder, model, *(part for one in SETTINGS for part in ("--set", one)))
 
     def access(self) -> tuple[str, auth.Tokens]:
         """URL and tokens, once the dashboard answers and the control service is there."""
-        deadline = time.monotonic() + HANG_S
-        while not (self.out / "control" / "key.pem").exists():
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline, f"no control service: {self.log.read_text()}"
-            time.sleep(0.1)
+        self.wait_for((self.out / "control" / "key.pem").exists, "its control service")
         return auth.read_access(self.out / "dashboard")
 
     def step(self) -> int:
         """The last one that metrics.jsonl holds; 0 before the first."""
         return max((line["step"] for line in read_lines(self.out / "metrics.jsonl")), default=0)
 
-    def end(self) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-
 
 @pytest.fixture
-def run(tmp_path):
-    demo = DemoRun(tmp_path)
-    yield demo
-    demo.end()
+def run(tmp_path, tmp_path_factory):
+    if why := why_missing():
+        pytest.skip(why)
+    run = LongRun(tmp_path, write_model_and_data(tmp_path_factory.mktemp("model")))
+    yield run
+    run.kill()
 
 
 @pytest.fixture
 def watched(run):
-    if why := why_missing():
-        pytest.skip(why)
     with chromium() as browser:
         page = Watched(browser)
         yield page
@@ -149,7 +130,7 @@ def test_a_page_follows_a_run_changes_its_fleet_and_stays_when_it_ends(run, watc
     run.process.send_signal(signal.SIGINT)
     ended = page.locator("#banner[data-banner=interrupted]")
     ended.wait_for(state="visible", timeout=HANG_S * 1e3)
-    assert run.process.wait(HANG_S) == 130, run.log.read_text()
+    assert run.process.wait(HANG_S) == 130, run.text
     page.wait_for_timeout(2000)
     assert ended.is_visible() and page.inner_text("#header-state").endswith("interrupted")
     assert page.inner_text("#header-step") == f"{run.step()} / {STEPS}"
