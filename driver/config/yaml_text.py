@@ -42,16 +42,13 @@ class _Composer(Composer):
 
     def compose_node(self, parent, index):
         if self._depth > _MAX_DEPTH:
-            raise _too_deep(self.parser.peek_event())
+            problem = f"nested more than {_MAX_DEPTH} levels deep"
+            mark = self.parser.peek_event().start_mark
+            raise MarkedYAMLError(problem=problem, problem_mark=mark)
         self._depth += 1
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
-
-
-def _too_deep(where: Any) -> MarkedYAMLError:
-    problem = f"nested more than {_MAX_DEPTH} levels deep"
-    return MarkedYAMLError(problem=problem, problem_mark=where.start_mark)
 
 
 def _walk(
@@ -60,11 +57,8 @@ def _walk(
     """Visits every node once: undoes dates and a lone `=`, and notes the line of each key.
 
     Raises:
-        MarkedYAMLError: if an alias is inside what it names, which would never end, or if
-            the node is nested too deeply.
+        MarkedYAMLError: if an alias is inside what it names, which would never end.
     """
-    if len(around) > _MAX_DEPTH:  # through aliases
-        raise _too_deep(node)
     if any(node is outer for outer in around):
         raise MarkedYAMLError(problem="an alias contains itself", problem_mark=node.start_mark)
     if id(node) in seen:
