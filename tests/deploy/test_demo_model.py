@@ -21,7 +21,7 @@ from models.transformer import init_params
 from rollout_worker.data.prompts import count_shared, load_prompts
 from rollout_worker.rewards.scorers import gsm8k_answer
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("full_compilation")]
+pytestmark = pytest.mark.slow
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODEL = str(make_model.OUTPUT)
