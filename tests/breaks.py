@@ -78,14 +78,14 @@ BREAKS = [
     # learner
     Break(
         "learner/update/advantages.py",
-        'scale = centred.std() + eps if kind == "group_norm" else 1.0',
-        'scale = centred.std(ddof=1) + eps if kind == "group_norm" else 1.0',
+        "return centred / (centred.std() + rule.eps)",
+        "return centred / (centred.std(ddof=1) + rule.eps)",
         "learner/update/test_advantages.py",
     ),
     Break(
         "learner/update/loss.py",
-        "loss_BT = -jnp.where(plain_BT <= clipped_BT, plain_BT, clipped_BT)",
-        "loss_BT = -jnp.where(plain_BT >= clipped_BT, plain_BT, clipped_BT)",
+        "gain_BT = jnp.where(plain_BT <= clipped_BT, plain_BT, clipped_BT)",
+        "gain_BT = jnp.where(plain_BT >= clipped_BT, plain_BT, clipped_BT)",
         "learner/update/test_loss.py learner/update/test_train_step.py",
     ),
     Break(
@@ -169,8 +169,8 @@ BREAKS = [
     ),
     Break(
         "driver/accounting/restarts.py",
-        "if life in self._lost_lives:",
-        "if host in self._lost_lives:",
+        "if now_s - self._lost_lives.get(life, -math.inf) < SAME_LOSS_S:",
+        "if now_s - self._lost_lives.get(host, -math.inf) < SAME_LOSS_S:",
         "driver/accounting/test_restarts.py",
     ),
     Break(

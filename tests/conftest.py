@@ -73,11 +73,3 @@ def cases(shared):
         return {case["id"]: case for case in document["cases"]}
 
     return load
-
-
-@pytest.fixture(scope="module")
-def full_compilation():
-    """For files that compute for longer than they compile."""
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", True)
