@@ -12,7 +12,7 @@ import pathlib
 import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import psutil
@@ -37,6 +37,8 @@ from services.wire.reachable import is_loopback
 
 LEAST_STOP_S = 30
 """For a job that is stopped to write a checkpoint; less is warned of."""
+STARTS = 3
+"""Of a local cluster that does not come up in time."""
 DIAL_S = 5.0
 
 
@@ -131,14 +133,9 @@ def connect(
         _check_listening(address)
     # Ray prints the output of actors; a coloured prefix would be made harmless with the rest.
     os.environ["RAY_COLOR_PREFIX"] = "0"
+    before = psutil.Process().children()
     try:
-        context: Any = ray.init(  # the class that Ray declares is not the one it returns
-            namespace=namespace,
-            log_to_driver=True,
-            include_dashboard=False,
-            logging_level=logging.ERROR,
-            job_config=JobConfig(metadata=dict(metadata or {})),
-        )
+        context = _init(namespace, metadata, before)
     except (ConnectionError, AuthenticationError) as error:
         raise NoCluster(f"cannot join the Ray cluster at RAY_ADDRESS={address}: {error}") from error
     except SystemExit as error:
@@ -152,6 +149,38 @@ def connect(
     if isinstance(context, ClientContext):
         return []
     return [pathlib.Path(context.address_info["session_dir"], "logs")]
+
+
+def _init(
+    namespace: str, metadata: Mapping[str, str] | None, before: Collection[psutil.Process]
+) -> Any:
+    """Calls Ray, whose declared class is not the one it returns; again where it timed out.
+
+    A local cluster has 30 s to start, which a busy machine may need more than once.
+
+    Args:
+        before: children of this process that are not Ray's.
+    """
+    for left in range(STARTS - 1, -1, -1):
+        try:
+            return ray.init(
+                namespace=namespace,
+                log_to_driver=True,
+                include_dashboard=False,
+                logging_level=logging.ERROR,
+                job_config=JobConfig(metadata=dict(metadata or {})),
+            )
+        except Exception as error:
+            if "timed out during startup" not in str(error):
+                raise
+            ray.shutdown()
+            _end_children(before)
+            if not left:
+                raise NoCluster(
+                    f"Ray did not start on this host in 30 s, {STARTS} times: free processors or "
+                    "memory of it (`uptime`, `free -g`), and start the run again"
+                ) from error
+    raise AssertionError("STARTS is at least 1")
 
 
 def cluster_hosts() -> list[dict[str, Any]]:
@@ -169,13 +198,20 @@ def cluster_hosts() -> list[dict[str, Any]]:
     ]
 
 
-def _end_children() -> None:
+def _end_children(but: Collection[psutil.Process] = ()) -> None:
     """Ends a cluster whose start was interrupted.
 
     Ray would end the parents alone, and their agents notice that only much later. Parents come
     first here too, so that none of them starts anything meanwhile.
+
+    Args:
+        but: children that stay, with theirs.
     """
-    children = psutil.Process().children(recursive=True)
+    children = []
+    for child in psutil.Process().children():
+        if child not in but:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                children += [child, *child.children(recursive=True)]
     for child in children:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()

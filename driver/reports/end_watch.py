@@ -14,6 +14,7 @@ import pathlib
 import select
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -44,7 +45,7 @@ def start_end_watch(folder: pathlib.Path) -> None:
     if not started:
         return
     command = [sys.executable, "-m", "driver.reports.end_watch", "--run", str(folder)]
-    subprocess.Popen(
+    first = subprocess.Popen(
         [*command, "--pid", str(pid), "--started", str(started)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -53,6 +54,8 @@ def start_end_watch(folder: pathlib.Path) -> None:
         env=without_secrets(os.environ),
         start_new_session=True,
     )
+    # It ends at once and leaves the watch behind; what has ended is collected.
+    threading.Thread(target=first.wait, name="end-watch", daemon=True).start()
 
 
 def wait_for_end(pid: int, started: int) -> None:

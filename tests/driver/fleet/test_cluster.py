@@ -5,9 +5,12 @@ import pathlib
 import re
 import secrets
 import socket
+import subprocess
 import sys
 import tempfile
 import time
+import types
+from typing import Any
 
 import psutil
 import pytest
@@ -227,3 +230,37 @@ def test_what_scorers_have_started_ends_with_a_worker_that_ray_kills_R15(cluster
 )
 def test_a_job_that_is_killed_too_soon_to_save_is_told_so(environ, said):
     assert said in stop_notice(environ) and bool(stop_notice(environ)) == bool(said)
+
+
+@pytest.mark.parametrize("timeouts", [0, 2, 3])
+def test_a_local_cluster_that_a_busy_machine_starts_too_slowly_is_started_again(
+    monkeypatch, timeouts
+):
+    """Ray gives its processes 30 s, raises a bare Exception, and leaves them behind."""
+    tries, others = [], []
+
+    def init(**settings):
+        others.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"]))
+        tries.append(settings)
+        if len(tries) <= timeouts:
+            raise Exception("The current node timed out during startup. This could happen ...")
+        return types.SimpleNamespace(address_info={"session_dir": "/session"})
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray.init", init)
+    stop: Any = types.SimpleNamespace(install=lambda: None, check=lambda: None)
+    kept = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+    try:
+        if timeouts < 3:
+            assert connect("one", stop) == [pathlib.Path("/session/logs")]
+        else:
+            with pytest.raises(NoCluster, match="did not start on this host in 30 s, 3 times"):
+                connect("one", stop)
+        ended = others[:timeouts]
+        assert len(tries) == min(timeouts + 1, 3)
+        assert not any(psutil.pid_exists(one.pid) for one in ended)
+        assert kept.poll() is None, "what is not Ray's stays"
+    finally:
+        for one in [kept, *others]:
+            one.kill()
+            one.wait(HANG_S)

@@ -1,5 +1,6 @@
 """The dashboard's process from the driver's side: it starts, comes again, and is in no way."""
 
+import contextlib
 import io
 import json
 import os
@@ -56,9 +57,11 @@ def served(folder: pathlib.Path) -> psutil.Process | None:
         httpx.get(f"{url}/healthz", timeout=1, trust_env=False).raise_for_status()
     except httpx.HTTPError:
         return None
-    children = psutil.Process().children()
-    found = [one for one in children if "dashboard" in one.cmdline()]
-    return found[0] if found else None
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # of another kind, and gone
+            if "dashboard" in child.cmdline():
+                return child
+    return None
 
 
 def client(folder: pathlib.Path) -> httpx.Client:
