@@ -101,11 +101,9 @@ class LearnerCore:
                 overlong_share=algorithm.overlong_share,
                 length_coef=algorithm.length_coef,
                 correct_from=algorithm.correct_from,
-                max_completion_tokens=settings.max_completion_tokens,
             ),
             reward_weights=settings.reward_weights,
         )
-        self._sequence_ratio = algorithm.ratio == "sequence"
         self._clips_tokens = algorithm.policy_loss == "clip"
         self._packing = Packing(learner.microbatch_tokens, len(self._devices))
         self._correction = Correction(**algorithm.off_policy.model_dump())
@@ -144,14 +142,14 @@ class LearnerCore:
         with self._lock, clock.phase("forward_backward"):
             started, compile_s = time.monotonic(), clock.peek()["compile"]
             selected = select_sequences(groups, self._rules, vocab_size=self._config.vocab_size)
-            selection, batches, metrics = self._corrected(selected, clock)
+            selection, batches, metrics, logprobs = self._corrected(selected, clock)
             metrics |= group_metrics(
                 groups,
                 policy_version=self.policy_version,
                 max_completion_tokens=self._rules.max_completion_tokens,
             )
             metrics |= selection_metrics(selection, batches, groups=len(groups))
-            trained, clipped_tokens = self._train(groups, selection, batches, clock)
+            trained, clipped_tokens = self._train(groups, selection, batches, logprobs, clock)
             skipped = bool(trained["train/update_skipped"])
             metrics |= trained | token_funnel(
                 groups, selected, selection, clipped_tokens=clipped_tokens, skipped=skipped
@@ -180,49 +178,62 @@ class LearnerCore:
 
     def _corrected(
         self, selection: Selection, clock: PhaseClock
-    ) -> tuple[Selection, Sequence[MicroBatch], dict[str, float]]:
-        """Applies the off-policy correction: the selection that remains, packed, and metrics."""
+    ) -> tuple[Selection, Sequence[MicroBatch], dict[str, float], list[np.ndarray] | None]:
+        """Applies the off-policy correction.
+
+        Returns:
+            The selection that remains, packed, metrics, and the logprobs of its sequences if they
+            had to be worked out.
+        """
         batches = pack(selection.sequences, self._packing)
         if not batches or not self._correction.is_on:
-            return selection, batches, {}
-        logprobs = [self._score(batch, clock) for batch in batches]
+            return selection, batches, {}, None
+        logprobs = self._scored(selection, batches, clock)
         weights = self._weigh(selection, logprobs)
+        kept = [its for its, weight in zip(logprobs, weights, strict=True) if weight.is_kept]
         selection = correct_selection(selection, weights, self._correction, self._rules)
         batches = pack(selection.sequences, self._packing)
-        return selection, batches, off_policy_metrics(weights, self._correction)
+        return selection, batches, off_policy_metrics(weights, self._correction), kept
 
     def _train(
-        self, groups, selection: Selection, batches, clock
+        self, groups, selection: Selection, batches, logprobs, clock
     ) -> tuple[dict[str, float], float]:
-        """Metrics, and the number of tokens that the clip held in the first update."""
+        """Metrics, and the number of tokens that the clip held in the first update.
+
+        Args:
+            logprobs: of each sequence before it, where they are known.
+        """
         self.rejected = ()
         if not batches:
             return {"train/update_skipped": 1.0}, 0.0
         metrics, reports, clipped_tokens = {}, [], 0.0
         for _ in range(self._learner.updates_per_batch):
-            rated = self._rated(selection, batches, clock)
-            sums, report, logprobs = self._one_update(rated, selection.denominator, clock)
+            if self._functions.sequence_ratios:
+                before = logprobs or self._scored(selection, batches, clock)
+                rated = with_sequence_ratios(selection, before)
+                batches, logprobs = pack(rated.sequences, self._packing), None
+            sums, report, scores = self._one_update(batches, selection.denominator, clock)
             if not reports and self._clips_tokens:
                 clipped_tokens = float(sums["clipped_low"]) + float(sums["clipped_high"])
             # Only the first update scores with the policy that the correction refers to.
             if not reports and not self._correction.is_on:
-                metrics = off_policy_metrics(self._weigh(selection, logprobs), self._correction)
+                of_each = unpack(scores, selection.sequences, self._packing)
+                metrics = off_policy_metrics(self._weigh(selection, of_each), self._correction)
             has_reference = self._reference is not None
             reports.append(update_metrics(sums, report, has_reference=has_reference))
         if any(report["train/update_skipped"] for report in reports):
             self.rejected = tuple(groups)
         return metrics | combine_updates(reports), clipped_tokens
 
-    def _rated(
+    def _scored(
         self, selection: Selection, batches: Sequence[MicroBatch], clock: PhaseClock
-    ) -> Sequence[MicroBatch]:
-        """The micro-batches, with the ratio of each sequence now if the objective has one."""
-        if not self._sequence_ratio:
-            return batches
-        logprobs = self._unpacked(selection, [self._score(batch, clock) for batch in batches])
-        return pack(with_sequence_ratios(selection, logprobs).sequences, self._packing)
+    ) -> list[np.ndarray]:
+        """Logprobs of each sequence under the policy as it stands."""
+        scores = [self._score(batch, clock) for batch in batches]
+        return unpack(scores, selection.sequences, self._packing)
 
     def _score(self, batch: MicroBatch, clock: PhaseClock) -> np.ndarray:
+        batch = batch._replace(sequence_log_ratios=None)
         batch = jax.device_put(batch, self._functions.batch_sharding)
         key = f"score {batch.token_ids.shape}"
         score = self._functions.score
@@ -231,16 +242,11 @@ class LearnerCore:
         )
 
     def _weigh(self, selection: Selection, logprobs: Sequence[np.ndarray]) -> list[SequenceWeights]:
-        """Importance weights of the sequences, from the policy's logprobs of the micro-batches."""
-        of_each = self._unpacked(selection, logprobs)
+        """Importance weights of the sequences, from the policy's logprobs of each."""
         return [
             weigh_sequence(sequence, logprob_N, self._correction)
-            for sequence, logprob_N in zip(selection.sequences, of_each, strict=True)
+            for sequence, logprob_N in zip(selection.sequences, logprobs, strict=True)
         ]
-
-    def _unpacked(self, selection: Selection, logprobs: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The policy's logprobs of each sequence, from those of the micro-batches."""
-        return unpack(logprobs, selection.sequences, self._packing)
 
     def _one_update(
         self, batches: Sequence[MicroBatch], denominator: float, clock: PhaseClock

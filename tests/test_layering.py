@@ -21,6 +21,7 @@ OURS = {
     "services": "services",
     "services.pb": "",
     "services.process": "",
+    "services.user_code": "",
     "services.wire": "services.pb services.process",
     "services.weights": "services.pb services.process services.wire",
     "services.trajectories": "services.pb services.process services.wire",
@@ -32,7 +33,8 @@ OURS = {
     "diagnosis.compare": f"diagnosis {RECORDS}",
     "dashboard": "diagnosis services",
     "learner": "learner kernels models services",
-    "learner.update": "learner.config kernels models services.process services.wire",
+    "learner.update": "learner.config kernels models services.process services.user_code "
+    "services.wire",
     "learner.publish": "learner.config learner.update kernels models services",
     "learner.durable": "learner.config learner.update models services",
     "rollout_worker": "rollout_worker kernels models services",

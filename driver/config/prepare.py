@@ -162,17 +162,15 @@ def _check_messages(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
 
 
 def _try_policy_loss(name: str) -> None:
-    """Tries out a user's policy loss in a process of its own: it uses JAX, and this one does not.
+    """Tries out a user's policy loss in a process of its own: it is foreign code, and JAX would
+    take the devices of this host.
 
     Raises:
         ConfigError: with what is wrong with it.
     """
     command = [sys.executable, "-m", "learner.update.own_policy_loss", name]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     try:
-        tried = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=_POLICY_LOSS_S
-        )
+        tried = subprocess.run(command, capture_output=True, text=True, timeout=_POLICY_LOSS_S)
     except subprocess.TimeoutExpired:
         raise ConfigError(
             f"algorithm.policy_loss={name}: it took over {_POLICY_LOSS_S:g} s for 30 tokens: "

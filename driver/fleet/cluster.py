@@ -141,7 +141,7 @@ def connect(
     except SystemExit as error:
         # During its start Ray answers SIGTERM itself, by SystemExit.
         if not address:
-            _end_children()
+            _end_children(before)
         raise Interrupted(signal.SIGTERM) from error
     finally:
         stop.install()
@@ -152,35 +152,36 @@ def connect(
 
 
 def _init(
-    namespace: str, metadata: Mapping[str, str] | None, before: Collection[psutil.Process]
+    namespace: str,
+    metadata: Mapping[str, str] | None,
+    before: Collection[psutil.Process],
+    starts: int = STARTS,
 ) -> Any:
     """Calls Ray, whose declared class is not the one it returns; again where it timed out.
 
-    A local cluster has 30 s to start, which a busy machine may need more than once.
-
     Args:
         before: children of this process that are not Ray's.
+        starts: a local cluster has 30 s to start, which a busy machine may need more than once.
     """
-    for left in range(STARTS - 1, -1, -1):
-        try:
-            return ray.init(
-                namespace=namespace,
-                log_to_driver=True,
-                include_dashboard=False,
-                logging_level=logging.ERROR,
-                job_config=JobConfig(metadata=dict(metadata or {})),
-            )
-        except Exception as error:
-            if "timed out during startup" not in str(error):
-                raise
-            ray.shutdown()
-            _end_children(before)
-            if not left:
-                raise NoCluster(
-                    f"Ray did not start on this host in 30 s, {STARTS} times: free processors or "
-                    "memory of it (`uptime`, `free -g`), and start the run again"
-                ) from error
-    raise AssertionError("STARTS is at least 1")
+    try:
+        return ray.init(
+            namespace=namespace,
+            log_to_driver=True,
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+            job_config=JobConfig(metadata=dict(metadata or {})),
+        )
+    except Exception as error:
+        if "timed out during startup" not in str(error):
+            raise
+        ray.shutdown()
+        _end_children(before)
+        if starts == 1:
+            raise NoCluster(
+                f"Ray did not start on this host in 30 s, {STARTS} times: free processors or "
+                "memory of it (`uptime`, `free -g`), and start the run again"
+            ) from error
+    return _init(namespace, metadata, before, starts - 1)
 
 
 def cluster_hosts() -> list[dict[str, Any]]:
@@ -198,8 +199,8 @@ def cluster_hosts() -> list[dict[str, Any]]:
     ]
 
 
-def _end_children(but: Collection[psutil.Process] = ()) -> None:
-    """Ends a cluster whose start was interrupted.
+def _end_children(but: Collection[psutil.Process]) -> None:
+    """Ends a cluster that was interrupted, or has timed out, as it started.
 
     Ray would end the parents alone, and their agents notice that only much later. Parents come
     first here too, so that none of them starts anything meanwhile.

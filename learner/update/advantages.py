@@ -26,6 +26,10 @@ class AdvantageRule(NamedTuple):
     """For `pass_at_k`: the total reward from which a completion is correct."""
 
 
+Comparison = Callable[[np.ndarray, AdvantageRule], np.ndarray]
+"""From the rewards of a group, two at least and not all equal, to their advantages; float64."""
+
+
 class GroupRewards(NamedTuple):
     """The rewards of one group; NaN or infinite where a completion has none."""
 
@@ -61,19 +65,12 @@ def batch_advantages(groups: Sequence[GroupRewards], rule: AdvantageRule) -> lis
     Raises:
         ValueError: if the kind is unknown.
     """
-    if rule.kind in _OF_GROUP:
-        of_group = _OF_GROUP[rule.kind]
-        return [_rewarded(group.total_G, lambda r: of_group(r, rule)) for group in groups]
-    if rule.kind == "batch_norm":
-        raw = [np.asarray(group.total_G, np.float64) for group in groups]
-        return _normed_over_batch(raw, rule.eps, centre=True)
-    if rule.kind == "group_centre_batch_norm":
-        raw = [_centred(group.total_G) for group in groups]
-        return _normed_over_batch(raw, rule.eps, centre=False)
-    if rule.kind == "reward_norm":
-        raw = [_summed_norms(group, rule) for group in groups]
-        return _normed_over_batch(raw, rule.eps, centre=True)
-    raise ValueError(f"advantage must be one of {', '.join(KINDS)}, got {rule.kind!r}")
+    if rule.kind not in KINDS:
+        raise ValueError(f"advantage must be one of {', '.join(KINDS)}, got {rule.kind!r}")
+    raw = [_compared(group, rule) for group in groups]
+    if rule.kind in _OVER_BATCH:
+        raw = _over_batch(raw, rule.eps, centre=rule.kind != "group_centre_batch_norm")
+    return [np.where(np.isnan(raw_G), 0.0, raw_G).astype(np.float32) for raw_G in raw]
 
 
 def has_variance(reward_G: np.ndarray) -> bool:
@@ -87,18 +84,25 @@ def has_variance(reward_G: np.ndarray) -> bool:
     return reward.size > 1 and reward.min() != reward.max()
 
 
-def _rewarded(
-    reward_G: np.ndarray, advantages: Callable[[np.ndarray], np.ndarray], missing: float = 0.0
-) -> np.ndarray:
-    """Advantages of the completions that have a reward, `missing` for the others; float32."""
+def _compared(group: GroupRewards, rule: AdvantageRule) -> np.ndarray:
+    """What the group alone says of its completions; float64 [G], NaN where one has no reward."""
+    if rule.kind == "batch_norm":
+        return np.where(np.isfinite(group.total_G), group.total_G, np.nan)
+    if rule.kind != "reward_norm":
+        return _in_group(group.total_G, _OF_GROUP[rule.kind], rule)
+    if group.each_RG is None or group.weight_R is None:
+        raise ValueError("advantage=reward_norm needs the rewards of each reward function")
+    normed_RG = [_in_group(reward_G, _group_norm, rule) for reward_G in group.each_RG]
+    sum_G = np.asarray(group.weight_R) @ np.nan_to_num(normed_RG)
+    return np.where(np.isfinite(group.total_G), sum_G, np.nan)
+
+
+def _in_group(reward_G: np.ndarray, compare: Comparison, rule: AdvantageRule) -> np.ndarray:
     reward_G = np.asarray(reward_G, np.float64)
-    found_G = np.full(reward_G.shape, missing, np.float64)
+    found_G = np.full(reward_G.shape, np.nan)
     rewarded_G = np.isfinite(reward_G)
-    if has_variance(reward_G):
-        found_G[rewarded_G] = advantages(reward_G[rewarded_G])
-    else:
-        found_G[rewarded_G] = 0.0
-    return found_G.astype(np.float32) if missing == 0.0 else found_G
+    found_G[rewarded_G] = compare(reward_G[rewarded_G], rule) if has_variance(reward_G) else 0.0
+    return found_G
 
 
 def _group_norm(reward: np.ndarray, rule: AdvantageRule) -> np.ndarray:
@@ -127,38 +131,20 @@ def _pass_at_k(reward: np.ndarray, rule: AdvantageRule) -> np.ndarray:
     return np.where(correct, fail, fail - fail_of_wrong) / deviation
 
 
-_OF_GROUP = {
+_OF_GROUP: dict[str, Comparison] = {
     "group_norm": _group_norm,
     "group_centre": _group_centre,
     "leave_one_out": _leave_one_out,
     "pass_at_k": _pass_at_k,
+    "group_centre_batch_norm": _group_centre,
 }
-KINDS = (*_OF_GROUP, "batch_norm", "group_centre_batch_norm", "reward_norm")
+_OVER_BATCH = ("batch_norm", "group_centre_batch_norm", "reward_norm")
+KINDS = tuple(dict.fromkeys([*_OF_GROUP, *_OVER_BATCH]))
 
 
-def _centred(reward_G: np.ndarray) -> np.ndarray:
-    """float64 [G], NaN where a completion has no reward."""
-    return _rewarded(reward_G, lambda reward: reward - reward.mean(), missing=np.nan)
-
-
-def _summed_norms(group: GroupRewards, rule: AdvantageRule) -> np.ndarray:
-    """float64 [G], NaN where a completion has no reward."""
-    if group.each_RG is None or group.weight_R is None:
-        raise ValueError("advantage=reward_norm needs the rewards of each reward function")
-    sum_G = np.where(np.isfinite(np.asarray(group.total_G, np.float64)), 0.0, np.nan)
-    for weight, reward_G in zip(group.weight_R, group.each_RG, strict=True):
-        sum_G += weight * _rewarded(reward_G, lambda reward: _group_norm(reward, rule))
-    return sum_G
-
-
-def _normed_over_batch(raw: Sequence[np.ndarray], eps: float, *, centre: bool) -> list[np.ndarray]:
-    """Divides by the deviation of all finite values of the batch; a batch of one value gives 0."""
+def _over_batch(raw: Sequence[np.ndarray], eps: float, *, centre: bool) -> list[np.ndarray]:
+    """Divides by the deviation of all numbers of the batch; where all are equal, all become 0."""
     every = np.concatenate([raw_G[np.isfinite(raw_G)] for raw_G in raw]) if raw else np.empty(0)
     if not has_variance(every):
-        return [np.zeros(raw_G.shape, np.float32) for raw_G in raw]
-    mean = every.mean() if centre else 0.0
-    deviation = (every - every.mean()).std() + eps
-    return [
-        np.where(np.isfinite(raw_G), (raw_G - mean) / deviation, 0.0).astype(np.float32)
-        for raw_G in raw
-    ]
+        return [np.zeros(raw_G.shape) for raw_G in raw]
+    return [(raw_G - centre * every.mean()) / (every.std() + eps) for raw_G in raw]

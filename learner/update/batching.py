@@ -156,7 +156,9 @@ def _rewards_of(group: Group, total_G: np.ndarray, rules: SelectionRules) -> Gro
     added_G = np.zeros(total_G.shape)
     if rules.length.is_on:
         tokens_G = np.array([len(c.token_ids) for c in group.completions])
-        added_G = length_rewards(tokens_G, total_G, rules.length)
+        added_G = length_rewards(
+            tokens_G, total_G, rules.length, max_completion_tokens=rules.max_completion_tokens
+        )
     if rules.advantage.kind != "reward_norm":
         return GroupRewards(total_G + added_G)
     has_none_G = np.where(np.isfinite(total_G), 0.0, np.nan)

@@ -18,7 +18,6 @@ class LengthRule(NamedTuple):
     """Weight of the reward for being short beside the others of the group."""
     correct_from: float = 1.0
     """Total reward from which a completion is correct."""
-    max_completion_tokens: int = 1
 
     @property
     def is_on(self) -> bool:
@@ -26,7 +25,9 @@ class LengthRule(NamedTuple):
         return self.overlong_share is not None or self.length_coef > 0
 
 
-def length_rewards(tokens_G: np.ndarray, total_G: np.ndarray, rule: LengthRule) -> np.ndarray:
+def length_rewards(
+    tokens_G: np.ndarray, total_G: np.ndarray, rule: LengthRule, *, max_completion_tokens: int
+) -> np.ndarray:
     """What is added to the total reward of each completion; float64 [G].
 
     * Soft overlong punishment of DAPO (arXiv:2503.14476, equation 13): 0 up to
@@ -39,12 +40,13 @@ def length_rewards(tokens_G: np.ndarray, total_G: np.ndarray, rule: LengthRule) 
         tokens_G: lengths of the completions.
         total_G: float64; not finite where a completion has no reward: it is left out of shortest
             and longest.
+        max_completion_tokens: of the rollout.
     """
     tokens_G = np.asarray(tokens_G, np.float64)
     added_G = np.zeros(tokens_G.shape)
     if rule.overlong_share is not None:
-        buffer = rule.overlong_share * rule.max_completion_tokens
-        beyond_G = tokens_G - (rule.max_completion_tokens - buffer)
+        buffer = rule.overlong_share * max_completion_tokens
+        beyond_G = tokens_G - (max_completion_tokens - buffer)
         added_G -= np.clip(beyond_G / buffer, 0.0, 1.0)
     rewarded_G = np.isfinite(total_G)
     if rule.length_coef > 0 and rewarded_G.any():

@@ -11,17 +11,15 @@ not in the loss. KL penalty, entropy bonus and aggregation are added as configur
 `python -m learner.update.own_policy_loss NAME` tries one out, as the driver does before a run.
 """
 
-import importlib
-import os
 import sys
 from collections.abc import Sequence
-from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from learner.update.loss import POLICY_LOSSES, PolicyLoss, importance_ratio
+from services.user_code.import_path import BadImportPath, load_attribute
 
 
 class BadPolicyLoss(ValueError):
@@ -36,42 +34,25 @@ def policy_loss(name: str) -> str | PolicyLoss:
     """
     if name in POLICY_LOSSES:
         return name
-    function = _load(name)
-    _try_out(name, function)
-    return function
-
-
-def _load(name: str) -> PolicyLoss:
-    module_name, _, attribute = name.partition(":")
-    # The module is foreign code: it may raise anything.
     try:
-        function = getattr(importlib.import_module(module_name), attribute, None)
-    except (Exception, SystemExit) as error:
+        function = load_attribute(name)
+    except BadImportPath as error:
         raise BadPolicyLoss(
-            f"algorithm.policy_loss={name}: importing {module_name!r} fails: "
-            f"{type(error).__name__}: {error}; it must be importable from {os.getcwd()}, or "
-            "installed"
+            f"algorithm.policy_loss={name}: {error}. Built in are {', '.join(POLICY_LOSSES)}"
         ) from error
-    if not callable(function):
-        raise BadPolicyLoss(
-            f"algorithm.policy_loss={name}: module {module_name!r} has no function {attribute!r}; "
-            f"built in are {', '.join(POLICY_LOSSES)}"
-        )
-    return cast(PolicyLoss, function)
-
-
-def _try_out(name: str, function: PolicyLoss) -> None:
-    """Calls it on a grid of tokens, whole and one by one, as numbers and as derivatives."""
-    problem = _problem(function)
-    if problem:
+    if problem := _problem(function):
         raise BadPolicyLoss(
             f"algorithm.policy_loss={name}: {problem}: correct the function "
             "(docs/objectives.md shows one)"
         )
+    return function
 
 
 def _problem(function: PolicyLoss) -> str:
-    """Which rule a policy loss breaks; '' for none."""
+    """Which rule a policy loss breaks; '' for none.
+
+    It is called on a grid of tokens, whole, in pairs and one by one, as values and as derivatives.
+    """
     gap, advantage, entropy = (
         each.ravel().astype(np.float32)
         for each in np.meshgrid([-2.0, -0.1, 0.0, 0.1, 2.0], [-1.5, 0.0, 0.7], [0.0, 2.0])

@@ -5,19 +5,14 @@ process, so that the task can score an answer.
 """
 
 import dataclasses
-import difflib
 import typing
 from typing import Any
+
+from services.user_code.import_path import nearest_hint
 
 PREFIX = "reasoning_gym:"
 MAX_ITEMS = 1_000_000
 """Of one source: all prompts are made and encoded before the first step."""
-
-
-def nearest_hint(name: str, known: list[str]) -> str:
-    """Returns ` (nearest: 'x')`, or an empty text if no known name is similar."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f" (nearest: {close[0]!r})" if close else ""
 
 
 def make_dataset(task: str, *, seed: int, size: int, params: dict[str, Any]):

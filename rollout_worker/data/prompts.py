@@ -24,8 +24,9 @@ import numpy as np
 
 from rollout_worker.config import SourceConfig
 from rollout_worker.data.float_text import number_text
-from rollout_worker.data.procedural import PREFIX, make_dataset, nearest_hint
+from rollout_worker.data.procedural import PREFIX, make_dataset
 from rollout_worker.rewards.answers import gold_answer
+from services.user_code.import_path import nearest_hint
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _MAX_DEPTH = 64

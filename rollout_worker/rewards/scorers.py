@@ -21,16 +21,20 @@ import inspect
 import json
 import math
 import numbers
-import os
 import re
-import traceback
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal
 
-from rollout_worker.data.procedural import make_dataset, nearest_hint
+from rollout_worker.data.procedural import make_dataset
 from rollout_worker.rewards import answers
+from services.user_code.import_path import (
+    BadImportPath,
+    NoSuchModule,
+    load_attribute,
+    nearest_hint,
+)
 
 if typing.TYPE_CHECKING:
     from rollout_worker.config import RewardFunctionConfig
@@ -248,66 +252,21 @@ def resolve_scorer(name: str) -> Scorer:
             f"unknown reward function {name!r}{_nearest_built_in(name)}: built in are "
             f"{', '.join(BUILT_INS)}; your own is written package.module:function"
         )
-    module = _import(name, module_name)
-    scorer = getattr(module, attribute, None)
-    if scorer is None:
-        public = [each for each in vars(module) if not each.startswith("_")]
+    try:
+        scorer = load_attribute(name)
+    except NoSuchModule as error:
         raise BadScorer(
-            f"reward function {name!r}: module {module_name!r} ({getattr(module, '__file__', '')}) "
-            f"has no {attribute!r}{nearest_hint(attribute, public)}"
-        )
+            f"reward function {name!r}: {error}. Built in are {', '.join(BUILT_INS)}"
+            f"{_nearest_built_in(name)}"
+        ) from error
+    except BadImportPath as error:
+        raise BadScorer(f"reward function {name!r}: {error}") from error
     if not callable(scorer) or inspect.iscoroutinefunction(scorer):
         raise BadScorer(
             f"reward function {name!r} must be a plain function, got {type(scorer).__name__}"
             f"{' (async)' if callable(scorer) else ''}"
         )
     return scorer
-
-
-def _import(name: str, module_name: str):
-    """Imports a user's module; what it raises becomes one line that names the place."""
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise BadScorer(
-                f"reward function {name!r}: importing {module_name!r} fails: {error}"
-                f"{_place(error)}; install it beside this package"
-            ) from error
-        raise BadScorer(
-            f"reward function {name!r}: cannot import {module_name!r} ({error}); it must be "
-            f"importable from {os.getcwd()} or installed. Built in are {', '.join(BUILT_INS)}"
-            f"{_nearest_built_in(name)}"
-        ) from error
-    # The module is foreign code: it may raise anything, SystemExit too, and that is the answer.
-    except BaseException as error:
-        text = traceback.format_exception_only(error)[-1].strip()
-        if isinstance(error, SyntaxError):
-            text = f"{type(error).__name__}: {error.msg}"
-        if isinstance(error, SystemExit):
-            text = f"it calls sys.exit({error.code!r})"
-        if isinstance(error, EOFError):
-            text += " (a reward function has no standard input)"
-        text = " ".join(text.split())
-        raise BadScorer(
-            f"reward function {name!r}: importing {module_name!r} fails: {text[:300]}"
-            f"{_place(error)}; correct the module"
-        ) from error
-
-
-def _place(error: BaseException) -> str:
-    """` (file:line)` of the error that a module raised during import; empty if there is none."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f" ({error.filename}:{error.lineno})"
-    own = ("<frozen ", importlib.__file__, __file__)
-    frames = traceback.extract_tb(error.__traceback__)
-    places = [
-        f"{frame.filename}:{frame.lineno}" for frame in frames if not frame.filename.startswith(own)
-    ]
-    if not places:
-        return ""
-    reached = f", reached from {places[0]}" if len(places) > 1 else ""
-    return f" ({places[-1]}{reached})"
 
 
 def check_scorer_params(name: str, scorer: Scorer, params: Mapping[str, Any]) -> None:

@@ -73,7 +73,7 @@ _KEY_OF_SETTING = re.compile(rf"{_OPAQUE.pattern}|(?=.*[0-9])(?=.*[A-Za-z])[A-Za
 _BEARER = re.compile(r"\b(bearer[ \t]+)(?=[\w.~+/=-]*\d)[\w.~+/=-]{8,}", re.I)
 _PEM = re.compile(_PEM_BEGIN + r".*?(?:-----END [A-Z0-9 ]+-----|\Z)", re.S)
 _NAMED = re.compile(
-    r"((?:token|secret|password|passwd|api[_-]?key|[_-]key|credentials?)"
+    r"((?:token|secret|api[_-]?key|[_-]key|credentials?)"
     r"[\"']?[ \t]*[:=][ \t]*[\"']?)"
     r"(?![\d.eE+-]+(?:[\s,;}\"')]|$))[\w./+=~-]{16,}",
     re.I,

@@ -16,10 +16,19 @@ from learner.config import (
     TrainingSettings,
 )
 from learner.core import LearnerCore
+from learner.update.advantages import AdvantageRule
+from learner.update.batching import SelectionRules
 from models.config import ModelConfig
 from models.transformer import init_params
 from services.wire.messages import Completion, FinishReason, Group
 
+RULES = SelectionRules(
+    advantage=AdvantageRule("group_norm"),
+    aggregation="token_mean",
+    zero_variance="keep",
+    truncated="keep",
+    max_completion_tokens=16,
+)
 TINY = ModelConfig(
     model_type="qwen2",
     vocab_size=24,
@@ -93,6 +102,7 @@ def host_params(config=TINY, seed=0):
 
 def make_core(
     *,
+    reward_weights=None,
     data=1,
     fsdp=1,
     microbatch_tokens=64,
@@ -116,6 +126,7 @@ def make_core(
         temperature=0.8,
         valid_vocab=config.vocab_size - 2,
         max_completion_tokens=16,
+        reward_weights=reward_weights or {},
     )
     params = host_params(config) if params is None else params
     made_for = _compiled_for(settings, config, params)
@@ -154,12 +165,13 @@ def _compiled_for(settings, config, params):
     Modules that compile in a way of their own, by a replaced `compile`, share nothing with others.
     """
     algorithm, learner = settings.algorithm, settings.learner
-    in_objective = {"clip_low", "clip_high", "kl_coef", "kl_estimator", "entropy_coef"}
-    in_objective |= {"policy_loss", "ratio", "dual_clip", "gate_positive", "gate_negative"}
+    on_the_host = {"advantage", "advantage_eps", "pass_k", "correct_from", "overlong_share"}
+    on_the_host |= {"length_coef", "aggregation", "zero_variance", "resample_rounds", "truncated"}
+    on_the_host |= {"off_policy"}
     return (
         jax.stages.Lowered.compile,
         config,
-        algorithm.model_dump_json(include=in_objective),
+        algorithm.model_dump_json(exclude=on_the_host),
         learner.model_dump_json(exclude={"updates_per_batch", "microbatch_tokens"}),
         settings.total_steps * learner.updates_per_batch,
         settings.temperature,

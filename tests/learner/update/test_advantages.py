@@ -1,10 +1,12 @@
 """Advantages against the public cases, and the laws they obey."""
 
 import itertools
+import typing
 
 import numpy as np
 import pytest
 
+from learner.config import AlgorithmConfig
 from learner.update.advantages import (
     KINDS,
     AdvantageRule,
@@ -171,3 +173,18 @@ def test_laws_of_every_kind(kind):
         batch_advantages([], rule),
     ):
         assert not any(each.any() for each in alike)
+
+
+def test_every_kind_is_in_the_configuration_and_no_other():
+    field = AlgorithmConfig.model_fields["advantage"]
+    assert set(typing.get_args(field.annotation)) == set(KINDS)
+
+
+def test_a_reward_that_one_completion_lacks_counts_nothing_there():
+    """Its other rewards do; a completion without any total has no advantage at all."""
+    each = np.array([[1.0, 0.0, 0.0], [np.nan, 1.0, 0.0]])
+    group = GroupRewards(np.array([1.0, 1.0, 0.0]), each, np.array([1.0, 1.0]))
+    [found] = batch_advantages([group], AdvantageRule("reward_norm", eps=0.0))
+    # sqrt(2), -1/sqrt(2) + 1, -1/sqrt(2) - 1: mean 0, before their deviation is divided by
+    raw = np.array([2**0.5, -(2**-0.5) + 1, -(2**-0.5) - 1])
+    np.testing.assert_allclose(found, raw / raw.std(), rtol=1e-6)

@@ -5,10 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from learner.update.advantages import AdvantageRule
 from learner.update.batching import (
     Packing,
-    SelectionRules,
     first_fit_decreasing,
     pack,
     row_buckets,
@@ -16,15 +14,10 @@ from learner.update.batching import (
     unpack,
 )
 from services.wire.messages import FinishReason
+from tests.learner import builders
 from tests.learner.builders import make_completion, make_group, random_groups
 
-RULES = SelectionRules(
-    advantage=AdvantageRule("group_norm"),
-    aggregation="token_mean",
-    zero_variance="keep",
-    truncated="keep",
-    max_completion_tokens=8,
-)
+RULES = builders.RULES._replace(max_completion_tokens=8)
 
 
 def choose(groups, **changes):

@@ -10,8 +10,7 @@ import pytest
 
 from learner.config import AlgorithmConfig, OffPolicyConfig
 from learner.update import loss as loss_lib
-from learner.update.advantages import AdvantageRule
-from learner.update.batching import Packing, SelectionRules, pack, select_sequences, unpack
+from learner.update.batching import Packing, pack, select_sequences, unpack
 from learner.update.off_policy import (
     Correction,
     correct_selection,
@@ -21,17 +20,10 @@ from learner.update.off_policy import (
 from learner.update.update_metrics import group_metrics
 from services.process.config_section import validated
 from services.process.phase_clock import PhaseClock
-from tests.learner.builders import make_completion, make_core, make_group, random_groups
+from tests.learner.builders import RULES, make_completion, make_core, make_group, random_groups
 
 pytestmark = pytest.mark.slow
 
-RULES = SelectionRules(
-    advantage=AdvantageRule("group_norm"),
-    aggregation="token_mean",
-    zero_variance="keep",
-    truncated="keep",
-    max_completion_tokens=16,
-)
 OBJECTIVE = loss_lib.Objective(
     clip_low=0.2, clip_high=0.28, kl_coef=0.0, kl_estimator="k3", entropy_coef=0.01
 )

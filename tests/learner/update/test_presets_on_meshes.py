@@ -4,6 +4,7 @@ By default the presets with the most unusual programs; TANDEM_EVERY_CUT=1 takes 
 meshes x 3 splits, packed and not.
 """
 
+import dataclasses
 import itertools
 import os
 
@@ -36,7 +37,7 @@ def groups():
     made = []
     for group in random_groups(5, seed=3):
         completions = [
-            batching.dataclasses.replace(
+            dataclasses.replace(
                 one, rewards={"a": one.total_reward, "b": float(len(one.token_ids))}
             )
             for one in group.completions
@@ -58,13 +59,11 @@ def change():
             data=data,
             fsdp=fsdp,
             microbatch_tokens=tokens,
-            algorithm={**PRESETS[preset].algorithm, "pass_k": 2}
-            if preset == "pass_at_k"
-            else PRESETS[preset].algorithm,
+            algorithm={"pass_k": 2} | PRESETS[preset].algorithm,
             optimizer={"name": "sgd", "learning_rate": 0.05, "clip_norm": 1e9},
             updates_per_batch=2,
+            reward_weights={"a": 1.0, "b": -0.1},
         )
-        core._rules = core._rules._replace(reward_weights={"a": 1.0, "b": -0.1})
         with pytest.MonkeyPatch.context() as patched:
             if not packed:
                 alone = lambda lengths, capacity: [[i] for i in range(len(lengths))]

@@ -6,18 +6,12 @@ import numpy as np
 import pytest
 
 from learner.update import loss as loss_lib
-from learner.update.advantages import AdvantageRule
-from learner.update.batching import Packing, SelectionRules, pack, select_sequences
+from learner.update.batching import Packing, pack, select_sequences
 from learner.update.sequence_ratio import with_sequence_ratios
+from tests.learner import builders
 from tests.learner.builders import random_groups
 
-RULES = SelectionRules(
-    advantage=AdvantageRule("group_norm"),
-    aggregation="seq_mean",
-    zero_variance="keep",
-    truncated="keep",
-    max_completion_tokens=16,
-)
+RULES = builders.RULES._replace(aggregation="seq_mean")
 OBJECTIVE = loss_lib.Objective(0.1, 0.15, 0.0, "k3", 0.0, sequence_ratio=True)
 
 
