@@ -25,7 +25,7 @@ from services.process.stacks import request_stacks
 FILE_BYTES = 2**20
 """Most that is taken of one file."""
 LAST_LINES = 200
-STACKS_S = 2.0
+STACKS_S = 4.0
 PROCESSES = 48
 """Most processes whose stacks and logs are taken, the newest first."""
 LISTED_FILES = 5000

@@ -1,11 +1,16 @@
 """The stacks of a run's processes, on request from outside.
 
-Every process registers once, at its start. It then answers SIGUSR1 with the Python stacks of all
-its threads, and a fatal signal such as SIGSEGV with those of its last moment. `faulthandler` writes
-both in C, without the interpreter lock: a process that hangs in native code answers too.
+Every process registers once, at its start. It then writes the Python stacks of all its threads when
+it is asked, and at a fatal signal such as SIGSEGV those of its last moment.
 
 `<run>/stacks/<name>-<pid>.txt` is the file of one process. Its first line is a JSON object that
 names the process and the files of its output; `run_processes.py` reads it.
+
+A request is a file beside it, `<name>-<pid>.ask`. A thread of the process removes it and answers,
+holding the interpreter lock. Where none comes to that, native code holds the lock: then whoever
+asked removes the file and sends SIGUSR1, which `faulthandler` answers in C and without the lock.
+The signal is not the first way, since it reads the frames of threads that may be running: in a busy
+process it can read freed memory, which ends the process (cpython issue 116008).
 """
 
 import contextlib
@@ -20,6 +25,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Collection
 
@@ -33,6 +39,8 @@ from services.process.run_processes import (
 
 SIGNAL = signal.SIGUSR1
 POLL_S = 0.02
+ASKED_POLL_S = 0.1
+"""How often a process looks whether it is asked."""
 EVIDENCE_BYTES = 2**16
 """Most that a process sends of its stacks and of each of its logs."""
 KEPT = 64
@@ -90,6 +98,9 @@ def register(run_folder: pathlib.Path, name: str) -> pathlib.Path | None:
     previous, _Registration.file = _Registration.file, file
     if previous is not None:
         previous.close()
+    threading.Thread(
+        target=_answer_requests, args=(file, _request_of(path)), name="stacks", daemon=True
+    ).start()
     return path
 
 
@@ -121,7 +132,7 @@ def request_stacks(
         timeout_s: for all of them together.
         pids: of the processes to ask; None asks all that have registered.
     """
-    deadline = time.monotonic() + timeout_s
+    began = time.monotonic()
     answers, asked = [], {}
     for process in read_processes(run_folder):
         if pids is not None and process.pid not in pids:
@@ -135,7 +146,10 @@ def request_stacks(
             problem = f"could not be asked: {error}"
         answers.append(StackAnswer(process=process, problem=problem))
     for process, size in asked.items():
-        answered = _grows(process.path, size, deadline)
+        if not _grows(process.path, size, began + timeout_s / 2):
+            _signal(process)
+    for process, size in asked.items():
+        answered = _grows(process.path, size, began + timeout_s)
         problem = f"no answer within {timeout_s:g} s, state {state_of(process) or 'gone'}"
         answers.append(StackAnswer(process=process, problem="" if answered else problem))
     return answers
@@ -158,13 +172,42 @@ def _why_not(process: RunProcess) -> str:
 
 
 def _ask(process: RunProcess) -> int:
-    """Notes the time in the file and sends the signal; returns the size before the answer."""
+    """Notes the time in the file and asks; returns the size before the answer."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
     with process.path.open("a", encoding="utf-8") as file:
         file.write(f"\n=== asked at {now} ===\n")
     size = process.path.stat().st_size
-    os.kill(process.pid, SIGNAL)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
+    os.close(os.open(_request_of(process.path), flags, 0o644))
     return size
+
+
+def _signal(process: RunProcess) -> None:
+    """Takes the request back and sends the signal instead, unless the process has just taken it.
+
+    A stopped process gets none: it would find it when it goes on, with its threads running.
+    """
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        _request_of(process.path).unlink()
+        if state_of(process) not in ("", "T"):
+            os.kill(process.pid, SIGNAL)
+
+
+def _request_of(path: pathlib.Path) -> pathlib.Path:
+    return path.with_suffix(".ask")
+
+
+def _answer_requests(file: io.TextIOWrapper, request: pathlib.Path) -> None:
+    """Writes stacks whenever the request appears, until another `register` closes the file."""
+    while not file.closed:
+        time.sleep(ASKED_POLL_S)
+        try:
+            request.unlink()
+            faulthandler.dump_traceback(file, all_threads=True)
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            print(f"stacks were not written: {error}", file=sys.stderr, flush=True)
 
 
 def _grows(path: pathlib.Path, size: int, deadline: float) -> bool:

@@ -28,6 +28,17 @@ def main():
 main()
 """
 WAITS = "time.sleep(600)"
+BUSY = """
+    def recurse(depth):
+        return depth and recurse(depth - 1)
+    def calls():
+        while True:
+            recurse(400)
+    threads = [threading.Thread(target=calls, daemon=True) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    calls()
+"""
 HOLDS_THE_INTERPRETER_LOCK = "while True: ctypes.PyDLL(None).sleep(600)  # a signal ends one sleep"
 READS_NULL = "ctypes.string_at(0)"
 
@@ -64,6 +75,16 @@ def test_a_process_that_holds_the_interpreter_lock_tells_where_each_thread_is(tm
     assert process.poll() is None, "it goes on"
 
 
+def test_a_process_whose_threads_run_is_not_ended_by_the_question(tmp_path, start):
+    """SIGUSR1 alone ended 10 of 10 such processes in 37 questions: it reads frames being freed."""
+    process = start("learner", BUSY)
+    for times in range(1, 11):
+        [answer] = request_stacks(tmp_path, 2 * HANG_S)
+        assert (answer.problem, process.poll()) == ("", None)
+        assert answer.process.path.read_text().count("in waits_in_a_thread\n") == times
+    assert not list(answer.process.path.parent.glob("*.ask"))
+
+
 def test_a_stopped_process_is_named_with_its_state_and_delays_no_other(tmp_path, start):
     stopped, other = start("rollout-0", WAITS), start("rollout-1", WAITS)
     stopped.send_signal(signal.SIGSTOP)
@@ -71,6 +92,11 @@ def test_a_stopped_process_is_named_with_its_state_and_delays_no_other(tmp_path,
     problems = {a.process.pid: a.problem for a in request_stacks(tmp_path, 2.0)}
     assert problems[stopped.pid] == "no answer within 2 s, state T"
     assert problems[other.pid] == ""
+    stopped.send_signal(signal.SIGCONT)
+    [answer] = request_stacks(tmp_path, 2 * HANG_S, [stopped.pid])
+    assert answer.problem == ""
+    text = answer.process.path.read_text()
+    assert text.count("in main\n") == 1, "what could not be answered in time was taken back"
 
 
 def test_a_crash_leaves_its_stacks(tmp_path, start):
