@@ -35,6 +35,8 @@ from driver.signals import Interrupted, StopSignal
 from services.wire.host_port import split_address
 from services.wire.reachable import is_loopback
 
+JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Of Ray, in the environment of a submitted job."""
 LEAST_STOP_S = 30
 """For a job that is stopped to write a checkpoint; less is warned of."""
 STARTS = 3
@@ -102,7 +104,7 @@ def check_network(config: PlacementConfig, environ: Mapping[str, str]) -> None:
 def stop_notice(environ: Mapping[str, str]) -> str:
     """What a submitted job must know of its stop, as its head has it; '' where nothing."""
     wait = environ.get("RAY_JOB_STOP_WAIT_TIME_S", "3")
-    if "RAY_JOB_ID" not in environ or not wait.isdigit() or int(wait) >= LEAST_STOP_S:
+    if JOB_VARIABLE not in environ or not wait.isdigit() or int(wait) >= LEAST_STOP_S:
         return ""
     return (
         f"`ray job stop` kills this job after {wait} s, perhaps before its checkpoint is written: "
@@ -221,7 +223,7 @@ def _end_children(but: Collection[psutil.Process]) -> None:
 
 def _check_listening(address: str) -> None:
     """Dials the address once: Ray itself would try for minutes without a message."""
-    if address.startswith("http") and "RAY_JOB_ID" not in os.environ:
+    if address.startswith("http"):
         raise NoCluster(
             f"RAY_ADDRESS={address} is the address of the job server: submit with `ray job submit "
             "-- python -m driver`, or give the driver the head's own address, such as HEAD:6379"

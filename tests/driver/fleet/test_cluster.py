@@ -20,6 +20,7 @@ from ray.util.placement_group import placement_group_table
 
 from driver.config.run_config import PlacementConfig, Resources
 from driver.fleet.cluster import (
+    JOB_VARIABLE,
     BadAddress,
     NoCluster,
     OpenNetwork,
@@ -51,7 +52,6 @@ def test_a_cluster_that_is_not_there_is_named_before_ray_asks_it(monkeypatch, sc
 
 def test_the_address_of_the_job_server_is_not_taken_for_the_head(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
-    monkeypatch.delenv("RAY_JOB_ID", raising=False)
     with pytest.raises(NoCluster, match="is the address of the job server"):
         connect("test", StopSignal())
 
@@ -223,9 +223,9 @@ def test_what_scorers_have_started_ends_with_a_worker_that_ray_kills_R15(cluster
     "environ, said",
     [
         ({}, ""),
-        ({"RAY_JOB_ID": "1", "RAY_JOB_STOP_WAIT_TIME_S": "600"}, ""),
-        ({"RAY_JOB_ID": "1"}, "kills this job after 3 s"),
-        ({"RAY_JOB_ID": "1", "RAY_JOB_STOP_WAIT_TIME_S": "5"}, "kills this job after 5 s"),
+        ({JOB_VARIABLE: "{}", "RAY_JOB_STOP_WAIT_TIME_S": "600"}, ""),
+        ({JOB_VARIABLE: "{}"}, "kills this job after 3 s"),
+        ({JOB_VARIABLE: "{}", "RAY_JOB_STOP_WAIT_TIME_S": "5"}, "kills this job after 5 s"),
     ],
 )
 def test_a_job_that_is_killed_too_soon_to_save_is_told_so(environ, said):

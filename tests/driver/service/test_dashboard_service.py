@@ -91,18 +91,22 @@ def command_of(process: psutil.Process) -> list[str]:
 
 
 SCRIPT = f"""
-import pathlib, sys, time
+import os, pathlib, sys, time
 from driver.config.run_config import DashboardConfig
-from driver.fleet.cluster import connect
+from driver.fleet.cluster import connect, stop_notice
 from driver.reports.dashboard_process import open_dashboard
+from driver.reports.end_watch import start_end_watch
+from driver.reports.status import StatusFile
 from driver.signals import StopSignal
 folder = pathlib.Path(sys.argv[1])
 folder.mkdir()
-(folder / "status.json").write_text('{{"run_id": "r"}}')
+StatusFile(folder, run="r", run_id="r")
+start_end_watch(folder)
 with open_dashboard(DashboardConfig(port=0), folder) as dashboard:
     dashboard.start(lambda text: print(text, flush=True))
     connect("test", StopSignal(), {{"tandem_dashboard": "{URL}"}})
-    time.sleep(600)
+    print(stop_notice(os.environ), flush=True)
+    time.sleep(600)  # as one that writes a checkpoint after SIGTERM
 """
 
 
@@ -202,7 +206,15 @@ def look_at_jobs(address: str, log: str, script: str) -> None:
     finally:
         joined.kill()
         joined.wait()
+    notice = "`ray job stop` kills this job after 3 s"
+    wait_for(lambda: notice in jobs.get_job_logs(submitted), "the notice of a short stop")
     jobs.stop_job(submitted)
+    status = folder / "status.json"
+    ended = wait_for(
+        lambda: (found := json.loads(status.read_text()))["state"] != "running" and found,
+        "the end of a job that was killed with all its descendants",
+    )
+    assert (ended["state"], ended["exit_code"]) == ("failed", 137)
 
 
 def wait_for(ask, what: str):
