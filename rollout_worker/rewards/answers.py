@@ -6,7 +6,8 @@ never another number. The rules, in the order applied:
 1. An answer stands after a marker of four or more hashes, on its line or the next one that is not
    blank, or inside `\boxed{}`. The last of them counts, so neither a recited example nor a first
    guess decides. A marker that opens a heading in words (`#### Explanation`) or that nothing
-   follows is no answer.
+   follows is no answer. A number in a box that is a part of something else, as in `-\boxed{5}`,
+   `\boxed{5} million` and `\boxed{5}^2`, is no number.
 2. Around the number, markdown emphasis, backticks, quotes, brackets, LaTeX text commands, currency
    and a label such as `Final answer:` or `x =` are decoration. Of a line that begins with an
    equation, the right-hand side of the last `=` is meant.
@@ -32,6 +33,7 @@ from rollout_worker.rewards.quantity import (
     CLOSING,
     CURRENCY,
     NUMBER_WORD,
+    ONE_LETTER_UNITS,
     SCALE_WORDS,
     is_unit,
     read_number,
@@ -78,8 +80,22 @@ _MARKER = re.compile(r"#{4,}\s*(?P<text>(?:(?!\#{4})[^\r\n])*)")
 _BOX_GOES_ON = re.compile(
     rf"(?:[^\S\n]|[$\\,;~])*(?:(?:times|cdot|div)(?![A-Za-z])"
     rf"|(?!\^\s?\{{?\s?\\circ)[*/^_\u00d7\u00f7\u00b7]\s?[\d{{(\\]"
-    rf"|(?:text|mathrm)?\s?\{{?\s?(?:{SCALE_WORDS})s?(?![^\W_]))",
+    rf"|(?:text|mathrm)?\s?\{{?\s?(?:{SCALE_WORDS}|bn)s?(?![^\W_]))",
     re.IGNORECASE,
+)
+# So it is where digits, a power, a fraction, a root or a letter that is no unit touch the box, ...
+_TOUCHES_BOX = re.compile(
+    rf"""\$?(?:(?:[.:eE]|\{{?,\}}?)?\d|[\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u209c\u2150-\u215e]
+    |\\(?:[dtc]?frac|sqrt|pi)(?![A-Za-z])
+    |(?:\\(?:text|mathrm)\s?\{{\s?)?(?![a{ONE_LETTER_UNITS}])[A-Za-z](?![^\W_]))""",
+    re.VERBOSE,
+)
+# ... or where a sign, an operation, a root, a fraction or a digit stands before it.
+_LEADS_TO_BOX = re.compile(
+    r"""(?:(?:[-\u2212]|[=(]\s?[-\u2212]\s)(?:\\?\$)?
+    |(?:[\^/\u221a\u00d7\u00f7\u00b10-9]|(?<=[^\W_]|[)}\]])_)\{?
+    |\\(?:[dtc]?frac|sqrt|pm|cdot|times|div)\s?(?:\{[^{}]*\}|\[[^\[\]]*\])?\s?\{?)\Z""",
+    re.VERBOSE,
 )
 _BOXED = re.compile(r"\\f?boxed\s*\{")
 
@@ -161,7 +177,13 @@ def strict_answer(text: str) -> FinalAnswer | None:
     if boxed is None:
         return None
     boxed_text = _boxed_content(text, boxed.end())
-    if _BOX_GOES_ON.match(text, boxed.end() + len(boxed_text) + 1):
+    end = boxed.end() + len(boxed_text) + 1
+    before = text[max(0, boxed.start() - 40) : boxed.start()]
+    if (
+        _BOX_GOES_ON.match(text, end)
+        or _TOUCHES_BOX.match(text, end)
+        or _LEADS_TO_BOX.search(before)
+    ):
         return FinalAnswer(None)
     content = plain_text(boxed_text).replace("\n", " ")
     if "!" in content:  # a factorial: nobody shouts in a formula

@@ -17,8 +17,9 @@ _TO_ASCII = _FULL_WIDTH | str.maketrans(
     dict.fromkeys(_MINUS_SIGNS, "-") | dict.fromkeys(_SOLIDUSES, "/")
 )
 
-# Marks that turn the direction of writing stay: `81` under one of them is shown as 18.
-_INVISIBLE = re.compile("[\u00ad\u061c\u200b-\u200f\u2060-\u2064\ufe00-\ufe0f\ufeff]+")
+# Marks that turn the direction of writing stay: `81` under one of them is shown as 18. So do the
+# invisible signs that multiply, apply and list, but not the plus of `2\u2064\u00bd`.
+_INVISIBLE = re.compile("[\u00ad\u061c\u200b-\u200f\u2060\u2064\ufe00-\ufe0f\ufeff]+")
 _VULGAR_FRACTION = re.compile("[\u00bc-\u00be\u2150-\u215e\u2189]")
 _BLANKS = re.compile(r"\s+")
 

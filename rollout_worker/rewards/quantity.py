@@ -60,11 +60,13 @@ _SUFFIX = re.compile(r"(k|\s?bn)(?![^\W_])")
 # What follows a number without a gap and belongs to it.
 _GLUED = re.compile(r"[.,:]?\d|[eE][+-]?\d|[xX][0-9A-Fa-f]|[bBoO]\d")
 
-CLOSING = r"[\s*_'\")\]|~%\u00b0\u00ba\u00a2\u2032\u2033\u2019\u201d]*"
+_MARKS = r"\s*_'\")\]|~%\u00b0\u00ba\u00a2\u2032\u2033\u2019\u201d"
+CLOSING = f"[{_MARKS}]*"
 _AFTER_NUMBER = re.compile(rf">?{CLOSING}(?:{CURRENCY}{CLOSING})?")
 # A point or an exponent without its digits, dots for digits left out, a subscript.
 _NOT_A_UNIT = re.compile(
-    rf"\.[^\W\d_]|[eE](?!UR\b|uros?\b|ggs?\b|ach\b)|{CLOSING}(?:\.\s?[.,]|_[\w\t])"
+    rf"\.[^\W\d_]|[eE](?!UR\b|uros?\b|ggs?\b|ach\b)"
+    rf"|[{_MARKS}.,;$]*\.\s?[.,]|{CLOSING}_[\w\t]"
 )
 # A sentence ends where a capital letter or nothing follows, so `5 ft. 3 in.` is one.
 _SENTENCE_END = re.compile(
@@ -92,7 +94,7 @@ _UNIT_TOKEN = re.compile(
     """,
     re.VERBOSE,
 )
-_ONE_LETTER_UNITS = frozenset("cdghlmsCFJLNVW")
+ONE_LETTER_UNITS = "cdghlmsCFJLNVW"
 _GLUED_UNITS = re.compile(
     "am|pm|h|hrs?|min|sec|ms|[kcmn]m|mi|yd|ft|in|[km]?g|lbs?|oz|[mcd]l|kJ|kW|Hz|[mk]ph|[KMGT]B"
     "|USD|EUR|GBP|INR|JPY|CNY|CAD|AUD|usd|eur|gbp|st|nd|rd|th|pct|pts"
@@ -255,5 +257,5 @@ def _is_unit_word(word: str, *, glued: bool) -> bool:
         if not glued:
             return True
     if len(first) == 1 and first.lower() != first.upper():
-        return first in _ONE_LETTER_UNITS or (first == "a" and not glued)
+        return first in ONE_LETTER_UNITS or (first == "a" and not glued)
     return not (glued and first.isascii()) or len(first) > 3 or bool(_GLUED_UNITS.fullmatch(first))

@@ -83,6 +83,7 @@ def value(answer):
         ("#### \u200b18", 18),
         ("#### 18\ufeff km", 18),
         ("#### 1,\u2060000", 1000),
+        ("#### 2\u2064\u00bd", Fraction(5, 2)),
         ("#### \uff15\uff17", 57),
         ("#### \uff11\uff0c\uff10\uff10\uff10", 1000),
         ("#### 5k", 5000),
@@ -227,11 +228,18 @@ def test_strict_reads_the_number(text, expected):
         "0.\\overline{3}",
         "0.(3)",
         "5..6",
+        "-12,345\u00a0._..\u00a0m",
+        "5,.. m",
+        "$0.3$..",
+        "5 ;_.. km",
         "5.e3",
         "5. 3",
         "2 E3",
         "0,500",
         "1\u200b8",
+        "2\u2062\u00bd",
+        "3\u2062\u215b",
+        "5\u2061 kg",
         "5\u20e3",
         "5\u2460",
         "\u202e81",
@@ -328,10 +336,55 @@ def test_the_last_answer_counts(text, expected):
         ("\n* 3 of them", 5),
         (". Of 3 thousand", 5),
         (" / day", 5),
+        (" bn", None),
+        ("\u00bd", None),
+        ("\\frac{1}{2}", None),
+        ("\u00b2", None),
+        ("\u2082", None),
+        (".5", None),
+        ("{,}000", None),
+        ("e3", None),
+        ("k", None),
+        ("\\text{k}", None),
+        ("x", None),
+        ("\\pi", None),
+        ("$m", 5),
+        ("$, 6 of them", 5),
+        ("\\text{ a day}", 5),
+        ("\\%", 5),
     ],
 )
 def test_a_box_that_goes_on_is_a_part_of_the_answer(after, expected):
     assert value(strict_answer(f"so it is $\\boxed{{5}}{after}")) == expected
+
+
+@pytest.mark.parametrize(
+    "before, expected",
+    [
+        ("x = -", None),
+        ("= - ", None),
+        ("\u2212$", None),
+        ("-\\$", None),
+        ("2\\cdot", None),
+        ("\\pm ", None),
+        ("\\sqrt{", None),
+        ("\\sqrt[3]{", None),
+        ("\\frac{", None),
+        ("\\frac{1}{", None),
+        ("2^{", None),
+        ("101_", None),
+        ("3", None),
+        ("\n- ", 5),
+        ("8 - 3 =", 5),
+        ("step 3\n", 5),
+        ("3. ", 5),
+        ("_", 5),
+        ("\\text{", 5),
+        ("\\$", 5),
+    ],
+)
+def test_what_leads_to_a_box_is_a_part_of_the_answer(before, expected):
+    assert value(strict_answer(f"so {before}\\boxed{{5}} it is")) == expected
 
 
 def test_a_last_box_without_a_number_takes_the_answer_back():
