@@ -12,6 +12,8 @@ import json
 import math
 import pathlib
 import signal
+import threading
+import time
 import types
 from collections.abc import Callable
 from typing import Any
@@ -487,7 +489,7 @@ class SimulatedRun:
         say = driver_run.StepView.say
         with monkeypatch.context() as patched:
             patched.setattr("time.monotonic", lambda: world.now_s)
-            patched.setattr("time.sleep", world.pass_time)
+            patched.setattr("time.sleep", sleep_of(world))
             for module in ("fleet.fleet", "fleet.timing_collector", "supervisor"):
                 patched.setattr(f"driver.{module}.wait_for_calls", world.wait)
             patched.setattr(driver_run, "connect", lambda *_: [])
@@ -543,6 +545,16 @@ class SimulatedRun:
     def said_of(self, *words: str) -> list[str]:
         """Lines that hold all of these words."""
         return [line for line in self.said if all(word in line for word in words)]
+
+
+def sleep_of(world: World) -> Callable[[float], None]:
+    """`time.sleep` of this thread in a world: others, as those of the stacks, sleep as ever."""
+    mine, others_sleep = threading.get_ident(), time.sleep
+
+    def sleep(seconds: float) -> None:
+        (world.pass_time if threading.get_ident() == mine else others_sleep)(seconds)
+
+    return sleep
 
 
 class Authority:
