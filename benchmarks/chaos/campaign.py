@@ -12,12 +12,14 @@ import psutil
 from benchmarks.chaos import run_checks
 from benchmarks.chaos.inject import HOSTILE, Injector, UnexpectedBehaviour
 from benchmarks.chaos.job import DriverEnded, DriverJob, WaitTimeout
-from benchmarks.chaos.ray_head import Head, running_head
-from benchmarks.chaos.schedule import PAUSES, Fault
+from benchmarks.chaos.ray_head import SPREAD, Head, HostNotStarted, running_head
+from benchmarks.chaos.schedule import HOST_LOSSES, PAUSES, Fault
 from services.process import failpoints
 
 RECOVERY_S = 60.0
 """From a fault, or the end of a pause, to the next closed step."""
+HOST_NOTICED_S = 60.0
+"""Within which Ray notices that a host is lost; until then it offers no other place."""
 END_S = 120.0
 """From the last step to the end of the driver."""
 STALENESS = {"sync": 0, "async": 2}
@@ -26,7 +28,14 @@ CACHE = "jax-cache"
 SCORER, SCORER_S = "benchmarks.chaos.slow_scorer:score", 0.03
 """As in `run.yaml`; in the disturbed run it may also be hostile."""
 
-FAILURES = (DriverEnded, WaitTimeout, UnexpectedBehaviour, LookupError, psutil.Error)
+FAILURES = (
+    DriverEnded,
+    WaitTimeout,
+    UnexpectedBehaviour,
+    HostNotStarted,
+    LookupError,
+    psutil.Error,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +58,13 @@ class Campaign:
             f"run.steps={self.steps}",
             f"checkpoint.every_steps={self.every_steps}",
             f"rollout.max_staleness={STALENESS[self.mode]}",
+            *(SPREAD if self.over_hosts else ()),
         ]
+
+    @property
+    def over_hosts(self) -> bool:
+        """Whether the runs are spread over hosts, since one of them is lost."""
+        return any(fault.kind in HOST_LOSSES for fault in self.faults)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +77,12 @@ class Recovery:
     @property
     def allowed_s(self) -> float:
         """On a machine that does nothing else."""
-        return RECOVERY_S + (self.fault.seconds if self.fault.kind in PAUSES else 0.0)
+        kind = self.fault.kind
+        return (
+            RECOVERY_S
+            + (self.fault.seconds if kind in PAUSES else 0.0)
+            + (HOST_NOTICED_S if kind in HOST_LOSSES else 0.0)
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,7 +129,7 @@ def run_campaign(
     }
     recoveries: list[Recovery] = []
     problems: list[str] = []
-    with running_head(folder, extra) as head:
+    with running_head(folder, extra, hosts=campaign.over_hosts) as head:
         try:
             if undisturbed is None:
                 say(f"undisturbed: {campaign.steps} steps, {campaign.mode}")

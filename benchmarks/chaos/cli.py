@@ -1,6 +1,6 @@
 """Trains twice, the second time with faults, and compares the two runs; or soaks a run.
 
-    python -m deploy.chaos [--short | --long] [--seed 0] [--mode sync|async] [--faults 21]
+    python -m deploy.chaos [--short] [--seed 0] [--mode sync|async] [--faults 27]
     python -m deploy.chaos soak [--minutes 10]
 
 docs/chaos.md lists the faults, the checks and how to read the report. Exit code: 0 if every check
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from benchmarks.chaos import campaign, run_checks, soak
-from benchmarks.chaos.schedule import LONG, SHORT, USUAL, FaultKind, draw_faults
+from benchmarks.chaos.schedule import SHORT, FaultKind, draw_faults
 
 
 class Form(NamedTuple):
@@ -32,9 +32,8 @@ class Form(NamedTuple):
     kinds: tuple[FaultKind, ...]
 
 
-WHOLE_FORM = Form(63, 21, 5, USUAL)
+WHOLE_FORM = Form(81, 27, 5, tuple(FaultKind))
 SHORT_FORM = Form(14, 4, 4, SHORT)
-LONG_FORM = Form(20, 4, 4, LONG)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -52,21 +51,13 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the faults (default: 0)")
     parser.add_argument("--mode", choices=sorted(campaign.STALENESS), default="sync")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument(
+    parser.add_argument(
         "--short",
         dest="form",
         action="store_const",
         const=SHORT_FORM,
         default=WHOLE_FORM,
         help=f"{SHORT_FORM.faults} faults in {SHORT_FORM.steps} steps",
-    )
-    form.add_argument(
-        "--long",
-        dest="form",
-        action="store_const",
-        const=LONG_FORM,
-        help="processes that are paused for 75 s, and one without memory: about ten minutes more",
     )
     parser.add_argument(
         "--only",

@@ -120,6 +120,8 @@ class Injector:
             FaultKind.WORKER_PAUSED: lambda f: pause(_one(job.workers(), f), f.seconds),
             FaultKind.LEARNER_PAUSED: lambda f: pause(job.learner(), f.seconds),
             FaultKind.WORKER_OUT_OF_MEMORY: lambda f: starve(_one(job.workers(), f)),
+            FaultKind.WORKER_HOST_LOST: lambda f: job.lose_host(_one(job.workers(), f)),
+            FaultKind.LEARNER_HOST_LOST: lambda f: job.lose_host(job.learner()),
         }
 
     def _arm(self, fault: Fault) -> None:

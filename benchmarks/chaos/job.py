@@ -170,6 +170,10 @@ class DriverJob:
         """The processes of rollout workers, oldest first."""
         return self._head.actors(WORKER)
 
+    def lose_host(self, process: psutil.Process) -> None:
+        """Ends the host of the cluster on which a process runs; another one joins it then."""
+        self._head.lose_host(process)
+
     def reward_processes(self) -> list[psutil.Process]:
         """The processes that score completions, of all workers."""
         return [

@@ -45,6 +45,8 @@ class FaultKind(enum.Enum):
     WORKER_PAUSED = "worker paused for 75 s"
     LEARNER_PAUSED = "learner paused for 75 s"
     WORKER_OUT_OF_MEMORY = "worker ended for lack of memory"
+    WORKER_HOST_LOST = "a worker's host lost, another joins"
+    LEARNER_HOST_LOST = "the learner's host lost, another joins"
 
 
 POINTS: dict[FaultKind, tuple[str, str]] = {
@@ -77,9 +79,7 @@ SKIPPING = (
 """Kinds whose failpoint is reached several times a step, so that some arrivals may be skipped."""
 
 PAUSES = (FaultKind.DRIVER_PAUSED, FaultKind.WORKER_PAUSED, FaultKind.LEARNER_PAUSED)
-LONG = (*PAUSES, FaultKind.WORKER_OUT_OF_MEMORY)
-"""Kinds of the long form: each takes minutes, or rights that not every user has."""
-USUAL = tuple(kind for kind in FaultKind if kind not in LONG)
+HOST_LOSSES = (FaultKind.WORKER_HOST_LOST, FaultKind.LEARNER_HOST_LOST)
 
 LASTING = (
     *PAUSES,
@@ -134,7 +134,7 @@ def draw_faults(
     *,
     steps: int,
     every_steps: int,
-    kinds: Sequence[FaultKind] = USUAL,
+    kinds: Sequence[FaultKind] = tuple(FaultKind),
 ) -> tuple[Fault, ...]:
     """Draws faults for one run: every kind equally often, as far as the count allows.
 

@@ -1,6 +1,7 @@
 """The checks of `python -m deploy.chaos` on files written by hand, its faults, the soak's slope."""
 
 import collections
+import dataclasses
 import json
 import re
 
@@ -9,16 +10,22 @@ import pytest
 import safetensors.numpy
 
 from benchmarks.chaos import run_checks, soak
-from benchmarks.chaos.campaign import Campaign, Recovery, compare_runs
+from benchmarks.chaos.campaign import (
+    HOST_NOTICED_S,
+    RECOVERY_S,
+    Campaign,
+    Recovery,
+    compare_runs,
+)
+from benchmarks.chaos.ray_head import SPREAD
 from benchmarks.chaos.schedule import (
     AT_CHECKPOINTS,
     FIRST_STEP,
-    LONG,
+    HOST_LOSSES,
     PAUSE_S,
     PAUSES,
     POINTS,
     SHORT,
-    USUAL,
     FaultKind,
     draw_faults,
     recovered_by,
@@ -227,21 +234,28 @@ def test_equal_seeds_draw_equal_faults_and_others_draw_others():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_kind_is_drawn_equally_often_and_there_is_time_to_recover(seed):
-    faults = draw_faults(seed, 21, steps=63, every_steps=5)
+    faults = draw_faults(seed, 27, steps=81, every_steps=5)
     counts = collections.Counter(fault.kind for fault in faults)
-    assert counts == dict.fromkeys(USUAL, 1)
-    assert [fault.number for fault in faults] == list(range(1, 22))
+    assert counts == dict.fromkeys(FaultKind, 1)
+    assert [fault.number for fault in faults] == list(range(1, 28))
     at = [fault.step for fault in faults]
     assert at == sorted(at) and at[0] >= FIRST_STEP
-    assert recovered_by(at, [fault.kind for fault in faults], 5) < 63
+    assert recovered_by(at, [fault.kind for fault in faults], 5) < 81
 
 
-def test_the_long_form_fits_and_its_pauses_are_longer_than_a_silence_that_means_death():
-    faults = draw_faults(0, 4, steps=20, every_steps=4, kinds=LONG)
-    assert {fault.kind for fault in faults} == {*LONG} == {*FaultKind} - {*USUAL}
-    pauses = [fault for fault in faults if fault.kind in PAUSES]
+def test_pauses_are_longer_than_a_silence_that_means_death():
+    pauses = draw_faults(0, 3, steps=20, every_steps=4, kinds=PAUSES)
+    assert {fault.kind for fault in pauses} == {*PAUSES}
     assert [fault.seconds for fault in pauses] == [PAUSE_S] * 3
     assert {Recovery(fault=fault, seconds=1.0).allowed_s for fault in pauses} == {135.0}
+
+
+def test_runs_are_spread_over_hosts_where_one_is_lost():
+    [lost] = draw_faults(0, 1, steps=20, every_steps=4, kinds=HOST_LOSSES)
+    spread = dataclasses.replace(campaign("sync"), faults=(lost,))
+    assert spread.over_hosts and {*SPREAD} <= {*spread.settings}
+    assert Recovery(fault=lost, seconds=1.0).allowed_s == RECOVERY_S + HOST_NOTICED_S
+    assert not campaign("sync").over_hosts and not {*SPREAD} & {*campaign("sync").settings}
 
 
 def test_recovery_counts_the_wait_for_a_checkpoint_and_for_the_fault_before():
