@@ -47,13 +47,14 @@ _SCAN = re.compile(
 # unit, another number.
 _PART = re.compile(
     rf"""\\[A-Za-z]+(?:[^A-Za-z=]|\b[A-Za-z]\b)*$
-    |(?:[\^_\u221a/\u00d7\u00f7\u00b1\u00b7]|(?<=[\w)])\*
+    |(?:[\^_\u221a\u215f/\u00d7\u00f7\u00b1\u00b7]|(?<=[\w)])\*
         |\b(?:minus|negative|plus|point|half|thirds?|quarters?|mod|base|times|over|twice|double|triple
-            |not|log|ln|exp|sin|cos|tan|sqrt|(?:divided|multiplied)\sby)(?:[ ]of)?)\W{{0,2}}$
+            |not|log|ln|exp|sin|cos|tan|sqrt|power|per|out\sof
+            |(?:divided|multiplied)\sby)(?:[ ]of)?)\W{{0,2}}$
     |\b[A-Za-z]\($
-    |\u200b$|\d\.?\s(?:and\s)?$
+    |\u200b$|\d\.?[\s~]{{1,2}}(?:and\s)?$
     |(?<![0-9)\]])(?<![0-9)\]]\s)(?<!^)[+-]\s?(?:{CURRENCY}\s?)?$
-    |\d\.?\s?(?:['\u2032\u00b0]|(?:f(?:ee|oo)?t|yards?|yd|miles?|mi|k?m|cm|lbs?|pounds?|stone|kg
+    |\d\.?[\s~]{{0,2}}(?:['\u2032\u00b0]|(?:f(?:ee|oo)?t|yards?|yd|miles?|mi|k?m|cm|lbs?|pounds?|stone|kg
         |gallons?|quarts?|pints?|cups?|tablespoons?|years?|months?|weeks?|days?|hours?|hrs?|h
         |minutes?|mins?|dollars?|bucks|euros?|degrees?|dozen|hundred|thousand|[mbtr]+illion)\b)
         \.?,?\s?(?:(?:and|plus)\s)?$

@@ -20,7 +20,7 @@ _TO_ASCII = _FULL_WIDTH | str.maketrans(
 # Marks that turn the direction of writing stay: `81` under one of them is shown as 18. So do the
 # invisible signs that multiply, apply and list, but not the plus of `2\u2064\u00bd`.
 _INVISIBLE = re.compile("[\u00ad\u061c\u200b-\u200f\u2060\u2064\ufe00-\ufe0f\ufeff]+")
-_VULGAR_FRACTION = re.compile("[\u00bc-\u00be\u2150-\u215e\u2189]")
+_VULGAR_FRACTION = re.compile("[\u00bc-\u00be\u2150-\u215e\u2189]|\u215f(?=[0-9])")
 _BLANKS = re.compile(r"\s+")
 
 _WRAPPER = (
@@ -47,7 +47,7 @@ _LATEX = [
         (r"\\(?:left|right|displaystyle|quad|qquad)(?![A-Za-z])", "\t"),
         (r"\{,\}", ","),
         (r"(?<=[0-9])\\[,!](?=[0-9]{3})", ","),
-        (r"\\[,!;: ]", "\t"),
+        (r"\\[,!;: \t]", "\t"),
         (r"\^\s?\{?\s?\\circ(?![A-Za-z])\s?\}?", "\u00b0"),
         (r"\\cdot(?![A-Za-z])", "\u00b7"),
         (r"\\times(?![A-Za-z])", "\u00d7"),

@@ -43,7 +43,7 @@ _SCALE = {
 }
 SCALE_WORDS = "|".join(_SCALE)
 """A pattern of the words that multiply, in lower case and without the s of a plural."""
-_SCALE_WORD = re.compile(rf"[\s-]?({SCALE_WORDS})s?(?![^\W_])", re.IGNORECASE)
+_SCALE_WORD = re.compile(rf"\s?-?({SCALE_WORDS})s?(?![^\W_])", re.IGNORECASE)
 # After an amount of money a single letter is a scale; elsewhere `5m` is a length.
 _SCALE_OF_MONEY = {
     **dict.fromkeys(["k"], 10**3),
@@ -66,7 +66,7 @@ _AFTER_NUMBER = re.compile(rf">?{CLOSING}(?:{CURRENCY}{CLOSING})?")
 # A point or an exponent without its digits, dots for digits left out, a subscript.
 _NOT_A_UNIT = re.compile(
     rf"\.[^\W\d_]|[eE](?!UR\b|uros?\b|ggs?\b|ach\b)"
-    rf"|[{_MARKS}.,;$]*\.\s?[.,]|{CLOSING}_[\w\t]"
+    rf"|[{_MARKS}.,;$(]*\.\s?[.,]|{CLOSING}_[\w\t]"
 )
 # A sentence ends where a capital letter or nothing follows, so `5 ft. 3 in.` is one.
 _SENTENCE_END = re.compile(

@@ -10,11 +10,15 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
-INVISIBLE = "\u200b\u200c\u200d\u2060\ufeff\u00ad"
+INVISIBLE = "\u00ad\u061c\u200b\u200c\u200d\u200e\u200f\u2060\u2064\ufe00\ufe0f\ufeff"
 DIGITS = "0123456789"
-BLANKS = " \t\u00a0"
+SPACES = "\u00a0\u2007\u2009\u202f"
+BLANKS = " \t" + SPACES
+MARKS = " *`)_$]\"'′″|"
 PLAIN = dict.fromkeys("−–", "-") | dict.fromkeys("⁄∕", "/")
-VULGAR = {"½": "1/2", "⅓": "1/3", "¾": "3/4", "⅛": "1/8", "⅞": "7/8"}
+VULGAR = {"½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4", "⅕": "1/5", "⅗": "3/5"}
+VULGAR |= {"⅙": "1/6", "⅚": "5/6", "⅐": "1/7", "⅑": "1/9", "⅒": "1/10", "⅛": "1/8", "⅜": "3/8"}
+VULGAR |= {"⅖": "2/5", "⅘": "4/5", "⅝": "5/8", "⅞": "7/8", "↉": "0/3"}
 SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "thousands": 1000, "lakh": 10**5}
 SCALES |= {"million": 10**6, "millions": 10**6, "crore": 10**7, "billion": 10**9}
 SCALES |= {"trillion": 10**12, "bn": 10**9}
@@ -24,10 +28,10 @@ UNITS = ["apples", "dollars", "km", "km/h", "cm", "kg", "ft", "in", "hours", "mi
 UNITS += ["m", "h", "s", "g", "L", "m²", "cm^2", "m^3", "个", "元", "mètres", "times", "points"]
 UNITS += ["percent", "feet", "a day", "more", "left over", "lbs", "in total", "o'clock", "USD"]
 UNITS += ["th"]
-WORDS = [*UNITS, "boxes", "days", "oz", "cents", "and", "or", "to"]
+WORDS = [*UNITS, "boxes", "days", "over", "oz", "cents", "and", "or", "to"]
 WORDS += ["m2", "m3", "km2", "km3", "cm2", "cm3"]
 ASIDES = [" in 3 boxes", " for 2 days", " (19+38=57)", ", since 3*19=57", ". That is 7 a week."]
-LOOKS = ["text", "mathrm", "textbf", "mathbf"]
+LOOKS = ["text", "mathrm", "textbf", "mathbf", "textit", "mathsf", "texttt", "emph", "boldsymbol"]
 LABELS = ["Answer: ", "Final answer: ", "The answer is ", "x = ", "Total = "]
 
 
@@ -72,6 +76,8 @@ LEAVES: dict[str, str] = {
 }
 LEAVES |= {"\\times": "×", "\\cdot": "·"}
 LEAVES |= dict.fromkeys(("\\" + look for look in LOOKS), "\t")
+LEAVES |= dict.fromkeys(["\\;", "\\!", "\\left", "\\right", "\\displaystyle", "\\underline"], "\t")
+LEAVES |= {"\\(": "(", "\\)": ")"}
 
 
 def leaves(nodes: list[Any]) -> Iterator[Any]:
@@ -82,9 +88,9 @@ def leaves(nodes: list[Any]) -> Iterator[Any]:
         if isinstance(node, list):
             # Digits after a group are not one numeral with those before it.
             yield from ["\t", *leaves(node), "\t"] if node != [","] else [","]
-        elif node in ("\\frac", "\\dfrac", "\\tfrac"):
+        elif node in ("\\frac", "\\dfrac", "\\tfrac", "\\cfrac"):
             parts = [part for part in queue if part != " "][:2]
-            over, under = ("".join(leaves([part])).strip().replace(",", "") for part in parts)
+            over, under = (thousands("".join(leaves([part])).strip()) for part in parts)
             if not is_decimal(over.removeprefix("-")) or not under.isdecimal():
                 raise NotRead
             while parts:
@@ -105,30 +111,39 @@ def is_decimal(text: str) -> bool:
 def shown(text: str) -> str:
     """The text as it is shown: without invisible characters, with plain signs and fractions."""
     out = ""
-    text = text.replace("__", "\t")
+    text = text.replace("__", "\t").replace("`", "\t")
     for place, char in enumerate(text):
         if char in INVISIBLE:
             rest = text[place:].lstrip(INVISIBLE)
             if out[-1:].isdecimal() and rest[:1].isdecimal():
                 raise NotRead
+        elif char == "⅟":
+            if not text[place + 1 :].lstrip(INVISIBLE)[:1].isdecimal():
+                raise NotRead
+            out += " 1/"
         elif "\uff01" <= char <= "\uff5e":
             out += chr(ord(char) - 0xFEE0)
         else:
             out += f" {VULGAR[char]} " if char in VULGAR else PLAIN.get(char, char)
+    for tag in ("<b>", "</b>", "<i>", "</i>"):
+        out = out.replace(tag, "\t")
     return thin_spaces_as_commas(stars_as_powers(out))
 
 
 def stars_as_powers(text: str) -> str:
-    """Writes `cm**2` as `cm^2`."""
+    """Writes `cm**2` and `5 ** 2` as `cm^2` and `5 ^ 2`; other pairs of stars only look."""
     first, *others = text.split("**")
     for other in others:
-        first += ("^" if first[-1:].isalpha() and other[:1].isdecimal() else "**") + other
+        touches = first[-1:].isalpha() or first[-1:] == ")"
+        is_power = touches and other[:1].isdecimal()
+        is_power |= first.rstrip(BLANKS)[-1:].isdecimal() and other.lstrip(BLANKS)[:1].isdecimal()
+        first += ("^" if is_power else "\t") + other
     return first
 
 
 def thin_spaces_as_commas(text: str) -> str:
     """Writes `1\\,000` as `1,000`."""
-    first, *others = text.split("\\,")
+    first, *others = text.replace("\\!", "\\,").split("\\,")
     for other in others:
         groups = first[-1:].isdecimal() and other[:3].isdecimal() and len(other) >= 3
         first += ("," if groups else "\\,") + other
@@ -155,11 +170,15 @@ def numeral(text: str) -> tuple[Fraction, str, bool]:
     digits, plain = thousands(whole), not point
     # A blank groups thousands like a comma, one kind of blank in a numeral.
     blank, may_group = rest[:1], digits == whole and len(digits) <= 3 and digits[:1] != "0"
-    while not point and may_group and blank and blank in " \u00a0" and rest[:1] == blank:
+    while not point and may_group and blank and blank in " " + SPACES and rest[:1] == blank:
         group, after = rest[1:4], rest[4:]
         if len(group) < 3 or not group.isdecimal() or after[:1].isdecimal():
             break
         digits, rest, plain = digits + group, after, False
+    if digits != whole.replace(",", "") and rest[:1] == "." and rest[1:2].isdecimal():
+        rest = rest[1:]
+        after = rest.lstrip(DIGITS)
+        point, decimals, rest = ".", rest[: len(rest) - len(after)], after
     if (rest[:1] == "." and rest[1:2].isdecimal()) or not is_decimal(digits + point + decimals):
         raise NotRead
     value = Fraction(digits + point + decimals)
@@ -201,25 +220,27 @@ def word_of(text: str) -> tuple[str, str]:
 
 def read_unit(text: str) -> None:
     """Raises NotRead unless a text is units from the list, then perhaps an aside."""
-    text = text.replace("\t", " ").replace("\u00a0", " ").replace("()", "")
+    text = text.replace("~", " ")  # a blank of LaTeX
+    text = "".join(" " if char in BLANKS else char for char in text).replace("()", "")
     while "  " in text:
         text = text.replace("  ", " ")
     units = 0
     while not is_end(text, units):
-        text = text.lstrip(" *`)_$]\"'")
+        text = text.lstrip(MARKS)
         if text[:2] == "- " and units:
             text = text[2:]
             continue
-        if text[0] in "-/" and len(word_of(text[1:].lstrip(" /"))[0]) > (
+        if text[0] in "-/" and len(word_of(text[1:].lstrip(" /`*"))[0]) > (
             text[0] == "-" and not units
         ):
-            text = text[1:].lstrip(" ")
+            text = text[1:].lstrip(" `*")
         if text[0] == "^" and text[1:].lstrip(BLANKS)[:1] == "°":
             text = text[1:].lstrip(BLANKS)
         found = [unit for unit in WORDS if text.startswith(unit) and ends_at(text, len(unit))]
         if (
             text[0] in ",;%°"
             or (text[0] == "." and units)
+            or opens_words(text, units)
             or (text[0] in "€£." and text[:2] != ".." and units == 0)
         ):
             text = text[1:]
@@ -239,12 +260,21 @@ def is_end(text: str, units: int) -> bool:
     """Whether what follows so many units is punctuation or an aside."""
     if text in (ASIDES if units else ASIDES[2:]):
         return True
-    text = text.lstrip(" *`)_$]\"'")
-    if set(text) <= set(" *`)_$]\"'!,?." + "-" * units) and (units or text[:2] != ".."):
+    text = text.lstrip(MARKS)
+    if not units and "".join(char for char in text if char not in MARKS)[:2] in ("..", ",.", ".,"):
+        return False  # dots for what is left out
+    if set(text) <= set(MARKS + "!,?." + "-" * units):
         return True
     if text.lstrip("!.").startswith(" That ") or text.lstrip(".,").startswith(" since 3"):
         return True
-    return text.lstrip(". ")[:1] == "(" and "=" in text and text[-1] == ")"
+    aside = text.lstrip(". ")
+    return aside[:1] == "(" and "=" in aside and set(aside[1:-1]) <= set("0123456789+=. ")
+
+
+def opens_words(text: str, units: int) -> bool:
+    """Whether a bracket opens that has words or marks in it, or dots after a unit."""
+    inner = text[1:].lstrip(MARKS.replace(")", ".,;" * units))
+    return text[0] == "(" and (inner[:1].isalpha() or inner[:1] == ")")
 
 
 def ends_at(text: str, place: int) -> bool:
@@ -270,8 +300,11 @@ def right_side(text: str) -> str | None:
     left, _, right = text.rpartition("=")
     for word in sorted([*SCALES, *MONEY], key=len, reverse=True):
         left = left.replace(word, "")
-    calculates = set(left) <= set("0123456789 .,+-*/×÷·x()$€£=°%^eE'\"\t\u00a0")
-    return right if left and calculates and left.count("(") == left.count(")") else None
+    calculates = set(left) <= set("0123456789.,+-*/×÷·x()$€£=°%^eE'\"" + BLANKS)
+    # The bracket that opens at the start was dropped as decoration.
+    opens, closes = left.find("("), left.find(")")
+    is_balanced = left.count(")") - left.count("(") in (0, 1) and opens <= closes
+    return right if left and calculates and is_balanced else None
 
 
 def literal_value(text: str) -> Fraction | None:

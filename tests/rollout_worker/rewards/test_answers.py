@@ -77,6 +77,8 @@ def value(answer):
         ("#### 5\u00bd", Fraction(11, 2)),
         ("#### 2\u00be cups", Fraction(11, 4)),
         ("#### \u00bd", Fraction(1, 2)),
+        ("#### \u215f2", Fraction(1, 2)),
+        ("#### -\u215f\u206016 cups", Fraction(-1, 16)),
         ("#### -1\u215b in.", Fraction(-9, 8)),
         ("#### 7\u20448", Fraction(7, 8)),
         ("#### 5 1\u20442", Fraction(11, 2)),
@@ -93,6 +95,7 @@ def value(answer):
         ("#### 5 hundred thousand", 500_000),
         ("#### 2 dozen eggs", 24),
         ("#### 3 lakh", 300_000),
+        ("#### $2\\text{-million}", 2_000_000),
         ("#### 1\u00bd million", 1_500_000),
         ("#### 5E3 kg", 5000),
         ("\\boxed{\\frac12}", Fraction(1, 2)),
@@ -232,6 +235,9 @@ def test_strict_reads_the_number(text, expected):
         "5,.. m",
         "$0.3$..",
         "5 ;_.. km",
+        "0.3 (...)",
+        "€5. (..) m",
+        "\u215f m",
         "5.e3",
         "5. 3",
         "2 E3",
@@ -489,6 +495,13 @@ def test_any_text_is_read_without_an_exception(text):
         "It is 3 divided by 5",
         "It is 3\u00f75",
         "It is 7, not 5",
+        "It is 12,345.67~and 1/2",
+        "It is \u00bd~lbs 4 oz",
+        "It is 5\\  and 1/2",
+        "It is 5 to the power 2",
+        "It is 5 per 100 g",
+        "It is 3 out of 6",
+        "It is \u215f 2",
     ],
 )
 def test_lenient_takes_no_part_of_a_quantity(text):
@@ -586,7 +599,7 @@ def test_a_long_run_of_blanks_is_read_in_time(before, between):
 def test_no_wrong_number_is_read_from_drawn_answers():
     result = compare(2500, seed=20)
     assert result["wrong"] == []
-    assert result["with_value"] > 1000
+    assert result["with_value"] > 800
     assert result["read"] > 0.85 * result["with_value"], (
         "the rule is the value first, then no number"
     )
