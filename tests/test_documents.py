@@ -49,6 +49,15 @@ def test_every_function_of_the_walks_in_architecture_exists():
         assert function in names, f"{path}: {owner} has no {function}"
 
 
+def test_the_job_server_of_the_readme_listens_where_jobs_are_sent_F1():
+    text = (ROOT / "README.md").read_text()
+    (section,) = [part for part in text.split("```sh") if "ray start --head" in part]
+    commands = section.partition("```")[0]
+    (listens,) = re.findall(r"--dashboard-host[ =](\S+)", commands)
+    (sent_to,) = re.findall(r"RAY_ADDRESS=http://(\S+):8265", commands)
+    assert listens == sent_to, "jobs are sent to an address at which nothing answers"
+
+
 def _exists(document: str, name: str) -> bool:
     """A path counts from the root or from the document's own folder; those of a run are its own."""
     folders = (ROOT, (ROOT / document).parent)

@@ -458,6 +458,8 @@ class SimulatedRun:
         self.error: BaseException | None = None
         self.said: list[str] = []
         self.said_at_s: list[float] = []
+        self.watched: list[pathlib.Path] = []
+        """Folders whose end another process writes if the driver cannot."""
         sections: dict[str, dict[str, Any]] = {
             "run": {"name": "made-up", "steps": steps, "output_dir": str(folder)},
             "model": {"path": str(folder)},
@@ -497,6 +499,7 @@ class SimulatedRun:
             patched.setattr(driver_run, "record_code", lambda *_, **__: None)
             patched.setattr(driver_run, "offer_control", lambda *_, **__: contextlib.nullcontext())
             patched.setattr(driver_run, "collect", lambda *_: None)
+            patched.setattr(driver_run, "start_end_watch", self.watched.append)
             patched.setattr(driver_run, "Launcher", lambda _: world)
             patched.setattr(driver_run, "RayRooms", lambda: world)
             patched.setattr("ray.shutdown", lambda: None)

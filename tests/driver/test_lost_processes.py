@@ -27,6 +27,10 @@ def test_an_undisturbed_run_trains_every_group_once(start):
     finished(start(World()))
 
 
+def test_the_end_of_a_driver_that_ray_ends_with_it_would_be_written_R10(start):
+    assert (run := start(World())).watched == [run.folder]
+
+
 def test_a_run_of_two_workers_survives_the_loss_of_one_host_for_good_F02(start):
     world = World()
     world.at(30.0, lambda: world.lose_host("b"))

@@ -153,7 +153,7 @@ def test_deaths_by_chance_set_nothing_aside(tmp_path, seed):
     assert run.deaths > 2 and not run.quarantine.set_aside
 
 
-def test_a_resume_keeps_suspects_and_what_is_set_aside(tmp_path):
+def test_a_resume_keeps_suspects_and_what_is_set_aside_R9(tmp_path):
     poison = position_of(2)
     kills: Kills = lambda worker: poison in positions(worker)
     first = Run(tmp_path, kills)

@@ -395,7 +395,7 @@ def test_a_section_without_keys_takes_its_defaults(write):
         "model.path=https://example.org/model?token=geheim1234567",
     ],
 )
-def test_secrets_are_refused_and_not_repeated(minimal, override):
+def test_secrets_are_refused_and_not_repeated_R12(minimal, override):
     message = refusal(minimal, override)
     assert "secret" in message and "geheim123" not in message
 

@@ -183,7 +183,7 @@ def test_reasoning_gym_refuses_items_that_it_did_not_make():
         (2, {"f": 2.0}),
         (True, {"f": 1.0}),
         (np.float32(0.5), {"f": 0.5}),
-        (np.array([3, 4])[0] == 3, {"f": 1.0}),  # N12: np.bool_
+        (np.array([3, 4])[0] == 3, {"f": 1.0}),
         (np.bool_(False), {"f": 0.0}),
         (np.array(0.25), {"f": 0.25}),
         (np.array(True), {"f": 1.0}),
@@ -195,7 +195,7 @@ def test_reasoning_gym_refuses_items_that_it_did_not_make():
         ({"value": 1, "lenient": 0.25}, {"f": 1.0, "f/lenient": 0.25}),
     ],
 )
-def test_results_are_named(result, expected):
+def test_results_are_named_N12(result, expected):
     assert named_rewards("f", result) == expected
 
 

@@ -61,7 +61,7 @@ def test_a_process_that_was_paused_itself_gets_a_moment_to_be_asked():
     assert not one.live(GRACE_S + 2), "a paused process that was replaced does not stay"
 
 
-def test_the_next_learner_gets_the_spool_of_one_that_is_cut_off(tmp_path):
+def test_the_next_learner_gets_the_spool_of_one_that_is_cut_off_F3(tmp_path):
     folder = tmp_path / "spool"
     with subprocess.Popen(
         [sys.executable, "-c", CUT_OFF, str(folder)],
@@ -78,5 +78,5 @@ def test_the_next_learner_gets_the_spool_of_one_that_is_cut_off(tmp_path):
         assert "the learner: the driver has asked nothing for 0.5 s" in cut_off.stderr.read()
 
 
-def test_a_successor_waits_for_longer_than_the_lease():
+def test_a_successor_waits_for_longer_than_the_lease_F3():
     assert CLAIM_S >= LEASE_S + GRACE_S + 30

@@ -88,7 +88,7 @@ def test_every_rpc_serves_its_roles_and_no_other_R11(authority, server, name):
     assert denied == {path_of(method) for method in methods()} - allowed
 
 
-def test_the_roles_of_each_service():
+def test_the_roles_of_each_service_R11():
     workers = {path for path, callers in CALLERS.items() if callers == {Role.ROLLOUT}}
     assert {path.rpartition("/")[2] for path in workers} == {
         "PushGroup",
