@@ -56,8 +56,8 @@ DATA = digest_data(PromptSet(prompts=(), overlong=0), None)
 MEMORY = ProcessMemory(host_bytes=1)
 IDLE = Activity(doing="idle", counters={})
 WEEK_S = 7 * 86_400.0
-GROUPS, WORKERS = 4, 2
-"""Groups of a step, and workers."""
+GROUPS, WORKERS, PROMPTS = 4, 2, 1_000
+"""Groups of a step, workers, and prompts."""
 
 
 class Host:
@@ -87,6 +87,10 @@ class World:
         self.pushed: list[str] = []
         self.ports: list[int | None] = []
         self.restore_s = 1.0
+        self.deadly: set[str] = set()
+        """Groups whose completion ends a worker."""
+        self.reward_error = ""
+        """Of every completion from now on."""
         self.without_folder: set[str] = set()
         """Hosts on which the run's folder is not there."""
 
@@ -201,6 +205,7 @@ class Process:
         self.alive = host.up
         self.stopped = False
         self.stopped_at_s = math.inf
+        self.activity = IDLE
         self.clock = PhaseClock(lambda: world.now_s)
         world.processes.append(self)
 
@@ -280,16 +285,20 @@ class Worker(Process):
         if self.stopped or not self.world.process("learner").alive:
             self.world.at(1.0, lambda: self._push(lease, held))
             return
+        if lease.group_id in self.world.deadly:
+            self.end()
+            return
         del self._held[lease.group_id]
+        error = self.world.reward_error
         report = GroupReport(
             group_id=lease.group_id,
             attempt=lease.attempt,
             policy_version=lease.min_policy_version,
             worker=self.name,
             zero_variance=False,
-            scored=2,
-            reward_sum=1.0,
-            reward_error="",
+            scored=0 if error else 2,
+            reward_sum=0.0 if error else 1.0,
+            reward_error=error,
             completion_tokens=10,
         )
         new = lease.group_id not in self.world.pushed
@@ -323,7 +332,7 @@ class Worker(Process):
             transfers=(),
             memory=MEMORY,
             learner_silent_s=max(0.0, self.world.now_s - learner.stopped_at_s),
-            activity=IDLE,
+            activity=self.activity,
         )
 
     def evaluate(self, request: Any) -> Answer:
@@ -400,6 +409,15 @@ class Learner(Process):
         return self.call("update", UPDATE_S, lambda: self._update(list(group_ids)))
 
     def _update(self, group_ids: list[str]) -> UpdateReport:
+        if self.world.reward_error:
+            return UpdateReport(
+                policy_version=self.version,
+                digest="",
+                metrics={"train/update_skipped": 1.0},
+                outcomes=dict.fromkeys(group_ids, "dropped_error"),
+                replayed=None,
+                disowned=[],
+            )
         self.version += 1
         self.world.trained += group_ids
         self.world.updates.append(
@@ -445,7 +463,7 @@ class Learner(Process):
             issued_version=self.version,
             counts=BufferCounts(**dict.fromkeys(names, 0)),
             memory=MEMORY,
-            activity=IDLE,
+            activity=self.activity,
         )
 
 
@@ -483,7 +501,7 @@ class SimulatedRun:
         """Runs to whichever end."""
         world = self.world
         prepared = types.SimpleNamespace(
-            prompts=1_000,
+            prompts=PROMPTS,
             held_out=6,
             moment=datetime.datetime.now(datetime.UTC),
             check_worker=lambda info, data: None,
