@@ -278,6 +278,7 @@ def _sources(config: RunConfig, session: Session, logs: list[pathlib.Path]) -> S
             config=settings.dump(config),
             tables=session.tables(),
             worker_errors=session.worker_errors,
+            overcome_errors=session.overcome_errors,
             log_folders=logs,
             hosts=cluster_hosts,
         )

@@ -82,7 +82,10 @@ class Session:
         self._agreed = False
         """Whether the learner is where the run state is, so that a checkpoint may be written."""
         self.worker_errors: list[str] = []
-        """Why processes were replaced, and what else was warned of; the newest last."""
+        """Why processes were replaced, and what else was warned of, since a step was last closed;
+        the newest last."""
+        self.overcome_errors: list[str] = []
+        """What was before: the run has gone on after it."""
 
     def start(self, make_scaler: Callable[[WorkerFleet], Scaler]) -> None:
         """Starts the learner.
@@ -406,4 +409,6 @@ class Session:
         timings = self._supervisor.step_timings()
         record = self._reports.close_step(self._state, metrics, timings, self._supervisor.memory())
         self._state.open = None
+        self.overcome_errors += self.worker_errors
+        self.worker_errors.clear()
         self._scaler.judge_step(record, set(timings.gaps & record.processes.keys()) - {LEARNER})

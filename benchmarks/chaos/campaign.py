@@ -20,6 +20,8 @@ RECOVERY_S = 60.0
 """From a fault, or the end of a pause, to the next closed step."""
 HOST_NOTICED_S = 60.0
 """Within which Ray notices that a host is lost; until then it offers no other place."""
+ROOM_S = 60.0
+"""In which another host has to join where one is lost."""
 END_S = 120.0
 """From the last step to the end of the driver."""
 STALENESS = {"sync": 0, "async": 2}
@@ -58,6 +60,7 @@ class Campaign:
             f"run.steps={self.steps}",
             f"checkpoint.every_steps={self.every_steps}",
             f"rollout.max_staleness={STALENESS[self.mode]}",
+            f"placement.resources_timeout_s={ROOM_S * self.patience:g}",
             *(SPREAD if self.over_hosts else ()),
         ]
 

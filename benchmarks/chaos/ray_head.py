@@ -41,8 +41,10 @@ SPREAD = [
 LOOPBACK = "127.0.1"
 """Of their addresses; Ray takes 127.0.0.1 for the address of every host."""
 STARTED = "This command will now block"
-STARTS, START_S = 5, 60.0
-"""How often a host is started, since Ray's own 15 s are too short on a busy machine."""
+STARTS, START_S = 5, 300.0
+"""How often a host is started, since Ray's own 15 s are too short on a busy machine, and how long
+it may then take.
+"""
 POLL_S = 0.1
 OBJECT_STORE_BYTES = 100_000_000
 
@@ -54,6 +56,8 @@ class HostNotStarted(RuntimeError):
 class _Host(NamedTuple):
     process: subprocess.Popen
     cpus: int
+    session: pathlib.Path
+    """Its folder of Ray, which no other host has: each shows the logs in its own."""
 
 
 class Head:
@@ -81,14 +85,14 @@ class Head:
         number = next(self._numbers)
         log = self._folder / f"host-{number}.log"
         for _ in range(STARTS):
-            process = self._start_host(f"{LOOPBACK}.{number}", cpus, log)
+            host = self._start_host(f"{LOOPBACK}.{number}", cpus, log)
             deadline = time.monotonic() + START_S
-            while process.poll() is None and time.monotonic() < deadline:
+            while host.process.poll() is None and time.monotonic() < deadline:
                 if STARTED in log.read_text(errors="replace"):
-                    self._hosts.append(_Host(process, cpus))
+                    self._hosts.append(host)
                     return
                 time.sleep(POLL_S)
-            _kill_tree(process)
+            self._end_host(host)
         raise HostNotStarted(f"a host of the Ray cluster was started {STARTS} times: {log}")
 
     def lose_host(self, process: psutil.Process) -> None:
@@ -102,13 +106,13 @@ class Head:
         if lost is None:
             raise LookupError(f"process {process.pid} runs on no host that could be lost")
         self._hosts.remove(lost)
-        _kill_tree(lost.process)
+        self._end_host(lost)
         self.add_host(lost.cpus)
 
     def end_hosts(self) -> None:
         """Ends all hosts but the head."""
         while self._hosts:
-            _kill_tree(self._hosts.pop().process)
+            self._end_host(self._hosts.pop())
 
     def actors(self, name: str) -> list[psutil.Process]:
         """The processes of actors of this class, oldest first."""
@@ -123,21 +127,30 @@ class Head:
         roots = [self._process, *(host.process for host in self._hosts)]
         return [child for root in roots for child in _descendants(root)]
 
-    def _start_host(self, address: str, cpus: int, log: pathlib.Path) -> subprocess.Popen:
+    def _end_host(self, host: _Host) -> None:
+        _kill_tree(host.process)
+        _keep_logs(host.session, self._folder)
+
+    def _start_host(self, address: str, cpus: int, log: pathlib.Path) -> _Host:
+        session = head_folder()
+        tpu_logs = session / "tpu_logs"  # else Ray shows those of other programs
+        tpu_logs.mkdir()
         with log.open("w") as file:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 [
                     *("ray", "start", "--block", "--disable-usage-stats"),
                     *("--address", self.environment["RAY_ADDRESS"], "--node-ip-address", address),
                     *("--num-cpus", str(cpus), "--object-store-memory", str(OBJECT_STORE_BYTES)),
                     *("--min-worker-port", "0", "--max-worker-port", "0"),
+                    *("--temp-dir", str(session)),
                 ],
-                env={"TPU_LOG_DIR": str(self._folder), **self.environment},
+                env={"TPU_LOG_DIR": str(tpu_logs), **self.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
             )
+        return _Host(process, cpus, session)
 
 
 def _descendants(process: subprocess.Popen) -> list[psutil.Process]:
@@ -199,5 +212,5 @@ def _keep_logs(session: pathlib.Path, folder: pathlib.Path) -> None:
         target.mkdir(exist_ok=True)
         for path in [*logs.glob("worker-*.out"), *logs.glob("worker-*.err"), logs / "raylet.out"]:
             if path.exists() and path.stat().st_size:
-                shutil.copy(path, target / path.name)
+                shutil.copy(path, target / f"{session.name}-{path.name}")
     shutil.rmtree(session, ignore_errors=True)

@@ -55,7 +55,10 @@ class Sources:
     hosts: Callable[[], Sequence[Mapping[str, Any]]] = tuple
     """The hosts that have been in the cluster, as `cluster_hosts` gives them."""
     worker_errors: Sequence[str] = ()
-    """Why workers were replaced, the newest last, such as `rollout-0: its process ended`."""
+    """Why workers were replaced since a step was last closed, the newest last, such as `rollout-0:
+    its process ended`."""
+    overcome_errors: Sequence[str] = ()
+    """The same of the steps before, after which the run has gone on."""
     log_folders: Sequence[pathlib.Path] = ()
     """Of the run's Ray session on this host; those of actors that have registered are found by
     themselves."""
@@ -137,6 +140,7 @@ def _records_of_run(folder: pathlib.Path, redactor: Redactor, sources: Sources) 
         "metrics": _records(files.get("run/metrics.jsonl")),
         "samples": _records(files.get("run/samples.jsonl")),
         "worker_errors": tuple(sources.worker_errors),
+        "overcome_errors": tuple(sources.overcome_errors),
     }
     return Found(files=files, facts=facts)
 
@@ -148,7 +152,8 @@ def _tables(folder: pathlib.Path, sources: Sources) -> Found:
     files: dict[str, bytes | str] = {
         f"state/{name}.json": _json(table) for name, table in tables.items()
     }
-    files |= {"state/worker_errors.txt": "\n".join(sources.worker_errors)}
+    errors = [*sources.overcome_errors, *sources.worker_errors]
+    files |= {"state/worker_errors.txt": "\n".join(errors)}
     for who, sent in elsewhere.items():
         files |= {
             f"elsewhere/{_WORDS.sub('-', who)}/{_WORDS.sub('-', name)}": text

@@ -208,7 +208,7 @@ def find_missing_resources(facts: Facts) -> Cause | None:
         return None
     return cause_of(
         "resources",
-        90,
+        92,
         "the cluster or machine lacks what the run asks for",
         [short(line) for line in facts.error.splitlines()],
         "lower what the message names, or add nodes",

@@ -28,7 +28,11 @@ class Facts:
     driver_gone: bool = False
     """That process has ended, and could not write how."""
     worker_errors: tuple[str, ...] = ()
-    """Why workers were replaced, one text each, such as `rollout-0: its process ended`."""
+    """Why workers were replaced, one text each, such as `rollout-0: its process ended`, since a
+    step was last closed."""
+    overcome_errors: tuple[str, ...] = ()
+    """The same of the steps before. The run has gone on after them, so they are not why it ended,
+    unless there were too many."""
     lost_hosts: tuple[str, ...] = ()
     """Hosts that were in the cluster and are no more, with what Ray says of their end."""
     missing: tuple[str, ...] = ()

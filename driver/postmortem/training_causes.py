@@ -130,7 +130,7 @@ def find_used_up_restarts(facts: Facts) -> Cause | None:
         "restarts used up",
         64,
         "rollout workers failed more often than placement.worker_restarts allows",
-        (*used_up, *grouped(facts.worker_errors)[:SHOWN_LINES]),
+        (*used_up, *grouped([*facts.overcome_errors, *facts.worker_errors])[:SHOWN_LINES]),
         "fix what the workers' errors name (logs/rollout-*), then go on with --resume; a higher "
         "placement.worker_restarts only delays the end",
     )

@@ -108,6 +108,7 @@ def test_an_archive_explains_a_hang_and_holds_what_a_person_asks_for(run_folder,
             config="run:\n  name: demo\n",
             tables={"leases": {"rollout-0": ["g00000007"]}, "buffer": {"waiting": 3}},
             worker_errors=["rollout-1: its process ended"],
+            overcome_errors=["rollout-0: timed out"],
         )
         path = collect(run_folder, error, sources, said.append)
     files = unpacked(path)
@@ -123,7 +124,7 @@ def test_an_archive_explains_a_hang_and_holds_what_a_person_asks_for(run_folder,
     metrics = files["run/metrics.jsonl"].splitlines()
     assert len(metrics) == 200 and metrics[-1] == b'{"step": 400, "train/lo'
     assert json.loads(files["state/leases.json"]) == {"rollout-0": ["g00000007"]}
-    assert files["state/worker_errors.txt"] == b"rollout-1: its process ended"
+    assert files["state/worker_errors.txt"] == b"rollout-0: timed out\nrollout-1: its process ended"
     assert b"in waits_for_groups" in files[f"stacks/rollout-0-{other.pid}.txt"]
     assert b"state T" in files["stacks/answers.txt"]
     assert b"last words of rollout-0" in files[f"logs/rollout-0-{other.pid}.out"]

@@ -1,5 +1,7 @@
 """Facts of runs that ended badly, and the cause, evidence and next step that each must get."""
 
+import dataclasses
+
 import pytest
 
 from driver.fleet.cluster import ResourcesNotMet
@@ -289,6 +291,45 @@ def test_what_proves_nothing_names_nothing(facts, not_named):
     causes = probable_causes(facts)
     assert not {cause.name for cause in causes} & set(not_named)
     assert "common causes" not in page(facts, causes, [])
+
+
+NO_ROOM = "no room for another learner came within 150 s: no host of the Ray cluster has 5 CPU free"
+
+
+def test_what_the_run_has_gone_on_after_is_not_why_it_ended():
+    """A full disk at step 15 and workers that were killed, in a run that lost a host at step 26."""
+    dump = 'Fatal Python error: Aborted\n\nCurrent thread 0x1\n  File "a.py", line 1 in main'
+    facts = Facts(
+        error=NO_ROOM,
+        error_types=("ResourcesNotMet",),
+        exit_code=3,
+        overcome_errors=(
+            "step 15: the learner failed in 'save': [Errno 28] No space left on device",
+            "rollout-0 failed, restart 2 of 3: its process ended: killed",
+            "rollout-1: Task was killed: node running low on memory",
+        ),
+        worker_errors=("rollout-2 failed: its process ended",),
+        stacks={"rollout-2-7": dump},
+    )
+    names = [cause.name for cause in probable_causes(facts)]
+    assert names[0] == "resources" and not {"disk full", "out of memory"} & {*names}
+    again = dataclasses.replace(
+        facts, worker_errors=facts.overcome_errors, overcome_errors=(), error="", exit_code=1
+    )
+    assert probable_causes(again)[0].name == "disk full", "where nothing has overcome it"
+
+
+def test_every_failure_counts_where_restarts_are_used_up():
+    facts = Facts(
+        error="rollout-0 failed and placement.worker_restarts=2 is used up: x",
+        error_types=("WorkersLost",),
+        overcome_errors=(
+            "rollout-0 failed, restart 1 of 2: x",
+            "rollout-0 failed, restart 2 of 2: x",
+        ),
+    )
+    (cause,) = [one for one in probable_causes(facts) if one.name == "restarts used up"]
+    assert "2 x rollout-0 failed, restart 1 of 2: x" in cause.evidence
 
 
 def test_a_worker_that_could_not_reach_a_dead_learner_is_not_the_cause():
