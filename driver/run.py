@@ -5,6 +5,7 @@ ends the run.
 """
 
 import contextlib
+import dataclasses
 import errno
 import os
 import pathlib
@@ -273,14 +274,15 @@ def _post_mortem(
 
 
 def _sources(config: RunConfig, session: Session, logs: list[pathlib.Path]) -> Sources:
+    known = Sources(
+        config=settings.dump(config),
+        worker_errors=session.worker_errors,
+        overcome_errors=session.overcome_errors,
+        log_folders=logs,
+        hosts=cluster_hosts,
+    )
     try:
-        return Sources(
-            config=settings.dump(config),
-            tables=session.tables(),
-            worker_errors=session.worker_errors,
-            overcome_errors=session.overcome_errors,
-            log_folders=logs,
-            hosts=cluster_hosts,
-        )
+        return dataclasses.replace(known, tables=session.tables())
     except Exception as error:  # whatever fails in here must not hide what ended the run
-        return Sources(worker_errors=[f"the driver could not say more: {error}"])
+        more = f"the driver could not say more: {type(error).__name__}: {error}"
+        return dataclasses.replace(known, worker_errors=[*session.worker_errors, more])

@@ -218,6 +218,9 @@ class Process:
     def take_timing(self, until_s: float) -> "Answer":
         return self.call("take_timing", 0.0, lambda: self.clock.take_timing(until_s))
 
+    def evidence(self) -> "Answer":
+        return self.call("evidence", 0.1, lambda: {"stacks.txt": f"of {self.name}"})
+
     def close(self) -> "Answer":
         return self.call("close", 0.1, self.end)
 
@@ -478,6 +481,8 @@ class SimulatedRun:
         self.said_at_s: list[float] = []
         self.watched: list[pathlib.Path] = []
         """Folders whose end another process writes if the driver cannot."""
+        self.evidence: list[Any] = []
+        """What post-mortems were made of."""
         sections: dict[str, dict[str, Any]] = {
             "run": {"name": "made-up", "steps": steps, "output_dir": str(folder)},
             "model": {"path": str(folder)},
@@ -516,7 +521,7 @@ class SimulatedRun:
             patched.setattr(driver_run, "reserve", lambda *_: None)
             patched.setattr(driver_run, "record_code", lambda *_, **__: None)
             patched.setattr(driver_run, "offer_control", lambda *_, **__: contextlib.nullcontext())
-            patched.setattr(driver_run, "collect", lambda *_: None)
+            patched.setattr(driver_run, "collect", lambda *given: self.evidence.append(given[2]))
             patched.setattr(driver_run, "start_end_watch", self.watched.append)
             patched.setattr(driver_run, "Launcher", lambda _: world)
             patched.setattr(driver_run, "RayRooms", lambda: world)

@@ -117,6 +117,26 @@ def test_a_learner_without_room_says_so_and_ends_the_run_in_time_F10(start):
     assert run.status["exit_code"] == 3
 
 
+def test_a_post_mortem_knows_what_the_run_had_overcome(start):
+    world = World()
+    world.at(30.0, lambda: world.process("rollout-0").end())
+    world.at(90.0, lambda: world.lose_host("learner"))
+    run = start(world, steps=60, placement__resources_timeout_s=60.0)
+    [evidence] = run.evidence
+    [overcome] = [text for text in evidence.overcome_errors if "rollout-0 failed" in text]
+    assert overcome not in evidence.worker_errors
+    assert any("the learner died" in text for text in evidence.worker_errors)
+
+
+def test_a_table_that_cannot_be_made_hides_no_error(start, monkeypatch):
+    monkeypatch.setattr("driver.supervisor.Supervisor.tables", lambda _: {}["fleet"])
+    world = World()
+    world.at(40.0, lambda: world.lose_host("learner"))
+    [evidence] = start(world, steps=30, placement__resources_timeout_s=60.0).evidence
+    assert any("the learner died" in text for text in evidence.worker_errors)
+    assert evidence.worker_errors[-1] == "the driver could not say more: KeyError: 'fleet'"
+
+
 @pytest.mark.parametrize("evaluates", [0, 1])
 def test_the_last_worker_failure_ends_in_the_announced_checkpoint_F07_R05(start, evaluates):
     world = World()
