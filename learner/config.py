@@ -77,6 +77,9 @@ class AlgorithmConfig(Section):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Schulman's estimators of the KL divergence per token; k3 is never negative. k1 has the
     derivative of k2, whose expectation is that of the divergence."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """`loss` adds the penalty to each token's loss; `reward` takes its sum over a completion, by k1
+    against the policy that sampled, off the reward before advantages are made of it (RLOO)."""
     entropy_coef: float = Field(default=0.0, ge=0, le=1000)
     """Weight of the entropy bonus in nats per token."""
     zero_variance: Literal["keep", "mask", "resample"] = "keep"
@@ -91,21 +94,30 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _check(self):
-        if self.zero_variance != "keep" and (self.advantage == "reward_norm" or self.length_coef):
+        tells_apart = self.advantage == "reward_norm" or self.length_coef or self.kl_in == "reward"
+        if self.zero_variance != "keep" and tells_apart:
             raise ValueError(
                 f"zero_variance={self.zero_variance} drops groups whose total rewards are all "
-                "equal, but advantage=reward_norm and length_coef tell such completions apart: set "
-                "zero_variance to keep"
+                "equal, but advantage=reward_norm, length_coef and kl_in=reward tell such "
+                "completions apart: set zero_variance to keep"
+            )
+        if self.kl_in == "reward" and not self.kl_coef:
+            raise ValueError("kl_in=reward needs a weight: set kl_coef above 0, or kl_in to loss")
+        if self.kl_in == "reward" and self.kl_estimator != "k1":
+            raise ValueError(
+                f"kl_in=reward takes the penalty by k1, not {self.kl_estimator}: set kl_estimator "
+                "to k1"
             )
         if self.dual_clip is not None and self.policy_loss != "clip":
             raise ValueError(
                 f"dual_clip={self.dual_clip} bounds policy_loss=clip, not {self.policy_loss}: "
                 "set dual_clip to null"
             )
-        if self.advantage == "pass_at_k" and (self.overlong_share or self.length_coef):
+        adds = self.overlong_share or self.length_coef or self.kl_in == "reward"
+        if self.advantage == "pass_at_k" and adds:
             raise ValueError(
-                "advantage=pass_at_k counts correct completions, and no length changes that: set "
-                "overlong_share to null and length_coef to 0"
+                "advantage=pass_at_k counts correct completions, and neither length nor divergence "
+                "changes that: set overlong_share to null, length_coef to 0 and kl_in to loss"
             )
         if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
             raise ValueError(

@@ -7,6 +7,7 @@ functions, the clock and the order of calls.
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +23,13 @@ from learner.update.batching import (
     Packing,
     Selection,
     SelectionRules,
+    TrainSequence,
     pack,
+    rewarded_sequences,
     select_sequences,
     unpack,
 )
+from learner.update.kl_reward import kl_rewards
 from learner.update.length_rewards import LengthRule
 from learner.update.off_policy import (
     Correction,
@@ -112,6 +116,7 @@ class LearnerCore:
         self._reference = None
         if algorithm.kl_coef > 0:
             self._reference = place_params(params, mesh, specs, jnp.dtype(learner.compute_dtype))
+        self._kl_in_reward = algorithm.kl_coef if algorithm.kl_in == "reward" else 0.0
         self._compiled: dict[str, jax.stages.Compiled] = {}
         self.policy_version = 0
         """Counts calls of `update`, skipped ones included: it names weights, one set each."""
@@ -141,9 +146,9 @@ class LearnerCore:
             raise ValueError("update needs at least 1 group, got none")
         with self._lock, clock.phase("forward_backward"):
             started, compile_s = time.monotonic(), clock.peek()["compile"]
-            selected = select_sequences(groups, self._rules, vocab_size=self._config.vocab_size)
+            selected, reward_metrics = self._selected(groups, clock)
             selection, batches, metrics, logprobs = self._corrected(selected, clock)
-            metrics |= group_metrics(
+            metrics |= reward_metrics | group_metrics(
                 groups,
                 policy_version=self.policy_version,
                 max_completion_tokens=self._rules.max_completion_tokens,
@@ -176,6 +181,20 @@ class LearnerCore:
         selected = select_sequences([group], self._rules, vocab_size=self._config.vocab_size)
         pack(selected.sequences, self._packing)
 
+    def _selected(
+        self, groups: Sequence[Group], clock: PhaseClock
+    ) -> tuple[Selection, dict[str, float]]:
+        """Sequences with advantages, of rewards less the KL penalty where it is in them."""
+        vocab_size, added, metrics = self._config.vocab_size, None, {}
+        if self._kl_in_reward:
+            sequences = rewarded_sequences(groups, self._rules, vocab_size=vocab_size)
+            flat = [one for its in sequences.values() for one in its if one is not None]
+            scored = self._scored(flat, pack(flat, self._packing), clock, "reference")
+            added, mean = kl_rewards(sequences, scored, self._kl_in_reward)
+            metrics = {"train/kl": mean} if flat else {}
+        selected = select_sequences(groups, self._rules, vocab_size=vocab_size, added=added)
+        return selected, metrics
+
     def _corrected(
         self, selection: Selection, clock: PhaseClock
     ) -> tuple[Selection, Sequence[MicroBatch], dict[str, float], list[np.ndarray] | None]:
@@ -188,7 +207,7 @@ class LearnerCore:
         batches = pack(selection.sequences, self._packing)
         if not batches or not self._correction.is_on:
             return selection, batches, {}, None
-        logprobs = self._scored(selection, batches, clock)
+        logprobs = self._scored(selection.sequences, batches, clock)
         weights = self._weigh(selection, logprobs)
         kept = [its for its, weight in zip(logprobs, weights, strict=True) if weight.is_kept]
         selection = correct_selection(selection, weights, self._correction, self._rules)
@@ -209,7 +228,7 @@ class LearnerCore:
         metrics, reports, clipped_tokens = {}, [], 0.0
         for _ in range(self._learner.updates_per_batch):
             if self._functions.sequence_ratios:
-                before = logprobs or self._scored(selection, batches, clock)
+                before = logprobs or self._scored(selection.sequences, batches, clock)
                 rated = with_sequence_ratios(selection, before)
                 batches, logprobs = pack(rated.sequences, self._packing), None
             sums, report, scores = self._one_update(batches, selection.denominator, clock)
@@ -219,27 +238,33 @@ class LearnerCore:
             if not reports and not self._correction.is_on:
                 of_each = unpack(scores, selection.sequences, self._packing)
                 metrics = off_policy_metrics(self._weigh(selection, of_each), self._correction)
-            has_reference = self._reference is not None
-            reports.append(update_metrics(sums, report, has_reference=has_reference))
+            has_kl = self._reference_in_loss is not None
+            reports.append(update_metrics(sums, report, has_reference=has_kl))
         if any(report["train/update_skipped"] for report in reports):
             self.rejected = tuple(groups)
         return metrics | combine_updates(reports), clipped_tokens
 
-    def _scored(
-        self, selection: Selection, batches: Sequence[MicroBatch], clock: PhaseClock
-    ) -> list[np.ndarray]:
-        """Logprobs of each sequence under the policy as it stands."""
-        scores = [self._score(batch, clock) for batch in batches]
-        return unpack(scores, selection.sequences, self._packing)
+    @property
+    def _reference_in_loss(self) -> Params | None:
+        return None if self._kl_in_reward else self._reference
 
-    def _score(self, batch: MicroBatch, clock: PhaseClock) -> np.ndarray:
+    def _scored(
+        self,
+        sequences: Sequence[TrainSequence],
+        batches: Sequence[MicroBatch],
+        clock: PhaseClock,
+        who: Literal["policy", "reference"] = "policy",
+    ) -> list[np.ndarray]:
+        """Logprobs of each sequence under the policy as it stands, or the reference policy."""
+        params = self._reference if who == "reference" else self._state.params
+        scores = [self._score(who, params, batch, clock) for batch in batches]
+        return unpack(scores, sequences, self._packing)
+
+    def _score(self, who: str, params, batch: MicroBatch, clock: PhaseClock) -> np.ndarray:
         batch = batch._replace(sequence_log_ratios=None)
         batch = jax.device_put(batch, self._functions.batch_sharding)
-        key = f"score {batch.token_ids.shape}"
-        score = self._functions.score
-        return np.asarray(
-            self._run(clock, "forward_backward", key, score, self._state.params, batch)
-        )
+        key, score = f"score {who} {batch.token_ids.shape}", self._functions.score
+        return np.asarray(self._run(clock, "forward_backward", key, score, params, batch))
 
     def _weigh(self, selection: Selection, logprobs: Sequence[np.ndarray]) -> list[SequenceWeights]:
         """Importance weights of the sequences, from the policy's logprobs of each."""
@@ -264,7 +289,7 @@ class LearnerCore:
                 f"accumulate {batch.token_ids.shape}",
                 self._functions.accumulate,
                 self._state.params,
-                self._reference,
+                self._reference_in_loss,
                 accumulator,
                 batch,
             )

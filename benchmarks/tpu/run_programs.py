@@ -37,8 +37,9 @@ from driver.config.load_config import ConfigError, load
 from driver.config.plan import Plan, asked_devices, derive
 from driver.config.run_config import RunConfig
 from learner.compiled_functions import make_learner_functions
-from learner.config import TrainingSettings
+from learner.config import AlgorithmConfig, TrainingSettings
 from learner.publish.snapshot import PUBLISH_DTYPES
+from learner.update.off_policy import Correction
 from models.config import ModelConfig
 from models.files.hf_config import from_hf
 from models.transformer import abstract_params
@@ -93,8 +94,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def learner_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Iterator[RunProgram]:
-    """`empty`, `accumulate` and `apply` of one update, on micro-batches of the longest rows, and
-    `snapshot` and `canary` of a publication.
+    """`empty`, `accumulate` and `apply` of one update, on micro-batches of the longest rows,
+    `score` where the objective needs logprobs before it, and `snapshot` and `canary` of a
+    publication.
 
     An update is counted with two snapshots beside it, as if publications were slow.
     """
@@ -112,8 +114,8 @@ def learner_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Itera
         devices=topology_devices(plan.devices.learner),
     )
     state = programs.abstract_state
-    reference = None
-    if config.algorithm.kl_coef > 0:
+    algorithm, reference = config.algorithm, None
+    if algorithm.kl_coef > 0:
         dtype = jax.numpy.dtype(config.learner.compute_dtype)
         reference = jax.tree.map(lambda leaf: _struct(leaf, dtype=dtype), state.params)
     moments_bytes, reference_bytes = device_bytes(state.opt_state), device_bytes(reference)
@@ -133,12 +135,24 @@ def learner_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Itera
         return
     accumulator = outputs(empty)
     batch = programs.batch_shapes(plan.microbatch_rows, plan.row_tokens)
+    in_reward = algorithm.kl_in == "reward"
+    of_loss = None if in_reward else reference
     yield compile_(
         "accumulate",
-        lambda: _compiled(programs.accumulate, state.params, reference, accumulator, batch),
-        beside="optimiser moments and two snapshots",
-        beside_bytes=moments_bytes + 2 * snapshot_bytes,
+        lambda: _compiled(programs.accumulate, state.params, of_loss, accumulator, batch),
+        beside="optimiser moments, two snapshots" + ", reference policy" * in_reward,
+        beside_bytes=moments_bytes + 2 * snapshot_bytes + reference_bytes * in_reward,
     )[0]
+    scored = [state.params] * (algorithm.ratio == "sequence" or _corrects(algorithm))
+    for params in [*scored, *[reference] * in_reward]:
+        others = device_bytes(state) + reference_bytes - device_bytes(params)
+        unrated = batch._replace(sequence_log_ratios=None)
+        yield compile_(
+            "score of the reference" if params is reference else "score",
+            functools.partial(_compiled, programs.score, params, unrated),
+            beside="the rest of state and reference, and two snapshots",
+            beside_bytes=others + 2 * snapshot_bytes,
+        )[0]
     denominator = jax.ShapeDtypeStruct((), jax.numpy.float32)
     yield compile_(
         "apply",
@@ -158,6 +172,10 @@ def learner_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Itera
         beside="optimiser moments, reference policy and two snapshots",
         beside_bytes=moments_bytes + reference_bytes + 2 * snapshot_bytes,
     )[0]
+
+
+def _corrects(algorithm: AlgorithmConfig) -> bool:
+    return Correction(**algorithm.off_policy.model_dump()).is_on
 
 
 def worker_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Iterator[RunProgram]:

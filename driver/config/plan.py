@@ -350,6 +350,7 @@ def _shares(config: RunConfig) -> list[str]:
 def _objective(algorithm: AlgorithmConfig) -> str:
     """The choices that name the objective."""
     kl = f", KL {algorithm.kl_coef:g} x {algorithm.kl_estimator}" if algorithm.kl_coef else ""
+    kl += " in the reward" * (algorithm.kl_in == "reward")
     return (
         f"{algorithm.policy_loss} of {algorithm.ratio} ratios, advantage {algorithm.advantage}, "
         f"{algorithm.aggregation}{kl}"

@@ -58,23 +58,23 @@ PRESETS = {
         },
     ),
     "rloo": Preset(
-        "RLOO, arXiv:2402.14740, equation 8; its KL term, there in the reward, is in the loss "
-        "here, with a coefficient of ours",
+        "RLOO, arXiv:2402.14740, equation 8; the coefficient of the KL term is ours",
         {
             "advantage": "leave_one_out",
             "aggregation": "constant",
             "kl_coef": 0.03,
             "kl_estimator": "k1",
+            "kl_in": "reward",
         },
     ),
     "reinforce_pp": Preset(
-        "REINFORCE++, arXiv:2501.03262; its KL term, there in the reward, is in the loss here, "
-        "with a coefficient of ours",
+        "REINFORCE++, arXiv:2501.03262; the coefficient of the KL term is ours",
         {
             "advantage": "batch_norm",
             "aggregation": "token_mean",
             "kl_coef": 0.01,
             "kl_estimator": "k1",
+            "kl_in": "reward",
         },
     ),
     "reinforce_pp_baseline": Preset(

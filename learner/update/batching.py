@@ -114,14 +114,42 @@ class MicroBatch(NamedTuple):
     """float32; None where the ratio is that of each token."""
 
 
-def select_sequences(
+def rewarded_sequences(
     groups: Sequence[Group], rules: SelectionRules, *, vocab_size: int
+) -> dict[str, list[TrainSequence | None]]:
+    """Every completion by group_id, without an advantage; None for one without a reward.
+
+    Raises:
+        ValueError: as select_sequences does.
+    """
+    for group in groups:
+        _check_group(group, vocab_size)
+    return {
+        group.group_id: [
+            _sequence(group, completion, 0.0, rules.aggregation)
+            if np.isfinite(_total(completion))
+            else None
+            for completion in group.completions
+        ]
+        for group in groups
+    }
+
+
+def select_sequences(
+    groups: Sequence[Group],
+    rules: SelectionRules,
+    *,
+    vocab_size: int,
+    added: Mapping[str, np.ndarray] | None = None,
 ) -> Selection:
     """Turns groups into training sequences with advantages and weights.
 
     A completion whose scoring failed or that was aborted is left out of the statistics of its
     group and of the loss. A truncated one stays in the baseline, and in the loss unless the rule
     says `mask`. Left-out completions count in no denominator.
+
+    Args:
+        added: by group_id, what is added to the rewards that advantages are made of; float64 [G].
 
     Raises:
         ValueError: if a group's arrays contradict each other or name unknown token ids.
@@ -138,7 +166,8 @@ def select_sequences(
             outcomes[group.group_id] = "dropped_zero_variance"
         else:
             used.append(group)
-            rewards.append(_rewards_of(group, total_G, rules))
+            added_G = np.zeros(total_G.shape) if added is None else added[group.group_id]
+            rewards.append(_rewards_of(group, total_G, added_G, rules))
     sequences = []
     for group, advantage_G in zip(used, batch_advantages(rewards, rules.advantage), strict=True):
         kept = [
@@ -151,12 +180,13 @@ def select_sequences(
     return sum_up(sequences, rules, outcomes=outcomes, zero_variance_groups=zero_variance_groups)
 
 
-def _rewards_of(group: Group, total_G: np.ndarray, rules: SelectionRules) -> GroupRewards:
+def _rewards_of(
+    group: Group, total_G: np.ndarray, added_G: np.ndarray, rules: SelectionRules
+) -> GroupRewards:
     """The rewards that advantages are made of, what lengths cost among them."""
-    added_G = np.zeros(total_G.shape)
     if rules.length.is_on:
         tokens_G = np.array([len(c.token_ids) for c in group.completions])
-        added_G = length_rewards(
+        added_G = added_G + length_rewards(
             tokens_G, total_G, rules.length, max_completion_tokens=rules.max_completion_tokens
         )
     if rules.advantage.kind != "reward_norm":
