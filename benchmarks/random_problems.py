@@ -45,7 +45,7 @@ def grpo_objective(
 ) -> jax.Array:
     """The clipped surrogate of PPO with an entropy bonus; float32 [N].
 
-    learner/update/loss.py has the objectives that are trained with; this one stands for them here.
+    learner/objective/loss.py has those that are trained with; this one stands for them here.
     """
     ratio_N = jnp.exp(jnp.clip(logprob_N - data.behavior_logprob_N, -20.0, 20.0))
     clipped_N = jnp.clip(ratio_N, 1.0 - clip_low, 1.0 + clip_high)

@@ -16,14 +16,14 @@ from jax.sharding import PartitionSpec as P
 
 from kernels import choose
 from learner.config import TrainingSettings
+from learner.objective.batching import MicroBatch
+from learner.objective.loss import Objective
+from learner.objective.own_policy_loss import policy_loss
 from learner.publish.canary import make_canary
 from learner.publish.snapshot import PUBLISH_DTYPES, make_snapshots
-from learner.update.batching import MicroBatch
 from learner.update.head import HeadPlan
-from learner.update.loss import Objective
 from learner.update.mesh import AXES, make_mesh
 from learner.update.optimizer import learning_rate_schedule, make_optimizer
-from learner.update.own_policy_loss import policy_loss
 from learner.update.sharding import param_specs
 from learner.update.state import TrainState, abstract_state, state_shardings
 from learner.update.train_step import (

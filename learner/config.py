@@ -12,7 +12,7 @@ class OffPolicyConfig(Section):
     """What is done about groups that an older policy, or other numerics, sampled.
 
     Null leaves a bound out. Any of them costs one forward pass over the batch before the update.
-    learner/update/off_policy.py says what is computed.
+    learner/objective/off_policy.py says what is computed.
     """
 
     token_truncate: float | None = Field(default=None, ge=1, le=1e6)

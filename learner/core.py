@@ -15,10 +15,8 @@ import numpy as np
 
 from learner.compiled_functions import make_learner_functions
 from learner.config import TrainingSettings
-from learner.publish.canary import ScoredProbe
-from learner.publish.snapshot import PUBLISH_DTYPES, Snapshot
-from learner.update.advantages import AdvantageRule
-from learner.update.batching import (
+from learner.objective.advantages import AdvantageRule
+from learner.objective.batching import (
     MicroBatch,
     Packing,
     Selection,
@@ -29,16 +27,18 @@ from learner.update.batching import (
     select_sequences,
     unpack,
 )
-from learner.update.kl_reward import kl_rewards
-from learner.update.length_rewards import LengthRule
-from learner.update.off_policy import (
+from learner.objective.kl_reward import kl_rewards
+from learner.objective.length_rewards import LengthRule
+from learner.objective.off_policy import (
     Correction,
     SequenceWeights,
     correct_selection,
     off_policy_metrics,
     weigh_sequence,
 )
-from learner.update.sequence_ratio import with_sequence_ratios
+from learner.objective.sequence_ratio import with_sequence_ratios
+from learner.publish.canary import ScoredProbe
+from learner.publish.snapshot import PUBLISH_DTYPES, Snapshot
 from learner.update.state import TrainState, init_state, place_params
 from learner.update.update_metrics import (
     combine_updates,

@@ -77,28 +77,28 @@ BREAKS = [
     ),
     # learner
     Break(
-        "learner/update/advantages.py",
+        "learner/objective/advantages.py",
         "return centred / (centred.std() + rule.eps)",
         "return centred / (centred.std(ddof=1) + rule.eps)",
-        "learner/update/test_advantages.py",
+        "learner/objective/test_advantages.py",
     ),
     Break(
-        "learner/update/loss.py",
+        "learner/objective/loss.py",
         "gain_BT = jnp.where(plain_BT <= clipped_BT, plain_BT, clipped_BT)",
         "gain_BT = jnp.where(plain_BT >= clipped_BT, plain_BT, clipped_BT)",
-        "learner/update/test_loss.py learner/update/test_train_step.py",
+        "learner/objective/test_loss.py learner/update/test_train_step.py",
     ),
     Break(
-        "learner/update/off_policy.py",
+        "learner/objective/off_policy.py",
         "truncated_T=np.minimum(raw_T, correction.token_truncate or np.inf),",
         "truncated_T=np.maximum(raw_T, correction.token_truncate or 0.0),",
-        "learner/update/test_off_policy.py",
+        "learner/objective/test_off_policy.py",
     ),
     Break(
-        "learner/update/batching.py",
+        "learner/objective/batching.py",
         'return completion.finish_reason is FinishReason.LENGTH and rules.truncated == "mask"',
         'return completion.finish_reason is FinishReason.LENGTH and rules.truncated != "mask"',
-        "learner/update/test_batching.py",
+        "learner/objective/test_batching.py",
     ),
     Break(
         "learner/update/optimizer.py",

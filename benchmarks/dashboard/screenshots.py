@@ -37,7 +37,7 @@ import pathlib, sys
 from benchmarks.made_run.made_run import make_run
 make_run(pathlib.Path(sys.argv[1]), steps=60, part_at=25, flat_from=25,
          config={{"learner.optimizer.learning_rate": 3e-4}},
-         code={{"learner/update/loss.py": {CODE!r}}})
+         code={{"learner/objective/loss.py": {CODE!r}}})
 """
 """Writes a run that is the same as the made-up one of the same seed up to step 24."""
 

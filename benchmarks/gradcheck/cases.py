@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import float64_reference
-from learner.update.loss import Objective, token_terms, token_weight
+from learner.objective.loss import Objective, token_terms, token_weight
 
 BATCH = 3
 """Sequences among which the tokens are divided."""

@@ -36,7 +36,7 @@ from services.process.whole_file import write_whole
 STARTED = 1_795_000_000.0
 """Unix seconds at which a run that is written at once has started."""
 CODE = {
-    "learner/update/loss.py": '"""The loss."""\n\n\ndef clip(x, low, high):\n    return x\n',
+    "learner/objective/loss.py": '"""The loss."""\n\n\ndef clip(x, low, high):\n    return x\n',
     "driver/run.py": '"""The step loop."""\n\nSTEPS = 40\n',
     "proto/tandem/v1/control.proto": 'syntax = "proto3";\n',
 }

@@ -38,8 +38,8 @@ from driver.config.plan import Plan, asked_devices, derive
 from driver.config.run_config import RunConfig
 from learner.compiled_functions import make_learner_functions
 from learner.config import AlgorithmConfig, TrainingSettings
+from learner.objective.off_policy import Correction
 from learner.publish.snapshot import PUBLISH_DTYPES
-from learner.update.off_policy import Correction
 from models.config import ModelConfig
 from models.files.hf_config import from_hf
 from models.transformer import abstract_params

@@ -11,7 +11,7 @@ from driver.config.plural import counted
 from driver.config.run_config import Resources, RunConfig
 from kernels import choose
 from learner.config import AlgorithmConfig
-from learner.update.batching import row_buckets
+from learner.objective.batching import row_buckets
 from learner.update.mesh import mesh_shape
 from models.config import ModelConfig
 from models.files.checkpoint import expected_shapes

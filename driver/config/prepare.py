@@ -168,7 +168,7 @@ def _try_policy_loss(name: str) -> None:
     Raises:
         ConfigError: with what is wrong with it.
     """
-    command = [sys.executable, "-m", "learner.update.own_policy_loss", name]
+    command = [sys.executable, "-m", "learner.objective.own_policy_loss", name]
     try:
         tried = subprocess.run(command, capture_output=True, text=True, timeout=_POLICY_LOSS_S)
     except subprocess.TimeoutExpired:

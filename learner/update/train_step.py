@@ -20,9 +20,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from learner.update.batching import MicroBatch
+from learner.objective.batching import MicroBatch
+from learner.objective.loss import Objective, metric_sums, token_terms, weighted_sum
 from learner.update.head import HeadPlan, PolicyHead
-from learner.update.loss import Objective, metric_sums, token_terms, weighted_sum
 from learner.update.mesh import AXES
 from learner.update.sharding import make_embed, make_gather, named_shardings, reduce_gradients
 from learner.update.state import TrainState

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from learner.update.batching import MicroBatch, Selection
+from learner.objective.batching import MicroBatch, Selection
 from services.wire.messages import FinishReason, Group
 
 

@@ -16,8 +16,8 @@ from learner.config import (
     TrainingSettings,
 )
 from learner.core import LearnerCore
-from learner.update.advantages import AdvantageRule
-from learner.update.batching import SelectionRules
+from learner.objective.advantages import AdvantageRule
+from learner.objective.batching import SelectionRules
 from models.config import ModelConfig
 from models.transformer import init_params
 from services.wire.messages import Completion, FinishReason, Group

@@ -17,7 +17,7 @@ WRITERS = (
     "learner/recorded_learner.py",
     "learner/core.py",
     "learner/update/update_metrics.py",
-    "learner/update/off_policy.py",
+    "learner/objective/off_policy.py",
 )
 LIKELY = {
     "name": "gsm8k_answer",

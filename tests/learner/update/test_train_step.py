@@ -9,11 +9,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kernels.token_logprob import reference
-from learner.update import loss as loss_lib
-from learner.update.batching import Packing, pack, select_sequences, unpack
+from learner.objective import loss as loss_lib
+from learner.objective.batching import Packing, pack, select_sequences, unpack
+from learner.objective.off_policy import Correction, correct_selection, weigh_sequence
 from learner.update.head import HeadPlan
 from learner.update.mesh import AXES, make_mesh
-from learner.update.off_policy import Correction, correct_selection, weigh_sequence
 from learner.update.sharding import param_specs, reduce_gradients
 from learner.update.state import init_state, place_params, state_shardings
 from learner.update.train_step import (

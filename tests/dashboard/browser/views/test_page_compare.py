@@ -27,7 +27,7 @@ def pair(tmp_path_factory):
         flat_from=PART,
         config={"learner.optimizer.learning_rate": 1e-4, "run.name": "<b>other</b>"},
         code={
-            "learner/update/loss.py": '"""The loss."""\n\n\n'
+            "learner/objective/loss.py": '"""The loss."""\n\n\n'
             "def clip(x, low, high):\n    return low\n"
         },
     )
@@ -71,7 +71,7 @@ def test_configuration_and_code_that_differ_are_listed(page):
     assert config["run.name"] == ["made", "<b>other</b>"], "text, not markup"
     page.get_by_role("radio", name="Code").click()
     code = page.get_by_test_id("compare-code")
-    assert "learner/update/loss.py" in code.inner_text()
+    assert "learner/objective/loss.py" in code.inner_text()
     assert code.locator(".added").first.inner_text().strip() == "+    return low"
     assert code.locator(".removed").first.inner_text().strip() == "-    return x"
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from learner.update.batching import TrainSequence
-from learner.update.loss import MAX_LOG_RATIO
+from learner.objective.batching import TrainSequence
+from learner.objective.loss import MAX_LOG_RATIO
 
 
 class KlRewards(NamedTuple):

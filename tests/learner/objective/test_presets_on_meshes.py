@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from driver.config.presets import PRESETS
-from learner.update import batching
+from learner.objective import batching
 from services.process.phase_clock import PhaseClock
 from tests.learner.builders import host_params, make_core, make_group, random_groups
 

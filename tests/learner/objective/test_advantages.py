@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from learner.config import AlgorithmConfig
-from learner.update.advantages import (
+from learner.objective.advantages import (
     KINDS,
     AdvantageRule,
     GroupRewards,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from learner.update.batching import Selection
+from learner.objective.batching import Selection
 
 
 def with_sequence_ratios(selection: Selection, logprobs: Sequence[np.ndarray]) -> Selection:

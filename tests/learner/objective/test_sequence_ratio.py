@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from learner.update import loss as loss_lib
-from learner.update.batching import Packing, pack, select_sequences
-from learner.update.sequence_ratio import with_sequence_ratios
+from learner.objective import loss as loss_lib
+from learner.objective.batching import Packing, pack, select_sequences
+from learner.objective.sequence_ratio import with_sequence_ratios
 from tests.learner import builders
 from tests.learner.builders import random_groups
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from learner.update import loss as loss_lib
+from learner.objective import loss as loss_lib
 
 pytestmark = pytest.mark.slow
 

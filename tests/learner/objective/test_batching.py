@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from learner.update.batching import (
+from learner.objective.batching import (
     Packing,
     first_fit_decreasing,
     pack,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from learner.update.length_rewards import LengthRule, length_rewards
+from learner.objective.length_rewards import LengthRule, length_rewards
 
 
 def test_the_reward_falls_over_the_last_share_of_the_allowed_length():

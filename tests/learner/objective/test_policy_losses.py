@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from learner.update import loss as loss_lib
+from learner.objective import loss as loss_lib
 
 CLIPS = dict(clip_low=0.2, clip_high=0.28, kl_coef=0.0, kl_estimator="k3", entropy_coef=0.0)
 OBJECTIVES = {

@@ -32,8 +32,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from learner.update.batching import Selection, SelectionRules, TrainSequence, sum_up
-from learner.update.loss import MAX_LOG_RATIO
+from learner.objective.batching import Selection, SelectionRules, TrainSequence, sum_up
+from learner.objective.loss import MAX_LOG_RATIO
 
 
 class Correction(NamedTuple):

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from learner.update.advantages import (
+from learner.objective.advantages import (
     AdvantageRule,
     GroupRewards,
     batch_advantages,
     has_variance,
 )
-from learner.update.length_rewards import LengthRule, length_rewards
-from learner.update.loss import denominator, token_weight
+from learner.objective.length_rewards import LengthRule, length_rewards
+from learner.objective.loss import denominator, token_weight
 from services.wire.messages import Completion, FinishReason, Group
 
 SMALLEST_ROW_TOKENS = 64

@@ -8,7 +8,7 @@ and `ratio` is exp(logprob - old_logprob), or that of the sequence. It returns w
 the same shape. It is traced by JAX, must treat each token alone, and gets zeros at tokens that are
 not in the loss. KL penalty, entropy bonus and aggregation are added as configured.
 
-`python -m learner.update.own_policy_loss NAME` tries one out, as the driver does before a run.
+`python -m learner.objective.own_policy_loss NAME` tries one out, as the driver does before a run.
 """
 
 import sys
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from learner.update.loss import POLICY_LOSSES, PolicyLoss, importance_ratio
+from learner.objective.loss import POLICY_LOSSES, PolicyLoss, importance_ratio
 from services.user_code.import_path import BadImportPath, load_attribute
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from learner.config import AlgorithmConfig
-from learner.update import loss as loss_lib
-from learner.update.batching import rewarded_sequences, select_sequences
-from learner.update.kl_reward import kl_rewards
+from learner.objective import loss as loss_lib
+from learner.objective.batching import rewarded_sequences, select_sequences
+from learner.objective.kl_reward import kl_rewards
 from models.transformer import forward, packed_attend
 from services.process.phase_clock import PhaseClock
 from tests.learner import builders

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from learner.config import AlgorithmConfig
-from learner.update import loss as loss_lib
-from learner.update.own_policy_loss import BadPolicyLoss, main, policy_loss
+from learner.objective import loss as loss_lib
+from learner.objective.own_policy_loss import BadPolicyLoss, main, policy_loss
 
 MODULE = """
 import jax, jax.numpy as jnp, numpy as np

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from learner.config import AlgorithmConfig, OffPolicyConfig
-from learner.update import loss as loss_lib
-from learner.update.batching import Packing, pack, select_sequences, unpack
-from learner.update.off_policy import (
+from learner.objective import loss as loss_lib
+from learner.objective.batching import Packing, pack, select_sequences, unpack
+from learner.objective.off_policy import (
     Correction,
     correct_selection,
     off_policy_metrics,
