@@ -279,6 +279,9 @@ def test_strict_reads_the_number(text, expected):
         "5 is wrong",
         "0.3 repeating",
         "5 twice",
+        "5 to the power shown",
+        "5 to the power of many",
+        "**5** to the nth power",
     ],
 )
 def test_what_is_not_one_number_is_an_answer_that_equals_nothing(text):
