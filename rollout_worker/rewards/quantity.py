@@ -225,8 +225,8 @@ def is_unit(text: str, start: int) -> bool:
 
 
 def _next_word(text: str, start: int) -> str:
-    word = re.compile(r"[^\W\d_]*").match(text, start)
-    return word[0] if word else ""
+    word = re.compile(r"[\W_]*([^\W\d_]*)").match(text, start)
+    return word[1] if word else ""
 
 
 def _changes_number(word: str) -> bool:
