@@ -28,7 +28,7 @@ UNITS = ["apples", "dollars", "km", "km/h", "cm", "kg", "ft", "in", "hours", "mi
 UNITS += ["m", "h", "s", "g", "L", "m²", "cm^2", "m^3", "个", "元", "mètres", "times", "points"]
 UNITS += ["percent", "feet", "a day", "more", "left over", "lbs", "in total", "o'clock", "USD"]
 UNITS += ["th"]
-WORDS = [*UNITS, "boxes", "days", "over", "out of", "cups", "oz", "cents", "and", "or", "to"]
+WORDS = [*UNITS, "boxes", "days", "over", "out of", "of", "cups", "oz", "cents", "and", "or", "to"]
 WORDS += ["m2", "m3", "km2", "km3", "cm2", "cm3"]
 ASIDES = [" in 3 boxes", " for 2 days", " (19+38=57)", ", since 3*19=57", ". That is 7 a week."]
 LOOKS = ["text", "mathrm", "textbf", "mathbf", "textit", "mathsf", "texttt", "emph", "boldsymbol"]
@@ -300,7 +300,7 @@ def right_side(text: str) -> str | None:
     left, _, right = text.rpartition("=")
     for word in sorted([*SCALES, *MONEY], key=len, reverse=True):
         left = left.replace(word, "")
-    calculates = set(left) <= set("0123456789.,+-*/×÷·x()[]~$€£=°%^eE'\"" + BLANKS)
+    calculates = set(left) <= set("0123456789.,+-*/×÷·x()[]~_|$€£=°%^eE'\"" + BLANKS)
     # The bracket that opens at the start was dropped as decoration.
     opens, closes = left.find("("), left.find(")")
     is_balanced = left.count(")") - left.count("(") in (0, 1) and opens <= closes
