@@ -179,7 +179,10 @@ class World:
     def start_learner(self, spec: Any, room: Any) -> "Learner":
         self.fault("start_learner")
         self.ports.append(spec.earlier_port)
-        return Learner(self, "learner", self.hosts[self.bundles[room.bundle]])
+        host = self.hosts[self.bundles[room.bundle]]
+        if not host.up:
+            self.pass_time(1.0)  # else a driver that tries it again and again stops the time
+        return Learner(self, "learner", host)
 
     def start_worker(self, spec: Any, room: Any) -> tuple["Worker", "Answer"]:
         self.fault("start_worker")

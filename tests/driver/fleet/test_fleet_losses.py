@@ -1,4 +1,6 @@
-"""Which workers count as lost or cut off, and what is held against their groups, without Ray."""
+"""Which workers count as lost or cut off, what is held against their groups, and from whom each
+gets weights, without Ray.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -266,3 +268,16 @@ def test_one_cut_worker_stays_beside_others_and_ends_where_no_other_reaches_the_
     run.fleet.poll(0.0)
     assert run.launcher.handles[0].killed
     assert "has not reached the learner for 600 s, nor do others" in run.workers[0].last_error
+
+
+def test_the_workers_of_a_host_get_their_weights_from_one_of_them_F09(monkeypatch):
+    run = Run(monkeypatch, 4)
+    for worker, address in zip(run.workers, ["a:1", "a:2", "b:1", "a:3"], strict=True):
+        worker.info = dataclasses.replace(INFO, address=address)
+    run.fleet.send_sources("learner:9")
+    assert [handle.orders[-1].sources for handle in run.launcher.handles] == [
+        ("learner:9",),
+        ("a:1", "learner:9"),
+        ("learner:9",),
+        ("a:1", "learner:9"),
+    ]
