@@ -35,6 +35,9 @@ def act(completion, *, answer, prompt, item):
         block = int(text) * 2**20
         while True:
             kept.append(bytearray(block))
+    elif action == "allocate-once":
+        kept.append(bytearray(int(text) * 2**20))
+        kept.clear()
     elif action == "malloc":
         libc = ctypes.CDLL(None)
         libc.malloc.restype = ctypes.c_void_p
@@ -111,6 +114,15 @@ def test_a_scorer_that_allocates_without_end_fails_alone_R15(greedy, action):
         first, bad, last = score(pool, "plain", action, "plain")
         assert "MemoryError" in bad.error
         assert (first.total, last.total, last.error) == (1.0, 1.0, "")
+
+
+@linux
+def test_a_scorer_gets_no_more_memory_than_its_bound_R15(greedy):
+    """Tried with what the host has: without a bound it would get it."""
+    allowance = Allowance(memory_gb=0.5)
+    with closing(RewardPool(greedy, processes=1, timeout_s=HANG_S, allowance=allowance)) as pool:
+        within, beyond = score(pool, "allocate-once 128", "allocate-once 640")
+        assert (within.total, within.error) == (1.0, "") and "MemoryError" in beyond.error
 
 
 @linux
