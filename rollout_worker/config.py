@@ -257,9 +257,14 @@ class RewardConfig(Section):
 
     functions: tuple[RewardFunctionConfig, ...] = (RewardFunctionConfig(name="gsm8k_answer"),)
     timeout_s: float = Field(default=5.0, ge=0.01, le=3600)
-    """Wall-clock bound of one completion's scoring; past it the child is killed."""
+    """Wall-clock bound of one completion's scoring, and of a group's by group scorers. Past it a
+    plain scorer's process is killed, and an async call is cancelled."""
     processes: int = Field(default=1, ge=1, le=1024)
-    """Child processes of each rollout worker."""
+    """Child processes of each rollout worker. Where some scorers are async and some are not, each
+    kind has as many."""
+    in_flight: int = Field(default=32, ge=1, le=4096)
+    """Completions, or groups, that async scorers have under way at once in a child process. A plain
+    scorer has one."""
     memory_gb: float | None = Field(default=None, ge=0.5, le=1e6)
     """Memory of one child process, in GiB: a scorer that takes more fails, and nothing else. Each
     process that it starts has as much. null takes a quarter of the host's memory, at most 16."""

@@ -13,8 +13,8 @@ from rollout_worker.data.data_digests import DataDigests, digest_data
 from rollout_worker.data.prompts import PromptSet, load_prompts
 from rollout_worker.engine.decode_request import SamplingSettings
 from rollout_worker.engine_setup import EngineSetup
+from rollout_worker.rewards.processes.reward_process import Allowance
 from rollout_worker.rewards.reward_pool import RewardPool
-from rollout_worker.rewards.reward_process import Allowance
 from rollout_worker.sample_record import Sample, SampleRecords
 from rollout_worker.worker import GroupSettings, RolloutWorker
 from rollout_worker.worker_records import EvalItem, EvalRequest, RolloutSpec
@@ -65,6 +65,7 @@ class WorkerCore:
             processes=spec.reward.processes,
             timeout_s=spec.reward.timeout_s,
             allowance=Allowance.of(spec.reward),
+            in_flight=spec.reward.in_flight,
         )
         self.worker = RolloutWorker(
             name=spec.name,

@@ -180,7 +180,7 @@ class DriverJob:
             child
             for worker in self.workers()
             for child in _children(worker)
-            if "rollout_worker.rewards.reward_child" in _command(child)
+            if "rollout_worker.rewards.processes.reward_child" in _command(child)
         ]
 
 

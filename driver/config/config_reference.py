@@ -49,6 +49,7 @@ _UNIT_OF_KEY = {
     "rollout.workers.max": "workers",
     "rollout.workers.start": "workers",
     "reward.processes": "processes",
+    "reward.in_flight": "completions",
     "algorithm.advantage_eps": "reward",
     "algorithm.resample_rounds": "rounds",
     "learner.updates_per_batch": "updates",

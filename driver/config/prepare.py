@@ -22,8 +22,8 @@ from rollout_worker.data.data_digests import DataDigests, digest_data
 from rollout_worker.data.prompts import PromptSet, count_shared, load_prompts
 from rollout_worker.engine_setup import stop_automaton
 from rollout_worker.rewards.gold_answers import find_unjudged
+from rollout_worker.rewards.processes.reward_process import Allowance
 from rollout_worker.rewards.reward_pool import ScoreRequest, validate_functions
-from rollout_worker.rewards.reward_process import Allowance
 from rollout_worker.worker_records import WorkerInfo
 
 _POLICY_LOSS_S = 120.0

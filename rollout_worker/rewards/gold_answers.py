@@ -4,8 +4,8 @@ import os
 from collections.abc import Callable, Sequence
 
 from rollout_worker.config import RewardFunctionConfig
+from rollout_worker.rewards.processes.reward_process import USUAL, Allowance
 from rollout_worker.rewards.reward_pool import RewardPool, ScoreRequest
-from rollout_worker.rewards.reward_process import USUAL, Allowance
 from rollout_worker.rewards.scorers import BUILT_INS
 
 _CHECK = "rollout_worker.rewards.gold_scorer:check_gold"

@@ -3,6 +3,8 @@
 It runs where scorers run, in the child processes of `reward_pool.py`; `gold_answers.py` uses it.
 """
 
+import inspect
+
 from rollout_worker.rewards.scorers import BUILT_INS, BadScorer, resolve_scorer
 
 
@@ -26,6 +28,8 @@ def check_gold(completion: str, *, answer: str, prompt: str, item: dict, scorer:
         check = BUILT_INS[scorer].check_gold
     else:
         check = getattr(resolve_scorer(scorer), "check_gold", None)
+        if inspect.iscoroutinefunction(check):
+            raise BadScorer(f"the check_gold of {scorer!r} is async: it must be a plain function")
     if check is None:
         return 0.0
     try:

@@ -1,35 +1,48 @@
 """Child processes that score completions under a wall-clock bound.
 
-Each child is fed by a thread of its own. A child that takes too long is killed, and its completion
-gets an error that names the scorer; so does a completion at which the child dies twice. The child
-is replaced, and no other completion is affected. Nothing here depends on signals, so the pool may
-be used from any thread.
+Each child is fed by a thread of its own (`scorer_thread.py`). Plain scorers and async ones have
+children of their own, so that neither waits for the other. A completion whose scorer takes too long
+gets an error that names the scorer; so does one at which the child dies twice. No other completion
+is affected; a group scorer fails for all completions of its group. Nothing here depends on signals,
+so the pool may be used from any thread.
 """
 
 import concurrent.futures
 import dataclasses
 import logging
 import math
-import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any
 
-from rollout_worker.config import RewardFunctionConfig
-from rollout_worker.rewards.reward_process import (
+from rollout_worker.config import RewardConfig, RewardFunctionConfig
+from rollout_worker.rewards.processes.reward_process import (
     START_TIMEOUT_S,
     STOP_TIMEOUT_S,
     USUAL,
     Allowance,
-    ChildFailed,
     RewardProcess,
 )
-from rollout_worker.rewards.scorer_output import ScorerOutput
-from rollout_worker.rewards.scorers import MOST_VARIANTS, resolve_weights, weighted_total
+from rollout_worker.rewards.processes.scorer_output import ScorerOutput
+from rollout_worker.rewards.processes.scorer_thread import (
+    MOST_TRIES,
+    STANDSTILL_S,
+    Job,
+    JobQueue,
+    Outcome,
+    ScorerThread,
+)
+from rollout_worker.rewards.scorers import (
+    MOST_VARIANTS,
+    ScorerKind,
+    resolve_weights,
+    weighted_total,
+)
 
 log = logging.getLogger(__name__)
+
+IN_FLIGHT = RewardConfig().in_flight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,102 +69,47 @@ class Score:
     """Empty, or which scorer failed and how."""
 
 
-class _ScorerThread(threading.Thread):
-    """The thread that feeds one child; the child ends with it."""
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """A job, and the places of its completions in the submission."""
 
-    def __init__(self, pool: "RewardPool", index: int):
-        super().__init__(name=f"scorer-{index}", daemon=True)
-        self.ready: Future[None] = Future()
-        self.child: RewardProcess | None = None
-        self.scored = 0
-        self._pool = pool
+    job: Job
+    places: range
+    lane: JobQueue
 
-    def run(self) -> None:
-        try:
-            self._restart()
-        except (ValueError, RuntimeError, OSError) as error:
-            self.ready.set_exception(error)
-            return
-        self.ready.set_result(None)
-        for request, future in iter(self._pool.jobs.get, None):
-            try:
-                future.set_result(self._score(request))
-            except BaseException as error:  # raised in the thread that waits for this score
-                future.set_exception(error)
-            self.scored += 1
-        self.kill_child()
 
-    def kill_child(self) -> None:
-        """Kills the child, if there is one."""
-        child, self.child = self.child, None
-        if child is not None:
-            child.kill()
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """Scorers that run together."""
 
-    def _restart(self) -> RewardProcess:
-        self.kill_child()
-        self.child = child = RewardProcess(
-            self._pool.functions, self._pool.allowance, self._pool.output
-        )
-        child.wait_ready(self._pool.start_timeout_s)
-        return child
-
-    def _score(self, request: ScoreRequest) -> Score:
-        """Scores a second time if the child died: the cause may be outside, such as a lack of
-        memory, and a reward must not depend on that.
-        """
-        score, died = self._attempt(request)
-        if died:
-            log.warning("a reward process died: %s; the completion is scored again", score.error)
-            score, _ = self._attempt(request)
-        return score
-
-    def _attempt(self, request: ScoreRequest) -> tuple[Score, bool]:
-        """One score by the child, and whether the child died."""
-        if self._pool.closed:
-            raise RuntimeError("the reward pool was closed before this completion was scored")
-        child = self.child if self.child is not None and self.child.alive else self._restart()
-        weights, timeout_s = self._pool.weights, self._pool.timeout_s
-        rewards, errors, died = {}, [], False
-        deadline_s = time.monotonic() + timeout_s
-        name = next(iter(weights))
-        try:
-            child.send({**vars(request), "item": dict(request.item)}, deadline_s)
-            for name in weights:
-                reply = child.receive_score(name, deadline_s)
-                if reply.error:
-                    errors.append(f"{name}: {reply.error}")
-                rewards |= self._pool.known_names(reply.rewards)
-        except TimeoutError:
-            errors.append(f"{name}: no result within {timeout_s:g} s, child killed")
-            self.kill_child()
-        except ChildFailed as failure:
-            errors.append(f"{name}: {failure}")
-            died = True
-            self.kill_child()
-        if errors:
-            return Score(rewards, math.nan, "; ".join(errors)), died
-        return Score(rewards, weighted_total(rewards, weights), ""), False
+    scorers: tuple[str, ...]
+    is_group: bool
+    lane: JobQueue
 
 
 class PendingScores:
     """Scores of several completions, which become ready in the background."""
 
-    def __init__(self, futures: Sequence[Future[Score]], bound_s: float, threads: Sequence[str]):
-        self._futures = futures
+    def __init__(
+        self, pool: "RewardPool", completions: int, parts: Sequence[_Part], bound_s: float
+    ):
+        self._pool = pool
+        self._completions = completions
+        self._parts = parts
         self._bound_s = bound_s
         self._deadline_s = time.monotonic() + bound_s
-        self._threads = threads
 
     @property
     def done(self) -> bool:
         """Whether all scores are ready."""
-        return all(future.done() for future in self._futures)
+        return all(part.job.future.done() for part in self._parts)
 
     def wait_done(self, timeout_s: float | None) -> None:
         """Waits until all scores are ready, at most `timeout_s`; None takes the scorers' bound."""
         left_s = max(0.0, self._deadline_s - time.monotonic())
         concurrent.futures.wait(
-            self._futures, left_s if timeout_s is None else min(timeout_s, left_s)
+            [part.job.future for part in self._parts],
+            left_s if timeout_s is None else min(timeout_s, left_s),
         )
         if time.monotonic() >= self._deadline_s:
             self.wait()  # raises an error that names the threads
@@ -163,16 +121,24 @@ class PendingScores:
             TypeError, ValueError: if an item holds something that is no JSON value.
             RuntimeError: if a child that died cannot be replaced, or the pool was closed meanwhile.
         """
-        scores = []
-        for future in self._futures:
-            try:
-                scores.append(future.result(timeout=self._deadline_s - time.monotonic()))
-            except TimeoutError:
-                raise RuntimeError(
-                    f"no scorer thread answered for {len(self._futures)} completions within "
-                    f"{self._bound_s:g} s: {self._threads}"
-                ) from None
-        return scores
+        rewards: list[dict[str, dict[str, float]]] = [{} for _ in range(self._completions)]
+        errors: list[dict[str, str]] = [{} for _ in range(self._completions)]
+        for part in self._parts:
+            outcome = self._outcome(part.job)
+            for index, place in enumerate(part.places):
+                errors[place] |= outcome.errors
+                for name, entries in outcome.rewards.items():
+                    rewards[place][name] = entries[index]
+        return [self._pool.score_of(*one) for one in zip(rewards, errors, strict=True)]
+
+    def _outcome(self, job: Job) -> Outcome:
+        try:
+            return job.future.result(timeout=max(0.0, self._deadline_s - time.monotonic()))
+        except TimeoutError:
+            raise RuntimeError(
+                f"no scorer thread answered for {self._completions} completions within "
+                f"{self._bound_s:g} s: {self._pool.thread_names}"
+            ) from None
 
 
 class RewardPool:
@@ -186,46 +152,107 @@ class RewardPool:
         timeout_s: float,
         start_timeout_s: float = START_TIMEOUT_S,
         allowance: Allowance = USUAL,
+        in_flight: int = IN_FLIGHT,
     ):
         """Starts the processes and waits until each has loaded all scorers.
 
         Args:
             functions: the scorers, in the order in which they run; names differ.
-            processes: children, each with its own copy of the scorers' modules.
-            timeout_s: bound on all scorers of one completion together.
+            processes: children, each with its own copy of the scorers' modules; as many again
+                where some scorers are async and some are not.
+            timeout_s: bound on all scorers of one completion together; on those of a group, and on
+                async ones, apart.
             start_timeout_s: bound on the start of a child.
             allowance: what each child gets.
+            in_flight: completions or groups that a child has at once, with async scorers.
 
         Raises:
             ValueError: if a scorer cannot be loaded.
             RuntimeError: if a child dies at its start or takes too long.
         """
-        self.functions = tuple(functions)
         self.weights = resolve_weights(functions)
-        self.timeout_s = timeout_s
-        self.start_timeout_s = start_timeout_s
-        self.allowance = allowance
         self.output = ScorerOutput()
+        self._functions = tuple(functions)
+        self._timeout_s = timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._allowance = allowance
         self._names: dict[str, set[str]] = {}
         """Of the values that each scorer has returned."""
         self._names_lock = threading.Lock()
         self._said_names = False
-        self.closed = False
-        self.jobs: queue.SimpleQueue = queue.SimpleQueue()
-        self._threads = [_ScorerThread(self, index) for index in range(processes)]
-        for thread in self._threads:
-            thread.start()
+        self._closed = threading.Event()
+        self._threads: list[ScorerThread] = []
+        self._lanes: list[JobQueue] = []
         try:
-            for thread in self._threads:
-                thread.ready.result(timeout=start_timeout_s + 2 * STOP_TIMEOUT_S)
+            threads, kinds = self._start_threads(processes)
+            one_by_one = JobQueue(in_flight=1, patience_s=0.0)
+            at_once = JobQueue(in_flight=in_flight, patience_s=STANDSTILL_S)
+            named = [(name, kinds[name]) for name in self.weights]
+            self._plans = [
+                _Plan(names, is_group, lane)
+                for lane in (one_by_one, at_once)
+                for is_group in (False, True)
+                if (
+                    names := tuple(
+                        name
+                        for name, kind in named
+                        if kind == ScorerKind(is_async=lane is at_once, is_group=is_group)
+                    )
+                )
+            ]
+            for lane in dict.fromkeys(plan.lane for plan in self._plans):
+                self._lanes += [lane] * processes
+                for thread in threads or self._start_threads(processes)[0]:
+                    thread.serve(lane)
+                threads = []
         except BaseException:
             self.close()
             raise
 
     @property
     def scored(self) -> int:
-        """Completions whose scoring has ended, since the start."""
+        """Completions whose scoring has ended, since the start; once for each kind of scorer."""
         return sum(thread.scored for thread in self._threads)
+
+    @property
+    def thread_names(self) -> list[str]:
+        """Of the threads that feed the children."""
+        return [thread.name for thread in self._threads]
+
+    def _start_threads(self, count: int) -> tuple[list[ScorerThread], dict[str, ScorerKind]]:
+        """Starts threads with a ready child each; returns the kinds of the scorers as well."""
+        threads = [
+            ScorerThread(
+                f"scorer-{len(self._threads) + index}",
+                start_child=self._start_child,
+                timeout_s=self._timeout_s,
+                closed=self._closed,
+            )
+            for index in range(count)
+        ]
+        self._threads += threads
+        for thread in threads:
+            thread.start()
+        bound_s = self._start_timeout_s + 2 * STOP_TIMEOUT_S
+        kinds = [thread.ready.result(timeout=bound_s) for thread in threads]
+        return threads, kinds[0]
+
+    def _start_child(self) -> RewardProcess:
+        child = RewardProcess(self._functions, self._allowance, self.output)
+        child.wait_ready(self._start_timeout_s)
+        return child
+
+    def score_of(
+        self, rewards: Mapping[str, Mapping[str, float]], errors: Mapping[str, str]
+    ) -> Score:
+        """The score of one completion, from what each scorer returned or how it failed."""
+        named = {}
+        for name in self.weights:
+            named |= self.known_names(rewards.get(name, {}))
+        if errors:
+            told = [f"{name}: {errors[name]}" for name in self.weights if name in errors]
+            return Score(named, math.nan, "; ".join(told))
+        return Score(named, weighted_total(named, self.weights), "")
 
     def known_names(self, rewards: Mapping[str, float]) -> dict[str, float]:
         """The rewards without variants beyond MOST_VARIANTS names of the whole life of this pool.
@@ -253,29 +280,63 @@ class RewardPool:
     def submit(self, items: Sequence[ScoreRequest]) -> "PendingScores":
         """Starts to score completions and returns at once; safe from any thread.
 
+        Args:
+            items: in any number; to a group scorer they are one group, so that they must be of one
+                prompt where a scorer is one.
+
         Raises:
             RuntimeError: if the pool is closed.
+            ValueError: if a scorer is a group scorer, and the items are of several prompts.
         """
-        if self.closed:
+        if self._closed.is_set():
             raise RuntimeError("the reward pool is closed")
-        futures: list[Future[Score]] = [Future() for _ in items]
-        for request, future in zip(items, futures, strict=True):
-            self.jobs.put((request, future))
+        parts: list[_Part] = []
+        for plan in self._plans:
+            parts += _group_parts(plan, items) if plan.is_group else _single_parts(plan, items)
+        for part in parts:
+            part.lane.jobs.put(part.job)
         # The threads enforce the bounds themselves; this one turns a lost thread into an error.
-        waiting = self.jobs.qsize() + len(items) + len(self._threads)
-        per_item_s = self.timeout_s + self.start_timeout_s + 2 * STOP_TIMEOUT_S
-        return PendingScores(
-            futures, waiting * per_item_s, [thread.name for thread in self._threads]
-        )
+        in_flight = sum(lane.in_flight for lane in self._lanes)
+        waiting = sum(lane.jobs.qsize() for lane in set(self._lanes)) + len(parts) + in_flight
+        per_try_s = self._timeout_s + STANDSTILL_S + self._start_timeout_s + 2 * STOP_TIMEOUT_S
+        return PendingScores(self, len(items), parts, waiting * MOST_TRIES * per_try_s)
 
     def close(self) -> None:
         """Ends the threads and kills the children; safe to call twice."""
-        self.closed = True
-        for _ in self._threads:
-            self.jobs.put(None)
+        self._closed.set()
+        for lane in self._lanes:
+            lane.jobs.put(None)
         for thread in self._threads:
-            thread.join(self.timeout_s + STOP_TIMEOUT_S)
+            thread.end()
+        for thread in self._threads:
+            thread.join(self._timeout_s + STANDSTILL_S + STOP_TIMEOUT_S)
             thread.kill_child()
+
+
+def _single_parts(plan: _Plan, items: Sequence[ScoreRequest]) -> list[_Part]:
+    return [
+        _Part(
+            Job(plan.scorers, (one.completion,), one.answer, one.prompt, one.item),
+            range(place, place + 1),
+            plan.lane,
+        )
+        for place, one in enumerate(items)
+    ]
+
+
+def _group_parts(plan: _Plan, items: Sequence[ScoreRequest]) -> list[_Part]:
+    if not items:
+        return []
+    first = items[0]
+    for one in items:
+        if (one.answer, one.prompt, one.item) != (first.answer, first.prompt, first.item):
+            raise ValueError(
+                f"{', '.join(plan.scorers)} scores the completions of one prompt, but was given "
+                f"those of {first.prompt[:40]!r} and {one.prompt[:40]!r}: submit them apart"
+            )
+    texts = tuple(one.completion for one in items)
+    job = Job(plan.scorers, texts, first.answer, first.prompt, first.item)
+    return [_Part(job, range(len(items)), plan.lane)]
 
 
 def validate_functions(

@@ -9,6 +9,10 @@ with the sampled text, the gold answer, the question and the whole record of the
 `decimal`, `fractions`, or a scalar of numpy, JAX or torch; booleans count as 0 and 1. Any other
 result, and one that is not finite, is an error of the scorer, as is any exception.
 
+One whose first parameter is called `completions` is a group scorer: it gets the list of all
+completions of a prompt, and returns a list with one such result for each, in their order. Either
+kind may be `async def`; many calls of those run at once in a process.
+
 Scorers run in the child processes of `reward_pool.py`. The children import this module, so it
 imports neither jax nor pydantic.
 """
@@ -46,6 +50,9 @@ MOST_VARIANTS = 64
 NAME_CHARS = 100
 MAX_REWARD = 1e6
 """Largest absolute reward of a scorer; a larger one is a mistake that would outweigh the rest."""
+
+_GROUP = "completions"
+"""First parameter of a scorer that sees all completions of a prompt."""
 
 DEFAULT_FORMAT = r"(?:(?!####).)*(?<![^\n])#### ?[-+]?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?%?\s*"
 """Any text without the marker, then one line `#### number`, then nothing but white space."""
@@ -190,6 +197,15 @@ class BadScorer(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
+class ScorerKind:
+    """How a scorer is called."""
+
+    is_async: bool
+    is_group: bool
+    """It sees all completions of a prompt, and not one."""
+
+
+@dataclasses.dataclass(frozen=True)
 class BuiltIn:
     """A scorer of this package, and the module that it needs, imported before any timed call."""
 
@@ -261,12 +277,25 @@ def resolve_scorer(name: str) -> Scorer:
         ) from error
     except BadImportPath as error:
         raise BadScorer(f"reward function {name!r}: {error}") from error
-    if not callable(scorer) or inspect.iscoroutinefunction(scorer):
+    if not callable(scorer) or isinstance(scorer, type):
         raise BadScorer(
-            f"reward function {name!r} must be a plain function, got {type(scorer).__name__}"
-            f"{' (async)' if callable(scorer) else ''}"
+            f"reward function {name!r} must be a function, got {type(scorer).__name__} "
+            f"{str(scorer)[:80]!r}: name a def or async def"
+        )
+    if inspect.isgeneratorfunction(scorer) or inspect.isasyncgenfunction(scorer):
+        raise BadScorer(
+            f"reward function {name!r} is a generator, which yields: it must return its result"
         )
     return scorer
+
+
+def kind_of(scorer: Scorer) -> ScorerKind:
+    """Tells how a scorer is called, by its signature, which `check_scorer_params` has read."""
+    is_async = inspect.iscoroutinefunction
+    return ScorerKind(
+        is_async=is_async(scorer) or is_async(type(scorer).__call__),
+        is_group=next(iter(inspect.signature(scorer).parameters), "") == _GROUP,
+    )
 
 
 def check_scorer_params(name: str, scorer: Scorer, params: Mapping[str, Any]) -> None:
@@ -282,6 +311,7 @@ def check_scorer_params(name: str, scorer: Scorer, params: Mapping[str, Any]) ->
             f"reward function {name!r} must be a plain function of Python: {error}"
         ) from error
     given = {"answer": "", "prompt": "", "item": {}}
+    first = _GROUP if _GROUP in list(signature.parameters)[:1] else "completion"
     own = [key for key in list(signature.parameters)[1:] if key not in given]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     for key in params:
@@ -306,7 +336,7 @@ def check_scorer_params(name: str, scorer: Scorer, params: Mapping[str, Any]) ->
         signature.bind("", **given, **params)
     except TypeError as error:
         raise BadScorer(
-            f"reward function {name!r} cannot be called as score(completion, answer=, prompt=, "
+            f"reward function {name!r} cannot be called as score({first}, answer=, prompt=, "
             f"item=, {', '.join(f'{key}=' for key in params)}): {error}"
         ) from error
     if scorer is answer_format and "pattern" in params:
@@ -321,7 +351,12 @@ def _number(value: Any, what: str) -> float:
         value = value.item()
     # Real covers int, float, bool and Fraction.
     if not isinstance(value, numbers.Real | decimal.Decimal):
-        raise ValueError(f"{what} must be a number, got {type(value).__name__} {str(value)[:80]!r}")
+        hint = ""
+        if inspect.isawaitable(value):
+            hint = ": a scorer that awaits must itself be `async def`"
+        raise ValueError(
+            f"{what} must be a number, got {type(value).__name__} {str(value)[:80]!r}{hint}"
+        )
     try:
         number = float(value)
     except OverflowError:
@@ -364,6 +399,39 @@ def named_rewards(name: str, result: Any) -> dict[str, float]:
         if variant != "value":
             rewards[f"{name}/{variant}"] = _number(value, f"the result's {variant!r}")
     return rewards
+
+
+def named_group_rewards(name: str, result: Any, completions: int) -> list[dict[str, float]]:
+    """Names what a group scorer returned, for each completion as `named_rewards` does.
+
+    Args:
+        completions: of the group.
+
+    Raises:
+        ValueError: if the result is no list, tuple or array with one entry for each completion, or
+            an entry is none that a scorer may return; with the entry, the rule and the fix.
+    """
+    rule = (
+        f"a group scorer must return a list with one reward for each of the {completions} "
+        "completions, in their order"
+    )
+    is_array = len(getattr(result, "shape", ())) == 1
+    if not is_array and (isinstance(result, str | bytes) or not isinstance(result, Sequence)):
+        hint = ", and must itself be `async def` to await" if inspect.isawaitable(result) else ""
+        raise ValueError(f"{rule}{hint}, got {type(result).__name__} {str(result)[:80]!r}")
+    entries = list(result)
+    if len(entries) != completions:
+        raise ValueError(f"{rule}, got {len(entries)}: return a reward for the empty ones as well")
+    named = []
+    for place, entry in enumerate(entries):
+        try:
+            named.append(named_rewards(name, entry))
+        except ValueError as error:
+            raise ValueError(
+                f"{rule}, but for completion {place} (from 0): {error}; where there is no reward, "
+                "raise an error"
+            ) from None
+    return named
 
 
 def resolve_weights(functions: "Sequence[RewardFunctionConfig]") -> dict[str, float]:

@@ -25,7 +25,7 @@ ENTRIES = {
     "driver.run": MODEL | WIRE | {"ray", "rich", "ruamel"},
     "learner.recorded_learner": MODEL | {"optax", "orbax"},
     "rollout_worker.actor": MODEL | WIRE,
-    "rollout_worker.rewards.reward_child": {"psutil"},
+    "rollout_worker.rewards.processes.reward_child": {"psutil"},
     "driver.reports.end_watch": {"psutil"},
     "driver.scale": {"cryptography", "google", "grpc", "psutil", "rich"},
     "deploy.run_local": set(),

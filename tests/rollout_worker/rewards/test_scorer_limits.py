@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from rollout_worker.config import RewardConfig, RewardFunctionConfig
+from rollout_worker.rewards.processes.reward_process import Allowance
+from rollout_worker.rewards.processes.scorer_output import ScorerOutput
 from rollout_worker.rewards.reward_pool import MOST_VARIANTS, RewardPool, ScoreRequest
-from rollout_worker.rewards.reward_process import Allowance
-from rollout_worker.rewards.scorer_output import ScorerOutput
 from tests.deadlines import HANG_S, wait_until
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux bounds them")

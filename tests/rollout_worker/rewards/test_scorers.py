@@ -252,8 +252,9 @@ def test_weights_and_total():
         ("nowhere.rewards:score", "cannot import 'nowhere.rewards' .No module named 'nowhere'"),
         ("rewards_x:gsm8k_answr", "nearest: 'gsm8k_answer'"),
         ("my_rewards:scor", "has no 'scor' .nearest: 'score'"),
-        ("my_rewards:LIMIT", "must be a plain function, got int"),
-        ("my_rewards:later", "async"),
+        ("my_rewards:LIMIT", "must be a function, got int '3': name a def or async def"),
+        ("my_rewards:Judge", "must be a function, got type"),
+        ("my_rewards:later", "is a generator"),
         (":score", "written package.module:function"),
     ],
 )
@@ -261,7 +262,8 @@ def test_a_name_that_leads_nowhere_is_refused_with_the_fix(tmp_path, monkeypatch
     (tmp_path / "my_rewards.py").write_text(
         "LIMIT = 3\n"
         "def score(completion, *, answer, prompt, item): return 1.0\n"
-        "async def later(completion, *, answer, prompt, item): return 1.0\n"
+        "def later(completion, *, answer, prompt, item): yield 1.0\n"
+        "class Judge: pass\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(BadScorer, match=message):

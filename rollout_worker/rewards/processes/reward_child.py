@@ -1,10 +1,13 @@
-"""The process that runs scorers: `python -m rollout_worker.rewards.reward_child PARENT_PID BYTES`.
+"""The process that runs scorers:
+`python -m rollout_worker.rewards.processes.reward_child PARENT_PID BYTES`.
 
 Speaks lines of JSON with `reward_process.py` over the pipes that it was started with; every line
 out has the `id` of the line in that it answers. The first line in says which scorers to load; the
-answer is `{"loading": name}` before each and then `{"ready": true}` or `{"refused": message}`.
-Every later line in is one completion; the answer is one line per scorer, `{"scorer": name}` with
-either `{"rewards": {...}}` or `{"error": message}`.
+answer is `{"loading": name}` before each and then `{"ready": kinds}` or `{"refused": message}`.
+Every later line in is a request: one completion, or those of a group, with the names of the scorers
+to run. The answer is one line per scorer, `{"scorer": name}` with either `{"rewards": [{...}]}`, an
+entry for each completion, or `{"error": message}`. Requests to plain scorers are answered one after
+another; the first one to async scorers begins the loop of `concurrent_requests.py`.
 
 Scorers are foreign code. What they print goes to stderr, what they raise becomes an error message
 to the parent, and the parent kills this process when they take too long. A process that they fork
@@ -13,6 +16,8 @@ each, and end with this process, whatever session they are in.
 """
 
 import contextlib
+import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -24,19 +29,14 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO, NoReturn
 
-from rollout_worker.rewards.process_tree import (
+from rollout_worker.rewards.processes.loaded_scorer import LoadedScorer
+from rollout_worker.rewards.processes.process_tree import (
     END_S,
     adopt_orphans,
     end_descendants,
     signal_with_parent,
 )
-from rollout_worker.rewards.scorers import (
-    BadScorer,
-    Scorer,
-    check_scorer_params,
-    named_rewards,
-    resolve_scorer,
-)
+from rollout_worker.rewards.scorers import BadScorer
 
 TRACEBACKS_SHOWN = 5
 MESSAGE_CHARS = 500
@@ -101,11 +101,11 @@ class Pipes:
         self._replies_fd = os.dup(1)
         self._cut_off([0], inheritable=True)
         os.dup2(2, 1)
-        os.register_at_fork(
-            after_in_child=lambda: self._cut_off(
-                [self.requests.fileno(), self._replies_fd], inheritable=False
-            )
-        )
+        self.keep_from_copies([self.requests.fileno(), self._replies_fd])
+
+    def keep_from_copies(self, fds: Sequence[int]) -> None:
+        """A process that is forked from this one finds nothing at these descriptors."""
+        os.register_at_fork(after_in_child=lambda: self._cut_off(fds, inheritable=False))
 
     def reply(self, message: dict) -> None:
         """Writes one line."""
@@ -152,38 +152,21 @@ class Guard:
         except BaseException as error:
             if os.getpid() != self._pid:
                 raise
-            problem = self._describe(error)
+            problem = self.describe(error)
         if os.getpid() != self._pid:
             sys.exit(0)
         return result, problem
 
-    def _describe(self, error: BaseException) -> str:
+    def describe(self, error: BaseException) -> str:
+        """One line on what foreign code raised; its traceback is printed where it is among the
+        first.
+        """
         if isinstance(error, BadScorer):
             return escape_surrogates(str(error))
         if self._shown < TRACEBACKS_SHOWN:
             self._shown += 1
             traceback.print_exception(error)
         return describe_error(error)
-
-
-def load_scorer(name: str, params: dict) -> Scorer:
-    """Finds a scorer and checks its parameters."""
-    scorer = resolve_scorer(name)
-    check_scorer_params(name, scorer, params)
-    return scorer
-
-
-def score_completion(name: str, scorer: Scorer, params: dict, line: bytes) -> dict[str, float]:
-    """Runs one scorer on one request, decoded anew so that no scorer sees another's changes."""
-    request = json.loads(line)
-    result = scorer(
-        request["completion"],
-        answer=request["answer"],
-        prompt=request["prompt"],
-        item=request["item"],
-        **params,
-    )
-    return named_rewards(name, result)
 
 
 def main() -> None:
@@ -202,22 +185,33 @@ def main() -> None:
 
     setup = json.loads(pipes.requests.readline())
     sys.path[:] = setup["path"]
-    scorers = []
+    scorers: dict[str, LoadedScorer] = {}
     for function in setup["functions"]:
-        pipes.reply({"id": setup["id"], "loading": function["name"]})
-        scorer, problem = guard.call(load_scorer, function["name"], function["params"])
+        name, params = function["name"], function["params"]
+        pipes.reply({"id": setup["id"], "loading": name})
+        scorer, problem = guard.call(LoadedScorer.load, name, params)
         if problem:
             pipes.reply({"id": setup["id"], "refused": problem})
             return
-        scorers.append((function["name"], scorer, function["params"]))
-    pipes.reply({"id": setup["id"], "ready": True})
+        scorers[name] = scorer
+    kinds = {name: dataclasses.asdict(scorer.kind) for name, scorer in scorers.items()}
+    pipes.reply({"id": setup["id"], "ready": kinds})
 
     for line in pipes.requests:
-        request_id = json.loads(line)["id"]
-        for name, scorer, params in scorers:
-            rewards, problem = guard.call(score_completion, name, scorer, params, line)
-            outcome = {"error": problem} if problem else {"rewards": rewards}
-            pipes.reply({"id": request_id, "scorer": name} | outcome)
+        request = json.loads(line)
+        if any(scorers[name].kind.is_async for name in request["scorers"]):
+            # Loading asyncio takes time that plain scorers need not spend.
+            from rollout_worker.rewards.processes.concurrent_requests import ConcurrentRequests
+
+            lines = itertools.chain([line], pipes.requests)
+            ConcurrentRequests(scorers, pipes, guard).run(lines)
+            return
+        for name in request["scorers"]:
+            rewards, problem = guard.call(scorers[name].score, line)
+            outcome = {"rewards": rewards}
+            if problem:
+                outcome = {"error": problem, "late": False, "doubtful": False}
+            pipes.reply({"id": request["id"], "scorer": name} | outcome)
 
 
 if __name__ == "__main__":

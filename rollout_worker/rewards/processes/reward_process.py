@@ -12,31 +12,27 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import psutil
 
 from rollout_worker.config import RewardConfig, RewardFunctionConfig
-from rollout_worker.rewards.process_tree import (
+from rollout_worker.rewards.processes.process_tree import (
     adopt_orphans,
     end_descendants,
     end_processes,
     orphans_with,
     reap_session,
 )
-from rollout_worker.rewards.reward_replies import (
+from rollout_worker.rewards.processes.reward_replies import (
     BadReply,
-    ScoreReply,
     parse_load_reply,
-    parse_score_reply,
 )
-from rollout_worker.rewards.scorer_output import ScorerOutput
+from rollout_worker.rewards.processes.scorer_output import ScorerOutput
+from rollout_worker.rewards.scorers import ScorerKind
 from services.wire.secret_text import scorer_environment
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 START_TIMEOUT_S = 60.0
 """Bound on the start of a child, which imports the scorers' modules."""
@@ -45,11 +41,17 @@ SLOW_START_S = 5.0
 STOP_TIMEOUT_S = 5.0
 """Bound on the end of a child that was killed."""
 _MAX_REPLY_BYTES = 1 << 20
-_ROOT = pathlib.Path(__file__).resolve().parents[2]
+_MAX_BYTES_OF_COMPLETION = 1 << 17  # of its rewards: 64 names of 100 characters, and numbers
+_ROOT = pathlib.Path(__file__).resolve().parents[3]
 
 
 class ChildFailed(Exception):
     """A child died, or broke the protocol."""
+
+
+def new_id() -> str:
+    """An id of a message, unknown to what scorers write into the pipe by accident."""
+    return secrets.token_hex(8)
 
 
 _MARK = "TANDEM_SCORERS"
@@ -110,7 +112,7 @@ class RewardProcess:
         paths = [str(_ROOT), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         adopt_orphans()
-        module = "rollout_worker.rewards.reward_child"
+        module = "rollout_worker.rewards.processes.reward_child"
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, str(os.getpid()), str(allowance.memory_bytes)],
             stdin=subprocess.PIPE,
@@ -127,9 +129,10 @@ class RewardProcess:
         os.set_blocking(self._input_fd, False)
         os.set_blocking(self._output_fd, False)
         self._received = b""
-        self._request_id = ""
-        """Of the last message in; unknown to what scorers write into the pipe by accident."""
+        self.kinds: dict[str, ScorerKind] = {}
+        """Of the scorers, by name; known once it is ready."""
         self._killed = False
+        self._names = {function.name for function in functions}
         path = [entry for entry in sys.path if isinstance(entry, str)]
         self._setup = {
             "path": path if {"", os.getcwd()} & set(path) else [*path, os.getcwd()],
@@ -159,13 +162,17 @@ class RewardProcess:
         notice_s = time.monotonic() + SLOW_START_S
         at = "starting Python"
         try:
-            self.send(self._setup, deadline_s)
+            request_id = new_id()
+            self.send(self._setup, request_id, deadline_s)
             while True:
                 if notice_s < deadline_s and not self._has_reply_by(notice_s):
                     log.warning("reward process: still %s; killed after %g s in all", at, timeout_s)
                     notice_s = math.inf
-                reply = self._receive(deadline_s, parse_load_reply)
+                reply = parse_load_reply(self.read_line(deadline_s), request_id)
+                if reply.kind == "ready" and set(reply.kinds) != self._names:
+                    raise ChildFailed(f"child has loaded {list(reply.kinds)}")
                 if reply.kind == "ready":
+                    self.kinds = reply.kinds
                     return
                 if reply.kind == "refused":
                     raise ValueError(reply.text)
@@ -176,6 +183,9 @@ class RewardProcess:
                 f"reward process: not ready within {timeout_s:g} s, killed while {at}: the import "
                 "of its module must end"
             ) from None
+        except BadReply as error:
+            self.kill()
+            raise RuntimeError(f"reward process: child sent {error} while {at}") from error
         except ChildFailed as failure:
             self.kill()
             raise RuntimeError(f"reward process: {failure} while {at}") from failure
@@ -183,15 +193,20 @@ class RewardProcess:
             self.kill()
             raise
 
-    def send(self, message: dict, deadline_s: float) -> None:
-        """Writes one message, with an id of its own.
+    def send(self, message: dict, request_id: str, deadline_s: float) -> None:
+        """Writes one message.
+
+        Args:
+            message: JSON values.
+            request_id: of `new_id`; every line that answers the message carries it.
+            deadline_s: monotonic seconds.
 
         Raises:
-            TimeoutError: if the child does not read it before the deadline (monotonic seconds).
+            TimeoutError: if the child does not read it before the deadline.
             ChildFailed: if the child has ended.
+            TypeError, ValueError: if the message holds what is no JSON value; nothing is written.
         """
-        self._request_id = secrets.token_hex(8)
-        text = json.dumps({**message, "id": self._request_id}, allow_nan=False)
+        text = json.dumps({**message, "id": request_id}, allow_nan=False)
         data = memoryview(text.encode() + b"\n")
         while data:
             self._wait(self._input_fd, select.POLLOUT, deadline_s)
@@ -200,31 +215,28 @@ class RewardProcess:
             except BrokenPipeError:
                 raise ChildFailed(self._describe_end()) from None
 
-    def receive_score(self, scorer: str, deadline_s: float) -> ScoreReply:
-        """Reads what one scorer made of the completion that was sent last.
+    def read_line(self, deadline_s: float, completions: int = 1) -> bytes:
+        """Reads one line that the child has written.
+
+        Args:
+            deadline_s: monotonic seconds; what is there already is read after it, too.
+            completions: the most of a request in flight, which bounds the length of the line.
 
         Raises:
-            TimeoutError: if no reply is complete before the deadline (monotonic seconds).
-            ChildFailed: if the child has ended, or sent anything else.
+            TimeoutError: if no line is complete before the deadline.
+            ChildFailed: if the child has ended.
         """
-        return self._receive(
-            deadline_s, lambda line, request_id: parse_score_reply(line, request_id, scorer)
-        )
-
-    def _receive(self, deadline_s: float, parse: Callable[[bytes, str], T]) -> T:
+        most_bytes = _MAX_REPLY_BYTES + completions * _MAX_BYTES_OF_COMPLETION
         while b"\n" not in self._received:
             self._wait(self._output_fd, select.POLLIN, deadline_s)
             chunk = os.read(self._output_fd, 65536)
             if not chunk:
                 raise ChildFailed(self._describe_end())
             self._received += chunk
-            if len(self._received) > _MAX_REPLY_BYTES:
-                raise ChildFailed(f"child sent a reply of over {_MAX_REPLY_BYTES} bytes")
+            if len(self._received) > most_bytes:
+                raise ChildFailed(f"child sent a reply of over {most_bytes} bytes")
         line, _, self._received = self._received.partition(b"\n")
-        try:
-            return parse(line, self._request_id)
-        except BadReply as error:
-            raise ChildFailed(f"child sent {error}") from None
+        return line
 
     def kill(self) -> None:
         """Kills the child with the processes it started, and closes the pipes; safe to repeat."""
@@ -260,8 +272,8 @@ class RewardProcess:
     def _wait(self, fd: int, event: int, deadline_s: float) -> None:
         poll = select.poll()
         poll.register(fd, event)
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0 or not poll.poll(math.ceil(left_s * 1000)):
+        left_s = max(0.0, deadline_s - time.monotonic())
+        if not poll.poll(math.ceil(left_s * 1000)):
             raise TimeoutError
 
     def _describe_end(self) -> str:

@@ -1,0 +1,65 @@
+"""A scorer in the process that runs it: called with a request, its result checked and named."""
+
+import dataclasses
+import json
+from typing import Any
+
+from rollout_worker.rewards.scorers import (
+    Scorer,
+    ScorerKind,
+    check_scorer_params,
+    kind_of,
+    named_group_rewards,
+    named_rewards,
+    resolve_scorer,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedScorer:
+    """A scorer with its parameters."""
+
+    name: str
+    function: Scorer
+    params: dict[str, Any]
+    kind: ScorerKind
+
+    @classmethod
+    def load(cls, name: str, params: dict[str, Any]) -> "LoadedScorer":
+        """Finds a scorer and checks its parameters.
+
+        Raises:
+            BadScorer: if there is no such scorer, or it does not take them.
+        """
+        function = resolve_scorer(name)
+        check_scorer_params(name, function, params)
+        return cls(name, function, params, kind_of(function))
+
+    def score(self, line: bytes) -> list[dict[str, float]]:
+        """Runs it on one request; returns named rewards for each completion."""
+        result, completions = self._call(line)
+        return self._named(result, completions)
+
+    async def score_async(self, line: bytes) -> list[dict[str, float]]:
+        """As `score`, for an async scorer."""
+        result, completions = self._call(line)
+        return self._named(await result, completions)
+
+    def _call(self, line: bytes) -> tuple[Any, int]:
+        """What it returns for a request, decoded anew so that no scorer sees another's changes."""
+        request = json.loads(line)
+        texts = request["completions"]
+        count = len(texts)
+        result = self.function(
+            texts if self.kind.is_group else texts[0],
+            answer=request["answer"],
+            prompt=request["prompt"],
+            item=request["item"],
+            **self.params,
+        )
+        return result, count
+
+    def _named(self, result: Any, completions: int) -> list[dict[str, float]]:
+        if self.kind.is_group:
+            return named_group_rewards(self.name, result, completions)
+        return [named_rewards(self.name, result)]
