@@ -90,7 +90,7 @@ def test_whatever_fails_and_however_often_the_records_stay_whole(tmp_path, monke
 
 
 @pytest.mark.parametrize("event", ["_record_end", "_return_leases", "_admit", "_release", "_warn"])
-def test_an_error_of_an_event_leaves_no_worker_between_two_states(tmp_path, monkeypatch, event):
+def test_an_error_of_an_event_leaves_no_worker_between_two_states_F07(tmp_path, monkeypatch, event):
     """The fleet calls others after it has changed what it records: they find it whole."""
     world = World()
     for at_s in (25.0, 40.0, 55.0):

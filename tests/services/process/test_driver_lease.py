@@ -52,7 +52,7 @@ def test_a_driver_that_is_paused_for_90_s_leaves_a_healthy_process_as_it_is():
         assert one.live(90) and one.live(10, asked=True)
 
 
-def test_a_process_that_was_paused_itself_gets_a_moment_to_be_asked():
+def test_a_process_that_was_paused_itself_gets_a_moment_to_be_asked_R04():
     one = Leased()
     one.live(5, asked=True)
     one.pause(500)

@@ -107,7 +107,7 @@ def test_a_number_that_overflows_is_refused():
 
 
 @pytest.mark.parametrize("other", [None, "b", "", 0, ["a"], True])
-def test_a_reply_to_another_request_is_refused(other):
+def test_a_reply_to_another_request_is_refused_R1(other):
     line = json.dumps({"id": other, "scorer": "f", "rewards": [{"f": 1.0}]}).encode()
     with pytest.raises(BadReply, match="answers another request"):
         parse_score_reply(line, "a", "f")
