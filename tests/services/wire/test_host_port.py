@@ -12,7 +12,7 @@ from services.wire.host_port import join_address, split_address
         ("fe80::1%eth0", 7, "[fe80::1%eth0]:7"),
     ],
 )
-def test_what_is_joined_is_split_again(host, port, text):
+def test_what_is_joined_is_split_again_N28(host, port, text):
     assert join_address(host, port) == text
     assert split_address(text) == (host, port)
 
