@@ -110,7 +110,7 @@ def _run_tracked(
             run_id=run_id,
             authority=RunAuthority.create(run_id),
             driver_host=ray.util.get_node_ip_address(),
-            prompts=prepared.prompts,
+            order=prepared.order,
             moment=prepared.moment,
         )
         supervisor = Supervisor(
@@ -208,8 +208,7 @@ def _session(
     def new_state(restored: Restored | None) -> RunState:
         return RunState.create(
             IntakeRules.of(config.rollout, config.algorithm, config.log.samples_per_step),
-            seed=config.run.seed,
-            prompt_count=prepared.prompts,
+            prepared.order,
             restored=restored,
             set_aside=quarantine.set_aside,
         )

@@ -308,11 +308,16 @@ class Session:
         aside = self._quarantine.record_death(begun, cause)
         if aside is not None:
             self._warn(
-                f"prompt {aside.position} of data.train is set aside (quarantine.json): "
-                f"{aside.deaths} workers ended while they completed or scored its group "
-                f"{aside.group_id}, the last one alone; {cause}"
+                f"prompt {aside.position} of data.train{self._source_of(aside.position)} is set "
+                f"aside (quarantine.json): {aside.deaths} workers ended while they completed or "
+                f"scored its group {aside.group_id}, the last one alone; {cause}"
             )
         return aside is not None
+
+    def _source_of(self, position: int) -> str:
+        """Names the source of a prompt, where there are several."""
+        order = self._prepared.order
+        return f" (of {order.source_of_position(position).name})" if order.is_mixed else ""
 
     def _return_leases(self, group_ids: Sequence[str], expired: bool) -> None:
         how = LeaseState.EXPIRED if expired else LeaseState.RETURNED

@@ -3,6 +3,7 @@
 import dataclasses
 
 from learner.config import AlgorithmConfig, LearnerConfig
+from services.trajectories.data_order import DataOrder
 from services.wire.reachable import is_any, own_address
 from services.wire.tls import Credentials
 
@@ -24,8 +25,8 @@ class LearnerSpec:
     temperature: float
     max_prompt_tokens: int
     max_completion_tokens: int
-    prompts: int | None
-    """In the data order that ids and epochs of groups follow; None where they follow none."""
+    order: DataOrder | None
+    """That ids and epochs of groups follow; None where they follow none."""
     max_staleness: int
     weights_dtype: str
     export_dtype: str | None

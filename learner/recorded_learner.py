@@ -95,7 +95,7 @@ class RecordedLearner:
                 vocab_size=valid_vocab,
                 max_prompt_tokens=spec.max_prompt_tokens,
                 max_completion_tokens=spec.max_completion_tokens,
-                prompts=spec.prompts,
+                order=spec.order,
             ),
             capacity_groups=spec.buffer_groups,
             capacity_bytes=spec.buffer_bytes,

@@ -1,8 +1,18 @@
 """What a rollout worker needs: prompts (`data`), decoding (`rollout`) and scoring (`reward`)."""
 
+import math
+import posixpath
+import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_serializer, model_validator
+from pydantic import (
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from rollout_worker.data.procedural import MAX_ITEMS, PREFIX
 from services.process.config_section import Section
@@ -57,15 +67,102 @@ class SourceConfig(Section):
         return self
 
 
+class MixedSource(SourceConfig):
+    """One of several training sources."""
+
+    weight: float = Field(default=1.0, allow_inf_nan=True)
+    """Its share of the prompts that are drawn, relative to the weights of the other sources."""
+    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]+$")
+    """In logs and metrics; null takes the task, or the last part of path or id."""
+
+    @property
+    def label(self) -> str:
+        """The name, or the one that the source suggests."""
+        if self.name:
+            return self.name
+        last = self.source.removeprefix(PREFIX).rstrip("/").rpartition("/")[2]
+        if not self.is_procedural:
+            last = last.removesuffix(".jsonl").removesuffix(".parquet")
+        return re.sub(r"[^A-Za-z0-9._-]", "-", last) or "source"
+
+    @field_validator("weight")
+    @classmethod
+    def _check_weight(cls, weight: float) -> float:
+        if not (math.isfinite(weight) and weight > 0):
+            raise ValueError(
+                f"a weight must be a finite number above 0, got {weight}: correct it, or remove "
+                "the source"
+            )
+        return weight
+
+    @property
+    def content(self) -> tuple:
+        """What decides the records: equal for two sources that are the same."""
+        read = self.model_dump(exclude={"weight", "name", "source"})
+        ignored = ("split", "subset") if self.is_procedural else ("seed", "params")
+        is_file = self.source.endswith((".jsonl", ".parquet"))
+        for key in (*ignored, "split", "subset") if is_file else ignored:
+            del read[key]
+        source = posixpath.normpath(self.source) if is_file else self.source
+        return (source, *(repr(value) for value in read.values()))
+
+
+def _one_or_several(value: Any) -> str:
+    return "[several]" if isinstance(value, list | tuple) else "[one]"
+
+
 class DataConfig(Section):
     """Which prompts, and how they become chat messages."""
 
-    train: SourceConfig
+    train: Annotated[
+        Annotated[SourceConfig, Tag("[one]")]
+        | Annotated[tuple[MixedSource, ...], Tag("[several]")],
+        Discriminator(_one_or_several),
+    ]
+    """One source, or a list of them to mix by weight. At every index of the run each has given its
+    share of the prompts so far, give or take 1.7; its own come without repetition in each of its
+    epochs. Weights may not change over a resume."""
     eval: SourceConfig | None = None
     system_prompt: str | None = None
     """First message of every prompt; null sends none."""
     question_template: str = "{question}"
     """Text of the user message; `{question}` is replaced."""
+
+    @property
+    def train_sources(self) -> tuple[SourceConfig, ...]:
+        """The training sources, in the order of their prompts."""
+        return self.train if isinstance(self.train, tuple) else (self.train,)
+
+    @property
+    def train_weights(self) -> tuple[float, ...]:
+        """Of each training source."""
+        return tuple(o.weight if isinstance(o, MixedSource) else 1.0 for o in self.train_sources)
+
+    @property
+    def train_names(self) -> tuple[str, ...]:
+        """Of each training source, all different."""
+        return tuple(o.label if isinstance(o, MixedSource) else "train" for o in self.train_sources)
+
+    @model_validator(mode="after")
+    def _check_mixture(self):
+        if not isinstance(self.train, tuple):
+            return self
+        if not self.train:
+            raise ValueError("train=[] has no source: give at least one")
+        for last, source in enumerate(self.train):
+            for first, before in enumerate(self.train[:last]):
+                both = f"train.{first} and train.{last}"
+                if source.content == before.content:
+                    raise ValueError(
+                        f"{both} are the same source {source.source}: keep one of them, with the "
+                        f"weight {before.weight + source.weight:g}"
+                    )
+                if source.label == before.label:
+                    raise ValueError(
+                        f"{both} are both called {source.label!r} in logs and metrics: give one "
+                        "of them another `name`"
+                    )
+        return self
 
     @model_validator(mode="after")
     def _check(self):

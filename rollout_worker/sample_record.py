@@ -49,6 +49,8 @@ class Sample(TypedDict):
     reward_error: str
     tokens: list[list[str | float]]
     """Text and logprob (nats) of each."""
+    source: NotRequired[str]
+    """Name of the prompt's source, where several are trained on."""
     tokens_cut: NotRequired[int]
     """Tokens after MOST_TOKENS."""
     parsed: NotRequired[dict[str, str | None]]
@@ -126,6 +128,8 @@ class SampleRecords:
                 )
             ],
         }
+        if prompt.source:
+            record["source"] = prompt.source
         if cut := len(completion.token_ids) - len(token_ids):
             record["tokens_cut"] = cut
         if self._reads_numbers:

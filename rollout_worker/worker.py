@@ -16,7 +16,7 @@ import numpy as np
 from models.files.checkpoint import from_named
 from models.tokenizer import Tokenizer
 from rollout_worker.canary import CanaryCheck
-from rollout_worker.data.prompts import Prompt, PromptSet
+from rollout_worker.data.prompts import Prompt
 from rollout_worker.engine.decode_request import DecodeRequest, FinishedRow, SamplingSettings
 from rollout_worker.engine.engine import Engine
 from rollout_worker.leased_group import LeasedGroup
@@ -86,8 +86,8 @@ class RolloutWorker:
         engine: Engine,
         tokenizer: Tokenizer,
         rewards: RewardPool,
-        train: PromptSet,
-        held_out: PromptSet,
+        train: Sequence[Prompt],
+        held_out: Sequence[Prompt],
         clock: PhaseClock,
         canary: CanaryCheck | None = None,
     ):
@@ -191,7 +191,7 @@ class RolloutWorker:
             request_id = f"{lease.group_id}/{next(self._request_numbers)}"
             task = self._task(
                 request_id,
-                self._train.prompts[lease.position],
+                self._train[lease.position],
                 epoch=lease.epoch,
                 samples=self._settings.completions,
                 key_data=self._train_key,
@@ -231,7 +231,7 @@ class RolloutWorker:
         tasks = [
             self._task(
                 f"held out {place}",
-                self._held_out.prompts[place],
+                self._held_out[place],
                 epoch=0,
                 samples=samples,
                 key_data=self._eval_key,

@@ -8,9 +8,9 @@ import jax
 from models.files.checkpoint import read_model_config
 from models.tokenizer import load_tokenizer
 from rollout_worker.canary import CanaryCheck
-from rollout_worker.config import SourceConfig
 from rollout_worker.data.data_digests import DataDigests, digest_data
-from rollout_worker.data.prompts import PromptSet, load_prompts
+from rollout_worker.data.prompts import PromptSet
+from rollout_worker.data.training_set import load_source, load_training
 from rollout_worker.engine.decode_request import SamplingSettings
 from rollout_worker.engine_setup import EngineSetup
 from rollout_worker.rewards.processes.reward_process import Allowance
@@ -47,19 +47,13 @@ class WorkerCore:
         )
         engine = setup.engine(devices, tokenizer, clock=clock, warn=log.warning)
 
-        def prompts_of(source: SourceConfig | None) -> PromptSet:
-            if source is None:
-                return PromptSet(prompts=(), overlong=0)
-            return load_prompts(
-                source,
-                tokenizer=tokenizer,
-                system_prompt=spec.data.system_prompt,
-                question_template=spec.data.question_template,
-                max_prompt_tokens=spec.rollout.max_prompt_tokens,
+        longest = spec.rollout.max_prompt_tokens
+        self._train = load_training(spec.data, tokenizer=tokenizer, max_prompt_tokens=longest)
+        self._held_out = PromptSet(prompts=(), overlong=0)
+        if spec.data.eval is not None:
+            self._held_out = load_source(
+                spec.data.eval, spec.data, tokenizer=tokenizer, max_prompt_tokens=longest
             )
-
-        self._train = prompts_of(spec.data.train)
-        self._held_out = prompts_of(spec.data.eval)
         self._rewards = RewardPool(
             spec.reward.functions,
             processes=spec.reward.processes,
@@ -80,8 +74,8 @@ class WorkerCore:
             engine=engine,
             tokenizer=tokenizer,
             rewards=self._rewards,
-            train=self._train,
-            held_out=self._held_out,
+            train=self._train.prompts,
+            held_out=self._held_out.prompts,
             clock=clock,
             canary=CanaryCheck(engine.spec, clock, bound=spec.canary_bound)
             if spec.canary
@@ -97,7 +91,7 @@ class WorkerCore:
     @property
     def data_digests(self) -> DataDigests:
         """Of the data that this process reads."""
-        return digest_data(self._train, self._held_out)
+        return digest_data(self._train.sets, self._held_out)
 
     def evaluate(self, request: EvalRequest) -> list[EvalItem]:
         """Completes and scores held-out prompts, in the phase `eval`."""

@@ -1,7 +1,8 @@
 """The metrics and phases of a run: title, unit, description, and the view that shows them.
 
 `metric_rows.py` has the rows. A word in braces is a placeholder: `{scorer}`
-for the name of a reward function, `{process}` for `learner` or a worker.
+for the name of a reward function, `{source}` for one of several training sources, `{process}` for
+`learner` or a worker.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ BRACES = re.compile(r"\{(\w+)\}")
 _PLACES = {
     "scorer": ".+",
     "process": "[^/]+",
+    "source": "[^/]+",
     "phase": "|".join(PHASES),
     "thread": "[a-z_]+",
     "n": "[0-9]+",

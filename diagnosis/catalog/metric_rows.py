@@ -22,6 +22,10 @@ reward/{scorer}/disagreement | | strict and lenient disagree
 [learning reward]
 reward/{scorer}/mean | | reward of one function
     mean over the completions that this function scored, before its weight
+[learning reward_by_source]
+reward/by_source/{source} | | reward of one source
+    total reward, mean over the scored completions of the step's prompts from this training source;
+    only where data.train has several
 [trust reward_errors-]
 reward_error/count | | reward errors
     completions whose scoring failed or ran out of time; they are left out of the update
@@ -89,6 +93,9 @@ rollout/groups | | groups
     groups of completions in the update
 rollout/completions | | completions
     completions in the update
+[learning sources-]
+rollout/by_source/{source} | groups | groups of one source
+    groups of the step, those that were replaced included, whose prompt is from this training source
 [learning tokens]
 rollout/tokens | tokens | completion tokens
     completion tokens that arrived in the step

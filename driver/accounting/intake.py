@@ -40,6 +40,8 @@ class StepBatch:
     """Sampled tokens of the groups that arrived since the last step: those above or, where steps
     and rollout overlap, others."""
     samples: list[Sample] = dataclasses.field(default_factory=list)
+    sources: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Name of the source by group id, where there are several sources."""
 
     def reward_problem(self) -> str:
         """One line about completions that could not be scored; empty where all were."""
@@ -92,7 +94,22 @@ class StepBatch:
             "rollout/zero_variance_fraction": equal / max(1, len(self.reports)),
             "rollout/resampled_groups": float(len(self.dropped)),
             "rollout/tokens": float(self.arrived_tokens),
+            **self._by_source(),
         }
+
+    def _by_source(self) -> dict[str, float]:
+        """Groups and mean reward of each source, where there are several."""
+        reports: dict[str, list[GroupReport]] = {}
+        for report in self.reports:
+            if report.group_id in self.sources:
+                reports.setdefault(self.sources[report.group_id], []).append(report)
+        found = {}
+        for name, those in sorted(reports.items()):
+            found[f"rollout/by_source/{name}"] = float(len(those))
+            if scored := sum(report.scored for report in those):
+                reward = sum(report.reward_sum for report in those) / scored
+                found[f"reward/by_source/{name}"] = reward
+        return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,6 +222,7 @@ class Intake:
             reports=[taken[group_id] for group_id in sorted(taken)],
             arrived_tokens=self._arrived_tokens,
             samples=self._samples,
+            sources=self._leases.names_of(taken),
         )
         self._dropped, self._arrived_tokens, self._samples, self._granted = {}, 0, [], 0
         return batch
@@ -224,6 +242,7 @@ class Intake:
             kept=list(kept),
             dropped=list(dropped),
             reports=list(reports),
+            sources=self._leases.names_of(report.group_id for report in reports),
             arrived_tokens=sum(report.completion_tokens for report in reports),
         )
 

@@ -1,8 +1,7 @@
 """The prompts of a run: which come next, which are out, and in which single state each group ended.
 
-A group is one index of the endless data order `prompt_at(seed, count, index)`; its id is made from
-that index, so that a resumed run leases the same groups under the same ids. An index is in one of
-five places:
+A group is one index of the endless `DataOrder`; its id is made from that index, so that a resumed
+run leases the same groups under the same ids. An index is in one of five places:
 
     not leased yet -> out with a worker -> held by the learner -> ended
                           |      ^
@@ -17,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from driver.errors import RunError
-from services.trajectories.data_order import group_id_at, index_of, prompt_at
+from services.trajectories.data_order import DataOrder, group_id_at, index_of
 from services.wire.messages import Lease
 
 
@@ -58,18 +57,12 @@ class NoPromptLeft(RunError):
 class LeaseTable:
     """The data cursor, the leases that are out, and how every lease and every group ended."""
 
-    def __init__(
-        self, *, seed: int, prompt_count: int, set_aside: Mapping[int, object] | None = None
-    ):
+    def __init__(self, order: DataOrder, *, set_aside: Mapping[int, object] | None = None):
         """Args:
-        seed: of the data order.
-        prompt_count: prompts of the training set.
+        order: of the training prompts.
         set_aside: positions of prompts that are not leased; may grow later.
         """
-        if prompt_count < 1:
-            raise ValueError(f"a run needs at least one prompt, got {prompt_count=}")
-        self._seed = seed
-        self._prompt_count = prompt_count
+        self.order = order
         self._set_aside = {} if set_aside is None else set_aside
         self._cursor = 0
         self._out: dict[int, int] = {}
@@ -134,9 +127,9 @@ class LeaseTable:
 
     def _end_set_aside(self) -> None:
         """Ends the groups that wait to be leased again and whose prompt is set aside."""
-        if len(self._set_aside) >= self._prompt_count:
+        if len(self._set_aside) >= self.order.count:
             raise NoPromptLeft(
-                f"each of the {self._prompt_count} prompts of data.train has ended "
+                f"each of the {self.order.count} prompts of data.train has ended "
                 "two workers and is set aside (quarantine.json): look for what they have in "
                 "common, such as a scorer that ends its worker or a worker that lacks memory"
             )
@@ -147,7 +140,7 @@ class LeaseTable:
     def _is_set_aside(self, index: int) -> bool:
         if not self._set_aside:
             return False
-        return prompt_at(self._seed, self._prompt_count, index)[1] in self._set_aside
+        return self.order.prompt_at(index)[1] in self._set_aside
 
     def _record_end(self, index: int, state: TrajectoryState) -> None:
         self._totals[state] += 1
@@ -243,36 +236,42 @@ class LeaseTable:
         """What a checkpoint keeps, as plain JSON values."""
         taken = {index: attempt + 1 for index, attempt in {**self._out, **self._held}.items()}
         return {
-            "seed": self._seed,
-            "prompt_count": self._prompt_count,
+            **_order_state(self.order),
             "cursor": self._cursor,
             "unfinished": sorted({**self._returned, **taken}.items()),
             "totals": self.totals,
         }
 
+    def names_of(self, group_ids: Iterable[str]) -> dict[str, str]:
+        """The name of each group's source by its id; nothing where there is a single source."""
+        indices = ((group_id, index_of(group_id)) for group_id in group_ids)
+        if not self.order.is_mixed:
+            return {}
+        return {i: self.order.source_at(index).name for i, index in indices if index is not None}
+
     @classmethod
     def restore(
         cls,
         state: Mapping[str, Any],
+        order: DataOrder,
         *,
-        seed: int,
-        prompt_count: int,
         set_aside: Mapping[int, object] | None = None,
     ) -> "LeaseTable":
         """The table of a checkpoint; what was out when it was written is leased again first.
 
         Raises:
-            ValueError: if seed or data are not those of the checkpoint, since the order of the
-                prompts would be another one.
+            ValueError: if seed, data or weights are not those of the checkpoint, since the order
+                of the prompts would be another one.
         """
-        wanted = {"seed": seed, "prompt_count": prompt_count}
-        for name, value in wanted.items():
-            if state[name] != value:
+        wanted = _order_state(order)
+        for name in ("seed", "prompt_count", "mixture"):
+            before, now = state.get(name), wanted.get(name)
+            if before != now:
                 raise ValueError(
-                    f"the checkpoint was made with {name}={state[name]}, this run has "
-                    f"{name}={value}: resume with the same data and seed, or start a new run"
+                    f"the checkpoint was made with {name}={before}, this run has {name}={now}: "
+                    "resume with the same data, weights and seed, or start a new run"
                 )
-        table = cls(seed=seed, prompt_count=prompt_count, set_aside=set_aside)
+        table = cls(order, set_aside=set_aside)
         table._cursor = state["cursor"]
         table._returned = {index: attempt for index, attempt in state["unfinished"]}
         table._totals = {s: state["totals"].get(s.value, 0) for s in TrajectoryState}
@@ -289,7 +288,7 @@ class LeaseTable:
         return index
 
     def _lease(self, index: int, attempt: int, min_policy_version: int) -> Lease:
-        epoch, position = prompt_at(self._seed, self._prompt_count, index)
+        epoch, position = self.order.prompt_at(index)
         return Lease(
             group_id=group_id_at(index),
             attempt=attempt,
@@ -297,3 +296,9 @@ class LeaseTable:
             position=position,
             min_policy_version=min_policy_version,
         )
+
+
+def _order_state(order: DataOrder) -> dict[str, Any]:
+    """What a checkpoint keeps of the order; `mixture` where there are several sources."""
+    mixture = {"mixture": order.mixture()} if order.is_mixed else {}
+    return {"seed": order.seed, "prompt_count": order.count, **mixture}

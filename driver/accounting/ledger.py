@@ -5,6 +5,7 @@ it was neither idle nor waiting, and that rest is recorded apart.
 Each closed step is one line of ledger.jsonl, with the groups that ended in it (`leases.py`).
 """
 
+import collections
 import dataclasses
 import math
 import pathlib
@@ -37,6 +38,8 @@ class StepRecord:
     did not answer; and the seconds without information."""
     groups: dict[str, list[str]]
     """Group ids that ended since the last step was closed, by TrajectoryState value."""
+    sources: dict[str, dict[str, int]]
+    """Of several training sources, how many of these groups are of each, by state and name."""
     outstanding: int
     """Groups leased and not ended."""
     warnings: tuple[str, ...]
@@ -94,13 +97,19 @@ class StepLedger:
                 row[UNEXPLAINED] = reported_s
             rows[process] = row
             warnings += self._warnings(f"step {step}:", process, row, over_s, wall_s)
+        groups = leases.take_ended_groups()
+        sources = {
+            state: dict(collections.Counter(leases.names_of(ids).values()))
+            for state, ids in groups.items()
+        }
         record = StepRecord(
             step=step,
             wall_s=wall_s,
             processes=rows,
             overlap_s=overlap_s,
             absent_s=absent_s,
-            groups=leases.take_ended_groups(),
+            groups=groups,
+            sources={state: counts for state, counts in sources.items() if counts},
             outstanding=leases.outstanding,
             warnings=tuple(warnings),
         )

@@ -10,6 +10,7 @@ from driver.accounting.accuracy import Accuracy
 from driver.accounting.intake import Intake, IntakeRules
 from driver.accounting.leases import LeaseTable
 from learner.learner_records import RecordedUpdate, Restored
+from services.trajectories.data_order import DataOrder
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -39,30 +40,26 @@ class RunState:
     def create(
         cls,
         rules: IntakeRules,
+        order: DataOrder,
         *,
-        seed: int,
-        prompt_count: int,
         restored: Restored | None = None,
         set_aside: Mapping[int, object] | None = None,
     ) -> "RunState":
         """Returns the state of a new run, or of one that goes on from a checkpoint.
 
         Args:
-            seed: of the data order.
-            prompt_count: prompts of the training set.
+            order: of the training prompts.
             restored: what the learner found in the checkpoint and recorded since.
             set_aside: positions of prompts that are not leased; may grow later.
 
         Raises:
-            ValueError: if seed or data are not those of the checkpoint.
+            ValueError: if seed, data or weights are not those of the checkpoint.
         """
         kept = restored.driver_state if restored else None
         if kept is None:
-            leases = LeaseTable(seed=seed, prompt_count=prompt_count, set_aside=set_aside)
+            leases = LeaseTable(order, set_aside=set_aside)
         else:
-            leases = LeaseTable.restore(
-                kept["book"], seed=seed, prompt_count=prompt_count, set_aside=set_aside
-            )
+            leases = LeaseTable.restore(kept["book"], order, set_aside=set_aside)
         state = cls(leases=leases, intake=Intake(leases, rules))
         if kept is not None:
             state.rewards = [math.nan if r is None else r for r in kept["rewards"]]

@@ -10,6 +10,7 @@ from learner.learner_spec import LearnerSpec
 from rollout_worker.worker_records import RolloutSpec
 from services.process import failpoints
 from services.process.driver_lease import LEASE_S
+from services.trajectories.data_order import DataOrder
 from services.wire.tls import RunAuthority
 
 BUFFER_BYTES = 2 * 2**30
@@ -27,8 +28,8 @@ class ActorSpecs:
     authority: RunAuthority
     driver_host: str
     """Address of the driver within the cluster."""
-    prompts: int
-    """In data.train, as far as they fit."""
+    order: DataOrder
+    """Of the prompts of data.train, as far as they fit."""
     moment: datetime.datetime
     """The time that the chat template reads."""
 
@@ -54,7 +55,7 @@ class ActorSpecs:
             temperature=config.rollout.temperature,
             max_prompt_tokens=config.rollout.max_prompt_tokens,
             max_completion_tokens=config.rollout.max_completion_tokens,
-            prompts=self.prompts,
+            order=self.order,
             max_staleness=config.rollout.max_staleness,
             weights_dtype=config.weights.dtype,
             export_dtype=config.checkpoint.export_dtype,

@@ -8,7 +8,7 @@ import difflib
 import enum
 import functools
 import types
-from typing import Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -39,6 +39,8 @@ class Key:
     types: frozenset[type] = frozenset()
     """Plain types that a LEAF may have, null apart; of a SECTION, what may replace it."""
     default: Any = None
+    items: type[BaseModel] | None = None
+    """Of a SECTION that may be a list instead: the section of each item."""
 
 
 OTHER_NAMES = {
@@ -111,7 +113,9 @@ def resolve(parts: tuple[str, ...]) -> Key | None:
         if key.kind is Kind.LEAF:
             return None
         assert key.model is not None
-        if key.kind is Kind.SECTION:
+        if key.kind is Kind.SECTION and key.items is not None and part.isdecimal():
+            found = Key(kind=Kind.SECTION, optional=False, model=key.items)
+        elif key.kind is Kind.SECTION:
             found = fields_of(key.model).get(part)
         else:
             found = Key(kind=Kind.SECTION, optional=False, model=key.model)
@@ -169,6 +173,8 @@ def known_keys() -> tuple[str, ...]:
             found.append(dotted)
             if key.model is not None:
                 walk(key.model, dotted + (".0." if key.kind is Kind.SECTION_LIST else "."))
+            if key.items is not None:
+                walk(key.items, f"{dotted}.0.")
 
     walk(RunConfig, "")
     return tuple(found)
@@ -188,20 +194,30 @@ def _key(field: FieldInfo) -> Key:
         if isinstance(member, type) and issubclass(member, BaseModel):
             plain = frozenset({member.plain} if issubclass(member, WorkersConfig) else ())
             return Key(
-                kind=Kind.SECTION, optional=optional, model=member, types=plain, default=default
+                kind=Kind.SECTION,
+                optional=optional,
+                model=member,
+                types=plain,
+                default=default,
+                items=next(filter(None, map(_item_section, members)), None),
             )
         if origin is dict:
             return Key(kind=Kind.FREE, optional=optional, default=default)
-        if origin is tuple:
-            item = get_args(member)[0]
-            if isinstance(item, type) and issubclass(item, BaseModel):
-                return Key(kind=Kind.SECTION_LIST, optional=optional, model=item, default=default)
+        if item := _item_section(member):
+            return Key(kind=Kind.SECTION_LIST, optional=optional, model=item, default=default)
     plain = frozenset(member for member in members if isinstance(member, type))
     return Key(kind=Kind.LEAF, optional=optional, types=plain, default=default)
 
 
+def _item_section(member: Any) -> type[BaseModel] | None:
+    """The section that the items of a list have; None for any other type."""
+    item = get_args(member)[0] if get_origin(member) is tuple else None
+    return item if isinstance(item, type) and issubclass(item, BaseModel) else None
+
+
 def union_members(annotation: Any) -> list[Any]:
     """The types that an annotation allows."""
-    if get_origin(annotation) in (Union, types.UnionType):
-        return list(get_args(annotation))
-    return [annotation]
+    if get_origin(annotation) not in (Union, types.UnionType):
+        return [annotation]
+    members = get_args(annotation)
+    return [get_args(one)[0] if get_origin(one) is Annotated else one for one in members]

@@ -104,6 +104,13 @@ def _section(dotted: str, key: Key, field: FieldInfo, depth: int) -> list[str]:
             rows.append(_row(f"{dotted}.{name}", below))
     if rows:
         lines += ["| key | type | default | unit | meaning |", "|---|---|---|---|---|", *rows, ""]
+    if key.items is not None:
+        own = [name for name in key.items.model_fields if name not in key.model.model_fields]
+        more = [_row(f"{dotted}.{name}", key.items.model_fields[name]) for name in own]
+        lines += [
+            *(f"{inspect.cleandoc(key.items.__doc__ or '')} An item has these keys too:", ""),
+            *("| key | type | default | unit | meaning |", "|---|---|---|---|---|", *more, ""),
+        ]
     return lines + sections
 
 

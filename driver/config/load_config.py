@@ -170,6 +170,9 @@ def _assign(tree: dict[str, Any], parts: tuple[str, ...], value: Any) -> str:
     for depth, part in enumerate(parts):
         name: Any = part
         if isinstance(here, list):
+            where = ".".join(parts[:depth])
+            if not part.isdecimal():
+                return f"{where} is a list here: name an item, such as {where}.0.{part}"
             name = int(part)
             if name > len(here):
                 return f"index {name} is past the end: the list has {len(here)} items"
@@ -179,15 +182,25 @@ def _assign(tree: dict[str, Any], parts: tuple[str, ...], value: Any) -> str:
             here[name] = value
         else:
             before = here[name] if isinstance(here, list) else here.get(name)
-            here[name] = _container(parts[: depth + 1], before)
+            below = parts[depth + 1]
+            if below.isdecimal() and isinstance(before, dict):
+                where = ".".join(parts[: depth + 1])
+                return f"{where} is no list here: make it one in the file, or leave {below} out"
+            here[name] = _container(parts[: depth + 1], before, below)
             here = here[name]
     return ""
 
 
-def _container(parts: tuple[str, ...], before: Any) -> Any:
-    """The mapping or list in which a longer key is set; what is there, where that is one."""
+def _container(parts: tuple[str, ...], before: Any, below: str) -> Any:
+    """The mapping or list in which a longer key is set; what is there, where that is one.
+
+    Args:
+        below: the next part of the longer key.
+    """
     key = resolve(parts)
     assert key is not None
+    if key.items is not None and (isinstance(before, list) or below.isdecimal()):
+        return before if isinstance(before, list) else []
     if key.kind is not Kind.SECTION_LIST:
         return before if isinstance(before, dict) else {}
     if isinstance(before, list):
@@ -223,8 +236,9 @@ def _check_value(value: Any, key: Key, dotted: str, faults: list[_Fault]) -> Any
     if key.kind is Kind.SECTION and isinstance(value, dict):
         assert key.model is not None
         return _check_section(value, key.model, f"{dotted}.", faults)
-    if key.kind is Kind.SECTION_LIST and isinstance(value, list):
-        item = Key(kind=Kind.SECTION, optional=False, model=key.model)
+    item_model = key.model if key.kind is Kind.SECTION_LIST else key.items
+    if item_model is not None and isinstance(value, list):
+        item = Key(kind=Kind.SECTION, optional=False, model=item_model)
         checked = [_check_value(v, item, f"{dotted}.{i}", faults) for i, v in enumerate(value)]
         return _REFUSED if any(entry is _REFUSED for entry in checked) else checked
     fault = _value_fault(value, key, dotted)
@@ -319,7 +333,8 @@ def _pydantic_faults(error: ValidationError, known: list[_Fault]) -> list[_Fault
     """Pydantic's findings in our words, without those that follow from a fault already named."""
     found = []
     for detail in error.errors(include_url=False):
-        dotted = ".".join(str(part) for part in detail["loc"]) or "configuration"
+        named = [str(part) for part in detail["loc"] if not str(part).startswith("[")]
+        dotted = ".".join(named) or "configuration"
         # A rule of a whole section, or one that spans sections, cannot be checked while a key of it
         # is refused: its default would be used.
         about_it = (

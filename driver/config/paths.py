@@ -66,6 +66,8 @@ def locate(config: RunConfig) -> RunConfig:
     def source(one: SourceConfig | None) -> SourceConfig | None:
         return one and one.model_copy(update={"source": located(one.source)})
 
+    given = config.data.train
+    train = tuple(map(source, given)) if isinstance(given, tuple) else source(given)
     return config.model_copy(
         update={
             "model": config.model.model_copy(
@@ -75,7 +77,7 @@ def locate(config: RunConfig) -> RunConfig:
                 }
             ),
             "data": config.data.model_copy(
-                update={"train": source(config.data.train), "eval": source(config.data.eval)}
+                update={"train": train, "eval": source(config.data.eval)}
             ),
         }
     )

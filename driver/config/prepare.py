@@ -19,12 +19,14 @@ from models.files.checkpoint import check_model_files, read_model_config
 from models.tokenizer import Tokenizer, load_tokenizer
 from rollout_worker.config import MOST_WORKERS, DataConfig, SourceConfig, WorkersConfig
 from rollout_worker.data.data_digests import DataDigests, digest_data
-from rollout_worker.data.prompts import PromptSet, count_shared, load_prompts
+from rollout_worker.data.prompts import PromptSet, count_shared
+from rollout_worker.data.training_set import TrainingSet, load_source, load_training, order_of
 from rollout_worker.engine_setup import stop_automaton
 from rollout_worker.rewards.gold_answers import find_unjudged
 from rollout_worker.rewards.processes.reward_process import Allowance
 from rollout_worker.rewards.reward_pool import ScoreRequest, validate_functions
 from rollout_worker.worker_records import WorkerInfo
+from services.trajectories.data_order import DataOrder
 
 _POLICY_LOSS_S = 120.0
 _SHOWN_GOLDS = 3
@@ -37,8 +39,8 @@ class Prepared:
 
     text: str
     """The report of --dry-run."""
-    prompts: int
-    """Prompts of data.train that fit."""
+    order: DataOrder
+    """Of the prompts of data.train that fit."""
     held_out: int
     """Prompts of data.eval that fit; 0 without one."""
     data: DataDigests
@@ -56,12 +58,14 @@ class Prepared:
         different = info.data.differences(self.data)
         if not different:
             return
-        sources = {"data.train": data.train, "data.eval": data.eval}
         section = different[0].rpartition(" ")[2]
-        source = sources[section]
+        given = {"data.eval": [data.eval], "data.train": data.train_sources}.get(section)
+        if given is None:  # one of several training sources
+            given = [data.train_sources[int(section.rpartition(".")[2])]]
+        sources = ", ".join(str(source and source.source) for source in given)
         raise RunError(
             f"{info.name} on {info.host} reads other {' and '.join(different)} than the driver "
-            f"({section}.source={source and source.source}): every host needs the same data, "
+            f"({section}.source={sources}): every host needs the same data, "
             "tokenizer and packages; copy them from the driver's host"
         )
 
@@ -100,10 +104,25 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
     )
     if ":" in config.algorithm.policy_loss:
         _try_policy_loss(config.algorithm.policy_loss)
-    train = _prompts(config, "train", config.data.train, tokenizer)
+    longest = config.rollout.max_prompt_tokens
+    train = checked(
+        load_training,
+        config.data,
+        tokenizer=tokenizer,
+        max_prompt_tokens=longest,
+        about="data.train",
+    )
     held_out = None
     if config.data.eval is not None:
-        held_out = _prompts(config, "eval", config.data.eval, tokenizer)
+        held_out = checked(
+            load_source,
+            config.data.eval,
+            config.data,
+            tokenizer=tokenizer,
+            max_prompt_tokens=longest,
+            about="data.eval",
+        )
+    order = order_of(config.data, train, seed=config.run.seed)
     notes += _check_golds(config, train, held_out)
     notes += overridden(os.environ)
     unset = [name for name in config.reward.environment if name not in os.environ]
@@ -121,21 +140,21 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
         f"{plan.parameters:,} parameters, vocabulary {model.vocab_size:,}",
         f"tokenizer: {tokenizer.vocab_size:,} tokens, stop ids "
         f"{', '.join(map(str, sorted(tokenizer.stop_ids)))}, pad id {tokenizer.pad_id}",
-        _describe(config, "train", config.data.train, train) + f", {_epochs(config, train)}",
+        *_describe_train(config, train, order),
     ]
     if config.data.eval is not None and held_out is not None:
-        lines.append(_describe(config, "eval", config.data.eval, held_out))
-        shared = count_shared(train, held_out)
-        if shared:
-            lines.append(f"note: also in data.train: {counted(shared, 'prompt')} of data.eval")
+        lines.append(_describe(config, "data.eval", config.data.eval, held_out))
+        for where, read in zip(_train_keys(config.data), train.sets, strict=True):
+            if shared := count_shared(read, held_out):
+                lines.append(f"note: also in {where}: {counted(shared, 'prompt')} of data.eval")
     weights = [f"{one.name} x {one.weight:g}" for one in config.reward.functions]
     lines += [f"note: {note}" for note in notes]
     lines += [f"reward: {' + '.join(weights)}", format_plan(plan)]
     return Prepared(
         text="\n".join(lines),
-        prompts=len(train),
+        order=order,
         held_out=0 if held_out is None else len(held_out),
-        data=digest_data(train, held_out),
+        data=digest_data(train.sets, held_out),
         model=model,
         moment=moment,
     )
@@ -184,7 +203,7 @@ def _try_policy_loss(name: str) -> None:
         raise ConfigError(f"algorithm.policy_loss={name}: {problem.strip()}")
 
 
-def _check_golds(config: RunConfig, train: PromptSet, held_out: PromptSet | None) -> list[str]:
+def _check_golds(config: RunConfig, train: TrainingSet, held_out: PromptSet | None) -> list[str]:
     """Finds gold answers that a scorer cannot judge.
 
     Returns:
@@ -193,9 +212,12 @@ def _check_golds(config: RunConfig, train: PromptSet, held_out: PromptSet | None
     Raises:
         ConfigError: where all of a set cannot be judged.
     """
-    prompts = [*train.prompts, *(held_out.prompts if held_out else ())]
+    sets = list(zip(_train_keys(config.data), config.data.train_sources, train.sets, strict=True))
+    if config.data.eval is not None and held_out is not None:
+        sets.append(("data.eval", config.data.eval, held_out))
+    prompts = [prompt for _, _, read in sets for prompt in read.prompts]
     golds = [ScoreRequest("", one.answer, one.question, one.item) for one in prompts]
-    count, notes = len(train), []
+    notes = []
     for function in config.reward.functions:
         reasons = checked(
             find_unjudged,
@@ -205,22 +227,22 @@ def _check_golds(config: RunConfig, train: PromptSet, held_out: PromptSet | None
             allowance=Allowance.of(config.reward),
             about="reward.functions",
         )
-        for which, source, indices in (
-            ("train", config.data.train, range(count)),
-            ("eval", config.data.eval, range(count, len(golds))),
-        ):
+        start = 0
+        for which, source, read in sets:
+            indices = range(start, start + len(read))
+            start += len(read)
             found = [index for index in indices if index in reasons]
-            if source is None or not found:
+            if not found:
                 continue
             named = [
-                f"{source.place_of(prompts[index].prompt_id)}, answer "
+                f"{source.place_of(prompts[index].prompt_id - read.first_id)}, answer "
                 f"{prompts[index].answer[-_SHOWN_CHARACTERS:]!r}: {reasons[index]}"
                 for index in found[:_SHOWN_GOLDS]
             ]
             if len(found) > _SHOWN_GOLDS:
                 named.append(f"and {len(found) - _SHOWN_GOLDS:,} more")
             text = (
-                f"data.{which}: {function.name} cannot judge {len(found):,} of {len(indices):,} "
+                f"{which}: {function.name} cannot judge {len(found):,} of {len(indices):,} "
                 f"gold answers of {source.source}, so that their completions get no reward but an "
                 f"error: {'; '.join(named)}"
             )
@@ -237,31 +259,33 @@ def _say_workers(workers: WorkersConfig) -> str:
     return text
 
 
-def _prompts(
-    config: RunConfig, which: str, source: SourceConfig, tokenizer: Tokenizer
-) -> PromptSet:
-    return checked(
-        load_prompts,
-        source,
-        tokenizer=tokenizer,
-        system_prompt=config.data.system_prompt,
-        question_template=config.data.question_template,
-        max_prompt_tokens=config.rollout.max_prompt_tokens,
-        about=f"data.{which}",
-    )
+def _train_keys(data: DataConfig) -> list[str]:
+    """How messages name each training source."""
+    if not isinstance(data.train, tuple):
+        return ["data.train"]
+    return [f"data.train.{place} ({name})" for place, name in enumerate(data.train_names)]
 
 
-def _describe(config: RunConfig, which: str, source: SourceConfig, prompts: PromptSet) -> str:
-    text = f"data.{which}: {counted(len(prompts), 'prompt')} from {source.source}"
+def _describe_train(config: RunConfig, train: TrainingSet, order: DataOrder) -> list[str]:
+    """One line for each training source."""
+    taken = order.draws_before(config.run.steps * config.rollout.prompts_per_step)
+    lines = []
+    for place, (where, source) in enumerate(
+        zip(_train_keys(config.data), config.data.train_sources, strict=True)
+    ):
+        read = train.sets[place]
+        share = f", {float(order.shares[place]):.4g} of what is drawn" if order.is_mixed else ""
+        epochs = f"{taken[place] / len(read):.2f} epochs in the run"
+        lines.append(f"{_describe(config, where, source, read)}{share}, {epochs}")
+    return lines
+
+
+def _describe(config: RunConfig, where: str, source: SourceConfig, prompts: PromptSet) -> str:
+    text = f"{where}: {counted(len(prompts), 'prompt')} from {source.source}"
     if prompts.overlong:
         limit = config.rollout.max_prompt_tokens
         text += f", {prompts.overlong:,} left out with more than {limit} tokens"
-    if which == "eval":
+    if where == "data.eval":
         used = min(config.eval.prompts or len(prompts), len(prompts))
         text += f", {used:,} evaluated"
     return text
-
-
-def _epochs(config: RunConfig, train: PromptSet) -> str:
-    taken = config.run.steps * config.rollout.prompts_per_step
-    return f"{taken / len(train):.2f} epochs in the run"

@@ -17,13 +17,20 @@ from driver.errors import RunError
 from models.config import ModelConfig
 from rollout_worker.data.data_digests import DataDigests, part_of_data
 from services.process.whole_file import sync_folder, write_whole
+from services.trajectories.data_order import DataOrder
 
 FILE = "identity.json"
 
-KEYS = {"seed": "run.seed", "model": "model.path", "optimizer": "learner.optimizer.name"}
+KEYS = {
+    "seed": "run.seed",
+    "mixture": "data.train, its sources and their weights,",
+    "model": "model.path",
+    "optimizer": "learner.optimizer.name",
+}
 """Entry of the file -> the configuration key that decides it. The others are of DataDigests."""
 MOMENT = "moment"
 """Entry of the file that is not compared but kept: the time that chat templates read."""
+_ONE_SOURCE = "one source"
 _DATA = tuple(field.name for field in dataclasses.fields(DataDigests))
 
 
@@ -45,15 +52,25 @@ def resolved(config: RunConfig, folder: pathlib.Path) -> RunConfig:
     return config.model_copy(update={"run": run})
 
 
-def identity_of(config: RunConfig, model: ModelConfig, data: DataDigests) -> dict[str, str]:
+def identity_of(
+    config: RunConfig, model: ModelConfig, data: DataDigests, order: DataOrder
+) -> dict[str, str]:
     """What is compared, as short texts."""
     shape = json.dumps(dataclasses.asdict(model), sort_keys=True)
     return {
         "seed": str(config.run.seed),
+        "mixture": _say_mixture(order),
         **dataclasses.asdict(data),
         "model": hashlib.sha256(shape.encode()).hexdigest(),
         "optimizer": config.learner.optimizer.name,
     }
+
+
+def _say_mixture(order: DataOrder) -> str:
+    """Such as `20 prompts x 1/2, 9 prompts x 1/2`; of a single source `one source`."""
+    if not order.is_mixed:
+        return _ONE_SOURCE
+    return ", ".join(f"{count} prompts x {share}" for count, share in order.mixture())
 
 
 def kept_moment(folder: pathlib.Path) -> datetime.datetime | None:
@@ -109,7 +126,7 @@ def check_identity(folder: pathlib.Path, identity: dict[str, str], *, steps: int
             f"--resume: {folder} has no run of this program: correct run.name or "
             "run.output_dir, or start without --resume"
         )
-    before = _read(path)
+    before = {"mixture": _ONE_SOURCE} | _read(path)  # older runs have one
     changed = [name for name in KEYS if before.get(name) != identity[name]]
     if changed:
         name = changed[0]

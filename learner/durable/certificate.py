@@ -59,10 +59,12 @@ def make_certificate(
         state: on the devices; each array is brought to the host alone.
         seed: of the run.
         driver_state: JSON values; `book` holds seed, prompt_count, cursor and unfinished leases,
-            `prompts_digest` stands for the data where it is given.
+            and of several sources their `mixture`; `prompts_digest` stands for the data where it
+            is given.
     """
     book = driver_state.get("book", {})
     order = {name: book.get(name) for name in _ORDER_FIELDS}
+    order |= {"mixture": book["mixture"]} if "mixture" in book else {}
     order |= {"run_seed": seed, "prompts_digest": driver_state.get("prompts_digest")}
     return Certificate(
         data_order=_of_json(order),

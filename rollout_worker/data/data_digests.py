@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rollout_worker.data.prompts import PromptSet
 
@@ -11,6 +11,8 @@ from rollout_worker.data.prompts import PromptSet
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataDigests:
     """sha256, hex, of everything that is read of data.train and data.eval.
+
+    Where data.train has several sources, each has a digest of its own; blanks part them.
 
     Of a reasoning_gym source, `records` covers what the items are made from, the version of the
     package included, and `answers` nothing: a few tasks name another of several right answers in
@@ -27,14 +29,18 @@ class DataDigests:
     eval_records: str
 
     def differences(self, other: "DataDigests") -> list[str]:
-        """What differs, such as `answers of data.eval`; of two sources with other prompts, only
-        these.
+        """What differs, such as `answers of data.eval`, or `prompts of data.train.1` where that is
+        the only one of several sources; of two sets with other prompts, only these.
         """
         names = [each.name for each in dataclasses.fields(self)]
         different = [name for name in names if getattr(self, name) != getattr(other, name)]
         # Another answer is another record too: the first of a set says the most.
         first = {name.startswith("eval_"): name for name in reversed(different)}
-        return [part_of_data(name) for name in different if name in first.values()]
+        return [
+            part_of_data(name) + _only_part(getattr(self, name), getattr(other, name))
+            for name in different
+            if name in first.values()
+        ]
 
 
 def part_of_data(name: str) -> str:
@@ -43,10 +49,24 @@ def part_of_data(name: str) -> str:
     return f"{part} of data.{'train' if part == name else 'eval'}"
 
 
-def digest_data(train: PromptSet, held_out: PromptSet | None) -> DataDigests:
-    """Computes the digests; a run without data.eval has those of an empty set."""
+def _only_part(one: str, other: str) -> str:
+    """`.1` where the second of several sources is the only one that differs; else empty."""
+    ours, theirs = one.split(), other.split()
+    if len(ours) != len(theirs) or len(ours) == 1:
+        return ""
+    different = [place for place, mine in enumerate(ours) if mine != theirs[place]]
+    return f".{different[0]}" if len(different) == 1 else ""
+
+
+def digest_data(train: Sequence[PromptSet], held_out: PromptSet | None) -> DataDigests:
+    """Computes the digests; a run without data.eval has those of an empty set.
+
+    Args:
+        train: the prompts of each training source.
+    """
     none = PromptSet(prompts=(), overlong=0)
-    prompts, answers, records = _digests(train)
+    parts = [_digests(one) for one in train]
+    prompts, answers, records = (" ".join(column) for column in zip(*parts, strict=True))
     eval_prompts, eval_answers, eval_records = _digests(held_out or none)
     return DataDigests(
         prompts=prompts,
@@ -62,7 +82,7 @@ def _digests(read: PromptSet) -> tuple[str, str, str]:
     """Of prompts, answers and records."""
     tokens = hashlib.sha256()
     for prompt in read.prompts:
-        tokens.update(f"{prompt.prompt_id}:".encode())
+        tokens.update(f"{prompt.prompt_id - read.first_id}:".encode())
         tokens.update(prompt.token_ids.tobytes())
     if read.procedural:
         origins = [prompt.item["reasoning_gym"] for prompt in read.prompts]

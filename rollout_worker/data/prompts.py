@@ -57,6 +57,8 @@ class Prompt:
     """The gold answer; of a GSM8K solution, the text after the last `####`."""
     item: dict[str, Any]
     """The whole record, as JSON values."""
+    source: str = ""
+    """Name of the source, where several are trained on."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +70,10 @@ class PromptSet:
     """Prompts left out because they have more tokens than allowed."""
     procedural: bool = False
     """Whether a reasoning_gym task made them."""
+    first_id: int = 0
+    """Id of the source's first record; not 0 for a later one of several sources."""
+    next_id: int = 0
+    """Id after that of the last record which was read."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -93,10 +99,11 @@ def load_prompts(
     Raises:
         ValueError: if the source is missing, broken, empty, or no prompt fits.
     """
-    prompts, shortest = [], None
+    prompts, shortest, next_id = [], None, source.skip
     overlong = 0
     system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
     for prompt_id, place, raw in _records(source):
+        next_id = prompt_id + 1
         try:
             record = _plain(raw)
         except ValueError as error:
@@ -125,11 +132,11 @@ def load_prompts(
             f"max_prompt_tokens={max_prompt_tokens}; the shortest has {shortest} tokens with chat "
             "template and system prompt: raise rollout.max_prompt_tokens or shorten the template"
         )
-    return PromptSet(tuple(prompts), overlong, procedural=source.is_procedural)
+    return PromptSet(tuple(prompts), overlong, procedural=source.is_procedural, next_id=next_id)
 
 
 def count_shared(train: PromptSet, held_out: PromptSet) -> int:
-    """Counts the held-out prompts whose question is also trained on.
+    """Counts the held-out prompts whose question is also in a training source.
 
     Two reasoning-gym sources share items if their seeds differ by less than their sizes.
     """

@@ -325,7 +325,7 @@ class GroupBuffer:
     def _check_ahead(self, group_id: str) -> None:
         """Raises ValueError for a group that no driver can have leased yet."""
         index = index_of(group_id)
-        if self._rules.prompts is None or index is None:
+        if self._rules.order is None or index is None:
             return
         newest = max(self._newest_restored, self._consumed.highest("g"))
         last = newest + AHEAD * self._capacity_groups

@@ -6,7 +6,7 @@ import math
 import numpy as np
 
 from services.process.phases import PHASES
-from services.trajectories.data_order import index_of
+from services.trajectories.data_order import DataOrder, index_of
 from services.wire.messages import Completion, Group
 
 LOGPROB_ROUNDING = 1e-5
@@ -31,8 +31,8 @@ class GroupRules:
     """Token ids from here on are none."""
     max_prompt_tokens: int
     max_completion_tokens: int
-    prompts: int | None
-    """In the data order; None where groups are not made from it, and have any id."""
+    order: DataOrder | None
+    """Of the prompts; None where groups are not made from it, and have any id."""
 
 
 def check_group(group: Group, rules: GroupRules) -> None:
@@ -48,8 +48,8 @@ def check_group(group: Group, rules: GroupRules) -> None:
         value = getattr(group, field)
         if value < 0:
             raise ValueError(f"{where}: {field} must be at least 0, got {value}")
-    if rules.prompts is not None:
-        _check_place(group, rules.prompts, where)
+    if rules.order is not None:
+        _check_place(group, rules.order, where)
     _check_ids(
         group.prompt_token_ids,
         f"{where}: prompt_token_ids",
@@ -126,14 +126,18 @@ def _check_completion(completion: Completion, rules: GroupRules, where: str) -> 
             raise ValueError(f"{where}: reward {name!r} is {reward} and reward_error is empty")
 
 
-def _check_place(group: Group, prompts: int, where: str) -> None:
+def _check_place(group: Group, order: DataOrder, where: str) -> None:
     """Checks that id and epoch are those of one index of the data order."""
     index = index_of(group.group_id)
     if index is None:
         raise ValueError(f"{where}: the id of a group is made from its index, such as g00000012")
-    if group.epoch != index // prompts:
+    epoch = order.epoch_at(index)
+    if group.epoch != epoch:
+        source = order.source_at(index)
+        of_source = f" of its source {source.name}" if order.is_mixed else ""
         raise ValueError(
-            f"{where}: with {prompts} prompts its epoch is {index // prompts}, got {group.epoch}"
+            f"{where}: with {source.count} prompts{of_source} its epoch is {epoch}, got "
+            f"{group.epoch}"
         )
 
 

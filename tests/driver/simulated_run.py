@@ -47,12 +47,13 @@ from services.process.activity import Activity
 from services.process.phase_clock import PhaseClock
 from services.process.process_memory import ProcessMemory
 from services.trajectories.buffer_records import BufferCounts
+from services.trajectories.data_order import DataOrder
 from services.trajectories.group_report import GroupReport
 
 READY_S, GROUP_S, UPDATE_S = 5.0, 2.0, 1.0
 RAY_NOTICES_S = 40.0
 """After the death of a host, until Ray knows of it and moves the rooms to another one."""
-DATA = digest_data(PromptSet(prompts=(), overlong=0), None)
+DATA = digest_data([PromptSet(prompts=(), overlong=0)], None)
 MEMORY = ProcessMemory(host_bytes=1)
 IDLE = Activity(doing="idle", counters={})
 WEEK_S = 7 * 86_400.0
@@ -509,7 +510,7 @@ class SimulatedRun:
         """Runs to whichever end."""
         world = self.world
         prepared = types.SimpleNamespace(
-            prompts=PROMPTS,
+            order=DataOrder.of_one(0, PROMPTS),
             held_out=6,
             moment=datetime.datetime.now(datetime.UTC),
             check_worker=lambda info, data: None,

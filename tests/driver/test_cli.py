@@ -70,7 +70,9 @@ def test_a_run_is_resumed_at_another_time_N16(run_file, tmp_path, capsys, format
     config = locate(load(file))
     first = prepare(config, LAST_YEAR)
     (tmp_path / "out").mkdir()
-    write_identity(tmp_path / "out", identity_of(config, first.model, first.data), LAST_YEAR)
+    write_identity(
+        tmp_path / "out", identity_of(config, first.model, first.data, first.order), LAST_YEAR
+    )
     assert cli.main(["--config", file, "--resume", "--dry-run"]) == 0
     assert "clock, which stands at 2025-01-31 23:59:59+00:00" in capsys.readouterr().out
 
@@ -80,7 +82,7 @@ def test_a_run_without_a_moment_is_resumed_with_the_present_one_N16(run_file, tm
     config = locate(load(file))
     first = prepare(config)
     (tmp_path / "out").mkdir()
-    identity = identity_of(config, first.model, first.data)
+    identity = identity_of(config, first.model, first.data, first.order)
     (tmp_path / "out" / "identity.json").write_text(json.dumps(identity))
     assert cli.main(["--config", file, "--resume", "--dry-run"]) == 0
 
@@ -100,7 +102,7 @@ class Run:
         config = load(str(self.file))
         prepared = prepare(config)
         self.folder.mkdir()
-        marks = identity_of(config, prepared.model, prepared.data)
+        marks = identity_of(config, prepared.model, prepared.data, prepared.order)
         write_identity(self.folder, marks, LAST_YEAR)
 
     def write(self, answers):

@@ -41,7 +41,7 @@ def learner_spec(
         temperature=1.0,
         max_prompt_tokens=192,
         max_completion_tokens=16,
-        prompts=None,
+        order=None,
         max_staleness=1,
         weights_dtype="bfloat16",
         export_dtype=None,

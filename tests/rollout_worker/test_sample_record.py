@@ -1,5 +1,6 @@
 """Records of completions for samples.jsonl."""
 
+import dataclasses
 import json
 import math
 import pathlib
@@ -231,3 +232,12 @@ def test_what_was_parsed_is_a_short_text(text, strict, lenient):
 def test_a_number_is_written_exactly(value):
     text = number_text(value)
     assert Fraction(text) == value and len(text) < 200
+
+
+def test_the_source_is_recorded_where_there_are_several(decode):
+    group = group_of(scored(0, 1.0, 1.0))
+    (alone,) = records(decode).of_group(group, PROMPT, marked=True)
+    assert "source" not in alone
+    of_many = dataclasses.replace(PROMPT, source="sums")
+    (one,) = records(decode).of_group(group, of_many, marked=True)
+    assert one["source"] == "sums"

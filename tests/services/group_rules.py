@@ -10,6 +10,6 @@ def group_rules(run_id: str, **changes) -> GroupRules:
         vocab_size=369,
         max_prompt_tokens=2**25,
         max_completion_tokens=2**25,
-        prompts=None,
+        order=None,
     )
     return GroupRules(run_id=run_id, **{**settings, **changes})

@@ -8,6 +8,7 @@ import pytest
 from driver.accounting.intake import Intake, IntakeRules, StepBatch
 from driver.accounting.leases import LeaseTable
 from rollout_worker.worker_records import LeaseOutcome, LeaseResult
+from services.trajectories.data_order import DataOrder
 from services.trajectories.group_report import GroupReport
 
 ACCEPTED, DUPLICATE, STALE = LeaseOutcome.ACCEPTED, LeaseOutcome.DUPLICATE, LeaseOutcome.STALE
@@ -40,7 +41,7 @@ def ended(lease, version, outcome=ACCEPTED, **fields):
 
 
 def intake_of(*, wanted=3, staleness=0, rounds=0, samples=0):
-    table = LeaseTable(seed=0, prompt_count=100)
+    table = LeaseTable(DataOrder.of_one(0, 100))
     rules = IntakeRules(
         wanted=wanted, max_staleness=staleness, resample_rounds=rounds, samples=samples
     )

@@ -6,14 +6,14 @@ import random
 import pytest
 
 from driver.accounting.leases import LeaseState, LeaseTable, LedgerError, TrajectoryState
-from services.trajectories.data_order import prompt_at
+from services.trajectories.data_order import DataOrder, prompt_at
 
 TRAINED = TrajectoryState.TRAINED
 RETURNED, EXPIRED = LeaseState.RETURNED, LeaseState.EXPIRED
 
 
 def table_of(count=10, seed=0):
-    return LeaseTable(seed=seed, prompt_count=count)
+    return LeaseTable(DataOrder.of_one(seed, count))
 
 
 def through_json(state):
@@ -46,7 +46,7 @@ def test_c03_resume_trains_what_was_in_flight_and_nothing_twice(cases):
     assert [order_index(lease) for lease in ahead] == [6, 7, 8, 9]
     saved = through_json(table.state())
 
-    resumed = LeaseTable.restore(saved, seed=0, prompt_count=count)
+    resumed = LeaseTable.restore(saved, DataOrder.of_one(0, count))
     expected = cases("checkpoint")["C03"]["expected"]
     first = resumed.grant_leases(per_step)
     assert [order_index(lease) for lease in first] == expected["next_trained_prompts"]
@@ -152,7 +152,7 @@ def test_every_lease_ends_done_returned_or_expired():
 def test_groups_newer_than_a_restored_table_are_adopted_and_those_between_are_leased_again():
     table = table_of()
     train(table, table.grant_leases(2))
-    table = LeaseTable.restore(through_json(table.state()), seed=0, prompt_count=10)
+    table = LeaseTable.restore(through_json(table.state()), DataOrder.of_one(0, 10))
     table.adopt_groups(["g00000005", "g00000003"])
     assert table.cursor == 6 and table.outstanding == 2
     again = table.grant_leases(3)
@@ -174,7 +174,7 @@ def test_any_history_with_crashes_trains_every_index_once(seed):
         elif event < 0.2:
             saved, trained_when_saved = through_json(table.state()), list(trained)
         elif event < 0.3 and saved:
-            table = LeaseTable.restore(saved, seed=seed, prompt_count=7)
+            table = LeaseTable.restore(saved, DataOrder.of_one(seed, 7))
             trained = list(trained_when_saved)
         else:
             leases = table.grant_leases(random_.randint(1, 4))
@@ -192,8 +192,8 @@ def test_any_history_with_crashes_trains_every_index_once(seed):
     assert sorted(trained) == list(range(table.cursor))
 
 
-@pytest.mark.parametrize("changed", [{"seed": 1}, {"prompt_count": 11}])
-def test_a_checkpoint_of_another_order_is_refused(changed):
+@pytest.mark.parametrize("order", [DataOrder.of_one(1, 10), DataOrder.of_one(0, 11)])
+def test_a_checkpoint_of_another_order_is_refused(order):
     state = table_of().state()
     with pytest.raises(ValueError, match="the checkpoint was made with (seed=0|prompt_count=10)"):
-        LeaseTable.restore(state, **({"seed": 0, "prompt_count": 10} | changed))
+        LeaseTable.restore(state, order)

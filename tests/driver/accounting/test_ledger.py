@@ -6,6 +6,7 @@ from driver.accounting.jsonl import read_lines
 from driver.accounting.leases import LeaseTable, LedgerError, TrajectoryState
 from driver.accounting.ledger import StepLedger
 from services.process.phases import PHASES
+from services.trajectories.data_order import DataOrder
 
 TRAINED = TrajectoryState.TRAINED
 
@@ -16,7 +17,7 @@ def open_ledger(folder, warnings=None, fraction=0.05):
 
 
 def table_of(count=10, seed=0):
-    return LeaseTable(seed=seed, prompt_count=count)
+    return LeaseTable(DataOrder.of_one(seed, count))
 
 
 def through_json(state):
@@ -131,7 +132,7 @@ def test_totals_and_lines_go_on_from_the_checkpoint(tmp_path):
     ledger.close_log()
 
     ledger = open_ledger(tmp_path)
-    table = LeaseTable.restore(saved["book"], seed=0, prompt_count=10)
+    table = LeaseTable.restore(saved["book"], DataOrder.of_one(0, 10))
     assert ledger.restore(saved["ledger"], step=2) == 1
     assert ledger.totals["learner"]["optimizer"] == 2.0
     train(table, table.grant_leases(2))

@@ -12,6 +12,7 @@ from driver.fleet.dispatch import Dispatch
 from driver.fleet.fleet_worker import HeldLease, Worker
 from rollout_worker.worker_records import LeaseOutcome, LeaseResult
 from services.control.messages import WorkerState
+from services.trajectories.data_order import DataOrder
 from services.trajectories.group_report import GroupReport
 from services.wire.messages import Lease
 
@@ -32,9 +33,9 @@ class Run:
         self.kills = kills
         aside = self.quarantine.set_aside
         if saved is None:
-            self.table = LeaseTable(seed=1, prompt_count=prompts, set_aside=aside)
+            self.table = LeaseTable(DataOrder.of_one(1, prompts), set_aside=aside)
         else:
-            self.table = LeaseTable.restore(saved, seed=1, prompt_count=prompts, set_aside=aside)
+            self.table = LeaseTable.restore(saved, DataOrder.of_one(1, prompts), set_aside=aside)
         self.intake = Intake(self.table, IntakeRules(wanted=WANTED, max_staleness=staleness))
         self.dispatch = Dispatch(CAPACITY, self.quarantine.is_suspect)
         self.workers = [
@@ -103,7 +104,7 @@ def accepted(lease: Lease, version: int) -> LeaseResult:
 
 
 def position_of(index: int, prompts=40) -> int:
-    return LeaseTable(seed=1, prompt_count=prompts).grant_leases(index + 1)[index].position
+    return LeaseTable(DataOrder.of_one(1, prompts)).grant_leases(index + 1)[index].position
 
 
 def test_a_prompt_that_kills_its_worker_alone_is_set_aside_and_the_run_goes_on_R9(
@@ -173,7 +174,7 @@ def test_a_resume_keeps_suspects_and_what_is_set_aside_R9(tmp_path):
 
 
 def test_groups_that_a_worker_cannot_have_begun_are_no_suspects(tmp_path):
-    lease = LeaseTable(seed=0, prompt_count=4).grant_leases(1, 3)[0]
+    lease = LeaseTable(DataOrder.of_one(0, 4)).grant_leases(1, 3)[0]
     held = HeldLease(lease=lease, given_at=0.0, order_number=1)
     worker = Worker(name="w", room=None, leases={lease.group_id: held})  # pyright: ignore[reportArgumentType]
     assert worker.begun_leases() == []

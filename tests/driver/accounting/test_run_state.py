@@ -4,6 +4,7 @@ from driver.accounting.accuracy import Accuracy
 from driver.accounting.intake import IntakeRules
 from driver.accounting.run_state import RunState
 from learner.learner_records import Restored
+from services.trajectories.data_order import DataOrder
 
 RULES = IntakeRules(wanted=2, max_staleness=0)
 
@@ -20,17 +21,17 @@ def resumed(driver_state) -> RunState:
         issued={},
         repaired="",
     )
-    return RunState.create(RULES, seed=0, prompt_count=4, restored=restored)
+    return RunState.create(RULES, DataOrder.of_one(0, 4), restored=restored)
 
 
 def test_accuracy_and_its_absence_survive_a_checkpoint():
-    state = RunState.create(RULES, seed=0, prompt_count=4)
+    state = RunState.create(RULES, DataOrder.of_one(0, 4))
     state.accuracy = {0: None, 3: Accuracy(correct=2, total=3, correct_from=9.0)}
     assert resumed(state.checkpoint_state({})).accuracy == state.accuracy
 
 
 def test_a_checkpoint_that_knows_neither_threshold_nor_dropped_truncated_resumes():
-    kept = RunState.create(RULES, seed=0, prompt_count=4).checkpoint_state({})
+    kept = RunState.create(RULES, DataOrder.of_one(0, 4)).checkpoint_state({})
     del kept["book"]["totals"]["dropped_truncated"]
     state = resumed({**kept, "accuracy": [[0, 1, 4]]})
     assert state.accuracy == {0: Accuracy(correct=1, total=4)}

@@ -5,6 +5,7 @@ import pathlib
 
 from driver.config.actor_specs import ActorSpecs
 from driver.config.run_config import RunConfig
+from services.trajectories.data_order import DataOrder
 from services.wire.tls import RunAuthority
 
 
@@ -18,7 +19,7 @@ def test_every_worker_gets_the_moment_of_the_run_whenever_it_starts_N16():
         run_id="run",
         authority=RunAuthority.create("run"),
         driver_host="127.0.0.1",
-        prompts=8,
+        order=DataOrder.of_one(0, 8),
         moment=moment,
     )
     names = ("rollout-0", "rollout-0", "rollout-1")

@@ -287,6 +287,76 @@ def test_text_is_taken_as_it_stands(minimal):
     assert config.model.chat_template == "null"
 
 
+SEVERAL = "data.train=[{source: a.jsonl, weight: 5}, {source: b/c.parquet}, {source: x/d}]"
+
+
+def test_several_training_sources_with_weights(minimal, tmp_path):
+    config = load(minimal, [SEVERAL, "data.train.1.weight=3", "data.train.2.name=hub"])
+    assert config.data.train_names == ("a", "c", "hub")
+    assert config.data.train_weights == (5.0, 3.0, 1.0)
+    path = tmp_path / "again.yaml"
+    path.write_text(dump(config))
+    assert load(str(path)) == config
+    assert load(minimal).data.train_weights == (1.0,)
+
+
+@pytest.mark.parametrize(
+    "override, said",
+    [
+        ("data.train.1.weight=0", "data.train.1.weight: a weight must be a finite number above 0"),
+        ("data.train.1.weight=-2", "above 0, got -2.0: correct it, or remove the source"),
+        ("data.train.1.weight=.nan", "data.train.1.weight: a weight must be a finite number"),
+        ("data.train.1.weight=.inf", "above 0, got inf"),
+        ("data.train.1.weight=much", "data.train.1.weight: 'much' is not a number"),
+        ("data.train.1.weight=true", "data.train.1.weight: True is not a number"),
+        ("data.train.1.wieght=1", "data.train.1.wieght: unknown key; did you mean data.train."),
+        ("data.train.1.name=a/b", "data.train.1.name: 'a/b' must match"),
+        ("data.train.1.name=a", "train.0 and train.1 are both called 'a' in logs and metrics"),
+        ("data.train.1.source=./a.jsonl", "train.0 and train.1 are the same source ./a.jsonl: "),
+        ("data.train=[]", "train=[] has no source: give at least one"),
+        ("data.train=[3]", "data.train.0: 3 cannot replace a section"),
+        ("data.train.source=a", "data.train is a list here: name an item, such as data.train.0.s"),
+        ("data.train.7.source=a", "index 7 is past the end: the list has 3 items"),
+    ],
+)
+def test_a_bad_mixture_is_one_message(minimal, override, said):
+    with pytest.raises(ConfigError) as refused:
+        load(minimal, [SEVERAL, override])
+    assert said in str(refused.value)
+    assert str(refused.value).startswith("1 problem in the configuration")
+
+
+def test_all_weights_of_zero_are_named(minimal):
+    zero = "data.train=[{source: a.jsonl, weight: 0}, {source: b.jsonl, weight: 0}]"
+    with pytest.raises(ConfigError, match="data.train.0.weight: .*got 0.0(?s:.*)data.train.1.wei"):
+        load(minimal, [zero])
+
+
+@pytest.mark.parametrize(
+    "other, are_equal",
+    [
+        ("{source: a.jsonl, split: test, seed: 4}", True),  # neither is read of a file
+        ("{source: a.jsonl, weight: 2, name: z}", True),
+        ("{source: a.jsonl, skip: 5, name: z}", False),
+        ("{source: a.jsonl, question_field: ask, name: z}", False),
+    ],
+)
+def test_equal_sources_are_those_with_equal_records(minimal, other, are_equal):
+    both = f"data.train=[{{source: a.jsonl}}, {other}]"
+    if not are_equal:
+        assert len(load(minimal, [both]).data.train_sources) == 2
+        return
+    with pytest.raises(ConfigError, match="are the same source a.jsonl: keep one of them"):
+        load(minimal, [both])
+
+
+def test_an_item_of_what_is_no_list_is_refused(minimal):
+    with pytest.raises(ConfigError, match="data.train is no list here: make it one in the file"):
+        load(minimal, ["data.train={source: a.jsonl}", "data.train.0.weight=2"])
+    with pytest.raises(ConfigError, match="data.train.weight: unknown key; did you mean data.t"):
+        load(minimal, ["data.train={source: a.jsonl, weight: 2}"])
+
+
 def test_flow_collections_in_overrides(minimal):
     config = load(
         minimal,

@@ -49,6 +49,15 @@ def test_inputs_that_the_job_lacks_are_found_under_home(config, tmp_path, monkey
     assert located.data.train.source == "data/train.jsonl", "each actor unpacks its own"
 
 
+def test_every_training_source_becomes_absolute(config, tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
+    several = [{"source": "a.jsonl"}, {"source": "some/hub"}]
+    data = type(config.data).model_validate({"train": several})
+    located = paths.locate(config.model_copy(update={"data": data}))
+    assert [one.source for one in located.data.train] == [str(tmp_path / "a.jsonl"), "some/hub"]
+
+
 def test_inputs_outside_a_job_become_absolute_since_actors_start_elsewhere(
     config, tmp_path, monkeypatch
 ):

@@ -400,7 +400,7 @@ def config(tiny_model, source):
 
 def test_dry_run_reports_prompts_sizes_and_rewards(config):
     prepared = prepare(config)
-    assert (prepared.prompts, prepared.held_out) == (9, 3)
+    assert (prepared.order.count, prepared.held_out) == (9, 3)
     for part in (
         "llama of 2 layers, 1,512 parameters, vocabulary 40",
         "tokenizer: 17 tokens, stop ids 0, pad id 0",
@@ -489,6 +489,31 @@ def test_held_out_prompts_that_are_trained_on_are_noted(config):
     data = config.data.model_copy(update={"eval": config.data.train})
     text = prepare(config.model_copy(update={"data": data})).text
     assert "note: also in data.train: 9 prompts of data.eval" in text
+
+
+def mixed(config, source):
+    """20 questions in two sources, of which the second also has all of data.eval."""
+    first = source("first.jsonl", ["1 + 2 ?"] * 15)
+    second = source("second.jsonl", ["2 + 2 ?"] * 4 + ["1 + 2 ? " * 30])
+    train = [{**first, "weight": 3}, {**second, "weight": 1, "name": "hard"}]
+    return type(config).model_validate(
+        config.model_dump() | {"data": {"train": train, "eval": config.data.eval.model_dump()}}
+    )
+
+
+def test_dry_run_reports_every_training_source(config, source):
+    prepared = prepare(mixed(config, source))
+    assert (prepared.order.count, prepared.order.seed) == (19, config.run.seed)
+    taken = config.run.steps * config.rollout.prompts_per_step
+    for part in (
+        "data.train.0 (first): 15 prompts from",
+        f"0.75 of what is drawn, {taken * 0.75 / 15:.2f} epochs in the run",
+        "data.train.1 (hard): 4 prompts from",
+        f"1 left out with more than 16 tokens, 0.25 of what is drawn, {taken / 16:.2f} epochs",
+        "note: also in data.train.1 (hard): 3 prompts of data.eval",
+    ):
+        assert part in prepared.text, part
+    assert "also in data.train.0" not in prepared.text
 
 
 def test_a_missing_data_file_is_refused(config):

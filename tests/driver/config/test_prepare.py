@@ -94,6 +94,33 @@ def test_a_held_out_set_that_cannot_be_judged_is_refused(ready):
     assert "data.eval: gsm8k_answer cannot judge 2 of 2" in refusal(ready, held_out=WORDS[:2])
 
 
+def test_gold_answers_are_judged_source_by_source(ready, tmp_path):
+    """A source of which nothing can be judged is refused, though the others can be."""
+    lines = [json.dumps({"question": "1 + 2 ?", "answer": each}) + "\n" for each in WORDS[:2]]
+    (tmp_path / "words.jsonl").write_text("".join(lines))
+    both = [{"source": str(tmp_path / name)} for name in ("train.jsonl", "words.jsonl")]
+    overrides = [f"data.train={json.dumps(both)}"]
+    said = refusal(ready, overrides=overrides)
+    assert "data.train.1 (words): gsm8k_answer cannot judge 2 of 2" in said
+    assert "words.jsonl, so that" in said and "line 1, answer 'x + 3'" in said
+    (tmp_path / "words.jsonl").write_text("".join([*lines, lines[0].replace("x + 3", "3")]))
+    _, prepared = ready(overrides=overrides)
+    assert "data.train.1 (words): gsm8k_answer cannot judge 2 of 3 gold answers" in prepared.text
+
+
+def test_a_worker_with_another_file_of_several_is_refused_with_that_file(ready, tmp_path):
+    (tmp_path / "more.jsonl").write_text(json.dumps({"question": "5 ?", "answer": "5"}) + "\n")
+    both = [{"source": str(tmp_path / name)} for name in ("train.jsonl", "more.jsonl")]
+    overrides = [f"data.train={json.dumps(both)}"]
+    _, elsewhere = ready(overrides=overrides)
+    (tmp_path / "more.jsonl").write_text(json.dumps({"question": "5 ?", "answer": "6"}) + "\n")
+    data, here = ready(overrides=overrides)
+    with pytest.raises(
+        RunError, match=r"answers of data.train.1 .*\(data.train.1.source=\S*/more.jsonl\)"
+    ):
+        here.check_worker(worker_that_reads(elsewhere.data), data)
+
+
 def test_a_part_that_cannot_be_judged_is_noted(ready):
     _, prepared = ready(train=("3", "B", "3"))
     assert (

@@ -20,6 +20,7 @@ from driver.config.resume_identity import (
 )
 from models.config import ModelConfig
 from rollout_worker.data.data_digests import DataDigests
+from services.trajectories.data_order import DataOrder, OrderedSource
 
 MODEL = ModelConfig(
     model_type="llama",
@@ -34,6 +35,7 @@ MODEL = ModelConfig(
 MOMENT = datetime.datetime(
     2026, 1, 31, 23, 59, 59, tzinfo=datetime.timezone(datetime.timedelta(hours=-5))
 )
+ONE_SOURCE = DataOrder.of_one(0, 20)
 SAME_DATA = {field.name: "abc" for field in dataclasses.fields(DataDigests)}
 YAML = """
 model: {path: models/mine}
@@ -48,8 +50,9 @@ def make(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(YAML)
 
-    def one(*overrides, model=MODEL, **data):
-        return identity_of(load(str(file), overrides), model, DataDigests(**SAME_DATA | data))
+    def one(*overrides, model=MODEL, order=ONE_SOURCE, **data):
+        digests = DataDigests(**SAME_DATA | data)
+        return identity_of(load(str(file), overrides), model, digests, order)
 
     return one
 
@@ -145,6 +148,32 @@ def test_a_damaged_moment_is_named_N16(make, tmp_path, kept):
     (tmp_path / "identity.json").write_text(json.dumps({**make(), "moment": kept}))
     with pytest.raises(NotResumable, match="has moment=.*no time with its time zone.*restore it"):
         kept_moment(tmp_path)
+
+
+def mixture(*weights, name="a"):
+    return DataOrder(
+        0,
+        tuple(
+            OrderedSource(name=f"{name}{i}", count=10 + i, weight=weight)
+            for i, weight in enumerate(weights)
+        ),
+    )
+
+
+def test_other_weights_of_the_sources_are_refused(make, tmp_path):
+    write_identity(tmp_path, make(order=mixture(5, 3)), MOMENT)
+    assert check_identity(tmp_path, make(order=mixture(0.5, 0.3, name="b")), steps=5) == []
+    for other in (mixture(5, 2), mixture(5), mixture(5, 3, 1)):
+        with pytest.raises(NotResumable, match="another mixture .10 prompts x 5/8, 11 prompts x"):
+            check_identity(tmp_path, make(order=other), steps=5)
+
+
+def test_a_run_of_an_older_program_has_one_source(make, tmp_path):
+    old = {name: value for name, value in make().items() if name != "mixture"}
+    write_identity(tmp_path, old, MOMENT)
+    assert check_identity(tmp_path, make(), steps=5) == []
+    with pytest.raises(NotResumable, match="mixture .one source then, 10 prompts x 1/2"):
+        check_identity(tmp_path, make(order=mixture(1, 1)), steps=5)
 
 
 def test_a_run_that_did_not_record_all_of_its_data_resumes_and_names_the_rest_N24(make, tmp_path):

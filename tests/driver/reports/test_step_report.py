@@ -19,6 +19,7 @@ from driver.reports.timeline import Timeline
 from driver.terminal.step_table import StepView
 from services.process.phase_clock import PhaseClock
 from services.process.process_memory import ProcessMemory
+from services.trajectories.data_order import DataOrder
 
 DEMO = str(pathlib.Path(__file__).parents[3] / "deploy" / "runs" / "demo_cpu.yaml")
 CONFIG = load(DEMO, ["log.unexplained_fraction=0.01"])
@@ -46,7 +47,7 @@ class Driver:
             show_step=view.add_step,
         )
         self.reports.start_step(self.now_s)
-        self.state = RunState.create(IntakeRules(wanted=2, max_staleness=0), seed=0, prompt_count=8)
+        self.state = RunState.create(IntakeRules(wanted=2, max_staleness=0), DataOrder.of_one(0, 8))
         self.timings = TimingTable()
         self.clocks: dict[str, PhaseClock] = {}
 

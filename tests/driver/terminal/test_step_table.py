@@ -14,6 +14,7 @@ from driver.terminal.step_table import (
     plain_line,
     step_row,
 )
+from services.trajectories.data_order import DataOrder
 
 METRICS = {
     "reward/total/mean": 0.3512,
@@ -31,7 +32,7 @@ PROCESSES = {
 @pytest.fixture
 def record(tmp_path):
     ledger = StepLedger(tmp_path, unexplained_fraction=1.0, warn=pytest.fail)
-    return ledger.close_step(3, PROCESSES, wall_s=8.5, leases=LeaseTable(seed=0, prompt_count=4))
+    return ledger.close_step(3, PROCESSES, wall_s=8.5, leases=LeaseTable(DataOrder.of_one(0, 4)))
 
 
 def test_row_shows_the_slowest_worker_and_the_learner(record):
@@ -63,7 +64,7 @@ def test_row_shows_the_slowest_worker_and_the_learner(record):
 def test_columns_of_a_step_whose_sides_overlap_are_not_cut(tmp_path, learner, worker):
     ledger = StepLedger(tmp_path, unexplained_fraction=1.0, warn=lambda text: None)
     processes = {"learner": learner, "rollout-0": worker, "rollout-1": {"decode": 1.0}}
-    leases = LeaseTable(seed=0, prompt_count=4)
+    leases = LeaseTable(DataOrder.of_one(0, 4))
     row = step_row(METRICS, ledger.close_step(3, processes, wall_s=8.0, leases=leases), 60)
     seconds = learner | worker
     columns = {"prefill": "prefill", "decode": "decode", "scoring": "reward"}

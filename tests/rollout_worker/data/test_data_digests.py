@@ -14,6 +14,10 @@ SUMS = [
 ]
 
 
+def digest_of(train, held_out):
+    return digest_data([train], held_out)
+
+
 class Letters:
     """One token per character."""
 
@@ -58,35 +62,35 @@ def sums(tmp_path):
 )
 def test_what_differs_is_named_with_its_set_N24_F4(sums, change, part):
     same, other = sums(), sums(**change)
-    mine = digest_data(same, same)
-    assert mine.differences(digest_data(sums(), sums())) == []
-    assert mine.differences(digest_data(other, same)) == [f"{part} of data.train"]
-    assert mine.differences(digest_data(same, other)) == [f"{part} of data.eval"]
+    mine = digest_of(same, same)
+    assert mine.differences(digest_of(sums(), sums())) == []
+    assert mine.differences(digest_of(other, same)) == [f"{part} of data.train"]
+    assert mine.differences(digest_of(same, other)) == [f"{part} of data.eval"]
     both = [f"{part} of data.train", f"{part} of data.eval"]
-    assert mine.differences(digest_data(other, other)) == both
+    assert mine.differences(digest_of(other, other)) == both
 
 
 def test_a_held_out_set_that_is_missing_or_longer_differs(sums):
     train = sums()
-    mine = digest_data(train, train)
-    assert mine.differences(digest_data(train, None)) == ["prompts of data.eval"]
-    assert digest_data(train, None).differences(digest_data(train, None)) == []
+    mine = digest_of(train, train)
+    assert mine.differences(digest_of(train, None)) == ["prompts of data.eval"]
+    assert digest_of(train, None).differences(digest_of(train, None)) == []
 
 
 def test_another_order_of_fields_is_the_same_record(tmp_path, sums):
-    mine = digest_data(sums(), None)
+    mine = digest_of(sums(), None)
     lines = [json.dumps(dict(reversed(record.items()))) + "\n" for record in SUMS]
     (tmp_path / "sums.jsonl").write_text("".join(lines))
-    assert mine == digest_data(read(tmp_path / "sums.jsonl"), None)
+    assert mine == digest_of(read(tmp_path / "sums.jsonl"), None)
 
 
 def test_other_parameters_of_a_task_differ(monkeypatch):
     keys = {"source": "reasoning_gym:chain_sum", "size": 2}
-    mine = digest_data(read(**keys, params={"max_terms": 2, "min_terms": 2}), None)
-    same = digest_data(read(**keys, params={"min_terms": 2, "max_terms": 2}), None)
+    mine = digest_of(read(**keys, params={"max_terms": 2, "min_terms": 2}), None)
+    same = digest_of(read(**keys, params={"min_terms": 2, "max_terms": 2}), None)
     assert mine == same
     monkeypatch.setattr("importlib.metadata.version", lambda _: "0.0")
-    other = digest_data(read(**keys, params={"min_terms": 2, "max_terms": 2}), None)
+    other = digest_of(read(**keys, params={"min_terms": 2, "max_terms": 2}), None)
     assert mine.differences(other) == ["records of data.train"]
 
 
@@ -96,6 +100,6 @@ def test_a_task_that_names_one_of_several_right_answers_is_no_difference(monkeyp
         monkeypatch.setattr(
             "rollout_worker.data.prompts.make_dataset", lambda *_, size, **__: [record] * size
         )
-        return digest_data(read("reasoning_gym:word_ladder", size=2), None)
+        return digest_of(read("reasoning_gym:word_ladder", size=2), None)
 
     assert digests("cat,cot,cog,dog") == digests("cat,cot,dot,dog")

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.trajectories.data_order import DataOrder, OrderedSource
 from services.trajectories.group_buffer import BufferFull, GroupBuffer, NotStored
 from services.trajectories.receipts import NotOpen, StaleGroup, UnknownReceipt
 from services.wire.messages import PushOutcome
@@ -191,7 +192,7 @@ def test_what_later_use_relies_on_is_checked_before_anything_is_stored_R11(
     stored = []
     lengths = dict(max_prompt_tokens=3, max_completion_tokens=5)
     buffer = GroupBuffer(
-        group_rules(RUN_ID, prompts=5, **lengths),
+        group_rules(RUN_ID, order=DataOrder.of_one(0, 5), **lengths),
         capacity_groups=8,
         capacity_bytes=2**20,
         max_staleness=0,
@@ -216,7 +217,10 @@ def test_what_later_use_relies_on_is_checked_before_anything_is_stored_R11(
 def test_groups_may_lie_as_far_beyond_what_was_restored_as_beyond_what_was_used(make_group):
     restored = make_group("g00000500", epoch=100)
     buffer = GroupBuffer(
-        group_rules(RUN_ID, prompts=5), capacity_groups=8, capacity_bytes=2**20, max_staleness=0
+        group_rules(RUN_ID, order=DataOrder.of_one(0, 5)),
+        capacity_groups=8,
+        capacity_bytes=2**20,
+        max_staleness=0,
     )
     buffer.restore_accepted([restored], {0: DIGEST}, 0)
     with pytest.raises(ValueError, match="the last one is g00008692"):
@@ -570,3 +574,24 @@ def test_every_push_and_every_group_ends_in_exactly_one_state(make_group, events
     ends = now.taken + now.dropped_stale + now.forgotten + now.disowned + now.waiting
     assert now.accepted + now.restored == ends
     assert now.waiting <= 2 and (now.waiting_bytes > 0) == (now.waiting > 0)
+
+
+def test_the_epoch_of_a_group_is_that_of_its_source(make_group):
+    order = DataOrder(
+        0,
+        (
+            OrderedSource(name="many", count=50, weight=1),
+            OrderedSource(name="few", count=2, weight=1),
+        ),
+    )
+    buffer = GroupBuffer(
+        group_rules(RUN_ID, order=order),
+        capacity_groups=8,
+        capacity_bytes=2**20,
+        max_staleness=0,
+    )
+    buffer.issue(0, DIGEST)
+    assert buffer.put_group(make_group("g00000008", epoch=0)) is ACCEPTED
+    with pytest.raises(ValueError, match="with 2 prompts of its source few its epoch is 2, got 0"):
+        buffer.put_group(make_group("g00000009", epoch=0))
+    assert buffer.put_group(make_group("g00000009", epoch=2)) is ACCEPTED
