@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
 
 CLOCK = "strftime_now"
 """The function by which templates ask for the time."""
@@ -127,6 +127,24 @@ class ChatTemplate:
                 f"{self._name} leaves the system prompt, or a part of it, out of the prompt: {fix}"
             )
         self._check_shows_the_user(system)
+
+    def check_shows(self, messages: Messages) -> None:
+        """Checks that the text of every message but the assistant's reaches the prompt.
+
+        Templates leave a part of an earlier answer out on purpose, such as its reasoning.
+
+        Raises:
+            ValueError: naming the message that does not.
+        """
+        text = self.render(messages, add_generation_prompt=True)
+        for place, message in enumerate(messages):
+            content = message["content"].strip()
+            if message["role"] != "assistant" and content not in text:
+                raise ValueError(
+                    f"{self._name} leaves message {place} of role {message['role']!r}, "
+                    f"{content[:_SHOWN]!r}, out of the prompt, or a part of it: remove such "
+                    f"messages from the data, or {self._fix}"
+                )
 
     def check_generation_prompt(self) -> str:
         """Checks that a prompt ends where the assistant's text begins.

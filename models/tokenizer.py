@@ -95,10 +95,11 @@ class Tokenizer:
             if token.special or token_id in turn_ends
         }
         longest_first = sorted(control_tokens, key=len, reverse=True)
+        self._shown_roles: set[tuple[str, ...]] = {("user",)}
         self._control_token = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], *, content_is_text: bool = True
+        self, messages: Sequence[Mapping[str, Any]], *, content_is_text: bool = True
     ) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn.
 
@@ -110,10 +111,11 @@ class Tokenizer:
                 own turn.
 
         Raises:
-            ValueError: if the template refuses the messages, or the tokenizer cannot encode a
-                special token as text.
+            ValueError: if the template refuses the messages or leaves one out, or the tokenizer
+                cannot encode a special token as text.
         """
-        spelled = [name for m in messages for name in self.special_tokens_in(m["content"])]
+        self._check_shown(messages)
+        spelled = self._spelled(messages)
         if content_is_text and spelled:
             token_ids = self._marked_ids(messages, spelled)
         else:
@@ -148,7 +150,7 @@ class Tokenizer:
         make_readable_by_both(pathlib.Path(folder))
 
     def _marked_ids(
-        self, messages: Sequence[Mapping[str, str]], spelled: Sequence[str]
+        self, messages: Sequence[Mapping[str, Any]], spelled: Sequence[str]
     ) -> list[int]:
         """Ids of a conversation in which the template's special tokens are the only ones."""
         marked = mark_control_tokens([dict(m) for m in messages], self._control_token)
@@ -160,6 +162,32 @@ class Tokenizer:
                 f"{spelled[0]!r} is a special token that this tokenizer cannot encode as text "
                 f"({error}): remove it from the text, which could end a turn with it"
             ) from error
+
+    def _check_shown(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Checks once for every order of roles that each message reaches the prompt."""
+        roles = tuple(message["role"] for message in messages)
+        if roles not in self._shown_roles:
+            self.template.check_shows(messages)
+            self._shown_roles.add(roles)
+
+    def _spelled(self, value: Any) -> list[str]:
+        """The special tokens that the texts of some JSON values spell, such as a call's arguments.
+
+        Raises:
+            ValueError: if a key spells one, since keys cannot be told from what a template writes.
+        """
+        if isinstance(value, str):
+            return self.special_tokens_in(value)
+        if isinstance(value, Mapping):
+            for key in value:
+                if spelled := self.special_tokens_in(key):
+                    raise ValueError(
+                        f"the key {key!r} spells the special token {spelled[0]!r}: rename it"
+                    )
+            return self._spelled(list(value.values()))
+        if isinstance(value, list | tuple):
+            return [name for each in value for name in self._spelled(each)]
+        return []
 
     def _chat_end_ids(self) -> set[int]:
         """The special token that the template puts after an assistant's turn, if there is one."""

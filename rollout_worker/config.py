@@ -35,10 +35,13 @@ class SourceConfig(Section):
     """Seed of a reasoning_gym task; other sources ignore it."""
     params: dict[str, Any] = Field(default={})
     """Parameters of a reasoning_gym task, such as `{min_terms: 2}`."""
-    question_field: str = "question"
-    """Field of an item that holds the question."""
-    answer_field: str = "answer"
-    """Field of an item that holds the reference answer."""
+    question_field: str | None = None
+    """Field of an item that holds the question, as text or as a list of messages; null takes the
+    first of `question`, `prompt` and `messages` that is there."""
+    answer_field: str | None = None
+    """Field of an item that holds the reference answer. null takes the first of `answer`,
+    `solution` and `reward_model.ground_truth` that is not empty, and none is needed where no scorer
+    reads it."""
 
     @property
     def is_procedural(self) -> bool:
@@ -124,9 +127,11 @@ class DataConfig(Section):
     epochs. Weights may not change over a resume."""
     eval: SourceConfig | None = None
     system_prompt: str | None = None
-    """First message of every prompt; null sends none."""
+    """First message of every prompt that does not bring a system message of its own; null sends
+    none."""
     question_template: str = "{question}"
-    """Text of the user message; `{question}` is replaced."""
+    """Text of the user message where the question is text; `{question}` is replaced. Messages stay
+    as they are."""
 
     @property
     def train_sources(self) -> tuple[SourceConfig, ...]:

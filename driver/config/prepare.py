@@ -7,6 +7,7 @@ import datetime
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 
 from driver.config.load_config import ConfigError
 from driver.config.plan import asked_devices, checked, derive, format_plan
@@ -22,7 +23,7 @@ from rollout_worker.data.data_digests import DataDigests, digest_data
 from rollout_worker.data.prompts import PromptSet, count_shared
 from rollout_worker.data.training_set import TrainingSet, load_source, load_training, order_of
 from rollout_worker.engine_setup import stop_automaton
-from rollout_worker.rewards.gold_answers import find_unjudged
+from rollout_worker.rewards.gold_answers import find_unjudged, needs_answer
 from rollout_worker.rewards.processes.reward_process import Allowance
 from rollout_worker.rewards.reward_pool import ScoreRequest, validate_functions
 from rollout_worker.worker_records import WorkerInfo
@@ -124,6 +125,8 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
         )
     order = order_of(config.data, train, seed=config.run.seed)
     notes += _check_golds(config, train, held_out)
+    read = list(zip(_train_keys(config.data), train.sets, strict=True))
+    notes += _chat_notes(config, [*read, *([("data.eval", held_out)] if held_out else [])])
     notes += overridden(os.environ)
     unset = [name for name in config.reward.environment if name not in os.environ]
     if unset:
@@ -215,6 +218,8 @@ def _check_golds(config: RunConfig, train: TrainingSet, held_out: PromptSet | No
     sets = list(zip(_train_keys(config.data), config.data.train_sources, train.sets, strict=True))
     if config.data.eval is not None and held_out is not None:
         sets.append(("data.eval", config.data.eval, held_out))
+    for where, source, read in sets:
+        _check_answered(config, where, source, read)
     prompts = [prompt for _, _, read in sets for prompt in read.prompts]
     golds = [ScoreRequest("", one.answer, one.question, one.item) for one in prompts]
     notes = []
@@ -249,6 +254,44 @@ def _check_golds(config: RunConfig, train: TrainingSet, held_out: PromptSet | No
             if len(found) == len(indices):
                 raise ConfigError(f"{text}. Choose another scorer, or correct answer_field or file")
             notes.append(text)
+    return notes
+
+
+def _check_answered(config: RunConfig, where: str, source: SourceConfig, read: PromptSet) -> None:
+    """Checks that records have an answer where a scorer needs one.
+
+    Raises:
+        ConfigError: naming the scorer and the first record without one.
+    """
+    needing = [one.name for one in config.reward.functions if needs_answer(one.name)]
+    lacking = [prompt for prompt in read.prompts if not prompt.answer]
+    if not needing or not lacking or read.procedural:
+        return
+    first = source.place_of(lacking[0].prompt_id - read.first_id)
+    raise ConfigError(
+        f"{where}: {', '.join(needing)} needs an answer, but {len(lacking):,} of {len(read):,} "
+        f"records of {source.source} have none, the first in {first} with the fields "
+        f"{sorted(lacking[0].item)}: set the source's answer_field, add the answers, or choose "
+        "scorers that need none"
+    )
+
+
+def _chat_notes(config: RunConfig, sets: Sequence[tuple[str, PromptSet]]) -> list[str]:
+    """What of the configuration does not apply to records that bring messages."""
+    notes = []
+    for where, read in sets:
+        own = sum(prompt.has_system for prompt in read.prompts)
+        if own and config.data.system_prompt is not None:
+            notes.append(
+                f"{where}: {own:,} of {counted(len(read), 'prompt')} have a system message of "
+                "their own, which takes the place of data.system_prompt"
+            )
+        chats = sum(prompt.is_chat for prompt in read.prompts)
+        if chats and config.data.question_template != "{question}":
+            notes.append(
+                f"{where}: {chats:,} of {counted(len(read), 'prompt')} are messages, to which "
+                "data.question_template does not apply"
+            )
     return notes
 
 

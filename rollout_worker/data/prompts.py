@@ -16,29 +16,28 @@ import json
 import math
 import pathlib
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
 
 from rollout_worker.config import SourceConfig
+from rollout_worker.data.chat_rows import read_row, text_columns
 from rollout_worker.data.float_text import number_text
 from rollout_worker.data.procedural import PREFIX, make_dataset
-from rollout_worker.rewards.answers import gold_answer
 from services.user_code.import_path import nearest_hint
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _MAX_DEPTH = 64
 _HUB_ROWS = 1000
-_MAX_DIGITS = 1000
 _OTHER_FILES = (".json", ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow", ".yaml", ".yml")
 
 
 class ChatTokenizer(Protocol):
     """The part of `models.tokenizer.Tokenizer` that this module uses."""
 
-    def encode_chat(self, messages: list[dict]) -> list[int]:
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
         """Token ids of messages in the chat template, generation prompt included."""
         ...
 
@@ -54,11 +53,16 @@ class Prompt:
     question: str
     """The record's question, without template and system prompt."""
     answer: str
-    """The gold answer; of a GSM8K solution, the text after the last `####`."""
+    """The gold answer; of a GSM8K solution, the text after the last `####`. Empty where there is
+    none."""
     item: dict[str, Any]
     """The whole record, as JSON values."""
     source: str = ""
     """Name of the source, where several are trained on."""
+    is_chat: bool = False
+    """Whether the record brought messages."""
+    has_system: bool = False
+    """Whether a system message was among them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +96,8 @@ def load_prompts(
     Args:
         source: location of the records, and the names of their fields.
         tokenizer: applies the chat template.
-        system_prompt: first message; None for no such message.
-        question_template: user message, with `{question}` for the question.
+        system_prompt: first message where a record has no system message; None for none.
+        question_template: user message, with `{question}` for a question that is text.
         max_prompt_tokens: longer prompts are left out and counted.
 
     Raises:
@@ -106,12 +110,10 @@ def load_prompts(
         next_id = prompt_id + 1
         try:
             record = _plain(raw)
-        except ValueError as error:
-            raise ValueError(f"{source.source}, {place}: {error}") from error
-        question, answer = _question_and_answer(raw, source, place)
-        content = question_template.replace("{question}", question)
-        try:
-            token_ids = tokenizer.encode_chat([*system, {"role": "user", "content": content}])
+            row = read_row(raw, record, source)
+            content = question_template.replace("{question}", row.question)
+            said = row.messages or ({"role": "user", "content": content},)
+            token_ids = tokenizer.encode_chat([*([] if row.has_system else system), *said])
         except ValueError as error:
             raise ValueError(f"{source.source}, {place}: {error}") from error
         if len(token_ids) > max_prompt_tokens:
@@ -120,7 +122,17 @@ def load_prompts(
             continue
         token_ids_P = np.array(token_ids, dtype=np.int32)
         token_ids_P.flags.writeable = False
-        prompts.append(Prompt(prompt_id, token_ids_P, question, answer, record))
+        prompts.append(
+            Prompt(
+                prompt_id,
+                token_ids_P,
+                row.question,
+                row.answer,
+                record,
+                is_chat=bool(row.messages),
+                has_system=row.has_system,
+            )
+        )
     if not prompts and not overlong:
         raise ValueError(
             f"{source.source} has no records"
@@ -147,15 +159,14 @@ def count_shared(train: PromptSet, held_out: PromptSet) -> int:
 def _records(source: SourceConfig) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """Yields (index in the source, place for error messages, record)."""
     name = source.source
-    text_fields = (source.question_field, source.answer_field)
     if source.is_procedural:
         records = _procedural(source)
     elif name.endswith(".jsonl"):
         records = _jsonl(_existing_file(name))
     elif name.endswith(".parquet"):
-        records = _parquet(_existing_file(name), text_fields)
+        records = _parquet(_existing_file(name), source)
     elif _HUB_ID.fullmatch(name) and not name.endswith(_OTHER_FILES):
-        records = _hub(source, text_fields)
+        records = _hub(source)
     else:
         raise ValueError(
             f"source {name!r} is none of: {PREFIX}<task>, a path that ends in .jsonl or .parquet, "
@@ -270,9 +281,7 @@ def _jsonl(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield place, record
 
 
-def _parquet(
-    path: pathlib.Path, text_fields: Collection[str]
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def _parquet(path: pathlib.Path, source: SourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     # Here, since most runs read JSONL.
     import pyarrow.parquet
 
@@ -281,6 +290,7 @@ def _parquet(
     row = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
+            text_fields = text_columns(source, file.schema_arrow.names)
             for record in rows(file.iter_batches(), text_fields):
                 yield f"row {row}", record
                 row += 1
@@ -292,9 +302,7 @@ def _parquet(
         raise ValueError(f"{path}, row {row}, {error}") from error
 
 
-def _hub(
-    source: SourceConfig, text_fields: Collection[str]
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def _hub(source: SourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     name = source.source
     try:
         import datasets
@@ -320,7 +328,7 @@ def _hub(
     try:
         tables: Any = dataset.with_format("arrow").iter(batch_size=_HUB_ROWS)
         batches = (batch for table in tables for batch in table.to_batches())
-        for record in rows(batches, text_fields):
+        for record in rows(batches, text_columns(source, dataset.column_names)):
             yield f"row {row} of split {source.split!r}", record
             row += 1
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
@@ -372,60 +380,3 @@ def _checked_text(text: str, where: str) -> str:
             "which is not valid text: correct the record"
         ) from error
     return text
-
-
-def _question_and_answer(record: dict, source: SourceConfig, place: str) -> tuple[str, str]:
-    texts = []
-    for key in ("question_field", "answer_field"):
-        field = getattr(source, key)
-        where = f"{source.source}, {place}"
-        if field not in record:
-            raise ValueError(
-                f"{where} has no field {field!r}{nearest_hint(field, list(record))}, only "
-                f"{sorted(record)}: set the source's {key}"
-            )
-        text = _text(record[field])
-        # An answer of None: the task judges with the item that it makes again.
-        if text is None and record[field] is None and source.is_procedural:
-            text = "" if key == "answer_field" else None
-        if text is None:
-            raise ValueError(
-                f"{where}: field {field!r} must be text or a number, got {record[field]!r:.80}: "
-                f"correct the record or set the source's {key}"
-            )
-        texts.append(text)
-    question, answer = texts
-    if not question.strip():
-        raise ValueError(
-            f"{source.source}, {place}: field {source.question_field!r} is empty: "
-            "fill it in or remove the record"
-        )
-    try:
-        gold = gold_answer(answer)
-    except ValueError as error:
-        raise ValueError(f"{source.source}, {place}: {error}") from error
-    # A reasoning-gym task scores with the item that it makes again; its answer may be empty.
-    if not gold and not source.is_procedural:
-        raise ValueError(
-            f"{source.source}, {place}: field {source.answer_field!r} is empty: fill it in or "
-            "remove the record"
-        )
-    return question, gold
-
-
-def _text(value: Any) -> str | None:
-    """The text of a question or an answer; None where a value is neither text nor a number."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, bool) or not isinstance(value, int | float | decimal.Decimal):
-        return None
-    if isinstance(value, int):
-        return str(value)
-    if not math.isfinite(float(value)):
-        return None
-    if isinstance(value, float):
-        return number_text(value)
-    exponent = value.as_tuple().exponent
-    return (
-        format(value, "f") if isinstance(exponent, int) and abs(exponent) <= _MAX_DIGITS else None
-    )

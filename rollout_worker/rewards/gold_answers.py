@@ -59,6 +59,12 @@ def find_unjudged(
     }
 
 
+def needs_answer(scorer: str) -> bool:
+    """Whether a built-in scorer cannot score without an answer; of another it is not known."""
+    built_in = BUILT_INS.get(scorer)
+    return built_in is not None and built_in.needs_answer
+
+
 def _reason(check: Callable[[str, dict], object], gold: ScoreRequest) -> str:
     try:
         check(gold.answer, dict(gold.item))

@@ -213,6 +213,8 @@ class BuiltIn:
     needs: str | None = None
     check_gold: Callable[[str, dict], object] | None = None
     """Raises ValueError for a gold answer, with its record, that the scorer cannot judge."""
+    needs_answer: bool = False
+    """Whether a record without an answer cannot be scored."""
 
 
 def _check_number(answer: str, item: dict) -> None:
@@ -229,8 +231,10 @@ def _check_origin(answer: str, item: dict) -> None:
 
 
 BUILT_INS = {
-    "gsm8k_answer": BuiltIn(gsm8k_answer, check_gold=_check_number),
-    "math_verify": BuiltIn(math_verify_answer, needs="math_verify", check_gold=_check_expression),
+    "gsm8k_answer": BuiltIn(gsm8k_answer, check_gold=_check_number, needs_answer=True),
+    "math_verify": BuiltIn(
+        math_verify_answer, needs="math_verify", check_gold=_check_expression, needs_answer=True
+    ),
     "format": BuiltIn(answer_format),
     "reasoning_gym": BuiltIn(reasoning_gym_answer, needs="reasoning_gym", check_gold=_check_origin),
 }

@@ -121,6 +121,51 @@ def test_a_worker_with_another_file_of_several_is_refused_with_that_file(ready, 
         here.check_worker(worker_that_reads(elsewhere.data), data)
 
 
+def rows_of(tmp_path, *records):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    return [f"data.train={{source: {tmp_path / 'rows.jsonl'}}}"]
+
+
+def test_a_record_without_an_answer_is_refused_where_a_scorer_needs_one(ready, tmp_path):
+    rows = rows_of(
+        tmp_path,
+        {"prompt": "1 + 2 ?", "solution": "3"},
+        {"prompt": "1 + 3 ?", "solution": None, "level": 2},
+        {"prompt": "1 + 4 ?", "answer": ""},
+    )
+    said = refusal(ready, overrides=rows)
+    for part in (
+        "data.train: gsm8k_answer needs an answer, but 2 of 3 records of",
+        "rows.jsonl have none, the first in line 2 with the fields ['level', 'prompt', 'solution']",
+        "set the source's answer_field, add the answers, or choose scorers that need none",
+    ):
+        assert part in said, part
+    math = [*rows, "reward.functions=[{name: format}, {name: math_verify}]"]
+    assert "math_verify needs an answer" in refusal(ready, overrides=math)
+    _, prepared = ready(overrides=[*rows, "reward.functions=[{name: format}]"])
+    assert prepared.order.count == 3
+
+
+def test_held_out_records_without_an_answer_are_refused(ready, tmp_path):
+    rows = rows_of(tmp_path, {"prompt": "1 + 2 ?"})
+    said = refusal(ready, overrides=[rows[0].replace("train", "eval")])
+    assert "data.eval: gsm8k_answer needs an answer, but 1 of 1 records" in said
+
+
+def test_what_does_not_apply_to_messages_is_noted(ready, tmp_path):
+    user = {"role": "user", "content": "1 + 2 ?"}
+    own = {"prompt": [{"role": "system", "content": "Be brief."}, user], "answer": "3"}
+    rows = rows_of(tmp_path, own, {"prompt": [user], "answer": "3"}, {"prompt": "?", "answer": "3"})
+    _, prepared = ready(overrides=rows)
+    assert "system message" not in prepared.text and "question_template" not in prepared.text
+    asked = [*rows, "data.system_prompt=Be right.", "data.question_template={question} Now."]
+    text = ready(overrides=asked)[1].text
+    assert (
+        "note: data.train: 1 of 3 prompts have a system message of their own, which takes" in text
+    )
+    assert "note: data.train: 2 of 3 prompts are messages, to which data.question_template" in text
+
+
 def test_a_part_that_cannot_be_judged_is_noted(ready):
     _, prepared = ready(train=("3", "B", "3"))
     assert (

@@ -109,16 +109,12 @@ def test_a_record_that_the_template_or_tokenizer_refuses_is_named(tmp_path, monk
         ("[1]", "line 3 must be a JSON object with named fields, got list"),
         ('{"question": "q", "answer": NaN}', "line 3: NaN is not a JSON number"),
         (
-            '{"question": "q"}',
-            r"line 3 has no field 'answer', only \['question'\]: set .*answer_field",
+            '{"questoin": "q", "answer": "1"}',
+            "line 3: has no field 'question', 'prompt' or 'messages' .nearest: 'questoin'",
         ),
-        ('{"questoin": "q", "answer": "1"}', "line 3 has no field 'question' .nearest: 'questoin'"),
-        ('{"question": "q", "answer": null}', "line 3: field 'answer' must be text or a number"),
         ('{"question": "q", "answer": true}', "line 3: field 'answer' must be text or a number"),
         ('{"question": " ", "answer": "1"}', "line 3: field 'question' is empty"),
         ('{"question": "q", "answer": "so ####"}', "line 3: nothing follows the last ####"),
-        ('{"question": "q", "answer": ""}', "line 3: field 'answer' is empty: fill it in"),
-        ('{"question": "q", "answer": " \\n"}', "line 3: field 'answer' is empty"),
         (r'{"question": "\ud800", "answer": "1"}', "line 3: field 'question' has the lone surr"),
         (
             r'{"question": "q", "answer": "1", "notes": [{"by": "x\udfff"}]}',
@@ -159,6 +155,21 @@ def test_a_missing_file_names_the_nearest(tmp_path):
         load(tmp_path / "tran.jsonl")
 
 
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ({"question": "q"}, r"has no field 'right', only \['question'\]: set .*answer_field"),
+        ({"question": "q", "right": None}, "field 'right' must be text or a number, got None"),
+        ({"question": "q", "right": ""}, "field 'right' is empty: fill it in"),
+        ({"question": "q", "right": " \n"}, "field 'right' is empty"),
+    ],
+)
+def test_an_answer_field_that_is_named_must_hold_an_answer(tmp_path, line, message):
+    path = write(tmp_path / "a.jsonl", [{"question": "q", "right": "1"}, line])
+    with pytest.raises(ValueError, match=f"a.jsonl, line 2: {message}"):
+        load(path, answer_field="right")
+
+
 def test_an_empty_file_and_too_large_a_skip_are_refused(tmp_path):
     with pytest.raises(ValueError, match="empty.jsonl has no records$"):
         load(write(tmp_path / "empty.jsonl", []))
@@ -188,7 +199,7 @@ def test_a_broken_parquet_file_is_named(tmp_path):
     with pytest.raises(ValueError, match="cut.parquet cannot be read as Parquet"):
         load(tmp_path / "cut.parquet")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"q": 1}]), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match="a.parquet, row 0 has no field 'question'"):
+    with pytest.raises(ValueError, match="a.parquet, row 0: has no field 'question'"):
         load(tmp_path / "a.parquet")
 
 
@@ -445,7 +456,7 @@ def test_a_boolean_of_eight_bits_is_a_boolean(tmp_path):
         load_columns(tmp_path, columns, answer_field="flag")
 
 
-@pytest.mark.parametrize("value", [True, None, [1], {"a": 1}])
+@pytest.mark.parametrize("value", [True, [1], {"a": 1}])
 def test_a_cell_that_is_neither_text_nor_number_is_no_answer(tmp_path, value):
     with pytest.raises(ValueError, match="row 0: field 'answer' must be text or a number"):
         load_columns(tmp_path, {"question": ["q"], "answer": pyarrow.array([value])})
