@@ -350,6 +350,10 @@ class RewardFunctionConfig(Section):
     """`gsm8k_answer`, `math_verify`, `format`, `reasoning_gym`, or `package.module:function`."""
     weight: float = Field(default=1.0, ge=-1e6, le=1e6)
     """Factor of this reward in the total; 0 only logs it."""
+    gate: float | None = Field(default=None, ge=-1e6, le=1e6)
+    """Makes this function a gate, which is open from this reward on: where it is closed, the
+    functions without a gate count in the total as if their reward was 0. A gate counts with its own
+    reward and weight."""
     params: dict[str, Any] = Field(default={})
     """Keyword arguments of the scorer."""
 
@@ -358,6 +362,9 @@ class RewardConfig(Section):
     """The scorers, and the bounds on the child processes that run them."""
 
     functions: tuple[RewardFunctionConfig, ...] = (RewardFunctionConfig(name="gsm8k_answer"),)
+    combine: Literal["sum", "product"] = "sum"
+    """The total of a completion is the sum, or the product, of its rewards, each with its
+    weight."""
     timeout_s: float = Field(default=5.0, ge=0.01, le=3600)
     """Wall-clock bound of one completion's scoring, and of a group's by group scorers. Past it a
     plain scorer's process is killed, and an async call is cancelled."""
@@ -384,5 +391,11 @@ class RewardConfig(Section):
             raise ValueError(
                 "the weights of reward.functions are all 0, so there is nothing to learn from: "
                 "give at least one another weight"
+            )
+        gates = [function.name for function in self.functions if function.gate is not None]
+        if gates and not any(one.weight for one in self.functions if one.gate is None):
+            raise ValueError(
+                f"reward.functions has the gates {gates}, but no other function with a weight for "
+                "them to hold back: add one, or remove gate"
             )
         return self

@@ -60,6 +60,7 @@ class WorkerCore:
             timeout_s=spec.reward.timeout_s,
             allowance=Allowance.of(spec.reward),
             in_flight=spec.reward.in_flight,
+            combine=spec.reward.combine,
         )
         self.worker = RolloutWorker(
             name=spec.name,

@@ -8,7 +8,7 @@ description.
 METRIC_ROWS = """
 [learning reward]
 reward/total/mean | | reward, mean
-    weighted sum of the reward functions, mean over the scored completions of the step
+    total of the reward functions (`reward.combine`), mean over the scored completions of the step
 [learning reward-]
 reward/total/std | | reward, standard deviation
     of the total reward over the completions of the step

@@ -23,6 +23,7 @@ from rollout_worker.data.data_digests import DataDigests, digest_data
 from rollout_worker.data.prompts import PromptSet, count_shared
 from rollout_worker.data.training_set import TrainingSet, load_source, load_training, order_of
 from rollout_worker.engine_setup import stop_automaton
+from rollout_worker.rewards.composition import Composition
 from rollout_worker.rewards.gold_answers import find_unjudged, needs_answer
 from rollout_worker.rewards.processes.reward_process import Allowance
 from rollout_worker.rewards.reward_pool import ScoreRequest, validate_functions
@@ -150,9 +151,9 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
         for where, read in zip(_train_keys(config.data), train.sets, strict=True):
             if shared := count_shared(read, held_out):
                 lines.append(f"note: also in {where}: {counted(shared, 'prompt')} of data.eval")
-    weights = [f"{one.name} x {one.weight:g}" for one in config.reward.functions]
+    rewards = Composition.of(config.reward.functions, config.reward.combine)
     lines += [f"note: {note}" for note in notes]
-    lines += [f"reward: {' + '.join(weights)}", format_plan(plan)]
+    lines += [f"reward: {rewards}", format_plan(plan)]
     return Prepared(
         text="\n".join(lines),
         order=order,

@@ -268,6 +268,18 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_reward_norm(self):
+        gates = [function.name for function in self.reward.functions if function.gate is not None]
+        if self.algorithm.advantage == "reward_norm" and (gates or self.reward.combine != "sum"):
+            found = f"gates={gates}" if gates else f"reward.combine={self.reward.combine}"
+            raise ValueError(
+                "algorithm.advantage=reward_norm standardises each reward function alone and adds "
+                f"them up, so that {found} would have no effect: use another advantage, or plain "
+                "weights with reward.combine=sum"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_colocated(self):
         if self.placement.mode != "colocated":
             return self

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollout_worker.config import RewardConfig, RewardFunctionConfig
+from rollout_worker.rewards.composition import Combine, Composition
 from rollout_worker.rewards.processes.reward_process import (
     START_TIMEOUT_S,
     STOP_TIMEOUT_S,
@@ -36,8 +37,6 @@ from rollout_worker.rewards.processes.scorer_thread import (
 from rollout_worker.rewards.scorers import (
     MOST_VARIANTS,
     ScorerKind,
-    resolve_weights,
-    weighted_total,
 )
 
 log = logging.getLogger(__name__)
@@ -64,7 +63,7 @@ class Score:
     """By scorer name, and by `name/variant` for values that are only logged. Scorers that failed
     are left out."""
     total: float
-    """Weighted sum; NaN if `error` is not empty."""
+    """Of the rewards, by the rule of `composition.py`; NaN if `error` is not empty."""
     error: str
     """Empty, or which scorer failed and how."""
 
@@ -153,6 +152,7 @@ class RewardPool:
         start_timeout_s: float = START_TIMEOUT_S,
         allowance: Allowance = USUAL,
         in_flight: int = IN_FLIGHT,
+        combine: Combine = "sum",
     ):
         """Starts the processes and waits until each has loaded all scorers.
 
@@ -165,12 +165,14 @@ class RewardPool:
             start_timeout_s: bound on the start of a child.
             allowance: what each child gets.
             in_flight: completions or groups that a child has at once, with async scorers.
+            combine: how the rewards become a total.
 
         Raises:
             ValueError: if a scorer cannot be loaded.
             RuntimeError: if a child dies at its start or takes too long.
         """
-        self.weights = resolve_weights(functions)
+        self._composition = Composition.of(functions, combine)
+        self._names_of_scorers = tuple(function.name for function in functions)
         self.output = ScorerOutput()
         self._functions = tuple(functions)
         self._timeout_s = timeout_s
@@ -187,7 +189,7 @@ class RewardPool:
             threads, kinds = self._start_threads(processes)
             one_by_one = JobQueue(in_flight=1, patience_s=0.0)
             at_once = JobQueue(in_flight=in_flight, patience_s=STANDSTILL_S)
-            named = [(name, kinds[name]) for name in self.weights]
+            named = [(name, kinds[name]) for name in self._names_of_scorers]
             self._plans = [
                 _Plan(names, is_group, lane)
                 for lane in (one_by_one, at_once)
@@ -247,12 +249,15 @@ class RewardPool:
     ) -> Score:
         """The score of one completion, from what each scorer returned or how it failed."""
         named = {}
-        for name in self.weights:
+        for name in self._names_of_scorers:
             named |= self.known_names(rewards.get(name, {}))
         if errors:
-            told = [f"{name}: {errors[name]}" for name in self.weights if name in errors]
+            told = [f"{name}: {errors[name]}" for name in self._names_of_scorers if name in errors]
             return Score(named, math.nan, "; ".join(told))
-        return Score(named, weighted_total(named, self.weights), "")
+        try:
+            return Score(named, self._composition.total(named), "")
+        except ValueError as error:
+            return Score(named, math.nan, str(error))
 
     def known_names(self, rewards: Mapping[str, float]) -> dict[str, float]:
         """The rewards without variants beyond MOST_VARIANTS names of the whole life of this pool.
@@ -264,7 +269,7 @@ class RewardPool:
         with self._names_lock:
             for name, value in rewards.items():
                 names = self._names.setdefault(name.partition("/")[0], set())
-                if name in self.weights or name in names or len(names) < MOST_VARIANTS:
+                if name in self._names_of_scorers or name in names or len(names) < MOST_VARIANTS:
                     names.add(name)
                     kept[name] = value
                 elif not self._said_names:

@@ -40,9 +40,6 @@ from services.user_code.import_path import (
     nearest_hint,
 )
 
-if typing.TYPE_CHECKING:
-    from rollout_worker.config import RewardFunctionConfig
-
 Scorer = Callable[..., Any]
 
 MOST_VARIANTS = 64
@@ -436,13 +433,3 @@ def named_group_rewards(name: str, result: Any, completions: int) -> list[dict[s
                 "raise an error"
             ) from None
     return named
-
-
-def resolve_weights(functions: "Sequence[RewardFunctionConfig]") -> dict[str, float]:
-    """Returns the weight of each scorer by name; variants have none and are only logged."""
-    return {function.name: function.weight for function in functions}
-
-
-def weighted_total(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """Returns the weighted sum of one completion's rewards; every weighted scorer must have one."""
-    return math.fsum(weight * rewards[name] for name, weight in weights.items())

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rollout_worker.config import RewardFunctionConfig, SourceConfig
+from rollout_worker.config import SourceConfig
 from rollout_worker.data.prompts import load_prompts
 from rollout_worker.rewards import scorers as rewards
 from rollout_worker.rewards.scorers import (
@@ -228,20 +228,6 @@ def test_results_are_named_N12(result, expected):
 def test_results_that_are_no_finite_number_are_errors(result, message):
     with pytest.raises(ValueError, match=message):
         named_rewards("f", result)
-
-
-def test_weights_and_total():
-    functions = [
-        RewardFunctionConfig(name="gsm8k_answer"),
-        RewardFunctionConfig(name="format", weight=0.25),
-        RewardFunctionConfig(name="m:f", weight=-2),
-    ]
-    weights = rewards.resolve_weights(functions)
-    assert weights == {"gsm8k_answer": 1.0, "format": 0.25, "m:f": -2.0}
-    scored = {"gsm8k_answer": 1.0, "gsm8k_answer/strict": 7.0, "format": 1.0, "m:f": 0.5}
-    assert rewards.weighted_total(scored, weights) == 1.0 + 0.25 - 1.0
-    with pytest.raises(KeyError):
-        rewards.weighted_total({"format": 1.0}, weights)
 
 
 @pytest.mark.parametrize(
