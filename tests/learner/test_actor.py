@@ -48,6 +48,32 @@ def test_a_full_disk_shows_in_health_and_in_what_a_worker_is_answered(
     assert learner.health().counts.accepted == 0
 
 
+def test_a_learner_has_a_lease_that_each_question_of_the_driver_renews_F03(
+    authority, tmp_path, monkeypatch
+):
+    calls: list[Any] = []
+
+    class Lease:
+        def __init__(self, *given):
+            calls.append(given)
+
+        def start(self):
+            calls.append("starts")
+
+        def renew(self):
+            calls.append("renewed")
+
+    monkeypatch.setattr("learner.actor.DriverLease", Lease)
+    monkeypatch.setattr("learner.actor.require_platform", lambda _: jax.devices()[:1])
+    model = write_tiny_model(tmp_path / "tiny")
+    spec = learner_spec(model, authority, tmp_path / "run", driver_lease_s=77.0)
+    actor = LearnerActor(spec)
+    assert calls == [("the learner", 77.0), "starts"]
+    actor.health()
+    assert calls[2:] == ["renewed"]
+    actor.close()
+
+
 def test_questions_are_answered_while_an_update_waits(learner):
     thread = threading.Thread(target=lambda: learner.update(names(1), [], WAIT_S))
     thread.start()

@@ -232,6 +232,31 @@ def test_a_worker_renders_its_prompts_at_the_moment_of_the_run_N16(model, author
         core.close()
 
 
+def test_a_worker_has_a_lease_that_each_question_of_the_driver_renews_F03(
+    model, authority, pair, monkeypatch
+):
+    calls = []
+
+    class Lease:
+        def __init__(self, *given):
+            calls.append(given)
+
+        def start(self):
+            calls.append("starts")
+
+        def renew(self):
+            calls.append("renewed")
+
+    monkeypatch.setattr("rollout_worker.actor.DriverLease", Lease)
+    worker = make_worker(model, authority, pair[0].describe().address, driver_lease_s=77.0)
+    try:
+        assert calls == [("rollout-0", 77.0), "starts"]
+        worker.news(0.0)
+        assert calls[2:] == ["renewed"]
+    finally:
+        worker.close()
+
+
 def test_cancelled_leases_end_in_silence_and_may_come_again(pair):
     _, worker = pair
     worker.order(Orders(leases=tuple(leases(10, 11, 12))))
