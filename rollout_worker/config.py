@@ -347,7 +347,8 @@ class RewardFunctionConfig(Section):
     """One scorer and its weight in the total."""
 
     name: str
-    """`gsm8k_answer`, `math_verify`, `format`, `reasoning_gym`, or `package.module:function`."""
+    """`gsm8k_answer`, `math_verify`, `exact`, `regex`, `multiple_choice`, `json_schema`, `format`,
+    `reasoning_gym`, or `package.module:function`."""
     weight: float = Field(default=1.0, ge=-1e6, le=1e6)
     """Factor of this reward in the total; 0 only logs it."""
     gate: float | None = Field(default=None, ge=-1e6, le=1e6)

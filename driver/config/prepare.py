@@ -230,6 +230,7 @@ def _check_golds(config: RunConfig, train: TrainingSet, held_out: PromptSet | No
             function.name,
             golds,
             timeout_s=config.reward.timeout_s,
+            params=function.params,
             allowance=Allowance.of(config.reward),
             about="reward.functions",
         )

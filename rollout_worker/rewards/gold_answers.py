@@ -1,7 +1,8 @@
 """Finds the gold answers that a scorer of the run cannot judge, before the run starts."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from rollout_worker.config import RewardFunctionConfig
 from rollout_worker.rewards.processes.reward_process import USUAL, Allowance
@@ -18,6 +19,7 @@ def find_unjudged(
     *,
     timeout_s: float,
     allowance: Allowance = USUAL,
+    params: Mapping[str, Any] | None = None,
 ) -> dict[int, str]:
     """Checks gold answers, those of foreign code in child processes, as completions are scored.
 
@@ -26,21 +28,21 @@ def find_unjudged(
         golds: answers with their records; the completion is not read.
         timeout_s: bound on the check of one answer.
         allowance: what each child process gets.
+        params: of the scorer.
 
     Returns:
         why the scorer cannot judge an answer, by its place in `golds`; nothing for a scorer that
         offers no check.
     """
     built_in = BUILT_INS.get(scorer)
-    check = built_in.check_gold if built_in else None
+    check = built_in.bound_check(params or {}) if built_in else None
     if not golds or (built_in and check is None):
         return {}
     if built_in and check and not built_in.needs:  # our own code, whose time is bounded
-        return {
-            index: reason for index, gold in enumerate(golds) if (reason := _reason(check, gold))
-        }
+        reasons = [_reason(check, gold) for gold in golds]
+        return {index: reason for index, reason in enumerate(reasons) if reason}
     pool = RewardPool(
-        [RewardFunctionConfig(name=_CHECK, params={"scorer": scorer})],
+        [RewardFunctionConfig(name=_CHECK, params={"scorer": scorer, "given": dict(params or {})})],
         processes=min(os.cpu_count() or 1, 1 + len(golds) // _REQUESTS_PER_PROCESS),
         timeout_s=timeout_s,
         allowance=allowance,

@@ -8,7 +8,9 @@ import inspect
 from rollout_worker.rewards.scorers import BUILT_INS, BadScorer, resolve_scorer
 
 
-def check_gold(completion: str, *, answer: str, prompt: str, item: dict, scorer: str) -> float:
+def check_gold(
+    completion: str, *, answer: str, prompt: str, item: dict, scorer: str, given: dict | None = None
+) -> float:
     """Returns 1 where a scorer can judge a gold answer, 0 where it offers no check.
 
     A scorer of the user's own offers one as an attribute: `score.check_gold = check`, where
@@ -20,12 +22,13 @@ def check_gold(completion: str, *, answer: str, prompt: str, item: dict, scorer:
         prompt: not used.
         item: the whole record of the source.
         scorer: its name in the configuration.
+        given: its parameters there; only the checks of built-in scorers read them.
 
     Raises:
         BadScorer: if the scorer cannot judge the answer.
     """
     if scorer in BUILT_INS:
-        check = BUILT_INS[scorer].check_gold
+        check = BUILT_INS[scorer].bound_check(given or {})
     else:
         check = getattr(resolve_scorer(scorer), "check_gold", None)
         if inspect.iscoroutinefunction(check):

@@ -25,14 +25,13 @@ import inspect
 import json
 import math
 import numbers
-import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal
 
 from rollout_worker.data.procedural import make_dataset
-from rollout_worker.rewards import answers
+from rollout_worker.rewards import answers, text_scorers
 from services.user_code.import_path import (
     BadImportPath,
     NoSuchModule,
@@ -134,14 +133,7 @@ def answer_format(
         pattern: a regular expression; the default requires exactly one `####`, on a last line
             `#### number`.
     """
-    return 1.0 if _compile(pattern).fullmatch(completion) else 0.0
-
-
-def _compile(pattern: str) -> re.Pattern:
-    try:
-        return re.compile(pattern, re.DOTALL)
-    except (re.error, TypeError) as error:
-        raise ValueError(f"pattern={pattern!r} is not a regular expression: {error}") from error
+    return 1.0 if text_scorers.compile_pattern(pattern, "pattern").fullmatch(completion) else 0.0
 
 
 def reasoning_gym_answer(
@@ -208,22 +200,30 @@ class BuiltIn:
 
     score: Scorer
     needs: str | None = None
-    check_gold: Callable[[str, dict], object] | None = None
-    """Raises ValueError for a gold answer, with its record, that the scorer cannot judge."""
+    check_gold: Callable[[str, dict, Mapping[str, Any]], object] | None = None
+    """Raises ValueError for a gold answer, with its record, that the scorer cannot judge with its
+    parameters."""
+    check_params: Callable[[Mapping[str, Any]], object] | None = None
+    """Raises ValueError for parameters that the scorer cannot use."""
     needs_answer: bool = False
     """Whether a record without an answer cannot be scored."""
 
+    def bound_check(self, params: Mapping[str, Any]) -> Callable[[str, dict], object] | None:
+        """The check of gold answers under these parameters, if there is one."""
+        check = self.check_gold
+        return None if check is None else lambda answer, item: check(answer, item, params)
 
-def _check_number(answer: str, item: dict) -> None:
+
+def _check_number(answer: str, item: dict, params: Mapping[str, Any]) -> None:
     gsm8k_answer("", answer=answer, prompt="", item=item)
 
 
-def _check_expression(answer: str, item: dict) -> None:
+def _check_expression(answer: str, item: dict, params: Mapping[str, Any]) -> None:
     if answers.parse_number(answer) is None:  # numbers need not be parsed by the slow library
         math_verify_answer("", answer=answer, prompt="", item=item)
 
 
-def _check_origin(answer: str, item: dict) -> None:
+def _check_origin(answer: str, item: dict, params: Mapping[str, Any]) -> None:
     reasoning_gym_answer("", answer=answer, prompt="", item=item)
 
 
@@ -232,8 +232,26 @@ BUILT_INS = {
     "math_verify": BuiltIn(
         math_verify_answer, needs="math_verify", check_gold=_check_expression, needs_answer=True
     ),
-    "format": BuiltIn(answer_format),
+    "format": BuiltIn(answer_format, check_params=text_scorers.check_pattern),
     "reasoning_gym": BuiltIn(reasoning_gym_answer, needs="reasoning_gym", check_gold=_check_origin),
+    "exact": BuiltIn(text_scorers.exact, check_gold=text_scorers.check_exact, needs_answer=True),
+    "regex": BuiltIn(
+        text_scorers.regex,
+        check_gold=text_scorers.check_regex,
+        check_params=text_scorers.check_pattern,
+    ),
+    "multiple_choice": BuiltIn(
+        text_scorers.multiple_choice,
+        check_gold=text_scorers.check_multiple_choice,
+        check_params=text_scorers.check_letters,
+        needs_answer=True,
+    ),
+    "json_schema": BuiltIn(
+        text_scorers.json_schema,
+        needs="jsonschema",
+        check_gold=text_scorers.check_json_schema,
+        check_params=text_scorers.check_schema,
+    ),
 }
 
 
@@ -340,9 +358,10 @@ def check_scorer_params(name: str, scorer: Scorer, params: Mapping[str, Any]) ->
             f"reward function {name!r} cannot be called as score({first}, answer=, prompt=, "
             f"item=, {', '.join(f'{key}=' for key in params)}): {error}"
         ) from error
-    if scorer is answer_format and "pattern" in params:
+    built_in = BUILT_INS.get(name)
+    if built_in is not None and built_in.check_params is not None:
         try:
-            _compile(params["pattern"])
+            built_in.check_params(params)
         except ValueError as error:
             raise BadScorer(f"reward function {name!r}: {error}") from error
 
