@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jinja2
+import jinja2.meta
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 Messages = Sequence[Mapping[str, Any]]
@@ -42,6 +43,8 @@ class ChatTemplate:
     Attributes:
         text: its source.
         reads_clock: whether a text that was rendered so far depends on the moment.
+        tools: JSON schemas that it offers where a conversation names none.
+        reads: names that it takes from outside: messages, special tokens, arguments.
     """
 
     def __init__(
@@ -52,6 +55,8 @@ class ChatTemplate:
         name: str,
         fix: str,
         moment: datetime.datetime | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ):
         """Compiles the template.
 
@@ -60,6 +65,8 @@ class ChatTemplate:
             name: what messages call it.
             fix: how the user replaces it, for messages.
             moment: the time that it reads, with its time zone; None is when this is made.
+            arguments: further values by name, such as `enable_thinking`.
+            tools: JSON schemas of the functions that it offers where a conversation names none.
 
         Raises:
             ValueError: if it is no Jinja, does not render, or leaves the user's text out.
@@ -79,13 +86,23 @@ class ChatTemplate:
             return clock(format)
 
         self._variables = {**variables, CLOCK: read_clock}
+        self._arguments = dict(arguments or {})
+        self.tools = tuple(tools)
+        self.reads = jinja2.meta.find_undeclared_variables(self._compiled.environment.parse(text))
         self._check_shows_the_user([])
 
-    def render(self, messages: Messages, *, add_generation_prompt: bool) -> str:
+    def render(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
         """The text of a conversation.
 
         Args:
             add_generation_prompt: whether it ends ready for the assistant's turn.
+            tools: JSON schemas that it offers; none takes those of the template.
 
         Raises:
             ValueError: if the template refuses the messages.
@@ -93,11 +110,14 @@ class ChatTemplate:
         try:
             # None as transformers passes it where there are no tools and documents.
             return self._compiled.render(
-                messages=[dict(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._variables,
+                {
+                    **self._variables,
+                    **self._arguments,
+                    "messages": [dict(message) for message in messages],
+                    "tools": [dict(tool) for tool in tools or self.tools] or None,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
         except _RENDER_ERRORS as error:
             raise ValueError(
@@ -109,6 +129,43 @@ class ChatTemplate:
     def after_answer(self) -> str:
         """What the template writes after an assistant's turn; empty where it shows no such turn."""
         return self._around_answer()[1]
+
+    def check_arguments(self) -> None:
+        """Checks that the template reads every argument, and the tools if there are some.
+
+        Raises:
+            ValueError: naming the argument and what the template reads.
+        """
+        own = {*self._variables, "messages", "tools", "documents", "add_generation_prompt"}
+        readable = ", ".join(sorted(self.reads - own)) or "none"
+        for name in self._arguments:
+            if name in own:
+                raise ValueError(
+                    f"data.template_args.{name}: {name} is set by the program, not by an argument: "
+                    "leave it out"
+                )
+            if name not in self.reads:
+                raise ValueError(
+                    f"data.template_args.{name}: {self._name} does not read {name}, of further "
+                    f"arguments it reads: {readable}; correct the name, or leave it out"
+                )
+        if self.tools:
+            self.check_takes_tools("data.tools")
+
+    def check_takes_tools(self, which: str) -> None:
+        """Checks that the template reads tools.
+
+        Args:
+            which: what messages call them.
+
+        Raises:
+            ValueError: if it does not.
+        """
+        if "tools" not in self.reads:
+            raise ValueError(
+                f"{which}: {self._name} does not read tools, so that the model would not know of "
+                f"them: leave them out, or {self._fix}"
+            )
 
     def check_system_prompt(self, system_prompt: str) -> None:
         """Checks that the whole system prompt reaches the prompt, and the user's text beside it.
@@ -128,7 +185,7 @@ class ChatTemplate:
             )
         self._check_shows_the_user(system)
 
-    def check_shows(self, messages: Messages) -> None:
+    def check_shows(self, messages: Messages, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         """Checks that the text of every message but the assistant's reaches the prompt.
 
         Templates leave a part of an earlier answer out on purpose, such as its reasoning.
@@ -136,7 +193,7 @@ class ChatTemplate:
         Raises:
             ValueError: naming the message that does not.
         """
-        text = self.render(messages, add_generation_prompt=True)
+        text = self.render(messages, add_generation_prompt=True, tools=tools)
         for place, message in enumerate(messages):
             content = message["content"].strip()
             if message["role"] != "assistant" and content not in text:

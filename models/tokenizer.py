@@ -47,6 +47,8 @@ class Tokenizer:
         eos_ids: Iterable[int] = (),
         template_is_given: bool = False,
         moment: datetime.datetime | None = None,
+        template_args: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ):
         """Takes a transformers tokenizer.
 
@@ -55,6 +57,8 @@ class Tokenizer:
             eos_ids: further stop ids of the model's files.
             template_is_given: whether model.chat_template replaced the tokenizer's own.
             moment: the time that the template reads; None is now.
+            template_args: arguments of the template, such as `enable_thinking`.
+            tools: JSON schemas that it offers where a conversation names none.
 
         Raises:
             ValueError: if there is no chat template, it does not render or leaves the user's text
@@ -74,6 +78,8 @@ class Tokenizer:
             if template_is_given
             else "set model.chat_template to replace it",
             moment=moment,
+            arguments=template_args,
+            tools=tools,
         )
         self.vocab_size = len(backend)
         self.bos_id: int | None = backend.bos_token_id
@@ -99,13 +105,18 @@ class Tokenizer:
         self._control_token = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, content_is_text: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        content_is_text: bool = True,
     ) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn.
 
         The template alone decides about BOS, as in training; the tokenizer adds no second one.
 
         Args:
+            tools: JSON schemas of the functions that it offers; none takes those of the template.
             content_is_text: whether special tokens come from the template only. What spells one
                 within a message is then encoded as other text is, so that a message cannot end its
                 own turn.
@@ -114,12 +125,15 @@ class Tokenizer:
             ValueError: if the template refuses the messages or leaves one out, or the tokenizer
                 cannot encode a special token as text.
         """
-        self._check_shown(messages)
-        spelled = self._spelled(messages)
+        if tools:
+            self.template.check_takes_tools("tools of the conversation")
+        tools = tools or self.template.tools
+        self._check_shown(messages, tools)
+        spelled = self._spelled([*messages, *tools])
         if content_is_text and spelled:
-            token_ids = self._marked_ids(messages, spelled)
+            token_ids = self._marked_ids(messages, tools, spelled)
         else:
-            text = self.template.render(messages, add_generation_prompt=True)
+            text = self.template.render(messages, add_generation_prompt=True, tools=tools)
             token_ids = self._backend.encode(text, add_special_tokens=False)
         while self.bos_id is not None and token_ids[:2] == [self.bos_id, self.bos_id]:
             token_ids = token_ids[1:]
@@ -150,11 +164,17 @@ class Tokenizer:
         make_readable_by_both(pathlib.Path(folder))
 
     def _marked_ids(
-        self, messages: Sequence[Mapping[str, Any]], spelled: Sequence[str]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        spelled: Sequence[str],
     ) -> list[int]:
         """Ids of a conversation in which the template's special tokens are the only ones."""
-        marked = mark_control_tokens([dict(m) for m in messages], self._control_token)
-        text = self.template.render(marked, add_generation_prompt=True)
+        marked, marked_tools = (
+            mark_control_tokens([dict(one) for one in values], self._control_token)
+            for values in (messages, tools)
+        )
+        text = self.template.render(marked, add_generation_prompt=True, tools=marked_tools)
         try:
             return encode_marked_chat(self._backend, text)
         except ValueError as error:
@@ -163,11 +183,13 @@ class Tokenizer:
                 f"({error}): remove it from the text, which could end a turn with it"
             ) from error
 
-    def _check_shown(self, messages: Sequence[Mapping[str, Any]]) -> None:
+    def _check_shown(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> None:
         """Checks once for every order of roles that each message reaches the prompt."""
         roles = tuple(message["role"] for message in messages)
         if roles not in self._shown_roles:
-            self.template.check_shows(messages)
+            self.template.check_shows(messages, tools=tools)
             self._shown_roles.add(roles)
 
     def _spelled(self, value: Any) -> list[str]:
@@ -202,6 +224,8 @@ def load_tokenizer(
     chat_template: str | None = None,
     stop_tokens: Sequence[str] = (),
     moment: datetime.datetime | None = None,
+    template_args: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> Tokenizer:
     """Loads the tokenizer that belongs to a model.
 
@@ -211,6 +235,8 @@ def load_tokenizer(
         chat_template: a Jinja template that replaces the tokenizer's.
         stop_tokens: further tokens that end a completion; each must be one token.
         moment: the time that a chat template reads, with its time zone; None is now.
+        template_args: arguments of the chat template, such as `enable_thinking`.
+        tools: JSON schemas that it offers where a conversation names none.
 
     Raises:
         ValueError: if there is no tokenizer or no chat template, or the tokenizer has more tokens
@@ -238,6 +264,8 @@ def load_tokenizer(
         eos_ids=eos_ids,
         template_is_given=chat_template is not None,
         moment=moment,
+        template_args=template_args,
+        tools=tools,
     )
 
 

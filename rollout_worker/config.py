@@ -133,6 +133,13 @@ class DataConfig(Section):
     """Text of the user message where the question is text; `{question}` is replaced. Messages stay
     as they are."""
 
+    template_args: dict[str, Any] = Field(default={})
+    """Arguments of the chat template, such as `{enable_thinking: false}`. One that it does not read
+    is an error."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """JSON schemas of the functions that the chat template offers, such as `{type: function,
+    function: {name: add, parameters: {...}}}`; a row of messages may bring other `tools`."""
+
     @property
     def train_sources(self) -> tuple[SourceConfig, ...]:
         """The training sources, in the order of their prompts."""

@@ -38,6 +38,8 @@ class WorkerCore:
             chat_template=spec.chat_template,
             stop_tokens=spec.stop_tokens,
             moment=spec.moment,
+            template_args=spec.data.template_args,
+            tools=spec.data.tools,
         )
         setup = EngineSetup(
             rollout=spec.rollout,

@@ -24,6 +24,7 @@ class Kind(enum.Enum):
     SECTION_LIST = "list of sections"
     FREE = "free mapping"
     """Keys below it are free, such as the parameters of a reward function."""
+    FREE_LIST = "list of free mappings"
     LEAF = "value"
 
 
@@ -110,7 +111,7 @@ def resolve(parts: tuple[str, ...]) -> Key | None:
     for part in parts:
         if key.kind is Kind.FREE:
             return Key(kind=Kind.FREE, optional=True)
-        if key.kind is Kind.LEAF:
+        if key.kind in (Kind.LEAF, Kind.FREE_LIST):
             return None
         assert key.model is not None
         if key.kind is Kind.SECTION and key.items is not None and part.isdecimal():
@@ -205,6 +206,8 @@ def _key(field: FieldInfo) -> Key:
             return Key(kind=Kind.FREE, optional=optional, default=default)
         if item := _item_section(member):
             return Key(kind=Kind.SECTION_LIST, optional=optional, model=item, default=default)
+        if origin is tuple and get_origin(get_args(member)[0]) is dict:
+            return Key(kind=Kind.FREE_LIST, optional=optional, default=default)
     plain = frozenset(member for member in members if isinstance(member, type))
     return Key(kind=Kind.LEAF, optional=optional, types=plain, default=default)
 

@@ -258,6 +258,10 @@ def _value_fault(value: Any, key: Key, dotted: str) -> _Fault | None:
         problem = f"{_shown(value)} is not a list: write one item per `- `"
     elif key.kind is Kind.LEAF:
         problem = _leaf_problem(value, key)
+    elif key.kind is Kind.FREE_LIST:
+        if isinstance(value, list) and all(isinstance(one, dict) for one in value):
+            return _free_fault(value, dotted)
+        problem = f"{_shown(value)} is not a list of mappings: write one item per `- `"
     elif isinstance(value, dict):
         return _free_fault(value, dotted)
     else:

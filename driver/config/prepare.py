@@ -96,6 +96,8 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
         chat_template=config.model.chat_template,
         stop_tokens=config.model.stop_tokens,
         moment=moment,
+        template_args=config.data.template_args,
+        tools=config.data.tools,
         about="model",
     )
     notes = checked(_check_messages, config, tokenizer)
@@ -166,6 +168,7 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
 
 def _check_messages(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
     """Checks that the chat template shows all that a prompt consists of; what is to be noted."""
+    tokenizer.template.check_arguments()
     if config.data.system_prompt:
         tokenizer.template.check_system_prompt(config.data.system_prompt)
     unknown = tokenizer.template.check_generation_prompt()

@@ -139,9 +139,9 @@ def check_identity(folder: pathlib.Path, identity: dict[str, str], *, steps: int
     if different := data[0].differences(data[1]):
         raise NotResumable(
             f"--resume: the run in {folder} was started with other {' and '.join(different)}: put "
-            "the data back as it was (file, fields, system prompt and template, tokenizer, "
-            "rollout.max_prompt_tokens; of a reasoning_gym task also the package's version), or "
-            "start a new run"
+            "the data back as it was (file, fields, system prompt, templates, their arguments and "
+            "tools, tokenizer, rollout.max_prompt_tokens; of a reasoning_gym task also the version "
+            "of the package), or start a new run"
         )
     status = folder / "status.json"
     if status.is_file():
@@ -168,6 +168,8 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in values.items():
+        if isinstance(value, list | tuple) and all(isinstance(one, Mapping) for one in value):
+            value = {str(place): one for place, one in enumerate(value)}
         inside = _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else None
         flat |= {f"{prefix}{name}": value} if inside is None else inside
     return flat

@@ -3,7 +3,7 @@
 Where the source names no field, the question is the first of `question`, `prompt` and `messages`
 that is there, and the answer the first of `answer`, `solution` and `reward_model.ground_truth` that
 is not empty: so rows for TRL, verl and verifiers load as they are. A question is text, or a list of
-messages.
+messages; with messages, `tools` are the functions that the chat template offers.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from services.user_code.import_path import nearest_hint
 
 QUESTIONS = ("question", "prompt", "messages")
 ANSWERS = ("answer", "solution")
+TOOLS = "tools"
 REWARD_MODEL, GROUND_TRUTH = "reward_model", "ground_truth"
 ROLES = ("system", "user", "assistant", "tool")
 _MAX_DIGITS = 1000
@@ -35,6 +36,8 @@ class ChatRow:
     """The text; of messages, the user's if there is only one, else all of them."""
     answer: str
     """The gold answer; empty where the record has none."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """JSON schemas that come with messages."""
 
     @property
     def has_system(self) -> bool:
@@ -75,7 +78,8 @@ def read_row(record: Mapping[str, Any], plain: Mapping[str, Any], source: Source
         question = _text_of(value, name, "question_field")
         if not question.strip():
             raise ValueError(f"field {name!r} is empty: fill it in or remove the record")
-    return ChatRow(messages, question, _answer(record, plain, source))
+    tools = _tools(plain.get(TOOLS)) if messages else ()
+    return ChatRow(messages, question, _answer(record, plain, source), tools)
 
 
 def _first(wanted: Collection[str], names: Collection[str]) -> str | None:
@@ -180,6 +184,31 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     if not content.strip() and not calls:
         raise ValueError(f"{where} of role {role!r} is empty: fill it in or remove the record")
     return message
+
+
+def _tools(value: Any) -> tuple[dict[str, Any], ...]:
+    """The schemas of a record, as a list or its JSON text; without keys of null."""
+    given = value
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            value = None
+    if not given or given == "null":
+        return ()
+    if not isinstance(value, list) or not all(isinstance(one, Mapping) and one for one in value):
+        raise ValueError(
+            f"field {TOOLS!r} must be a list of JSON schemas, or the text of one, got "
+            f"{given!r:.80}: correct the record"
+        )
+    return tuple(_without_nulls(one) for one in value)
+
+
+def _without_nulls(value: Any) -> Any:
+    """The same without keys of null, which Parquet adds where rows have different keys."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _question_of(messages: tuple[dict[str, Any], ...]) -> str:

@@ -16,7 +16,7 @@ import json
 import math
 import pathlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
@@ -37,7 +37,9 @@ _OTHER_FILES = (".json", ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow", ".yaml
 class ChatTokenizer(Protocol):
     """The part of `models.tokenizer.Tokenizer` that this module uses."""
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    def encode_chat(
+        self, messages: list[dict[str, Any]], *, tools: Sequence[dict[str, Any]] = ()
+    ) -> list[int]:
         """Token ids of messages in the chat template, generation prompt included."""
         ...
 
@@ -113,7 +115,9 @@ def load_prompts(
             row = read_row(raw, record, source)
             content = question_template.replace("{question}", row.question)
             said = row.messages or ({"role": "user", "content": content},)
-            token_ids = tokenizer.encode_chat([*([] if row.has_system else system), *said])
+            token_ids = tokenizer.encode_chat(
+                [*([] if row.has_system else system), *said], tools=row.tools
+            )
         except ValueError as error:
             raise ValueError(f"{source.source}, {place}: {error}") from error
         if len(token_ids) > max_prompt_tokens:

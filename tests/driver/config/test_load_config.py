@@ -357,6 +357,41 @@ def test_an_item_of_what_is_no_list_is_refused(minimal):
         load(minimal, ["data.train={source: a.jsonl, weight: 2}"])
 
 
+ADD = "{type: function, function: {name: add}}"
+
+
+def test_arguments_and_tools_of_the_chat_template(minimal, tmp_path):
+    config = load(minimal, ["data.template_args.enable_thinking=false", f"data.tools=[{ADD}]"])
+    assert config.data.template_args == {"enable_thinking": False}
+    assert config.data.tools == ({"type": "function", "function": {"name": "add"}},)
+    path = tmp_path / "again.yaml"
+    path.write_text(dump(config))
+    assert load(str(path)) == config
+
+
+@pytest.mark.parametrize(
+    "override, said",
+    [
+        ("data.tools=5", "data.tools: 5 is not a list of mappings: write one item per `- `"),
+        ("data.tools=[5]", "data.tools: [5] is not a list of mappings"),
+        (f"data.tools={ADD}", "is not a list of mappings"),
+        ("data.tools=[{1: 2}]", "data.tools.0: key 1 is not text: put it in quotes"),
+        ("data.tools=[{a: .nan}]", "data.tools.0.a: nan is not finite"),
+        (
+            "data.tools=[{api_key: abcdefgh12345678}]",
+            "data.tools.0.api_key: is named like a s",
+        ),
+        ("data.tools.0.a=1", "data.tools.0.a: unknown key"),
+        ("data.template_args=5", "data.template_args: 5 is not a mapping"),
+        ("data.template_args.a=.inf", "data.template_args.a: inf is not finite"),
+    ],
+)
+def test_bad_arguments_and_tools_are_one_message(minimal, override, said):
+    with pytest.raises(ConfigError) as refused:
+        load(minimal, [override])
+    assert said in str(refused.value)
+
+
 def test_flow_collections_in_overrides(minimal):
     config = load(
         minimal,

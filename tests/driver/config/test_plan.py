@@ -551,6 +551,23 @@ def test_a_system_prompt_that_the_template_drops_is_refused(config):
     assert prepare(with_model(config, chat_template=only_users))
 
 
+STYLED = "{{ style }} " + TEMPLATE
+
+
+def test_arguments_of_the_template_decide_the_prompts_and_the_resume(config):
+    styled = with_model(config, chat_template=STYLED)
+    one, two = (prepare(with_data(styled, template_args={"style": s})) for s in ("1", "2"))
+    assert one.data.differences(two.data) == ["prompts of data.train", "prompts of data.eval"]
+    assert prepare(with_data(styled, template_args={"style": "1"})).data == one.data
+    message = refusal(prepare, with_data(styled, template_args={"stile": "1"}))
+    assert message.startswith("data.template_args.stile: model.chat_template does not read stile")
+    assert "it reads: style; correct the name" in message
+    tools = ({"type": "function", "function": {"name": "1"}},)
+    assert refusal(prepare, with_data(config, tools=tools)).startswith("data.tools: ")
+    offering = with_model(config, chat_template="{% if tools %}2{% endif %} " + TEMPLATE)
+    assert prepare(with_data(offering, tools=tools)).data != prepare(offering).data
+
+
 def test_a_template_that_ignores_the_generation_prompt_is_refused_or_noted(config):
     message = refusal(prepare, with_model(config, chat_template=TEMPLATE.partition("{% if")[0]))
     assert message.startswith("model.chat_template ignores add_generation_prompt")

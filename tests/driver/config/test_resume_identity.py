@@ -191,3 +191,9 @@ def test_a_run_that_did_not_record_all_of_its_data_resumes_and_names_the_rest_N2
         check_identity(tmp_path, make(prompts="x"), steps=5)
     write_identity(tmp_path, make(), MOMENT)
     assert check_identity(tmp_path, make(), steps=5) == []
+
+
+def test_what_changed_in_a_list_of_sections_is_named_by_its_place():
+    before = {"data": {"train": [{"source": "a", "skip": 0}, {"source": "b", "skip": 0}]}}
+    after = {"data": {"train": [{"source": "a", "skip": 0}, {"source": "b", "skip": 3}]}}
+    assert changed_settings(before, after) == ["data.train.1.skip: 0 -> 3"]

@@ -13,7 +13,7 @@ from rollout_worker.data.prompts import load_prompts
 class Turns:
     """Shows the roles and texts of a conversation as its tokens."""
 
-    def encode_chat(self, messages):
+    def encode_chat(self, messages, *, tools=()):
         text = "".join(f"<{m['role']}>{m['content']}" for m in messages)
         return [ord(c) for c in text]
 
@@ -133,10 +133,10 @@ def test_a_system_message_of_the_row_takes_the_place_of_the_configured_one(load)
 
 
 class Kept(Turns):
-    """Keeps the messages that it was given last."""
+    """Keeps the messages and tools that it was given last."""
 
-    def encode_chat(self, messages):
-        self.messages = messages
+    def encode_chat(self, messages, *, tools=()):
+        self.messages, self.tools = messages, tools
         return [1]
 
 
@@ -205,3 +205,61 @@ def test_an_item_that_is_no_message_is_refused(tmp_path, messages):
 def test_a_prompt_that_is_neither_text_nor_messages_is_refused(load, value):
     with pytest.raises(ValueError, match="field 'prompt' must be text or a number, or a list of"):
         load({"prompt": value, "answer": "1"})
+
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+BARE = {"type": "function", "function": {"name": "now"}}
+
+
+def tools_of(tmp_path, **record):
+    (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
+    kept = Kept()
+    load_prompts(
+        SourceConfig(source=str(tmp_path / "a.jsonl")),
+        tokenizer=kept,
+        system_prompt=None,
+        question_template="{question}",
+        max_prompt_tokens=9,
+    )
+    return kept.tools
+
+
+@pytest.mark.parametrize(
+    "given, tools",
+    [
+        ([ADD, BARE], (ADD, BARE)),
+        (json.dumps([ADD]), (ADD,)),
+        ([BARE | {"strict": None}], (BARE,)),
+        (None, ()),
+        ([], ()),
+        ("", ()),
+        ("null", ()),
+        ("[]", ()),
+    ],
+)
+def test_tools_of_a_row_are_a_list_or_its_text(tmp_path, given, tools):
+    assert tools_of(tmp_path, prompt=USER, tools=given) == tools
+
+
+@pytest.mark.parametrize("given", ["hammer", 5, {"name": "add"}, [5], ["add"], [{}], '{"a": 1}'])
+def test_tools_that_are_no_schemas_are_refused(tmp_path, given):
+    with pytest.raises(ValueError, match="line 1: field 'tools' must be a list of JSON schemas"):
+        tools_of(tmp_path, prompt=USER, tools=given)
+
+
+def test_beside_a_text_tools_is_a_column_like_any_other(tmp_path):
+    assert tools_of(tmp_path, question="What hits a nail?", tools="hammer") == ()
+
+
+def test_parquet_rows_with_different_schemas_lose_their_nulls(tmp_path):
+    rows = [{"prompt": USER, "tools": [ADD]}, {"prompt": USER, "tools": [BARE]}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    kept = Kept()
+    load_prompts(
+        SourceConfig(source=str(tmp_path / "a.parquet"), skip=1),
+        tokenizer=kept,
+        system_prompt=None,
+        question_template="{question}",
+        max_prompt_tokens=9,
+    )
+    assert kept.tools == (BARE,)

@@ -17,7 +17,7 @@ from rollout_worker.data.prompts import count_shared, load_prompts
 class Letters:
     """One token per character of the whole conversation, roles included."""
 
-    def encode_chat(self, messages):
+    def encode_chat(self, messages, *, tools=()):
         return [ord(c) for message in messages for c in f"{message['role']}:{message['content']}\n"]
 
 
@@ -90,7 +90,7 @@ def test_gsm8k_gold_is_what_follows_the_marker(tmp_path):
 
 
 def test_a_record_that_the_template_or_tokenizer_refuses_is_named(tmp_path, monkeypatch):
-    def refuse(self, messages):
+    def refuse(self, messages, *, tools=()):
         if "!!" in messages[-1]["content"]:
             raise ValueError("'</s>' cannot be encoded as text")
         return [1]

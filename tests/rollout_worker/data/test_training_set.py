@@ -12,7 +12,7 @@ from rollout_worker.data.training_set import load_training, order_of
 class Letters:
     """One token per character."""
 
-    def encode_chat(self, messages):
+    def encode_chat(self, messages, *, tools=()):
         return [ord(c) for message in messages for c in message["content"]]
 
 

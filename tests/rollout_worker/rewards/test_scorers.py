@@ -138,7 +138,7 @@ def test_math_verify(completion, answer, expected):
 class Words:
     """One token per word."""
 
-    def encode_chat(self, messages):
+    def encode_chat(self, messages, *, tools=()):
         return [len(word) for message in messages for word in message["content"].split()]
 
 
