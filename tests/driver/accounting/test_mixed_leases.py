@@ -50,8 +50,8 @@ def report(lease) -> GroupReport:
 class Run:
     """Leases, returns, trains and saves as a run does; every step trains the oldest groups."""
 
-    def __init__(self, saved=None, waiting=()):
-        self.trained: list[tuple[int, int]] = []
+    def __init__(self, saved=None):
+        self.trained: list[tuple[str, int, int]] = []
         table = LeaseTable(ORDER) if saved is None else LeaseTable.restore(saved, ORDER)
         self.table, self.out = table, {}
 
