@@ -51,7 +51,7 @@ _PART = re.compile(
         |\b(?:minus|negative|plus|point|half|thirds?|quarters?|mod|base|times|over|twice|double|triple
             |not|log|ln|exp|sin|cos|tan|sqrt|power|per|out\sof
             |(?:divided|multiplied)\sby)(?:[ ]of)?)\W{{0,2}}$
-    |\b[A-Za-z]\($
+    |\b[A-Za-z]\($|\d\W{{0,2}}e\W{{0,2}}$
     |\u200b$|\d\.?[\s~]{{1,2}}(?:and\s)?$
     |(?<![0-9)\]])(?<![0-9)\]]\s)(?<!^)[+-]\s?(?:{CURRENCY}\s?)?$
     |\d\.?[\s~]{{0,2}}(?:['\u2032\u00b0]|(?:f(?:ee|oo)?t|yards?|yd|miles?|mi|k?m|cm|lbs?|pounds?|stone|kg

@@ -125,9 +125,10 @@ def shown(text: str) -> str:
             out += chr(ord(char) - 0xFEE0)
         else:
             out += f" {VULGAR[char]} " if char in VULGAR else PLAIN.get(char, char)
+    out = stars_as_powers(out)
     for tag in ("<b>", "</b>", "<i>", "</i>"):
         out = out.replace(tag, "\t")
-    return thin_spaces_as_commas(stars_as_powers(out))
+    return thin_spaces_as_commas(out)
 
 
 def stars_as_powers(text: str) -> str:
