@@ -56,6 +56,7 @@ RAY_NOTICES_S = 40.0
 DATA = digest_data([PromptSet(prompts=(), overlong=0)], None)
 MEMORY = ProcessMemory(host_bytes=1)
 IDLE = Activity(doing="idle", counters={})
+MOMENT = datetime.datetime(2026, 1, 31, 23, 59, 59, tzinfo=datetime.UTC)
 WEEK_S = 7 * 86_400.0
 GROUPS, WORKERS, PROMPTS = 4, 2, 1_000
 """Groups of a step, workers, and prompts."""
@@ -87,6 +88,8 @@ class World:
         self.saved: tuple[int, dict[str, Any]] | None = None
         self.pushed: list[str] = []
         self.ports: list[int | None] = []
+        self.moments: list[datetime.datetime] = []
+        """That workers were started with."""
         self.restore_s = 1.0
         self.deadly: set[str] = set()
         """Groups whose completion ends a worker."""
@@ -187,6 +190,7 @@ class World:
 
     def start_worker(self, spec: Any, room: Any) -> tuple["Worker", "Answer"]:
         self.fault("start_worker")
+        self.moments.append(spec.moment)
         worker = Worker(self, spec.name, self.hosts[self.bundles[room.bundle]])
         return worker, worker.call("start", READY_S, worker.describe)
 
@@ -512,7 +516,7 @@ class SimulatedRun:
         prepared = types.SimpleNamespace(
             order=DataOrder.of_one(0, PROMPTS),
             held_out=6,
-            moment=datetime.datetime.now(datetime.UTC),
+            moment=MOMENT,
             check_worker=lambda info, data: None,
         )
         say = driver_run.StepView.say

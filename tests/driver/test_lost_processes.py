@@ -3,7 +3,7 @@
 import pytest
 
 from learner.durable.spool import CLAIM_S
-from tests.driver.simulated_run import SimulatedRun, World
+from tests.driver.simulated_run import MOMENT, SimulatedRun, World
 
 
 @pytest.fixture
@@ -29,6 +29,13 @@ def test_an_undisturbed_run_trains_every_group_once(start):
 
 def test_the_end_of_a_driver_that_ray_ends_with_it_would_be_written_R10(start):
     assert (run := start(World())).watched == [run.folder]
+
+
+def test_every_worker_is_started_with_the_moment_of_the_run_N16(start):
+    world = World()
+    world.at(30.0, lambda: world.process("rollout-1").end())
+    start(world, steps=20)
+    assert world.moments == [MOMENT] * 3
 
 
 def test_a_run_of_two_workers_survives_the_loss_of_one_host_for_good_F02(start):

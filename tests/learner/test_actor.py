@@ -1,11 +1,13 @@
 """A learner behind its server: what workers and the driver see of it."""
 
+import dataclasses
 import socket
 import threading
 import types
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from learner.actor import LearnerActor, serve
@@ -72,6 +74,16 @@ def test_a_learner_has_a_lease_that_each_question_of_the_driver_renews_F03(
     actor.health()
     assert calls[2:] == ["renewed"]
     actor.close()
+
+
+def test_a_token_that_the_model_does_not_have_is_refused_at_the_door_R11(learner):
+    (group, _) = groups_of(learner._learner, 1)
+    first, *others = group.completions
+    first = dataclasses.replace(first, token_ids=np.full_like(first.token_ids, 10**6))
+    group = dataclasses.replace(group, completions=(first, *others))
+    with pytest.raises(ValueError, match="below the vocabulary's .*, got 1000000"):
+        push(learner._learner, [group])
+    assert learner.health().counts.accepted == 0
 
 
 def test_questions_are_answered_while_an_update_waits(learner):

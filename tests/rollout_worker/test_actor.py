@@ -24,6 +24,7 @@ from rollout_worker.config import (
 )
 from rollout_worker.engine.decode_request import SamplingSettings
 from rollout_worker.leased_group import LeasedGroup
+from rollout_worker.rewards.processes.reward_process import Allowance
 from rollout_worker.rewards.reward_pool import Score
 from rollout_worker.worker import WeightDigestMismatch
 from rollout_worker.worker_core import WorkerCore
@@ -255,6 +256,28 @@ def test_a_worker_has_a_lease_that_each_question_of_the_driver_renews_F03(
         assert calls[2:] == ["renewed"]
     finally:
         worker.close()
+
+
+def test_the_scorers_of_a_worker_get_what_the_configuration_allows_them_R12_R15(
+    model, authority, monkeypatch
+):
+    class Asked(Exception):
+        pass
+
+    def pool(*_, allowance, **__):
+        raise Asked(allowance)
+
+    monkeypatch.setattr("rollout_worker.worker_core.RewardPool", pool)
+    own = RewardConfig(memory_gb=2.0, environment=("JUDGE_KEY",))
+    spec = worker_spec(model, authority, "127.0.0.1:1", reward=own)
+    with pytest.raises(Asked) as asked:
+        WorkerCore(spec, jax.devices(), PhaseClock())
+    assert asked.value.args == (Allowance(memory_gb=2.0, environment=("JUDGE_KEY",)),)
+
+
+def test_a_worker_asks_whether_the_learner_is_there_F05(pair):
+    """Else a cut between the two would show to nobody."""
+    assert pair[1]._loop._probe is not None
 
 
 def test_cancelled_leases_end_in_silence_and_may_come_again(pair):
