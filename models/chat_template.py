@@ -186,7 +186,8 @@ class ChatTemplate:
         self._check_shows_the_user(system)
 
     def check_shows(self, messages: Messages, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Checks that the text of every message but the assistant's reaches the prompt.
+        """Checks that every message reaches the prompt: the text of all but the assistant's, and
+        the names of the functions that it calls.
 
         Templates leave a part of an earlier answer out on purpose, such as its reasoning.
 
@@ -195,12 +196,13 @@ class ChatTemplate:
         """
         text = self.render(messages, add_generation_prompt=True, tools=tools)
         for place, message in enumerate(messages):
-            content = message["content"].strip()
-            if message["role"] != "assistant" and content not in text:
+            role, content = message["role"], message["content"].strip()
+            needed = [content] if role != "assistant" else _called_names(message)
+            for lost in (one for one in needed if one not in text):
                 raise ValueError(
-                    f"{self._name} leaves message {place} of role {message['role']!r}, "
-                    f"{content[:_SHOWN]!r}, out of the prompt, or a part of it: remove such "
-                    f"messages from the data, or {self._fix}"
+                    f"{self._name} leaves message {place} of role {role!r}, {lost[:_SHOWN]!r}, out "
+                    f"of the prompt, or a part of it: remove such messages from the data, or "
+                    f"{self._fix}"
                 )
 
     def check_generation_prompt(self) -> str:
@@ -258,6 +260,14 @@ class ChatTemplate:
             f"{self._name} leaves the user's text out of the prompt{beside}: {shown} must render "
             f"messages[i]['content']{hint}; {self._fix}"
         )
+
+
+def _called_names(message: Mapping[str, Any]) -> list[str]:
+    """Names of the functions that a message of the assistant calls, in the form of OpenAI's API."""
+    calls = message.get("tool_calls") or ()
+    functions = [one.get("function", one) for one in calls if isinstance(one, Mapping)]
+    names = [one.get("name") for one in functions if isinstance(one, Mapping)]
+    return [name for name in names if isinstance(name, str)]
 
 
 def _compiled(text: str) -> jinja2.Template:

@@ -186,8 +186,8 @@ class Tokenizer:
     def _check_shown(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Checks once for every order of roles that each message reaches the prompt."""
-        roles = tuple(message["role"] for message in messages)
+        """Checks once for every order of roles and calls that each message reaches the prompt."""
+        roles = tuple(m["role"] + ":calls" * bool(m.get("tool_calls")) for m in messages)
         if roles not in self._shown_roles:
             self.template.check_shows(messages, tools=tools)
             self._shown_roles.add(roles)

@@ -274,6 +274,16 @@ def test_a_template_that_leaves_a_message_out_is_refused(folder, role):
     assert loaded.encode_chat(HELLO)
 
 
+def test_a_template_that_leaves_a_call_out_is_refused(folder):
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    calling = conversation("", "assistant", tool_calls=[call])
+    loaded = load_tokenizer(folder())
+    assert loaded.encode_chat(conversation("let me see", "assistant"))
+    with pytest.raises(ValueError, match="leaves message 2 of role 'assistant', 'add', out of the"):
+        loaded.encode_chat(calling)
+    assert load_tokenizer(folder(template=CHATML_CALLS)).encode_chat(calling)
+
+
 def test_a_template_may_shorten_what_the_assistant_said_before(folder):
     brief = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
     assert brief != CHATML
