@@ -86,6 +86,18 @@ def test_a_token_that_the_model_does_not_have_is_refused_at_the_door_R11(learner
     assert learner.health().counts.accepted == 0
 
 
+def test_health_says_what_the_learner_is_at_and_how_far_it_has_come_R8(learner):
+    before = learner.health().activity
+    assert before.doing == "idle"
+    with learner._clock.phase("optimizer"):
+        assert learner.health().activity.doing == "optimizer"
+    push(learner._learner, groups_of(learner._learner, 1))
+    learner.update(names(1), [], WAIT_S)
+    done = learner.health().activity.counters
+    assert done["programs"] > before.counters["programs"]
+    assert done["versions"] == before.counters["versions"] + 1
+
+
 def test_questions_are_answered_while_an_update_waits(learner):
     thread = threading.Thread(target=lambda: learner.update(names(1), [], WAIT_S))
     thread.start()
