@@ -355,7 +355,7 @@ class RewardFunctionConfig(Section):
 
     name: str
     """`gsm8k_answer`, `math_verify`, `exact`, `regex`, `multiple_choice`, `json_schema`, `format`,
-    `reasoning_gym`, or `package.module:function`."""
+    `reasoning_gym`, `judge`, or `package.module:function`."""
     weight: float = Field(default=1.0, ge=-1e6, le=1e6)
     """Factor of this reward in the total; 0 only logs it."""
     gate: float | None = Field(default=None, ge=-1e6, le=1e6)

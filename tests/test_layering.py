@@ -120,6 +120,7 @@ THIRD_PARTY = {
         "datasets": "data/*",
         "pyarrow": "data/*",
         "reasoning_gym": "*",
+        "httpx": "rewards/judge.py",
         "jsonschema": "rewards/*",
         "math_verify": "rewards/*",
         "referencing": "rewards/*",

@@ -32,6 +32,7 @@ from typing import Any, Literal
 
 from rollout_worker.data.procedural import make_dataset
 from rollout_worker.rewards import answers, text_scorers
+from rollout_worker.rewards.judge import check_judge, judge
 from services.user_code.import_path import (
     BadImportPath,
     NoSuchModule,
@@ -252,6 +253,7 @@ BUILT_INS = {
         check_gold=text_scorers.check_json_schema,
         check_params=text_scorers.check_schema,
     ),
+    "judge": BuiltIn(judge, needs="httpx", check_params=check_judge),
 }
 
 

@@ -29,6 +29,18 @@ def test_the_example_of_a_reward_is_a_valid_entry():
     assert RewardFunctionConfig(**entry).name == "my_pkg.rewards:score"
 
 
+def test_the_example_of_a_judge_loads_and_is_not_taken_for_a_secret(tmp_path):
+    (complete,) = [block for block in yaml_blocks() if block.startswith("run:")]
+    (judge,) = [block for block in yaml_blocks() if "my-judge" in block]
+    reward = "\n".join(line.removeprefix("  ") for line in judge.splitlines())
+    text, count = re.subn(r"^reward:\n(?: .*\n)+", lambda _: f"{reward}\n", complete, flags=re.M)
+    assert count == 1
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    (function,) = settings.load(str(file)).reward.functions
+    assert function.name == "judge" and function.params["key_from"] == "JUDGE_API_KEY"
+
+
 def test_every_command_and_configuration_that_is_named_exists():
     known = {action.dest for action in parser()._actions}
     for option in re.findall(r"-m driver [^\n`]*?--([a-z-]+)", README):

@@ -1,0 +1,172 @@
+"""The built-in async scorer that asks a model behind an OpenAI-compatible endpoint for a grade."""
+
+import asyncio
+import functools
+import os
+import random
+import re
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+if typing.TYPE_CHECKING:
+    import httpx
+
+TEMPLATE = """\
+Grade the answer to a question from 0 to 10. 10 is correct and complete, 0 is wrong.
+
+Question:
+{prompt}
+
+Reference answer:
+{answer}
+
+Answer to grade:
+{completion}
+
+Write your grade as the last line, in the form `Grade: 7`."""
+VERDICT = r"[Gg]rade\W{0,6}(\d+(?:\.\d+)?)"
+_FIRST_PAUSE_S = 0.5
+_MOST_PAUSE_S = 30.0
+_PLACES = re.compile(r"\{(prompt|answer|completion)\}")
+
+
+async def judge(
+    completion: str,
+    *,
+    answer: str,
+    prompt: str,
+    item: dict,
+    url: str,
+    model: str,
+    template: str = TEMPLATE,
+    verdict: str = VERDICT,
+    highest: float = 10.0,
+    max_tokens: int = 256,
+    tries: int = 4,
+    key_from: str | None = None,
+) -> dict[str, float]:
+    """Scores the grade that a judge gives, as a share of the highest.
+
+    Asked again after 429, 5xx and lost connections, with growing pauses, or those of the answer's
+    `Retry-After`; all within `reward.timeout_s`. What is no grade is an error.
+
+    Args:
+        completion: stands for `{completion}` in the template.
+        answer: stands for `{answer}`.
+        prompt: stands for `{prompt}`.
+        item: not used.
+        url: of the API, such as `http://127.0.0.1:8000/v1`.
+        model: its name there.
+        template: the message to the judge.
+        verdict: regular expression whose group is the grade; the last place where it is found
+            counts.
+        highest: grade of a reward of 1.
+        max_tokens: of the judge's answer.
+        tries: requests for one completion at most.
+        key_from: name of the environment variable with the API's key; `reward.environment`
+            must name it too.
+
+    Returns:
+        `value`, and what it cost: `calls`, `prompt_tokens`, `completion_tokens`.
+
+    Raises:
+        ValueError: if the endpoint refuses or fails, or its answer has no grade from 0 to highest.
+    """
+    given = {"prompt": prompt, "answer": answer, "completion": completion}
+    text = _PLACES.sub(lambda place: given[place[1]], template)
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": max_tokens,
+        "temperature": 0,
+    }
+    headers = {"Authorization": f"Bearer {os.environ[key_from]}"} if key_from else {}
+    reply, calls = await _post(f"{url.rstrip('/')}/chat/completions", body, headers, tries)
+    try:
+        said = reply["choices"][0]["message"]["content"]
+        usage = reply.get("usage") or {}
+        names = ("prompt_tokens", "completion_tokens")
+        tokens = {name: float(usage.get(name) or 0) for name in names}
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+        raise ValueError(f"the judge's reply is no chat completion: {str(reply)[:120]!r}") from None
+    return {"value": _grade(said, verdict, highest), "calls": float(calls), **tokens}
+
+
+def _grade(said: Any, verdict: str, highest: float) -> float:
+    found = re.findall(verdict, said) if isinstance(said, str) else []
+    if not found:
+        raise ValueError(f"the judge gives no grade that {verdict!r} finds: {str(said)[-120:]!r}")
+    grade = float(found[-1])
+    if not 0 <= grade <= highest:
+        raise ValueError(f"the judge's grade must lie between 0 and {highest:g}, got {grade:g}")
+    return grade / highest
+
+
+async def _post(url: str, body: dict, headers: dict[str, str], tries: int) -> tuple[Any, int]:
+    """The decoded reply, and how many requests it took."""
+    import httpx
+
+    problem = ""
+    for number in range(tries):
+        pause_s = _FIRST_PAUSE_S * 2**number * (0.5 + random.random())
+        try:
+            reply = await _client().post(url, json=body, headers=headers)
+        except httpx.TransportError as error:
+            if number + 1 == tries:
+                raise ValueError(f"the judge cannot be asked: {error!r}, {tries} tries") from error
+        else:
+            if reply.status_code == 200:
+                try:
+                    return reply.json(), number + 1
+                except ValueError:
+                    text = reply.text[:120]
+                    raise ValueError(f"the judge's reply is no JSON: {text!r}") from None
+            problem = f"the judge answers {reply.status_code}: {reply.text[:120]!r}"
+            if reply.status_code != 429 and reply.status_code < 500:
+                raise ValueError(problem)
+            pause_s = _asked_pause(reply.headers.get("Retry-After", "")) or pause_s
+        if number + 1 < tries:
+            await asyncio.sleep(min(pause_s, _MOST_PAUSE_S))
+    raise ValueError(f"{problem}, {tries} tries")
+
+
+def _asked_pause(text: str) -> float | None:
+    """Seconds of a `Retry-After`; None for a date, or without one."""
+    return float(text) if re.fullmatch(r"\d{1,6}(?:\.\d{1,3})?", text) else None
+
+
+@functools.cache
+def _client() -> "httpx.AsyncClient":
+    # Loading the library takes time that only this scorer should cost.
+    import httpx
+
+    # How many calls there are, and how long they take, is bounded by those who call the scorer.
+    return httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
+
+
+def check_judge(params: Mapping[str, Any]) -> None:
+    """Raises ValueError for parameters with which the judge cannot be asked."""
+    url, template = params.get("url", "http://"), params.get("template", TEMPLATE)
+    if not isinstance(url, str) or not re.match(r"https?://", url):
+        raise ValueError(f"url={url!r} must begin with http:// or https://")
+    if not isinstance(template, str) or "{completion}" not in template:
+        raise ValueError(f"template={template!r} must contain {{completion}}")
+    verdict = params.get("verdict", VERDICT)
+    try:
+        groups = re.compile(verdict).groups
+    except (re.error, TypeError) as error:
+        raise ValueError(f"verdict={verdict!r} is not a regular expression: {error}") from error
+    if groups != 1:
+        raise ValueError(f"verdict={verdict!r} must have one group, the grade; it has {groups}")
+    for name in ("highest", "tries", "max_tokens"):
+        value = params.get(name, 1)
+        whole = name == "highest" or isinstance(value, int)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not whole or value <= 0:
+            raise ValueError(f"{name}={value!r} must be a positive number")
+    key_from = params.get("key_from")
+    if key_from is not None and key_from not in os.environ:
+        raise ValueError(
+            f"key_from={key_from!r} names no environment variable that scorers have: set it, "
+            "and name it in reward.environment"
+        )

@@ -1,0 +1,175 @@
+"""The judge over a real local endpoint that grades, stalls, refuses and drops connections.
+
+A completion is `ACTION NUMBER`: the endpoint does what the action says, and grades with the number.
+"""
+
+import collections
+import http.server
+import json
+import threading
+from contextlib import closing
+
+import pytest
+
+from rollout_worker.config import RewardFunctionConfig
+from rollout_worker.rewards.processes.reward_process import Allowance
+from rollout_worker.rewards.reward_pool import RewardPool, ScoreRequest, validate_functions
+from tests.deadlines import HANG_S
+
+pytestmark = pytest.mark.slow
+
+TEMPLATE = "q={prompt} a={answer} c={completion}"
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Remembers what was asked."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Endpoint)
+        self.asked: list[tuple] = []
+        self.times: collections.Counter[str] = collections.Counter()
+        self.end = threading.Event()
+
+
+class Endpoint(http.server.BaseHTTPRequestHandler):
+    """Fails the first time where the action is `first STATUS`."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server = self.server
+        assert isinstance(server, Server)
+        server.asked.append((self.path, self.headers.get("Authorization"), asked))
+        text = asked["messages"][0]["content"].partition(" c=")[2]
+        server.times[text] += 1
+        action, _, number = text.rpartition(" ")
+        if action.startswith("first "):
+            action = action.partition(" ")[2] if server.times[text] == 1 else "grade"
+        if action == "stall":
+            server.end.wait()
+        if action in ("stall", "drop"):
+            self.close_connection = True
+            return
+        status = int(action) if action.isdigit() else 200
+        said = "no idea" if action == "mute" else f"Grade: 1\nafter all\n**Grade:** {number}"
+        reply = {"choices": [{"message": {"content": said}}], "usage": {"prompt_tokens": 12}}
+        body = (
+            b"<html>"
+            if action == "html"
+            else json.dumps(reply if action != "odd" else [1]).encode()
+        )
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Retry-After", "0.01")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format, *args):
+        pass
+
+
+@pytest.fixture
+def endpoint():
+    server = Server()
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.end.set()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def graded(endpoint, texts, timeout_s=HANG_S, allowance=None, **params):
+    params = {"model": "m", "template": TEMPLATE, "tries": 2, **params}
+    params["url"] = f"http://127.0.0.1:{endpoint.server_port}/v1/"
+    functions = [RewardFunctionConfig(name="judge", params=params)]
+    pool = RewardPool(
+        functions, processes=1, timeout_s=timeout_s, allowance=allowance or Allowance()
+    )
+    with closing(pool):
+        return pool.submit([ScoreRequest(text, "4", "2 + 2?", {}) for text in texts]).wait()
+
+
+def test_each_completion_gets_its_own_grade_and_its_cost(endpoint):
+    scores = graded(endpoint, [f"grade {place % 11}" for place in range(40)])
+    assert [score.error for score in scores] == [""] * 40
+    assert [score.total for score in scores] == [place % 11 / 10 for place in range(40)]
+    assert scores[3].rewards == {
+        "judge": 0.3,
+        "judge/calls": 1.0,
+        "judge/prompt_tokens": 12.0,
+        "judge/completion_tokens": 0.0,
+    }
+    path, _, asked = endpoint.asked[0]
+    assert path == "/v1/chat/completions" and asked["model"] == "m" and asked["temperature"] == 0
+    assert asked["messages"][0]["content"].startswith("q=2 + 2? a=4 c=grade ")
+
+
+def test_what_a_completion_spells_is_no_place_of_the_template(endpoint):
+    (score,) = graded(endpoint, ["{answer} {prompt} grade 5"])
+    assert score.total == 0.5
+    assert endpoint.asked[0][2]["messages"][0]["content"].endswith("c={answer} {prompt} grade 5")
+
+
+@pytest.mark.parametrize("failure", ["429", "500", "503", "drop"])
+def test_a_failure_that_passes_costs_a_call_and_no_reward(endpoint, failure):
+    (score,) = graded(endpoint, [f"first {failure} 7"])
+    assert (score.error, score.total, score.rewards["judge/calls"]) == ("", 0.7, 2.0)
+
+
+@pytest.mark.parametrize(
+    "text, message, calls",
+    [
+        ("429 7", "the judge answers 429: ", 2),
+        ("500 7", ", 2 tries", 2),
+        ("drop 7", "the judge cannot be asked: ", 2),
+        ("401 7", "the judge answers 401: ", 1),
+        ("404 7", "the judge answers 404: ", 1),
+        ("mute 7", "the judge gives no grade that", 1),
+        ("grade 11", "the judge's grade must lie between 0 and 10, got 11", 1),
+        ("html 7", "the judge's reply is no JSON: '<html>'", 1),
+        ("odd 7", "the judge's reply is no chat completion: '[1]'", 1),
+    ],
+)
+def test_a_failure_that_stays_is_an_error_of_its_completion_alone(endpoint, text, message, calls):
+    good, bad = graded(endpoint, ["grade 8", text])
+    assert (good.error, good.total) == ("", 0.8)
+    assert message in bad.error and bad.rewards == {}
+    assert endpoint.times[text] == calls
+
+
+def test_an_endpoint_that_stalls_ends_at_the_time_limit(endpoint):
+    bad, good = graded(endpoint, ["stall 7", "grade 8"], timeout_s=4.0)
+    assert bad.error == "judge: no result within 4 s" and good.total == 0.8
+
+
+def test_the_key_comes_from_the_environment_that_scorers_get(endpoint, monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "of-the-judge")
+    allowance = Allowance(environment=("JUDGE_API_KEY",))
+    graded(endpoint, ["grade 8"], allowance=allowance, key_from="JUDGE_API_KEY")
+    assert endpoint.asked[0][1] == "Bearer of-the-judge"
+    with pytest.raises(ValueError, match="key_from='JUDGE_API_KEY' names no environment variable"):
+        graded(endpoint, ["grade 8"], key_from="JUDGE_API_KEY")
+
+
+@pytest.mark.parametrize(
+    "params, message",
+    [
+        ({}, "missing a required argument: 'url'"),
+        ({"url": "127.0.0.1/v1"}, "must begin with http:// or https://"),
+        ({"url": "http://x", "template": "grade!"}, "must contain {completion}"),
+        ({"url": "http://x", "verdict": "("}, "is not a regular expression"),
+        ({"url": "http://x", "verdict": "[0-9]"}, "must have one group, the grade; it has 0"),
+        ({"url": "http://x", "tries": 0}, "tries=0 must be a positive number"),
+        ({"url": "http://x", "tries": 1.5}, "tries=1.5 must be a positive number"),
+        ({"url": "http://x", "highest": "ten"}, "highest='ten' must be a positive number"),
+        ({"url": "http://x", "retries": 3}, "no parameter 'retries' (nearest: 'tries')"),
+    ],
+)
+def test_parameters_with_which_it_cannot_be_asked_are_refused_at_the_start(params, message):
+    functions = [RewardFunctionConfig(name="judge", params={"model": "m", **params})]
+    with pytest.raises(ValueError) as refused:
+        validate_functions(functions)
+    assert message in str(refused.value)
