@@ -360,12 +360,12 @@ def check_scorer_params(name: str, scorer: Scorer, params: Mapping[str, Any]) ->
             f"reward function {name!r} cannot be called as score({first}, answer=, prompt=, "
             f"item=, {', '.join(f'{key}=' for key in params)}): {error}"
         ) from error
-    built_in = BUILT_INS.get(name)
-    if built_in is not None and built_in.check_params is not None:
-        try:
-            built_in.check_params(params)
-        except ValueError as error:
-            raise BadScorer(f"reward function {name!r}: {error}") from error
+    check = next((one.check_params for one in BUILT_INS.values() if one.score is scorer), None)
+    try:
+        if check is not None:
+            check(params)
+    except ValueError as error:
+        raise BadScorer(f"reward function {name!r}: {error}") from error
 
 
 def _number(value: Any, what: str) -> float:
