@@ -206,8 +206,9 @@ def is_unit(text: str, start: int) -> bool:
     if _NOT_A_UNIT.match(after):
         return False
     sentence_end = _SENTENCE_END.search(after)
-    if sentence_end and _changes_number(_next_word(after, sentence_end.end())):
-        return False  # `5. Millionen`
+    next_word = _next_word(after, sentence_end.end()) if sentence_end else ""
+    if _changes_number(next_word) or _has_scripts(next_word):
+        return False  # `5. Millionen` and `5. Dozen\u00b2`
     phrase = after[: sentence_end.start()] if sentence_end else after
     marks = _AFTER_NUMBER.match(phrase)
     if marks and marks.end():
@@ -241,12 +242,19 @@ def _changes_number(word: str) -> bool:
     )
 
 
+def _has_scripts(word: str) -> bool:
+    """Whether a letter of a word is a numeral, a superscript or a subscript."""
+    return any(
+        unicodedata.numeric(letter, None) is not None
+        or unicodedata.decomposition(letter).startswith("<su")
+        for letter in word
+    )
+
+
 def _is_unit_word(word: str, *, glued: bool) -> bool:
     """Whether a word may be a unit, or stand beside one."""
-    if any(unicodedata.numeric(letter, None) is not None for letter in word):
+    if _has_scripts(word):
         return False
-    if any(unicodedata.decomposition(letter).startswith("<su") for letter in word):
-        return False  # a letter as superscript or subscript
     parts = re.split("['\u2019-]", word)
     if any(_changes_number(part) for part in [*parts, "".join(parts)]):
         return False
