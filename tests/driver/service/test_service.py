@@ -141,13 +141,17 @@ def marks_of(line: dict) -> list[tuple[str, str]]:
 def lanes_say_what_the_ledger_says(service: RunFolder) -> None:
     """Also of processes that were not there all the time."""
     for line, ledger in zip(service.lines("timeline"), service.lines("ledger"), strict=True):
-        assert line["step"] == ledger["step"] and ledger["overlap_s"] == {}
+        assert line["step"] == ledger["step"]
+        # A lap of a busy worker may end some milliseconds beside the driver's.
+        overlap_s = ledger["overlap_s"]
+        assert max(overlap_s.values(), default=0.0) < 0.02 * ledger["wall_s"]
         assert line["end"] - line["start"] == pytest.approx(ledger["wall_s"], abs=1e-5)
         assert line["processes"].keys() <= ledger["processes"].keys()
         for process, row in ledger["processes"].items():
             reported_s = sum(row.values())
             absent_s = ledger["absent_s"].get(process, 0.0)
-            assert reported_s + absent_s == pytest.approx(ledger["wall_s"], rel=1e-6), process
+            present_s = ledger["wall_s"] + overlap_s.get(process, 0.0)
+            assert reported_s + absent_s == pytest.approx(present_s, rel=1e-6), process
             spans = line["processes"].get(process, {"spans": []})["spans"]
             assert len(spans) <= 200
             shown = dict.fromkeys(PHASES, 0.0)
