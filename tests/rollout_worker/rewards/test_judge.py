@@ -24,6 +24,8 @@ TEMPLATE = "q={prompt} a={answer} c={completion}"
 class Server(http.server.ThreadingHTTPServer):
     """Remembers what was asked."""
 
+    request_queue_size = 128  # of 5, a busy machine resets connections that come at once
+
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Endpoint)
         self.asked: list[tuple] = []

@@ -34,6 +34,10 @@ class Judge(http.server.BaseHTTPRequestHandler):
         pass
 
 
+class Server(http.server.ThreadingHTTPServer):
+    request_queue_size = 128  # of 5, a busy machine resets connections that come at once
+
+
 @pytest.fixture
 def scorers(tmp_path, monkeypatch):
     """Writes the blocks to the files that they name."""
@@ -61,7 +65,7 @@ def test_the_scorers_of_the_readme_pay_what_it_says(scorers):
     assert set(scorers) == {"my_pkg/rewards.py", "my_pkg/judge.py", "my_pkg/diversity.py"}
     assert rewards("my_pkg.rewards:score", ["so 3", "so 4"], bonus=0.1) == [1.0, 0.1]
     assert rewards("my_pkg.diversity:score", ["a", "b", "a"]) == [0.5, 1.0, 0.5]
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    server = Server(("127.0.0.1", 0), Judge)
     with server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/"
