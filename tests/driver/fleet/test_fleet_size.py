@@ -67,6 +67,7 @@ class Run:
                 overlap_s={},
                 absent_s={},
                 groups={},
+                sources={},
                 outstanding=0,
                 warnings=(),
             ),
