@@ -133,8 +133,8 @@ BREAKS = [
     ),
     Break(
         "rollout_worker/rewards/scorers.py",
-        "return 1.0 if _compile(pattern).fullmatch(completion) else 0.0",
-        "return 1.0 if _compile(pattern).match(completion) else 0.0",
+        'compile_pattern(pattern, "pattern").fullmatch(completion)',
+        'compile_pattern(pattern, "pattern").match(completion)',
         "rollout_worker/rewards/test_scorers.py",
     ),
     Break(

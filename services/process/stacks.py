@@ -43,6 +43,8 @@ ASKED_POLL_S = 0.1
 """How often a process looks whether it is asked."""
 EVIDENCE_BYTES = 2**16
 """Most that a process sends of its stacks and of each of its logs."""
+ANSWERED = b"=== answered ==="
+"""Line after stacks that a process's own thread wrote: they are whole then."""
 KEPT = 64
 """Files of processes that are gone and never dumped anything; older ones are removed."""
 
@@ -145,11 +147,14 @@ def request_stacks(
         except OSError as error:
             problem = f"could not be asked: {error}"
         answers.append(StackAnswer(process=process, problem=problem))
+    signalled = {
+        process
+        for process, size in asked.items()
+        if not _is_answered(process.path, size, began + timeout_s / 2) and _signal(process)
+    }
     for process, size in asked.items():
-        if not _grows(process.path, size, began + timeout_s / 2):
-            _signal(process)
-    for process, size in asked.items():
-        answered = _grows(process.path, size, began + timeout_s)
+        is_rest = process in signalled
+        answered = _is_answered(process.path, size, began + timeout_s, rest_is_end=is_rest)
         problem = f"no answer within {timeout_s:g} s, state {state_of(process) or 'gone'}"
         answers.append(StackAnswer(process=process, problem="" if answered else problem))
     return answers
@@ -182,15 +187,20 @@ def _ask(process: RunProcess) -> int:
     return size
 
 
-def _signal(process: RunProcess) -> None:
+def _signal(process: RunProcess) -> bool:
     """Takes the request back and sends the signal instead, unless the process has just taken it.
 
     A stopped process gets none: it would find it when it goes on, with its threads running.
+
+    Returns:
+        whether it was sent.
     """
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         _request_of(process.path).unlink()
         if state_of(process) not in ("", "T"):
             os.kill(process.pid, SIGNAL)
+            return True
+    return False
 
 
 def _request_of(path: pathlib.Path) -> pathlib.Path:
@@ -204,22 +214,32 @@ def _answer_requests(file: io.TextIOWrapper, request: pathlib.Path) -> None:
         try:
             request.unlink()
             faulthandler.dump_traceback(file, all_threads=True)
+            os.write(file.fileno(), ANSWERED + b"\n")
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:
             print(f"stacks were not written: {error}", file=sys.stderr, flush=True)
 
 
-def _grows(path: pathlib.Path, size: int, deadline: float) -> bool:
-    """Waits until a file is longer than `size` and rests; False if it is not by the deadline."""
-    last = size
+def _is_answered(
+    path: pathlib.Path, size: int, deadline: float, *, rest_is_end: bool = False
+) -> bool:
+    """Waits until stacks stand behind the first `size` bytes of a file.
+
+    Args:
+        rest_is_end: whether they are whole when the file rests, as those for a signal.
+
+    Returns:
+        whether there are any by the deadline.
+    """
+    last = 0
     while True:
-        now = path.stat().st_size
-        if now > size and now == last:
+        written = path.read_bytes()[size:]
+        if ANSWERED in written or (rest_is_end and 0 < len(written) == last):
             return True
         if time.monotonic() > deadline:
-            return now > size
-        last = now
+            return bool(written) and rest_is_end
+        last = len(written)
         time.sleep(POLL_S)
 
 
