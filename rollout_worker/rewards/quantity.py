@@ -66,7 +66,7 @@ _AFTER_NUMBER = re.compile(rf">?{CLOSING}(?:{CURRENCY}{CLOSING})?")
 # A point or an exponent without its digits, dots for digits left out, a subscript.
 _NOT_A_UNIT = re.compile(
     rf"\.[^\W\d_]|[eE](?!UR\b|uros?\b|ggs?\b|ach\b)"
-    rf"|[{_MARKS}.,;$(]*\.\s?[.,]|{CLOSING}(?:_[\w\t]|to\sthe\s(?:\w+\s)?power\b)"
+    rf"|[{_MARKS}.,;$(]*\.\s?[.,]|{CLOSING}_[\w\t]|.*\bto\sthe\s(?:\w+\s)?power\b"
 )
 # A sentence ends where a capital letter or nothing follows, so `5 ft. 3 in.` is one.
 _SENTENCE_END = re.compile(

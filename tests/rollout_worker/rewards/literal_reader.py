@@ -77,7 +77,7 @@ LEAVES: dict[str, str] = {
 LEAVES |= {"\\times": "×", "\\cdot": "·"}
 LEAVES |= dict.fromkeys(("\\" + look for look in LOOKS), "\t")
 LEAVES |= dict.fromkeys(["\\;", "\\!", "\\left", "\\right", "\\displaystyle", "\\underline"], "\t")
-LEAVES |= {"\\(": "(", "\\)": ")"}
+LEAVES |= {"\\(": "(", "\\)": ")", "\\\\": "\t"}
 
 
 def leaves(nodes: list[Any]) -> Iterator[Any]:
@@ -91,7 +91,8 @@ def leaves(nodes: list[Any]) -> Iterator[Any]:
         elif node in ("\\frac", "\\dfrac", "\\tfrac", "\\cfrac"):
             parts = [part for part in queue if part != " "][:2]
             over, under = (thousands("".join(leaves([part])).strip()) for part in parts)
-            if not is_decimal(over.removeprefix("-")) or not under.isdecimal():
+            digits = over[1:] if over[:1] in ("-", "+") else over
+            if not is_decimal(digits) or not under.isdecimal():
                 raise NotRead
             while parts:
                 parts.remove(queue.pop(0)) if queue[0] != " " else queue.pop(0)

@@ -286,6 +286,8 @@ def test_strict_reads_the_number(text, expected):
         "0.3 repeating",
         "5 twice",
         "5 to the power shown",
+        "7 \u5143, to the power , m",
+        "5 apples to the power shown",
         "5 to the power of many",
         "**5** to the nth power",
     ],
