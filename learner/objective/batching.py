@@ -65,7 +65,8 @@ class TrainSequence:
     """float32, >= 0; multiplies the policy term of the token. As selected, 1."""
     weights: np.ndarray
     """float32, >= 0; how the token counts in the sum that is divided by the denominator."""
-    advantage: float
+    advantages: np.ndarray
+    """float32; as selected, that of the completion at each token in the loss, else 0."""
     log_ratio: float | None = None
     """Of the whole sequence, before the update; None where the ratio is that of each token."""
 
@@ -261,6 +262,7 @@ def _sequence(
     first = len(group.prompt_token_ids) - 1
     weights = np.zeros(len(tokens) - 1, np.float32)
     weights[first:] = token_weight(len(completion.token_ids), aggregation)
+    advantages = np.where(weights > 0, np.float32(advantage), np.float32(0))
     behavior_logprobs = np.zeros(len(tokens) - 1, np.float32)
     behavior_logprobs[first:] = completion.behavior_logprobs
     return TrainSequence(
@@ -271,7 +273,7 @@ def _sequence(
         old_logprobs=behavior_logprobs,
         importance=np.ones(len(tokens) - 1, np.float32),
         weights=weights,
-        advantage=advantage,
+        advantages=advantages,
     )
 
 
@@ -420,7 +422,7 @@ def _fill(rows: list[list[TrainSequence]], B: int, T: int) -> MicroBatch:
             batch.positions[here] = np.arange(N)
             batch.segments[here] = segment
             batch.old_logprobs[here] = sequence.old_logprobs
-            batch.advantages[here] = np.float32(sequence.advantage) * sequence.importance
+            batch.advantages[here] = sequence.advantages * sequence.importance
             batch.weights[here] = sequence.weights
             if batch.sequence_log_ratios is not None:
                 batch.sequence_log_ratios[here] = sequence.log_ratio

@@ -145,7 +145,7 @@ def token_funnel(
 
 
 def _tokens_with_advantage(selection: Selection) -> int:
-    return sum(int(s.active.sum()) for s in selection.sequences if s.advantage != 0)
+    return sum(int((s.active & (s.advantages != 0)).sum()) for s in selection.sequences)
 
 
 def update_metrics(

@@ -38,7 +38,7 @@ def test_each_completion_token_is_predicted_by_the_one_before_it():
     np.testing.assert_array_equal(first.target_ids, [6, 7, 8, 9])
     np.testing.assert_array_equal(first.weights, [0, 0, 1, 1])
     np.testing.assert_array_equal(first.behavior_logprobs, np.array([0, 0, -0.1, -0.2], np.float32))
-    np.testing.assert_allclose([first.advantage, second.advantage], [1, -1], rtol=1e-5)
+    np.testing.assert_allclose([first.advantages[-1], second.advantages[-1]], [1, -1], rtol=1e-5)
 
 
 def test_masks_come_from_lengths_when_pad_is_eos_T02():
@@ -72,7 +72,7 @@ def test_failed_and_aborted_completions_have_no_say():
         make_completion([4, 4], 0.0, index=3),
     ]
     selection = choose([make_group(0, [9], completions)])
-    np.testing.assert_allclose([s.advantage for s in selection.sequences], [1, -1], rtol=1e-5)
+    np.testing.assert_allclose([s.advantages[-1] for s in selection.sequences], [1, -1], rtol=1e-5)
     assert selection.active_tokens == 3 and selection.denominator == 3
     assert selection.outcomes == {"g0": "trained"}
 
@@ -122,7 +122,7 @@ def test_zero_variance_group(policy):
     assert selection.zero_variance_groups == 1
     if policy == "keep":
         assert selection.denominator == 8
-        assert [s.advantage for s in selection.sequences[:3]] == [0, 0, 0]
+        assert [s.advantages[-1] for s in selection.sequences[:3]] == [0, 0, 0]
         assert selection.outcomes == {"g0": "trained", "g1": "trained"}
     else:
         assert selection.denominator == 2
@@ -151,7 +151,7 @@ def test_truncated_completion_stays_in_the_baseline_only(aggregation, kept, mask
     selection = choose([group], aggregation=aggregation, truncated="mask")
     assert selection.denominator == masked
     [left] = selection.sequences
-    np.testing.assert_allclose(left.advantage, 1, rtol=1e-5)
+    np.testing.assert_allclose(left.advantages[-1], 1, rtol=1e-5)
 
 
 def test_sequence_weights_of_seq_mean_sum_to_one():
@@ -165,7 +165,7 @@ def test_first_fit_decreasing_by_hand():
 
 
 def unpacked(batches):
-    """Every segment of every row as (ids, targets, behaviour, advantage, weights)."""
+    """Every segment of every row as (ids, targets, behaviour, advantages, weights)."""
     found = []
     for batch in batches:
         for b in range(len(batch.segments)):
@@ -173,13 +173,12 @@ def unpacked(batches):
                 here = np.flatnonzero(batch.segments[b] == segment)
                 assert (np.diff(here) == 1).all()
                 np.testing.assert_array_equal(batch.positions[b, here], np.arange(len(here)))
-                [advantage] = set(batch.advantages[b, here].tolist())
                 found.append(
                     (
                         tuple(batch.token_ids[b, here]),
                         tuple(batch.target_ids[b, here]),
                         tuple(batch.old_logprobs[b, here]),
-                        advantage,
+                        tuple(batch.advantages[b, here]),
                         tuple(batch.weights[b, here]),
                     )
                 )
@@ -195,7 +194,7 @@ def test_packing_loses_and_invents_nothing(budget, devices):
             tuple(s.token_ids),
             tuple(s.target_ids),
             tuple(s.behavior_logprobs),
-            np.float32(s.advantage).item(),
+            tuple(s.advantages),
             tuple(s.weights),
         )
         for s in sequences
@@ -224,9 +223,9 @@ def test_importance_multiplies_the_advantage_of_its_token():
     ).sequences
     half = dataclasses.replace(first, importance=np.array([0.5, 2.0], np.float32))
     [batch] = pack([half, second], Packing(4, 1))
-    advantage = np.float32(first.advantage)
+    advantage = np.float32(first.advantages[-1])
     np.testing.assert_array_equal(
-        batch.advantages, [[0.5 * advantage, 2 * advantage, np.float32(second.advantage), 0]]
+        batch.advantages, [[0.5 * advantage, 2 * advantage, np.float32(second.advantages[-1]), 0]]
     )
 
 

@@ -46,7 +46,7 @@ def test_the_penalty_is_the_sum_over_a_completion_worked_out_by_hand():
     selected = select_sequences(groups, RULES, vocab_size=24, added=found.by_group)
     rewards = np.array([0.85, 0.08])
     expected = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
-    np.testing.assert_allclose([s.advantage for s in selected.sequences], expected, rtol=1e-5)
+    np.testing.assert_allclose([s.advantages[-1] for s in selected.sequences], expected, rtol=1e-5)
 
 
 def test_a_token_that_the_reference_holds_for_impossible_keeps_the_penalty_finite():

@@ -149,7 +149,7 @@ def test_loss_and_slopes_are_those_of_loops_over_tokens_however_packed(name, agg
     active = [s.active for s in sampled.sequences]
     loss, slopes = literal_loss(
         [completion for group in groups for completion in group.completions],
-        [s.advantage for s in sampled.sequences],
+        [s.advantages[-1] for s in sampled.sequences],
         [o[its] for o, its in zip(old, active, strict=True)],
         [n[its] for n, its in zip(new, active, strict=True)],
         correction,
@@ -196,7 +196,7 @@ def test_a_masked_sequence_counts_in_no_denominator():
         corrected = correct_selection(sampled, weigh_all(sampled, correction), correction, rules)
         assert corrected.denominator == after and corrected.active_tokens == 1
     # The mask comes after the baseline: the one that is left keeps its advantage.
-    assert corrected.sequences[0].advantage == selection.sequences[1].advantage
+    assert corrected.sequences[0].advantages[-1] == selection.sequences[1].advantages[-1]
     assert corrected.outcomes == {"g0": "trained"}
 
 

@@ -55,7 +55,7 @@ def test_the_gradient_is_that_of_the_loss_of_whole_sequences(selection):
         for s, now in zip(selection.sequences, logprobs, strict=True):
             ratio = jnp.exp((now - s.old_logprobs)[s.active].mean())
             clipped = jnp.clip(ratio, 0.9, 1.15)
-            losses.append(-jnp.minimum(ratio * s.advantage, clipped * s.advantage))
+            losses.append(-jnp.minimum(ratio * s.advantages[-1], clipped * s.advantages[-1]))
         return sum(losses) / len(losses)
 
     def by_token(logprobs):
@@ -65,7 +65,7 @@ def test_the_gradient_is_that_of_the_loss_of_whole_sequences(selection):
                 now,
                 jnp.zeros_like(now),
                 jnp.array(s.old_logprobs),
-                jnp.full_like(now, s.advantage),
+                jnp.full_like(now, s.advantages[-1]),
                 jnp.array(s.active),
                 OBJECTIVE,
                 sequence_log_ratio_BT=jnp.full_like(now, s.log_ratio),

@@ -103,7 +103,7 @@ def literal(selection):
     step = jax.jit(jax.value_and_grad(loss, has_aux=True))
     total, total_grad, scores = 0.0, jax.tree.map(np.zeros_like, host_params()), []
     for sequence in selection.sequences:
-        (value, logprob), grad = step(host_params(), padded(sequence), sequence.advantage)
+        (value, logprob), grad = step(host_params(), padded(sequence), sequence.advantages[-1])
         total += float(value)
         total_grad = jax.tree.map(np.add, total_grad, grad)
         scores.append(np.asarray(logprob)[0, : len(sequence.token_ids)])
