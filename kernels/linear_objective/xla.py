@@ -79,7 +79,7 @@ def score(
 
     def look(so_far, start, head_RD):
         column = first_column + start
-        logits_CR = _logits(hidden_CD, head_RD)
+        logits_CR = block_logits(hidden_CD, head_RD)
         found = xla.statistics(logits_CR, ids_C, support, first_column=column)
         so_far = merge(Statistics(*map(jnp.stack, zip(so_far, found, strict=True))))
         z_CR, _ = xla.scaled_logits(logits_CR, support, column)
@@ -134,7 +134,7 @@ def gradient(
         head_RD = head_RD.astype(hidden_CD.dtype)
         if block is None:
             z_CR, column_CR = xla.scaled_logits(
-                _logits(hidden_CD, head_RD), support, first_column + start
+                block_logits(hidden_CD, head_RD), support, first_column + start
             )
             log_p_CR = z_CR - slopes.logsumexp[:, None]
         else:
@@ -165,6 +165,7 @@ def block_rows(V: int, C: int) -> int:
     return min(V, max(8, BLOCK_BYTES // (4 * C) // 8 * 8))
 
 
-def _logits(hidden_CD, head_RD):
+def block_logits(hidden_CD: jax.Array, head_RD: jax.Array) -> jax.Array:
+    """float32 [C, R]; operands in the dtype of hidden."""
     head_RD = head_RD.astype(hidden_CD.dtype)
     return jnp.matmul(hidden_CD, head_RD.T, preferred_element_type=jnp.float32)
