@@ -15,12 +15,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kernels import choose
-from learner.config import TrainingSettings
+from learner.config import AlgorithmConfig, TrainingSettings
 from learner.objective.batching import MicroBatch
 from learner.objective.loss import Objective
 from learner.objective.own_policy_loss import policy_loss
 from learner.publish.canary import make_canary
 from learner.publish.snapshot import PUBLISH_DTYPES, make_snapshots
+from learner.update import value_head
+from learner.update.entropy_bonus import EntropyBonus, EntropyRule, first_bonus
 from learner.update.head import HeadPlan
 from learner.update.mesh import AXES, make_mesh
 from learner.update.optimizer import learning_rate_schedule, make_optimizer
@@ -32,6 +34,7 @@ from learner.update.train_step import (
     make_apply,
     make_empty_accumulator,
     make_score,
+    make_score_values,
 )
 from models.config import ModelConfig
 from models.transformer import Params
@@ -51,11 +54,16 @@ class LearnerFunctions:
     """Rows of a micro-batch, divided over all devices."""
     sequence_ratios: bool
     """Whether micro-batches hold the ratio of each sequence."""
+    has_critic: bool
+    """Whether the parameters have a value head, and micro-batches values and returns."""
+    entropy_bonus: EntropyBonus | None
+    """Of a fresh state, where its coefficient is adaptive."""
     empty: Callable
     accumulate: Callable
     apply: Callable
     score: Callable
-    """These four as learner/update/train_step.py describes them."""
+    score_values: Callable
+    """These five as learner/update/train_step.py describes them; the last one with a critic."""
     snapshots: Mapping[str, Callable]
     canaries: Mapping[str, Callable]
     """By wire dtype, as learner/publish/snapshot.py and learner/publish/canary.py describe them."""
@@ -75,6 +83,8 @@ class LearnerFunctions:
             advantages=floats,
             weights=floats,
             sequence_log_ratios=floats if self.sequence_ratios else None,
+            values=floats if self.has_critic else None,
+            returns=floats if self.has_critic else None,
         )
 
 
@@ -88,25 +98,29 @@ def make_learner_functions(
     """Builds the functions of one learner; nothing is compiled or allocated yet.
 
     Args:
-        params: arrays or shape structs, layers stacked.
+        params: arrays or shape structs, layers stacked, without a value head.
 
     Raises:
         ValueError: if mesh or schedule cannot work, with the numbers.
     """
     algorithm, learner = settings.algorithm, settings.learner
     mesh = make_mesh(data=learner.mesh.data, fsdp=learner.mesh.fsdp, devices=devices)
+    if algorithm.has_critic:
+        params = value_head.with_value_head(params, model_config.hidden_size)
     specs = param_specs(params, mesh.shape["fsdp"])
     objective = Objective(
         clip_low=algorithm.clip_low,
         clip_high=algorithm.clip_high,
         kl_coef=algorithm.kl_coef,
         kl_estimator=algorithm.kl_estimator,
-        entropy_coef=algorithm.entropy_coef,
+        entropy_coef=algorithm.entropy_coef if algorithm.entropy_target is None else 0.0,
         policy_loss=policy_loss(algorithm.policy_loss),
         sequence_ratio=algorithm.ratio == "sequence",
         dual_clip=algorithm.dual_clip,
         gate_positive=algorithm.gate_positive,
         gate_negative=algorithm.gate_negative,
+        value_coef=algorithm.value_coef,
+        value_clip=algorithm.value_clip,
     )
     options = PolicyOptions(
         head=HeadPlan(
@@ -121,7 +135,8 @@ def make_learner_functions(
     updates = settings.total_steps * learner.updates_per_batch
     schedule = learning_rate_schedule(learner.optimizer, updates)
     optimizer = make_optimizer(learner.optimizer, schedule)
-    state = abstract_state(params, optimizer, mesh, specs)
+    bonus, rule = _entropy_bonus(algorithm)
+    state = abstract_state(params, optimizer, mesh, specs, bonus)
     return LearnerFunctions(
         mesh=mesh,
         specs=specs,
@@ -129,17 +144,24 @@ def make_learner_functions(
         abstract_state=state,
         batch_sharding=NamedSharding(mesh, P(AXES)),
         sequence_ratios=objective.sequence_ratio,
+        has_critic=algorithm.has_critic,
+        entropy_bonus=bonus,
         empty=make_empty_accumulator(mesh, specs),
         accumulate=make_accumulate(mesh, specs, model_config, objective, options),
         apply=make_apply(
-            mesh, state_shardings(params, optimizer, mesh, specs), optimizer, schedule
+            mesh,
+            state_shardings(params, optimizer, mesh, specs, bonus),
+            optimizer,
+            schedule,
+            rule,
         ),
         score=make_score(mesh, specs, model_config, options),
-        snapshots=make_snapshots(state.params, model_config),
+        score_values=make_score_values(mesh, specs, model_config, options),
+        snapshots=make_snapshots(value_head.policy_params(state.params), model_config),
         canaries={
             name: make_canary(
                 mesh,
-                specs,
+                value_head.policy_params(specs),
                 model_config,
                 head=options.head,
                 compute_dtype=options.compute_dtype,
@@ -148,3 +170,11 @@ def make_learner_functions(
             for name, dtype in PUBLISH_DTYPES.items()
         },
     )
+
+
+def _entropy_bonus(algorithm: AlgorithmConfig) -> tuple[EntropyBonus | None, EntropyRule | None]:
+    """The first state of an adaptive coefficient and how it moves; None twice for a fixed one."""
+    if algorithm.entropy_target is None:
+        return None, None
+    rule = EntropyRule(algorithm.entropy_target, algorithm.entropy_delta, algorithm.entropy_max)
+    return first_bonus(algorithm.entropy_coef), rule

@@ -35,12 +35,24 @@ class AlgorithmConfig(Section):
         "group_centre_batch_norm",
         "reward_norm",
         "pass_at_k",
+        "gae",
     ] = "group_norm"
     """`group_norm` is the reward minus the group's mean, divided by its standard deviation (GRPO);
     `group_centre` does not divide (Dr. GRPO); `leave_one_out` compares with the mean of the others
     (RLOO); `batch_norm` standardises over the whole batch (REINFORCE++), `group_centre_batch_norm`
     after the group's mean is taken off; `reward_norm` standardises each reward function alone
-    (GDPO); `pass_at_k` counts what a completion does for the pass@k of its group."""
+    (GDPO); `pass_at_k` counts what a completion does for the pass@k of its group; `gae` compares
+    each token with what a critic expected before it (PPO), whatever the other completions are."""
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """With `gae`: the discount of rewards for each token that lies before them."""
+    gae_lambda: float = Field(default=0.95, ge=0, le=1)
+    """With `gae`: 1 trusts what was paid, 0 the critic's value of the next token."""
+    value_coef: float = Field(default=0.1, gt=0, le=1000)
+    """With `gae`: weight of the critic's loss, which also trains the layers it shares with the
+    policy."""
+    value_clip: float | None = Field(default=0.2, gt=0, le=1e6)
+    """With `gae`: how far updates on one batch may move a value towards its target, in units of
+    reward; null for no bound."""
     pass_k: int = Field(default=4, ge=1, le=4096)
     """The k of `pass_at_k`."""
     correct_from: float = 1.0
@@ -79,9 +91,17 @@ class AlgorithmConfig(Section):
     derivative of k2, whose expectation is that of the divergence."""
     kl_in: Literal["loss", "reward"] = "loss"
     """`loss` adds the penalty to each token's loss; `reward` takes its sum over a completion, by k1
-    against the policy that sampled, off the reward before advantages are made of it (RLOO)."""
+    against the policy that sampled, off the reward before advantages are made of it (RLOO), and
+    with `gae` that of each token off the token's reward (InstructGPT)."""
     entropy_coef: float = Field(default=0.0, ge=0, le=1000)
-    """Weight of the entropy bonus in nats per token."""
+    """Weight of the entropy bonus in nats per token; with `entropy_target` where it starts."""
+    entropy_target: float | None = Field(default=None, gt=0, le=100)
+    """Mean entropy in nats per token that the coefficient is steered towards (Skywork-OR1); null
+    keeps it fixed."""
+    entropy_delta: float = Field(default=1e-4, gt=0, le=1000)
+    """With `entropy_target`: how far the coefficient moves after each update."""
+    entropy_max: float = Field(default=0.005, gt=0, le=1000)
+    """With `entropy_target`: the largest coefficient; the least is 0."""
     zero_variance: Literal["keep", "mask", "resample"] = "keep"
     """A group whose rewards are all equal: `keep` trains it with advantages of 0, so its tokens
     count in the denominator; `mask` leaves it out; `resample` does too and takes more prompts."""
@@ -91,6 +111,30 @@ class AlgorithmConfig(Section):
     """`mask` leaves completions that ended by length out of the loss, not out of the baseline. A
     group of which nothing is left ends as dropped_truncated in the ledger."""
     off_policy: OffPolicyConfig = OffPolicyConfig()
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the learner trains a value head beside the policy."""
+        return self.advantage == "gae"
+
+    @model_validator(mode="after")
+    def _check_critic(self):
+        if self.has_critic and self.zero_variance != "keep":
+            raise ValueError(
+                f"advantage=gae with zero_variance={self.zero_variance}: a critic tells "
+                "completions apart whose rewards are all equal, so that none is to be left out: "
+                "set zero_variance to keep"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_entropy(self):
+        if self.entropy_target is not None and self.entropy_coef > self.entropy_max:
+            raise ValueError(
+                f"entropy_coef={self.entropy_coef:g} is where the coefficient starts, and must be "
+                f"at most entropy_max={self.entropy_max:g}: lower the one or raise the other"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check(self):

@@ -7,7 +7,7 @@ functions, the clock and the order of calls.
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from learner.objective.batching import (
     select_sequences,
     unpack,
 )
+from learner.objective.gae import GaeRule, estimate_advantages
 from learner.objective.kl_reward import kl_rewards
 from learner.objective.length_rewards import LengthRule
 from learner.objective.off_policy import (
@@ -48,6 +49,7 @@ from learner.update.update_metrics import (
     token_funnel,
     update_metrics,
 )
+from learner.update.value_head import policy_params, with_value_head
 from models.config import ModelConfig
 from models.files.checkpoint import to_named
 from models.probe import precision
@@ -111,12 +113,21 @@ class LearnerCore:
         self._clips_tokens = algorithm.policy_loss == "clip"
         self._packing = Packing(learner.microbatch_tokens, len(self._devices))
         self._correction = Correction(**algorithm.off_policy.model_dump())
-        mesh, specs = self._functions.mesh, self._functions.specs
-        self._state = init_state(params, self._functions.optimizer, mesh, specs)
+        self._kl_in_reward = algorithm.kl_coef if algorithm.kl_in == "reward" else 0.0
+        self._critic = GaeRule.of(algorithm) if algorithm.has_critic else None
+        made = self._functions
+        self._state = init_state(
+            with_value_head(params, model_config.hidden_size) if self._critic else params,
+            made.optimizer,
+            made.mesh,
+            made.specs,
+            made.entropy_bonus,
+        )
         self._reference = None
         if algorithm.kl_coef > 0:
-            self._reference = place_params(params, mesh, specs, jnp.dtype(learner.compute_dtype))
-        self._kl_in_reward = algorithm.kl_coef if algorithm.kl_in == "reward" else 0.0
+            self._reference = place_params(
+                params, made.mesh, policy_params(made.specs), jnp.dtype(learner.compute_dtype)
+            )
         self._compiled: dict[str, jax.stages.Compiled] = {}
         self.policy_version = 0
         """Counts calls of `update`, skipped ones included: it names weights, one set each."""
@@ -146,8 +157,8 @@ class LearnerCore:
             raise ValueError("update needs at least 1 group, got none")
         with self._lock, clock.phase("forward_backward"):
             started, compile_s = time.monotonic(), clock.peek()["compile"]
-            selected, reward_metrics = self._selected(groups, clock)
-            selection, batches, metrics, logprobs = self._corrected(selected, clock)
+            selected, reward_metrics, known = self._selected(groups, clock)
+            selection, batches, metrics, logprobs = self._corrected(selected, known, clock)
             metrics |= reward_metrics | group_metrics(
                 groups,
                 policy_version=self.policy_version,
@@ -183,9 +194,15 @@ class LearnerCore:
 
     def _selected(
         self, groups: Sequence[Group], clock: PhaseClock
-    ) -> tuple[Selection, dict[str, float]]:
-        """Sequences with advantages, of rewards less the KL penalty where it is in them."""
+    ) -> tuple[Selection, dict[str, float], list[np.ndarray] | None]:
+        """Sequences with advantages, of rewards less the KL penalty where it is in them.
+
+        Returns:
+            The selection, metrics, and the logprobs of its sequences if they had to be worked out.
+        """
         vocab_size, added, metrics = self._config.vocab_size, None, {}
+        if self._critic is not None:
+            return self._estimated(groups, self._critic, clock)
         if self._kl_in_reward:
             sequences = rewarded_sequences(groups, self._rules, vocab_size=vocab_size)
             flat = [one for its in sequences.values() for one in its if one is not None]
@@ -193,12 +210,33 @@ class LearnerCore:
             added, mean = kl_rewards(sequences, scored, self._kl_in_reward)
             metrics = {"train/kl": mean} if flat else {}
         selected = select_sequences(groups, self._rules, vocab_size=vocab_size, added=added)
-        return selected, metrics
+        return selected, metrics, None
+
+    def _estimated(
+        self, groups: Sequence[Group], rule: GaeRule, clock: PhaseClock
+    ) -> tuple[Selection, dict[str, float], list[np.ndarray] | None]:
+        """As `_selected`, with advantages of tokens by the critic."""
+        selected = select_sequences(groups, self._rules, vocab_size=self._config.vocab_size)
+        sequences, reference = selected.sequences, None
+        if not sequences:
+            return selected, {}, None
+        batches = pack(sequences, self._packing)
+        scored = [self._score("critic", self._state.params, batch, clock) for batch in batches]
+        logprobs, values = (
+            unpack(arrays, sequences, self._packing) for arrays in zip(*scored, strict=True)
+        )
+        if self._kl_in_reward:
+            reference = self._scored(sequences, batches, clock, "reference")
+        selected, metrics = estimate_advantages(selected, values, rule, reference)
+        return selected, metrics, logprobs
 
     def _corrected(
-        self, selection: Selection, clock: PhaseClock
+        self, selection: Selection, logprobs: list[np.ndarray] | None, clock: PhaseClock
     ) -> tuple[Selection, Sequence[MicroBatch], dict[str, float], list[np.ndarray] | None]:
         """Applies the off-policy correction.
+
+        Args:
+            logprobs: of each sequence, where they are known.
 
         Returns:
             The selection that remains, packed, metrics, and the logprobs of its sequences if they
@@ -206,8 +244,8 @@ class LearnerCore:
         """
         batches = pack(selection.sequences, self._packing)
         if not batches or not self._correction.is_on:
-            return selection, batches, {}, None
-        logprobs = self._scored(selection.sequences, batches, clock)
+            return selection, batches, {}, logprobs
+        logprobs = logprobs or self._scored(selection.sequences, batches, clock)
         weights = self._weigh(selection, logprobs)
         kept = [its for its, weight in zip(logprobs, weights, strict=True) if weight.is_kept]
         selection = correct_selection(selection, weights, self._correction, self._rules)
@@ -239,7 +277,11 @@ class LearnerCore:
                 of_each = unpack(scores, selection.sequences, self._packing)
                 metrics = off_policy_metrics(self._weigh(selection, of_each), self._correction)
             has_kl = self._reference_in_loss is not None
-            reports.append(update_metrics(sums, report, has_reference=has_kl))
+            reports.append(
+                update_metrics(
+                    sums, report, denominator=selection.denominator, has_reference=has_kl
+                )
+            )
         if any(report["train/update_skipped"] for report in reports):
             self.rejected = tuple(groups)
         return metrics | combine_updates(reports), clipped_tokens
@@ -256,15 +298,22 @@ class LearnerCore:
         who: Literal["policy", "reference"] = "policy",
     ) -> list[np.ndarray]:
         """Logprobs of each sequence under the policy as it stands, or the reference policy."""
-        params = self._reference if who == "reference" else self._state.params
+        params = self._reference if who == "reference" else self._policy
         scores = [self._score(who, params, batch, clock) for batch in batches]
         return unpack(scores, sequences, self._packing)
 
-    def _score(self, who: str, params, batch: MicroBatch, clock: PhaseClock) -> np.ndarray:
-        batch = batch._replace(sequence_log_ratios=None)
-        batch = jax.device_put(batch, self._functions.batch_sharding)
-        key, score = f"score {who} {batch.token_ids.shape}", self._functions.score
-        return np.asarray(self._run(clock, "forward_backward", key, score, params, batch))
+    def _score(self, who: str, params, batch: MicroBatch, clock: PhaseClock) -> Any:
+        """Logprobs [B, T] on the host; of the critic logprobs and values."""
+        made = self._functions
+        batch = jax.device_put(batch.tokens_only, made.batch_sharding)
+        key = f"score {who} {batch.token_ids.shape}"
+        score = made.score_values if who == "critic" else made.score
+        return jax.device_get(self._run(clock, "forward_backward", key, score, params, batch))
+
+    @property
+    def _policy(self) -> Params:
+        """The parameters that are published: without a value head."""
+        return policy_params(self._state.params)
 
     def _weigh(self, selection: Selection, logprobs: Sequence[np.ndarray]) -> list[SequenceWeights]:
         """Importance weights of the sequences, from the policy's logprobs of each."""
@@ -280,7 +329,7 @@ class LearnerCore:
         accumulator = self._run(
             clock, "forward_backward", "empty", self._functions.empty, self._state.params
         )
-        logprobs = []
+        logprobs, bonus = [], self._state.entropy_bonus
         for batch in batches:
             batch = jax.device_put(batch, self._functions.batch_sharding)
             accumulator, logprob_BT = self._run(
@@ -292,6 +341,7 @@ class LearnerCore:
                 self._reference_in_loss,
                 accumulator,
                 batch,
+                None if bonus is None else bonus.coef,
             )
             logprobs.append(np.asarray(logprob_BT))
         sums = jax.device_get(accumulator.sums)
@@ -340,7 +390,7 @@ class LearnerCore:
         _check_dtype(dtype)
         with self._lock:
             host = jax.tree.map(
-                lambda leaf: np.array(leaf.astype(PUBLISH_DTYPES[dtype])), self._state.params
+                lambda leaf: np.array(leaf.astype(PUBLISH_DTYPES[dtype])), self._policy
             )
         return to_named(host, self._config)
 
@@ -361,7 +411,7 @@ class LearnerCore:
             copy = self._functions.snapshots[dtype]
             return Snapshot(
                 policy_version=self.policy_version,
-                tensors=self._run(clock, "publish", f"snapshot {dtype}", copy, self._state.params),
+                tensors=self._run(clock, "publish", f"snapshot {dtype}", copy, self._policy),
                 probe=self._score_probe(dtype, clock) if probe else None,
             )
 
@@ -372,7 +422,7 @@ class LearnerCore:
         """
         score = self._functions.canaries[dtype]
         return ScoredProbe(
-            scores=self._start(clock, "publish", f"canary {dtype}", score, self._state.params),
+            scores=self._start(clock, "publish", f"canary {dtype}", score, self._policy),
             valid_vocab=self._valid_vocab or self._config.vocab_size,
             precision=self._precision,
         )

@@ -294,8 +294,9 @@ class RolloutConfig(Section):
     workers: WorkersConfig = WorkersConfig(min=1, max=MOST_WORKERS, start=2)
     prompts_per_step: int = Field(default=16, ge=1, le=1_000_000)
     """Groups of one training step."""
-    completions_per_prompt: int = Field(default=8, ge=2, le=65_536)
-    """The group; one completion has no baseline."""
+    completions_per_prompt: int = Field(default=8, ge=1, le=65_536)
+    """The group. One completion has no other to be compared with: only `algorithm.advantage` `gae`
+    and `batch_norm` train on it."""
     max_prompt_tokens: int = Field(default=512, ge=1, le=2**23)
     """Longer prompts are left out of the data."""
     max_completion_tokens: int = Field(default=1024, ge=1, le=2**23)

@@ -40,6 +40,7 @@ from learner.compiled_functions import make_learner_functions
 from learner.config import AlgorithmConfig, TrainingSettings
 from learner.objective.off_policy import Correction
 from learner.publish.snapshot import PUBLISH_DTYPES
+from learner.update.value_head import policy_params
 from models.config import ModelConfig
 from models.files.hf_config import from_hf
 from models.transformer import abstract_params
@@ -95,8 +96,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def learner_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Iterator[RunProgram]:
     """`empty`, `accumulate` and `apply` of one update, on micro-batches of the longest rows,
-    `score` where the objective needs logprobs before it, and `snapshot` and `canary` of a
-    publication.
+    `score` where the objective needs logprobs or values before it, and `snapshot` and `canary` of
+    a publication.
 
     An update is counted with two snapshots beside it, as if publications were slow.
     """
@@ -114,13 +115,14 @@ def learner_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Itera
         devices=topology_devices(plan.devices.learner),
     )
     state = programs.abstract_state
+    policy = policy_params(state.params)
     algorithm, reference = config.algorithm, None
     if algorithm.kl_coef > 0:
         dtype = jax.numpy.dtype(config.learner.compute_dtype)
-        reference = jax.tree.map(lambda leaf: _struct(leaf, dtype=dtype), state.params)
+        reference = jax.tree.map(lambda leaf: _struct(leaf, dtype=dtype), policy)
     moments_bytes, reference_bytes = device_bytes(state.opt_state), device_bytes(reference)
     wire = config.weights.dtype
-    published = jax.tree.map(lambda leaf: _struct(leaf, dtype=PUBLISH_DTYPES[wire]), state.params)
+    published = jax.tree.map(lambda leaf: _struct(leaf, dtype=PUBLISH_DTYPES[wire]), policy)
     snapshot_bytes = device_bytes(published)
     compile_ = functools.partial(compile_program, "learner")
 
@@ -137,19 +139,26 @@ def learner_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Itera
     batch = programs.batch_shapes(plan.microbatch_rows, plan.row_tokens)
     in_reward = algorithm.kl_in == "reward"
     of_loss = None if in_reward else reference
+    coef = None if state.entropy_bonus is None else state.entropy_bonus.coef
     yield compile_(
         "accumulate",
-        lambda: _compiled(programs.accumulate, state.params, of_loss, accumulator, batch),
+        lambda: _compiled(programs.accumulate, state.params, of_loss, accumulator, batch, coef),
         beside="optimiser moments, two snapshots" + ", reference policy" * in_reward,
         beside_bytes=moments_bytes + 2 * snapshot_bytes + reference_bytes * in_reward,
     )[0]
-    scored = [state.params] * (algorithm.ratio == "sequence" or _corrects(algorithm))
+    scored = [policy] * (algorithm.ratio == "sequence" or _corrects(algorithm))
+    if programs.has_critic:
+        yield compile_(
+            "score of the critic",
+            lambda: _compiled(programs.score_values, state.params, batch.tokens_only),
+            beside="optimiser moments, reference policy and two snapshots",
+            beside_bytes=moments_bytes + reference_bytes + 2 * snapshot_bytes,
+        )[0]
     for params in [*scored, *[reference] * in_reward]:
         others = device_bytes(state) + reference_bytes - device_bytes(params)
-        unrated = batch._replace(sequence_log_ratios=None)
         yield compile_(
             "score of the reference" if params is reference else "score",
-            functools.partial(_compiled, programs.score, params, unrated),
+            functools.partial(_compiled, programs.score, params, batch.tokens_only),
             beside="the rest of state and reference, and two snapshots",
             beside_bytes=others + 2 * snapshot_bytes,
         )[0]
@@ -162,13 +171,13 @@ def learner_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Itera
     )[0]
     yield compile_(
         "snapshot",
-        lambda: _compiled(programs.snapshots[wire], state.params),
+        lambda: _compiled(programs.snapshots[wire], policy),
         beside="optimiser moments, reference policy and an older snapshot",
         beside_bytes=moments_bytes + reference_bytes + snapshot_bytes,
     )[0]
     yield compile_(
         "canary",
-        lambda: _compiled(programs.canaries[wire], state.params),
+        lambda: _compiled(programs.canaries[wire], policy),
         beside="optimiser moments, reference policy and two snapshots",
         beside_bytes=moments_bytes + reference_bytes + 2 * snapshot_bytes,
     )[0]

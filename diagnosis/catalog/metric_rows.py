@@ -111,6 +111,9 @@ train/loss | nats | loss
 [learning entropy]
 train/entropy | nats | entropy
     mean entropy of the next-token distribution over the tokens in the loss
+[learning entropy_coef]
+train/entropy_coef | | entropy coefficient
+    weight of the entropy bonus in the update; only where algorithm.entropy_target steers it
 [learning kl]
 train/kl | nats | KL to the reference
     mean KL divergence from the reference policy over the tokens in the loss
@@ -119,6 +122,19 @@ train/clip_fraction_low | | clipped below, share
     share of tokens whose ratio is clipped at 1 - clip_low
 train/clip_fraction_high | | clipped above, share
     share of tokens whose ratio is clipped at 1 + clip_high
+[learning value]
+train/value_loss | reward^2 | loss of the critic
+    half the squared error of its values, clipped, over the denominator of the loss; only with
+    algorithm.advantage: gae
+train/value_mean | reward | value, mean
+    mean of the critic's values of the tokens in the loss, before the update
+[learning explained_variance]
+train/explained_variance | | variance explained by the critic, share
+    1 - variance of (returns - values) / variance of returns over the tokens in the loss, before the
+    update; 0 is as good as a constant, 1 is perfect
+[learning clipping]
+train/value_clip_fraction | | clipped values, share
+    share of tokens whose value was held by algorithm.value_clip
 [learning gradient]
 train/grad_norm | | gradient norm
     global norm of the gradient before clipping

@@ -145,10 +145,13 @@ def _zero_variance(recent: Recent) -> Check:
     """Share of groups without a learning signal.
 
     Beyond one half most of the rollout work is wasted; beyond nine tenths the gradient comes from a
-    few prompts.
+    few prompts. Where completions are not compared with those of their group, it says nothing.
     """
-    name = "rollout/zero_variance_fraction"
-    value = recent.median(name)
+    name, compares = "rollout/zero_variance_fraction", recent.settings.compares_groups
+    value = recent.median(name) if compares else math.nan
+    text = "algorithm.advantage does not compare the completions of a group"
+    if compares:
+        text = f"{percent(value)} of the groups have equal rewards and no learning signal"
     return _check(
         "zero_variance",
         "zero-variance groups",
@@ -156,7 +159,7 @@ def _zero_variance(recent: Recent) -> Check:
         "",
         0.5,
         _above(value, 0.5, 0.9),
-        f"{percent(value)} of the groups have equal rewards and no learning signal",
+        text,
         [name],
     )
 

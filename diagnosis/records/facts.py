@@ -81,6 +81,13 @@ class RunSettings:
     zero_variance: str
     """`keep`, `mask` or `resample`."""
     has_reference: bool
+    advantage: str
+    """As algorithm.advantage."""
+
+    @property
+    def compares_groups(self) -> bool:
+        """Whether a group of equal rewards has no learning signal."""
+        return self.advantage not in ("gae", "batch_norm")
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "RunSettings":
@@ -111,6 +118,7 @@ class RunSettings:
             unexplained_fraction=get("log.unexplained_fraction", 0.05),
             zero_variance=get("algorithm.zero_variance", "keep"),
             has_reference=get("algorithm.kl_coef", 0.0) > 0,
+            advantage=get("algorithm.advantage", "group_norm"),
         )
 
 

@@ -13,6 +13,7 @@ from kernels import choose
 from learner.config import AlgorithmConfig
 from learner.objective.batching import row_buckets
 from learner.update.mesh import mesh_shape
+from learner.update.value_head import head_parameters
 from models.config import ModelConfig
 from models.files.checkpoint import expected_shapes
 from rollout_worker.engine.decode_programs import device_bytes
@@ -81,7 +82,8 @@ class Plan:
     """How the head is computed, and by which implementation."""
     parameters: int
     learner_bytes_per_device: int
-    """Master weights, optimiser moments, gradients and reference policy, cut over fsdp."""
+    """Master weights, those of a critic included, optimiser moments, gradients and reference
+    policy, cut over fsdp."""
     wire_bytes_per_version: int
     shared_bytes_per_device: int | None
     """Of learner and worker together, with two copies of the policy, where they share devices."""
@@ -174,7 +176,8 @@ def derive(config: RunConfig, model: ModelConfig, devices: Devices) -> Plan:
     microbatch_rows = devices.learner * (learner.microbatch_tokens // row_tokens)
     parameters = sum(math.prod(shape) for shape in expected_shapes(model).values())
     copies = 2 + OPTIMIZER_MOMENTS[learner.optimizer.name]
-    learner_bytes = FLOAT32_BYTES * copies * parameters
+    value_head = head_parameters(model.hidden_size) if config.algorithm.has_critic else 0
+    learner_bytes = FLOAT32_BYTES * copies * (parameters + value_head)
     if config.algorithm.kl_coef > 0:
         learner_bytes += DTYPE_BYTES[learner.compute_dtype] * parameters
     wire_bytes = DTYPE_BYTES[config.weights.dtype] * parameters
@@ -351,8 +354,12 @@ def _objective(algorithm: AlgorithmConfig) -> str:
     """The choices that name the objective."""
     kl = f", KL {algorithm.kl_coef:g} x {algorithm.kl_estimator}" if algorithm.kl_coef else ""
     kl += " in the reward" * (algorithm.kl_in == "reward")
+    critic = ""
+    if algorithm.has_critic:
+        critic = f" (gamma {algorithm.gamma:g}, lambda {algorithm.gae_lambda:g})"
     return (
-        f"{algorithm.policy_loss} of {algorithm.ratio} ratios, advantage {algorithm.advantage}, "
+        f"{algorithm.policy_loss} of {algorithm.ratio} ratios, advantage "
+        f"{algorithm.advantage}{critic}, "
         f"{algorithm.aggregation}{kl}"
     )
 

@@ -111,6 +111,23 @@ PRESETS = {
         "GDPO, arXiv:2601.05242",
         {"advantage": "reward_norm", "aggregation": "seq_mean"},
     ),
+    "ppo": Preset(
+        "PPO, arXiv:1707.06347, with the values of arXiv:1909.08593 and of its code; the penalty "
+        "per token and its coefficient are those of InstructGPT, arXiv:2203.02155",
+        {
+            "advantage": "gae",
+            "aggregation": "token_mean",
+            "gamma": 1.0,
+            "gae_lambda": 0.95,
+            "value_coef": 0.1,
+            "value_clip": 0.2,
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "kl_coef": 0.02,
+            "kl_estimator": "k1",
+            "kl_in": "reward",
+        },
+    ),
     "pass_at_k": Preset(
         "Pass@k training, arXiv:2508.10751",
         {"advantage": "pass_at_k", "aggregation": "token_mean"},

@@ -257,6 +257,23 @@ class RunConfig(Section):
         return self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens
 
     @model_validator(mode="after")
+    def _check_group(self):
+        advantage = self.algorithm.advantage
+        if self.rollout.completions_per_prompt == 1 and advantage not in ("gae", "batch_norm"):
+            raise ValueError(
+                f"rollout.completions_per_prompt=1 must be at least 2 with algorithm.advantage="
+                f"{advantage}, which compares the completions of a prompt: raise it, or set "
+                "algorithm.advantage to gae or batch_norm"
+            )
+        if self.rollout.completions_per_prompt == 1 and self.algorithm.zero_variance != "keep":
+            raise ValueError(
+                f"rollout.completions_per_prompt=1 with algorithm.zero_variance="
+                f"{self.algorithm.zero_variance} leaves every group out, since one reward has no "
+                "variance: set zero_variance to keep"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_pass_k(self):
         completions = self.rollout.completions_per_prompt
         if self.algorithm.advantage == "pass_at_k" and self.algorithm.pass_k >= completions:

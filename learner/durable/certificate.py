@@ -30,11 +30,11 @@ class Certificate:
     keys: str
     """The seed of all random keys, and numbers that this program draws with some of them."""
     optimizer: str
-    """Every array of the optimiser, and its update count."""
+    """Every array of the optimiser, its update count, and an adaptive entropy coefficient."""
     ledger: str
     """The driver's run state."""
     weights: str
-    """The float32 master weights."""
+    """The float32 master weights, the critic's head among them."""
 
     @property
     def whole(self) -> str:
@@ -69,7 +69,7 @@ def make_certificate(
     return Certificate(
         data_order=_of_json(order),
         keys=_of_json(_drawn_with(seed)),
-        optimizer=_of_arrays((state.opt_state, state.update_count)),
+        optimizer=_of_arrays((state.opt_state, state.update_count, state.entropy_bonus)),
         ledger=_of_json(driver_state),
         weights=_of_arrays(state.params),
     )

@@ -219,7 +219,7 @@ class CheckpointFolder:
             only_step: reads that one instead of the newest.
 
         Raises:
-            ValueError: if a complete checkpoint holds another model or optimiser.
+            ValueError: if a complete checkpoint holds another model, optimiser or critic.
             NoCompleteCheckpoint: if there are folders but none is complete: a fresh start would
                 hide the loss.
         """
@@ -338,8 +338,9 @@ def _read_certificate(folder: pathlib.Path) -> dict[str, str] | None:
 
 
 def _as_dict(state: TrainState) -> dict[str, Any]:
-    """The state as Orbax names it on disk."""
-    return {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    """The state as Orbax names it on disk, without what this run does not have."""
+    named = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def _tree_of(state: TrainState) -> dict[str, list]:
@@ -355,9 +356,10 @@ def _check_tree(folder: pathlib.Path, stored: dict[str, list], wanted: TrainStat
     if different:
         name = different[0]
         raise ValueError(
-            f"{folder.name} holds another model or optimiser than the config asks for: "
+            f"{folder.name} holds another model, optimiser or critic than the config asks for: "
             f"{len(different)} leaves differ, such as {name}: stored {stored.get(name)}, "
-            f"wanted {tree.get(name)}; resume with the same model.path and learner.optimizer.name"
+            f"wanted {tree.get(name)}; resume with model.path, "
+            "learner.optimizer.name, algorithm.advantage and algorithm.entropy_target as they were"
         )
 
 

@@ -58,6 +58,7 @@ def batch_advantages(groups: Sequence[GroupRewards], rule: AdvantageRule) -> lis
       `batch_norm` of the sums. GDPO, arXiv:2601.05242, equations 4 to 6.
     * `pass_at_k`: the advantage of a completion in the pass@k of its group, from the number of
       correct ones. Pass@k training, arXiv:2508.10751, equations 14 and 15.
+    * `gae`: 0, until a critic says what it expected of each token (gae.py).
 
     Returns:
         float32 [G] for each group, in order.
@@ -86,6 +87,8 @@ def has_variance(reward_G: np.ndarray) -> bool:
 
 def _compared(group: GroupRewards, rule: AdvantageRule) -> np.ndarray:
     """What the group alone says of its completions; float64 [G], NaN where one has no reward."""
+    if rule.kind == "gae":
+        return np.zeros(np.shape(group.total_G))
     if rule.kind == "batch_norm":
         return np.where(np.isfinite(group.total_G), group.total_G, np.nan)
     if rule.kind != "reward_norm":
@@ -139,7 +142,7 @@ _OF_GROUP: dict[str, Comparison] = {
     "group_centre_batch_norm": _group_centre,
 }
 _OVER_BATCH = ("batch_norm", "group_centre_batch_norm", "reward_norm")
-KINDS = tuple(dict.fromkeys([*_OF_GROUP, *_OVER_BATCH]))
+KINDS = tuple(dict.fromkeys([*_OF_GROUP, *_OVER_BATCH, "gae"]))
 
 
 def _over_batch(raw: Sequence[np.ndarray], eps: float, *, centre: bool) -> list[np.ndarray]:

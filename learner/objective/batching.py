@@ -67,6 +67,12 @@ class TrainSequence:
     """float32, >= 0; how the token counts in the sum that is divided by the denominator."""
     advantages: np.ndarray
     """float32; as selected, that of the completion at each token in the loss, else 0."""
+    reward: float = 0.0
+    """Of the whole completion, what lengths cost included."""
+    values: np.ndarray | None = None
+    """float32, in units of reward; of a critic before the first update, None without one."""
+    returns: np.ndarray | None = None
+    """float32; what the critic should say."""
     log_ratio: float | None = None
     """Of the whole sequence, before the update; None where the ratio is that of each token."""
 
@@ -113,6 +119,15 @@ class MicroBatch(NamedTuple):
     """float32; above 0 exactly where a token is in the loss."""
     sequence_log_ratios: Any = None
     """float32; None where the ratio is that of each token."""
+    values: Any = None
+    """float32, in units of reward; of the critic before the first update, None without one."""
+    returns: Any = None
+    """float32; what the critic should say; None without one."""
+
+    @property
+    def tokens_only(self) -> "MicroBatch":
+        """Without what only some objectives have: one shape for every scoring of tokens."""
+        return self._replace(sequence_log_ratios=None, values=None, returns=None)
 
 
 def rewarded_sequences(
@@ -127,7 +142,7 @@ def rewarded_sequences(
         _check_group(group, vocab_size)
     return {
         group.group_id: [
-            _sequence(group, completion, 0.0, rules.aggregation)
+            _sequence(group, completion, 0.0, 0.0, rules.aggregation)
             if np.isfinite(_total(completion))
             else None
             for completion in group.completions
@@ -170,10 +185,12 @@ def select_sequences(
             added_G = np.zeros(total_G.shape) if added is None else added[group.group_id]
             rewards.append(_rewards_of(group, total_G, added_G, rules))
     sequences = []
-    for group, advantage_G in zip(used, batch_advantages(rewards, rules.advantage), strict=True):
+    advantages = batch_advantages(rewards, rules.advantage)
+    for group, its, advantage_G in zip(used, rewards, advantages, strict=True):
+        each = zip(group.completions, its.total_G, advantage_G, strict=True)
         kept = [
-            _sequence(group, completion, float(advantage), rules.aggregation)
-            for completion, advantage in zip(group.completions, advantage_G, strict=True)
+            _sequence(group, completion, float(reward), float(advantage), rules.aggregation)
+            for completion, reward, advantage in each
             if np.isfinite(_total(completion)) and not _is_masked(completion, rules)
         ]
         outcomes[group.group_id] = "trained" if kept else "dropped_truncated"
@@ -255,7 +272,7 @@ def _check_group(group: Group, vocab_size: int) -> None:
 
 
 def _sequence(
-    group: Group, completion: Completion, advantage: float, aggregation: str
+    group: Group, completion: Completion, reward: float, advantage: float, aggregation: str
 ) -> TrainSequence:
     tokens = np.concatenate([group.prompt_token_ids, completion.token_ids]).astype(np.int32)
     # Input position t scores token t + 1: the last prompt token scores the first sampled one.
@@ -274,6 +291,7 @@ def _sequence(
         importance=np.ones(len(tokens) - 1, np.float32),
         weights=weights,
         advantages=advantages,
+        reward=reward,
     )
 
 
@@ -409,8 +427,11 @@ def _fill(rows: list[list[TrainSequence]], B: int, T: int) -> MicroBatch:
     floats = {
         name: np.zeros((B, T), np.float32) for name in ("old_logprobs", "advantages", "weights")
     }
-    if any(sequence.log_ratio is not None for row in rows for sequence in row):
+    every = [sequence for row in rows for sequence in row]
+    if any(sequence.log_ratio is not None for sequence in every):
         floats["sequence_log_ratios"] = np.zeros((B, T), np.float32)
+    if any(sequence.returns is not None for sequence in every):
+        floats |= {name: np.zeros((B, T), np.float32) for name in ("values", "returns")}
     batch = MicroBatch(**integers, **floats)
     for b, row in enumerate(rows):
         start = 0
@@ -426,5 +447,7 @@ def _fill(rows: list[list[TrainSequence]], B: int, T: int) -> MicroBatch:
             batch.weights[here] = sequence.weights
             if batch.sequence_log_ratios is not None:
                 batch.sequence_log_ratios[here] = sequence.log_ratio
+            if batch.returns is not None:
+                batch.values[here], batch.returns[here] = sequence.values, sequence.returns
             start += N
     return batch

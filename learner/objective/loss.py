@@ -40,6 +40,9 @@ class Objective(NamedTuple):
     dual_clip: float | None = None
     gate_positive: float = 1.0
     gate_negative: float = 1.05
+    value_coef: float = 0.0
+    """Of the critic's loss, where there is one."""
+    value_clip: float | None = None
 
 
 class TokenTerms(NamedTuple):
@@ -101,6 +104,7 @@ def token_terms(
     objective: Objective,
     reference_logprob_BT: jax.Array | None = None,
     sequence_log_ratio_BT: jax.Array | None = None,
+    entropy_coef_BT: jax.Array | None = None,
 ) -> TokenTerms:
     """The policy term of each token, with the KL penalty and the entropy bonus.
 
@@ -121,12 +125,12 @@ def token_terms(
         logprob_BT: float32, differentiated; nats, of the tempered distribution.
         entropy_BT: float32, differentiated; nats.
         old_logprob_BT: float32; nats, under the old policy.
-        advantage_BT: float32; the advantage of the completion, at each of its tokens, times the
-            token's importance weight.
+        advantage_BT: float32; the advantage of each token, times its importance weight.
         active_BT: bool; what lies elsewhere is replaced before any arithmetic, so that garbage
             there reaches neither value nor gradient.
         reference_logprob_BT: float32; None where no reference policy is kept.
         sequence_log_ratio_BT: float32, log s of each token's sequence; for `sequence_ratio`.
+        entropy_coef_BT: float32; in place of the objective's coefficient, where it is adaptive.
 
     Returns:
         TokenTerms.
@@ -162,7 +166,9 @@ def token_terms(
         reference_logprob_BT = jnp.where(active_BT, reference_logprob_BT, 0.0)
         kl_BT = kl_estimate(logprob_BT, reference_logprob_BT, objective.kl_estimator)
         loss_BT += objective.kl_coef * kl_BT
-    if objective.entropy_coef:
+    if entropy_coef_BT is not None:
+        loss_BT -= entropy_coef_BT * entropy_BT
+    elif objective.entropy_coef:
         loss_BT -= objective.entropy_coef * entropy_BT
     return TokenTerms(
         loss=loss_BT,

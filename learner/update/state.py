@@ -10,6 +10,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from learner.update.entropy_bonus import EntropyBonus
 from learner.update.sharding import named_shardings
 from models.transformer import Params
 
@@ -25,6 +26,8 @@ class TrainState:
     """optax.OptState."""
     update_count: Any
     """int32 scalar: updates applied so far; a skipped one does not count."""
+    entropy_bonus: EntropyBonus | None = None
+    """Where its coefficient is adaptive."""
 
 
 def place_params(params: Params, mesh: Mesh, specs: Params, dtype: jnp.dtype) -> Params:
@@ -38,20 +41,33 @@ def place_params(params: Params, mesh: Mesh, specs: Params, dtype: jnp.dtype) ->
 
 
 def init_state(
-    params: Params, optimizer: optax.GradientTransformation, mesh: Mesh, specs: Params
+    params: Params,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    specs: Params,
+    entropy_bonus: EntropyBonus | None = None,
 ) -> TrainState:
-    """A fresh state from host parameters of any float dtype, layers stacked."""
+    """A fresh state from host parameters of any float dtype, layers stacked.
+
+    Args:
+        entropy_bonus: host scalars, where the coefficient is adaptive.
+    """
     placed = place_params(params, mesh, specs, jnp.float32)
-    shardings = state_shardings(placed, optimizer, mesh, specs)
+    shardings = state_shardings(placed, optimizer, mesh, specs, entropy_bonus)
     return TrainState(
         params=placed,
         opt_state=jax.jit(optimizer.init, out_shardings=shardings.opt_state)(placed),
         update_count=jax.device_put(np.zeros((), np.int32), shardings.update_count),
+        entropy_bonus=jax.device_put(entropy_bonus, shardings.entropy_bonus),
     )
 
 
 def state_shardings(
-    params: Params, optimizer: optax.GradientTransformation, mesh: Mesh, specs: Params
+    params: Params,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    specs: Params,
+    entropy_bonus: EntropyBonus | None = None,
 ) -> TrainState:
     """A TrainState of shardings: moments lie as their parameters do, counts are replicated."""
     replicated = NamedSharding(mesh, P())
@@ -63,11 +79,20 @@ def state_shardings(
         shardings,
         transform_non_params=lambda _: replicated,
     )
-    return TrainState(params=shardings, opt_state=opt_state, update_count=replicated)
+    return TrainState(
+        params=shardings,
+        opt_state=opt_state,
+        update_count=replicated,
+        entropy_bonus=jax.tree.map(lambda _: replicated, entropy_bonus),
+    )
 
 
 def abstract_state(
-    params: Params, optimizer: optax.GradientTransformation, mesh: Mesh, specs: Params
+    params: Params,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    specs: Params,
+    entropy_bonus: EntropyBonus | None = None,
 ) -> TrainState:
     """Shapes, dtypes and shardings of `init_state`, without allocating anything.
 
@@ -79,9 +104,12 @@ def abstract_state(
         params=params,
         opt_state=jax.eval_shape(optimizer.init, params),
         update_count=jax.ShapeDtypeStruct((), jnp.int32),
+        entropy_bonus=jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), entropy_bonus
+        ),
     )
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
-        state_shardings(params, optimizer, mesh, specs),
+        state_shardings(params, optimizer, mesh, specs, entropy_bonus),
     )

@@ -22,6 +22,8 @@ from jax.sharding import PartitionSpec as P
 
 from learner.objective.batching import MicroBatch
 from learner.objective.loss import Objective, metric_sums, token_terms, weighted_sum
+from learner.update import value_head
+from learner.update.entropy_bonus import EntropyRule, adjusted_bonus
 from learner.update.head import HeadPlan, PolicyHead
 from learner.update.mesh import AXES
 from learner.update.sharding import make_embed, make_gather, named_shardings, reduce_gradients
@@ -30,6 +32,7 @@ from models.config import ModelConfig
 from models.transformer import Params, forward, packed_attend
 
 SUMS = ("loss", "active_tokens", "kl", "entropy", "clipped_low", "clipped_high")
+CRITIC_SUMS = ("value_loss", "value_clipped")
 
 
 class Accumulator(NamedTuple):
@@ -38,7 +41,7 @@ class Accumulator(NamedTuple):
     grads: Any
     """Params."""
     sums: Any
-    """dict of scalars by the names in SUMS."""
+    """dict of scalars by the names in SUMS, and with a critic those in CRITIC_SUMS."""
 
 
 class PolicyOptions(NamedTuple):
@@ -57,18 +60,22 @@ class TokenData(NamedTuple):
     weights: jax.Array
     reference_logprobs: jax.Array | None
     sequence_log_ratios: jax.Array | None
+    entropy_coefs: jax.Array | None
 
 
 def make_accumulate(
     mesh: Mesh, specs: Params, config: ModelConfig, objective: Objective, options: PolicyOptions
-) -> Callable[[Params, Params | None, Accumulator, MicroBatch], tuple[Accumulator, jax.Array]]:
-    """Builds `accumulate(params, reference_params, accumulator, batch) -> accumulator, logprobs`.
+) -> Callable[..., tuple[Accumulator, jax.Array]]:
+    """Builds `accumulate(params, reference_params, accumulator, batch, entropy_coef=None)`.
 
-    The accumulator is donated. Rows of the batch are divided over all devices; reference_params
-    is None without a KL penalty. The logprobs are the policy's, float32 [B, T]; only those of
-    active tokens mean anything.
+    It returns the accumulator, the one given being donated, and the policy's logprobs, float32
+    [B, T], of which only those of active tokens mean anything. Rows of the batch are divided over
+    all devices; reference_params is None without a KL penalty in the loss; entropy_coef is a
+    float32 scalar where it is adaptive, and None where the objective's holds. Where specs have a
+    value head, the critic's loss is added, times its coefficient.
     """
     head, hidden_states = _policy(mesh, specs, config, options)
+    has_critic = value_head.NAME in specs
 
     def terms_of(logprob, entropy, data):
         return token_terms(
@@ -80,12 +87,13 @@ def make_accumulate(
             objective,
             data.reference_logprobs,
             data.sequence_log_ratios,
+            data.entropy_coefs,
         )
 
     def weighted_loss(logprob, entropy, data):
         return data.weights * terms_of(logprob, entropy, data).loss
 
-    def local(params, reference_params, accumulator, batch):
+    def local(params, reference_params, accumulator, batch, entropy_coef):
         active_BT = batch.weights > 0
         reference_BT = None
         if reference_params is not None:
@@ -99,54 +107,64 @@ def make_accumulate(
             batch.weights,
             reference_BT,
             batch.sequence_log_ratios,
+            None if entropy_coef is None else jnp.full_like(batch.weights, entropy_coef),
         )
 
-        # The head forms its own gradient; that in the hidden states goes on through the layers.
-        layers = {name: tree for name, tree in params.items() if name != "lm_head"}
+        # The heads form their own gradients; that in the hidden states goes on through the layers.
+        own = ("lm_head", value_head.NAME)
+        layers = {name: tree for name, tree in params.items() if name not in own}
         hidden_BTD, pull = jax.vjp(lambda layers: hidden_states(layers, batch), layers)
         policy, d_hidden_BTD, head_grad_VD = head.gradients(
             params, hidden_BTD, batch.target_ids, active_BT, data, weighted_loss, accumulator.grads
         )
+        critic_sums, critic_grads = {}, {}
+        if has_critic:
+            critic_sums, d_head, d_value_BTD = value_head.value_gradients(
+                params[value_head.NAME],
+                hidden_BTD,
+                batch.values,
+                batch.returns,
+                batch.weights,
+                objective.value_clip,
+            )
+            both_BTD = d_hidden_BTD.astype(jnp.float32) + objective.value_coef * d_value_BTD
+            d_hidden_BTD = both_BTD.astype(d_hidden_BTD.dtype)
+            critic_grads = {
+                value_head.NAME: jax.tree.map(lambda grad: objective.value_coef * grad, d_head)
+            }
         (grads,) = pull(d_hidden_BTD)
-        grads = reduce_gradients(grads, {name: specs[name] for name in layers})
+        grads = {**grads, **critic_grads}
+        grads = reduce_gradients(grads, {name: specs[name] for name in grads})
         so_far = {**accumulator.grads, head.name: {"weight": head_grad_VD}}
 
         terms = terms_of(policy.logprob, policy.entropy, data)
-        sums = metric_sums(terms, policy.entropy, active_BT)
+        sums = metric_sums(terms, policy.entropy, active_BT) | critic_sums
         sums["loss"] = weighted_sum(terms.loss, batch.weights)
+        if has_critic:
+            sums["loss"] += objective.value_coef * sums["value_loss"]
         sums = jax.lax.psum(sums, AXES)
         accumulator = Accumulator(
-            grads={**so_far, **jax.tree.map(jnp.add, {n: so_far[n] for n in layers}, grads)},
+            grads={**so_far, **jax.tree.map(jnp.add, {n: so_far[n] for n in grads}, grads)},
             sums=jax.tree.map(jnp.add, accumulator.sums, sums),
         )
         return accumulator, policy.logprob
 
     accumulated = Accumulator(specs, P())
+    frozen = value_head.policy_params(specs)
 
-    # Replication is not checked: `reduce_gradients` is what makes it true, and the tests compare
-    # meshes. (The check would also insert its own reductions into the derivative.)
-    @jax.shard_map(
-        mesh=mesh,
-        in_specs=(specs, specs, accumulated, P(AXES)),
-        out_specs=(accumulated, P(AXES)),
-        check_vma=False,
-    )
-    def with_reference(params, reference_params, accumulator, batch):
-        return local(params, reference_params, accumulator, batch)
+    def accumulate(params, reference_params, accumulator, batch, entropy_coef=None):
+        reference_specs = P() if reference_params is None else frozen
 
-    @jax.shard_map(
-        mesh=mesh,
-        in_specs=(specs, accumulated, P(AXES)),
-        out_specs=(accumulated, P(AXES)),
-        check_vma=False,
-    )
-    def without_reference(params, accumulator, batch):
-        return local(params, None, accumulator, batch)
-
-    def accumulate(params, reference_params, accumulator, batch):
-        if reference_params is None:
-            return without_reference(params, accumulator, batch)
-        return with_reference(params, reference_params, accumulator, batch)
+        # Replication is not checked: `reduce_gradients` is what makes it true, and the tests
+        # compare meshes. (The check would also insert its own reductions into the derivative.)
+        over_devices = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(specs, reference_specs, accumulated, P(AXES), P()),
+            out_specs=(accumulated, P(AXES)),
+            check_vma=False,
+        )
+        return over_devices(params, reference_params, accumulator, batch, entropy_coef)
 
     return jax.jit(accumulate, donate_argnums=2)
 
@@ -154,7 +172,11 @@ def make_accumulate(
 def make_score(
     mesh: Mesh, specs: Params, config: ModelConfig, options: PolicyOptions
 ) -> Callable[[Params, MicroBatch], jax.Array]:
-    """Builds `score(params, batch) -> logprobs`, float32 [B, T], as `accumulate` returns them."""
+    """Builds `score(params, batch) -> logprobs`, float32 [B, T], as `accumulate` returns them.
+
+    The parameters are those of a policy, without a value head.
+    """
+    specs = value_head.policy_params(specs)
     head, hidden_states = _policy(mesh, specs, config, options)
 
     @jax.shard_map(mesh=mesh, in_specs=(specs, P(AXES)), out_specs=P(AXES), check_vma=False)
@@ -163,6 +185,24 @@ def make_score(
         return head.scores(params, hidden_BTD, batch.target_ids, batch.weights > 0).logprob
 
     return jax.jit(score)
+
+
+def make_score_values(
+    mesh: Mesh, specs: Params, config: ModelConfig, options: PolicyOptions
+) -> Callable[[Params, MicroBatch], tuple[jax.Array, jax.Array]]:
+    """Builds `score_values(params, batch) -> logprobs, values`, float32 [B, T] each.
+
+    The logprobs are those of `score`, and the values the critic's of the same tokens.
+    """
+    head, hidden_states = _policy(mesh, specs, config, options)
+
+    @jax.shard_map(mesh=mesh, in_specs=(specs, P(AXES)), out_specs=P(AXES), check_vma=False)
+    def score_values(params, batch):
+        hidden_BTD = hidden_states(params, batch)
+        scores = head.scores(params, hidden_BTD, batch.target_ids, batch.weights > 0)
+        return scores.logprob, value_head.token_values(params[value_head.NAME], hidden_BTD)
+
+    return jax.jit(score_values)
 
 
 def _policy(mesh, specs, config, options):
@@ -190,9 +230,10 @@ def _policy(mesh, specs, config, options):
 def make_empty_accumulator(mesh: Mesh, specs: Params) -> Callable[[Params], Accumulator]:
     """Builds `empty(params) -> Accumulator` of zeros, sharded as the parameters are."""
     shardings = named_shardings(mesh, Accumulator(specs, P()))
+    names = SUMS + CRITIC_SUMS * (value_head.NAME in specs)
 
     def empty(params):
-        sums = {name: jnp.zeros((), jnp.float32) for name in SUMS}
+        sums = {name: jnp.zeros((), jnp.float32) for name in names}
         return Accumulator(jax.tree.map(jnp.zeros_like, params), sums)
 
     return jax.jit(empty, out_shardings=shardings)
@@ -203,12 +244,14 @@ def make_apply(
     shardings: TrainState,
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
+    entropy_rule: EntropyRule | None = None,
 ) -> Callable[[TrainState, Accumulator, jax.Array], tuple[TrainState, dict[str, jax.Array]]]:
     """Builds `apply(state, accumulator, denominator) -> (state, report)`; the state is donated.
 
     An update whose loss or gradient is not finite leaves the state as it was, its counts
     included. The report has float32 scalars: `loss`, `grad_norm` (before the clip),
-    `learning_rate` (of this update), `skipped` (1.0 where it left the state alone).
+    `learning_rate` (of this update), `skipped` (1.0 where it left the state alone), and with an
+    entropy_rule `entropy_coef` (of this update).
     """
 
     def apply(state, accumulator, denominator):
@@ -217,10 +260,15 @@ def make_apply(
         grad_norm = optax.tree.norm(grads)
         usable = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        bonus, sums = state.entropy_bonus, accumulator.sums
+        if entropy_rule is not None:
+            entropy = sums["entropy"] / sums["active_tokens"]
+            bonus = adjusted_bonus(bonus, entropy, entropy_rule)
         updated = TrainState(
             params=optax.apply_updates(state.params, updates),
             opt_state=opt_state,
             update_count=state.update_count + 1,
+            entropy_bonus=bonus,
         )
         report = {
             "loss": loss,
@@ -228,6 +276,8 @@ def make_apply(
             "learning_rate": jnp.asarray(schedule(state.update_count), jnp.float32),
             "skipped": 1.0 - usable.astype(jnp.float32),
         }
+        if entropy_rule is not None:
+            report["entropy_coef"] = state.entropy_bonus.coef
         return jax.tree.map(lambda new, old: jnp.where(usable, new, old), updated, state), report
 
     replicated = NamedSharding(mesh, P())

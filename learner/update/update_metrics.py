@@ -152,6 +152,7 @@ def update_metrics(
     sums: Mapping[str, float],
     report: Mapping[str, float],
     *,
+    denominator: float,
     has_reference: bool,
 ) -> dict[str, float]:
     """Of one optimiser update; means are over the tokens in the loss.
@@ -159,6 +160,7 @@ def update_metrics(
     Args:
         sums: of an Accumulator, on the host.
         report: what `apply` returned, on the host.
+        denominator: what the loss was divided by; the critic's loss is too.
         has_reference: `train/kl` exists only where there is a reference policy.
     """
     tokens = float(sums["active_tokens"])
@@ -173,6 +175,11 @@ def update_metrics(
     }
     if has_reference:
         metrics["train/kl"] = float(sums["kl"]) / tokens
+    if "value_loss" in sums:
+        metrics["train/value_loss"] = float(sums["value_loss"]) / denominator
+        metrics["train/value_clip_fraction"] = float(sums["value_clipped"]) / tokens
+    if "entropy_coef" in report:
+        metrics["train/entropy_coef"] = float(report["entropy_coef"])
     return metrics
 
 

@@ -167,11 +167,12 @@ def _compiled_for(settings, config, params):
     algorithm, learner = settings.algorithm, settings.learner
     on_the_host = {"advantage", "advantage_eps", "pass_k", "correct_from", "overlong_share"}
     on_the_host |= {"length_coef", "aggregation", "zero_variance", "resample_rounds", "truncated"}
-    on_the_host |= {"off_policy"}
+    on_the_host |= {"off_policy", "gamma", "gae_lambda"}
     return (
         jax.stages.Lowered.compile,
         config,
         algorithm.model_dump_json(exclude=on_the_host),
+        algorithm.has_critic,
         learner.model_dump_json(exclude={"updates_per_batch", "microbatch_tokens"}),
         settings.total_steps * learner.updates_per_batch,
         settings.temperature,

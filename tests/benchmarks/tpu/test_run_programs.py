@@ -78,20 +78,23 @@ MATRICES = 2048 * 512 + 2 * (2 * 512 * 512 + 2 * 256 * 512 + 3 * 1024 * 512)
 def test_the_learner_compiles_and_a_chip_that_is_too_small_fails_it(narrow_model, tmp_path):
     one_row = "learner.microbatch_tokens=1536"  # more take the compiler twice as long
     in_reward = ("algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1", "algorithm.kl_in=reward")
+    critic = ("algorithm.advantage=gae", "algorithm.entropy_target=0.2")
     done, found, programs = check_narrow(
-        narrow_model, tmp_path, "learner", 0.05, one_row, *in_reward
+        narrow_model, tmp_path, "learner", 0.05, one_row, *in_reward, *critic
     )
     assert done.returncode == 1 and not found["fits"]
     assert "learner does NOT fit" in done.stdout
     scored = "score of the reference"
-    assert list(programs) == ["empty", "accumulate", scored, "apply", "snapshot", "canary"]
+    names = ["empty", "accumulate", "score of the critic", scored, "apply", "snapshot", "canary"]
+    assert list(programs) == names
+    head = 512 + 1  # of the critic, never published
     # Two float32 moments: matrices cut over four chips, vectors whole; and two int32 counts.
-    moments_bytes = 2 * 4 * (MATRICES // 4 + VECTORS) + 2 * 4
+    moments_bytes = 2 * 4 * (MATRICES // 4 + VECTORS + head) + 2 * 4
     snapshot_bytes = 2 * (MATRICES // 4 + VECTORS)  # bfloat16
     reference_bytes = snapshot_bytes  # bfloat16 too
     beside = moments_bytes + 2 * snapshot_bytes + reference_bytes
     assert programs["accumulate"]["beside_bytes"] == beside
-    state_bytes = moments_bytes - 2 * 4 + 4 * (MATRICES // 4 + VECTORS)
+    state_bytes = moments_bytes - 2 * 4 + 4 * (MATRICES // 4 + VECTORS + head)
     assert programs[scored]["beside_bytes"] >= state_bytes + 2 * snapshot_bytes
     # Small tensors are laid out in whole tiles, and each has its address.
     assert programs["snapshot"]["output_bytes"] == pytest.approx(snapshot_bytes, rel=0.02)

@@ -18,6 +18,7 @@ WRITERS = (
     "learner/core.py",
     "learner/update/update_metrics.py",
     "learner/objective/off_policy.py",
+    "learner/objective/gae.py",
 )
 LIKELY = {
     "name": "gsm8k_answer",

@@ -43,6 +43,7 @@ def settings(**changes) -> RunSettings:
         "unexplained_fraction": 0.05,
         "zero_variance": "keep",
         "has_reference": False,
+        "advantage": "group_norm",
     }
     return RunSettings(**(values | changes))
 

@@ -676,6 +676,20 @@ def test_a_fault_in_the_file_keeps_its_line(write):
     assert re.search(r"params.pattern: inf is not finite.*run.yaml, line \d+\)", message), message
 
 
+def test_a_group_of_one_is_refused_where_completions_are_compared():
+    base = ["model.path=a", "data.train.source=b.jsonl", "data.eval.source=c.jsonl"]
+    alone = [*base, "rollout.completions_per_prompt=1"]
+    for advantage in ("group_norm", "leave_one_out", "reward_norm"):
+        with pytest.raises(ConfigError, match="=1 must be at least 2 with .*raise it, or set"):
+            load(None, [*alone, f"algorithm.advantage={advantage}"])
+    for advantage in ("gae", "batch_norm"):
+        config = load(None, [*alone, f"algorithm.advantage={advantage}"])
+        assert config.rollout.completions_per_step == config.rollout.prompts_per_step
+    dropping = [*alone, "algorithm.advantage=batch_norm", "algorithm.zero_variance=mask"]
+    with pytest.raises(ConfigError, match="zero_variance=mask leaves every group out"):
+        load(None, dropping)
+
+
 def test_what_would_train_nothing_or_drop_what_trains_is_refused():
     base = ["model.path=a", "data.train.source=b.jsonl", "data.eval.source=c.jsonl"]
     passes = ["algorithm.advantage=pass_at_k", "rollout.completions_per_prompt=4"]

@@ -162,6 +162,15 @@ def test_learner_state_counts_moments_and_reference(optimizer, algorithm, bytes_
     assert plan.learner_bytes_per_device == bytes_per_parameter * plan.parameters
 
 
+def test_a_critic_counts_in_the_learner_and_not_on_the_wire():
+    plain = derive(config_of(), TINY, ONE)
+    plan = derive(config_of(algorithm={"advantage": "gae"}), TINY, ONE)
+    more = plan.learner_bytes_per_device - plain.learner_bytes_per_device
+    assert more == 4 * 4 * (TINY.hidden_size + 1)  # float32 weights, m, v, gradient
+    assert plan.wire_bytes_per_version == plain.wire_bytes_per_version
+    assert "advantage gae (gamma 1, lambda 0.95)" in plan.loss
+
+
 @pytest.mark.parametrize(
     "mesh, devices, part",
     [

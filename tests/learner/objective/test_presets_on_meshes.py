@@ -27,6 +27,7 @@ PLAIN = (1, 1, 192, False)
 CASES = [
     ("gspo", (2, 2, 16, True)),
     ("rloo", (1, 4, 16, True)),
+    ("ppo", (2, 2, 16, True)),
 ]
 if os.environ.get("TANDEM_EVERY_CUT"):
     CASES = [case for case in itertools.product(PRESETS, CUTS) if case[1] != PLAIN]

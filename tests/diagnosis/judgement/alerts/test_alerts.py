@@ -351,6 +351,12 @@ def test_advice_on_equal_rewards_names_the_setting_only_where_it_is_not_used():
     assert "=mask" not in masked.finding.advice
 
 
+@pytest.mark.parametrize("advantage", ["gae", "batch_norm"])
+def test_equal_rewards_are_no_alert_where_groups_are_not_compared(advantage):
+    steps = habit(metrics={"rollout/zero_variance_fraction": 1.0})
+    assert "zero_variance" not in run(steps, settings(advantage=advantage)).standing
+
+
 def test_a_new_worker_is_not_called_slow():
     steps = habit(12, workers=[{"decode": 1.0}, {"idle": 2.0}])
     assert "slow_worker" not in run(steps).standing
