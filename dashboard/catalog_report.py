@@ -22,9 +22,9 @@ Generated from the catalog by `python -m dashboard.catalog_report > docs/metrics
 use the same names. `/metrics` exports the latest value under the name in the last column; NaN and
 infinity are exported unchanged. A word in braces is a placeholder, and a label for Prometheus:
 `{scorer}` for the name of a reward function, `{source}` for that of one of several training
-sources, `{process}` for `learner` or a worker, `{phase}` for a phase of the ledger, `{thread}` for
-a thread of a worker, `{n}` for a number. Names that Prometheus cannot tell apart get a label
-`metric` with the whole name.
+sources, `{set}` for that of one of several held-out sets, `{process}` for `learner` or a worker,
+`{phase}` for a phase of the ledger, `{thread}` for a thread of a worker, `{n}` for a number. Names
+that Prometheus cannot tell apart get a label `metric` with the whole name.
 """
 LOG = """
 ## Metrics of the steps

@@ -43,8 +43,12 @@ _NOT_IN_A_NAME = re.compile(r"[^a-zA-Z0-9_]+")
 
 
 def family_name(row: catalog.Metric) -> str:
-    """The exported name of a catalog row; each placeholder is a label."""
-    return _prefixed(catalog.BRACES.sub("/", row.name))
+    """The exported name of a catalog row; each placeholder is a label.
+
+    That of a held-out set leaves its word in the name, since a run with one set has the same
+    metrics without it.
+    """
+    return _prefixed(catalog.BRACES.sub("/", row.name.replace("{set}", "set")))
 
 
 def exposed(name: str) -> tuple[str, dict[str, str]]:

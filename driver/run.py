@@ -23,7 +23,7 @@ from driver.config.actor_specs import ActorSpecs
 from driver.config.prepare import Prepared
 from driver.config.run_config import RunConfig
 from driver.errors import RunError
-from driver.evaluator import Evaluator
+from driver.evaluation.evaluator import Evaluator
 from driver.fleet.cluster import (
     check_bind_host,
     check_network,
@@ -225,11 +225,14 @@ def _session(
         supervisor=supervisor,
         evaluator=Evaluator(
             config.eval,
+            config.held_out_sets,
+            prepared.held_out,
             supervisor,
             reports,
-            held_out=prepared.held_out,
-            scorer=config.reward.functions[0].name,
+            steps=config.run.steps,
             timeout_s=config.placement.step_timeout_s,
+            slots=config.rollout.decode.slots,
+            beside_training=config.evaluates_beside_training,
         ),
         reports=reports,
     )

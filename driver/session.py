@@ -5,9 +5,10 @@ meanwhile, as far as `rollout.max_staleness` lets them (`intake.py`). A learner 
 replaced, and the steps since its last checkpoint are taken again with the recorded groups.
 """
 
+import contextlib
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from driver.accounting.intake import StepBatch
@@ -17,7 +18,7 @@ from driver.accounting.run_state import RunState
 from driver.config.prepare import Prepared
 from driver.config.run_config import CheckpointConfig, PlacementConfig, RunSection
 from driver.errors import NothingTrained, RunError
-from driver.evaluator import Evaluator
+from driver.evaluation.evaluator import Evaluator
 from driver.fleet.actor_calls import ActorFailed, LearnerLost, NoAnswer
 from driver.fleet.fleet import WorkerFleet
 from driver.fleet.fleet_size import Scaler
@@ -161,13 +162,12 @@ class Session:
         """Takes every step that is left, after an evaluation that is due or was cut short."""
         state, steps, every = self._state, self._run.steps, self._checkpoint.every_steps
         self._leasing = True
-        if self._evaluator.is_due(state.step, steps) and state.step not in state.accuracy:
-            self._close_step(self._evaluate())
+        if metrics := self._evaluator.catch_up(state):
+            self._close_step(metrics)
         while state.step < steps:
             state.open = self._train_step(state.step + 1)
             state.step += 1
-            if self._evaluator.is_due(state.step, steps):
-                state.open |= self._evaluate()
+            state.open |= self._evaluator.end_step(state, self._without_leases)
             self._close_step(state.open)
             if every and state.step % every == 0 and state.step < steps:
                 self._save_in_passing()
@@ -211,6 +211,7 @@ class Session:
         self._leasing = False
         self.worker_errors.append(str(error))
         self._supervisor.fleet.cancel_all()
+        self._evaluator.cancel(self._state)
         self._supervisor.restart_learner(error)
 
     def _begin(self, *, again: bool) -> None:
@@ -240,6 +241,7 @@ class Session:
         if not self._has_workers:
             self._supervisor.start_workers()
             self._supervisor.before_turn = self._before_turn
+            self._supervisor.background = lambda: self._evaluator.calls
             self._reports.start_step(self._supervisor.step_timings().at_s)
         self._agreed = self._has_workers = True
 
@@ -289,6 +291,7 @@ class Session:
                     fleet.free_capacity(), state.policy_version, self._steps_left
                 )
             )
+        self._evaluator.turn(state)
         self._record_queues()
 
     def _record_queues(self) -> None:
@@ -328,7 +331,8 @@ class Session:
         self._prepared.check_worker(info, self._data)
         self._reports.show_joined(info, again=worker.restarts > 0)
         address = self._supervisor.learner_info.address
-        worker.order(Orders(learner_address=address))  # it may have moved since the worker began
+        # The address may have moved since the worker began.
+        worker.order(Orders(learner_address=address, keep_version=self._evaluator.keeps))
         self._supervisor.fleet.send_sources(address)
 
     def _release(self, worker: Worker) -> None:
@@ -400,13 +404,14 @@ class Session:
             "learner/restarts": float(self._supervisor.learner_restarts),
         }
 
-    def _evaluate(self) -> dict[str, float]:
-        """Scores the held-out prompts under the current policy; returns metrics."""
-        state = self._state
-        metrics, state.accuracy[state.step] = self._evaluator.evaluate(
-            state.step, state.policy_version
-        )
-        return metrics
+    @contextlib.contextmanager
+    def _without_leases(self) -> Iterator[None]:
+        """No lease is granted meanwhile, so that workers come to have nothing else to do."""
+        self._leasing = False
+        try:
+            yield
+        finally:
+            self._leasing = True
 
     def _close_step(self, metrics: dict[str, float]) -> None:
         """Collects the seconds of every process, and closes the accounting of the step."""

@@ -143,6 +143,8 @@ class Supervisor:
         self._fleet: WorkerFleet | None = None
         self.before_turn: Callable[[], None] = lambda: None
         """The step loop's: dispatches leases."""
+        self.background: Callable[[], Collection[Call[object]]] = lambda: ()
+        """Calls that end a wait too: those of an evaluation beside training."""
         self.learner_restarts = 0
 
     @property
@@ -320,7 +322,9 @@ class Supervisor:
         now = self.clock.now()
         if self._watch is None and self._learner is not None and now > self._watch_at:
             self._watch, self._watch_asked = self._learner.health(), now
-        waited = [*calls] if self._watch is None else [*calls, self._watch]
+        waited = [*calls, *self.background()]
+        if self._watch is not None:
+            waited.append(self._watch)
         if self._fleet is None:
             ended = wait_for_calls(waited, POLL_S)
         else:
@@ -354,6 +358,11 @@ class Supervisor:
         self._hangs.note(self._health.activity, time.monotonic())
         if hang := self._hangs.hang(self._placement.step_timeout_s):
             raise LearnerLost(f"the learner: {hang}")
+
+    def ended(self, calls: Collection[Call[T]]) -> set[Call[T]]:
+        """Those of some calls that have ended; waits for none."""
+        done = wait_for_calls(calls, 0.0)
+        return {call for call in calls if call in done}
 
     def wait_for(self, call: Call[T], *, timeout_s: float, interruptible: bool = True) -> T:
         """Waits for a call of the learner, while the workers go on.

@@ -121,11 +121,14 @@ class RolloutActor:
         return self._loop.news(wait_s)
 
     def evaluate(self, request: EvalRequest) -> list[EvalItem]:
-        """Completes and scores held-out prompts, between groups, under the version asked for.
+        """Completes and scores held-out prompts: between groups, under a version of at least the
+        one asked for, or while nothing else is to do, under exactly that one.
 
         Raises:
-            TimeoutError: if it did not end in time.
+            TimeoutError: between groups, if it did not end in time.
         """
+        if request.when_idle:
+            return self._loop.evaluate_when_idle(request)
         run = functools.partial(self._core.evaluate, request)
         return self._loop.call(request.policy_version, run, request.timeout_s)
 

@@ -44,6 +44,14 @@ class SourceConfig(Section):
     reads it."""
 
     @property
+    def suggested_name(self) -> str:
+        """The task, or the last part of path or id, with the characters that a name may have."""
+        last = self.source.removeprefix(PREFIX).rstrip("/").rpartition("/")[2]
+        if not self.is_procedural:
+            last = last.removesuffix(".jsonl").removesuffix(".parquet")
+        return re.sub(r"[^A-Za-z0-9._-]", "-", last) or "source"
+
+    @property
     def is_procedural(self) -> bool:
         """Whether a reasoning_gym task makes the items."""
         return self.source.startswith(PREFIX)
@@ -81,12 +89,7 @@ class MixedSource(SourceConfig):
     @property
     def label(self) -> str:
         """The name, or the one that the source suggests."""
-        if self.name:
-            return self.name
-        last = self.source.removeprefix(PREFIX).rstrip("/").rpartition("/")[2]
-        if not self.is_procedural:
-            last = last.removesuffix(".jsonl").removesuffix(".parquet")
-        return re.sub(r"[^A-Za-z0-9._-]", "-", last) or "source"
+        return self.name or self.suggested_name
 
     @field_validator("weight")
     @classmethod
@@ -110,7 +113,65 @@ class MixedSource(SourceConfig):
         return (source, *(repr(value) for value in read.values()))
 
 
+class EvalSource(SourceConfig):
+    """One of several held-out sets. A key that is null here is as in `eval`."""
+
+    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]+$")
+    """In logs and in the names of metrics; null takes the task, or the last part of path or id."""
+    scorer: str | None = None
+    """A scorer, as `reward.functions.name`: its reward decides what is right, and no other scorer
+    runs on this set. null takes reward.functions, of which the first decides."""
+    scorer_params: dict[str, Any] = Field(default={})
+    """Keyword arguments of that scorer; none takes those that it has in reward.functions."""
+    samples_per_prompt: int | None = Field(default=None, ge=1, le=65_536)
+    """Completions of each prompt."""
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    """0 is greedy."""
+    top_k: int | None = Field(default=None, ge=0, lt=2**31)
+    """Only the k most likely tokens are drawn; 0 is off."""
+    top_p: float | None = Field(default=None, ge=1e-9, le=1)
+    """Only the most likely tokens that together have this probability; 1 is off."""
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    """Only tokens at least this fraction as likely as the most likely one; 0 is off."""
+    pass_k: tuple[int, ...] | None = None
+    """Values of k for which pass@k is reported."""
+    correct_from: float | None = Field(default=None, allow_inf_nan=False)
+    """The reward from which a completion is right."""
+
+    OF_EVAL: ClassVar = (
+        *("samples_per_prompt", "temperature", "top_k", "top_p", "min_p"),
+        *("pass_k", "correct_from"),
+    )
+    """Keys that stand in `eval` too."""
+
+    @property
+    def label(self) -> str:
+        """The name, or the one that the source suggests."""
+        return self.name or self.suggested_name
+
+    @property
+    def own_rules(self) -> dict[str, Any]:
+        """What it sets of the keys of `eval`."""
+        found = {key: getattr(self, key) for key in self.OF_EVAL}
+        return {key: value for key, value in found.items() if value is not None}
+
+    @model_validator(mode="after")
+    def _check_scorer(self):
+        if self.scorer_params and self.scorer is None:
+            raise ValueError(
+                f"scorer_params={self.scorer_params} need scorer, the name of the function that "
+                "gets them: set it, or remove scorer_params"
+            )
+        return self
+
+
+TAKEN_NAMES = ("accuracy", "paired", "reward")
+"""Second parts of the names of metrics of evaluations."""
+
+
 def _one_or_several(value: Any) -> str:
+    if value is None:
+        return "[none]"
     return "[several]" if isinstance(value, list | tuple) else "[one]"
 
 
@@ -125,7 +186,13 @@ class DataConfig(Section):
     """One source, or a list of them to mix by weight. At every index of the run each has given its
     share of the prompts so far, give or take 1.7; its own come without repetition in each of its
     epochs. Weights may not change over a resume."""
-    eval: SourceConfig | None = None
+    eval: Annotated[
+        Annotated[SourceConfig, Tag("[one]")]
+        | Annotated[tuple[EvalSource, ...], Tag("[several]")]
+        | Annotated[None, Tag("[none]")],
+        Discriminator(_one_or_several),
+    ] = None
+    """The held-out prompts: one set, or a list of sets, each with its name, scorer and sampling."""
     system_prompt: str | None = None
     """First message of every prompt that does not bring a system message of its own; null sends
     none."""
@@ -155,6 +222,25 @@ class DataConfig(Section):
         """Of each training source, all different."""
         return tuple(o.label if isinstance(o, MixedSource) else "train" for o in self.train_sources)
 
+    @property
+    def eval_sources(self) -> tuple[SourceConfig, ...]:
+        """The held-out sets, in the order of their prompts; none without data.eval."""
+        if self.eval is None:
+            return ()
+        return self.eval if isinstance(self.eval, tuple) else (self.eval,)
+
+    @property
+    def eval_names(self) -> tuple[str, ...]:
+        """Of each held-out set, all different; empty for a set that is no list."""
+        return tuple(o.label if isinstance(o, EvalSource) else "" for o in self.eval_sources)
+
+    @property
+    def eval_keys(self) -> tuple[str, ...]:
+        """How messages name each held-out set."""
+        if not isinstance(self.eval, tuple):
+            return ("data.eval",) if self.eval else ()
+        return tuple(f"data.eval.{place} ({name})" for place, name in enumerate(self.eval_names))
+
     @model_validator(mode="after")
     def _check_mixture(self):
         if not isinstance(self.train, tuple):
@@ -174,6 +260,25 @@ class DataConfig(Section):
                         f"{both} are both called {source.label!r} in logs and metrics: give one "
                         "of them another `name`"
                     )
+        return self
+
+    @model_validator(mode="after")
+    def _check_eval(self):
+        if not isinstance(self.eval, tuple):
+            return self
+        if not self.eval:
+            raise ValueError("eval=[] has no set: give at least one, or null for none")
+        for last, name in enumerate(self.eval_names):
+            if name in TAKEN_NAMES:
+                raise ValueError(
+                    f"eval.{last} is called {name!r}, which names metrics of eval/ already: give "
+                    "it another `name`"
+                )
+            if name in self.eval_names[:last]:
+                raise ValueError(
+                    f"eval.{self.eval_names.index(name)} and eval.{last} are both called {name!r} "
+                    "in logs and metrics: give one of them another `name`"
+                )
         return self
 
     @model_validator(mode="after")
@@ -408,3 +513,18 @@ class RewardConfig(Section):
                 "them to hold back: add one, or remove gate"
             )
         return self
+
+
+def held_out_reward(source: SourceConfig, reward: RewardConfig) -> RewardConfig:
+    """The scorers of a held-out set, and the bounds on their processes.
+
+    Args:
+        reward: of the run. A set without a scorer of its own is scored as training is.
+    """
+    if not isinstance(source, EvalSource) or source.scorer is None:
+        return reward
+    params = source.scorer_params or next(
+        (one.params for one in reward.functions if one.name == source.scorer), {}
+    )
+    function = RewardFunctionConfig(name=source.scorer, params=params)
+    return reward.model_copy(update={"functions": (function,), "combine": "sum"})

@@ -15,7 +15,7 @@ import numpy as np
 from services.process.background import Background
 from services.weights.replica import PullStats, Replica
 from services.weights.transfer import WeightTransferError
-from services.wire.messages import WeightManifest
+from services.wire.messages import NO_VERSION, WeightManifest
 
 ASK_S = 15.0
 """Longest wait of one call for a version that does not exist yet."""
@@ -91,6 +91,9 @@ class Fetcher:
         self._lock = threading.Lock()
         self._newest = -1
         self._ready: Fetched | None = None
+        self._keep = NO_VERSION
+        self._kept: Fetched | None = None
+        """The version of `keep_version`, where a newer one came before it was taken."""
         self._records: list[PullStats] = []
         self._seconds = 0.0
         self._last_error = "no answer yet"
@@ -98,17 +101,25 @@ class Fetcher:
 
     @property
     def ready(self) -> Fetched | None:
-        """The newest version that was fetched and not yet taken."""
+        """The newest version that was fetched and not yet taken; before it, the one to be kept."""
         self._thread.raise_failure()
         with self._lock:
-            return self._ready
+            return self._kept or self._ready
 
     def take_version(self) -> Fetched | None:
-        """Returns `ready`, which is None from then on."""
+        """Takes `ready` away and returns it."""
         self._thread.raise_failure()
         with self._lock:
-            ready, self._ready = self._ready, None
-            return ready
+            if self._kept is not None:
+                taken, self._kept = self._kept, None
+            else:
+                taken, self._ready = self._ready, None
+            return taken
+
+    def keep_version(self, version: int) -> None:
+        """Has this version, once it is fetched, taken before any newer one; NO_VERSION for none."""
+        with self._lock:
+            self._keep, self._kept = version, None
 
     @property
     def last_attempt(self) -> str:
@@ -124,7 +135,7 @@ class Fetcher:
     def forget_versions(self) -> None:
         """Counts no version as fetched any more, so that the current one is pulled again."""
         with self._lock:
-            self._newest, self._ready = -1, None
+            self._newest, self._ready, self._kept = -1, None, None
 
     def take_records(self) -> tuple[list[PullStats], float]:
         """One record for every version pulled since the last call, and the seconds it all took."""
@@ -151,6 +162,8 @@ class Fetcher:
                 if fetched.manifest.policy_version < self._newest + 1:
                     continue  # `forget_versions` was called meanwhile
                 self._newest = fetched.manifest.policy_version
+                if self._ready and self._ready.manifest.policy_version == self._keep:
+                    self._kept = self._ready
                 self._ready = fetched
                 self._records.append(fetched.stats)
                 self._seconds += fetched.stats.seconds

@@ -6,6 +6,9 @@ and return at once.
 
 A newer version is swapped in when no group is being decoded (scores may be pending): groups end
 under the version they began with, and none begins while a swap is due.
+
+Where nothing else is to do, shares of an evaluation are completed under the version that is kept
+for it. They give way at once: to leases, to a newer version and to calls.
 """
 
 import collections
@@ -17,17 +20,26 @@ import time
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
+from rollout_worker.evaluation.idle_share import IdleShare, ShareQueue
 from rollout_worker.fetcher import Fetcher
 from rollout_worker.leased_group import LeasedGroup
 from rollout_worker.pusher import Pusher
 from rollout_worker.worker import CanaryFailed, RolloutWorker
-from rollout_worker.worker_records import LeaseOutcome, LeaseResult, News, Orders
+from rollout_worker.worker_records import (
+    EvalItem,
+    EvalRequest,
+    LeaseOutcome,
+    LeaseResult,
+    News,
+    Orders,
+)
 from services.process import failpoints
 from services.process.activity import Activity
 from services.process.background import Background
 from services.process.phase_clock import PhaseClock
 from services.process.process_memory import ProcessMemory
 from services.wire.health import LearnerProbe
+from services.wire.messages import NO_VERSION
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +93,15 @@ class WorkLoop:
         self._groups: dict[str, LeasedGroup] = {}
         """Leases that have not ended, by group id, in the order in which they arrived."""
         self._jobs: collections.deque[_Job] = collections.deque()
+        self._shares = ShareQueue()
+        """Of an evaluation, for when nothing else is to do."""
+        self._keep = NO_VERSION
+        """The version that is to be kept for it, as last ordered."""
+        self._keeps = NO_VERSION
+        """The same as the working thread has seen it."""
         self._results: list[LeaseResult] = []
-        self._reported_version = -1
+        self._reported = (-1, -1)
+        """The versions that were last reported: held, and kept."""
         self._draining = False
         self._refetch = False
         self._closed = False
@@ -119,6 +138,8 @@ class WorkLoop:
                     leased.cancelled = True
             self._draining = self._draining or orders.drain
             self._refetch = self._refetch or orders.refetch
+            if orders.keep_version is not None and latest.claim("keep", number):
+                self._keep = orders.keep_version
             for lease in leases:
                 self._groups[lease.group_id] = LeasedGroup(lease, order_number=number)
             if self._draining:
@@ -140,17 +161,18 @@ class WorkLoop:
                     self._results
                     or self._failed
                     or self._closed
-                    or self._worker.policy_version != self._reported_version
+                    or self._versions != self._reported
                 ),
                 wait_s,
             )
             self._check()
-            self._reported_version = self._worker.policy_version
+            self._reported = self._versions
             results, self._results = self._results, []
             transfers, fetch_s = self._fetcher.take_records()
             return News(
                 drained=self._draining and not self._groups,
-                policy_version=self._reported_version,
+                policy_version=self._reported[0],
+                kept_version=self._reported[1],
                 weight_digest=self._worker.weight_digest,
                 canary_gap=self._worker.canary_gap,
                 held=len(self._groups),
@@ -175,6 +197,21 @@ class WorkLoop:
             self._changed.notify_all()
         self._check()
         return job.done.result(timeout_s)
+
+    def evaluate_when_idle(self, request: EvalRequest) -> list[EvalItem]:
+        """Completes held-out prompts while nothing else is to do, under exactly their version.
+
+        Returns:
+            their completions; none where the version is not kept, or not any more.
+
+        Raises:
+            BackgroundFailed: if a thread of the worker has failed.
+        """
+        share = IdleShare(request)
+        self._shares.put(share)
+        self._wake()
+        self._check()
+        return share.wait()
 
     def stop(self) -> None:
         """Has the threads end after what they are at; returns at once."""
@@ -202,10 +239,15 @@ class WorkLoop:
         except BaseException as error:
             for job in self._jobs:
                 job.done.set_exception(error)
+            self._shares.close(error)
             raise
+        self._shares.close()
 
     def _turn(self) -> None:
         self._worker.drop_cancelled()
+        if self._worker.evaluating and self._is_called_for():
+            self._worker.pause_evaluation()
+        self._keep_version()
         if self._refetch and not self._worker.busy:
             self._refetch = False
             self._worker.policy_version = -1
@@ -218,6 +260,7 @@ class WorkLoop:
                 self._jobs.popleft().run_now()
         else:
             self._begin_groups()
+            self._begin_share()
         if self._worker.busy:
             failpoints.reach("worker.decode")
             for leased in self._advance():
@@ -230,7 +273,29 @@ class WorkLoop:
         except Exception as error:
             if "RESOURCE_EXHAUSTED" in str(error):  # the sizes are too large for any prompt
                 raise
+            if self._worker.evaluating:  # no group is under way
+                raise
             raise GroupsFailed(f"{type(error).__name__}: {error}") from error
+
+    def _is_called_for(self) -> bool:
+        """Whether there is anything to do but an evaluation."""
+        with self._changed:
+            other = self._waiting() or self._jobs or self._keep != self._keeps
+        return bool(other or self._refetch or self._closed) or self._swap_is_due()
+
+    def _keep_version(self) -> None:
+        """Keeps the version that was last ordered."""
+        if self._keep != self._keeps:
+            self._keeps = self._keep
+            self._fetcher.keep_version(self._keeps)
+            self._worker.keep_version(self._keeps)
+
+    def _begin_share(self) -> None:
+        """Goes on with a share of an evaluation, where nothing else is under way."""
+        if self._shares and not self._worker.busy:
+            share = self._shares.first(self._worker.kept_version)
+            if share is not None:
+                self._worker.begin_evaluation(share)
 
     def _swap_is_due(self) -> bool:
         ready = self._fetcher.ready
@@ -240,7 +305,8 @@ class WorkLoop:
     def _swap_in(self) -> None:
         """Swaps the fetched version in, or waits a moment for the one that is asked for."""
         fetched, wanted = self._fetcher.take_version(), self._wanted()
-        if fetched is not None and fetched.manifest.policy_version >= wanted:
+        version = NO_VERSION if fetched is None else fetched.manifest.policy_version
+        if fetched is not None and (version >= wanted or version == self._keeps):
             self._waiting_since = None
             with self._clock.phase("weights_swap"):
                 try:
@@ -295,6 +361,8 @@ class WorkLoop:
                     self._closed
                     or self._waiting()
                     or self._jobs
+                    or self._shares
+                    or self._keep != self._keeps
                     or self._worker.busy
                     or self._fetcher.ready
                 )
@@ -316,6 +384,11 @@ class WorkLoop:
             counters=self._worker.progress | {"pushes": self._pusher.attempts},
             slack_s=self._slack_s,
         )
+
+    @property
+    def _versions(self) -> tuple[int, int]:
+        """Held, and kept for an evaluation."""
+        return self._worker.policy_version, self._worker.kept_version
 
     def _wake(self) -> None:
         with self._changed:

@@ -15,16 +15,19 @@ import numpy as np
 
 from models.files.checkpoint import from_named
 from models.tokenizer import Tokenizer
+from models.transformer import Params
 from rollout_worker.canary import CanaryCheck
 from rollout_worker.data.prompts import Prompt
 from rollout_worker.engine.decode_request import DecodeRequest, FinishedRow, SamplingSettings
 from rollout_worker.engine.engine import Engine
+from rollout_worker.evaluation.held_out import HeldOut
+from rollout_worker.evaluation.idle_share import IdleShare
 from rollout_worker.leased_group import LeasedGroup
 from rollout_worker.rewards.reward_pool import PendingScores, RewardPool, Score, ScoreRequest
 from rollout_worker.worker_records import EvalItem
 from services.process.phase_clock import PhaseClock
 from services.weights.digest import tree_digest
-from services.wire.messages import Completion, Group, WeightManifest
+from services.wire.messages import NO_VERSION, Completion, Group, WeightManifest
 
 EVAL_STREAM = 2**31 - 1
 """Folded into the run's key for evaluation, so that it never repeats a training draw."""
@@ -49,12 +52,22 @@ class GroupSettings:
     """Of the engine's stop automaton."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Policy:
+    """A verified policy on the device."""
+
+    version: int
+    digest: str
+    params: Params
+
+
 @dataclasses.dataclass(eq=False)
 class _Task:
     """One prompt whose completions are decoded, then scored together."""
 
     request: DecodeRequest
     prompt: Prompt
+    rewards: RewardPool
     policy_version: int
     """Under which it began, and ends."""
     weight_digest: str
@@ -62,6 +75,10 @@ class _Task:
     """Seconds by phase of the clock when it began."""
     leased: LeasedGroup | None = None
     """None in an evaluation."""
+    held_out: str = ""
+    """Name of its held-out set."""
+    position: int = -1
+    """In that set."""
     rows: list[FinishedRow] = dataclasses.field(default_factory=list)
     """Completions that have ended; in the order of their samples once all have."""
     scores: PendingScores | None = None
@@ -87,7 +104,7 @@ class RolloutWorker:
         tokenizer: Tokenizer,
         rewards: RewardPool,
         train: Sequence[Prompt],
-        held_out: Sequence[Prompt],
+        held_out: Sequence[HeldOut],
         clock: PhaseClock,
         canary: CanaryCheck | None = None,
     ):
@@ -107,6 +124,7 @@ class RolloutWorker:
         self._clock = clock
         self._canary = canary
         self._rewards = rewards
+        self._pools = {rewards, *(one.rewards for one in held_out)}
         self._tasks: dict[str, _Task] = {}
         """What is being decoded or scored, by request id."""
         self._request_numbers = itertools.count()
@@ -114,6 +132,15 @@ class RolloutWorker:
         """-1 until the first weights arrive."""
         self.weight_digest = ""
         self._swaps = 0
+        self._current: _Policy | None = None
+        """Of `policy_version`."""
+        self._kept: _Policy | None = None
+        """An older one, or the current one, for an evaluation."""
+        self._loaded: _Policy | None = None
+        """That of the two which the engine has."""
+        self._keep = NO_VERSION
+        self._share: IdleShare | None = None
+        """What is being evaluated beside training."""
         self.canary_gap = math.nan
         """Largest gap of a logprob between learner and worker on the probe, in nats."""
 
@@ -148,10 +175,39 @@ class RolloutWorker:
                     f"{self._name}: the canary of policy version {manifest.policy_version} fails "
                     f"at {result.first_layer}: {result.gaps} (weights.canary_bound)"
                 )
-        self._engine.swap_policy(params, manifest.policy_version)
-        self.policy_version = manifest.policy_version
-        self.weight_digest = digest
+        policy = _Policy(manifest.policy_version, digest, params)
+        self._load(policy)
+        self._current = policy
+        self.policy_version, self.weight_digest = policy.version, policy.digest
+        if policy.version == self._keep:
+            self._kept = policy
         self._swaps += 1
+
+    def _load(self, policy: _Policy | None) -> None:
+        """Has the engine sample under a policy, which is on the device already."""
+        assert policy is not None
+        if self._loaded is not policy:
+            with self._clock.phase("weights_swap"):
+                self._engine.swap_policy(policy.params, policy.version)
+            self._loaded = policy
+
+    def keep_version(self, version: int) -> None:
+        """Keeps a policy version beside the current one while later ones come, for an evaluation:
+        the current one, or one that comes later. A version that was kept before is dropped.
+
+        Args:
+            version: NO_VERSION for none.
+        """
+        self._keep = version
+        self._kept = self._current if self.policy_version == version else None
+        if self._loaded is not self._current:
+            self._load(self._current)
+
+    @property
+    def kept_version(self) -> int:
+        """The version that is kept; NO_VERSION for none. For any thread."""
+        kept = self._kept
+        return NO_VERSION if kept is None else kept.version
 
     @property
     def progress(self) -> dict[str, int]:
@@ -160,7 +216,7 @@ class RolloutWorker:
         return {
             "tokens": counts.tokens,
             "prefills": counts.prefill_calls,
-            "scored": self._rewards.scored,
+            "scored": sum(pool.scored for pool in self._pools),
             "swaps": self._swaps,
         }
 
@@ -183,6 +239,7 @@ class RolloutWorker:
         Raises:
             ValueError: if one does not fit the engine. None is begun then.
         """
+        self._load(self._current)
         tasks = []
         for leased in groups:
             lease = leased.lease
@@ -196,6 +253,7 @@ class RolloutWorker:
                 samples=self._settings.completions,
                 key_data=self._train_key,
                 sampling=self._settings.sampling,
+                rewards=self._rewards,
             )
             task.leased = leased
             tasks.append(task)
@@ -208,7 +266,13 @@ class RolloutWorker:
             wait_s: where nothing is left to decode: how long to wait for scores, None as long as
                 the scorers' own bounds allow.
         """
-        return [self._complete(task) for task in self._advance(None, wait_s)]
+        if self._share is None:
+            return [self._complete(task) for task in self._advance(None, wait_s)]
+        for task in self._advance("eval", wait_s):
+            self._share.add_items(task.position, self._items(task))
+        if self._share.ended:
+            self._share = None
+        return []
 
     def drop_cancelled(self) -> None:
         """Ends the groups that were cancelled; the others go on."""
@@ -217,39 +281,69 @@ class RolloutWorker:
             self._abort(gone)
 
     def evaluate(
-        self, positions: Sequence[int], *, samples: int, sampling: SamplingSettings
+        self, which: int, positions: Sequence[int], *, samples: int, sampling: SamplingSettings
     ) -> list[EvalItem]:
         """Completes and scores held-out prompts; draws do not touch the training stream.
 
         Args:
-            positions: places in the held-out set, any number.
+            which: of the held-out sets.
+            positions: places in that set, any number.
 
         Returns:
             one item per completion, in the order of positions and samples.
         """
         self._abort(self._tasks.values(), "eval")  # of a call that failed
-        tasks = [
-            self._task(
-                f"held out {place}",
-                self._held_out[place],
-                epoch=0,
-                samples=samples,
-                key_data=self._eval_key,
-                sampling=sampling,
-            )
-            for place in positions
-        ]
+        self._load(self._current)
+        tasks = self._held_out_tasks(which, positions, samples, sampling)
         self._submit(tasks)
         try:
             while self._tasks:
                 self._advance("eval")
         finally:
             self._abort(self._tasks.values(), "eval")
-        return [
-            self._item(task.prompt, row, score)
-            for task in tasks
-            for row, score in zip(task.rows, task.wait_scores(), strict=True)
-        ]
+        return [item for task in tasks for item in self._items(task)]
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether a share of an evaluation is under way beside training."""
+        return self._share is not None
+
+    def begin_evaluation(self, share: IdleShare) -> None:
+        """Starts what is left of a share under the version that is kept, which must be its own.
+
+        Nothing else may be under way; `advance` completes it.
+        """
+        assert not self._tasks and self.kept_version == share.request.policy_version
+        asked = share.request
+        self._load(self._kept)
+        self._submit(
+            self._held_out_tasks(asked.held_out, share.left, asked.samples, asked.sampling)
+        )
+        self._share = share
+
+    def pause_evaluation(self) -> None:
+        """Puts the share aside; prompts that are not complete are left."""
+        self._share = None
+        self._abort(self._tasks.values(), "eval")
+
+    def _held_out_tasks(
+        self, which: int, positions: Sequence[int], samples: int, sampling: SamplingSettings
+    ) -> list[_Task]:
+        held_out = self._held_out[which]
+        tasks = []
+        for place in positions:
+            task = self._task(
+                f"held out {which}/{place}/{next(self._request_numbers)}",
+                held_out.prompts[place],
+                epoch=0,
+                samples=samples,
+                key_data=self._eval_key,
+                sampling=sampling,
+                rewards=held_out.rewards,
+            )
+            task.held_out, task.position = held_out.name, place
+            tasks.append(task)
+        return tasks
 
     def _submit(self, tasks: Sequence[_Task]) -> None:
         self._engine.submit_requests([task.request for task in tasks])
@@ -283,7 +377,7 @@ class RolloutWorker:
 
     def _start_scoring(self, task: _Task) -> None:
         task.rows.sort(key=lambda row: row.sample_index)
-        task.scores = self._rewards.submit(
+        task.scores = task.rewards.submit(
             [
                 ScoreRequest(
                     completion=self._tokenizer.decode_completion(row.token_ids),
@@ -317,6 +411,7 @@ class RolloutWorker:
         samples: int,
         key_data: np.ndarray,
         sampling: SamplingSettings,
+        rewards: RewardPool,
     ) -> _Task:
         request = DecodeRequest(
             request_id=request_id,
@@ -329,7 +424,15 @@ class RolloutWorker:
             sampling=sampling,
             stop_set=self._settings.stop_set,
         )
-        return _Task(request, prompt, self.policy_version, self.weight_digest, self._clock.total())
+        assert self._loaded is not None
+        return _Task(
+            request,
+            prompt,
+            rewards,
+            self._loaded.version,
+            self._loaded.digest,
+            self._clock.total(),
+        )
 
     def _complete(self, task: _Task) -> LeasedGroup:
         """Makes the group of a task whose completions are scored."""
@@ -355,8 +458,17 @@ class RolloutWorker:
         )
         return leased
 
-    def _item(self, prompt: Prompt, row: FinishedRow, score: Score) -> EvalItem:
+    def _items(self, task: _Task) -> list[EvalItem]:
+        """The completions of a held-out prompt, in the order of samples."""
+        scored = zip(task.rows, task.wait_scores(), strict=True)
+        return [self._item(task, row, score) for row, score in scored]
+
+    def _item(self, task: _Task, row: FinishedRow, score: Score) -> EvalItem:
+        versions = {int(version) for version in row.versions}
+        assert versions == {task.policy_version}, (task.position, versions, task.policy_version)
+        prompt = task.prompt
         return EvalItem(
+            set=task.held_out,
             prompt_id=prompt.prompt_id,
             sample_index=row.sample_index,
             question=prompt.question,
@@ -367,7 +479,7 @@ class RolloutWorker:
             rewards=score.rewards,
             total_reward=score.total,
             reward_error=score.error,
-            policy_version=self.policy_version,
+            policy_version=task.policy_version,
         )
 
 

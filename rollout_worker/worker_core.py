@@ -8,11 +8,12 @@ import jax
 from models.files.checkpoint import read_model_config
 from models.tokenizer import load_tokenizer
 from rollout_worker.canary import CanaryCheck
+from rollout_worker.config import RewardConfig, held_out_reward
 from rollout_worker.data.data_digests import DataDigests, digest_data
-from rollout_worker.data.prompts import PromptSet
-from rollout_worker.data.training_set import load_source, load_training
+from rollout_worker.data.training_set import load_held_out, load_training
 from rollout_worker.engine.decode_request import SamplingSettings
 from rollout_worker.engine_setup import EngineSetup
+from rollout_worker.evaluation.held_out import HeldOut
 from rollout_worker.rewards.processes.reward_process import Allowance
 from rollout_worker.rewards.reward_pool import RewardPool
 from rollout_worker.sample_record import Sample, SampleRecords
@@ -51,19 +52,9 @@ class WorkerCore:
 
         longest = spec.rollout.max_prompt_tokens
         self._train = load_training(spec.data, tokenizer=tokenizer, max_prompt_tokens=longest)
-        self._held_out = PromptSet(prompts=(), overlong=0)
-        if spec.data.eval is not None:
-            self._held_out = load_source(
-                spec.data.eval, spec.data, tokenizer=tokenizer, max_prompt_tokens=longest
-            )
-        self._rewards = RewardPool(
-            spec.reward.functions,
-            processes=spec.reward.processes,
-            timeout_s=spec.reward.timeout_s,
-            allowance=Allowance.of(spec.reward),
-            in_flight=spec.reward.in_flight,
-            combine=spec.reward.combine,
-        )
+        self._held_out = load_held_out(spec.data, tokenizer=tokenizer, max_prompt_tokens=longest)
+        self._pools: list[tuple[RewardConfig, RewardPool]] = []
+        rewards = self._pool(spec.reward)
         self.worker = RolloutWorker(
             name=spec.name,
             run_id=spec.run_id,
@@ -76,9 +67,18 @@ class WorkerCore:
             ),
             engine=engine,
             tokenizer=tokenizer,
-            rewards=self._rewards,
+            rewards=rewards,
             train=self._train.prompts,
-            held_out=self._held_out.prompts,
+            held_out=[
+                HeldOut(
+                    name=name,
+                    prompts=read.prompts,
+                    rewards=self._pool(held_out_reward(source, spec.reward)),
+                )
+                for source, name, read in zip(
+                    spec.data.eval_sources, spec.data.eval_names, self._held_out, strict=True
+                )
+            ],
             clock=clock,
             canary=CanaryCheck(engine.spec, clock, bound=spec.canary_bound)
             if spec.canary
@@ -100,7 +100,10 @@ class WorkerCore:
         """Completes and scores held-out prompts, in the phase `eval`."""
         with self._clock.phase("eval"):
             return self.worker.evaluate(
-                request.positions, samples=request.samples, sampling=request.sampling
+                request.held_out,
+                request.positions,
+                samples=request.samples,
+                sampling=request.sampling,
             )
 
     def samples(self, group: Group, lease: Lease) -> tuple[Sample, ...]:
@@ -110,4 +113,21 @@ class WorkerCore:
 
     def close(self) -> None:
         """Ends the reward processes."""
-        self._rewards.close()
+        for _, pool in self._pools:
+            pool.close()
+
+    def _pool(self, reward: RewardConfig) -> RewardPool:
+        """Processes with these scorers: one pool for each different section."""
+        for before, pool in self._pools:
+            if before == reward:
+                return pool
+        pool = RewardPool(
+            reward.functions,
+            processes=reward.processes,
+            timeout_s=reward.timeout_s,
+            allowance=Allowance.of(reward),
+            in_flight=reward.in_flight,
+            combine=reward.combine,
+        )
+        self._pools.append((reward, pool))
+        return pool

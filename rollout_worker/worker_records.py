@@ -17,7 +17,7 @@ from services.process.process_memory import ProcessMemory
 from services.trajectories.group_report import GroupReport
 from services.weights.replica import PullStats
 from services.wire.host_port import split_address
-from services.wire.messages import Lease
+from services.wire.messages import NO_VERSION, Lease
 from services.wire.reachable import is_loopback, own_address
 from services.wire.tls import Credentials
 
@@ -109,20 +109,27 @@ class WorkerInfo:
 class EvalRequest:
     """Held-out prompts that a worker is to complete and score."""
 
+    held_out: int = 0
+    """Which of the held-out sets."""
     positions: Sequence[int]
-    """Places in the held-out set."""
+    """Places in it."""
     policy_version: int
-    """The oldest version that may complete them."""
+    """The oldest version that may complete them; with `when_idle` the only one."""
     samples: int
     """Completions of each prompt."""
     sampling: SamplingSettings
     timeout_s: float
+    """With `when_idle` there is no bound."""
+    when_idle: bool = False
+    """Only while the worker has nothing else to do; it must keep that version (`Orders`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalItem:
     """One held-out completion; eval.jsonl has it with `correct`, which is decided later."""
 
+    set: str = ""
+    """Name of its held-out set; empty for the only one."""
     prompt_id: int
     sample_index: int
     question: str
@@ -152,6 +159,8 @@ class Orders:
     """Finish what is being decoded, return the rest, take nothing more."""
     refetch: bool = False
     """Give the version up that is held, since no learner of this run issues it any more."""
+    keep_version: int | None = None
+    """The policy version to keep beside the current one, for an evaluation; NO_VERSION for none."""
     sources: tuple[str, ...] | None = None
     """Addresses that serve weights, preferred first; the learner's is the last."""
     learner_address: str | None = None
@@ -181,6 +190,8 @@ class News:
     """Whether it was ordered to drain and holds no lease any more."""
     policy_version: int
     """Held on the device; -1 before the first."""
+    kept_version: int = NO_VERSION
+    """Kept for an evaluation."""
     weight_digest: str
     canary_gap: float
     """On the probe, under this version: largest gap of a logprob, in nats; NaN without a probe."""

@@ -1,8 +1,9 @@
 """The metrics and phases of a run: title, unit, description, and the view that shows them.
 
 `metric_rows.py` has the rows. A word in braces is a placeholder: `{scorer}`
-for the name of a reward function, `{source}` for one of several training sources, `{process}` for
-`learner` or a worker.
+for the name of a reward function, `{source}` for one of several training sources, `{set}` for one
+of several held-out sets, `{process}` for `learner` or a worker. The metrics of evaluations are
+those of a single set, and each is there again for one of several.
 """
 
 import dataclasses
@@ -22,6 +23,7 @@ _PLACES = {
     "source": "[^/]+",
     "phase": "|".join(PHASES),
     "thread": "[a-z_]+",
+    "set": "[^/]+",
     "n": "[0-9]+",
 }
 """Patterns of the placeholders."""
@@ -103,6 +105,10 @@ PHASE_ROWS: tuple[Phase, ...] = tuple(
 )
 
 
+_OF_A_SET = "eval/"
+"""Beginning of the metrics of a held-out set."""
+
+
 @functools.cache
 def _pattern(name: str) -> re.Pattern[str]:
     parts = BRACES.split(name)
@@ -124,7 +130,7 @@ def _read(rows: str) -> Iterator[Metric]:
         elif not line.startswith(" "):
             name, unit, title = (cell.strip() for cell in line.split("|"))
             about = itertools.takewhile(lambda one: one.startswith(" "), lines[at + 1 :])
-            yield Metric(
+            found = Metric(
                 name=name,
                 title=title,
                 unit=unit,
@@ -133,6 +139,19 @@ def _read(rows: str) -> Iterator[Metric]:
                 group=group.removesuffix("-"),
                 charted=not group.endswith("-"),
             )
+            yield found
+            if name.startswith(_OF_A_SET):
+                yield _of_one_set(found)
+
+
+def _of_one_set(metric: Metric) -> Metric:
+    """The same metric of one of several held-out sets."""
+    return dataclasses.replace(
+        metric,
+        name=metric.name.replace(_OF_A_SET, f"{_OF_A_SET}{{set}}/", 1),
+        title=f"{metric.title}, of one set",
+        description=f"of one of several held-out sets: {metric.description}",
+    )
 
 
 METRICS: tuple[Metric, ...] = tuple(_read(METRIC_ROWS))

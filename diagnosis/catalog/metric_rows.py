@@ -52,6 +52,17 @@ eval/correct_from | reward | right from
     there is no accuracy and no pass@k
 eval/pass_at_{n} | | pass@k
     chance that at least one of k completions of a held-out prompt is right
+eval/step | | evaluated step
+    the step whose policy was evaluated; training may have gone on since
+eval/policy_version | | evaluated policy version
+    the one version under which all completions of the evaluation were sampled
+eval/paired/p_value | | p of the paired test
+    chance of changes as uneven as since the evaluation before, or more so, if nothing had changed:
+    exact sign test over the prompts of both (McNemar's where each has one completion)
+eval/paired/better | | prompts better than before
+    held-out prompts with more right completions than in the evaluation before
+eval/paired/worse | | prompts worse than before
+    held-out prompts with fewer right completions than in the evaluation before
 [learning reward]
 eval/reward/total/mean | | held-out reward, mean
     total reward over the held-out completions that could be scored
@@ -60,10 +71,9 @@ eval/reward/{scorer}/mean | | held-out reward of one function
 [trust reward_errors-]
 eval/reward_errors | | held-out reward errors
     held-out completions whose scoring failed; they count as wrong
-[learning length-]
+[learning length]
 eval/completions | | held-out completions
     how many held-out completions an evaluation scored
-[learning length]
 eval/completion_len_mean | tokens | held-out completion length, mean
     mean length of held-out completions
 [learning length-]
@@ -256,7 +266,7 @@ time/train/update_s | s | update time
     from the request for the update to its report
 [breakdown sides-]
 time/eval_s | s | evaluation time
-    how long the step's evaluation took
+    how long training waited for an evaluation in this step
 [breakdown phases-]
 time/{process}/{phase}_s | s | time of one phase
     seconds that a process spent in a phase of the ledger during the step

@@ -55,6 +55,31 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
+def sign_test(better: int, worse: int) -> float:
+    """Returns the two-sided p-value of the exact sign test.
+
+    Under the hypothesis of no change, each pair that changed is as likely to have become better as
+    worse. Where each of a pair is right or wrong, this is the exact form of McNemar's test.
+
+    Source: Q. McNemar, "Note on the sampling error of the difference between correlated proportions
+    or percentages", Psychometrika 12 (1947); the p-value is the binomial one, not the chi-square.
+
+    Args:
+        better, worse: pairs that changed; those that did not change say nothing.
+
+    Raises:
+        ValueError: if a number is negative.
+    """
+    if better < 0 or worse < 0:
+        raise ValueError(f"numbers of pairs must not be negative, got {better=}, {worse=}")
+    pairs = better + worse
+    term = tail = 1
+    for drawn in range(min(better, worse)):
+        term = term * (pairs - drawn) // (drawn + 1)
+        tail += term
+    return min(1.0, 2 * tail / 2**pairs)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Accuracy:
     """Right answers of one evaluation."""

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from driver.accounting.accuracy import Accuracy
+from driver.accounting.evaluations import Evaluations
 from driver.accounting.intake import Intake, IntakeRules
 from driver.accounting.leases import LeaseTable
 from learner.learner_records import RecordedUpdate, Restored
@@ -29,8 +29,7 @@ class RunState:
     """Steps that changed the policy."""
     skip_cause: str = ""
     """Why the last step that did not was skipped."""
-    accuracy: dict[int, Accuracy | None] = dataclasses.field(default_factory=dict)
-    """By the step that was evaluated; None where it is not known what is right."""
+    evaluations: Evaluations = dataclasses.field(default_factory=Evaluations)
     replay: deque[RecordedUpdate] = dataclasses.field(default_factory=deque)
     """Updates that were recorded after the checkpoint, to be made again."""
     open: dict[str, float] | None = None
@@ -67,12 +66,7 @@ class RunState:
             scored = sum(math.isfinite(reward) for reward in state.rewards)
             state.updates = kept.get("updates", scored)
             state.skip_cause = kept.get("skip_cause", "")
-            state.accuracy = {
-                step: Accuracy(correct=counts[0], total=counts[1], correct_from=(*counts, 1.0)[2])
-                if counts
-                else None
-                for step, *counts in kept["accuracy"]
-            }
+            state.evaluations = Evaluations.restore(kept)
         if restored is not None:
             state.step, state.policy_version = restored.step, restored.policy_version
             state.replay = deque(restored.replay)
@@ -112,8 +106,5 @@ class RunState:
             "rewards": [r if math.isfinite(r) else None for r in self.rewards],
             "updates": self.updates,
             "skip_cause": self.skip_cause,
-            "accuracy": [
-                [step, *(dataclasses.astuple(accuracy) if accuracy else ())]
-                for step, accuracy in self.accuracy.items()
-            ],
+            "evaluations": self.evaluations.state(),
         }

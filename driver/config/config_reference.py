@@ -61,6 +61,8 @@ _UNIT_OF_KEY = {
     "weights.relay_fanout": "workers",
     "weights.canary_bound": "nats",
     "checkpoint.keep": "checkpoints",
+    "data.eval.samples_per_prompt": "completions",
+    "data.eval.correct_from": "reward",
     "eval.prompts": "prompts",
     "eval.samples_per_prompt": "completions",
     "eval.correct_from": "reward",

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from typing import TextIO
+from typing import Any, TextIO
 
 from driver.config.run_config import RunConfig
 from driver.errors import RunError
@@ -63,11 +63,11 @@ def locate(config: RunConfig) -> RunConfig:
             return path if RAY_PACKAGE in str(cwd) else str(cwd / path)
         return str(base / path) if (base / path).exists() else path
 
-    def source(one: SourceConfig | None) -> SourceConfig | None:
-        return one and one.model_copy(update={"source": located(one.source)})
+    def source(given: SourceConfig | tuple[SourceConfig, ...] | None) -> Any:
+        if given is None or isinstance(given, tuple):
+            return given and tuple(map(source, given))
+        return given.model_copy(update={"source": located(given.source)})
 
-    given = config.data.train
-    train = tuple(map(source, given)) if isinstance(given, tuple) else source(given)
     return config.model_copy(
         update={
             "model": config.model.model_copy(
@@ -77,7 +77,7 @@ def locate(config: RunConfig) -> RunConfig:
                 }
             ),
             "data": config.data.model_copy(
-                update={"train": train, "eval": source(config.data.eval)}
+                update={"train": source(config.data.train), "eval": source(config.data.eval)}
             ),
         }
     )

@@ -87,6 +87,8 @@ class Plan:
     wire_bytes_per_version: int
     shared_bytes_per_device: int | None
     """Of learner and worker together, with two copies of the policy, where they share devices."""
+    keeps_policy: bool
+    """Whether a worker keeps one more version during an evaluation beside training."""
     notes: tuple[str, ...]
     """Settings that work, but are probably not meant."""
 
@@ -203,6 +205,7 @@ def derive(config: RunConfig, model: ModelConfig, devices: Devices) -> Plan:
         + worker.pool_bytes
         if devices.shared
         else None,
+        keeps_policy=config.evaluates_beside_training,
         notes=_notes(
             config,
             decode_impl=worker.attention.impl,
@@ -235,6 +238,7 @@ def plan_worker(setup: EngineSetup, devices: int) -> WorkerPlan:
 def format_plan(plan: Plan) -> str:
     """The derived sizes as lines of `what: number`."""
     (data, fsdp), worker = plan.mesh, plan.worker
+    kept = " and once more during an evaluation" * plan.keeps_policy
     lines = [
         f"step: {counted(plan.completions_per_step, 'completion')}, at most "
         f"{counted(plan.completion_tokens_per_step, 'sampled token')} and "
@@ -251,8 +255,8 @@ def format_plan(plan: Plan) -> str:
         f"learner: mesh data={data} x fsdp={fsdp}; state {_bytes(plan.learner_bytes_per_device)} "
         "a device, without activations",
         f"worker: {counted(plan.devices.worker, 'device')}; policy "
-        f"{_bytes(worker.policy_bytes)} a device, twice that while versions change; KV cache at "
-        f"most {_bytes(worker.cache_bytes)} for {worker.cache_tokens:,} columns a slot, and "
+        f"{_bytes(worker.policy_bytes)} a device, twice that while versions change{kept}; KV cache "
+        f"at most {_bytes(worker.cache_bytes)} for {worker.cache_tokens:,} columns a slot, and "
         f"{_bytes(worker.pool_bytes)} of prefilled prompts",
     ]
     version = _bytes(plan.wire_bytes_per_version)
@@ -284,15 +288,19 @@ def _notes(
         programs: that a worker can come to need.
     """
     found = [*_speed(config, decode_impl, loss_impl), *_shares(config)]
-    decode, evaluation = config.rollout.decode, config.eval
+    decode = config.rollout.decode
     if decode.compile_budget is not None and decode.compile_budget < programs:
         found.append(
             f"rollout.decode.compile_budget={decode.compile_budget} is below the {programs} "
             "programs that a worker can come to need"
         )
-    cut_off = (evaluation.top_k, evaluation.top_p, evaluation.min_p) != (0, 1, 0)
-    if evaluation.temperature == 0 and cut_off:
-        found.append("eval.temperature=0 takes the likeliest token, whatever top_k, top_p or min_p")
+    for one in config.held_out_sets:
+        rules = one.rules
+        if rules.temperature == 0 and (rules.top_k, rules.top_p, rules.min_p) != (0, 1, 0):
+            key = f"{one.key}: " if one.name else "eval."
+            found.append(
+                f"{key}temperature=0 takes the likeliest token, whatever top_k, top_p or min_p"
+            )
     return tuple(found)
 
 

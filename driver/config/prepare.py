@@ -8,20 +8,32 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from driver.config.load_config import ConfigError
 from driver.config.plan import asked_devices, checked, derive, format_plan
 from driver.config.plural import counted
-from driver.config.run_config import RunConfig
+from driver.config.run_config import HeldOutSet, RunConfig
 from driver.config.shell_switches import check_xla_flags, cpu_devices, overridden
 from driver.errors import RunError
 from models.config import ModelConfig
 from models.files.checkpoint import check_model_files, read_model_config
 from models.tokenizer import Tokenizer, load_tokenizer
-from rollout_worker.config import MOST_WORKERS, DataConfig, SourceConfig, WorkersConfig
+from rollout_worker.config import (
+    MOST_WORKERS,
+    DataConfig,
+    RewardFunctionConfig,
+    SourceConfig,
+    WorkersConfig,
+)
 from rollout_worker.data.data_digests import DataDigests, digest_data
 from rollout_worker.data.prompts import PromptSet, count_shared
-from rollout_worker.data.training_set import TrainingSet, load_source, load_training, order_of
+from rollout_worker.data.training_set import (
+    TrainingSet,
+    load_held_out,
+    load_training,
+    order_of,
+)
 from rollout_worker.engine_setup import stop_automaton
 from rollout_worker.rewards.composition import Composition
 from rollout_worker.rewards.gold_answers import find_unjudged, needs_answer
@@ -43,8 +55,8 @@ class Prepared:
     """The report of --dry-run."""
     order: DataOrder
     """Of the prompts of data.train that fit."""
-    held_out: int
-    """Prompts of data.eval that fit; 0 without one."""
+    held_out: tuple[int, ...]
+    """Prompts of each set of data.eval that fit."""
     data: DataDigests
     """Every process must read the same."""
     model: ModelConfig
@@ -61,10 +73,11 @@ class Prepared:
         if not different:
             return
         section = different[0].rpartition(" ")[2]
-        given = {"data.eval": [data.eval], "data.train": data.train_sources}.get(section)
-        if given is None:  # one of several training sources
-            given = [data.train_sources[int(section.rpartition(".")[2])]]
-        sources = ", ".join(str(source and source.source) for source in given)
+        _, which, *only = section.split(".")  # a number where it is one of several
+        given = data.train_sources if which == "train" else data.eval_sources
+        if only:
+            given = [given[int(only[0])]]
+        sources = ", ".join(source.source for source in given)
         raise RunError(
             f"{info.name} on {info.host} reads other {' and '.join(different)} than the driver "
             f"({section}.source={sources}): every host needs the same data, "
@@ -106,6 +119,14 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
     checked(
         validate_functions, config.reward.functions, allowance=allowance, about="reward.functions"
     )
+    for one in config.held_out_sets:
+        if one.reward != config.reward:
+            checked(
+                validate_functions,
+                one.reward.functions,
+                allowance=allowance,
+                about=f"{one.key}: scorer",
+            )
     if ":" in config.algorithm.policy_loss:
         _try_policy_loss(config.algorithm.policy_loss)
     longest = config.rollout.max_prompt_tokens
@@ -116,20 +137,11 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
         max_prompt_tokens=longest,
         about="data.train",
     )
-    held_out = None
-    if config.data.eval is not None:
-        held_out = checked(
-            load_source,
-            config.data.eval,
-            config.data,
-            tokenizer=tokenizer,
-            max_prompt_tokens=longest,
-            about="data.eval",
-        )
+    held_out = checked(load_held_out, config.data, tokenizer=tokenizer, max_prompt_tokens=longest)
     order = order_of(config.data, train, seed=config.run.seed)
-    notes += _check_golds(config, train, held_out)
-    read = list(zip(_train_keys(config.data), train.sets, strict=True))
-    notes += _chat_notes(config, [*read, *([("data.eval", held_out)] if held_out else [])])
+    sets = _judged_sets(config, train, held_out)
+    notes += _check_golds(config, sets)
+    notes += _chat_notes(config, [(one.key, one.read) for one in sets])
     notes += overridden(os.environ)
     unset = [name for name in config.reward.environment if name not in os.environ]
     if unset:
@@ -148,18 +160,18 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
         f"{', '.join(map(str, sorted(tokenizer.stop_ids)))}, pad id {tokenizer.pad_id}",
         *_describe_train(config, train, order),
     ]
-    if config.data.eval is not None and held_out is not None:
-        lines.append(_describe(config, "data.eval", config.data.eval, held_out))
-        for where, read in zip(_train_keys(config.data), train.sets, strict=True):
-            if shared := count_shared(read, held_out):
-                lines.append(f"note: also in {where}: {counted(shared, 'prompt')} of data.eval")
+    for one, read in zip(config.held_out_sets, held_out, strict=True):
+        lines.append(_describe_held_out(config, one, read))
+        for where, trained in zip(_train_keys(config.data), train.sets, strict=True):
+            if shared := count_shared(trained, read):
+                lines.append(f"note: also in {where}: {counted(shared, 'prompt')} of {one.key}")
     rewards = Composition.of(config.reward.functions, config.reward.combine)
     lines += [f"note: {note}" for note in notes]
     lines += [f"reward: {rewards}", format_plan(plan)]
     return Prepared(
         text="\n".join(lines),
         order=order,
-        held_out=0 if held_out is None else len(held_out),
+        held_out=tuple(map(len, held_out)),
         data=digest_data(train.sets, held_out),
         model=model,
         moment=moment,
@@ -210,7 +222,33 @@ def _try_policy_loss(name: str) -> None:
         raise ConfigError(f"algorithm.policy_loss={name}: {problem.strip()}")
 
 
-def _check_golds(config: RunConfig, train: TrainingSet, held_out: PromptSet | None) -> list[str]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _JudgedSet:
+    """Prompts that were read, and the functions that score them."""
+
+    key: str
+    """How messages name it."""
+    source: SourceConfig
+    read: PromptSet
+    functions: tuple[RewardFunctionConfig, ...]
+
+
+def _judged_sets(
+    config: RunConfig, train: TrainingSet, held_out: Sequence[PromptSet]
+) -> list[_JudgedSet]:
+    """Those of training, then the held-out ones."""
+    keys, sources = _train_keys(config.data), config.data.train_sources
+    functions = config.reward.functions
+    return [
+        _JudgedSet(key=key, source=source, read=read, functions=functions)
+        for key, source, read in zip(keys, sources, train.sets, strict=True)
+    ] + [
+        _JudgedSet(key=one.key, source=one.source, read=read, functions=one.reward.functions)
+        for one, read in zip(config.held_out_sets, held_out, strict=True)
+    ]
+
+
+def _check_golds(config: RunConfig, sets: Sequence[_JudgedSet]) -> list[str]:
     """Finds gold answers that a scorer cannot judge.
 
     Returns:
@@ -219,62 +257,75 @@ def _check_golds(config: RunConfig, train: TrainingSet, held_out: PromptSet | No
     Raises:
         ConfigError: where all of a set cannot be judged.
     """
-    sets = list(zip(_train_keys(config.data), config.data.train_sources, train.sets, strict=True))
-    if config.data.eval is not None and held_out is not None:
-        sets.append(("data.eval", config.data.eval, held_out))
-    for where, source, read in sets:
-        _check_answered(config, where, source, read)
-    prompts = [prompt for _, _, read in sets for prompt in read.prompts]
-    golds = [ScoreRequest("", one.answer, one.question, one.item) for one in prompts]
+    for one in sets:
+        _check_answered(one)
     notes = []
-    for function in config.reward.functions:
-        reasons = checked(
-            find_unjudged,
-            function.name,
-            golds,
-            timeout_s=config.reward.timeout_s,
-            params=function.params,
-            allowance=Allowance.of(config.reward),
-            about="reward.functions",
-        )
-        start = 0
-        for which, source, read in sets:
-            indices = range(start, start + len(read))
-            start += len(read)
-            found = [index for index in indices if index in reasons]
-            if not found:
-                continue
-            named = [
-                f"{source.place_of(prompts[index].prompt_id - read.first_id)}, answer "
-                f"{prompts[index].answer[-_SHOWN_CHARACTERS:]!r}: {reasons[index]}"
-                for index in found[:_SHOWN_GOLDS]
-            ]
-            if len(found) > _SHOWN_GOLDS:
-                named.append(f"and {len(found) - _SHOWN_GOLDS:,} more")
-            text = (
-                f"{which}: {function.name} cannot judge {len(found):,} of {len(indices):,} "
-                f"gold answers of {source.source}, so that their completions get no reward but an "
-                f"error: {'; '.join(named)}"
-            )
-            if len(found) == len(indices):
-                raise ConfigError(f"{text}. Choose another scorer, or correct answer_field or file")
-            notes.append(text)
+    different: list[tuple[str, dict[str, Any]]] = []
+    for function in (function for one in sets for function in one.functions):
+        scorer = (function.name, function.params)
+        if scorer in different:
+            continue
+        different.append(scorer)
+        judged = [
+            one for one in sets if scorer in [(each.name, each.params) for each in one.functions]
+        ]
+        notes += _unjudged(config, function, judged)
     return notes
 
 
-def _check_answered(config: RunConfig, where: str, source: SourceConfig, read: PromptSet) -> None:
+def _unjudged(
+    config: RunConfig, function: RewardFunctionConfig, sets: Sequence[_JudgedSet]
+) -> list[str]:
+    """The same for one function and the sets that it scores."""
+    prompts = [prompt for one in sets for prompt in one.read.prompts]
+    reasons = checked(
+        find_unjudged,
+        function.name,
+        [ScoreRequest("", one.answer, one.question, one.item) for one in prompts],
+        timeout_s=config.reward.timeout_s,
+        params=function.params,
+        allowance=Allowance.of(config.reward),
+        about="reward.functions",
+    )
+    notes, start = [], 0
+    for one in sets:
+        indices = range(start, start + len(one.read))
+        start += len(one.read)
+        found = [index for index in indices if index in reasons]
+        if not found:
+            continue
+        named = [
+            f"{one.source.place_of(prompts[index].prompt_id - one.read.first_id)}, answer "
+            f"{prompts[index].answer[-_SHOWN_CHARACTERS:]!r}: {reasons[index]}"
+            for index in found[:_SHOWN_GOLDS]
+        ]
+        if len(found) > _SHOWN_GOLDS:
+            named.append(f"and {len(found) - _SHOWN_GOLDS:,} more")
+        text = (
+            f"{one.key}: {function.name} cannot judge {len(found):,} of {len(indices):,} "
+            f"gold answers of {one.source.source}, so that their completions get no reward but an "
+            f"error: {'; '.join(named)}"
+        )
+        if len(found) == len(indices):
+            raise ConfigError(f"{text}. Choose another scorer, or correct answer_field or file")
+        notes.append(text)
+    return notes
+
+
+def _check_answered(one: _JudgedSet) -> None:
     """Checks that records have an answer where a scorer needs one.
 
     Raises:
         ConfigError: naming the scorer and the first record without one.
     """
-    needing = [one.name for one in config.reward.functions if needs_answer(one.name)]
+    source, read = one.source, one.read
+    needing = [function.name for function in one.functions if needs_answer(function.name)]
     lacking = [prompt for prompt in read.prompts if not prompt.answer]
     if not needing or not lacking or read.procedural:
         return
     first = source.place_of(lacking[0].prompt_id - read.first_id)
     raise ConfigError(
-        f"{where}: {', '.join(needing)} needs an answer, but {len(lacking):,} of {len(read):,} "
+        f"{one.key}: {', '.join(needing)} needs an answer, but {len(lacking):,} of {len(read):,} "
         f"records of {source.source} have none, the first in {first} with the fields "
         f"{sorted(lacking[0].item)}: set the source's answer_field, add the answers, or choose "
         "scorers that need none"
@@ -333,7 +384,13 @@ def _describe(config: RunConfig, where: str, source: SourceConfig, prompts: Prom
     if prompts.overlong:
         limit = config.rollout.max_prompt_tokens
         text += f", {prompts.overlong:,} left out with more than {limit} tokens"
-    if where == "data.eval":
-        used = min(config.eval.prompts or len(prompts), len(prompts))
-        text += f", {used:,} evaluated"
+    return text
+
+
+def _describe_held_out(config: RunConfig, one: HeldOutSet, prompts: PromptSet) -> str:
+    text = _describe(config, one.key, one.source, prompts)
+    text += f", {one.used_prompts(len(prompts)):,} evaluated"
+    if one.name:
+        text += f" by {one.scorer}, {counted(one.rules.samples_per_prompt, 'completion')} of each"
+        text += f" at temperature {one.rules.temperature:g}"
     return text

@@ -4,14 +4,22 @@
 nothing here touches a device, a file or the network.
 """
 
+import dataclasses
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from learner.config import AlgorithmConfig, LearnerConfig
-from rollout_worker.config import DataConfig, RewardConfig, RolloutConfig
+from rollout_worker.config import (
+    DataConfig,
+    EvalSource,
+    RewardConfig,
+    RolloutConfig,
+    SourceConfig,
+    held_out_reward,
+)
 from rollout_worker.engine.decode_request import SamplingSettings
-from services.process.config_section import Section
+from services.process.config_section import Section, validated
 
 WEEK_S = 604_800.0
 """Longest wait of a run: past it a deadline is as good as none."""
@@ -90,7 +98,9 @@ class CheckpointConfig(Section):
 
 
 class EvalConfig(Section):
-    """Held-out evaluation on data.eval."""
+    """Held-out evaluation on data.eval. Where that has several sets, each may have its own of the
+    keys from samples_per_prompt on.
+    """
 
     every_steps: int = Field(default=0, ge=0)
     """0 evaluates only at start and end, as the next two keys say."""
@@ -98,8 +108,14 @@ class EvalConfig(Section):
     """Evaluate before the first step."""
     at_end: bool = True
     """Evaluate after the last step."""
+    beside_training: bool = True
+    """Where rollout.max_staleness is above 0 and learner and workers have processes of their own,
+    training goes on during an evaluation between the first step and the last. Its prompts are
+    completed by workers that have nothing else to do, under the version of its step, which each
+    worker keeps on its devices so long; its result is in the metrics of the step in which it is
+    complete. Training waits for it before the next one is due."""
     prompts: int | None = Field(default=None, ge=1)
-    """Number of prompts, from the start of data.eval; null takes all."""
+    """Number of prompts, from the start of each set; null takes all."""
     samples_per_prompt: int = Field(default=1, ge=1, le=65_536)
     """Completions of each held-out prompt."""
     temperature: float = Field(default=0.0, ge=0, le=100)
@@ -141,6 +157,28 @@ class EvalConfig(Section):
                 "samples: set eval.temperature above 0 or samples_per_prompt to 1"
             )
         return self
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeldOutSet:
+    """One held-out set, and how it is evaluated."""
+
+    key: str
+    """How messages name it."""
+    name: str
+    """In logs and metrics; empty for a set that is no list."""
+    source: SourceConfig
+    rules: EvalConfig
+    reward: RewardConfig
+
+    @property
+    def scorer(self) -> str:
+        """The reward function that decides what is right."""
+        return self.reward.functions[0].name
+
+    def used_prompts(self, found: int) -> int:
+        """How many prompts are evaluated of those that fit."""
+        return min(self.rules.prompts or found, found)
 
 
 class WandbConfig(Section):
@@ -256,6 +294,37 @@ class RunConfig(Section):
         """Longest prompt plus completion, in tokens."""
         return self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens
 
+    @property
+    def evaluates_beside_training(self) -> bool:
+        """Whether an evaluation may go on while later steps are trained."""
+        asynchronous = self.rollout.max_staleness > 0 and self.placement.mode == "separate"
+        return self.eval.beside_training and asynchronous and self.eval.every_steps > 1
+
+    @property
+    def held_out_sets(self) -> tuple[HeldOutSet, ...]:
+        """The sets of data.eval, in its order."""
+        data = self.data
+        return tuple(
+            HeldOutSet(
+                key=key,
+                name=name,
+                source=source,
+                rules=self._rules_of(key, source),
+                reward=held_out_reward(source, self.reward),
+            )
+            for key, name, source in zip(
+                data.eval_keys, data.eval_names, data.eval_sources, strict=True
+            )
+        )
+
+    def _rules_of(self, key: str, source: SourceConfig) -> EvalConfig:
+        if not isinstance(source, EvalSource):
+            return self.eval
+        try:
+            return validated(EvalConfig, self.eval.model_dump() | source.own_rules)
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from None
+
     @model_validator(mode="after")
     def _check_group(self):
         advantage = self.algorithm.advantage
@@ -294,6 +363,11 @@ class RunConfig(Section):
                 f"them up, so that {found} would have no effect: use another advantage, or plain "
                 "weights with reward.combine=sum"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_held_out_sets(self):
+        _ = self.held_out_sets  # raises where the rules of one contradict each other
         return self
 
     @model_validator(mode="after")

@@ -13,7 +13,7 @@ from rollout_worker.worker_records import LeaseResult, News, Orders, WorkerInfo
 from services.control.messages import WorkerState, WorkerStatus
 from services.process.activity import HangWatch
 from services.process.process_memory import ProcessMemory
-from services.wire.messages import Lease
+from services.wire.messages import NO_VERSION, Lease
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,6 +60,8 @@ class Worker:
     info: WorkerInfo | None = None
     """Of its last process that was ready."""
     policy_version: int = -1
+    kept_version: int = NO_VERSION
+    """Of an evaluation beside training, as it last reported."""
     evaluates: bool = False
     """Whether it was asked to complete held-out prompts and has not answered."""
     restarts: int = 0
@@ -129,7 +131,8 @@ class Worker:
     def take_handle(self) -> WorkerHandle | None:
         """Forgets its process, which the caller ends."""
         handle, self.handle = self.handle, None
-        self.call, self.memory, self.policy_version, self.hangs = None, None, -1, HangWatch()
+        self.call, self.memory, self.hangs = None, None, HangWatch()
+        self.policy_version, self.kept_version = -1, NO_VERSION
         self.cut_since = None
         return handle
 
@@ -146,6 +149,7 @@ class Worker:
     def receive(self, news: News) -> None:
         """Keeps what its process reports of itself."""
         self.policy_version, self.memory = news.policy_version, news.memory
+        self.kept_version = news.kept_version
         self.hangs.note(news.activity, time.monotonic())
         for pull in news.transfers:
             if pull.wire_bytes and pull.seconds:

@@ -23,9 +23,9 @@ def threshold(items: Sequence[EvalItem], *, scorer: str, chosen: float | None) -
 
     Args:
         items: of one evaluation.
-        scorer: the first of reward.functions.
-        chosen: eval.correct_from. Without it 1 is right, unless a completion gets more: then 1 is
-            not the most that the scorer gives.
+        scorer: the function that decides.
+        chosen: correct_from of the set. Without it 1 is right, unless a completion gets more: then
+            1 is not the most that the scorer gives.
     """
     if chosen is not None:
         return chosen
@@ -51,11 +51,11 @@ def is_correct(
 def eval_metrics(
     items: Sequence[EvalItem], *, scorer: str, pass_k: Sequence[int], correct_from: float | None
 ) -> dict[str, float]:
-    """Metrics of one evaluation.
+    """Metrics of one evaluation of one set.
 
     Args:
         items: of all prompts. A completion that could not be scored counts as wrong.
-        scorer: the first of reward.functions, which decides what is right.
+        scorer: the function that decides what is right.
         pass_k: values of k for pass@k, over the samples of each prompt.
         correct_from: the reward from which a completion is right; None leaves accuracy and pass@k
             out.

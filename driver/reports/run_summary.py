@@ -13,9 +13,9 @@ class RunSummary:
     name: str
     rewards: Sequence[float]
     """Mean total reward of every step, in order."""
-    accuracy: Mapping[int, Accuracy | None]
-    """By the step that was evaluated, 0 before the first; None where it is not known what is
-    right."""
+    accuracy: Mapping[str, Mapping[int, Accuracy | None]]
+    """By held-out set and the step that was evaluated, 0 before the first; None where it is not
+    known what is right."""
     seconds: float
     outputs: Mapping[str, str]
     """Path by content, such as {"policy": "runs/demo/export"}."""
@@ -26,14 +26,18 @@ class RunSummary:
 def summary_lines(summary: RunSummary) -> list[str]:
     """The last lines of a run; scripts read the very last one."""
     first, last = _ends(summary.rewards)
-    before, after = _evaluated(summary.accuracy)
     steps = "step" if len(first) == 1 else f"{len(first)} steps"
     lines = [
         f"reward of the first {steps}  {_number(_mean(first), 3)}",
         f"reward of the last {steps}   {_number(_mean(last), 3)}",
-        f"held-out accuracy before   {_shown(summary.accuracy, before)}",
-        f"held-out accuracy after    {_shown(summary.accuracy, after)}",
     ]
+    for name, by_step in (summary.accuracy or {"": {}}).items():
+        before, after = (_shown(by_step, step) for step in _evaluated(by_step))
+        of = f" of {name}" if name else ""
+        lines += [
+            f"held-out accuracy{of} before   {before}",
+            f"held-out accuracy{of} after    {after}",
+        ]
     if summary.resumed_at == len(summary.rewards):
         nothing = "no step was trained since --resume"
         earlier = f": these are the figures of {len(summary.rewards)} earlier steps"
@@ -43,8 +47,12 @@ def summary_lines(summary: RunSummary) -> list[str]:
 
 
 def machine_line(summary: RunSummary) -> str:
-    """`demo: accuracy 0.31 -> 0.86, reward 0.35 -> 0.91, steps 60, seconds 214`; n/a is unknown."""
-    counts = [summary.accuracy.get(step) for step in _evaluated(summary.accuracy)]
+    """`demo: accuracy 0.31 -> 0.86, reward 0.35 -> 0.91, steps 60, seconds 214`; n/a is unknown.
+
+    Of several held-out sets, the accuracy is that of the first.
+    """
+    first_set = next(iter(summary.accuracy.values()), {})
+    counts = [first_set.get(step) for step in _evaluated(first_set)]
     before, after = (_number(count.fraction if count else None, 2) for count in counts)
     first, last = (_number(_mean(rewards), 2) for rewards in _ends(summary.rewards))
     return (

@@ -132,11 +132,21 @@ class StepReports:
         self._metrics.log_samples(step, chosen)
 
     def write_evaluation(
-        self, step: int, items: Sequence[EvalItem], correct: Sequence[bool | None]
+        self,
+        step: int,
+        items: Sequence[EvalItem],
+        correct: Sequence[bool | None],
+        *,
+        evaluated_step: int,
     ) -> None:
-        """Writes every held-out completion down, and whether it counts as right."""
+        """Writes every held-out completion down, and whether it counts as right.
+
+        Args:
+            step: whose line of metrics has the result.
+            evaluated_step: after which the policy was evaluated; training may have gone on since.
+        """
         records = (
-            {**dataclasses.asdict(item), "correct": right}
+            {**dataclasses.asdict(item), "evaluated_step": evaluated_step, "correct": right}
             for item, right in zip(items, correct, strict=True)
         )
         self._metrics.log_eval(step, records)
@@ -223,7 +233,7 @@ class StepReports:
         summary = RunSummary(
             name=self._run.name,
             rewards=state.rewards,
-            accuracy=state.accuracy,
+            accuracy=state.evaluations.accuracy,
             seconds=time.time() - self._status.current.started,
             outputs=outputs,
             resumed_at=resumed_at,

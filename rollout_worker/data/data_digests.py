@@ -12,7 +12,8 @@ from rollout_worker.data.prompts import PromptSet
 class DataDigests:
     """sha256, hex, of everything that is read of data.train and data.eval.
 
-    Where data.train has several sources, each has a digest of its own; blanks part them.
+    Where data.train has several sources, or data.eval several sets, each has a digest of its own;
+    blanks part them.
 
     Of a reasoning_gym source, `records` covers what the items are made from, the version of the
     package included, and `answers` nothing: a few tasks name another of several right answers in
@@ -50,7 +51,7 @@ def part_of_data(name: str) -> str:
 
 
 def _only_part(one: str, other: str) -> str:
-    """`.1` where the second of several sources is the only one that differs; else empty."""
+    """`.1` where the second of several is the only one that differs; else empty."""
     ours, theirs = one.split(), other.split()
     if len(ours) != len(theirs) or len(ours) == 1:
         return ""
@@ -58,16 +59,16 @@ def _only_part(one: str, other: str) -> str:
     return f".{different[0]}" if len(different) == 1 else ""
 
 
-def digest_data(train: Sequence[PromptSet], held_out: PromptSet | None) -> DataDigests:
+def digest_data(train: Sequence[PromptSet], held_out: Sequence[PromptSet] = ()) -> DataDigests:
     """Computes the digests; a run without data.eval has those of an empty set.
 
     Args:
         train: the prompts of each training source.
+        held_out: of each held-out set.
     """
+    prompts, answers, records = _joined(train)
     none = PromptSet(prompts=(), overlong=0)
-    parts = [_digests(one) for one in train]
-    prompts, answers, records = (" ".join(column) for column in zip(*parts, strict=True))
-    eval_prompts, eval_answers, eval_records = _digests(held_out or none)
+    eval_prompts, eval_answers, eval_records = _joined(held_out or [none])
     return DataDigests(
         prompts=prompts,
         answers=answers,
@@ -76,6 +77,12 @@ def digest_data(train: Sequence[PromptSet], held_out: PromptSet | None) -> DataD
         eval_answers=eval_answers,
         eval_records=eval_records,
     )
+
+
+def _joined(sets: Sequence[PromptSet]) -> tuple[str, str, str]:
+    """Of prompts, answers and records, those of all sets in one text."""
+    prompts, answers, records = zip(*map(_digests, sets), strict=True)
+    return " ".join(prompts), " ".join(answers), " ".join(records)
 
 
 def _digests(read: PromptSet) -> tuple[str, str, str]:

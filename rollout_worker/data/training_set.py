@@ -1,7 +1,8 @@
-"""The prompts that a run trains on: those of every source, one source after the other."""
+"""The prompts that a run trains on and those held out: of every source, one after the other."""
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 from rollout_worker.config import DataConfig, SourceConfig
 from rollout_worker.data.prompts import ChatTokenizer, Prompt, PromptSet, load_prompts
@@ -32,16 +33,33 @@ def load_training(
     Raises:
         ValueError: as `load_prompts`, naming the source.
     """
-    sets: list[PromptSet] = []
-    for source, name in zip(data.train_sources, data.train_names, strict=True):
-        read = load_source(source, data, tokenizer=tokenizer, max_prompt_tokens=max_prompt_tokens)
-        if len(data.train_sources) > 1:
-            read = _as_part(read, name, first_id=sets[-1].next_id if sets else 0)
-        sets.append(read)
-    return TrainingSet(tuple(sets))
+    read = [
+        _load_source(source, data, tokenizer=tokenizer, max_prompt_tokens=max_prompt_tokens)
+        for source in data.train_sources
+    ]
+    return TrainingSet(_joined(read, data.train_names))
 
 
-def load_source(
+def load_held_out(
+    data: DataConfig, *, tokenizer: ChatTokenizer, max_prompt_tokens: int
+) -> tuple[PromptSet, ...]:
+    """Reads every held-out set and encodes its prompts.
+
+    Raises:
+        ValueError: as `load_prompts`, naming the set.
+    """
+    read = []
+    for source, key in zip(data.eval_sources, data.eval_keys, strict=True):
+        try:
+            read.append(
+                _load_source(source, data, tokenizer=tokenizer, max_prompt_tokens=max_prompt_tokens)
+            )
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from error
+    return _joined(read, data.eval_names)
+
+
+def _load_source(
     source: SourceConfig, data: DataConfig, *, tokenizer: ChatTokenizer, max_prompt_tokens: int
 ) -> PromptSet:
     """Reads one source by the rules of the whole section; raises as `load_prompts`."""
@@ -52,6 +70,16 @@ def load_source(
         question_template=data.question_template,
         max_prompt_tokens=max_prompt_tokens,
     )
+
+
+def _joined(read: Sequence[PromptSet], names: Sequence[str]) -> tuple[PromptSet, ...]:
+    """The prompts of all sources, with ids and names by which they differ if there are several."""
+    if len(read) < 2:
+        return tuple(read)
+    joined: list[PromptSet] = []
+    for one, name in zip(read, names, strict=True):
+        joined.append(_as_part(one, name, first_id=joined[-1].next_id if joined else 0))
+    return tuple(joined)
 
 
 def _as_part(read: PromptSet, name: str, *, first_id: int) -> PromptSet:

@@ -49,11 +49,12 @@ from services.process.process_memory import ProcessMemory
 from services.trajectories.buffer_records import BufferCounts
 from services.trajectories.data_order import DataOrder
 from services.trajectories.group_report import GroupReport
+from services.wire.messages import NO_VERSION
 
-READY_S, GROUP_S, UPDATE_S = 5.0, 2.0, 1.0
+READY_S, GROUP_S, UPDATE_S, EVALUATE_S = 5.0, 2.0, 1.0, 3.0
 RAY_NOTICES_S = 40.0
 """After the death of a host, until Ray knows of it and moves the rooms to another one."""
-DATA = digest_data([PromptSet(prompts=(), overlong=0)], None)
+DATA = digest_data([PromptSet(prompts=(), overlong=0)])
 MEMORY = ProcessMemory(host_bytes=1)
 IDLE = Activity(doing="idle", counters={})
 MOMENT = datetime.datetime(2026, 1, 31, 23, 59, 59, tzinfo=datetime.UTC)
@@ -95,6 +96,11 @@ class World:
         """Groups whose completion ends a worker."""
         self.reward_error = ""
         """Of every completion from now on."""
+        self.evaluated: list[tuple[str, Any, int]] = []
+        """Worker, request and leases that it held, of each share of an evaluation."""
+        self.forgetful = False
+        """Workers keep no policy version for an evaluation."""
+        self.update_s, self.evaluate_s = UPDATE_S, EVALUATE_S
         self.without_folder: set[str] = set()
         """Hosts on which the run's folder is not there."""
 
@@ -269,6 +275,7 @@ class Worker(Process):
         self._held: dict[str, tuple[Any, int]] = {}
         self._results: list[LeaseResult] = []
         self._draining = False
+        self._keeps = NO_VERSION
 
     def describe(self) -> WorkerInfo:
         return WorkerInfo(
@@ -283,6 +290,8 @@ class Worker(Process):
         )
 
     def order(self, orders: Orders) -> None:
+        if orders.keep_version is not None:
+            self._keeps = orders.keep_version
         for group_id in orders.cancel:
             self._held.pop(group_id, None)
         for lease in orders.leases:
@@ -335,6 +344,7 @@ class Worker(Process):
         return News(
             drained=False,
             policy_version=learner.version,
+            kept_version=NO_VERSION if self.world.forgetful else self._keeps,
             weight_digest="",
             canary_gap=0.0,
             held=len(self._held),
@@ -347,10 +357,16 @@ class Worker(Process):
         )
 
     def evaluate(self, request: Any) -> Answer:
-        return self.call("evaluate", 3.0, lambda: [eval_item(at) for at in request.positions])
+        self.world.evaluated.append((self.name, request, len(self._held)))
+        items = [
+            eval_item(at, version=request.policy_version)
+            for at in request.positions
+            for _ in range(request.samples)
+        ]
+        return self.call("evaluate", self.world.evaluate_s, lambda: items)
 
 
-def eval_item(position: int) -> EvalItem:
+def eval_item(position: int, *, version: int = 0) -> EvalItem:
     return EvalItem(
         prompt_id=position,
         sample_index=0,
@@ -362,7 +378,7 @@ def eval_item(position: int) -> EvalItem:
         rewards={"gsm8k_answer": 1.0, "gsm8k_answer/strict": 1.0, "gsm8k_answer/lenient": 1.0},
         total_reward=1.0,
         reward_error="",
-        policy_version=0,
+        policy_version=version,
     )
 
 
@@ -417,7 +433,7 @@ class Learner(Process):
         return self.call("publish", 0.1, lambda: self.version)
 
     def update(self, group_ids: Any, dropped_ids: Any, timeout_s: float) -> Answer:
-        return self.call("update", UPDATE_S, lambda: self._update(list(group_ids)))
+        return self.call("update", self.world.update_s, lambda: self._update(list(group_ids)))
 
     def _update(self, group_ids: list[str]) -> UpdateReport:
         if self.world.reward_error:
@@ -515,7 +531,7 @@ class SimulatedRun:
         world = self.world
         prepared = types.SimpleNamespace(
             order=DataOrder.of_one(0, PROMPTS),
-            held_out=6,
+            held_out=(6,),
             moment=MOMENT,
             check_worker=lambda info, data: None,
         )

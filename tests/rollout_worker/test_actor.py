@@ -3,6 +3,7 @@
 Both see the eight CPU devices: the learner cuts its matrices over them, the worker its rows.
 """
 
+import concurrent.futures
 import dataclasses
 import datetime
 import time
@@ -33,7 +34,7 @@ from services.process.background import BackgroundFailed
 from services.process.phase_clock import PhaseClock
 from services.wire.messages import FinishReason, Lease
 from services.wire.tls import RunAuthority
-from tests.deadlines import HANG_S
+from tests.deadlines import HANG_S, wait_until
 from tests.ipv6 import needs_ipv6
 from tests.learner import tiny_learner
 from tests.tiny_model import CHAT_TEMPLATE, write_tiny_model
@@ -319,6 +320,52 @@ def test_evaluation_does_not_move_the_training_draws(pair):
     again = worker.evaluate(held_out(5, version))
     assert [item.completion for item in items] == [item.completion for item in again]
     for one, other in zip(before[0].completions, after[0].completions, strict=True):
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+
+
+def test_an_evaluation_when_idle_is_that_of_its_version_whatever_comes_between(pair):
+    learner, worker = pair
+    core = worker._core.worker
+    on_loop(worker, lambda: None)  # it has a version then
+    version = core.policy_version
+    sampled = dataclasses.replace(held_out(5, version), samples=3, sampling=SamplingSettings())
+    expected = worker.evaluate(sampled)
+    worker.order(Orders(keep_version=version))
+    wait_until(lambda: core.kept_version == version, "the version that is kept")
+    before = rolled_out(worker, 4)
+    assert outcomes(rollout(worker, leases(40, 41, version=version))) == {LeaseOutcome.ACCEPTED}
+    assert learner.update(["g00000040", "g00000041"], [], 5.0).policy_version == version + 1
+    rollout(worker, leases(42, version=version + 1))
+    assert (core.policy_version, core.kept_version) == (version + 1, version)
+    idle = dataclasses.replace(sampled, when_idle=True)
+    assert worker.evaluate(idle) == expected, "to the last token, under the version that is kept"
+    now = worker.evaluate(dataclasses.replace(sampled, policy_version=version + 1))
+    assert {item.policy_version for item in now} == {version + 1}
+    assert worker.evaluate(idle) == expected
+    assert worker.news(0.0).kept_version == version
+    after = rollout(worker, leases(43, version=version + 1))
+    assert after["g00000043"].report.policy_version == version + 1
+    assert before[0].weight_digest != core.weight_digest
+    worker.order(Orders(keep_version=-1))
+    wait_until(lambda: core.kept_version == -1, "the version that is kept")
+    assert worker.evaluate(idle) == []
+
+
+def test_a_lease_interrupts_an_evaluation_when_idle_and_changes_no_token(pair):
+    _, worker = pair
+    core = worker._core.worker
+    on_loop(worker, lambda: None)
+    version = core.policy_version
+    request = dataclasses.replace(held_out(5, version), samples=16, sampling=SamplingSettings())
+    expected, alone = worker.evaluate(request), rolled_out(worker, 6)
+    worker.order(Orders(keep_version=version))
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        idle = threads.submit(worker.evaluate, dataclasses.replace(request, when_idle=True))
+        wait_until(lambda: core.evaluating or idle.done(), "the share to begin")
+        between = rolled_out(worker, 6)
+        assert idle.result(HANG_S) == expected
+    worker.order(Orders(keep_version=-1))
+    for one, other in zip(alone[0].completions, between[0].completions, strict=True):
         np.testing.assert_array_equal(one.token_ids, other.token_ids)
 
 

@@ -1,5 +1,6 @@
 """The table of leases of one worker: what ends, under which record, and what is returned."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import threading
@@ -12,16 +13,17 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from rollout_worker.engine.decode_request import SamplingSettings
 from rollout_worker.fetcher import Fetcher, pull_shared
 from rollout_worker.loop import WorkLoop
 from rollout_worker.worker import CanaryFailed
-from rollout_worker.worker_records import LeaseOutcome, LeaseResult, Orders
+from rollout_worker.worker_records import EvalRequest, LeaseOutcome, LeaseResult, Orders
 from services.process import failpoints
 from services.process.activity import HangWatch
 from services.process.background import BackgroundFailed
 from services.process.phase_clock import PhaseClock
 from services.process.process_memory import process_memory
-from services.wire.messages import Lease
+from services.wire.messages import NO_VERSION, Lease
 from tests.deadlines import HANG_S, wait_until
 
 
@@ -32,6 +34,8 @@ class Core:
     weight_digest = ""
     canary_gap = 0.0
     decoding = False
+    evaluating = False
+    kept_version = NO_VERSION
     progress: ClassVar = {"tokens": 3}
 
     def __init__(self):
@@ -354,3 +358,158 @@ def test_what_an_order_said_is_forgotten_once_all_before_it_are_here_R16():
         for number in (1, 3, 4, 2, 5):
             loop.order(Orders(number=number, cancel=(f"g{number}",)))
         assert not loop._latest._numbers
+
+
+class EvaluatingCore(Core):
+    """Core that has shares of an evaluation too; a test says when a prompt is complete."""
+
+    def __init__(self):
+        super().__init__()
+        self.share = None
+        self.done = []
+        self.prompts = threading.Semaphore(0)
+
+    @property
+    def evaluating(self):
+        return self.share is not None
+
+    @property
+    def busy(self):
+        return bool(self.begun) or self.evaluating
+
+    def keep_version(self, version):
+        self.kept_version = version if version <= self.policy_version else NO_VERSION
+        self.done.append(f"keep {version}")
+
+    def swap_policy(self, manifest, named):
+        assert not self.evaluating
+        super().swap_policy(manifest, named)
+
+    def begin_groups(self, groups):
+        assert not self.evaluating
+        super().begin_groups(groups)
+        self.done += [leased.lease.group_id for leased in groups]
+
+    def begin_evaluation(self, share):
+        assert not self.busy
+        self.share = share
+        self.done.append(f"evaluate {share.left}")
+
+    def pause_evaluation(self):
+        self.share = None
+        self.done.append("pause")
+
+    def advance(self, wait_s):
+        if not self.evaluating:
+            return super().advance(wait_s)
+        if self.prompts.acquire(timeout=0.01):
+            self.share.add_items(self.share.left[0], [f"item {self.share.left[0]}"])
+        if self.share.ended:
+            self.share = None
+        return []
+
+
+def share_of(*positions, version=0):
+    return EvalRequest(
+        positions=positions,
+        policy_version=version,
+        samples=1,
+        sampling=SamplingSettings(temperature=0.0),
+        timeout_s=HANG_S,
+        when_idle=True,
+    )
+
+
+@contextlib.contextmanager
+def asked(loop, request):
+    """Has the loop evaluate in a thread; gives the future of what it returns."""
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        yield threads.submit(loop.evaluate_when_idle, request)
+
+
+def test_a_share_is_completed_where_nothing_else_is_to_do_and_gives_way_to_a_lease():
+    core = EvaluatingCore()
+    with open_loop(core, no_version) as loop:
+        loop.order(Orders(keep_version=0))
+        wait_until(lambda: core.kept_version == 0, "the version that is kept")
+        assert loop.news(0.0).kept_version == 0
+        with asked(loop, share_of(4, 7)) as result:
+            wait_until(lambda: core.evaluating, "the share to begin")
+            core.prompts.release()
+            wait_until(lambda: core.share is not None and core.share.left == [7], "a prompt")
+            loop.order(Orders(leases=(lease("a"),)))
+            wait_until(lambda: "a" in core.done, "the group to begin")
+            core.complete.set()
+            core.prompts.release()
+            assert result.result(HANG_S) == ["item 4", "item 7"]
+    assert core.done == ["keep 0", "evaluate [4, 7]", "pause", "a", "evaluate [7]"]
+
+
+def test_a_share_gives_way_to_a_newer_version_and_goes_on_under_its_own():
+    core, newer = EvaluatingCore(), threading.Event()
+
+    def pull(min_version, sources, wait_s):
+        if min_version > 1 or not newer.wait(0.01):
+            raise TimeoutError("no newer version")
+        return types.SimpleNamespace(
+            manifest=types.SimpleNamespace(policy_version=1),
+            named={},
+            stats=types.SimpleNamespace(seconds=0.0),
+        )
+
+    with open_loop(core, pull) as loop:
+        loop.order(Orders(keep_version=0))
+        with asked(loop, share_of(4)) as result:
+            wait_until(lambda: core.evaluating, "the share to begin")
+            newer.set()
+            wait_until(lambda: core.policy_version == 1 and core.evaluating, "the swap")
+            core.prompts.release()
+            assert result.result(HANG_S) == ["item 4"]
+    assert core.done == ["keep 0", "evaluate [4]", "pause", "evaluate [4]"]
+
+
+def test_a_share_whose_version_is_not_kept_comes_back_without_result():
+    core = EvaluatingCore()
+    with open_loop(core, no_version) as loop:
+        assert loop.evaluate_when_idle(share_of(4)) == []
+        loop.order(Orders(keep_version=0))
+        wait_until(lambda: core.kept_version == 0, "the version that is kept")
+        with asked(loop, share_of(4)) as result:
+            wait_until(lambda: core.evaluating, "the share to begin")
+            loop.order(Orders(keep_version=NO_VERSION))
+            assert result.result(HANG_S) == []
+
+
+def test_a_worker_that_ends_leaves_no_share_waiting():
+    core = EvaluatingCore()
+    with open_loop(core, no_version) as loop:
+        loop.order(Orders(keep_version=0))
+        with asked(loop, share_of(4)) as result:
+            wait_until(lambda: core.evaluating, "the share to begin")
+            loop.stop()
+            assert result.result(HANG_S) == []
+
+
+def test_a_version_that_is_to_be_kept_is_taken_before_a_newer_one():
+    pulled = threading.Semaphore(0)
+
+    def pull(min_version, sources, wait_s):
+        if min_version > 3 or not pulled.acquire(timeout=0.01):
+            raise TimeoutError("no newer version")
+        return types.SimpleNamespace(
+            manifest=types.SimpleNamespace(policy_version=max(1, min_version)),
+            named={},
+            stats=types.SimpleNamespace(seconds=0.0),
+        )
+
+    fetcher = Fetcher(pull, ("learner:1",), lambda: None)
+    try:
+        fetcher.keep_version(2)
+        for _ in range(3):
+            pulled.release()
+        wait_until(lambda: len(fetcher._records) == 3, "three versions")
+        taken = [fetcher.take_version(), fetcher.take_version()]
+        assert [one.manifest.policy_version for one in taken] == [2, 3]
+        assert fetcher.take_version() is None
+    finally:
+        fetcher.close()

@@ -1,11 +1,13 @@
 /**
- * Learning curves: small charts over the same steps with one cursor, and the token funnel.
+ * Learning curves: small charts over the same steps with one cursor, the token funnel, and the newest
+ * evaluation of each held-out set.
  */
 import { makeChart } from "../charts/charts.js";
 import { el, empty, setChildren } from "../parts/dom.js";
 import * as format from "../parts/format.js";
 import { makeRangeBar, zoomTo } from "../charts/range_bar.js";
 import { makeFunnel } from "../charts/funnel.js";
+import { makeEvaluation, setsOf } from "./evaluation.js";
 import { scrolled } from "../parts/table.js";
 
 const one = (name, label = "") => [{ name, label }];
@@ -16,7 +18,7 @@ function specs(store) {
   return [
     { id: "reward-total", title: "Reward, total", series: one("reward/total/mean", "mean") },
     { id: "reward-functions", title: "Reward by function", series: rewardSeries },
-    { id: "accuracy", title: "Accuracy", unit: "fraction", series: [accuracy("strict"), accuracy("lenient")],
+    { id: "accuracy", title: "Accuracy", unit: "fraction", series: accuracySeries,
       why: () => (store.latest("eval/reward/total/mean")
         ? "No accuracy: the first scorer gives more than 1; eval.correct_from says what is right."
         : "No evaluation yet: eval.every_steps, eval.at_start and eval.at_end schedule them.") },
@@ -33,9 +35,14 @@ function specs(store) {
   ];
 }
 
-function accuracy(variant) {
-  const name = `eval/accuracy/${variant}`;
-  return { name, label: variant, band: [`${name}_low`, `${name}_high`] };
+function accuracySeries(columns) {
+  const sets = setsOf(columns);
+  if (!sets.length) return ["strict", "lenient"].map((variant) => accuracy(`eval/accuracy/${variant}`, variant));
+  return sets.map((set) => accuracy(`eval/${set}/accuracy/strict`, set));
+}
+
+function accuracy(name, label) {
+  return { name, label, band: [`${name}_low`, `${name}_high`] };
 }
 
 function rewardSeries(columns) {
@@ -50,6 +57,7 @@ export function mount(root, store) {
   const zoom = (first, last) => zoomTo(store, first, last);
   const charts = specs(store).map((spec) => makeChart(store, { ...spec, sync: "learning", zoom }));
   const funnel = makeFunnel(store);
+  const evaluation = makeEvaluation(store);
   const grid = el("div", { class: "chart-grid" }, charts.map((chart) => chart.node), funnel.node);
   const tableHost = el("div", { class: "table-host panel", hidden: true });
   const blank = el("div", { class: "blank panel", hidden: true }, empty("No step has closed yet",
@@ -61,7 +69,7 @@ export function mount(root, store) {
       draw();
     } } }, "Table");
   setChildren(root, el("div", { class: "row" }, range.node, el("span", { class: "grow" }), tableButton),
-    grid, tableHost, blank);
+    grid, evaluation.node, tableHost, blank);
 
   function draw() {
     range.update();
@@ -75,6 +83,7 @@ export function mount(root, store) {
       for (const chart of charts) chart.draw(store.shown);
       funnel.draw();
     }
+    evaluation.draw(store.columns);
   }
 
   function drawTable() {

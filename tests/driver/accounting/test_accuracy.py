@@ -1,10 +1,11 @@
 """Intervals and pass@k against values worked out by hand."""
 
 import itertools
+import math
 
 import pytest
 
-from driver.accounting.accuracy import Accuracy, pass_at_k, wilson_interval
+from driver.accounting.accuracy import Accuracy, pass_at_k, sign_test, wilson_interval
 
 
 def test_wilson_interval_of_half_in_ten():
@@ -53,3 +54,30 @@ def test_pass_at_k_refuses_the_impossible():
 def test_impossible_counts_are_refused():
     with pytest.raises(ValueError, match="3 right answers of 2"):
         Accuracy(correct=3, total=2)
+
+
+@pytest.mark.parametrize(
+    "better, worse, p_value",
+    [
+        (0, 0, 1.0),
+        (1, 0, 1.0),
+        (5, 0, 2 / 32),
+        (0, 5, 2 / 32),
+        (3, 1, 2 * (1 + 4) / 16),
+        (7, 7, 1.0),
+        # 21 of 100 or fewer: 2 x sum of C(100, i) for i up to 21, over 2^100.
+        (79, 21, 2 * sum(math.comb(100, i) for i in range(22)) / 2**100),
+    ],
+)
+def test_the_sign_test_counts_what_is_as_uneven_or_more(better, worse, p_value):
+    assert sign_test(better, worse) == pytest.approx(p_value, rel=1e-12)
+
+
+def test_the_sign_test_of_many_pairs_neither_overflows_nor_takes_long():
+    assert 0 < sign_test(5_200, 4_800) < 1e-4
+    assert sign_test(10_000, 0) == 0.0  # below the least positive float
+
+
+def test_the_sign_test_refuses_negative_numbers():
+    with pytest.raises(ValueError, match="better=-1"):
+        sign_test(-1, 3)

@@ -26,13 +26,16 @@ def resumed(driver_state) -> RunState:
 
 def test_accuracy_and_its_absence_survive_a_checkpoint():
     state = RunState.create(RULES, DataOrder.of_one(0, 4))
-    state.accuracy = {0: None, 3: Accuracy(correct=2, total=3, correct_from=9.0)}
-    assert resumed(state.checkpoint_state({})).accuracy == state.accuracy
+    state.evaluations.add("", 0, None, None)
+    state.evaluations.add("", 3, Accuracy(correct=2, total=3, correct_from=9.0), None)
+    kept = resumed(state.checkpoint_state({})).evaluations
+    assert kept.accuracy == state.evaluations.accuracy
 
 
 def test_a_checkpoint_that_knows_neither_threshold_nor_dropped_truncated_resumes():
     kept = RunState.create(RULES, DataOrder.of_one(0, 4)).checkpoint_state({})
     del kept["book"]["totals"]["dropped_truncated"]
+    del kept["evaluations"]
     state = resumed({**kept, "accuracy": [[0, 1, 4]]})
-    assert state.accuracy == {0: Accuracy(correct=1, total=4)}
+    assert state.evaluations.accuracy == {"": {0: Accuracy(correct=1, total=4)}}
     assert state.leases.totals["dropped_truncated"] == 0

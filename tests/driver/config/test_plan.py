@@ -338,7 +338,10 @@ def test_a_cpu_is_as_many_devices_as_jax_makes_of_it():
         ({"rollout": {"workers": 3}}, "16 of rollout.decode.slots=32 are never filled"),
         ({"rollout": {"workers": 3}}, "prompts_per_step=4 does not divide by rollout.workers=3"),
         ({"weights": {"dtype": "float32"}}, "reads the float32 weights, twice the bytes"),
-        ({"eval": {"top_k": 5}}, "eval.temperature=0 takes the likeliest token"),
+        (
+            {"eval": {"top_k": 5}, "data": {"eval": {"source": "eval.jsonl"}}},
+            "eval.temperature=0 takes the likeliest token",
+        ),
         ({"decode": {"attention": "pallas"}}, "rollout.decode.attention=pallas is interpreted"),
         ({"decode": {"compile_budget": 2}}, "compile_budget=2 is below the 3 programs"),
     ],
@@ -409,7 +412,7 @@ def config(tiny_model, source):
 
 def test_dry_run_reports_prompts_sizes_and_rewards(config):
     prepared = prepare(config)
-    assert (prepared.order.count, prepared.held_out) == (9, 3)
+    assert (prepared.order.count, prepared.held_out) == (9, (3,))
     for part in (
         "llama of 2 layers, 1,512 parameters, vocabulary 40",
         "tokenizer: 17 tokens, stop ids 0, pad id 0",

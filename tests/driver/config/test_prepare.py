@@ -227,3 +227,58 @@ def test_a_variable_for_scorers_that_is_not_set_is_noted(ready, monkeypatch):
     monkeypatch.delenv("UNSET_KEY", raising=False)
     _, prepared = ready(overrides=["reward.environment=[SET_KEY, UNSET_KEY]"])
     assert "note: reward.environment names UNSET_KEY, not set here" in prepared.text
+
+
+def several(folder, *more):
+    """An override: the file of the held-out set as two sets, the second with more keys."""
+    second = ", ".join([f"name: second, source: {folder}/eval.jsonl", *more])
+    return f"data.eval=[{{source: {folder}/eval.jsonl}}, {{{second}}}]"
+
+
+def test_several_held_out_sets_are_counted_and_described_each(ready, tmp_path):
+    override = several(tmp_path, "scorer: exact, samples_per_prompt: 4, temperature: 1")
+    _, prepared = ready(overrides=[override])
+    assert prepared.held_out == (2, 2)
+    assert "data.eval.0 (eval): 2 prompts from" in prepared.text
+    assert "2 evaluated by exact, 4 completions of each at temperature 1" in prepared.text
+    assert len(prepared.data.eval_prompts.split()) == 2
+
+
+def test_a_held_out_set_is_judged_by_its_own_scorer_only(ready, tmp_path):
+    words = ("red", "blue")
+    override = several(tmp_path, "scorer: exact")
+    refused = refusal(ready, held_out=words, overrides=[override])
+    assert "data.eval.0 (eval): gsm8k_answer cannot judge 2 of 2" in refused
+    only = f"data.eval=[{{source: {tmp_path}/eval.jsonl, scorer: exact}}]"
+    _, prepared = ready(held_out=words, overrides=[only])
+    assert "cannot judge" not in prepared.text
+
+
+@pytest.mark.parametrize(
+    "more, problem",
+    [
+        ("scorer: exakt", "data.eval.1 (second): scorer: "),
+        ("scorer: exact, scorer_params: {colour: red}", "data.eval.1 (second): scorer: "),
+        ("source: none.jsonl", "data.eval.1 (second): data file none.jsonl does not exist"),
+        ("pass_k: [1, 2]", "data.eval.1 (second): eval.pass_k=[1, 2] must lie between 1 and"),
+        ("scorer_params: {a: 1}", "need scorer, the name of the function that gets them"),
+    ],
+)
+def test_what_is_wrong_with_one_of_several_sets_names_it(ready, tmp_path, more, problem):
+    override = several(tmp_path, more)
+    if more.startswith("source"):
+        override = override.replace(f"name: second, source: {tmp_path}/eval.jsonl", "name: second")
+    assert problem in refusal(ready, overrides=[override])
+
+
+@pytest.mark.parametrize(
+    "name, problem",
+    [("eval", "both called 'eval'"), ("reward", "names metrics of eval/ already")],
+)
+def test_a_held_out_set_needs_a_name_of_its_own(ready, tmp_path, name, problem):
+    override = several(tmp_path).replace("second", name)
+    assert problem in refusal(ready, overrides=[override])
+
+
+def test_no_held_out_set_is_null_and_no_empty_list(ready):
+    assert "eval=[] has no set" in refusal(ready, overrides=["data.eval=[]"])

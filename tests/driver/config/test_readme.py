@@ -5,6 +5,7 @@ import re
 
 from driver.cli import DEFAULT_CONFIG, parser
 from driver.config import load_config as settings
+from driver.config.run_config import RunConfig
 from rollout_worker.config import RewardFunctionConfig
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -50,3 +51,13 @@ def test_every_command_and_configuration_that_is_named_exists():
     targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.M)
     for target in re.findall(r"`make ([a-z0-9-]+)`", README):
         assert target in targets, target
+
+
+def test_the_example_of_several_held_out_sets_loads():
+    (example,) = [block for block in yaml_blocks() if "held_out.jsonl" in block]
+    lines = [line.removeprefix("  ") for line in example.splitlines()]
+    data = settings.parse_yaml("\n".join(lines))["data"]
+    sections = {"model": {"path": "m"}, "data": {"train": {"source": "a.jsonl"}} | data}
+    sums, words = RunConfig.model_validate(sections).held_out_sets
+    assert (sums.name, sums.scorer, sums.rules.pass_k) == ("sums", "gsm8k_answer", (1,))
+    assert (words.name, words.scorer, words.rules.pass_k) == ("words", "exact", (1, 8))

@@ -21,7 +21,7 @@ INFO = WorkerInfo(
     devices="1 x NVIDIA H200",
     address="a:1",
     slots=64,
-    data=digest_data([PromptSet(prompts=(), overlong=0)], None),
+    data=digest_data([PromptSet(prompts=(), overlong=0)]),
     clock_s=1.0,
 )
 ON_DEVICE = ProcessMemory(host_bytes=10, device_bytes=20, device_peak_bytes=30)

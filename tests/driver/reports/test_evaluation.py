@@ -2,13 +2,9 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import pytest
 
-from driver.accounting.accuracy import Accuracy
-from driver.config.run_config import EvalConfig
-from driver.evaluator import Evaluator
 from driver.reports.evaluation import eval_metrics, is_correct, threshold
 from rollout_worker.worker_records import EvalItem
 
@@ -121,57 +117,6 @@ def test_what_is_right_is_stated_or_there_is_no_accuracy_N32(
         assert metrics.get(name) == pytest.approx(accuracy) if accuracy is not None else True
         assert (name in metrics) == (accuracy is not None)
     assert metrics.get("eval/correct_from") == correct_from
-
-
-class Told:
-    """Stands in for the reports and the one worker of a run."""
-
-    def __init__(self, items):
-        self.items, self.said, self.written = items, [], []
-        self.name, self.evaluates = "rollout-0", False
-        self.fleet = self.handle = self.clock = self
-
-    def ready(self):
-        return [self]
-
-    def now(self):
-        return 0.0
-
-    def evaluate(self, request):
-        return self
-
-    def turn(self, calls):
-        return list(calls)
-
-    def result(self):
-        return list(self.items)
-
-    def say(self, text):
-        self.said.append(text)
-
-    def write_evaluation(self, step, items, correct):
-        self.written += correct
-
-
-@pytest.mark.parametrize(
-    "chosen, correct, accuracy",
-    [
-        (None, [None, None, None], None),
-        (9.0, [False, True, True], Accuracy(correct=2, total=3, correct_from=9.0)),
-    ],
-)
-def test_evaluation_log_metrics_and_terminal_agree_N32(chosen, correct, accuracy):
-    told: Any = Told(graded(2, 9, 10))
-    config = EvalConfig(correct_from=chosen)
-    evaluator = Evaluator(config, told, told, held_out=3, scorer="mine:score", timeout_s=1.0)
-    metrics, found = evaluator.evaluate(4, 0)
-    assert (told.written, found) == (correct, accuracy)
-    assert metrics.get("eval/accuracy/strict") == (accuracy.fraction if accuracy else None)
-    if accuracy is None:
-        assert "step 4: no accuracy and no pass@k: mine:score gave up to 10" in told.said[0]
-        assert "eval.correct_from" in told.said[0]
-    else:
-        assert not told.said and "with a reward of at least 9" in str(found)
 
 
 def test_no_item_is_refused():

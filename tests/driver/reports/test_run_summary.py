@@ -1,16 +1,18 @@
 from driver.accounting.accuracy import Accuracy
 from driver.reports.run_summary import RunSummary, machine_line, summary_lines
 
+DEMO = {
+    0: Accuracy(correct=62, total=200),
+    40: Accuracy(correct=1, total=200),
+    60: Accuracy(correct=172, total=200),
+}
+
 
 def summary(**changes):
     values = {
         "name": "demo",
         "rewards": [0.30, 0.33, 0.35, 0.37, 0.40] + [0.6] * 50 + [0.90, 0.91, 0.92, 0.91, 0.91],
-        "accuracy": {
-            0: Accuracy(correct=62, total=200),
-            40: Accuracy(correct=1, total=200),
-            60: Accuracy(correct=172, total=200),
-        },
+        "accuracy": {"": DEMO},
         "seconds": 213.6,
         "outputs": {"logs": "runs/demo", "policy": "runs/demo/export"},
     }
@@ -42,7 +44,7 @@ def test_summary_has_both_intervals_and_ends_with_the_machine_line():
 
 
 def test_an_accuracy_that_is_not_there_has_its_reason():
-    lines = summary_lines(summary(accuracy={20: None}))
+    lines = summary_lines(summary(accuracy={"": {20: None}}))
     assert lines[2].endswith("not evaluated")
     assert lines[3].endswith("not known: set eval.correct_from to the least reward that is right")
 
@@ -67,3 +69,12 @@ def test_a_resume_that_trained_nothing_says_whose_figures_it_shows():
 def test_a_resume_that_trained_shows_the_figures_alone():
     assert summary_lines(summary(rewards=[0.1, 0.2], resumed_at=1))[0].startswith("reward of")
     assert summary_lines(summary(rewards=[0.1, 0.2]))[0].startswith("reward of")
+
+
+def test_of_several_held_out_sets_each_has_its_lines_and_the_first_is_for_machines():
+    both = summary(accuracy={"sums": DEMO, "words": {60: Accuracy(correct=1, total=4)}})
+    lines = summary_lines(both)
+    assert lines[2].startswith("held-out accuracy of sums before   0.310")
+    assert lines[4] == "held-out accuracy of words before   not evaluated"
+    assert lines[5].startswith("held-out accuracy of words after    0.250 (1 of 4")
+    assert machine_line(both) == machine_line(summary())

@@ -15,7 +15,7 @@ SUMS = [
 
 
 def digest_of(train, held_out):
-    return digest_data([train], held_out)
+    return digest_data([train], [held_out] if held_out else [])
 
 
 class Letters:
@@ -103,3 +103,12 @@ def test_a_task_that_names_one_of_several_right_answers_is_no_difference(monkeyp
         return digest_of(read("reasoning_gym:word_ladder", size=2), None)
 
     assert digests("cat,cot,cog,dog") == digests("cat,cot,dot,dog")
+
+
+def test_of_several_held_out_sets_the_one_that_differs_is_named(sums):
+    train, same, other = sums(), sums(), sums(answer="8")
+    mine = digest_data([train], [same, same])
+    assert mine.differences(digest_data([train], [same, same])) == []
+    assert mine.differences(digest_data([train], [same, other])) == ["answers of data.eval.1"]
+    assert mine.differences(digest_data([train], [other, same])) == ["answers of data.eval.0"]
+    assert mine.differences(digest_data([train], [same])) == ["prompts of data.eval"]

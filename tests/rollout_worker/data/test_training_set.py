@@ -70,7 +70,7 @@ def test_a_list_of_one_source_is_that_source(load):
     data, several = load({"a": SOURCES["a"]})
     one = DataConfig.model_validate({"train": {"source": data.train_sources[0].source}})
     alone = load_training(one, tokenizer=Letters(), max_prompt_tokens=99)
-    assert digest_data(alone.sets, None) == digest_data(several.sets, None)
+    assert digest_data(alone.sets) == digest_data(several.sets)
     assert [p.source for p in several.prompts] == ["", "", ""]
     mixtures = [order_of(d, t, seed=1).mixture() for d, t in ((data, several), (one, alone))]
     assert mixtures[0] == mixtures[1]
@@ -82,7 +82,7 @@ def test_an_error_names_the_source(load):
 
 
 def digests(load, sources):
-    return digest_data(load(sources)[1].sets, None)
+    return digest_data(load(sources)[1].sets)
 
 
 def test_what_differs_is_named_with_its_source(load):
