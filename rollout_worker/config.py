@@ -31,7 +31,7 @@ class SourceConfig(Section):
     """At most this many items; required for reasoning_gym, which has no end."""
     skip: int = Field(default=0, ge=0, le=10**9)
     """Items left out at the start of the source, to keep it apart from another split."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     """Seed of a reasoning_gym task; other sources ignore it."""
     params: dict[str, Any] = Field(default={})
     """Parameters of a reasoning_gym task, such as `{min_terms: 2}`."""

@@ -57,8 +57,8 @@ def locate(config: RunConfig) -> RunConfig:
     base = home(os.environ, cwd)
 
     def located(path: str | None) -> str | None:
-        if path is None:
-            return None
+        if not path:  # an empty one is no path, and not the working directory
+            return path
         if pathlib.Path(path).exists():
             return path if RAY_PACKAGE in str(cwd) else str(cwd / path)
         return str(base / path) if (base / path).exists() else path

@@ -62,7 +62,9 @@ def read_row(record: Mapping[str, Any], plain: Mapping[str, Any], source: Source
     Raises:
         ValueError: naming the field, the rule and the fix.
     """
-    name = source.question_field or _first(QUESTIONS, record)
+    name = source.question_field
+    if name is None:
+        name = _first(QUESTIONS, record)
     if name is None:
         near = "".join(nearest_hint(each, list(record)) for each in QUESTIONS[:1])
         raise ValueError(
@@ -78,6 +80,11 @@ def read_row(record: Mapping[str, Any], plain: Mapping[str, Any], source: Source
         question = _text_of(value, name, "question_field")
         if not question.strip():
             raise ValueError(f"field {name!r} is empty: fill it in or remove the record")
+        if _are_messages(question):
+            raise ValueError(
+                f"field {name!r} has messages as JSON text, which the model would read as they "
+                f"stand, {question!r:.80}: write them as a list of messages"
+            )
     tools = _tools(plain.get(TOOLS)) if messages else ()
     return ChatRow(messages, question, _answer(record, plain, source), tools)
 
@@ -161,6 +168,17 @@ def _messages(values: list[Any], name: str) -> tuple[dict[str, Any], ...]:
     return messages
 
 
+def _are_messages(text: str) -> bool:
+    """Whether a text is the JSON of messages."""
+    if not text.lstrip().startswith("["):
+        return False
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return bool(values) and all(isinstance(one, Mapping) and "role" in one for one in values)
+
+
 def _message(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError(
@@ -173,7 +191,7 @@ def _message(value: Any, where: str) -> dict[str, Any]:
         raise ValueError(
             f"{where} has role={role!r}, which is none of {', '.join(ROLES)}: correct the record"
         )
-    calls = role == "assistant" and bool(message.get("tool_calls"))
+    calls = role == "assistant" and bool(_checked_calls(message.get("tool_calls"), where))
     if content is None and calls:
         return message | {"content": ""}
     if not isinstance(content, str):
@@ -184,6 +202,22 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     if not content.strip() and not calls:
         raise ValueError(f"{where} of role {role!r} is empty: fill it in or remove the record")
     return message
+
+
+def _checked_calls(calls: Any, where: str) -> Any:
+    """The calls of a message, of which each must name its function: others reach no prompt."""
+    rule = (
+        f"{where}.tool_calls must be a list of calls such as {{'function': {{'name': 'add', "
+        "'arguments': {}}}"
+    )
+    if not isinstance(calls or [], list):
+        raise ValueError(f"{rule}, got {calls!r:.80}: correct the record")
+    for call in calls or []:
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"{rule}, got {call!r:.80}: correct the record")
+    return calls
 
 
 def _tools(value: Any) -> tuple[dict[str, Any], ...]:

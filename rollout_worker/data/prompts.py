@@ -140,7 +140,11 @@ def load_prompts(
     if not prompts and not overlong:
         raise ValueError(
             f"{source.source} has no records"
-            + (f" after the first {source.skip}: lower skip={source.skip}" if source.skip else "")
+            + (
+                f" after the first {source.skip}: lower skip={source.skip}"
+                if source.skip
+                else ": fill it, or name another source"
+            )
         )
     if not prompts:
         raise ValueError(
@@ -184,6 +188,8 @@ def _records(source: SourceConfig) -> Iterator[tuple[int, str, dict[str, Any]]]:
 
 def _existing_file(name: str) -> pathlib.Path:
     path = pathlib.Path(name).expanduser()
+    if path.is_dir():
+        raise ValueError(f"data file {name} is a folder: name one file of it")
     if not path.is_file():
         there = (
             [p.name for p in path.parent.glob(f"*{path.suffix}")] if path.parent.is_dir() else []

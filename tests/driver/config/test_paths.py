@@ -10,6 +10,7 @@ import pytest
 
 from driver.config import load_config as settings
 from driver.config import paths
+from rollout_worker.config import SourceConfig
 
 CONFIG = """
 model: {path: models/mine}
@@ -76,6 +77,13 @@ def test_a_folder_named_by_the_time_cannot_be_resumed(config):
 def test_hub_ids_and_missing_files_pass_unchanged(config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert paths.locate(config) == config
+
+
+def test_an_empty_path_is_not_the_working_directory(config):
+    empty = config.model_copy(
+        update={"data": config.data.model_copy(update={"train": SourceConfig(source="")})}
+    )
+    assert paths.locate(empty).data.train.source == ""
 
 
 def test_a_folder_with_another_run_is_not_written_into(tmp_path):

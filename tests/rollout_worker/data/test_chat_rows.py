@@ -163,6 +163,16 @@ def test_calls_of_tools_reach_the_template_whole(tmp_path):
     ]
 
 
+def read_file(path):
+    load_prompts(
+        SourceConfig(source=str(path)),
+        tokenizer=Turns(),
+        system_prompt=None,
+        question_template="{question}",
+        max_prompt_tokens=9,
+    )
+
+
 def user(content):
     return {"role": "user", "content": content}
 
@@ -187,18 +197,43 @@ def test_bad_messages_are_named_with_record_message_and_fix(load, messages, mess
         load({"prompt": messages, "answer": "1"})
 
 
+@pytest.mark.parametrize(
+    "calls", ["add", {"name": "add"}, ["add"], [{}], [{"id": "c1"}], [{"function": {"name": ""}}]]
+)
+def test_calls_that_name_no_function_are_refused(tmp_path, calls):
+    turns = [
+        user("x"),
+        {"role": "assistant", "tool_calls": calls},
+        {"role": "tool", "content": "3"},
+    ]
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"prompt": turns}) + "\n")
+    with pytest.raises(ValueError, match=r"line 1: prompt\[1\].tool_calls must be a list of calls"):
+        read_file(path)
+
+
+@pytest.mark.parametrize("field", ["messages", "prompt", "question"])
+def test_messages_as_json_text_are_refused(load, field):
+    with pytest.raises(ValueError, match=f"field '{field}' has messages as JSON text"):
+        load({field: json.dumps(CHAT[:2]), "answer": "1"})
+
+
+@pytest.mark.parametrize("text", ["[1, 2] =", "[1, 2]", '[{"a": 1}]', "[]", "[" * 5000])
+def test_a_text_that_begins_like_messages_stays_a_text(load, text):
+    assert load({"question": text, "answer": "1"})[0].question == text
+
+
+def test_an_empty_name_of_a_field_names_none(load):
+    with pytest.raises(ValueError, match="has no field ''"):
+        load({"question": "x", "answer": "1"}, question_field="")
+
+
 @pytest.mark.parametrize("messages", [["x"], [3], [user("x"), "y"], [[user("x")]]])
 def test_an_item_that_is_no_message_is_refused(tmp_path, messages):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"prompt": messages}) + "\n")
     with pytest.raises(ValueError, match=r"a.jsonl, line 1: prompt\[\d\] must be a message such"):
-        load_prompts(
-            SourceConfig(source=str(path)),
-            tokenizer=Turns(),
-            system_prompt=None,
-            question_template="{question}",
-            max_prompt_tokens=9,
-        )
+        read_file(path)
 
 
 @pytest.mark.parametrize("value", [None, True, {"role": "user", "content": "x"}])

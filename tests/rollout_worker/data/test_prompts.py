@@ -155,6 +155,17 @@ def test_a_missing_file_names_the_nearest(tmp_path):
         load(tmp_path / "tran.jsonl")
 
 
+def test_a_folder_is_not_called_missing(tmp_path):
+    (tmp_path / "train.jsonl").mkdir()
+    with pytest.raises(ValueError, match="train.jsonl is a folder: name one file of it"):
+        load(tmp_path / "train.jsonl")
+
+
+def test_a_negative_seed_is_refused_since_its_items_are_those_of_a_positive_one():
+    with pytest.raises(ValueError, match="greater than or equal to 0"):
+        SourceConfig(source="reasoning_gym:chain_sum", size=2, seed=-1)
+
+
 @pytest.mark.parametrize(
     "line, message",
     [
@@ -171,7 +182,7 @@ def test_an_answer_field_that_is_named_must_hold_an_answer(tmp_path, line, messa
 
 
 def test_an_empty_file_and_too_large_a_skip_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="empty.jsonl has no records$"):
+    with pytest.raises(ValueError, match="empty.jsonl has no records: fill it, or"):
         load(write(tmp_path / "empty.jsonl", []))
     with pytest.raises(ValueError, match="has no records after the first 9: lower skip=9"):
         load(write(tmp_path / "a.jsonl", RECORDS), skip=9)
