@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import ray
 
+from driver.accounting.curriculum import Curriculum, SkipJournal
 from driver.accounting.intake import IntakeRules
 from driver.accounting.ledger import StepLedger
 from driver.accounting.quarantine import Quarantine
@@ -204,6 +205,10 @@ def _session(
 ) -> Session:
     """The step loop, with the sections of the configuration that it needs."""
     quarantine = Quarantine(folder)
+    rules = config.data.curriculum
+
+    def make_curriculum() -> Curriculum | None:
+        return rules and Curriculum(rules, prepared.order, SkipJournal(folder))
 
     def new_state(restored: Restored | None) -> RunState:
         return RunState.create(
@@ -211,6 +216,7 @@ def _session(
             prepared.order,
             restored=restored,
             set_aside=quarantine.set_aside,
+            curriculum=make_curriculum(),
         )
 
     return Session(

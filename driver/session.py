@@ -390,7 +390,7 @@ class Session:
                 self._reports.show_divergence(step, report)
             state.policy_version = report.policy_version
             metrics, outcomes = report.metrics, report.outcomes
-        metrics |= batch.metrics()
+        metrics |= batch.metrics() | self._record_curriculum(step, batch)
         update_s = time.monotonic() - started - rollout_s
         self._reports.write_samples(step, batch.samples)
         skip_cause = batch.skip_cause(metrics, outcomes)
@@ -403,6 +403,21 @@ class Session:
             "workers/restarts": float(self._supervisor.fleet.replacement.restarts),
             "learner/restarts": float(self._supervisor.learner_restarts),
         }
+
+    def _record_curriculum(self, step: int, batch: StepBatch) -> dict[str, float]:
+        """Counts the groups of a step for the curriculum, if there is one; its metrics."""
+        curriculum = self._state.curriculum
+        if curriculum is None:
+            return {}
+        before = curriculum.skipping
+        curriculum.record(batch.reports)
+        now, skipped = curriculum.skipping, self._state.leases.totals["skipped"]
+        if now and not before and not skipped:
+            self._say(
+                f"step {step}: the curriculum skips {now} prompts of equal rewards from now on "
+                "(rollout/prompts_skipped)"
+            )
+        return {"rollout/prompts_skipped": float(now), "rollout/groups_skipped": float(skipped)}
 
     @contextlib.contextmanager
     def _without_leases(self) -> Iterator[None]:

@@ -175,6 +175,20 @@ def _one_or_several(value: Any) -> str:
     return "[several]" if isinstance(value, list | tuple) else "[one]"
 
 
+class CurriculumConfig(Section):
+    """Skips training prompts for a while whose groups had equal rewards: what is always right, or
+    always wrong, teaches nothing. curriculum.jsonl of the run's folder records what is skipped.
+    """
+
+    skip_after: int = Field(default=2, ge=1, le=1000)
+    """Groups of equal rewards in a row after which a prompt is skipped."""
+    epochs: int = Field(default=1, ge=1, le=1000)
+    """Epochs of its source for which it is skipped. Then one group of it is made; if its rewards
+    are equal again, it is skipped again."""
+    most: float = Field(default=0.5, gt=0, lt=1)
+    """Largest share of the prompts of a source that are skipped at a time."""
+
+
 class DataConfig(Section):
     """Which prompts, and how they become chat messages."""
 
@@ -193,6 +207,7 @@ class DataConfig(Section):
         Discriminator(_one_or_several),
     ] = None
     """The held-out prompts: one set, or a list of sets, each with its name, scorer and sampling."""
+    curriculum: CurriculumConfig | None = None
     system_prompt: str | None = None
     """First message of every prompt that does not bring a system message of its own; null sends
     none."""

@@ -324,6 +324,11 @@ learner/restarts | | learner restarts
 [fleet restarts-]
 rollout/prompts_set_aside | prompts | prompts set aside
     that ended two workers and are leased no more, in the whole run; quarantine.json names them
+[learning skipped]
+rollout/prompts_skipped | | prompts skipped
+    prompts that data.curriculum skips now, since the rewards of their groups were equal
+rollout/groups_skipped | | groups skipped
+    groups that data.curriculum has skipped in the whole run
 [fleet pulls-]
 weights/pulls | | weight pulls
     versions that workers pulled in the step

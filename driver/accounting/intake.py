@@ -180,6 +180,7 @@ class Intake:
             leases.append(dataclasses.replace(lease, logged=logged))
             self._granted += 1
             self._leased += 1
+        self._leases.write_decisions()
         return leases
 
     def record_result(self, result: LeaseResult) -> None:

@@ -8,13 +8,15 @@ run leases the same groups under the same ids. An index is in one of five places
                           v      |
                    waits to be leased again --prompt set aside--> ended
 
-All indices below the cursor that are in none of the middle places have ended.
+A group whose prompt is set aside or skipped when its turn comes ends without a lease. All indices
+below the cursor that are in none of the middle places have ended.
 """
 
 import enum
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from driver.accounting.curriculum import Curriculum
 from driver.errors import RunError
 from services.trajectories.data_order import DataOrder, group_id_at, index_of
 from services.wire.messages import Lease
@@ -35,6 +37,8 @@ class TrajectoryState(enum.Enum):
     DROPPED_ERROR = "dropped_error"
     SET_ASIDE = "set_aside"
     """Never delivered: its prompt has ended two workers (`quarantine.py`)."""
+    SKIPPED = "skipped"
+    """Never leased: its prompt is skipped for a while (`curriculum.py`)."""
     DUPLICATE = "duplicate"
     """A further delivery of a group that had one already."""
 
@@ -57,12 +61,20 @@ class NoPromptLeft(RunError):
 class LeaseTable:
     """The data cursor, the leases that are out, and how every lease and every group ended."""
 
-    def __init__(self, order: DataOrder, *, set_aside: Mapping[int, object] | None = None):
+    def __init__(
+        self,
+        order: DataOrder,
+        *,
+        set_aside: Mapping[int, object] | None = None,
+        curriculum: Curriculum | None = None,
+    ):
         """Args:
         order: of the training prompts.
         set_aside: positions of prompts that are not leased; may grow later.
+        curriculum: which groups are skipped.
         """
         self.order = order
+        self._curriculum = curriculum
         self._set_aside = {} if set_aside is None else set_aside
         self._cursor = 0
         self._out: dict[int, int] = {}
@@ -104,7 +116,8 @@ class LeaseTable:
     def grant_leases(self, count: int, min_policy_version: int = 0) -> list[Lease]:
         """Leases the next groups: first what came back unfinished, then new prompts, in order.
 
-        Groups of prompts that are set aside end here, and the next one takes their place.
+        Groups of prompts that are set aside or skipped end here, and the next one takes their
+        place.
 
         Args:
             min_policy_version: oldest version that they may be sampled under.
@@ -117,13 +130,20 @@ class LeaseTable:
         attempts = {index: self._returned.pop(index) for index in again}
         while len(attempts) < count:
             index, self._cursor = self._cursor, self._cursor + 1
-            if self._is_set_aside(index):
+            if self._is_skipped(index):
+                self._record_end(index, TrajectoryState.SKIPPED)
+            elif self._is_set_aside(index):
                 self._record_end(index, TrajectoryState.SET_ASIDE)
             else:
                 attempts[index] = 0
         self._out.update(attempts)
         self._granted += len(attempts)
         return [self._lease(i, attempt, min_policy_version) for i, attempt in attempts.items()]
+
+    def write_decisions(self) -> None:
+        """Writes down which groups are skipped, before a worker gets the others."""
+        if self._curriculum is not None:
+            self._curriculum.write_decisions(self._cursor)
 
     def _end_set_aside(self) -> None:
         """Ends the groups that wait to be leased again and whose prompt is set aside."""
@@ -141,6 +161,9 @@ class LeaseTable:
         if not self._set_aside:
             return False
         return self.order.prompt_at(index)[1] in self._set_aside
+
+    def _is_skipped(self, index: int) -> bool:
+        return self._curriculum is not None and self._curriculum.skips(index)
 
     def _record_end(self, index: int, state: TrajectoryState) -> None:
         self._totals[state] += 1
@@ -181,7 +204,10 @@ class LeaseTable:
         """
         for index in sorted(index for index in map(index_of, group_ids) if index is not None):
             while self._cursor <= index:
-                self._returned[self._cursor] = 1
+                if self._is_skipped(self._cursor):
+                    self._record_end(self._cursor, TrajectoryState.SKIPPED)
+                else:
+                    self._returned[self._cursor] = 1
                 self._cursor += 1
             if index in self._returned:
                 self._held[index] = self._returned.pop(index)
@@ -256,6 +282,7 @@ class LeaseTable:
         order: DataOrder,
         *,
         set_aside: Mapping[int, object] | None = None,
+        curriculum: Curriculum | None = None,
     ) -> "LeaseTable":
         """The table of a checkpoint; what was out when it was written is leased again first.
 
@@ -271,7 +298,7 @@ class LeaseTable:
                     f"the checkpoint was made with {name}={before}, this run has {name}={now}: "
                     "resume with the same data, weights and seed, or start a new run"
                 )
-        table = cls(order, set_aside=set_aside)
+        table = cls(order, set_aside=set_aside, curriculum=curriculum)
         table._cursor = state["cursor"]
         table._returned = {index: attempt for index, attempt in state["unfinished"]}
         table._totals = {s: state["totals"].get(s.value, 0) for s in TrajectoryState}

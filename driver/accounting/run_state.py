@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from driver.accounting.curriculum import Curriculum
 from driver.accounting.evaluations import Evaluations
 from driver.accounting.intake import Intake, IntakeRules
 from driver.accounting.leases import LeaseTable
@@ -30,6 +31,7 @@ class RunState:
     skip_cause: str = ""
     """Why the last step that did not was skipped."""
     evaluations: Evaluations = dataclasses.field(default_factory=Evaluations)
+    curriculum: Curriculum | None = None
     replay: deque[RecordedUpdate] = dataclasses.field(default_factory=deque)
     """Updates that were recorded after the checkpoint, to be made again."""
     open: dict[str, float] | None = None
@@ -43,6 +45,7 @@ class RunState:
         *,
         restored: Restored | None = None,
         set_aside: Mapping[int, object] | None = None,
+        curriculum: Curriculum | None = None,
     ) -> "RunState":
         """Returns the state of a new run, or of one that goes on from a checkpoint.
 
@@ -50,16 +53,20 @@ class RunState:
             order: of the training prompts.
             restored: what the learner found in the checkpoint and recorded since.
             set_aside: positions of prompts that are not leased; may grow later.
+            curriculum: a new one, which skips groups.
 
         Raises:
             ValueError: if seed, data or weights are not those of the checkpoint.
         """
         kept = restored.driver_state if restored else None
+        skips = {"set_aside": set_aside, "curriculum": curriculum}
         if kept is None:
-            leases = LeaseTable(order, set_aside=set_aside)
+            leases = LeaseTable(order, **skips)
         else:
-            leases = LeaseTable.restore(kept["book"], order, set_aside=set_aside)
-        state = cls(leases=leases, intake=Intake(leases, rules))
+            leases = LeaseTable.restore(kept["book"], order, **skips)
+            if curriculum is not None and kept.get("curriculum"):
+                curriculum.restore(kept["curriculum"])
+        state = cls(leases=leases, intake=Intake(leases, rules), curriculum=curriculum)
         if kept is not None:
             state.rewards = [math.nan if r is None else r for r in kept["rewards"]]
             # A checkpoint of before this count: a step with a reward trained, as far as is known.
@@ -107,4 +114,5 @@ class RunState:
             "updates": self.updates,
             "skip_cause": self.skip_cause,
             "evaluations": self.evaluations.state(),
+            "curriculum": None if self.curriculum is None else self.curriculum.state(),
         }

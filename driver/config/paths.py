@@ -87,6 +87,7 @@ LOCK = "driver.lock"
 OF_A_START = (
     *("status.json", "run_id", "identity.json", "error.txt", "config.yaml"),
     *("stacks", "control", "spool", "spool.lock", "quarantine.json", LOCK),
+    *("curriculum.jsonl",),
     *("dashboard", "dashboard.log", "environment.json", "code.zip", "tensorboard", "wandb"),
     "tpu_logs",
 )
@@ -194,7 +195,8 @@ def clear_folder(folder: pathlib.Path, *, resume: bool) -> None:
         return
     spool = folder / "spool"
     try:
-        (folder / "quarantine.json").unlink(missing_ok=True)
+        for name in ("quarantine.json", "curriculum.jsonl"):
+            (folder / name).unlink(missing_ok=True)
         if spool.is_symlink():
             spool.unlink()
         elif spool.is_dir():

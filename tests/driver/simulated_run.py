@@ -98,6 +98,8 @@ class World:
         """Of every completion from now on."""
         self.evaluated: list[tuple[str, Any, int]] = []
         """Worker, request and leases that it held, of each share of an evaluation."""
+        self.equal: set[int] = set()
+        """Positions of prompts whose groups have equal rewards."""
         self.forgetful = False
         """Workers keep no policy version for an evaluation."""
         self.update_s, self.evaluate_s = UPDATE_S, EVALUATE_S
@@ -315,7 +317,7 @@ class Worker(Process):
             attempt=lease.attempt,
             policy_version=lease.min_policy_version,
             worker=self.name,
-            zero_variance=False,
+            zero_variance=lease.position in self.world.equal,
             scored=0 if error else 2,
             reward_sum=0.0 if error else 1.0,
             reward_error=error,

@@ -98,6 +98,7 @@ def test_each_group_ends_once_and_later_deliveries_are_duplicates():
         "dropped_truncated": 0,
         "dropped_error": 0,
         "set_aside": 0,
+        "skipped": 0,
         "duplicate": 2,
     }
 
