@@ -112,12 +112,11 @@ def _check_slots(settings: DecodeSettings, layout: Layout) -> None:
     if len(set(settings.slots)) < len(settings.slots):
         raise ValueError(f"--slots must differ, got {settings.slots}")
     for slots in settings.slots:
-        check_slot_count(slots, layout)
+        check_slot_count(slots, lanes=layout.mesh.shape["data"])
 
 
-def check_slot_count(slots: int, layout: Layout) -> None:
-    """Raises ValueError unless every lane of the layout gets the same number of slots."""
-    lanes = layout.mesh.shape["data"]
+def check_slot_count(slots: int, *, lanes: int) -> None:
+    """Raises ValueError unless every lane gets the same number of slots."""
     if slots < 1 or slots % lanes:
         raise ValueError(f"--slots {slots} must be a positive multiple of the {lanes} lanes")
 

@@ -98,13 +98,13 @@ def main(argv: list[str] | None = None) -> int:
         check_report_file(arguments.json)
         model = _model(arguments)
         variants = parse_variants(Variant(compute_dtype=arguments.dtype), arguments.compare or None)
-        limits = _limits(arguments)
+        limits, tensors = _limits(arguments), _tensors(arguments)
         if importlib.util.find_spec("libtpu") is None:
             raise ValueError("libtpu, the compiler, is not installed: pip install '.[tpu]'")
         with tempfile.TemporaryDirectory(prefix="tpu_decode_") as folder:
             dump = pathlib.Path(folder)
             os.environ["LIBTPU_INIT_ARGS"] = issue_cycles.DUMP_FLAGS.format(folder=dump)
-            layouts = _layouts(model, arguments)
+            layouts = _layouts(model, tensors, arguments.dtype)
             for layout in layouts:
                 _check(layout, arguments.slots, limits, variants)
             print(HEADER, flush=True)
@@ -302,23 +302,29 @@ def row(one: SegmentCost) -> str:
     )
 
 
-def _layouts(model: ModelConfig, arguments: argparse.Namespace) -> list[Layout]:
+def _tensors(arguments: argparse.Namespace) -> list[int]:
+    tensors = arguments.tensor or [1, CHIPS]
+    for tensor in tensors:
+        if tensor < 1 or CHIPS % tensor:
+            raise ValueError(f"--tensor {tensor} must divide the {CHIPS} chips")
+        check_slot_count(arguments.slots, lanes=CHIPS // tensor)
+    return tensors
+
+
+def _layouts(model: ModelConfig, tensors: list[int], dtype: str) -> list[Layout]:
     # A dtype's name is numpy's only through jax, which knows bfloat16.
-    dtype = np.dtype(jax.numpy.dtype(arguments.dtype))
+    weights_dtype = np.dtype(jax.numpy.dtype(dtype))
     topology = topologies.get_topology_desc(
         platform="tpu", topology_name="v6e:2x4", chips_per_host_bounds=(2, 4, 1)
     )
     devices = list(topology.devices)
-    layouts = []
-    for tensor in arguments.tensor or (1, CHIPS):
-        if tensor < 1 or CHIPS % tensor:
-            raise ValueError(f"--tensor {tensor} must divide the {CHIPS} chips")
-        layouts.append(Layout(model, make_mesh(devices, CHIPS // tensor, tensor), dtype))
-    return layouts
+    return [
+        Layout(model, make_mesh(devices, CHIPS // tensor, tensor), weights_dtype)
+        for tensor in tensors
+    ]
 
 
 def _check(layout: Layout, slots: int, limits: EngineLimits, variants: dict[str, Variant]) -> None:
-    check_slot_count(slots, layout)
     for variant in variants.values():
         geometry_of(decode_spec(layout, variant, slots), limits)
 

@@ -46,11 +46,9 @@ PREFETCH = (
 )
 
 
-def tpu_decode():
-    """The module, which sets what libtpu reads when it starts: imported where it is needed."""
-    from benchmarks.tpu import decode_segment
-
-    return decode_segment
+@pytest.fixture
+def decode_segment(tpu_command):
+    return tpu_command("decode_segment")
 
 
 def run(*arguments):
@@ -63,17 +61,17 @@ def run(*arguments):
     )
 
 
-def test_an_operation_takes_the_cycles_of_the_equal_one_that_was_scheduled():
+def test_an_operation_takes_the_cycles_of_the_equal_one_that_was_scheduled(decode_segment):
     module = hlo.parse_program(TWINS)
-    cycles = tpu_decode().with_twins(module, {"first": 70})
+    cycles = decode_segment.with_twins(module, {"first": 70})
     assert cycles == {"first": 70, "second": 70}, "the third does something else"
 
 
-def test_a_slice_that_is_fetched_moves_what_it_fetches():
+def test_a_slice_that_is_fetched_moves_what_it_fetches(decode_segment):
     module = hlo.parse_program(f"ENTRY %main (x: bf16[1024,128]) -> u32[] {{\n  {PREFETCH}\n}}")
     op = module.computations["main"]["fetch"]
     size = 64 * 128 * 2
-    assert tpu_decode()._slice_bytes(op) == size, "once: it is written to fast memory"
+    assert decode_segment._slice_bytes(op) == size, "once: it is written to fast memory"
 
 
 @pytest.mark.parametrize(
@@ -81,31 +79,33 @@ def test_a_slice_that_is_fetched_moves_what_it_fetches():
     [
         (["--shape", "qwen2.5-3b", "--slots", "12"], "--slots 12 must be a positive multiple"),
         (["--shape", "qwen2.5-3b", "--tensor", "3"], "--tensor 3 must divide the 8 chips"),
-        (["--shape", "nothing"], "nothing"),
     ],
 )
-@needs_compiler
-def test_wrong_arguments_are_refused_in_one_line(arguments, message):
-    done = run(*arguments)
-    assert done.returncode == 2 and message in done.stderr.splitlines()[-1]
+def test_wrong_arguments_are_refused_in_one_line(decode_segment, capsys, arguments, message):
+    assert decode_segment.main(arguments) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_shape_that_is_not_known_is_refused_in_one_line(decode_segment, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        decode_segment.main(["--shape", "nothing"])
+    assert "nothing" in capsys.readouterr().err.splitlines()[-1]
 
 
 @needs_compiler
 @pytest.mark.slow
 def test_a_cut_token_step_holds_a_part_of_the_weights_and_adds_up_over_chips(tmp_path):
-    found = {}
-    for tensor in (1, 2):
-        report = tmp_path / f"{tensor}.json"
-        done = run(
-            *("--shape", "qwen2.5-3b", "--layers", 1, "--slots", 16, "--tensor", tensor),
-            *("--compare", "", "--prompt", 64, "--new", 64, "--json", report),
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        (found[tensor],) = json.loads(report.read_text())["programs"]
-    whole, cut = found[1], found[2]
+    report = tmp_path / "report.json"
+    done = run(
+        *("--shape", "qwen2.5-3b", "--layers", 1, "--slots", 16, "--tensor", 1, "--tensor", 2),
+        *("--compare", "", "--prompt", 64, "--new", 64, "--json", report),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = whole, cut = json.loads(report.read_text())["programs"]
+    assert (whole["tensor"], cut["tensor"]) == (1, 2)
     assert whole["collectives"] == 0 < cut["collectives"]
     assert 1.9 < whole["weight_bytes"] / cut["weight_bytes"] < 2.1
-    for one in found.values():
+    for one in found:
         # Every weight is read in a token step, and little else of so short sequences.
         assert one["weight_bytes"] < one["token_bytes"] < 1.5 * one["weight_bytes"]
         assert one["token_cycles"] > 0 and not one["without_cycles"]

@@ -1,0 +1,19 @@
+"""What the tests of the TPU commands share."""
+
+import importlib
+
+import pytest
+
+from benchmarks.tpu.compile_kernel import ENVIRONMENT
+
+
+@pytest.fixture
+def tpu_command(monkeypatch):
+    """Imports a module of benchmarks/tpu that sets, for good, what libtpu reads when it starts."""
+
+    def load(name):
+        for variable, value in ENVIRONMENT.items():
+            monkeypatch.setenv(variable, value)
+        return importlib.import_module(f"benchmarks.tpu.{name}")
+
+    return load
