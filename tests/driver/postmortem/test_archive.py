@@ -13,7 +13,7 @@ import time
 import pytest
 
 from driver.errors import RunError
-from driver.postmortem import archive
+from driver.postmortem import archive, evidence
 from driver.postmortem.archive import Bundle, collect, main
 from driver.postmortem.evidence import FILE_BYTES, Found, Sources
 from driver.reports.redact import GUARD_BYTES, Redactor
@@ -223,25 +223,37 @@ def unhurried(monkeypatch):
     monkeypatch.setattr(Bundle.fill, "__defaults__", (HANG_S, HANG_S))
 
 
+@pytest.fixture
+def bounds(monkeypatch):
+    """Of a file and of all: a sixteenth of the real ones, which take long to write and redact."""
+    assert (FILE_BYTES, archive.TOTAL_BYTES) == (2**20, 64 * 2**20)
+    file_bytes, total_bytes = FILE_BYTES // 16, archive.TOTAL_BYTES // 16
+    for module in (archive, evidence):
+        monkeypatch.setattr(module, "FILE_BYTES", file_bytes)
+    monkeypatch.setattr(archive, "TOTAL_BYTES", total_bytes)
+    return file_bytes, total_bytes
+
+
 @pytest.mark.usefixtures("unhurried")
-def test_an_archive_is_bounded_whatever_the_run_left(run_folder):
+def test_an_archive_is_bounded_whatever_the_run_left(run_folder, bounds):
+    file_bytes, total_bytes = bounds
     (run_folder / "rejected").mkdir()
     for version in range(12):
         path = run_folder / "rejected" / f"version-{version:08d}.jsonl"
-        path.write_text('{"token_ids": [' + "1, " * (FILE_BYTES // 2) + "1]}\n")
+        path.write_text('{"token_ids": [' + "1, " * (file_bytes // 2) + "1]}\n")
     with (run_folder / "samples.jsonl").open("w") as file:
-        file.writelines(json.dumps({"completion": "x" * 100_000}) + "\n" for _ in range(30))
+        file.writelines(json.dumps({"completion": "x" * 6_000}) + "\n" for _ in range(30))
     path = collect(run_folder, RunError("x"), Sources(), lambda _: None)
     files = unpacked(path)
-    assert max(map(len, files.values())) <= FILE_BYTES
+    assert max(map(len, files.values())) <= file_bytes
     assert "rejected/version-00000011.jsonl" in files
     assert sum(name.startswith("rejected/") for name in files) == 8
     for line in files["run/samples.jsonl"].splitlines():
         json.loads(line)  # lines are whole
     many = Bundle(run_folder, Redactor({}))
-    many.fill([("many", lambda: Found(files={f"{i}.txt": b"x" * 2**20 for i in range(80)}))])
+    many.fill([("many", lambda: Found(files={f"{i}.txt": b"x" * file_bytes for i in range(80)}))])
     files = unpacked(many.write())
-    assert sum(map(len, files.values())) <= 64 * 2**20
+    assert sum(map(len, files.values())) <= total_bytes
     assert b"79.txt left out for its size" in files["PROBABLE_CAUSE.md"]
 
 

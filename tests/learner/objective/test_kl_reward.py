@@ -64,20 +64,26 @@ def test_no_completion_with_a_reward_is_no_divergence():
 
 def reference_logprobs(group, completion):
     """Of the first policy, one sequence alone, in float32 on dense logits."""
-    tokens = np.concatenate([group.prompt_token_ids, completion.token_ids])[None]
-    N = tokens.shape[1] - 1
+    tokens = np.concatenate([group.prompt_token_ids, completion.token_ids])
+    start, end = len(group.prompt_token_ids) - 1, len(tokens) - 1
+    # One length, so that one compilation serves all: what follows the end is not looked at.
+    return np.asarray(first_policy(host_params(), np.pad(tokens, (0, 16 - len(tokens)))))[start:end]
+
+
+@jax.jit
+def first_policy(params, tokens):
+    N = len(tokens) - 1
     hidden, _ = forward(
-        host_params(),
+        params,
         TINY,
-        tokens[:, :-1],
-        np.arange(N)[None],
+        tokens[None, :-1],
+        jnp.arange(N)[None],
         packed_attend(jnp.ones((1, N), jnp.int32), operand_dtype=jnp.float32),
         compute_dtype=jnp.float32,
     )
-    logits = hidden[0] @ host_params()["embed_tokens"]["weight"].T / 0.8
+    logits = hidden[0] @ params["embed_tokens"]["weight"].T / 0.8
     logits = logits[:, : TINY.vocab_size - 2]
-    at = jnp.arange(N), tokens[0, 1:]
-    return np.asarray(jax.nn.log_softmax(logits)[at])[len(group.prompt_token_ids) - 1 :]
+    return jax.nn.log_softmax(logits)[jnp.arange(N), tokens[1:]]
 
 
 @pytest.mark.slow

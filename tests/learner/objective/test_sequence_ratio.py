@@ -75,7 +75,7 @@ def test_the_gradient_is_that_of_the_loss_of_whole_sequences(selection):
 
     given = [jnp.array(each) for each in logprobs]
     (value, gradient), (expected, slopes) = (
-        jax.value_and_grad(each)(given) for each in (by_token, whole)
+        jax.jit(jax.value_and_grad(each))(given) for each in (by_token, whole)
     )
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     for one, other in zip(gradient, slopes, strict=True):
