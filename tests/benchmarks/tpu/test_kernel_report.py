@@ -20,8 +20,8 @@ PROBE = "probe/b8_t1024_v16384/xla"
 KERNELS = (
     "decode_attention/b128_s512/pallas_tpu_prefix",
     "decode_attention/b16_s640/pallas_tpu",
-    "head_chunk/d4096_v151936/pallas_tpu_fast",
-    "head_chunk/d4096_v151936/pallas_tpu_lean",
+    "head/t8192_d4096_v151936/pallas_tpu_fast",
+    "head/t8192_d4096_v151936/pallas_tpu_lean",
     "probe/b8_t1024_v16384/pallas_tpu",
     "token_logprob/b4_t1024_v151643/pallas_tpu",
 )

@@ -253,7 +253,6 @@ def check(B, T, V, dtype="bfloat16"):
 REAL_SHAPES = """
 check(1, 4096, 151643)
 check(1, 4096, 151643, "float32")
-check(4, 1024, 151643)
 check(4, 1024, 151936)
 check(4, 1000, 49152)
 """
@@ -282,4 +281,5 @@ compiled(run, mesh, spec, 4, 1024, 151936, "bfloat16")
 @pytest.mark.slow
 @needs_compiler
 def test_compiles_for_v6e_and_real_shapes_without_a_copy():
+    # (4, 1024, 151643) is held to tighter budgets in benchmarks/tpu/test_kernel_report.py.
     run_with_compiler(COMPILE + REAL_SHAPES + ODD_SHAPES_AND_SHARDS)
