@@ -62,6 +62,8 @@ _GLUED = re.compile(r"[.,:]?\d|[eE][+-]?\d|[xX][0-9A-Fa-f]|[bBoO]\d")
 
 _MARKS = r"\s*_'\")\]|~%\u00b0\u00ba\u00a2\u2032\u2033\u2019\u201d"
 CLOSING = f"[{_MARKS}]*"
+# After a scale it makes the name of a fraction: `5 million th`.
+_ORDINAL_ENDING = re.compile(r"(?:[^\w\n]|_)*ths?(?![^\W_])", re.IGNORECASE)
 _AFTER_NUMBER = re.compile(rf">?{CLOSING}(?:{CURRENCY}{CLOSING})?")
 # A point or an exponent without its digits, dots for digits left out, a subscript.
 _NOT_A_UNIT = re.compile(
@@ -112,9 +114,10 @@ NUMBER_WORD = re.compile(
     |(?:{"|".join(_SCALE)})|score|gross|grand|minus|negative|plus|point)(?:s|ths?|fold)?""",
     re.IGNORECASE | re.VERBOSE,
 )
-# Scale words that are not in _SCALE: short forms, prefixes, and words of other languages.
+# Scale words that are not in _SCALE, and names of fractions: short forms, prefixes, and words of
+# other languages.
 _OTHER_SCALE_TEXT = """
-lac lacs cr crs arab kharab bil bln thou thsd hund myriad zillion tn mega giga tera milli
+lac lacs cr crs arab kharab bil bln thou thsd hund bill trill myriad myriads tn mega giga tera milli
 micro deci centi cien cientos ciento docena docenas decena decenas douzaine douzaines dizaine
 dizaines centaine centaines millier milliers millar millares dezena dezenas centena centenas
 milhar milhares mila migliaia centinaia dozzina dozzine decine duizend duizenden honderd
@@ -125,6 +128,9 @@ trilyon juta ribu ratus puluh miliar triliun nghin nghìn ngàn trăm triệu t�
 χιλιάδες χίλια εκατό εκατομμύρια εκατομμύριο δισεκατομμύρια مليون ملايين مليار ألف الف آلاف
 مئة مائة هزار میلیون میلیارد لاکھ کروڑ لک لك हजार लाख करोड़ सौ אלף מאה מיליון מיליארד พัน
 หมื่น แสน ล้าน ร้อย
+halb halbe halber halbes drittel viertel fünftel achtel zehntel hundertstel tausendstel demi demie
+dixième dixièmes centième centièmes millième millièmes mezzo mezza meio meia medio décimo décimos
+décima décimas половина половиной полтора 割 成
 """
 _OTHER_SCALES = frozenset(_OTHER_SCALE_TEXT.split())
 _KOREAN_SCALE = re.compile(
@@ -134,7 +140,8 @@ _KOREAN_SCALE = re.compile(
 _OBJECTIONS = {"not", "wrong", "incorrect", "repeating", "recurring", "twice", "thrice"}
 # Scale words of other languages, bases, and operations in words.
 _NO_UNIT = re.compile(
-    r"""(?:(?:m|b|tr|quadr|quint)il+[ijh]*[o\u00f3\u00f5a\u00e3]\w*|mil|mille|mill|mln|mlrd|mrd|mio
+    r"""(?:(?:m|b|tr|quadr|quint)il+[ijh]*[o\u00f3\u00f5a\u00e3]\w*|\w*illi(?:on|ard)\w*|googol\w*
+    |nth|mil|mille|mill|mln|mlrd|mrd|mio
     |mld|mn|bn|tsd|tausend\w*|hundert\w*|dutzend|tys\w*|\u0442\u044b\u0441\w*|\u043c\u043b\u043d
     |\u043c\u043b\u0440\u0434|\u043c\u0438\u043b+\u0438\w*|\w*[\u534a\u03c0\u03b8]\w*|base|binary
     |octal|hex|hexadecimal|mod|modulo|squared|cubed|divided|multiplied|factorial|pi|sqrt|root|log
@@ -196,6 +203,8 @@ def read_number(text: str, start: int) -> tuple[Fraction | None, int] | None:
         if scale:
             end = scale.end()
             value = None if value is None else value * _SCALE[scale[1].lower()]
+    if end > number.end() and _ORDINAL_ENDING.match(text, end):
+        value = None
     return value, end
 
 

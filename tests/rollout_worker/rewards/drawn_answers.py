@@ -33,6 +33,16 @@ SCALED = [*SCALES, "k", "K", "M", "m", "B", "T", "bn", "mn", "mio", "Millionen",
 SCALED += ["lac", "cr", "bil", "thou", "juta", "milyon", "만", "백만", "مليون", "triệu", "duizend"]
 SCALED += ["hundredths", "thirds", "half", "quarters", "score", "-million", "thousand million"]
 SCALED += ["Million", "THOUSAND", "Dozen", "hundred-thousand", "milliard", "per mille", "grand"]
+SCALED += [
+    "sextillion",
+    "zillions",
+    "googol",
+    "million th",
+    "-millionth",
+    "Viertel",
+    "et demi",
+    "割",
+]
 SCRIPTS = "² ³ ₂ ₁₀ ⁻¹ ⁿ ^2 ^{2} _2 _{2} _{10} ^n **2 ^\\circ ^{\\circ} % \\% ° ' \" + - π x n i e"
 SCRIPTS += " \\pi \\sqrt{2} \\cdot \\times … ... ⃣ 𝟓 ① Ⅷ ٣ (x) (3) [3] \\overline{3} ^* _b"
 SCRIPTS += (

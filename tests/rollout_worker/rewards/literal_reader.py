@@ -339,6 +339,7 @@ def plain_value(text: str) -> Fraction:
 
 def scaled(value: Fraction, rest: str, *, money: bool) -> tuple[Fraction, str]:
     """The number times the scales that follow it, and what follows them."""
+    unscaled = rest
     word, after = word_of(rest.lstrip(BLANKS) if money else rest)
     if money and word in MONEY and after.lstrip(BLANKS)[:1] not in tuple("²³^°"):
         if "$" in after:
@@ -349,5 +350,8 @@ def scaled(value: Fraction, rest: str, *, money: bool) -> tuple[Fraction, str]:
     while True:
         word, after = word_of(rest.lstrip(BLANKS).removeprefix("-"))
         if word.lower() not in SCALES or after[:1].isdecimal():
-            return value, rest
+            break
         value, rest = value * SCALES[word.lower()], after
+    if rest != unscaled and word_of(rest.lstrip(MARKS + BLANKS + "~-([$,.;!"))[0] in ("th", "ths"):
+        raise NotRead  # the name of a fraction
+    return value, rest
