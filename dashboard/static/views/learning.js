@@ -22,6 +22,8 @@ function specs(store) {
       why: () => (store.latest("eval/reward/total/mean")
         ? "No accuracy: the first scorer gives more than 1; eval.correct_from says what is right."
         : "No evaluation yet: eval.every_steps, eval.at_start and eval.at_end schedule them.") },
+    { id: "prompts-skipped", title: "Prompts skipped", series: one("rollout/prompts_skipped"), zero: true,
+      optional: true },
     { id: "completion-length", title: "Completion length", unit: "tokens", zero: true, series: [
       ...one("rollout/completion_len_mean", "mean"), ...one("rollout/completion_len_p90", "p90"),
       ...one("rollout/completion_len_max", "max")] },
@@ -58,6 +60,7 @@ export function mount(root, store) {
   const charts = specs(store).map((spec) => makeChart(store, { ...spec, sync: "learning", zoom }));
   const funnel = makeFunnel(store);
   const evaluation = makeEvaluation(store);
+  const optional = charts.filter((_, i) => specs(store)[i].optional);
   const grid = el("div", { class: "chart-grid" }, charts.map((chart) => chart.node), funnel.node);
   const tableHost = el("div", { class: "table-host panel", hidden: true });
   const blank = el("div", { class: "blank panel", hidden: true }, empty("No step has closed yet",
@@ -81,6 +84,7 @@ export function mount(root, store) {
     if (asTable) drawTable();
     else {
       for (const chart of charts) chart.draw(store.shown);
+      for (const chart of optional) chart.node.hidden = !chart.shown.length;
       funnel.draw();
     }
     evaluation.draw(store.columns);

@@ -1,7 +1,10 @@
 """The learning view shows what metrics.jsonl holds: newest values, tables, the funnel."""
 
+import json
+
 import pytest
 
+from benchmarks.made_run.made_run import make_run
 from tests.chromium import open_view, table_rows
 from tests.dashboard.browser.reading import says
 
@@ -22,6 +25,7 @@ NEWEST = {
     "learning-rate": ["train/learning_rate"],
     "loss": ["train/loss"],
 }
+ACCURACY = "eval/accuracy/strict"
 STAGES = ("generated", "scored", "nonzero_advantage", "unclipped", "contributed")
 
 
@@ -84,3 +88,48 @@ def test_a_range_that_is_chosen_holds_for_other_views_too(served, watch):
 def test_what_is_not_measured_says_why(served, watch):
     page = watch(served("finished"), "learning").page
     assert "algorithm.kl_coef is 0" in page.get_by_test_id("chart-kl").inner_text()
+
+
+def metrics_of_sets(line: dict, sets: dict[str, float]) -> dict:
+    """A line of metrics as one of a run with several held-out sets has it.
+
+    Args:
+        sets: how far the accuracy of each lies below that of the made-up evaluation.
+    """
+    found = {name: x for name, x in line.items() if name.startswith("eval/")}
+    for name, below in sets.items():
+        for key, value in found.items():
+            shift = below if key.startswith("eval/accuracy") else 0.0
+            line[f"eval/{name}/{key.removeprefix('eval/')}"] = value - shift
+    return line
+
+
+def test_each_held_out_set_has_a_row_and_a_curve_with_its_paired_test(tmp_path, serve, watch):
+    make_run(tmp_path / "run", steps=12, seed=4)
+    path = tmp_path / "run" / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = [metrics_of_sets(line, {"sums": 0.0, "words": 0.1}) for line in lines]
+    paired = {"p_value": 0.0123, "better": 31, "worse": 12}
+    lines[-1] |= {f"eval/words/paired/{key}": value for key, value in paired.items()}
+    lines[-1] |= {"eval/words/pass_at_8": 0.75, "eval/words/step": 10}
+    lines[-1]["rollout/prompts_skipped"] = 7
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = watch(serve("--run", tmp_path / "run"), "learning").page
+    rows = table_rows(page, "[data-testid=evaluation]")
+    assert [row[0] for row in rows] == ["sums", "words"]
+    for row in rows:
+        last = lines[-1][f"eval/{row[0]}/accuracy/strict"]
+        assert float(row[1].removesuffix("%").strip()) == pytest.approx(100 * last, abs=0.06)
+        assert row[5] == "200"
+    assert (rows[0][3], rows[0][6], rows[0][7]) == ("–", "12", "–")
+    assert rows[1][3].replace("\u202f", " ") == "@8 75.0 %" and rows[1][6] == "10"
+    assert rows[1][7] == "31 better, 12 worse, p = 0.0123"
+    assert len(values_of(page, "accuracy")) == 2
+    assert values_of(page, "prompts-skipped") == ["7"]
+
+
+def test_a_single_set_has_one_row_and_no_chart_of_skipped_prompts(served, watch, lines):
+    page = watch(served("finished"), "learning").page
+    [row] = table_rows(page, "[data-testid=evaluation]")
+    assert row[0] == "held-out" and says(row[1], lines("finished", "metrics")[-1][ACCURACY])
+    assert not page.get_by_test_id("chart-prompts-skipped").is_visible()
