@@ -214,11 +214,13 @@ def _try_policy_loss(name: str) -> None:
             f"algorithm.policy_loss={name}: it took over {_POLICY_LOSS_S:g} s for 30 tokens: "
             "correct the function"
         ) from None
-    if tried.returncode:
+    # It may end the process with any code, 0 too.
+    if tried.returncode or f"{name} can be used" not in tried.stdout.splitlines():
         _, found, problem = tried.stderr.rpartition(f"algorithm.policy_loss={name}: ")
         if not found:  # it ended the process
-            lines = tried.stderr.strip().splitlines()
-            problem = lines[-1] if lines else f"it ended with {tried.returncode}"
+            lines = tried.stderr.strip().splitlines() if tried.returncode else []
+            ended = f"it ended with {tried.returncode}: correct the function"
+            problem = lines[-1] if lines else ended
         raise ConfigError(f"algorithm.policy_loss={name}: {problem.strip()}")
 
 

@@ -57,7 +57,8 @@ def _problem(function: PolicyLoss) -> str:
         each.ravel().astype(np.float32)
         for each in np.meshgrid([-2.0, -0.1, 0.0, 0.1, 2.0], [-1.5, 0.0, 0.7], [0.0, 2.0])
     )
-    old_N = np.full_like(gap, -2.5)
+    # A token that is certain has the logprob 0, and the old policy may have thought so too.
+    old_N = np.where(gap == 0, 0.0, -2.5).astype(np.float32)
     given = tuple(map(jnp.asarray, (old_N + gap, entropy, old_N, advantage)))
 
     def loss(logprob_N, entropy_N, old_N, advantage_N):
@@ -77,19 +78,20 @@ def _problem(function: PolicyLoss) -> str:
     weight_N = jnp.linspace(0.5, 2.0, len(gap))
     one = lambda weight, *token: (loss(*token), *slopes(weight, *token))
     try:
-        found = jax.jit(loss)(*given)
-        shape, dtype = jnp.shape(found), jnp.result_type(found)
-        if shape != gap.shape or dtype != jnp.float32:
-            return f"it returns {dtype} {list(shape)} for {len(gap)} tokens, not a float32 each"
+        if problem := _form_problem(jax.jit(loss)(*given), len(gap)):
+            return problem
         whole = one(weight_N, *given)
         in_pairs = one(*(each.reshape(-1, 2) for each in (weight_N, *given)))
         alone = jax.lax.map(
             lambda token: one(*token), [each[:, None] for each in (weight_N, *given)]
         )
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return f"it raises {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    if not all(np.isfinite(np.asarray(each)).all() for each in whole):
-        return "value or derivative is not finite for ratios of 0.14 to 7.4"
+    if not np.isfinite(np.stack(whole)).all():
+        place = int(np.isfinite(np.stack(whole)).all(axis=0).argmin())
+        names = ("logprob", "entropy", "old_logprob", "advantage")
+        values = [f"{name}={each[place]:g}" for name, each in zip(names, given, strict=True)]
+        return f"value or derivative is not finite at {', '.join(values)}"
     if not np.any(whole[1]) and not np.any(whole[2]):
         return "its derivative is 0 everywhere, so that it would train nothing"
     for other in (in_pairs, alone):
@@ -99,6 +101,17 @@ def _problem(function: PolicyLoss) -> str:
                     "the value or the derivative of a token depends on other tokens, which are "
                     "split up freely"
                 )
+    return ""
+
+
+def _form_problem(found: object, tokens: int) -> str:
+    """What is wrong with the form of what a policy loss returned; '' for nothing."""
+    if not isinstance(found, jax.Array):
+        return f"it returns {type(found).__name__}, not an array of {tokens} float32"
+    if found.shape != (tokens,) or found.dtype != jnp.float32:
+        return (
+            f"it returns {found.dtype} {list(found.shape)} for {tokens} tokens, not a float32 each"
+        )
     return ""
 
 

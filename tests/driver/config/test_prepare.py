@@ -201,7 +201,9 @@ def test_a_task_without_a_single_answer_needs_its_own_scorer_N06(ready):
             "it raises ValueError: beta is missing use it: correct the function",
         ),
         ("import time; time.sleep(3600)", "it took over 1 s"),
-        ("import os; os._exit(7)", "ended with 7"),
+        ("import os; os._exit(7)", "ended with 7: correct the function"),
+        ("import os; os._exit(0)", "ended with 0: correct the function"),
+        ("import os\ndef loss(**_): os._exit(0)", "ended with 0: correct the function"),
     ],
 )
 def test_a_policy_loss_that_cannot_be_used_ends_the_start(

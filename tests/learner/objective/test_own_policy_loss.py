@@ -49,6 +49,21 @@ def without_gradient(*, logprob, **_):
 def not_finite(*, logprob, **_):
     return jnp.log(logprob)
 
+def of_a_certain_token(*, logprob, old_logprob, advantage, **_):
+    return -advantage * logprob / old_logprob
+
+def slope_of_a_certain_token(*, logprob, advantage, **_):
+    return advantage * jnp.sqrt(-logprob)
+
+def returns_nothing(**_):
+    pass
+
+def two(*, ratio, advantage, **_):
+    return -ratio * advantage, ratio
+
+def ends(**_):
+    raise SystemExit(0)
+
 def raises(*, ratio, **_):
     raise KeyError("beta")
 
@@ -106,6 +121,11 @@ def test_its_value_and_gradient_are_the_tokens():
         ("own_losses:a_text", "it raises TypeError"),
         ("own_losses:without_gradient", "value or derivative is not finite"),
         ("own_losses:not_finite", "value or derivative is not finite"),
+        ("own_losses:of_a_certain_token", "not finite at logprob=0, .*old_logprob=0"),
+        ("own_losses:slope_of_a_certain_token", "value or derivative is not finite at logprob=0"),
+        ("own_losses:returns_nothing", "it returns NoneType, not an array of 30 float32"),
+        ("own_losses:two", "it returns tuple, not an array"),
+        ("own_losses:ends", "it raises SystemExit"),
         ("own_losses:raises", "it raises KeyError: 'beta'"),
         ("own_losses:wrong_names", "it raises TypeError: .*unexpected keyword"),
         ("own_losses:of_numpy", "it raises TracerArrayConversionError"),
