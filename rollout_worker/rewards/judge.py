@@ -6,6 +6,7 @@ import os
 import random
 import re
 import typing
+import urllib.parse
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,16 @@ Write your grade as the last line, in the form `Grade: 7`."""
 VERDICT = r"[Gg]rade\W{0,6}(\d+(?:\.\d+)?)"
 _FIRST_PAUSE_S = 0.5
 _MOST_PAUSE_S = 30.0
+_END_OF_THOUGHT = "</think>"
+_SIGN = re.compile(r"(?<![A-Za-z])[-\u2212]\Z")
+_GOES_ON = re.compile(r"\d|[.,]\d|[eE][-+]?\d|[-\u2013\u2014]\d|\s+to\s+\d")
+"""What makes another number, or a range, of the digits before."""
+_SCALE = re.compile(r"[\s*_`]*(?:(?:/|out of)\s*(\d+(?:\.\d+)?)|%)")
+_OTHER_PLACES = re.compile(
+    r"(?<![\w\\}])\{\s*(question|response|output|reference|solution|gold|ground_truth|item|input"
+    r"|(?i:prompt|answer|completion))\s*\}"
+)
+"""What is meant as one of `_PLACES`, and is none."""
 _PLACES = re.compile(r"\{(prompt|answer|completion)\}")
 
 
@@ -60,7 +71,8 @@ async def judge(
         model: its name there.
         template: the message to the judge.
         verdict: regular expression whose group is the grade; the last place where it is found
-            counts.
+            counts, after `</think>` where there is one. A sign, a range, another scale (`7/100`)
+            and an answer that was cut off at max_tokens are errors.
         highest: grade of a reward of 1.
         max_tokens: of the judge's answer.
         tries: requests for one completion at most.
@@ -90,14 +102,33 @@ async def judge(
         tokens = {name: float(usage.get(name) or 0) for name in names}
     except (KeyError, IndexError, TypeError, ValueError, AttributeError):
         raise ValueError(f"the judge's reply is no chat completion: {str(reply)[:120]!r}") from None
+    if reply["choices"][0].get("finish_reason") == "length":
+        raise ValueError(f"the judge's answer ends at max_tokens={max_tokens}: raise it")
     return {"value": _grade(said, verdict, highest), "calls": float(calls), **tokens}
 
 
 def _grade(said: Any, verdict: str, highest: float) -> float:
-    found = re.findall(verdict, said) if isinstance(said, str) else []
+    """The last grade in what the judge said after its thoughts, as a share of the highest."""
+    text = said.rpartition(_END_OF_THOUGHT)[2] if isinstance(said, str) else ""
+    found = [one for one in re.finditer(verdict, text) if one[1]]
     if not found:
         raise ValueError(f"the judge gives no grade that {verdict!r} finds: {str(said)[-120:]!r}")
-    grade = float(found[-1])
+    start, end = found[-1].span(1)
+    shown = text[max(0, start - 12) : end + 12]
+    try:
+        grade = float(text[start:end])
+    except ValueError:
+        raise ValueError(
+            f"the judge's grade {text[start:end]!r}, as {verdict!r} finds it, is no number: "
+            "correct verdict"
+        ) from None
+    scale = _SCALE.match(text, end)
+    of_another = scale is not None and float(scale[1] or 100) != highest
+    if of_another or _SIGN.search(text[:start]) or _GOES_ON.match(text, end):
+        raise ValueError(
+            f"the judge's grade in {shown!r} is no plain number from 0 to {highest:g}: have the "
+            "template ask for one"
+        )
     if not 0 <= grade <= highest:
         raise ValueError(f"the judge's grade must lie between 0 and {highest:g}, got {grade:g}")
     return grade / highest
@@ -122,13 +153,18 @@ async def _post(url: str, body: dict, headers: dict[str, str], tries: int) -> tu
                 except ValueError:
                     text = reply.text[:120]
                     raise ValueError(f"the judge's reply is no JSON: {text!r}") from None
-            problem = f"the judge answers {reply.status_code}: {reply.text[:120]!r}"
+            problem = f"the judge answers {reply.status_code}: {_gist(reply)!r}"
             if reply.status_code != 429 and reply.status_code < 500:
                 raise ValueError(problem)
             pause_s = _asked_pause(reply.headers.get("Retry-After", "")) or pause_s
         if number + 1 < tries:
             await asyncio.sleep(min(pause_s, _MOST_PAUSE_S))
     raise ValueError(f"{problem}, {tries} tries")
+
+
+def _gist(reply: "httpx.Response") -> str:
+    """Where a reply leads elsewhere, the address, else how it begins."""
+    return (reply.headers.get("Location") or reply.text)[:120]
 
 
 def _asked_pause(text: str) -> float | None:
@@ -147,11 +183,18 @@ def _client() -> "httpx.AsyncClient":
 
 def check_judge(params: Mapping[str, Any]) -> None:
     """Raises ValueError for parameters with which the judge cannot be asked."""
-    url, template = params.get("url", "http://"), params.get("template", TEMPLATE)
-    if not isinstance(url, str) or not re.match(r"https?://", url):
-        raise ValueError(f"url={url!r} must begin with http:// or https://")
+    _check_url(params.get("url", "http://x"))
+    model, template = params.get("model", "x"), params.get("template", TEMPLATE)
+    if not isinstance(model, str) or not model.strip():
+        raise ValueError(f"model={model!r} must be the name that the endpoint has for it")
     if not isinstance(template, str) or "{completion}" not in template:
         raise ValueError(f"template={template!r} must contain {{completion}}")
+    wrong = [one[0] for one in _OTHER_PLACES.finditer(template) if not _PLACES.fullmatch(one[0])]
+    if wrong:
+        raise ValueError(
+            f"template has {wrong[0]}, which is filled with nothing: its places are {{prompt}}, "
+            "{answer} and {completion}"
+        )
     verdict = params.get("verdict", VERDICT)
     try:
         groups = re.compile(verdict).groups
@@ -169,4 +212,28 @@ def check_judge(params: Mapping[str, Any]) -> None:
         raise ValueError(
             f"key_from={key_from!r} names no environment variable that scorers have: set it, "
             "and name it in reward.environment"
+        )
+    if key_from is not None and not re.fullmatch("[!-~]+", os.environ[key_from]):
+        raise ValueError(
+            f"key_from={key_from!r}: the variable is empty, or has white space (such as a newline "
+            "at its end) or characters beyond ASCII, which a key has not: set it to the key alone"
+        )
+
+
+def _check_url(url: Any) -> None:
+    if not isinstance(url, str) or not re.match(r"https?://", url):
+        raise ValueError(f"url={url!r} must begin with http:// or https://")
+    try:
+        parts = urllib.parse.urlsplit(url)
+        found = parts.hostname is not None and parts.port != 0 and re.fullmatch("[!-~]+", url)
+    except ValueError as error:
+        raise ValueError(f"url={url!r} is no address: {error}") from None
+    if "@" in parts.netloc:
+        raise ValueError("url holds a user's name or password: give a key with key_from instead")
+    if not found:
+        raise ValueError(f"url={url!r} must have a host, a port if any, and no white space")
+    if "?" in url or "#" in url or url.rstrip("/").endswith("/chat/completions"):
+        raise ValueError(
+            f"url={url!r} must end before /chat/completions, which is added to it, and have no ? "
+            "or #: give it as http://127.0.0.1:8000/v1"
         )

@@ -55,7 +55,10 @@ class Endpoint(http.server.BaseHTTPRequestHandler):
             return
         status = int(action) if action.isdigit() else 200
         said = "no idea" if action == "mute" else f"Grade: 1\nafter all\n**Grade:** {number}"
-        reply = {"choices": [{"message": {"content": said}}], "usage": {"prompt_tokens": 12}}
+        said = text.removeprefix("say ") if text.startswith("say ") else said
+        end = "length" if action == "cut" else "stop"
+        choice = {"message": {"content": said}, "finish_reason": end}
+        reply = {"choices": [choice], "usage": {"prompt_tokens": 12}}
         body = (
             b"<html>"
             if action == "html"
@@ -131,6 +134,7 @@ def test_a_failure_that_passes_costs_a_call_and_no_reward(endpoint, failure):
         ("404 7", "the judge answers 404: ", 1),
         ("mute 7", "the judge gives no grade that", 1),
         ("grade 11", "the judge's grade must lie between 0 and 10, got 11", 1),
+        ("cut 7", "the judge's answer ends at max_tokens=256: raise it", 1),
         ("html 7", "the judge's reply is no JSON: '<html>'", 1),
         ("odd 7", "the judge's reply is no chat completion: '[1]'", 1),
     ],
@@ -140,6 +144,36 @@ def test_a_failure_that_stays_is_an_error_of_its_completion_alone(endpoint, text
     assert (good.error, good.total) == ("", 0.8)
     assert message in bad.error and bad.rewards == {}
     assert endpoint.times[text] == calls
+
+
+def test_a_grade_on_another_scale_or_with_a_sign_is_an_error_and_no_other_number(endpoint):
+    said = ["-3", "\u22123", "7,5", "1e1", "7/100", "7 out of 100", "70%", "0-10 scale", "7 to 8"]
+    for score, text in zip(
+        graded(endpoint, [f"say Grade: {text}" for text in said]), said, strict=True
+    ):
+        assert (
+            f"Grade: {text[:4]}" in score.error and "is no plain number from 0 to 10" in score.error
+        )
+    for score in graded(endpoint, ["say Grade: 10", "say Grade: 1\n2"], verdict=r"Grade: (\d)"):
+        assert ("plain number" in score.error) == (score.total != 0.1)
+
+
+def test_a_grade_in_other_words_is_the_same(endpoint):
+    said = ["7/10", "**7** / 10", "7 out of 10.", "- 7", "7 - no more", "7, because 3", "7."]
+    scores = graded(endpoint, [f"say Grade: {text}" for text in said])
+    assert [score.total for score in scores] == [0.7] * len(said)
+
+
+def test_a_thought_is_no_grade(endpoint):
+    thought, judged = graded(
+        endpoint, ["say <think>Grade: 9</think>hm", "say <think>Grade: 9</think>Grade: 2"]
+    )
+    assert "the judge gives no grade" in thought.error and judged.total == 0.2
+
+
+def test_what_a_verdict_finds_must_be_a_number(endpoint):
+    (score,) = graded(endpoint, ["say good"], verdict=r"(\w+)\Z")
+    assert "the judge's grade 'good', as" in score.error and "is no number" in score.error
 
 
 def test_an_endpoint_that_stalls_ends_at_the_time_limit(endpoint):
@@ -156,11 +190,32 @@ def test_the_key_comes_from_the_environment_that_scorers_get(endpoint, monkeypat
         graded(endpoint, ["grade 8"], key_from="JUDGE_API_KEY")
 
 
+@pytest.mark.parametrize("key", ["", "of-the-judge\n", "two words", "k\u00e9y"])
+def test_a_key_that_no_header_takes_is_refused_without_showing_it(monkeypatch, key):
+    monkeypatch.setenv("JUDGE_API_KEY", key)
+    params = {"model": "m", "url": "http://x", "key_from": "JUDGE_API_KEY"}
+    with pytest.raises(ValueError, match="set it to the key alone") as refused:
+        validate_functions(
+            [RewardFunctionConfig(name="judge", params=params)],
+            allowance=Allowance(environment=("JUDGE_API_KEY",)),
+        )
+    assert not key or key.strip() not in str(refused.value)
+
+
 @pytest.mark.parametrize(
     "params, message",
     [
         ({}, "missing a required argument: 'url'"),
         ({"url": "127.0.0.1/v1"}, "must begin with http:// or https://"),
+        ({"url": "http://127.0.0.1:99999/v1"}, "is no address: Port out of range"),
+        ({"url": "http://x:port/v1"}, "is no address"),
+        ({"url": "http:///v1"}, "must have a host"),
+        ({"url": "http://a b/v1"}, "no white space"),
+        ({"url": "http://x/v1?version=1"}, "must end before /chat/completions"),
+        ({"url": "http://x/v1/chat/completions"}, "must end before /chat/completions"),
+        ({"url": "http://x", "model": " "}, "model=' ' must be the name that the endpoint has"),
+        ({"url": "http://x", "template": "{question} {completion}"}, "template has {question}, wh"),
+        ({"url": "http://x", "template": "{Answer} {completion}"}, "template has {Answer}, which"),
         ({"url": "http://x", "template": "grade!"}, "must contain {completion}"),
         ({"url": "http://x", "verdict": "("}, "is not a regular expression"),
         ({"url": "http://x", "verdict": "[0-9]"}, "must have one group, the grade; it has 0"),
