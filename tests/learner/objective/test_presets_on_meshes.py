@@ -15,7 +15,7 @@ import pytest
 from driver.config.presets import PRESETS
 from learner.objective import batching
 from services.process.phase_clock import PhaseClock
-from tests.learner.builders import host_params, make_core, make_group, random_groups
+from tests.learner.builders import make_core, make_group, random_groups
 
 pytestmark = pytest.mark.slow
 
@@ -65,14 +65,15 @@ def change():
             updates_per_batch=2,
             reward_weights={"a": 1.0, "b": -0.1},
         )
+        flat = lambda tree: np.concatenate([np.ravel(np.float64(x)) for x in jax.tree.leaves(tree)])
+        before = flat(core.state.params)
         with pytest.MonkeyPatch.context() as patched:
             if not packed:
                 alone = lambda lengths, capacity: [[i] for i in range(len(lengths))]
                 patched.setattr(batching, "first_fit_decreasing", alone)
             metrics = core.update(groups(), PhaseClock())
         assert metrics["train/update_skipped"] == 0
-        flat = lambda tree: np.concatenate([np.ravel(np.float64(x)) for x in jax.tree.leaves(tree)])
-        found[preset, cut] = flat(core.state.params) - flat(host_params())
+        found[preset, cut] = flat(core.state.params) - before
         return found[preset, cut]
 
     return of
