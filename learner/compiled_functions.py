@@ -134,7 +134,8 @@ def make_learner_functions(
     )
     updates = settings.total_steps * learner.updates_per_batch
     schedule = learning_rate_schedule(learner.optimizer, updates)
-    optimizer = make_optimizer(learner.optimizer, schedule)
+    factor = algorithm.value_rate_factor if algorithm.has_critic else None
+    optimizer = make_optimizer(learner.optimizer, schedule, value_rate_factor=factor)
     bonus, rule = _entropy_bonus(algorithm)
     state = abstract_state(params, optimizer, mesh, specs, bonus)
     return LearnerFunctions(

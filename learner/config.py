@@ -50,6 +50,9 @@ class AlgorithmConfig(Section):
     value_coef: float = Field(default=0.1, gt=0, le=1000)
     """With `gae`: weight of the critic's loss, which also trains the layers it shares with the
     policy."""
+    value_rate_factor: float = Field(default=10.0, ge=0.001, le=1e6)
+    """With `gae`: learning rate of the value head, in multiples of the policy's, which the layers
+    that both share have."""
     value_clip: float | None = Field(default=0.2, gt=0, le=1e6)
     """With `gae`: how far updates on one batch may move a value towards its target, in units of
     reward; null for no bound."""

@@ -113,7 +113,8 @@ PRESETS = {
     ),
     "ppo": Preset(
         "PPO, arXiv:1707.06347, with the values of arXiv:1909.08593 and of its code; the penalty "
-        "per token and its coefficient are those of InstructGPT, arXiv:2203.02155",
+        "per token and its coefficient are those of InstructGPT, arXiv:2203.02155; the value "
+        "head's learning rate is ours",
         {
             "advantage": "gae",
             "aggregation": "token_mean",
@@ -121,6 +122,7 @@ PRESETS = {
             "gae_lambda": 0.95,
             "value_coef": 0.1,
             "value_clip": 0.2,
+            "value_rate_factor": 10.0,
             "clip_low": 0.2,
             "clip_high": 0.2,
             "kl_coef": 0.02,

@@ -4,10 +4,13 @@ Clip by global norm, the rule, decoupled weight decay on matrices, then the lear
 number of updates made so far, which lives in the optimiser's state and so survives a resume.
 """
 
+from typing import Any
+
 import jax
 import optax
 
 from learner.config import OptimizerConfig
+from learner.update import value_head
 from learner.update.sharding import own_ndim
 from models.transformer import Params
 
@@ -42,20 +45,33 @@ def learning_rate_schedule(config: OptimizerConfig, total_updates: int) -> optax
 
 
 def make_optimizer(
-    config: OptimizerConfig, schedule: optax.Schedule
+    config: OptimizerConfig, schedule: optax.Schedule, *, value_rate_factor: float | None = None
 ) -> optax.GradientTransformation:
-    """adamw, lion or sgd (without momentum); moments are float32, one per parameter."""
+    """adamw, lion or sgd (without momentum); moments are float32, one per parameter.
+
+    Args:
+        value_rate_factor: multiplies the learning rate of a value head; None where there is none.
+    """
     rules = {
         "adamw": lambda: optax.scale_by_adam(config.beta1, config.beta2, config.eps),
         "lion": lambda: optax.scale_by_lion(config.beta1, config.beta2),
         "sgd": optax.identity,
     }
-    return optax.chain(
+    chain = [
         optax.clip_by_global_norm(config.clip_norm),
         rules[config.name](),
         optax.add_decayed_weights(config.weight_decay, mask=matrices),
         optax.scale_by_learning_rate(schedule),
-    )
+    ]
+    if value_rate_factor is not None:
+        chain.append(optax.stateless(lambda updates, _: _faster(updates, value_rate_factor)))
+    return optax.chain(*chain)
+
+
+def _faster(updates: Any, factor: float) -> Any:
+    """The updates with those of the value head multiplied."""
+    head = jax.tree.map(lambda update: factor * update, updates[value_head.NAME])
+    return {**updates, value_head.NAME: head}
 
 
 def matrices(params: Params) -> Params:

@@ -221,7 +221,13 @@ def test_the_critic_learns_which_prompts_pay():
         ]
 
     core = make_core(
-        algorithm={"advantage": "gae", "gae_lambda": 1.0, "value_coef": 1.0, "value_clip": None},
+        algorithm={
+            "advantage": "gae",
+            "gae_lambda": 1.0,
+            "value_coef": 1.0,
+            "value_clip": None,
+            "value_rate_factor": 1.0,
+        },
         optimizer={"name": "adamw", "learning_rate": 0.02},
         total_steps=60,
     )
