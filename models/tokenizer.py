@@ -269,13 +269,26 @@ def load_tokenizer(
     )
 
 
-def _folder_backend(folder: pathlib.Path):
+def read_vocabulary(path: str) -> dict[str, int]:
+    """The id of every token of a model's tokenizer, or of a tokenizer alone.
+
+    Args:
+        path: HF folder, .gguf file or hub id.
+
+    Raises:
+        ValueError: if there is no tokenizer.
+    """
+    place = locate(path, weights=False)
+    backend = _gguf_backend(place) if is_gguf(place) else _folder_backend(place, "put one there")
+    return backend.get_vocab()
+
+
+def _folder_backend(
+    folder: pathlib.Path, fix: str = "set model.tokenizer to a folder or hub id that does"
+):
     # Given the configuration alone, transformers makes a tokenizer without a vocabulary.
     if not any((folder / name).is_file() for name in _VOCABULARIES):
-        raise ValueError(
-            f"{folder} holds no tokenizer (none of {', '.join(_VOCABULARIES)}): set "
-            "model.tokenizer to a folder or hub id that does"
-        )
+        raise ValueError(f"{folder} holds no tokenizer (none of {', '.join(_VOCABULARIES)}): {fix}")
     # AutoTokenizer rebuilds the pre-tokenizer that it expects of a model type; tokenizer.json says
     # which one the model was trained with.
     whole = (folder / "tokenizer.json").is_file()
@@ -283,10 +296,7 @@ def _folder_backend(folder: pathlib.Path):
     try:
         return loader.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # what `tokenizers` raises for a damaged file has no other class
-        raise ValueError(
-            f"{folder} holds no tokenizer that loads ({error}): set model.tokenizer to a folder or "
-            "hub id that does"
-        ) from error
+        raise ValueError(f"{folder} holds no tokenizer that loads ({error}): {fix}") from error
 
 
 def _gguf_backend(path: pathlib.Path):
