@@ -110,7 +110,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_folder(folder, resume=resume)
         prepared = _prepare(config, identity.kept_moment(folder) if resume else None)
         print(prepared.text, flush=True)
-        marks = identity.identity_of(config, prepared.model, prepared.data, prepared.order)
+        marks = identity.identity_of(
+            config,
+            prepared.model,
+            prepared.data,
+            prepared.order,
+            prepared.teacher and prepared.teacher.digest,
+        )
         if resume:
             try:
                 unknown = identity.check_identity(folder, marks, steps=config.run.steps)

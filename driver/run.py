@@ -113,6 +113,7 @@ def _run_tracked(
             driver_host=ray.util.get_node_ip_address(),
             order=prepared.order,
             moment=prepared.moment,
+            teacher_digest=prepared.teacher and prepared.teacher.digest,
         )
         supervisor = Supervisor(
             config.placement,

@@ -22,6 +22,7 @@ from learner.objective.own_policy_loss import policy_loss
 from learner.publish.canary import make_canary
 from learner.publish.snapshot import PUBLISH_DTYPES, make_snapshots
 from learner.update import value_head
+from learner.update.distilled_head import TeacherPlan, teacher_specs
 from learner.update.entropy_bonus import EntropyBonus, EntropyRule, first_bonus
 from learner.update.head import HeadPlan
 from learner.update.mesh import AXES, make_mesh
@@ -37,7 +38,7 @@ from learner.update.train_step import (
     make_score_values,
 )
 from models.config import ModelConfig
-from models.transformer import Params
+from models.transformer import Params, abstract_params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,9 @@ class LearnerFunctions:
     score: Callable
     score_values: Callable
     """These five as learner/update/train_step.py describes them; the last one with a critic."""
+    teacher: TeacherPlan | None
+    score_teacher: Callable | None
+    """As `score`, with the teacher's parameters; None where there is no teacher."""
     snapshots: Mapping[str, Callable]
     canaries: Mapping[str, Callable]
     """By wire dtype, as learner/publish/snapshot.py and learner/publish/canary.py describe them."""
@@ -94,11 +98,13 @@ def make_learner_functions(
     settings: TrainingSettings,
     *,
     devices: Sequence[jax.Device],
+    teacher: ModelConfig | None = None,
 ) -> LearnerFunctions:
     """Builds the functions of one learner; nothing is compiled or allocated yet.
 
     Args:
         params: arrays or shape structs, layers stacked, without a value head.
+        teacher: of algorithm.distillation, with the rows of the vocabulary that the model has.
 
     Raises:
         ValueError: if mesh or schedule cannot work, with the numbers.
@@ -132,6 +138,8 @@ def make_learner_functions(
         compute_dtype=jnp.dtype(learner.compute_dtype),
         remat=learner.remat,
     )
+    plan = None if teacher is None else _plan_teacher(teacher, algorithm, mesh, specs)
+    in_loss = plan if algorithm.teacher_in_loss else None
     updates = settings.total_steps * learner.updates_per_batch
     schedule = learning_rate_schedule(learner.optimizer, updates)
     factor = algorithm.value_rate_factor if algorithm.has_critic else None
@@ -148,7 +156,14 @@ def make_learner_functions(
         has_critic=algorithm.has_critic,
         entropy_bonus=bonus,
         empty=make_empty_accumulator(mesh, specs),
-        accumulate=make_accumulate(mesh, specs, model_config, objective, options),
+        accumulate=make_accumulate(
+            mesh,
+            specs,
+            model_config,
+            objective,
+            options,
+            in_loss,
+        ),
         apply=make_apply(
             mesh,
             state_shardings(params, optimizer, mesh, specs, bonus),
@@ -158,6 +173,8 @@ def make_learner_functions(
         ),
         score=make_score(mesh, specs, model_config, options),
         score_values=make_score_values(mesh, specs, model_config, options),
+        teacher=plan,
+        score_teacher=plan and make_score(mesh, plan.specs, plan.config, options),
         snapshots=make_snapshots(value_head.policy_params(state.params), model_config),
         canaries={
             name: make_canary(
@@ -179,3 +196,16 @@ def _entropy_bonus(algorithm: AlgorithmConfig) -> tuple[EntropyBonus | None, Ent
         return None, None
     rule = EntropyRule(algorithm.entropy_target, algorithm.entropy_delta, algorithm.entropy_max)
     return first_bonus(algorithm.entropy_coef), rule
+
+
+def _plan_teacher(
+    teacher: ModelConfig, algorithm: AlgorithmConfig, mesh: Mesh, specs: Params
+) -> TeacherPlan:
+    distillation = algorithm.distillation
+    assert distillation is not None
+    return TeacherPlan(
+        config=teacher,
+        specs=teacher_specs(abstract_params(teacher), specs, mesh.shape["fsdp"]),
+        coef=distillation.coef,
+        top_k=distillation.top_k if distillation.form == "top_k" else None,
+    )

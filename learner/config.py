@@ -24,6 +24,25 @@ class OffPolicyConfig(Section):
     """... and at most this."""
 
 
+class DistillationConfig(Section):
+    """A teacher whose distribution the policy learns, on the completions that it samples itself:
+    the divergence KL(policy || teacher) of each token (docs/objectives.md).
+    """
+
+    teacher: str = Field(min_length=1)
+    """HF folder, .gguf file or HF hub id. It may be larger or smaller, with the same tokenizer."""
+    form: Literal["full", "top_k", "sampled"] = "full"
+    """`full` sums over the whole vocabulary; `top_k` over the teacher's likeliest tokens, with all
+    others taken together; `sampled` takes the token that was sampled, as an advantage."""
+    top_k: int = Field(default=64, ge=1, le=4096)
+    """How many tokens `top_k` tells apart."""
+    coef: float = Field(default=1.0, gt=0, le=1000)
+    """Weight of the divergence."""
+    advantage_coef: float = Field(default=0.0, ge=0, le=1000)
+    """Weight of the advantages that rewards make. At 0 the policy learns from the teacher alone,
+    and rewards are only measured."""
+
+
 class AlgorithmConfig(Section):
     """The objective: how rewards become advantages, and advantages a loss (docs/objectives.md)."""
 
@@ -114,6 +133,12 @@ class AlgorithmConfig(Section):
     """`mask` leaves completions that ended by length out of the loss, not out of the baseline. A
     group of which nothing is left ends as dropped_truncated in the ledger."""
     off_policy: OffPolicyConfig = OffPolicyConfig()
+    distillation: DistillationConfig | None = None
+
+    @property
+    def teacher_in_loss(self) -> bool:
+        """Whether the divergence from a teacher is a term of the loss."""
+        return self.distillation is not None and self.distillation.form != "sampled"
 
     @property
     def has_critic(self) -> bool:
@@ -148,6 +173,8 @@ class AlgorithmConfig(Section):
                 "equal, but advantage=reward_norm, length_coef and kl_in=reward tell such "
                 "completions apart: set zero_variance to keep"
             )
+        if self.distillation is not None:
+            _check_distillation(self, self.distillation)
         if self.kl_in == "reward" and not self.kl_coef:
             raise ValueError("kl_in=reward needs a weight: set kl_coef above 0, or kl_in to loss")
         if self.kl_in == "reward" and self.kl_estimator != "k1":
@@ -171,6 +198,30 @@ class AlgorithmConfig(Section):
                 f"dual_clip={self.dual_clip} must be above 1 + clip_high={1 + self.clip_high:g}"
             )
         return self
+
+
+def _check_distillation(algorithm: AlgorithmConfig, distillation: DistillationConfig) -> None:
+    """Refuses what takes the teacher's signal away.
+
+    Raises:
+        ValueError: with value, rule and fix.
+    """
+    if algorithm.zero_variance != "keep":
+        raise ValueError(
+            f"zero_variance={algorithm.zero_variance} drops groups whose rewards are all equal, of "
+            "whose tokens distillation.teacher has something to say: set zero_variance to keep"
+        )
+    if algorithm.has_critic and not distillation.advantage_coef:
+        raise ValueError(
+            f"advantage={algorithm.advantage} trains a critic on rewards, but "
+            "distillation.advantage_coef=0 trains on none: set advantage_coef above 0, or take "
+            "another advantage"
+        )
+    if algorithm.kl_in == "reward" and not distillation.advantage_coef:
+        raise ValueError(
+            "kl_in=reward takes the penalty off rewards, but distillation.advantage_coef=0 trains "
+            "on none: set advantage_coef above 0, or kl_in to loss"
+        )
 
 
 class OptimizerConfig(Section):

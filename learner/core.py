@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from learner.compiled_functions import make_learner_functions
-from learner.config import TrainingSettings
+from learner.config import DistillationConfig, TrainingSettings
 from learner.objective.advantages import AdvantageRule
 from learner.objective.batching import (
     MicroBatch,
@@ -27,6 +27,7 @@ from learner.objective.batching import (
     select_sequences,
     unpack,
 )
+from learner.objective.distillation import add_teacher, weigh_advantages
 from learner.objective.gae import GaeRule, estimate_advantages
 from learner.objective.kl_reward import kl_rewards
 from learner.objective.length_rewards import LengthRule
@@ -40,6 +41,7 @@ from learner.objective.off_policy import (
 from learner.objective.sequence_ratio import with_sequence_ratios
 from learner.publish.canary import ScoredProbe
 from learner.publish.snapshot import PUBLISH_DTYPES, Snapshot
+from learner.teacher import TeacherModel
 from learner.update.state import TrainState, init_state, place_params
 from learner.update.update_metrics import (
     combine_updates,
@@ -73,16 +75,21 @@ class LearnerCore:
         params: Params,
         *,
         devices: Sequence[jax.Device] | None = None,
+        teacher: TeacherModel | None = None,
     ):
         """Args:
             params: host arrays of any float dtype, layers stacked; also the reference policy
                 where algorithm.kl_coef is above 0.
             devices: None takes every device of the default platform.
+            teacher: as `load_teacher` gives it for the algorithm and the model.
 
         Raises:
-            ValueError: if mesh or schedule cannot work, with the numbers.
+            ValueError: if mesh or schedule cannot work, with the numbers, or the algorithm needs a
+                teacher that is not given.
         """
         algorithm, learner = settings.algorithm, settings.learner
+        if (algorithm.distillation is None) != (teacher is None):
+            raise ValueError("a teacher is given where algorithm.distillation is, and only there")
         self._lock = threading.Lock()
         self._config = model_config
         self._learner = learner
@@ -90,7 +97,11 @@ class LearnerCore:
         self._devices = jax.devices() if devices is None else list(devices)
         self._precision = precision(jnp.dtype(learner.compute_dtype), self._devices[0].platform)
         self._functions = make_learner_functions(
-            params, model_config, settings, devices=self._devices
+            params,
+            model_config,
+            settings,
+            devices=self._devices,
+            teacher=teacher and teacher.config,
         )
         self._rules = SelectionRules(
             advantage=AdvantageRule(
@@ -128,6 +139,11 @@ class LearnerCore:
             self._reference = place_params(
                 params, made.mesh, policy_params(made.specs), jnp.dtype(learner.compute_dtype)
             )
+        self._distillation, self._teacher = algorithm.distillation, None
+        if teacher is not None and made.teacher is not None:
+            dtype = jnp.dtype(learner.compute_dtype)
+            self._teacher = place_params(teacher.params, made.mesh, made.teacher.specs, dtype)
+        self._teacher_in_loss = self._teacher if algorithm.teacher_in_loss else None
         self._compiled: dict[str, jax.stages.Compiled] = {}
         self.policy_version = 0
         """Counts calls of `update`, skipped ones included: it names weights, one set each."""
@@ -168,7 +184,12 @@ class LearnerCore:
             trained, clipped_tokens = self._train(groups, selection, batches, logprobs, clock)
             skipped = bool(trained["train/update_skipped"])
             metrics |= trained | token_funnel(
-                groups, selected, selection, clipped_tokens=clipped_tokens, skipped=skipped
+                groups,
+                selected,
+                selection,
+                clipped_tokens=clipped_tokens,
+                skipped=skipped,
+                all_train=self._teacher_in_loss is not None,
             )
             update_s = time.monotonic() - started - (clock.peek()["compile"] - compile_s)
             metrics["throughput/train/valid_tokens_per_s_update"] = (
@@ -195,11 +216,21 @@ class LearnerCore:
     def _selected(
         self, groups: Sequence[Group], clock: PhaseClock
     ) -> tuple[Selection, dict[str, float], list[np.ndarray] | None]:
-        """Sequences with advantages, of rewards less the KL penalty where it is in them.
+        """Sequences with advantages, of rewards and of a teacher.
 
         Returns:
             The selection, metrics, and the logprobs of its sequences if they had to be worked out.
         """
+        selected, metrics, known = self._rewarded(groups, clock)
+        if self._distillation is not None:
+            selected, of_teacher = self._taught(selected, self._distillation, clock)
+            metrics |= of_teacher
+        return selected, metrics, known
+
+    def _rewarded(
+        self, groups: Sequence[Group], clock: PhaseClock
+    ) -> tuple[Selection, dict[str, float], list[np.ndarray] | None]:
+        """As `_selected`, of rewards alone, less the KL penalty where it is in them."""
         vocab_size, added, metrics = self._config.vocab_size, None, {}
         if self._critic is not None:
             return self._estimated(groups, self._critic, clock)
@@ -215,7 +246,7 @@ class LearnerCore:
     def _estimated(
         self, groups: Sequence[Group], rule: GaeRule, clock: PhaseClock
     ) -> tuple[Selection, dict[str, float], list[np.ndarray] | None]:
-        """As `_selected`, with advantages of tokens by the critic."""
+        """As `_rewarded`, with advantages of tokens by the critic."""
         selected = select_sequences(groups, self._rules, vocab_size=self._config.vocab_size)
         sequences, reference = selected.sequences, None
         if not sequences:
@@ -229,6 +260,18 @@ class LearnerCore:
             reference = self._scored(sequences, batches, clock, "reference")
         selected, metrics = estimate_advantages(selected, values, rule, reference)
         return selected, metrics, logprobs
+
+    def _taught(
+        self, selection: Selection, distillation: DistillationConfig, clock: PhaseClock
+    ) -> tuple[Selection, dict[str, float]]:
+        """Advantages with what the teacher says of them, and what it says on average."""
+        selection = weigh_advantages(selection, distillation.advantage_coef)
+        if self._teacher_in_loss is not None or not selection.sequences:
+            return selection, {}
+        batches = pack(selection.sequences, self._packing)
+        logprobs = self._scored(selection.sequences, batches, clock, "teacher")
+        selection, mean = add_teacher(selection, logprobs, distillation.coef)
+        return selection, {"train/distillation_kl": mean}
 
     def _corrected(
         self, selection: Selection, logprobs: list[np.ndarray] | None, clock: PhaseClock
@@ -276,10 +319,13 @@ class LearnerCore:
             if not reports and not self._correction.is_on:
                 of_each = unpack(scores, selection.sequences, self._packing)
                 metrics = off_policy_metrics(self._weigh(selection, of_each), self._correction)
-            has_kl = self._reference_in_loss is not None
             reports.append(
                 update_metrics(
-                    sums, report, denominator=selection.denominator, has_reference=has_kl
+                    sums,
+                    report,
+                    denominator=selection.denominator,
+                    has_reference=self._reference_in_loss is not None,
+                    has_teacher=self._teacher_in_loss is not None,
                 )
             )
         if any(report["train/update_skipped"] for report in reports):
@@ -295,10 +341,11 @@ class LearnerCore:
         sequences: Sequence[TrainSequence],
         batches: Sequence[MicroBatch],
         clock: PhaseClock,
-        who: Literal["policy", "reference"] = "policy",
+        who: Literal["policy", "reference", "teacher"] = "policy",
     ) -> list[np.ndarray]:
-        """Logprobs of each sequence under the policy as it stands, or the reference policy."""
-        params = self._reference if who == "reference" else self._policy
+        """Logprobs of each sequence under the policy as it stands, or a frozen one."""
+        frozen = {"reference": self._reference, "teacher": self._teacher}
+        params = frozen.get(who, self._policy)
         scores = [self._score(who, params, batch, clock) for batch in batches]
         return unpack(scores, sequences, self._packing)
 
@@ -307,7 +354,7 @@ class LearnerCore:
         made = self._functions
         batch = jax.device_put(batch.tokens_only, made.batch_sharding)
         key = f"score {who} {batch.token_ids.shape}"
-        score = made.score_values if who == "critic" else made.score
+        score = {"critic": made.score_values, "teacher": made.score_teacher}.get(who, made.score)
         return jax.device_get(self._run(clock, "forward_backward", key, score, params, batch))
 
     @property
@@ -342,6 +389,7 @@ class LearnerCore:
                 accumulator,
                 batch,
                 None if bonus is None else bonus.coef,
+                self._teacher_in_loss,
             )
             logprobs.append(np.asarray(logprob_BT))
         sums = jax.device_get(accumulator.sums)

@@ -54,6 +54,8 @@ class LearnerSpec:
     """Whether every version comes with scores of a probe, for the workers to compare."""
     reward_weights: dict[str, float] = dataclasses.field(default_factory=dict)
     """Of each reward function, by name."""
+    teacher_digest: str | None = None
+    """Of the teacher that the driver checked (models/files/fingerprint.py); None without one."""
     driver_lease_s: float | None = None
     """The process ends once the driver has asked nothing for so long; None lets it stay."""
     failpoints: str | None = None

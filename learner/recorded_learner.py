@@ -22,6 +22,7 @@ from learner.learner_records import Restored, Saved, UpdateReport, restored_at
 from learner.learner_spec import LearnerSpec
 from learner.publish.publisher import Publisher, PublishFailed
 from learner.publish.snapshot import PUBLISH_DTYPES, Snapshot
+from learner.teacher import load_teacher
 from models.files.carried_files import read_carried
 from models.files.checkpoint import LoadedModel, load_model, save_model
 from models.files.hf_export import cast_to_stored, dtype_names
@@ -76,7 +77,10 @@ class RecordedLearner:
         )
         valid_vocab = min(self._tokenizer.vocab_size, loaded.config.vocab_size)
         self._header = _rollout_header(spec, loaded, valid_vocab)
-        self._core = LearnerCore(self._header, loaded.config, loaded.params, devices=devices)
+        teacher = load_teacher(spec.algorithm, loaded.config, digest=spec.teacher_digest)
+        self._core = LearnerCore(
+            self._header, loaded.config, loaded.params, devices=devices, teacher=teacher
+        )
         self._rejected = folder / "rejected"
         self._saved = 0
         self._recorder = None

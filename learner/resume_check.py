@@ -13,6 +13,7 @@ from learner.durable.certificate import Certificate, make_certificate
 from learner.durable.checkpoint import CheckpointFolder, DamagedCheckpoint, read_record
 from learner.durable.rollout_file import RolloutHeader, header_of
 from learner.durable.segment_file import OpenWork, find_segments, read_segments, segments_since
+from learner.teacher import load_teacher
 from models.files.checkpoint import load_model
 from models.platform import require_platform
 from services.process.phase_clock import PhaseClock
@@ -107,7 +108,11 @@ def repeat_step(
         raise NothingToCheck(
             f"the model that the run started from cannot be loaded: {error}; give it by --model"
         ) from error
-    core = LearnerCore(header, loaded.config, loaded.params, devices=devices)
+    try:
+        teacher = load_teacher(header.algorithm, loaded.config)
+    except ValueError as error:
+        raise NothingToCheck(f"{error}: put the teacher back there") from error
+    core = LearnerCore(header, loaded.config, loaded.params, devices=devices, teacher=teacher)
     checkpoints = CheckpointFolder(run_folder / CHECKPOINTS, keep=1)
     found = checkpoints.restore(core.abstract_state, only_step=recorded.step)
     if found is None:

@@ -26,6 +26,7 @@ from kernels import choose
 from learner.config import LearnerConfig
 from learner.core import LearnerCore
 from learner.durable.rollout_file import RolloutHeader, read_groups, scan_rollouts
+from learner.teacher import load_teacher
 from models.files.checkpoint import load_model
 from models.transformer import Params
 from services.process.config_section import validated
@@ -101,7 +102,8 @@ def _make_core(
             )
         learner = validated(LearnerConfig, {**job.learner, **chosen})
         settings = dataclasses.replace(header, learner=learner)
-        return LearnerCore(settings, loaded.config, loaded.params, devices=devices)
+        teacher = load_teacher(settings.algorithm, loaded.config)
+        return LearnerCore(settings, loaded.config, loaded.params, devices=devices, teacher=teacher)
     except ValueError as error:
         raise WrongInput(f"{job.implementation.name} with model {job.model}: {error}") from error
 

@@ -40,8 +40,10 @@ from learner.compiled_functions import make_learner_functions
 from learner.config import AlgorithmConfig, TrainingSettings
 from learner.objective.off_policy import Correction
 from learner.publish.snapshot import PUBLISH_DTYPES
+from learner.update.sharding import named_shardings
 from learner.update.value_head import policy_params
 from models.config import ModelConfig
+from models.files.checkpoint import read_model_config
 from models.files.hf_config import from_hf
 from models.transformer import abstract_params
 from rollout_worker.engine.decode_programs import device_bytes
@@ -63,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         config = load(arguments.config, arguments.set)
         model = _model(arguments.model_config, arguments.layers)
         _require_tpu_run(config)
-        plan = derive(config, model, asked_devices(config))
+        plan = derive(config, model, asked_devices(config), _teacher(config, model))
     except (ConfigError, ValueError, OSError) as error:
         print(f"tpu_check: {error}", file=sys.stderr)
         return 2
@@ -97,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
 def learner_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Iterator[RunProgram]:
     """`empty`, `accumulate` and `apply` of one update, on micro-batches of the longest rows,
     `score` where the objective needs logprobs or values before it, and `snapshot` and `canary` of
-    a publication.
+    a publication. Frozen models are the reference policy and the teacher.
 
     An update is counted with two snapshots beside it, as if publications were slow.
     """
@@ -113,6 +115,7 @@ def learner_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Itera
             max_completion_tokens=config.rollout.max_completion_tokens,
         ),
         devices=topology_devices(plan.devices.learner),
+        teacher=_teacher(config, model),
     )
     state = programs.abstract_state
     policy = policy_params(state.params)
@@ -120,7 +123,14 @@ def learner_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Itera
     if algorithm.kl_coef > 0:
         dtype = jax.numpy.dtype(config.learner.compute_dtype)
         reference = jax.tree.map(lambda leaf: _struct(leaf, dtype=dtype), policy)
-    moments_bytes, reference_bytes = device_bytes(state.opt_state), device_bytes(reference)
+    teacher = None
+    if (teacher_plan := programs.teacher) is not None:
+        teacher = jax.tree.map(
+            lambda leaf, at: _struct(leaf, dtype=config.learner.compute_dtype, sharding=at),
+            abstract_params(teacher_plan.config),
+            named_shardings(programs.mesh, teacher_plan.specs),
+        )
+    moments_bytes, frozen_bytes = device_bytes(state.opt_state), device_bytes((reference, teacher))
     wire = config.weights.dtype
     published = jax.tree.map(lambda leaf: _struct(leaf, dtype=PUBLISH_DTYPES[wire]), policy)
     snapshot_bytes = device_bytes(published)
@@ -129,58 +139,78 @@ def learner_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Itera
     program, empty = compile_(
         "empty",
         lambda: _compiled(programs.empty, state.params),
-        beside="state, reference policy and two snapshots",
-        beside_bytes=device_bytes(state) + reference_bytes + 2 * snapshot_bytes,
+        beside="state, frozen models and two snapshots",
+        beside_bytes=device_bytes(state) + frozen_bytes + 2 * snapshot_bytes,
     )
     yield program
     if empty is None:
         return
     accumulator = outputs(empty)
     batch = programs.batch_shapes(plan.microbatch_rows, plan.row_tokens)
-    in_reward = algorithm.kl_in == "reward"
-    of_loss = None if in_reward else reference
+    in_reward, in_loss = algorithm.kl_in == "reward", algorithm.teacher_in_loss
+    of_loss = None if in_reward else reference, teacher if in_loss else None
+    idle_bytes = frozen_bytes - device_bytes(of_loss)
     coef = None if state.entropy_bonus is None else state.entropy_bonus.coef
+    given = (state.params, of_loss[0], accumulator, batch, coef, of_loss[1])
     yield compile_(
         "accumulate",
-        lambda: _compiled(programs.accumulate, state.params, of_loss, accumulator, batch, coef),
-        beside="optimiser moments, two snapshots" + ", reference policy" * in_reward,
-        beside_bytes=moments_bytes + 2 * snapshot_bytes + reference_bytes * in_reward,
+        lambda: _compiled(programs.accumulate, *given),
+        beside="optimiser moments, two snapshots" + ", frozen models" * bool(idle_bytes),
+        beside_bytes=moments_bytes + 2 * snapshot_bytes + idle_bytes,
     )[0]
-    scored = [policy] * (algorithm.ratio == "sequence" or _corrects(algorithm))
     if programs.has_critic:
         yield compile_(
             "score of the critic",
             lambda: _compiled(programs.score_values, state.params, batch.tokens_only),
-            beside="optimiser moments, reference policy and two snapshots",
-            beside_bytes=moments_bytes + reference_bytes + 2 * snapshot_bytes,
+            beside="optimiser moments, frozen models and two snapshots",
+            beside_bytes=moments_bytes + frozen_bytes + 2 * snapshot_bytes,
         )[0]
-    for params in [*scored, *[reference] * in_reward]:
-        others = device_bytes(state) + reference_bytes - device_bytes(params)
+    before = algorithm.ratio == "sequence" or _corrects(algorithm)
+    scored = [
+        ("score", programs.score, policy, before),
+        ("score of the reference", programs.score, reference, in_reward),
+        ("score of the teacher", programs.score_teacher, teacher, teacher and not in_loss),
+    ]
+    for name, score, params, _ in filter(lambda one: one[3], scored):
+        others = device_bytes(state) + frozen_bytes - device_bytes(params)
         yield compile_(
-            "score of the reference" if params is reference else "score",
-            functools.partial(_compiled, programs.score, params, batch.tokens_only),
-            beside="the rest of state and reference, and two snapshots",
+            name,
+            functools.partial(_compiled, score, params, batch.tokens_only),
+            beside="the rest of state and frozen models, and two snapshots",
             beside_bytes=others + 2 * snapshot_bytes,
         )[0]
     denominator = jax.ShapeDtypeStruct((), jax.numpy.float32)
     yield compile_(
         "apply",
         lambda: _compiled(programs.apply, state, accumulator, denominator),
-        beside="reference policy and two snapshots",
-        beside_bytes=reference_bytes + 2 * snapshot_bytes,
+        beside="frozen models and two snapshots",
+        beside_bytes=frozen_bytes + 2 * snapshot_bytes,
     )[0]
     yield compile_(
         "snapshot",
         lambda: _compiled(programs.snapshots[wire], policy),
-        beside="optimiser moments, reference policy and an older snapshot",
-        beside_bytes=moments_bytes + reference_bytes + snapshot_bytes,
+        beside="optimiser moments, frozen models and an older snapshot",
+        beside_bytes=moments_bytes + frozen_bytes + snapshot_bytes,
     )[0]
     yield compile_(
         "canary",
         lambda: _compiled(programs.canaries[wire], policy),
-        beside="optimiser moments, reference policy and two snapshots",
-        beside_bytes=moments_bytes + reference_bytes + 2 * snapshot_bytes,
+        beside="optimiser moments, frozen models and two snapshots",
+        beside_bytes=moments_bytes + frozen_bytes + 2 * snapshot_bytes,
     )[0]
+
+
+def _teacher(config: RunConfig, model: ModelConfig) -> ModelConfig | None:
+    """Of the distillation, if any, with the model's rows of the vocabulary.
+
+    Raises:
+        ValueError: if there is none where the configuration says.
+    """
+    distillation = config.algorithm.distillation
+    if distillation is None:
+        return None
+    teacher = read_model_config(distillation.teacher)
+    return dataclasses.replace(teacher, vocab_size=model.vocab_size)
 
 
 def _corrects(algorithm: AlgorithmConfig) -> bool:

@@ -127,6 +127,9 @@ train/entropy_coef | | entropy coefficient
 [learning kl]
 train/kl | nats | KL to the reference
     mean KL divergence from the reference policy over the tokens in the loss
+train/distillation_kl | nats | KL to the teacher
+    mean KL divergence from the teacher over the tokens in the loss; estimated by the sampled tokens
+    where algorithm.distillation.form is sampled
 [learning clipping]
 train/clip_fraction_low | | clipped below, share
     share of tokens whose ratio is clipped at 1 - clip_low
@@ -178,7 +181,7 @@ funnel/generated | tokens | generated
 funnel/scored | tokens | scored
     of those, tokens of completions that were scored
 funnel/nonzero_advantage | tokens | non-zero advantage
-    of those, tokens in the loss whose completion has an advantage that is not zero
+    of those, tokens in the loss with an advantage that is not zero, or that a teacher trains
 funnel/unclipped | tokens | unclipped
     of those, tokens whose policy term the clip does not hold constant
 funnel/contributed | tokens | contributed

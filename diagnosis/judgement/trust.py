@@ -145,13 +145,17 @@ def _zero_variance(recent: Recent) -> Check:
     """Share of groups without a learning signal.
 
     Beyond one half most of the rollout work is wasted; beyond nine tenths the gradient comes from a
-    few prompts. Where completions are not compared with those of their group, it says nothing.
+    few prompts. Where completions are not compared with those of their group, or a teacher alone
+    says what is better, it says nothing.
     """
-    name, compares = "rollout/zero_variance_fraction", recent.settings.compares_groups
+    name, settings = "rollout/zero_variance_fraction", recent.settings
+    compares = settings.compares_groups and settings.learns_from_rewards
     value = recent.median(name) if compares else math.nan
-    text = "algorithm.advantage does not compare the completions of a group"
-    if compares:
-        text = f"{percent(value)} of the groups have equal rewards and no learning signal"
+    text = f"{percent(value)} of the groups have equal rewards and no learning signal"
+    if not settings.compares_groups:
+        text = "algorithm.advantage does not compare the completions of a group"
+    elif not compares:
+        text = "the policy learns from its teacher alone (algorithm.distillation)"
     return _check(
         "zero_variance",
         "zero-variance groups",

@@ -80,6 +80,8 @@ class RunSettings:
     unexplained_fraction: float
     zero_variance: str
     """`keep`, `mask` or `resample`."""
+    learns_from_rewards: bool
+    """Not where a teacher alone says what is better."""
     has_reference: bool
     advantage: str
     """As algorithm.advantage."""
@@ -117,6 +119,8 @@ class RunSettings:
             canary_bound=get("weights.canary_bound", None),
             unexplained_fraction=get("log.unexplained_fraction", 0.05),
             zero_variance=get("algorithm.zero_variance", "keep"),
+            learns_from_rewards=not get("algorithm.distillation.teacher", "")
+            or get("algorithm.distillation.advantage_coef", 0.0) > 0,
             has_reference=get("algorithm.kl_coef", 0.0) > 0,
             advantage=get("algorithm.advantage", "group_norm"),
         )

@@ -32,6 +32,8 @@ class ActorSpecs:
     """Of the prompts of data.train, as far as they fit."""
     moment: datetime.datetime
     """The time that the chat template reads."""
+    teacher_digest: str | None = None
+    """Of algorithm.distillation.teacher; None without one."""
 
     def learner(self, earlier_port: int | None = None) -> LearnerSpec:
         """The learner's, with a new certificate.
@@ -74,6 +76,7 @@ class ActorSpecs:
             rollouts_file=str(self.folder / "rollouts.bin") if config.log.record_rollouts else None,
             canary=config.weights.canary,
             reward_weights={one.name: one.weight for one in config.reward.functions},
+            teacher_digest=self.teacher_digest,
             driver_lease_s=LEASE_S,
             failpoints=os.environ.get(failpoints.VARIABLE),
         )

@@ -51,6 +51,7 @@ _UNIT_OF_KEY = {
     "reward.processes": "processes",
     "reward.in_flight": "completions",
     "algorithm.advantage_eps": "reward",
+    "algorithm.distillation.top_k": "tokens",
     "algorithm.resample_rounds": "rounds",
     "learner.updates_per_batch": "updates",
     "learner.optimizer.warmup_steps": "updates",

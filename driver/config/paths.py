@@ -68,6 +68,10 @@ def locate(config: RunConfig) -> RunConfig:
             return given and tuple(map(source, given))
         return given.model_copy(update={"source": located(given.source)})
 
+    distillation = config.algorithm.distillation
+    if distillation is not None:
+        teacher = located(distillation.teacher)
+        distillation = distillation.model_copy(update={"teacher": teacher})
     return config.model_copy(
         update={
             "model": config.model.model_copy(
@@ -76,6 +80,7 @@ def locate(config: RunConfig) -> RunConfig:
                     "tokenizer": located(config.model.tokenizer),
                 }
             ),
+            "algorithm": config.algorithm.model_copy(update={"distillation": distillation}),
             "data": config.data.model_copy(
                 update={"train": source(config.data.train), "eval": source(config.data.eval)}
             ),

@@ -82,8 +82,8 @@ class Plan:
     """How the head is computed, and by which implementation."""
     parameters: int
     learner_bytes_per_device: int
-    """Master weights, those of a critic included, optimiser moments, gradients and reference
-    policy, cut over fsdp."""
+    """Master weights, those of a critic included, optimiser moments, gradients, reference policy
+    and teacher, cut over fsdp."""
     wire_bytes_per_version: int
     shared_bytes_per_device: int | None
     """Of learner and worker together, with two copies of the policy, where they share devices."""
@@ -134,8 +134,13 @@ def asked_devices(config: RunConfig, cpu_devices: int = 1) -> Devices:
     return Devices(learner=learner, worker=count("rollout", placement.rollout))
 
 
-def derive(config: RunConfig, model: ModelConfig, devices: Devices) -> Plan:
+def derive(
+    config: RunConfig, model: ModelConfig, devices: Devices, teacher: ModelConfig | None = None
+) -> Plan:
     """Derived sizes.
+
+    Args:
+        teacher: of algorithm.distillation, if there is one.
 
     Raises:
         ConfigError: if the geometry cannot work, with the numbers and the rule.
@@ -176,12 +181,14 @@ def derive(config: RunConfig, model: ModelConfig, devices: Devices) -> Plan:
     longest = config.sequence_tokens - 1  # the last token is only ever a target
     row_tokens = min(b for b in row_buckets(learner.microbatch_tokens) if b >= longest)
     microbatch_rows = devices.learner * (learner.microbatch_tokens // row_tokens)
-    parameters = sum(math.prod(shape) for shape in expected_shapes(model).values())
+    parameters = _parameters(model)
     copies = 2 + OPTIMIZER_MOMENTS[learner.optimizer.name]
     value_head = head_parameters(model.hidden_size) if config.algorithm.has_critic else 0
     learner_bytes = FLOAT32_BYTES * copies * (parameters + value_head)
     if config.algorithm.kl_coef > 0:
         learner_bytes += DTYPE_BYTES[learner.compute_dtype] * parameters
+    if teacher is not None:
+        learner_bytes += DTYPE_BYTES[learner.compute_dtype] * _parameters(teacher)
     wire_bytes = DTYPE_BYTES[config.weights.dtype] * parameters
     return Plan(
         devices=devices,
@@ -358,10 +365,20 @@ def _shares(config: RunConfig) -> list[str]:
     return found
 
 
+def _parameters(model: ModelConfig) -> int:
+    return sum(math.prod(shape) for shape in expected_shapes(model).values())
+
+
 def _objective(algorithm: AlgorithmConfig) -> str:
     """The choices that name the objective."""
     kl = f", KL {algorithm.kl_coef:g} x {algorithm.kl_estimator}" if algorithm.kl_coef else ""
     kl += " in the reward" * (algorithm.kl_in == "reward")
+    if (teacher := algorithm.distillation) is not None:
+        form = f"top {teacher.top_k}" if teacher.form == "top_k" else teacher.form
+        kl += (
+            f"; distillation {teacher.coef:g} x {form} from {teacher.teacher}, advantages x "
+            f"{teacher.advantage_coef:g}"
+        )
     critic = ""
     if algorithm.has_critic:
         critic = f" (gamma {algorithm.gamma:g}, lambda {algorithm.gae_lambda:g})"

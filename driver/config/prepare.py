@@ -16,6 +16,7 @@ from driver.config.plural import counted
 from driver.config.run_config import HeldOutSet, RunConfig
 from driver.config.shell_switches import check_xla_flags, cpu_devices, overridden
 from driver.errors import RunError
+from learner.teacher import TeacherFiles, check_teacher
 from models.config import ModelConfig
 from models.files.checkpoint import check_model_files, read_model_config
 from models.tokenizer import Tokenizer, load_tokenizer
@@ -43,6 +44,7 @@ from rollout_worker.worker_records import WorkerInfo
 from services.trajectories.data_order import DataOrder
 
 _POLICY_LOSS_S = 120.0
+_TEACHER = "algorithm.distillation.teacher"
 _SHOWN_GOLDS = 3
 _SHOWN_CHARACTERS = 40
 
@@ -62,6 +64,8 @@ class Prepared:
     model: ModelConfig
     moment: datetime.datetime
     """The time that the chat template reads, in every process of the run."""
+    teacher: TeacherFiles | None = None
+    """Of algorithm.distillation."""
 
     def check_worker(self, info: WorkerInfo, data: DataConfig) -> None:
         """Checks that a worker reads the data that the driver reads.
@@ -100,8 +104,10 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
     moment = moment or datetime.datetime.now().astimezone().replace(microsecond=0)
     path = config.model.path
     model = checked(read_model_config, path, about=f"model.path={path}")
-    plan = derive(config, model, asked_devices(config, cpu_devices(os.environ)))
+    devices = asked_devices(config, cpu_devices(os.environ))
+    plan = derive(config, model, devices, _read_teacher_config(config))
     checked(check_model_files, path, about=f"model.path={path}")
+    teacher = _check_teacher(config, model)
     tokenizer = checked(
         load_tokenizer,
         path,
@@ -175,6 +181,34 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
         data=digest_data(train.sets, held_out),
         model=model,
         moment=moment,
+        teacher=teacher,
+    )
+
+
+def _read_teacher_config(config: RunConfig) -> ModelConfig | None:
+    distillation = config.algorithm.distillation
+    if distillation is None:
+        return None
+    return checked(read_model_config, distillation.teacher, about=_TEACHER)
+
+
+def _check_teacher(config: RunConfig, model: ModelConfig) -> TeacherFiles | None:
+    """Checks the files of the teacher, if there is one.
+
+    Raises:
+        ConfigError: with what is wrong with it.
+    """
+    distillation = config.algorithm.distillation
+    if distillation is None:
+        return None
+    return checked(
+        check_teacher,
+        distillation,
+        model_path=config.model.path,
+        tokenizer=config.model.tokenizer,
+        model=model,
+        sequence_tokens=config.sequence_tokens,
+        about=_TEACHER,
     )
 
 

@@ -26,11 +26,13 @@ KEYS = {
     "mixture": "data.train, its sources and their weights,",
     "model": "model.path",
     "optimizer": "learner.optimizer.name",
+    "teacher": "algorithm.distillation.teacher and its files",
 }
 """Entry of the file -> the configuration key that decides it. The others are of DataDigests."""
 MOMENT = "moment"
 """Entry of the file that is not compared but kept: the time that chat templates read."""
 _ONE_SOURCE = "one source"
+_NO_TEACHER = "none"
 _DATA = tuple(field.name for field in dataclasses.fields(DataDigests))
 
 
@@ -53,9 +55,17 @@ def resolved(config: RunConfig, folder: pathlib.Path) -> RunConfig:
 
 
 def identity_of(
-    config: RunConfig, model: ModelConfig, data: DataDigests, order: DataOrder
+    config: RunConfig,
+    model: ModelConfig,
+    data: DataDigests,
+    order: DataOrder,
+    teacher_digest: str | None = None,
 ) -> dict[str, str]:
-    """What is compared, as short texts."""
+    """What is compared, as short texts.
+
+    Args:
+        teacher_digest: of algorithm.distillation.teacher; None without one.
+    """
     shape = json.dumps(dataclasses.asdict(model), sort_keys=True)
     return {
         "seed": str(config.run.seed),
@@ -63,6 +73,7 @@ def identity_of(
         **dataclasses.asdict(data),
         "model": hashlib.sha256(shape.encode()).hexdigest(),
         "optimizer": config.learner.optimizer.name,
+        "teacher": teacher_digest or _NO_TEACHER,
     }
 
 
@@ -126,7 +137,7 @@ def check_identity(folder: pathlib.Path, identity: dict[str, str], *, steps: int
             f"--resume: {folder} has no run of this program: correct run.name or "
             "run.output_dir, or start without --resume"
         )
-    before = {"mixture": _ONE_SOURCE} | _read(path)  # older runs have one
+    before = {"mixture": _ONE_SOURCE, "teacher": _NO_TEACHER} | _read(path)  # of older runs
     changed = [name for name in KEYS if before.get(name) != identity[name]]
     if changed:
         name = changed[0]

@@ -65,7 +65,7 @@ class PolicyHead:
         """Logprob, logsumexp and entropy of each token; float32 [B, T]."""
         if self._plan.schedule == LOGITS:
             return self._score_logits(hidden_BTD, self._whole(params), ids_BT)
-        tokens = jax.tree.map(_flat, (hidden_BTD, ids_BT, active_BT))
+        tokens = jax.tree.map(flat, (hidden_BTD, ids_BT, active_BT))
         hidden_ND, ids_N, active_N = self._collected(tokens)
         head_VD = self._rows(params, hidden_ND.dtype)
         scores = schedule.score(hidden_ND, head_VD, ids_N, active_N, self._options)
@@ -98,7 +98,7 @@ class PolicyHead:
                 params, hidden_BTD, ids_BT, active_BT, data, objective
             )
             return scores, d_hidden_BTD, before_VD + self._reduced(d_head_VD)
-        tokens = jax.tree.map(_flat, (hidden_BTD, ids_BT, active_BT, data))
+        tokens = jax.tree.map(flat, (hidden_BTD, ids_BT, active_BT, data))
         hidden_ND, ids_N, active_N, data = self._collected(tokens)
         found = schedule.value_and_gradients(
             hidden_ND,
@@ -110,13 +110,8 @@ class PolicyHead:
             self._options,
             head_grad_VD=before_VD if self._adds_in_place else None,
         )
-        d_hidden_ND, head_grad_VD = found.hidden_TD, found.head_VD
-        if self._by_rows:
-            d_hidden_ND = jax.lax.psum_scatter(d_hidden_ND, "fsdp", tiled=True)
-        if not self._adds_in_place:
-            head_grad_VD = before_VD + self._reduced(head_grad_VD)
-        d_hidden_BTD = d_hidden_ND.reshape(hidden_BTD.shape).astype(hidden_BTD.dtype)
-        return self._own(found.scores, ids_BT.shape), d_hidden_BTD, head_grad_VD
+        scores = self._own(found.scores, ids_BT.shape)
+        return scores, *self._landed(found.hidden_TD, found.head_VD, hidden_BTD, before_VD)
 
     @property
     def _options(self) -> HeadOptions:
@@ -147,6 +142,14 @@ class PolicyHead:
         start = jax.lax.axis_index("fsdp") * (B * T) if self._by_rows else 0
         own = lambda each: jax.lax.dynamic_slice_in_dim(each, start, B * T).reshape(shape)
         return jax.tree.map(own, scores)
+
+    def _landed(self, d_hidden_ND, head_grad_VD, hidden_BTD, before_VD):
+        """The gradient in this device's own hidden states, and its shard of the head's so far."""
+        if self._by_rows:
+            d_hidden_ND = jax.lax.psum_scatter(d_hidden_ND, "fsdp", tiled=True)
+        if not self._adds_in_place:
+            head_grad_VD = before_VD + self._reduced(head_grad_VD)
+        return d_hidden_ND.reshape(hidden_BTD.shape).astype(hidden_BTD.dtype), head_grad_VD
 
     def _reduced(self, d_head_VD):
         """The sum over all devices of a local gradient, cut as the parameter is."""
@@ -185,6 +188,6 @@ class PolicyHead:
         return scores, d_hidden_BTD, d_head_VD.astype(jnp.float32)
 
 
-def _flat(array_BT):
+def flat(array_BT: jax.Array) -> jax.Array:
     """[B, T, ..] as [N, ..]."""
     return array_BT.reshape(-1, *array_BT.shape[2:])

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from learner.objective.batching import MicroBatch
 from learner.objective.loss import Objective, metric_sums, token_terms, weighted_sum
 from learner.update import value_head
+from learner.update.distilled_head import DistilledHead, TeacherPlan
 from learner.update.entropy_bonus import EntropyRule, adjusted_bonus
 from learner.update.head import HeadPlan, PolicyHead
 from learner.update.mesh import AXES
@@ -31,7 +32,15 @@ from learner.update.state import TrainState
 from models.config import ModelConfig
 from models.transformer import Params, forward, packed_attend
 
-SUMS = ("loss", "active_tokens", "kl", "entropy", "clipped_low", "clipped_high")
+SUMS = (
+    "loss",
+    "active_tokens",
+    "kl",
+    "entropy",
+    "clipped_low",
+    "clipped_high",
+    "distillation_kl",
+)
 CRITIC_SUMS = ("value_loss", "value_clipped")
 
 
@@ -64,18 +73,27 @@ class TokenData(NamedTuple):
 
 
 def make_accumulate(
-    mesh: Mesh, specs: Params, config: ModelConfig, objective: Objective, options: PolicyOptions
+    mesh: Mesh,
+    specs: Params,
+    config: ModelConfig,
+    objective: Objective,
+    options: PolicyOptions,
+    teacher: TeacherPlan | None = None,
 ) -> Callable[..., tuple[Accumulator, jax.Array]]:
-    """Builds `accumulate(params, reference_params, accumulator, batch, entropy_coef=None)`.
+    """Builds `accumulate(params, reference_params, accumulator, batch, entropy_coef=None,
+    teacher_params=None)`.
 
     It returns the accumulator, the one given being donated, and the policy's logprobs, float32
     [B, T], of which only those of active tokens mean anything. Rows of the batch are divided over
     all devices; reference_params is None without a KL penalty in the loss; entropy_coef is a
-    float32 scalar where it is adaptive, and None where the objective's holds. Where specs have a
-    value head, the critic's loss is added, times its coefficient.
+    float32 scalar where it is adaptive, and None where the objective's holds; teacher_params are
+    those of the teacher whose divergence is in the loss, if any. Where specs have a value head, the
+    critic's loss is added, times its coefficient.
     """
     head, hidden_states = _policy(mesh, specs, config, options)
     has_critic = value_head.NAME in specs
+    teacher_coef = 0.0 if teacher is None else teacher.coef
+    distilled = _distilled_head(mesh, specs, options, teacher)
 
     def terms_of(logprob, entropy, data):
         return token_terms(
@@ -93,7 +111,7 @@ def make_accumulate(
     def weighted_loss(logprob, entropy, data):
         return data.weights * terms_of(logprob, entropy, data).loss
 
-    def local(params, reference_params, accumulator, batch, entropy_coef):
+    def local(params, reference_params, accumulator, batch, entropy_coef, teacher_params):
         active_BT = batch.weights > 0
         reference_BT = None
         if reference_params is not None:
@@ -114,9 +132,15 @@ def make_accumulate(
         own = ("lm_head", value_head.NAME)
         layers = {name: tree for name, tree in params.items() if name not in own}
         hidden_BTD, pull = jax.vjp(lambda layers: hidden_states(layers, batch), layers)
-        policy, d_hidden_BTD, head_grad_VD = head.gradients(
-            params, hidden_BTD, batch.target_ids, active_BT, data, weighted_loss, accumulator.grads
-        )
+        ids_BT, so_far = batch.target_ids, accumulator.grads
+        given = (params, hidden_BTD, ids_BT, active_BT, data, weighted_loss, so_far)
+        divergence_BT = jnp.zeros_like(batch.weights)
+        if distilled is None:
+            policy, d_hidden_BTD, head_grad_VD = head.gradients(*given)
+        else:
+            policy, divergence_BT, d_hidden_BTD, head_grad_VD = distilled.distilled_gradients(
+                *given, batch, teacher_params
+            )
         critic_sums, critic_grads = {}, {}
         if has_critic:
             critic_sums, d_head, d_value_BTD = value_head.value_gradients(
@@ -135,11 +159,13 @@ def make_accumulate(
         (grads,) = pull(d_hidden_BTD)
         grads = {**grads, **critic_grads}
         grads = reduce_gradients(grads, {name: specs[name] for name in grads})
-        so_far = {**accumulator.grads, head.name: {"weight": head_grad_VD}}
+        so_far = {**so_far, head.name: {"weight": head_grad_VD}}
 
         terms = terms_of(policy.logprob, policy.entropy, data)
         sums = metric_sums(terms, policy.entropy, active_BT) | critic_sums
         sums["loss"] = weighted_sum(terms.loss, batch.weights)
+        sums["distillation_kl"] = jnp.where(active_BT, divergence_BT, 0.0).sum()
+        sums["loss"] += teacher_coef * weighted_sum(divergence_BT, batch.weights)
         if has_critic:
             sums["loss"] += objective.value_coef * sums["value_loss"]
         sums = jax.lax.psum(sums, AXES)
@@ -152,19 +178,24 @@ def make_accumulate(
     accumulated = Accumulator(specs, P())
     frozen = value_head.policy_params(specs)
 
-    def accumulate(params, reference_params, accumulator, batch, entropy_coef=None):
+    def accumulate(
+        params, reference_params, accumulator, batch, entropy_coef=None, teacher_params=None
+    ):
         reference_specs = P() if reference_params is None else frozen
+        teacher_specs = P() if teacher is None else teacher.specs
 
         # Replication is not checked: `reduce_gradients` is what makes it true, and the tests
         # compare meshes. (The check would also insert its own reductions into the derivative.)
         over_devices = jax.shard_map(
             local,
             mesh=mesh,
-            in_specs=(specs, reference_specs, accumulated, P(AXES), P()),
+            in_specs=(specs, reference_specs, accumulated, P(AXES), P(), teacher_specs),
             out_specs=(accumulated, P(AXES)),
             check_vma=False,
         )
-        return over_devices(params, reference_params, accumulator, batch, entropy_coef)
+        return over_devices(
+            params, reference_params, accumulator, batch, entropy_coef, teacher_params
+        )
 
     return jax.jit(accumulate, donate_argnums=2)
 
@@ -225,6 +256,16 @@ def _policy(mesh, specs, config, options):
         return hidden_BTD
 
     return PolicyHead(options.head, mesh, specs, gather), hidden_states
+
+
+def _distilled_head(
+    mesh: Mesh, specs: Params, options: PolicyOptions, teacher: TeacherPlan | None
+) -> DistilledHead | None:
+    """The policy's head beside that of its teacher, if there is one in the loss."""
+    if teacher is None:
+        return None
+    _, states = _policy(mesh, teacher.specs, teacher.config, options)
+    return DistilledHead(options.head, mesh, specs, options.compute_dtype, teacher, states)
 
 
 def make_empty_accumulator(mesh: Mesh, specs: Params) -> Callable[[Params], Accumulator]:

@@ -116,6 +116,7 @@ def token_funnel(
     *,
     clipped_tokens: float,
     skipped: bool,
+    all_train: bool = False,
 ) -> dict[str, float]:
     """How many completion tokens are left at each stage on their way into the update.
 
@@ -130,11 +131,12 @@ def token_funnel(
         trained: after it; the same where there is none.
         clipped_tokens: of the trained selection, in the first update of the batch.
         skipped: whether an update of the batch left the policy as it was.
+        all_train: whether each token in the loss trains, whatever its advantage, as by a teacher.
     """
     completions = [c for group in groups for c in group.completions]
-    with_advantage = _tokens_with_advantage(selected)
+    with_advantage = _training_tokens(selected, all_train)
     unclipped = with_advantage - clipped_tokens
-    masked = with_advantage - _tokens_with_advantage(trained)
+    masked = with_advantage - _training_tokens(trained, all_train)
     return {
         "funnel/generated": float(sum(len(c.token_ids) for c in completions)),
         "funnel/scored": float(sum(len(c.token_ids) for c in completions if not c.reward_error)),
@@ -144,8 +146,9 @@ def token_funnel(
     }
 
 
-def _tokens_with_advantage(selection: Selection) -> int:
-    return sum(int((s.active & (s.advantages != 0)).sum()) for s in selection.sequences)
+def _training_tokens(selection: Selection, all_train: bool) -> int:
+    trains = lambda s: s.active & (all_train | (s.advantages != 0))
+    return sum(int(trains(s).sum()) for s in selection.sequences)
 
 
 def update_metrics(
@@ -154,6 +157,7 @@ def update_metrics(
     *,
     denominator: float,
     has_reference: bool,
+    has_teacher: bool = False,
 ) -> dict[str, float]:
     """Of one optimiser update; means are over the tokens in the loss.
 
@@ -162,6 +166,7 @@ def update_metrics(
         report: what `apply` returned, on the host.
         denominator: what the loss was divided by; the critic's loss is too.
         has_reference: `train/kl` exists only where there is a reference policy.
+        has_teacher: whether the divergence from one is in the loss.
     """
     tokens = float(sums["active_tokens"])
     metrics = {
@@ -180,6 +185,8 @@ def update_metrics(
         metrics["train/value_clip_fraction"] = float(sums["value_clipped"]) / tokens
     if "entropy_coef" in report:
         metrics["train/entropy_coef"] = float(report["entropy_coef"])
+    if has_teacher:
+        metrics["train/distillation_kl"] = float(sums["distillation_kl"]) / tokens
     return metrics
 
 

@@ -111,6 +111,7 @@ def make_core(
     config=TINY,
     params=None,
     total_steps=10,
+    teacher=None,
     **learner,
 ):
     learner = {"compute_dtype": "float32", "remat": False, **learner}
@@ -129,9 +130,10 @@ def make_core(
         reward_weights=reward_weights or {},
     )
     params = host_params(config) if params is None else params
-    made_for = _compiled_for(settings, config, params)
+    made_for = _compiled_for(settings, config, params, teacher and teacher.config)
     with functions_made_once(_FUNCTIONS.setdefault(made_for, [])):
-        core = LearnerCore(settings, config, params, devices=jax.devices()[: data * fsdp])
+        devices = jax.devices()[: data * fsdp]
+        core = LearnerCore(settings, config, params, devices=devices, teacher=teacher)
     core._compiled = _COMPILED.setdefault(made_for, core._compiled)
     return core
 
@@ -159,7 +161,7 @@ _COMPILED = {}
 """What learners have compiled, shared as well."""
 
 
-def _compiled_for(settings, config, params):
+def _compiled_for(settings, config, params, teacher):
     """All that the functions of a learner depend on, beside shapes of its batches.
 
     Modules that compile in a way of their own, by a replaced `compile`, share nothing with others.
@@ -171,6 +173,7 @@ def _compiled_for(settings, config, params):
     return (
         jax.stages.Lowered.compile,
         config,
+        teacher,
         algorithm.model_dump_json(exclude=on_the_host),
         algorithm.has_critic,
         learner.model_dump_json(exclude={"updates_per_batch", "microbatch_tokens"}),

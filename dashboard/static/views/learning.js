@@ -14,7 +14,7 @@ const one = (name, label = "") => [{ name, label }];
 
 function specs(store) {
   const noReference = () => (store.run.settings?.has_reference ? null
-    : "No reference model: algorithm.kl_coef is 0, so there is no KL to measure.");
+    : "No KL measured: algorithm.kl_coef is 0, so there is no reference model, and no teacher has been measured.");
   return [
     { id: "reward-total", title: "Reward, total", series: one("reward/total/mean", "mean") },
     { id: "reward-functions", title: "Reward by function", series: rewardSeries },
@@ -28,7 +28,8 @@ function specs(store) {
       ...one("rollout/completion_len_mean", "mean"), ...one("rollout/completion_len_p90", "p90"),
       ...one("rollout/completion_len_max", "max")] },
     { id: "entropy", title: "Entropy", unit: "nats", series: one("train/entropy") },
-    { id: "kl", title: "KL to the reference", unit: "nats", series: one("train/kl"), why: noReference },
+    { id: "kl", title: "KL to reference and teacher", unit: "nats", series: [
+      ...one("train/kl", "reference"), ...one("train/distillation_kl", "teacher")], why: noReference },
     { id: "clip-fractions", title: "Clipped tokens", unit: "fraction", zero: true, series: [
       ...one("train/clip_fraction_low", "low"), ...one("train/clip_fraction_high", "high")] },
     { id: "grad-norm", title: "Gradient norm", series: one("train/grad_norm"), zero: true },

@@ -10,8 +10,10 @@ from diagnosis.judgement.recent import percent
 def zero_variance(scene: Scene) -> RuleFinding | None:
     """More than half of the groups have equal rewards, so they carry no gradient."""
     recent = scene.recent
+    if not recent.settings.compares_groups or not recent.settings.learns_from_rewards:
+        return None
     share = recent.median("rollout/zero_variance_fraction")
-    if not recent.settings.compares_groups or not scene.is_above(share, 0.50, 0.45):
+    if not scene.is_above(share, 0.50, 0.45):
         return None
     advice = "draw more completions a prompt, or use prompts that are neither too easy nor too hard"
     text = f"{percent(share)} of the groups have equal rewards and no learning signal"

@@ -42,6 +42,7 @@ def settings(**changes) -> RunSettings:
         "canary_bound": None,
         "unexplained_fraction": 0.05,
         "zero_variance": "keep",
+        "learns_from_rewards": True,
         "has_reference": False,
         "advantage": "group_norm",
     }

@@ -185,3 +185,13 @@ def test_two_drivers_never_work_in_one_folder(tmp_path):
             paths.lock_folder(folder)
         paths.check_folder(folder, resume=False)
     paths.lock_folder(folder).close()
+
+
+def test_a_teacher_becomes_absolute_as_the_model_does(config, tmp_path, monkeypatch):
+    (tmp_path / "teacher").mkdir()
+    monkeypatch.chdir(tmp_path)
+    distillation = {"teacher": "teacher"}
+    algorithm = type(config.algorithm).model_validate({"distillation": distillation})
+    located = paths.locate(config.model_copy(update={"algorithm": algorithm}))
+    assert located.algorithm.distillation.teacher == str(tmp_path / "teacher")
+    assert paths.locate(config).algorithm.distillation is None

@@ -602,3 +602,15 @@ def test_a_special_token_that_cannot_be_text_is_named_with_its_record_N15(config
     train = config.data.train.model_copy(update=source("b.jsonl", ["1 + 1 ?", "1 </s> 2 ?"]))
     message = refusal(prepare, with_data(config, train=train))
     assert "b.jsonl, line 2: '</s>' is a special token that this tokenizer cannot" in message
+
+
+@pytest.mark.parametrize("dtype, each", [("bfloat16", 2), ("float32", 4)])
+def test_learner_state_counts_the_teacher_in_the_compute_dtype(dtype, each):
+    config = config_of(
+        learner={"microbatch_tokens": 384, "compute_dtype": dtype},
+        algorithm={"distillation": {"teacher": "some/teacher", "coef": 0.5}},
+    )
+    # 40*8 + 4*(64 + 32 + 32 + 64 + 3*128 + 16) + 8, of twice as many layers
+    plan = derive(config, TINY, ONE, dataclasses.replace(TINY, num_layers=4))
+    assert plan.learner_bytes_per_device == 16 * plan.parameters + each * (320 + 4 * 592 + 8)
+    assert "; distillation 0.5 x full from some/teacher, advantages x 0" in plan.loss

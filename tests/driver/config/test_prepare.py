@@ -10,6 +10,7 @@ from driver.config.prepare import prepare
 from driver.errors import RunError
 from rollout_worker.data.data_digests import DataDigests
 from rollout_worker.worker_records import WorkerInfo
+from tests.tiny_model import write_tiny_model
 
 DEMO = pathlib.Path(__file__).parents[3] / "deploy/demo/model"
 YAML = """
@@ -284,3 +285,23 @@ def test_a_held_out_set_needs_a_name_of_its_own(ready, tmp_path, name, problem):
 
 def test_no_held_out_set_is_null_and_no_empty_list(ready):
     assert "eval=[] has no set" in refusal(ready, overrides=["data.eval=[]"])
+
+
+def test_a_teacher_with_another_vocabulary_ends_the_start(ready, tmp_path):
+    teacher = write_tiny_model(tmp_path / "teacher")
+    said = refusal(ready, overrides=[f"algorithm.distillation.teacher={teacher}"])
+    for part in (
+        f"algorithm.distillation.teacher: {teacher} has another vocabulary than {DEMO}",
+        "of 369 tokens differ",
+        "choose a teacher with the model's tokenizer",
+    ):
+        assert part in said, part
+    missing = refusal(ready, overrides=["algorithm.distillation.teacher=/no/where"])
+    assert "algorithm.distillation.teacher: model path '/no/where' does not exist" in missing
+
+
+def test_a_teacher_is_named_in_the_plan_with_its_form(ready):
+    overrides = [f"algorithm.distillation={{teacher: {DEMO}, form: top_k, top_k: 8}}"]
+    _, prepared = ready(overrides=overrides)
+    assert f"; distillation 1 x top 8 from {DEMO}, advantages x 0" in prepared.text
+    assert prepared.teacher is not None and len(prepared.teacher.digest) == 64

@@ -50,9 +50,9 @@ def make(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(YAML)
 
-    def one(*overrides, model=MODEL, order=ONE_SOURCE, **data):
+    def one(*overrides, model=MODEL, order=ONE_SOURCE, teacher=None, **data):
         digests = DataDigests(**SAME_DATA | data)
-        return identity_of(load(str(file), overrides), model, digests, order)
+        return identity_of(load(str(file), overrides), model, digests, order, teacher)
 
     return one
 
@@ -77,6 +77,11 @@ def test_the_same_run_may_go_on_with_other_rates_and_lengths(make, tmp_path):
             "other answers of data.train and answers of data.eval",
         ),
         ([], {"model": "eps"}, "put model.path back"),
+        (
+            [],
+            {"teacher": "abd"},
+            r"another teacher \(none then, abd now\): put algorithm.distillation.teacher and its",
+        ),
     ],
 )
 def test_another_run_is_refused_with_the_key_to_put_back(
@@ -197,3 +202,12 @@ def test_what_changed_in_a_list_of_sections_is_named_by_its_place():
     before = {"data": {"train": [{"source": "a", "skip": 0}, {"source": "b", "skip": 0}]}}
     after = {"data": {"train": [{"source": "a", "skip": 0}, {"source": "b", "skip": 3}]}}
     assert changed_settings(before, after) == ["data.train.1.skip: 0 -> 3"]
+
+
+def test_a_run_of_a_program_without_teachers_goes_on_without_one(make, tmp_path):
+    before = make()
+    del before["teacher"]
+    write_identity(tmp_path, before, MOMENT)
+    assert check_identity(tmp_path, make(), steps=7) == []
+    with pytest.raises(NotResumable, match="another teacher"):
+        check_identity(tmp_path, make(teacher="abc"), steps=7)
