@@ -7,7 +7,7 @@ import datetime
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from driver.config.load_config import ConfigError
@@ -36,6 +36,8 @@ from rollout_worker.data.training_set import (
     order_of,
 )
 from rollout_worker.engine_setup import stop_automaton
+from rollout_worker.rewards.code.code_tests import CODE_STARTS_S, TOTAL_S
+from rollout_worker.rewards.code.sandbox import confinement_problem, describe_protections
 from rollout_worker.rewards.composition import Composition
 from rollout_worker.rewards.gold_answers import find_unjudged, needs_answer
 from rollout_worker.rewards.processes.reward_process import Allowance
@@ -171,6 +173,8 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
         for where, trained in zip(_train_keys(config.data), train.sets, strict=True):
             if shared := count_shared(trained, read):
                 lines.append(f"note: also in {where}: {counted(shared, 'prompt')} of {one.key}")
+    if code := next((one for one in config.reward.functions if one.name == "code_tests"), None):
+        notes.append(_say_sandbox(config.reward.timeout_s, code.params))
     rewards = Composition.of(config.reward.functions, config.reward.combine)
     lines += [f"note: {note}" for note in notes]
     lines += [f"reward: {rewards}", format_plan(plan)]
@@ -231,6 +235,24 @@ def _check_messages(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
                 "(model.chat_template) only"
             )
     return notes
+
+
+def _say_sandbox(timeout_s: float, params: Mapping[str, Any]) -> str:
+    """One line on what protects this host from the code of completions.
+
+    Raises:
+        ConfigError: if the scorer is ended before its tests have had their time.
+    """
+    total_s = params.get("total_s", TOTAL_S)
+    if total_s + CODE_STARTS_S > timeout_s:
+        raise ConfigError(
+            f"code_tests gives the tests of a completion total_s={total_s:g} s, but "
+            f"reward.timeout_s={timeout_s:g} ends it, with an error instead of a reward for what "
+            f"takes its time: set timeout_s to at least {total_s + CODE_STARTS_S:g}, or lower "
+            "params.total_s"
+        )
+    confined = params.get("sandbox", "required") == "required" or not confinement_problem()
+    return f"code_tests runs the code of completions with {describe_protections(confined)}"
 
 
 def _try_policy_loss(name: str) -> None:

@@ -5,9 +5,10 @@ A scorer is a function
     score(completion: str, *, answer: str, prompt: str, item: dict, **params) -> float | dict
 
 with the sampled text, the gold answer, the question and the whole record of the source. In a dict,
-`value` is the reward; the other keys are variants that are logged only. A number is one of Python,
-`decimal`, `fractions`, or a scalar of numpy, JAX or torch; booleans count as 0 and 1. Any other
-result, and one that is not finite, is an error of the scorer, as is any exception.
+`value` is the reward, and `note` a text on it for samples.jsonl, such as the verdict of a judge;
+the other keys are variants that are logged only. A number is one of Python, `decimal`, `fractions`,
+or a scalar of numpy, JAX or torch; booleans count as 0 and 1. Any other result, and one that is not
+finite, is an error of the scorer, as is any exception.
 
 One whose first parameter is called `completions` is a group scorer: it gets the list of all
 completions of a prompt, and returns a list with one such result for each, in their order. Either
@@ -32,6 +33,7 @@ from typing import Any, Literal
 
 from rollout_worker.data.procedural import make_dataset
 from rollout_worker.rewards import answers, text_scorers
+from rollout_worker.rewards.code.code_tests import check_code_params, check_code_row, code_tests
 from rollout_worker.rewards.judge import check_judge, judge
 from services.user_code.import_path import (
     BadImportPath,
@@ -45,6 +47,9 @@ Scorer = Callable[..., Any]
 MOST_VARIANTS = 64
 """Names of the values of one scorer, each of which is a metric."""
 NAME_CHARS = 100
+NOTE_CHARS = 2000
+"""Of a note; of a longer one its beginning and its end are kept."""
+_NOTE = "note"
 MAX_REWARD = 1e6
 """Largest absolute reward of a scorer; a larger one is a mistake that would outweigh the rest."""
 
@@ -208,6 +213,8 @@ class BuiltIn:
     """Raises ValueError for parameters that the scorer cannot use."""
     needs_answer: bool = False
     """Whether a record without an answer cannot be scored."""
+    spends: bool = False
+    """Whether it uses a service that is paid for, within `reward.budget`."""
 
     def bound_check(self, params: Mapping[str, Any]) -> Callable[[str, dict], object] | None:
         """The check of gold answers under these parameters, if there is one."""
@@ -253,7 +260,8 @@ BUILT_INS = {
         check_gold=text_scorers.check_json_schema,
         check_params=text_scorers.check_schema,
     ),
-    "judge": BuiltIn(judge, needs="httpx", check_params=check_judge),
+    "code_tests": BuiltIn(code_tests, check_gold=check_code_row, check_params=check_code_params),
+    "judge": BuiltIn(judge, needs="httpx", check_params=check_judge, spends=True),
 }
 
 
@@ -408,7 +416,7 @@ def named_rewards(name: str, result: Any) -> dict[str, float]:
     if "value" not in result:
         raise ValueError(f"a dict result needs the key 'value', got {sorted(map(str, result))}")
     rewards = {name: _bounded(_number(result["value"], "the result's 'value'"))}
-    if len(result) > MOST_VARIANTS:
+    if len(result) > MOST_VARIANTS + 1:
         raise ValueError(f"at most {MOST_VARIANTS} values have a name, got {len(result)}")
     for variant, value in result.items():
         if not isinstance(variant, str) or not variant.isprintable():
@@ -418,9 +426,24 @@ def named_rewards(name: str, result: Any) -> dict[str, float]:
                 f"the name of a variant has at most {NAME_CHARS} characters, got "
                 f"{variant[:NAME_CHARS]!r}..."
             )
-        if variant != "value":
+        if variant not in ("value", _NOTE):
             rewards[f"{name}/{variant}"] = _number(value, f"the result's {variant!r}")
     return rewards
+
+
+def note_of(result: Any) -> str:
+    """The note in what a scorer returned, cut to NOTE_CHARS; empty where there is none.
+
+    Raises:
+        ValueError: if it is no text.
+    """
+    note = result.get(_NOTE, "") if isinstance(result, Mapping) else ""
+    if not isinstance(note, str):
+        raise ValueError(f"the result's {_NOTE!r} must be text, got {type(note).__name__}")
+    if len(note) > NOTE_CHARS:
+        half = NOTE_CHARS // 2 - 3
+        note = f"{note[:half]} ... {note[-half:]}"
+    return note.encode("utf-8", "backslashreplace").decode("utf-8")[:NOTE_CHARS]
 
 
 def named_group_rewards(name: str, result: Any, completions: int) -> list[dict[str, float]]:

@@ -305,3 +305,24 @@ def test_a_teacher_is_named_in_the_plan_with_its_form(ready):
     _, prepared = ready(overrides=overrides)
     assert f"; distillation 1 x top 8 from {DEMO}, advantages x 0" in prepared.text
     assert prepared.teacher is not None and len(prepared.teacher.digest) == 64
+
+
+CODE = "[{name: code_tests, params: {sandbox: best_effort, total_s: 3}}]"
+
+
+def test_what_protects_the_host_from_code_is_noted(ready):
+    answers = ("assert f(1) == 2", "assert f(2) == 3")
+    keys = {"train": answers, "held_out": answers}
+    _, prepared = ready(**keys, overrides=[f"reward.functions={CODE}"])
+    assert "note: code_tests runs the code of completions with " in prepared.text
+    said = refusal(ready, **keys, overrides=[f"reward.functions={CODE}", "reward.timeout_s=3.2"])
+    assert "total_s=3 s, but reward.timeout_s=3.2 ends it" in said
+    assert "set timeout_s to at least 3.5" in said
+
+
+def test_rows_whose_tests_cannot_run_are_named(ready):
+    rows = ("assert f(1) == 2", "assert f(1) ==")
+    overrides = [f"reward.functions={CODE}"]
+    _, prepared = ready(train=rows, held_out=rows[:1], overrides=overrides)
+    assert "data.train: code_tests cannot judge 1 of 2 gold answers" in prepared.text
+    assert "line 2, answer 'assert f(1) ==': the answer is no Python" in prepared.text
