@@ -174,7 +174,12 @@ _SAMPLE = _object(
 )
 _SAMPLE_WHOLE = _object(
     _SAMPLE_FIELDS,
-    {"tokens": _or_null(_list(_row(TEXT, MAYBE))), "tokens_cut": WHOLE, "prompt": _or_null(TEXT)},
+    {
+        "tokens": _or_null(_list(_row(TEXT, MAYBE))),
+        "tokens_cut": WHOLE,
+        "prompt": _or_null(TEXT),
+        "notes": _or_null(_map(TEXT)),
+    },
 )
 
 _BYTES: Json = {**WHOLE, "description": "-1 if the platform does not report it."}

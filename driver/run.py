@@ -18,6 +18,7 @@ from driver.accounting.curriculum import Curriculum, SkipJournal
 from driver.accounting.intake import IntakeRules
 from driver.accounting.ledger import StepLedger
 from driver.accounting.quarantine import Quarantine
+from driver.accounting.run_spending import RunSpending
 from driver.accounting.run_state import RunState
 from driver.config import load_config as settings
 from driver.config.actor_specs import ActorSpecs
@@ -229,6 +230,7 @@ def _session(
         prepared=prepared,
         new_state=new_state,
         quarantine=quarantine,
+        spending=RunSpending(folder, config.reward.budget),
         supervisor=supervisor,
         evaluator=Evaluator(
             config.eval,

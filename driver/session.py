@@ -14,6 +14,7 @@ from typing import Any
 from driver.accounting.intake import StepBatch
 from driver.accounting.leases import LeaseState, TrajectoryState
 from driver.accounting.quarantine import Quarantine
+from driver.accounting.run_spending import RunSpending, spending_metrics
 from driver.accounting.run_state import RunState
 from driver.config.prepare import Prepared
 from driver.config.run_config import CheckpointConfig, PlacementConfig, RunSection
@@ -28,7 +29,7 @@ from driver.supervisor import Supervisor, keep_asking
 from learner.durable.spool import CLAIM_S
 from learner.learner_records import Restored
 from rollout_worker.config import DataConfig
-from rollout_worker.worker_records import LeaseResult, Orders, WorkerInfo
+from rollout_worker.worker_records import LeaseResult, News, Orders, WorkerInfo
 from services.process import failpoints
 from services.process.phases import LEARNER
 from services.trajectories.group_report import GroupReport
@@ -52,6 +53,7 @@ class Session:
         prepared: Prepared,
         new_state: Callable[[Restored | None], RunState],
         quarantine: Quarantine,
+        spending: RunSpending,
         supervisor: Supervisor,
         evaluator: Evaluator,
         reports: StepReports,
@@ -61,6 +63,7 @@ class Session:
         prepared: what `driver/config/plan.py` found in the data.
         new_state: makes the state of a run that begins, or goes on from a checkpoint.
         quarantine: prompts that are not leased; the states that are made know of it.
+        spending: what the run's scorers have spent.
         """
         self._folder = folder
         self._run = run
@@ -74,6 +77,7 @@ class Session:
         self._reports = reports
         self._say = reports.say
         self._quarantine = quarantine
+        self._spending = spending
         self._state = new_state(None)
         self._resumed_at = 0 if run.resume else None
         """The step that this start of the run went on from."""
@@ -101,13 +105,15 @@ class Session:
                 killed=self._record_death,
                 must_be_alone=self._quarantine.is_suspect,
                 void=self._return_leases,
-                news=lambda worker, news: self._reports.record_news(worker.name, news),
+                news=self._record_news,
                 joined=self._admit,
                 left=self._release,
                 warn=self._warn,
             )
         )
         self._scaler = make_scaler(fleet)
+        if self._spending.refusal:
+            self._say_spent()
 
     def work(self) -> None:
         """Takes every step that is left, whatever learners it takes, and leaves the results."""
@@ -143,7 +149,9 @@ class Session:
     def summarise(self) -> None:
         """Prints what the run came to; the last line is for machines."""
         set_aside = [*self._quarantine.set_aside]
-        self._reports.summarise(self._state, self._resumed_at, set_aside=set_aside)
+        self._reports.summarise(
+            self._state, self._resumed_at, set_aside=set_aside, spent=self._spending.total
+        )
 
     def check_trained(self) -> None:
         """Checks that the run came to something.
@@ -300,6 +308,18 @@ class Session:
             state.intake.waiting, state.leases.out, state.policy_version
         )
 
+    def _record_news(self, worker: Worker, news: News) -> None:
+        self._reports.record_news(worker.name, news)
+        if self._spending.add_spending(news.spent):
+            self._say_spent()
+            self._supervisor.fleet.order_all(Orders(stop_spending=self._spending.refusal))
+
+    def _say_spent(self) -> None:
+        self._warn(
+            f"{self._spending.refusal}. Until then each completion that a judge should score gets "
+            "an error"
+        )
+
     def _record_end(self, result: LeaseResult) -> None:
         self._quarantine.clear_group(result.group_id)
         self._state.intake.record_result(result)
@@ -333,6 +353,8 @@ class Session:
         address = self._supervisor.learner_info.address
         # The address may have moved since the worker began.
         worker.order(Orders(learner_address=address, keep_version=self._evaluator.keeps))
+        if self._spending.refusal:
+            worker.order(Orders(stop_spending=self._spending.refusal))
         self._supervisor.fleet.send_sources(address)
 
     def _release(self, worker: Worker) -> None:
@@ -432,7 +454,11 @@ class Session:
         """Collects the seconds of every process, and closes the accounting of the step."""
         self._record_queues()
         timings = self._supervisor.step_timings()
-        record = self._reports.close_step(self._state, metrics, timings, self._supervisor.memory())
+        spent = self._spending.take_step()
+        metrics |= spending_metrics(spent, self._spending.total)
+        record = self._reports.close_step(
+            self._state, metrics, timings, self._supervisor.memory(), spent=spent
+        )
         self._state.open = None
         self.overcome_errors += self.worker_errors
         self.worker_errors.clear()

@@ -476,7 +476,7 @@ class RewardFunctionConfig(Section):
 
     name: str
     """`gsm8k_answer`, `math_verify`, `exact`, `regex`, `multiple_choice`, `json_schema`, `format`,
-    `reasoning_gym`, `judge`, or `package.module:function`."""
+    `reasoning_gym`, `code_tests`, `judge`, or `package.module:function`."""
     weight: float = Field(default=1.0, ge=-1e6, le=1e6)
     """Factor of this reward in the total; 0 only logs it."""
     gate: float | None = Field(default=None, ge=-1e6, le=1e6)
@@ -485,6 +485,26 @@ class RewardFunctionConfig(Section):
     reward and weight."""
     params: dict[str, Any] = Field(default={})
     """Keyword arguments of the scorer."""
+
+
+class BudgetConfig(Section):
+    """What `judge` may spend in the whole run, all workers and resumes together.
+
+    Once one of these is reached, it is asked no more: each completion gets an error instead, and
+    what is under way then, of a few seconds with several workers, is still paid for.
+    """
+
+    cost: float | None = Field(default=None, gt=0, le=1e12)
+    """In the currency of its `prompt_price` and `completion_price`."""
+    tokens: int | None = Field(default=None, ge=1, le=10**15)
+    """Of its prompts and answers."""
+    requests: int | None = Field(default=None, ge=1, le=10**12)
+    """Those that are repeated after a failure included."""
+
+    @property
+    def bounded(self) -> bool:
+        """Whether there is a bound."""
+        return (self.cost, self.tokens, self.requests) != (None, None, None)
 
 
 class RewardConfig(Section):
@@ -510,6 +530,7 @@ class RewardConfig(Section):
     """Names of environment variables that scorers get beside the usual ones (PATH, HOME, LANG,
     TMPDIR, proxies, caches), such as OPENAI_API_KEY: they are foreign code, and no other variable
     reaches them."""
+    budget: BudgetConfig = BudgetConfig()
 
     @model_validator(mode="after")
     def _check(self):

@@ -22,3 +22,5 @@ class LeasedGroup:
     """No process waits for it any more: each thread drops it at the next point where it may."""
     group: Group | None = None
     """Set when all completions are scored."""
+    notes: tuple[dict[str, str], ...] = ()
+    """What scorers say of its completions, by scorer; set with the group."""

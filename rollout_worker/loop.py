@@ -118,6 +118,8 @@ class WorkLoop:
             BackgroundFailed: if one of the worker's threads has failed.
         """
         self._check()
+        if orders.stop_spending:
+            self._worker.stop_spending(orders.stop_spending)
         with self._ordering:
             self._take_order(orders)
 
@@ -180,6 +182,7 @@ class WorkLoop:
                 background_s={"fetch": fetch_s, "push": self._pusher.take_seconds()},
                 transfers=tuple(transfers),
                 memory=self._memory(),
+                spent=self._worker.take_spending(),
                 learner_silent_s=0.0 if self._probe is None else self._probe.silent_s,
                 activity=self._activity(),
             )

@@ -19,7 +19,6 @@ from services.process.background import Background
 from services.trajectories.client import PackedGroup, PushFailed, TrajectoryClient, pack_group
 from services.trajectories.group_report import report_of
 from services.trajectories.receipts import StaleGroup
-from services.wire.messages import Group, Lease
 
 QUEUED_GROUPS = 64
 """Complete groups that may be queued; when so many are, decoding waits."""
@@ -36,7 +35,7 @@ class Pusher:
         address: str,
         *,
         timeout_s: float,
-        samples: Callable[[Group, Lease], tuple[Sample, ...]],
+        samples: Callable[[LeasedGroup], tuple[Sample, ...]],
         on_result: Callable[[LeasedGroup, LeaseResult], None],
         on_failure: Callable[[], None],
     ):
@@ -129,7 +128,7 @@ class Pusher:
                 order_number=leased.order_number,
                 outcome=outcome,
                 report=report_of(group),
-                samples=self._samples(group, leased.lease) if accepted else (),
+                samples=self._samples(leased) if accepted else (),
             )
             self.pushing = False
             self._on_result(leased, result)

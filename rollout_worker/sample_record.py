@@ -47,6 +47,8 @@ class Sample(TypedDict):
     rewards: dict[str, float]
     total_reward: float
     reward_error: str
+    notes: NotRequired[dict[str, str]]
+    """What scorers say of their rewards, such as the verdict of a judge, by scorer."""
     tokens: list[list[str | float]]
     """Text and logprob (nats) of each."""
     source: NotRequired[str]
@@ -83,12 +85,20 @@ class SampleRecords:
         self._version = -1
         self._notable = 0
 
-    def of_group(self, group: Group, prompt: Prompt, *, marked: bool) -> tuple[Sample, ...]:
+    def of_group(
+        self,
+        group: Group,
+        prompt: Prompt,
+        *,
+        marked: bool,
+        notes: Sequence[dict[str, str]] = (),
+    ) -> tuple[Sample, ...]:
         """At most two records.
 
         Args:
             prompt: of the group.
             marked: whether the first completion is to be recorded.
+            notes: of the completions, by scorer, in their order; none where there are none.
         """
         if not self._per_step:
             return ()
@@ -98,7 +108,13 @@ class SampleRecords:
             group.completions, first=marked, notable=self._notable < self._per_step
         )
         self._notable += any(why != FIRST for _, why in chosen)
-        return tuple(self._record(group, prompt, completion, why) for completion, why in chosen)
+        records = []
+        for completion, why in chosen:
+            record = self._record(group, prompt, completion, why)
+            if notes and notes[completion.sample_index]:
+                record["notes"] = notes[completion.sample_index]
+            records.append(record)
+        return tuple(records)
 
     def _record(self, group: Group, prompt: Prompt, completion: Completion, why: str) -> Sample:
         text = self._text(completion.token_ids)

@@ -24,6 +24,7 @@ from rollout_worker.evaluation.held_out import HeldOut
 from rollout_worker.evaluation.idle_share import IdleShare
 from rollout_worker.leased_group import LeasedGroup
 from rollout_worker.rewards.reward_pool import PendingScores, RewardPool, Score, ScoreRequest
+from rollout_worker.rewards.spending import Spending
 from rollout_worker.worker_records import EvalItem
 from services.process.phase_clock import PhaseClock
 from services.weights.digest import tree_digest
@@ -219,6 +220,14 @@ class RolloutWorker:
             "scored": sum(pool.scored for pool in self._pools),
             "swaps": self._swaps,
         }
+
+    def take_spending(self) -> Spending:
+        """What scorers have spent since the last call; for any thread."""
+        return self._rewards.account.take_spending()
+
+    def stop_spending(self, why: str) -> None:
+        """Has scorers spend nothing more; their completions get an error instead."""
+        self._rewards.account.stop(why)
 
     @property
     def busy(self) -> bool:
@@ -443,6 +452,8 @@ class RolloutWorker:
         assert versions == {task.policy_version}, (lease.group_id, versions, task.policy_version)
         after = self._clock.total()
         phase_s = {phase: after[phase] - task.clock_s[phase] for phase in after}
+        scores = task.wait_scores()
+        leased.notes = tuple(score.notes for score in scores)
         leased.group = Group(
             run_id=self._run_id,
             group_id=lease.group_id,
@@ -453,7 +464,7 @@ class RolloutWorker:
             weight_digest=task.weight_digest,
             worker=self._name,
             prompt_token_ids=task.prompt.token_ids,
-            completions=tuple(map(_completion, task.rows, task.wait_scores())),
+            completions=tuple(map(_completion, task.rows, scores)),
             phase_s={phase: seconds for phase, seconds in phase_s.items() if seconds > 0},
         )
         return leased
@@ -479,6 +490,7 @@ class RolloutWorker:
             rewards=score.rewards,
             total_reward=score.total,
             reward_error=score.error,
+            notes=score.notes,
             policy_version=task.policy_version,
         )
 

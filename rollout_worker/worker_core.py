@@ -14,13 +14,14 @@ from rollout_worker.data.training_set import load_held_out, load_training
 from rollout_worker.engine.decode_request import SamplingSettings
 from rollout_worker.engine_setup import EngineSetup
 from rollout_worker.evaluation.held_out import HeldOut
+from rollout_worker.leased_group import LeasedGroup
 from rollout_worker.rewards.processes.reward_process import Allowance
 from rollout_worker.rewards.reward_pool import RewardPool
+from rollout_worker.rewards.spending import SpendingAccount
 from rollout_worker.sample_record import Sample, SampleRecords
 from rollout_worker.worker import GroupSettings, RolloutWorker
 from rollout_worker.worker_records import EvalItem, EvalRequest, RolloutSpec
 from services.process.phase_clock import PhaseClock
-from services.wire.messages import Group, Lease
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class WorkerCore:
         self._train = load_training(spec.data, tokenizer=tokenizer, max_prompt_tokens=longest)
         self._held_out = load_held_out(spec.data, tokenizer=tokenizer, max_prompt_tokens=longest)
         self._pools: list[tuple[RewardConfig, RewardPool]] = []
+        self._account = SpendingAccount(spec.reward.budget)
         rewards = self._pool(spec.reward)
         self.worker = RolloutWorker(
             name=spec.name,
@@ -106,10 +108,13 @@ class WorkerCore:
                 sampling=request.sampling,
             )
 
-    def samples(self, group: Group, lease: Lease) -> tuple[Sample, ...]:
+    def samples(self, leased: LeasedGroup) -> tuple[Sample, ...]:
         """What is logged of a group that was accepted."""
-        prompt = self._train.prompts[lease.position]
-        return self._records.of_group(group, prompt, marked=lease.logged)
+        assert leased.group is not None
+        prompt = self._train.prompts[leased.lease.position]
+        return self._records.of_group(
+            leased.group, prompt, marked=leased.lease.logged, notes=leased.notes
+        )
 
     def close(self) -> None:
         """Ends the reward processes."""
@@ -128,6 +133,7 @@ class WorkerCore:
             allowance=Allowance.of(reward),
             in_flight=reward.in_flight,
             combine=reward.combine,
+            account=self._account,
         )
         self._pools.append((reward, pool))
         return pool

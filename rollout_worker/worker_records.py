@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from rollout_worker.config import DataConfig, RewardConfig, RolloutConfig
 from rollout_worker.data.data_digests import DataDigests
 from rollout_worker.engine.decode_request import SamplingSettings
+from rollout_worker.rewards.spending import NOTHING, Spending
 from rollout_worker.sample_record import Sample
 from services.process.activity import Activity
 from services.process.process_memory import ProcessMemory
@@ -141,6 +142,8 @@ class EvalItem:
     total_reward: float
     reward_error: str
     policy_version: int
+    notes: dict[str, str] = dataclasses.field(default_factory=dict)
+    """What scorers say of their rewards, by scorer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,6 +168,8 @@ class Orders:
     """Addresses that serve weights, preferred first; the learner's is the last."""
     learner_address: str | None = None
     """Where groups are pushed."""
+    stop_spending: str = ""
+    """Why scorers may spend nothing more; empty where they may."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -203,6 +208,8 @@ class News:
     transfers: tuple[PullStats, ...]
     """One record for every version that was fetched."""
     memory: ProcessMemory
+    spent: Spending = NOTHING
+    """By scorers, training and evaluation together."""
     learner_silent_s: float = 0.0
     """For how long the learner has not answered this worker; 0 where it does."""
     activity: Activity

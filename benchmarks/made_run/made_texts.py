@@ -84,6 +84,7 @@ def _completion(rng: np.random.Generator, prompt_id: int, accuracy: float) -> di
         "total_reward": reward,
         "reward_error": "",
         "parsed": {"strict": None if cut else str(said), "lenient": str(said)},
+        "notes": {"judge": f"The sum is {total}.\nGrade: {10 * reward:g}"},
     }
 
 

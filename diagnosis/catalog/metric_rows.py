@@ -26,6 +26,25 @@ reward/{scorer}/mean | | reward of one function
 reward/by_source/{source} | | reward of one source
     total reward, mean over the scored completions of the step's prompts from this training source;
     only where data.train has several
+[learning judge_requests-]
+reward/judge/requests | requests | requests to the judge
+    of training and evaluation since the step before, those that were repeated included
+reward/judge/failed_requests | requests | failed requests to the judge
+    refused, failed, dropped, or given up at the time limit
+reward/judge/requests_total | requests | requests to the judge in the run
+    over all starts of the run, as reward.budget counts them
+[learning judge_tokens-]
+reward/judge/prompt_tokens | tokens | prompt tokens of the judge
+    since the step before, as the endpoint says
+reward/judge/completion_tokens | tokens | answer tokens of the judge
+    since the step before, as the endpoint says
+reward/judge/tokens_total | tokens | tokens of the judge in the run
+    of prompts and answers, over all starts of the run, as reward.budget counts them
+[learning judge_cost-]
+reward/judge/cost | | cost of the judge
+    since the step before, in the currency of prompt_price and completion_price
+reward/judge/cost_total | | cost of the judge in the run
+    over all starts of the run, as reward.budget counts it
 [trust reward_errors-]
 reward_error/count | | reward errors
     completions whose scoring failed or ran out of time; they are left out of the update

@@ -43,6 +43,8 @@ class StepRecord:
     outstanding: int
     """Groups leased and not ended."""
     warnings: tuple[str, ...]
+    spent: dict[str, float] = dataclasses.field(default_factory=dict)
+    """By scorers at services that are paid for: requests, tokens, cost; empty without any."""
 
 
 class StepLedger:
@@ -70,6 +72,7 @@ class StepLedger:
         wall_s: float,
         leases: LeaseTable,
         gaps: Collection[str] = (),
+        spent: Mapping[str, float] | None = None,
     ) -> StepRecord:
         """Closes one step.
 
@@ -80,6 +83,7 @@ class StepLedger:
             wall_s: seconds that the step took on the driver's clock.
             leases: its groups are checked for conservation, and those that ended are listed.
             gaps: processes that did not report on the whole step; their seconds are kept.
+            spent: what scorers have spent, by what.
 
         Raises:
             LedgerError: if a phase is unknown, a number of seconds is impossible, or groups were
@@ -112,6 +116,7 @@ class StepLedger:
             sources={state: counts for state, counts in sources.items() if counts},
             outstanding=leases.outstanding,
             warnings=tuple(warnings),
+            spent=dict(spent or {}),
         )
         self._log.append(dataclasses.asdict(record))
         self._add(rows)

@@ -91,7 +91,7 @@ def locate(config: RunConfig) -> RunConfig:
 LOCK = "driver.lock"
 OF_A_START = (
     *("status.json", "run_id", "identity.json", "error.txt", "config.yaml"),
-    *("stacks", "control", "spool", "spool.lock", "quarantine.json", LOCK),
+    *("stacks", "control", "spool", "spool.lock", "quarantine.json", "spending.json", LOCK),
     *("curriculum.jsonl",),
     *("dashboard", "dashboard.log", "environment.json", "code.zip", "tensorboard", "wandb"),
     "tpu_logs",
@@ -200,7 +200,7 @@ def clear_folder(folder: pathlib.Path, *, resume: bool) -> None:
         return
     spool = folder / "spool"
     try:
-        for name in ("quarantine.json", "curriculum.jsonl"):
+        for name in ("quarantine.json", "curriculum.jsonl", "spending.json"):
             (folder / name).unlink(missing_ok=True)
         if spool.is_symlink():
             spool.unlink()

@@ -173,11 +173,13 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
         for where, trained in zip(_train_keys(config.data), train.sets, strict=True):
             if shared := count_shared(trained, read):
                 lines.append(f"note: also in {where}: {counted(shared, 'prompt')} of {one.key}")
-    if code := next((one for one in config.reward.functions if one.name == "code_tests"), None):
-        notes.append(_say_sandbox(config.reward.timeout_s, code.params))
-    rewards = Composition.of(config.reward.functions, config.reward.combine)
+    rewards = [config.reward, *(one.reward for one in config.held_out_sets)]
+    scorers = [scorer for reward in rewards for scorer in reward.functions]
+    said = [_say_sandbox(config, one.params) for one in scorers if one.name == "code_tests"]
+    notes += dict.fromkeys(said)
+    composition = Composition.of(config.reward.functions, config.reward.combine)
     lines += [f"note: {note}" for note in notes]
-    lines += [f"reward: {rewards}", format_plan(plan)]
+    lines += [f"reward: {composition}", format_plan(plan)]
     return Prepared(
         text="\n".join(lines),
         order=order,
@@ -237,13 +239,13 @@ def _check_messages(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
     return notes
 
 
-def _say_sandbox(timeout_s: float, params: Mapping[str, Any]) -> str:
+def _say_sandbox(config: RunConfig, params: Mapping[str, Any]) -> str:
     """One line on what protects this host from the code of completions.
 
     Raises:
         ConfigError: if the scorer is ended before its tests have had their time.
     """
-    total_s = params.get("total_s", TOTAL_S)
+    total_s, timeout_s = params.get("total_s", TOTAL_S), config.reward.timeout_s
     if total_s + CODE_STARTS_S > timeout_s:
         raise ConfigError(
             f"code_tests gives the tests of a completion total_s={total_s:g} s, but "

@@ -371,6 +371,25 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_budget(self):
+        budget, prices = self.reward.budget, ("prompt_price", "completion_price")
+        rewards = [self.reward, *(one.reward for one in self.held_out_sets)]
+        functions = [function for reward in rewards for function in reward.functions]
+        judges = [one for one in functions if one.name == "judge"]
+        if budget.bounded and not judges:
+            raise ValueError(
+                "reward.budget bounds what `judge` spends, but no scorer is judge, only "
+                f"{sorted({one.name for one in functions})}: remove it, or add judge"
+            )
+        free = [one for one in judges if not any(one.params.get(name) for name in prices)]
+        if budget.cost is not None and free:
+            raise ValueError(
+                f"reward.budget.cost={budget.cost:g} is never reached, since judge has no price: "
+                f"set its params.{' and params.'.join(prices)}, or bound tokens or requests"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_colocated(self):
         if self.placement.mode != "colocated":
             return self

@@ -12,6 +12,7 @@ from driver.accounting.intake import StepBatch
 from driver.accounting.ledger import StepLedger, StepRecord
 from driver.accounting.quarantine import FILE as QUARANTINE
 from driver.accounting.queue_gauges import QueueGauges, queue_metrics
+from driver.accounting.run_spending import FILE as SPENDING
 from driver.accounting.run_state import RunState
 from driver.accounting.step_timing import RunTiming
 from driver.config.run_config import LogConfig, RunSection
@@ -20,6 +21,7 @@ from driver.reports.run_summary import RunSummary, summary_lines
 from driver.reports.status import StatusFile
 from driver.reports.timeline import Timeline
 from learner.learner_records import LearnerInfo, UpdateReport
+from rollout_worker.rewards.spending import NOTHING, Spending
 from rollout_worker.sample_record import FIRST, Sample
 from rollout_worker.worker_records import EvalItem, News, WorkerInfo
 from services.process.process_memory import ProcessMemory
@@ -171,17 +173,25 @@ class StepReports:
         metrics: dict[str, float],
         timings: RunTiming,
         memory: Mapping[str, ProcessMemory],
+        *,
+        spent: Spending = NOTHING,
     ) -> StepRecord:
         """Adds up the seconds since the last step was closed, and writes everything down.
 
         Args:
             timings: of every process; the step ends where they do.
             memory: of every process that has reported it.
+            spent: by scorers since the step before.
         """
         started_s, self._step_started = self._step_started, timings.at_s
         wall_s = timings.at_s - started_s
         record = self._ledger.close_step(
-            state.step, timings.seconds(), wall_s=wall_s, leases=state.leases, gaps=timings.gaps
+            state.step,
+            timings.seconds(),
+            wall_s=wall_s,
+            leases=state.leases,
+            gaps=timings.gaps,
+            spent=dataclasses.asdict(spent) if spent else {},
         )
         gauges = self.queues.take_gauges()
         self._timeline.record_step(state.step, timings, gauges, start_s=started_s)
@@ -207,13 +217,19 @@ class StepReports:
         return record
 
     def summarise(
-        self, state: RunState, resumed_at: int | None, *, set_aside: Sequence[int] = ()
+        self,
+        state: RunState,
+        resumed_at: int | None,
+        *,
+        set_aside: Sequence[int] = (),
+        spent: Spending = NOTHING,
     ) -> None:
         """Prints the results of the run; scripts read the last line.
 
         Args:
             resumed_at: the step that this start of the run went on from, if it was a resume.
             set_aside: positions of prompts that ended their workers and are not leased any more.
+            spent: by scorers in the whole run.
         """
         outputs = {"status, metrics, ledger, samples, eval, checkpoints": str(self._folder)}
         if state.step < self._run.steps:
@@ -226,6 +242,8 @@ class StepReports:
             outputs[f"prompts set aside, since they ended workers ({shown}{more})"] = str(
                 self._folder / QUARANTINE
             )
+        if spent:
+            outputs[f"spent by scorers ({spent})"] = str(self._folder / SPENDING)
         if (self._folder / "export").exists():
             outputs["policy as a Hugging Face folder"] = str(self._folder / "export")
         if self._log.dashboard.enabled:

@@ -10,6 +10,8 @@ import urllib.parse
 from collections.abc import Mapping
 from typing import Any
 
+from rollout_worker.rewards.spending import METER, Spending
+
 if typing.TYPE_CHECKING:
     import httpx
 
@@ -56,11 +58,14 @@ async def judge(
     max_tokens: int = 256,
     tries: int = 4,
     key_from: str | None = None,
-) -> dict[str, float]:
+    prompt_price: float = 0.0,
+    completion_price: float = 0.0,
+) -> dict[str, float | str]:
     """Scores the grade that a judge gives, as a share of the highest.
 
     Asked again after 429, 5xx and lost connections, with growing pauses, or those of the answer's
-    `Retry-After`; all within `reward.timeout_s`. What is no grade is an error.
+    `Retry-After`; all within `reward.timeout_s`. What is no grade is an error. Each request counts
+    for `reward.budget`, with the tokens that the endpoint says it has used.
 
     Args:
         completion: stands for `{completion}` in the template.
@@ -78,9 +83,11 @@ async def judge(
         tries: requests for one completion at most.
         key_from: name of the environment variable with the API's key; `reward.environment`
             must name it too.
+        prompt_price: of a million prompt tokens, in any currency.
+        completion_price: of a million tokens of the judge's answer.
 
     Returns:
-        `value`, and what it cost: `calls`, `prompt_tokens`, `completion_tokens`.
+        `value`, and the judge's answer as `note`.
 
     Raises:
         ValueError: if the endpoint refuses or fails, or its answer has no grade from 0 to highest.
@@ -94,17 +101,29 @@ async def judge(
         "temperature": 0,
     }
     headers = {"Authorization": f"Bearer {os.environ[key_from]}"} if key_from else {}
-    reply, calls = await _post(f"{url.rstrip('/')}/chat/completions", body, headers, tries)
+    reply = await _post(f"{url.rstrip('/')}/chat/completions", body, headers, tries)
+    usage = _used_tokens(reply)
+    prices = (prompt_price, completion_price)
+    cost = sum(tokens * price / 1e6 for tokens, price in zip(usage, prices, strict=True))
+    METER.add_spending(Spending(prompt_tokens=usage[0], completion_tokens=usage[1], cost=cost))
     try:
         said = reply["choices"][0]["message"]["content"]
-        usage = reply.get("usage") or {}
-        names = ("prompt_tokens", "completion_tokens")
-        tokens = {name: float(usage.get(name) or 0) for name in names}
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+    except (KeyError, IndexError, TypeError):
         raise ValueError(f"the judge's reply is no chat completion: {str(reply)[:120]!r}") from None
     if reply["choices"][0].get("finish_reason") == "length":
         raise ValueError(f"the judge's answer ends at max_tokens={max_tokens}: raise it")
-    return {"value": _grade(said, verdict, highest), "calls": float(calls), **tokens}
+    return {"value": _grade(said, verdict, highest), "note": said}
+
+
+def _used_tokens(reply: Any) -> tuple[int, int]:
+    """Tokens of prompt and completion, as far as the reply says."""
+    usage = reply.get("usage") if isinstance(reply, dict) else None
+    counts = [
+        usage.get(name) if isinstance(usage, dict) else None
+        for name in ("prompt_tokens", "completion_tokens")
+    ]
+    prompt, completion = (one if type(one) is int and 0 < one < 10**12 else 0 for one in counts)
+    return prompt, completion
 
 
 def _grade(said: Any, verdict: str, highest: float) -> float:
@@ -134,22 +153,25 @@ def _grade(said: Any, verdict: str, highest: float) -> float:
     return grade / highest
 
 
-async def _post(url: str, body: dict, headers: dict[str, str], tries: int) -> tuple[Any, int]:
-    """The decoded reply, and how many requests it took."""
+async def _post(url: str, body: dict, headers: dict[str, str], tries: int) -> Any:
+    """The decoded reply."""
     import httpx
 
     problem = ""
     for number in range(tries):
         pause_s = _FIRST_PAUSE_S * 2**number * (0.5 + random.random())
+        METER.add_spending(Spending(requests=1))
+        answered = False
         try:
             reply = await _client().post(url, json=body, headers=headers)
+            answered = reply.status_code == 200
         except httpx.TransportError as error:
             if number + 1 == tries:
                 raise ValueError(f"the judge cannot be asked: {error!r}, {tries} tries") from error
         else:
             if reply.status_code == 200:
                 try:
-                    return reply.json(), number + 1
+                    return reply.json()
                 except ValueError:
                     text = reply.text[:120]
                     raise ValueError(f"the judge's reply is no JSON: {text!r}") from None
@@ -157,6 +179,8 @@ async def _post(url: str, body: dict, headers: dict[str, str], tries: int) -> tu
             if reply.status_code != 429 and reply.status_code < 500:
                 raise ValueError(problem)
             pause_s = _asked_pause(reply.headers.get("Retry-After", "")) or pause_s
+        finally:  # also where the time limit cancels it
+            METER.add_spending(Spending(failed_requests=int(not answered)))
         if number + 1 < tries:
             await asyncio.sleep(min(pause_s, _MOST_PAUSE_S))
     raise ValueError(f"{problem}, {tries} tries")
@@ -207,6 +231,7 @@ def check_judge(params: Mapping[str, Any]) -> None:
         whole = name == "highest" or isinstance(value, int)
         if isinstance(value, bool) or not isinstance(value, int | float) or not whole or value <= 0:
             raise ValueError(f"{name}={value!r} must be a positive number")
+    _check_prices(params)
     key_from = params.get("key_from")
     if key_from is not None and key_from not in os.environ:
         raise ValueError(
@@ -218,6 +243,13 @@ def check_judge(params: Mapping[str, Any]) -> None:
             f"key_from={key_from!r}: the variable is empty, or has white space (such as a newline "
             "at its end) or characters beyond ASCII, which a key has not: set it to the key alone"
         )
+
+
+def _check_prices(params: Mapping[str, Any]) -> None:
+    for name in ("prompt_price", "completion_price"):
+        price = params.get(name, 0.0)
+        if isinstance(price, bool) or not isinstance(price, int | float) or not 0 <= price < 1e9:
+            raise ValueError(f"{name}={price!r} must be the price of a million tokens, 0 or more")
 
 
 def _check_url(url: Any) -> None:

@@ -38,6 +38,7 @@ from rollout_worker.rewards.scorers import (
     MOST_VARIANTS,
     ScorerKind,
 )
+from rollout_worker.rewards.spending import SpendingAccount
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,8 @@ class Score:
     """Of the rewards, by the rule of `composition.py`; NaN if `error` is not empty."""
     error: str
     """Empty, or which scorer failed and how."""
+    notes: dict[str, str] = dataclasses.field(default_factory=dict)
+    """What scorers say of their rewards, by name of those that say anything."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,13 +125,17 @@ class PendingScores:
         """
         rewards: list[dict[str, dict[str, float]]] = [{} for _ in range(self._completions)]
         errors: list[dict[str, str]] = [{} for _ in range(self._completions)]
+        notes: list[dict[str, str]] = [{} for _ in range(self._completions)]
         for part in self._parts:
             outcome = self._outcome(part.job)
             for index, place in enumerate(part.places):
                 errors[place] |= outcome.errors
                 for name, entries in outcome.rewards.items():
                     rewards[place][name] = entries[index]
-        return [self._pool.score_of(*one) for one in zip(rewards, errors, strict=True)]
+                for name, texts in outcome.notes.items():
+                    if texts[index]:
+                        notes[place][name] = texts[index]
+        return [self._pool.score_of(*one) for one in zip(rewards, errors, notes, strict=True)]
 
     def _outcome(self, job: Job) -> Outcome:
         try:
@@ -153,6 +160,7 @@ class RewardPool:
         allowance: Allowance = USUAL,
         in_flight: int = IN_FLIGHT,
         combine: Combine = "sum",
+        account: SpendingAccount | None = None,
     ):
         """Starts the processes and waits until each has loaded all scorers.
 
@@ -166,6 +174,7 @@ class RewardPool:
             allowance: what each child gets.
             in_flight: completions or groups that a child has at once, with async scorers.
             combine: how the rewards become a total.
+            account: gets what the scorers spend, and says whether they may; None is one of its own.
 
         Raises:
             ValueError: if a scorer cannot be loaded.
@@ -174,6 +183,8 @@ class RewardPool:
         self._composition = Composition.of(functions, combine)
         self._names_of_scorers = tuple(function.name for function in functions)
         self.output = ScorerOutput()
+        self.account = account or SpendingAccount()
+        """What the scorers spend, and whether they may."""
         self._functions = tuple(functions)
         self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s
@@ -229,6 +240,7 @@ class RewardPool:
                 start_child=self._start_child,
                 timeout_s=self._timeout_s,
                 closed=self._closed,
+                account=self.account,
             )
             for index in range(count)
         ]
@@ -245,7 +257,10 @@ class RewardPool:
         return child
 
     def score_of(
-        self, rewards: Mapping[str, Mapping[str, float]], errors: Mapping[str, str]
+        self,
+        rewards: Mapping[str, Mapping[str, float]],
+        errors: Mapping[str, str],
+        notes: dict[str, str],
     ) -> Score:
         """The score of one completion, from what each scorer returned or how it failed."""
         named = {}
@@ -253,11 +268,11 @@ class RewardPool:
             named |= self.known_names(rewards.get(name, {}))
         if errors:
             told = [f"{name}: {errors[name]}" for name in self._names_of_scorers if name in errors]
-            return Score(named, math.nan, "; ".join(told))
+            return Score(named, math.nan, "; ".join(told), notes)
         try:
-            return Score(named, self._composition.total(named), "")
+            return Score(named, self._composition.total(named), "", notes)
         except ValueError as error:
-            return Score(named, math.nan, str(error))
+            return Score(named, math.nan, str(error), notes)
 
     def known_names(self, rewards: Mapping[str, float]) -> dict[str, float]:
         """The rewards without variants beyond MOST_VARIANTS names of the whole life of this pool.

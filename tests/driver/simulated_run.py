@@ -34,6 +34,7 @@ from learner.learner_records import (
 )
 from rollout_worker.data.data_digests import digest_data
 from rollout_worker.data.prompts import PromptSet
+from rollout_worker.rewards.spending import Spending
 from rollout_worker.worker_records import (
     EvalItem,
     LeaseOutcome,
@@ -103,6 +104,8 @@ class World:
         self.forgetful = False
         """Workers keep no policy version for an evaluation."""
         self.update_s, self.evaluate_s = UPDATE_S, EVALUATE_S
+        self.group_cost = 0.0
+        """What a judge takes for a group."""
         self.without_folder: set[str] = set()
         """Hosts on which the run's folder is not there."""
 
@@ -278,6 +281,8 @@ class Worker(Process):
         self._results: list[LeaseResult] = []
         self._draining = False
         self._keeps = NO_VERSION
+        self._spent = Spending()
+        self._stopped_spending = ""
 
     def describe(self) -> WorkerInfo:
         return WorkerInfo(
@@ -294,6 +299,7 @@ class Worker(Process):
     def order(self, orders: Orders) -> None:
         if orders.keep_version is not None:
             self._keeps = orders.keep_version
+        self._stopped_spending = orders.stop_spending or self._stopped_spending
         for group_id in orders.cancel:
             self._held.pop(group_id, None)
         for lease in orders.leases:
@@ -312,6 +318,10 @@ class Worker(Process):
             return
         del self._held[lease.group_id]
         error = self.world.reward_error
+        if self.world.group_cost and not error:
+            error = self._stopped_spending
+            if not error:
+                self._spent += Spending(requests=2, cost=self.world.group_cost)
         report = GroupReport(
             group_id=lease.group_id,
             attempt=lease.attempt,
@@ -342,6 +352,7 @@ class Worker(Process):
 
     def _news(self) -> News:
         results, self._results = self._results, []
+        spent, self._spent = self._spent, Spending()
         learner = self.world.process("learner")
         return News(
             drained=False,
@@ -354,6 +365,7 @@ class Worker(Process):
             background_s={},
             transfers=(),
             memory=MEMORY,
+            spent=spent,
             learner_silent_s=max(0.0, self.world.now_s - learner.stopped_at_s),
             activity=self.activity,
         )

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from rollout_worker.engine.decode_request import SamplingSettings
 from rollout_worker.fetcher import Fetcher, pull_shared
 from rollout_worker.loop import WorkLoop
+from rollout_worker.rewards.spending import Spending
 from rollout_worker.worker import CanaryFailed
 from rollout_worker.worker_records import EvalRequest, LeaseOutcome, LeaseResult, Orders
 from services.process import failpoints
@@ -60,6 +61,12 @@ class Core:
 
     def drop_cancelled(self):
         self.begun = [leased for leased in self.begun if not leased.cancelled]
+
+    def take_spending(self):
+        return Spending()
+
+    def stop_spending(self, why):
+        self.stopped = why
 
     def advance(self, wait_s):
         if not self.complete.wait(0.01):

@@ -58,7 +58,7 @@ def pusher(line, results):
         lambda address: line,
         "learner:1",
         timeout_s=10,
-        samples=lambda group, lease: (),
+        samples=lambda leased: (),
         on_result=lambda leased, result: results.append(result),
         on_failure=lambda: None,
     )

@@ -241,3 +241,10 @@ def test_the_source_is_recorded_where_there_are_several(decode):
     of_many = dataclasses.replace(PROMPT, source="sums")
     (one,) = records(decode).of_group(group, of_many, marked=True)
     assert one["source"] == "sums"
+
+
+def test_what_scorers_say_of_a_completion_is_in_its_record(decode):
+    group = group_of(completion(0), failed(1))
+    notes = ({"judge": "Grade: 7"}, {})
+    first, second = records(decode).of_group(group, PROMPT, marked=True, notes=notes)
+    assert first["notes"] == {"judge": "Grade: 7"} and "notes" not in second

@@ -96,6 +96,7 @@ class ConcurrentRequests:
             late = not task.done() or self._loop.time() > end_s
             if late:
                 task.cancel()
+                await asyncio.wait({task}, timeout=_TICK_S)  # it may have something to count
                 outcome = {
                     "error": f"no result within {timeout_s:g} s",
                     "late": True,
@@ -109,7 +110,7 @@ class ConcurrentRequests:
 
     async def _outcome(self, scorer: LoadedScorer, line: bytes) -> dict[str, Any]:
         try:
-            return {"rewards": await _Steps(scorer.score_async(line), self._pid)}
+            return await _Steps(scorer.score_async(line), self._pid)
         # As in `Guard.call`: whatever it raises is the outcome for this request.
         except BaseException as error:
             return {

@@ -11,6 +11,7 @@ from rollout_worker.rewards.scorers import (
     kind_of,
     named_group_rewards,
     named_rewards,
+    note_of,
     resolve_scorer,
 )
 
@@ -35,12 +36,14 @@ class LoadedScorer:
         check_scorer_params(name, function, params)
         return cls(name, function, params, kind_of(function))
 
-    def score(self, line: bytes) -> list[dict[str, float]]:
-        """Runs it on one request; returns named rewards for each completion."""
+    def score(self, line: bytes) -> dict[str, Any]:
+        """Runs it on one request; returns named `rewards` for each completion, and `notes` where
+        it has any.
+        """
         result, completions = self._call(line)
         return self._named(result, completions)
 
-    async def score_async(self, line: bytes) -> list[dict[str, float]]:
+    async def score_async(self, line: bytes) -> dict[str, Any]:
         """As `score`, for an async scorer."""
         result, completions = self._call(line)
         return self._named(await result, completions)
@@ -59,7 +62,10 @@ class LoadedScorer:
         )
         return result, count
 
-    def _named(self, result: Any, completions: int) -> list[dict[str, float]]:
+    def _named(self, result: Any, completions: int) -> dict[str, Any]:
         if self.kind.is_group:
-            return named_group_rewards(self.name, result, completions)
-        return [named_rewards(self.name, result)]
+            rewards = named_group_rewards(self.name, result, completions)
+            notes = [note_of(entry) for entry in result]
+        else:
+            rewards, notes = [named_rewards(self.name, result)], [note_of(result)]
+        return {"rewards": rewards} | ({"notes": notes} if any(notes) else {})

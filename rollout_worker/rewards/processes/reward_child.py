@@ -6,7 +6,8 @@ out has the `id` of the line in that it answers. The first line in says which sc
 answer is `{"loading": name}` before each and then `{"ready": kinds}` or `{"refused": message}`.
 Every later line in is a request: one completion, or those of a group, with the names of the scorers
 to run. The answer is one line per scorer, `{"scorer": name}` with either `{"rewards": [{...}]}`, an
-entry for each completion, or `{"error": message}`. Requests to plain scorers are answered one after
+entry for each completion, and perhaps as many `"notes"`, or `{"error": message}`. Any line may have
+`"spent"`, what was spent since the line before. Requests to plain scorers are answered one after
 another; the first one to async scorers begins the loop of `concurrent_requests.py`.
 
 Scorers are foreign code. What they print goes to stderr, what they raise becomes an error message
@@ -37,6 +38,7 @@ from rollout_worker.rewards.processes.process_tree import (
     signal_with_parent,
 )
 from rollout_worker.rewards.scorers import BadScorer
+from rollout_worker.rewards.spending import METER
 
 TRACEBACKS_SHOWN = 5
 MESSAGE_CHARS = 500
@@ -109,6 +111,8 @@ class Pipes:
 
     def reply(self, message: dict) -> None:
         """Writes one line."""
+        if spent := METER.take_spending():
+            message = {**message, "spent": dataclasses.asdict(spent)}
         data = json.dumps(message, allow_nan=False).encode() + b"\n"
         while data:
             data = data[os.write(self._replies_fd, data) :]
@@ -207,8 +211,7 @@ def main() -> None:
             ConcurrentRequests(scorers, pipes, guard).run(lines)
             return
         for name in request["scorers"]:
-            rewards, problem = guard.call(scorers[name].score, line)
-            outcome = {"rewards": rewards}
+            outcome, problem = guard.call(scorers[name].score, line)
             if problem:
                 outcome = {"error": problem, "late": False, "doubtful": False}
             pipes.reply({"id": request["id"], "scorer": name} | outcome)

@@ -10,7 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from rollout_worker.rewards.scorers import MAX_REWARD, ScorerKind
+from rollout_worker.rewards.scorers import MAX_REWARD, NOTE_CHARS, ScorerKind
+from rollout_worker.rewards.spending import NOTHING, Spending
 
 _SHOWN_BYTES = 80
 
@@ -43,6 +44,10 @@ class ScoreReply:
     """It ran out of time, which ends the request: no other scorer runs."""
     doubtful: bool = False
     """It failed for want of something that another request of the same process may have taken."""
+    notes: tuple[str, ...] = ()
+    """For each completion, or none at all."""
+    spent: Spending = NOTHING
+    """By the process, since its reply before."""
 
 
 def parse_load_reply(line: bytes, request_id: str) -> LoadReply:
@@ -74,7 +79,9 @@ def parse_score_reply(
         BadReply: if the line is none: of another request or scorer, or with a reward that is no
             finite number, is out of bounds or has the name of another scorer.
     """
-    match _fields(line, request_id):
+    fields = _fields(line, request_id)
+    spent = _spending(fields.pop("spent", None), line)
+    match fields:
         case {
             "scorer": str(name),
             "error": str(text),
@@ -82,16 +89,16 @@ def parse_score_reply(
             "doubtful": bool(doubtful),
             **rest,
         } if not rest and name == scorer:
-            return ScoreReply((), text or "an error without a text", late, doubtful)
+            text = text or "an error without a text"
+            return ScoreReply((), text, late, doubtful, spent=spent)
         case {"scorer": str(name), "rewards": list(entries), **rest} if (
-            not rest
-            and name == scorer
+            name == scorer
+            and _are_notes(rest, completions)
             and len(entries) == completions
             and all(_are_rewards(rewards, scorer) for rewards in entries)
         ):
-            return ScoreReply(
-                tuple({key: float(value) for key, value in one.items()} for one in entries), ""
-            )
+            rewards = tuple({key: float(value) for key, value in one.items()} for one in entries)
+            return ScoreReply(rewards, "", notes=tuple(rest.get("notes", ())), spent=spent)
     raise _bad(line)
 
 
@@ -139,6 +146,24 @@ def _are_rewards(rewards: Any, scorer: str) -> bool:
         and all(_is_finite(value) for value in rewards.values())
         and abs(rewards[scorer]) <= MAX_REWARD
     )
+
+
+def _are_notes(rest: Mapping[str, Any], completions: int) -> bool:
+    """Whether a reply has nothing else beside its rewards but notes."""
+    notes = rest.get("notes", [""] * completions)
+    return (
+        not set(rest) - {"notes"}
+        and isinstance(notes, list)
+        and len(notes) == completions
+        and all(isinstance(note, str) and len(note) <= NOTE_CHARS for note in notes)
+    )
+
+
+def _spending(value: Any, line: bytes) -> Spending:
+    try:
+        return NOTHING if value is None else Spending.parse(value)
+    except ValueError:
+        raise _bad(line) from None
 
 
 def _is_finite(value: Any) -> bool:

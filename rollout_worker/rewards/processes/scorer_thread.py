@@ -20,7 +20,8 @@ from typing import Any
 
 from rollout_worker.rewards.processes.reward_process import ChildFailed, RewardProcess
 from rollout_worker.rewards.processes.reward_replies import BadReply, parse_score_reply, read_id
-from rollout_worker.rewards.scorers import ScorerKind
+from rollout_worker.rewards.scorers import BUILT_INS, ScorerKind
+from rollout_worker.rewards.spending import SpendingAccount
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ class Outcome:
     """By scorer, for each completion: by the scorer's name, and `name/variant`."""
     errors: dict[str, str] = dataclasses.field(default_factory=dict)
     """By scorer, how it failed."""
+    notes: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    """By scorer that has any, for each completion."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -95,11 +98,13 @@ class ScorerThread(threading.Thread):
         start_child: Callable[[], RewardProcess],
         timeout_s: float,
         closed: threading.Event,
+        account: SpendingAccount,
     ):
         """Args:
         start_child: called in this thread; returns a child that is ready.
         timeout_s: bound on all scorers of one job together.
         closed: set when what is not in flight is to fail.
+        account: gets what the scorers spend; where it refuses, those that spend are not run.
         """
         super().__init__(name=name, daemon=True)
         self.ready: Future[dict[str, ScorerKind]] = Future()
@@ -110,6 +115,7 @@ class ScorerThread(threading.Thread):
         self._start_child = start_child
         self._timeout_s = timeout_s
         self._closed = closed
+        self._account = account
         self._lane: Future[JobQueue] = Future()
         self._flights: dict[str, _Flight] = {}
         self._again: collections.deque[Job] = collections.deque()
@@ -190,6 +196,11 @@ class ScorerThread(threading.Thread):
 
     def _send(self, job: Job, lane: JobQueue) -> None:
         request_id = secrets.token_hex(8)
+        outcome = Outcome(errors=self._refused(job))
+        scorers = [name for name in job.scorers if name not in outcome.errors]
+        if not scorers:
+            job.future.set_result(outcome)
+            return
         try:
             if self._closed.is_set():
                 raise RuntimeError("the reward pool was closed before this completion was scored")
@@ -201,10 +212,10 @@ class ScorerThread(threading.Thread):
                 other.alone = False
             deadline_s = time.monotonic() + self._timeout_s + lane.patience_s
             self._flights[request_id] = _Flight(
-                job, deadline_s, not self._flights, collections.deque(job.scorers), Outcome()
+                job, deadline_s, not self._flights, collections.deque(scorers), outcome
             )
             message = {
-                "scorers": job.scorers,
+                "scorers": scorers,
                 "completions": job.completions,
                 "answer": job.answer,
                 "prompt": job.prompt,
@@ -217,6 +228,12 @@ class ScorerThread(threading.Thread):
         except BaseException as error:  # raised in the thread that waits for this score
             self._flights.pop(request_id, None)
             job.future.set_exception(error)
+
+    def _refused(self, job: Job) -> dict[str, str]:
+        """Why scorers of a job are not to run, by name."""
+        why = self._account.refusal
+        spending = [name for name in job.scorers if name in BUILT_INS and BUILT_INS[name].spends]
+        return dict.fromkeys(spending, f"not asked, since {why}") if why else {}
 
     def _receive(self, lane: JobQueue) -> None:
         """Takes one line of the child, or waits for it until there may be another job to send."""
@@ -245,6 +262,7 @@ class ScorerThread(threading.Thread):
         flight = self._flights[request_id]
         job, name = flight.job, flight.left[0]
         reply = parse_score_reply(line, request_id, name, len(job.completions))
+        self._account.add_spending(reply.spent)
         if reply.doubtful and not job.apart:
             log.warning(
                 "%s: %s; it is scored again with nothing beside it, since others may be the cause",
@@ -260,6 +278,8 @@ class ScorerThread(threading.Thread):
             flight.outcome.errors[name] = reply.error
         else:
             flight.outcome.rewards[name] = reply.rewards
+            if reply.notes:
+                flight.outcome.notes[name] = reply.notes
         if reply.late:
             flight.left.clear()
             self._late += 1

@@ -12,6 +12,7 @@ ROOT = pathlib.Path(__file__).parents[3]
 WRITERS = (
     "driver/reports/evaluation.py",
     "driver/accounting/intake.py",
+    "driver/accounting/run_spending.py",
     "driver/reports/step_report.py",
     "driver/session.py",
     "learner/recorded_learner.py",

@@ -1,7 +1,9 @@
 """What the README shows must be what the program takes."""
 
+import json
 import pathlib
 import re
+import textwrap
 
 from driver.cli import DEFAULT_CONFIG, parser
 from driver.config import load_config as settings
@@ -24,7 +26,7 @@ def test_the_complete_example_loads(tmp_path):
 
 
 def test_the_example_of_a_reward_is_a_valid_entry():
-    (example,) = [block for block in yaml_blocks() if "my_pkg" in block]
+    (example,) = [block for block in yaml_blocks() if "my_pkg.rewards" in block]
     lines = [line.removeprefix("  ") for line in example.splitlines()]
     entry = settings.parse_yaml("\n".join(lines))["reward"]["functions"][0]
     assert RewardFunctionConfig(**entry).name == "my_pkg.rewards:score"
@@ -40,6 +42,23 @@ def test_the_example_of_a_judge_loads_and_is_not_taken_for_a_secret(tmp_path):
     file.write_text(text)
     (function,) = settings.load(str(file)).reward.functions
     assert function.name == "judge" and function.params["key_from"] == "JUDGE_API_KEY"
+
+
+def test_the_examples_of_ones_own_are_short_and_load(tmp_path):
+    section = README.partition("### Bring your own")[2].partition("\n### ")[0]
+    blocks = re.findall(r"^  ```(\w+)\n(.*?)^  ```", section, re.M | re.S)
+    assert {kind for kind, _ in blocks} == {"python", "yaml"}
+    assert max(block.count("\n") for _, block in blocks) <= 12
+    (complete,) = [block for block in yaml_blocks() if block.startswith("run:")]
+    whole = settings.parse_yaml(complete)
+    keys = []
+    for _, block in [one for one in blocks if one[0] == "yaml"]:
+        ((key, values),) = settings.parse_yaml(textwrap.dedent(block)).items()
+        keys.append(key)
+        file = tmp_path / "run.yaml"
+        file.write_text(json.dumps(whole | {key: {**whole.get(key, {}), **values}}))
+        settings.load(str(file))
+    assert set(keys) == {"data", "reward", "algorithm"}
 
 
 def test_every_command_and_configuration_that_is_named_exists():

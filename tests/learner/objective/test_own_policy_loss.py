@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -152,10 +153,14 @@ def test_the_command_says_what_is_wrong_in_one_line(capsys):
     assert capsys.readouterr().err.startswith("algorithm.policy_loss=own_losses:raises: it raises")
 
 
-def test_the_one_in_the_document_can_be_used(tmp_path, monkeypatch):
-    text = (pathlib.Path(__file__).parents[3] / "docs/objectives.md").read_text()
-    [code] = re.findall(r"```python\n(# my_pkg/losses.py\n.*?)```", text, re.DOTALL)
+@pytest.mark.parametrize("document", ["docs/objectives.md", "README.md"])
+def test_the_one_in_the_document_can_be_used(tmp_path, monkeypatch, document):
+    text = (pathlib.Path(__file__).parents[3] / document).read_text()
+    [code] = re.findall(r"```python\n *(# my_pkg/losses.py\n.*?)```", text, re.DOTALL)
+    code = re.sub("^  ", "", code, flags=re.M) if document == "README.md" else code
     [name] = re.findall(r'policy_loss: "(.*?)"', text)
+    for module in ("my_pkg", "my_pkg.losses"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
     folder = tmp_path / "my_pkg"
     folder.mkdir()
     (folder / "losses.py").write_text(code)

@@ -11,9 +11,10 @@ from contextlib import closing
 
 import pytest
 
-from rollout_worker.config import RewardFunctionConfig
+from rollout_worker.config import BudgetConfig, RewardFunctionConfig
 from rollout_worker.rewards.processes.reward_process import Allowance
 from rollout_worker.rewards.reward_pool import RewardPool, ScoreRequest, validate_functions
+from rollout_worker.rewards.spending import SpendingAccount
 from tests.deadlines import HANG_S
 
 pytestmark = pytest.mark.slow
@@ -58,7 +59,7 @@ class Endpoint(http.server.BaseHTTPRequestHandler):
         said = text.removeprefix("say ") if text.startswith("say ") else said
         end = "length" if action == "cut" else "stop"
         choice = {"message": {"content": said}, "finish_reason": end}
-        reply = {"choices": [choice], "usage": {"prompt_tokens": 12}}
+        reply = {"choices": [choice], "usage": {"prompt_tokens": 12, "completion_tokens": 3}}
         body = (
             b"<html>"
             if action == "html"
@@ -86,27 +87,40 @@ def endpoint():
     server.server_close()
 
 
-def graded(endpoint, texts, timeout_s=HANG_S, allowance=None, **params):
+def graded(endpoint, texts, **params):
+    return graded_and_spent(endpoint, texts, **params)[0]
+
+
+def graded_and_spent(
+    endpoint, texts, timeout_s=HANG_S, allowance=None, budget=None, in_flight=32, **params
+):
     params = {"model": "m", "template": TEMPLATE, "tries": 2, **params}
     params["url"] = f"http://127.0.0.1:{endpoint.server_port}/v1/"
     functions = [RewardFunctionConfig(name="judge", params=params)]
     pool = RewardPool(
-        functions, processes=1, timeout_s=timeout_s, allowance=allowance or Allowance()
+        functions,
+        processes=1,
+        timeout_s=timeout_s,
+        allowance=allowance or Allowance(),
+        account=SpendingAccount(budget),
+        in_flight=in_flight,
     )
     with closing(pool):
-        return pool.submit([ScoreRequest(text, "4", "2 + 2?", {}) for text in texts]).wait()
+        scores = pool.submit([ScoreRequest(text, "4", "2 + 2?", {}) for text in texts]).wait()
+        return scores, pool.account.take_spending()
 
 
-def test_each_completion_gets_its_own_grade_and_its_cost(endpoint):
-    scores = graded(endpoint, [f"grade {place % 11}" for place in range(40)])
+def test_each_completion_gets_its_own_grade_and_verdict(endpoint):
+    prices = {"prompt_price": 2.0, "completion_price": 10.0}
+    scores, spent = graded_and_spent(
+        endpoint, [f"grade {place % 11}" for place in range(40)], **prices
+    )
     assert [score.error for score in scores] == [""] * 40
     assert [score.total for score in scores] == [place % 11 / 10 for place in range(40)]
-    assert scores[3].rewards == {
-        "judge": 0.3,
-        "judge/calls": 1.0,
-        "judge/prompt_tokens": 12.0,
-        "judge/completion_tokens": 0.0,
-    }
+    assert scores[3].rewards == {"judge": 0.3}
+    assert scores[3].notes == {"judge": "Grade: 1\nafter all\n**Grade:** 3"}
+    assert (spent.requests, spent.failed_requests, spent.tokens) == (40, 0, 40 * 15)
+    assert spent.cost == pytest.approx(40 * (12 * 2 + 3 * 10) / 1e6)
     path, _, asked = endpoint.asked[0]
     assert path == "/v1/chat/completions" and asked["model"] == "m" and asked["temperature"] == 0
     assert asked["messages"][0]["content"].startswith("q=2 + 2? a=4 c=grade ")
@@ -120,8 +134,9 @@ def test_what_a_completion_spells_is_no_place_of_the_template(endpoint):
 
 @pytest.mark.parametrize("failure", ["429", "500", "503", "drop"])
 def test_a_failure_that_passes_costs_a_call_and_no_reward(endpoint, failure):
-    (score,) = graded(endpoint, [f"first {failure} 7"])
-    assert (score.error, score.total, score.rewards["judge/calls"]) == ("", 0.7, 2.0)
+    (score,), spent = graded_and_spent(endpoint, [f"first {failure} 7"])
+    assert (score.error, score.total) == ("", 0.7)
+    assert (spent.requests, spent.failed_requests, spent.tokens) == (2, 1, 15)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +155,10 @@ def test_a_failure_that_passes_costs_a_call_and_no_reward(endpoint, failure):
     ],
 )
 def test_a_failure_that_stays_is_an_error_of_its_completion_alone(endpoint, text, message, calls):
-    good, bad = graded(endpoint, ["grade 8", text])
+    (good, bad), spent = graded_and_spent(endpoint, ["grade 8", text])
+    answered = text.partition(" ")[0] in ("mute", "grade", "cut", "html", "odd")
+    assert (spent.requests, spent.failed_requests) == (1 + calls, 0 if answered else calls)
+    assert spent.tokens == (30 if text in ("mute 7", "cut 7", "grade 11") else 15)
     assert (good.error, good.total) == ("", 0.8)
     assert message in bad.error and bad.rewards == {}
     assert endpoint.times[text] == calls
@@ -177,8 +195,65 @@ def test_what_a_verdict_finds_must_be_a_number(endpoint):
 
 
 def test_an_endpoint_that_stalls_ends_at_the_time_limit(endpoint):
-    bad, good = graded(endpoint, ["stall 7", "grade 8"], timeout_s=4.0)
+    (bad, good), spent = graded_and_spent(endpoint, ["stall 7", "grade 8"], timeout_s=4.0)
     assert bad.error == "judge: no result within 4 s" and good.total == 0.8
+    # On a busy machine the one that stalls is asked again, alone.
+    assert spent.failed_requests == spent.requests - 1 >= 1 and spent.tokens == 15
+
+
+def test_every_completion_is_scored_or_an_error_whatever_the_endpoint_does(endpoint):
+    actions = ["grade", "first 429", "first 500", "first drop", "429", "500", "drop"]
+    texts = [f"{action} {place % 11}" for place in range(8) for action in actions]
+    texts += ["stall 1", "stall 2"]
+    scores, spent = graded_and_spent(endpoint, texts, timeout_s=8.0)
+    assert len(scores) == len(texts)
+    failed = [text for text, score in zip(texts, scores, strict=True) if score.error]
+    assert failed == [text for text in texts if text.startswith(("429", "500", "drop", "stall"))]
+    assert all(score.total == score.total for score in scores if not score.error)
+    # 8 of each that end well cost one answered request, whatever they took before.
+    assert spent.requests - spent.failed_requests == 8 * 4
+    assert spent.tokens == 8 * 4 * 15
+    # Further ones on a busy machine, where what takes too long is asked again.
+    assert spent.requests >= 8 * (1 + 3 * 2 + 3 * 2) + 2
+
+
+@pytest.mark.parametrize(
+    "budget, asked",
+    [
+        ({"requests": 5}, 5),
+        ({"tokens": 60}, 4),
+        ({"cost": 15 * 2.5 * 2e-6}, 3),
+        ({"cost": 1.0}, 12),
+    ],
+)
+def test_a_spent_budget_makes_errors_and_never_a_0(endpoint, budget, asked):
+    prices = {"prompt_price": 2.0, "completion_price": 2.0}
+    texts = [f"grade {place % 11}" for place in range(12)]
+    scores, spent = graded_and_spent(
+        endpoint, texts, budget=BudgetConfig(**budget), in_flight=1, **prices
+    )
+    assert [bool(score.error) for score in scores] == [False] * asked + [True] * (12 - asked)
+    assert spent.requests == len(endpoint.asked) == asked
+    if asked < 12:
+        (name,) = budget
+        assert f"judge: not asked, since the run's budget is spent: reward.budget.{name}=" in (
+            scores[-1].error
+        )
+        assert "raise it and go on with --resume" in scores[-1].error
+
+
+def test_a_driver_may_stop_the_spending_of_a_worker(endpoint):
+    params = {"model": "m", "url": f"http://127.0.0.1:{endpoint.server_port}/v1"}
+    functions = [
+        RewardFunctionConfig(name="judge", params=params),
+        RewardFunctionConfig(name="exact"),
+    ]
+    with closing(RewardPool(functions, processes=1, timeout_s=HANG_S)) as pool:
+        pool.account.stop("another worker has spent it")
+        (score,) = pool.submit([ScoreRequest("4", "4", "2 + 2?", {})]).wait()
+    assert score.error == "judge: not asked, since another worker has spent it"
+    assert score.rewards == {"exact": 0.0} and score.total != score.total
+    assert endpoint.asked == []
 
 
 def test_the_key_comes_from_the_environment_that_scorers_get(endpoint, monkeypatch):
@@ -222,6 +297,7 @@ def test_a_key_that_no_header_takes_is_refused_without_showing_it(monkeypatch, k
         ({"url": "http://x", "tries": 0}, "tries=0 must be a positive number"),
         ({"url": "http://x", "tries": 1.5}, "tries=1.5 must be a positive number"),
         ({"url": "http://x", "highest": "ten"}, "highest='ten' must be a positive number"),
+        ({"url": "http://x", "prompt_price": -1}, "prompt_price=-1 must be the price of a million"),
         ({"url": "http://x", "retries": 3}, "no parameter 'retries' (nearest: 'tries')"),
     ],
 )

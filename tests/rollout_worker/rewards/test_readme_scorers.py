@@ -62,7 +62,8 @@ def rewards(name, texts, **params):
 
 
 def test_the_scorers_of_the_readme_pay_what_it_says(scorers):
-    assert set(scorers) == {"my_pkg/rewards.py", "my_pkg/judge.py", "my_pkg/diversity.py"}
+    names = {"my_pkg/rewards.py", "my_pkg/judge.py", "my_pkg/diversity.py"}
+    assert set(scorers) == names | {"my_pkg/losses.py"}
     assert rewards("my_pkg.rewards:score", ["so 3", "so 4"], bonus=0.1) == [1.0, 0.1]
     assert rewards("my_pkg.diversity:score", ["a", "b", "a"]) == [0.5, 1.0, 0.5]
     server = Server(("127.0.0.1", 0), Judge)

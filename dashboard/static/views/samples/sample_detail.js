@@ -102,6 +102,10 @@ function reading(record) {
     record.reward_error &&
       el("p", { class: "refusal" }, lightMark("bad", "reward error"), " ", visible(record.reward_error)),
     el("div", { class: "answers-rewards" }, answers(record), rewards(record)),
+    Object.entries(record.notes ?? {}).map(([name, text]) => [
+      el("h3", null, "What ", el("bdi", null, name), " says"),
+      textBox(text, "note"),
+    ]),
     el(
       "h3",
       null,

@@ -119,6 +119,7 @@ def test_one_completion_in_full(served, watch, lines):
     assert says(rewards.pop("total reward"), record["total_reward"])
     assert set(rewards) == set(record["rewards"])
     assert all(says(rewards[name], value) for name, value in record["rewards"].items())
+    assert record["notes"]["judge"] == detail.get_by_role("group", name="note").inner_text()
     assert record["answer"] in page.get_by_test_id("answer-gold").inner_text()
     for parser in ("strict", "lenient"):
         assert str(record["parsed"][parser]) in page.get_by_test_id(f"answer-{parser}").inner_text()

@@ -14,6 +14,7 @@ from rollout_worker.rewards.processes.reward_replies import (
     read_id,
 )
 from rollout_worker.rewards.scorers import ScorerKind
+from rollout_worker.rewards.spending import Spending
 
 
 def test_replies_of_the_expected_form_are_read():
@@ -30,6 +31,46 @@ def test_replies_of_the_expected_form_are_read():
     ready = b'{"id": "a", "ready": {"f": {"is_async": true, "is_group": false}}}'
     kinds = {"f": ScorerKind(is_async=True, is_group=False)}
     assert parse_load_reply(ready, "a") == LoadReply("ready", "", kinds)
+
+
+SPENT = {
+    "requests": 2,
+    "failed_requests": 1,
+    "prompt_tokens": 12,
+    "completion_tokens": 3,
+    "cost": 0.5,
+}
+
+
+def test_notes_and_what_was_spent_come_with_a_reply():
+    fields = {"scorer": "f", "rewards": [{"f": 1.0}, {"f": 0.0}], "notes": ["good", ""]}
+    line = json.dumps({"id": "a", **fields, "spent": SPENT}).encode()
+    reply = parse_score_reply(line, "a", "f", 2)
+    assert reply.notes == ("good", "") and reply.spent == Spending(**SPENT)
+    failed = {"scorer": "f", "error": "no", "late": False, "doubtful": False, "spent": SPENT}
+    line = json.dumps({"id": "a", **failed}).encode()
+    assert parse_score_reply(line, "a", "f").spent == Spending(**SPENT)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"notes": "good"},
+        {"notes": []},
+        {"notes": [1]},
+        {"notes": ["x" * 2001]},
+        {"spent": 1.0},
+        {"spent": {}},
+        {"spent": SPENT | {"requests": -1}},
+        {"spent": SPENT | {"requests": 1.5}},
+        {"spent": SPENT | {"cost": math.inf}},
+        {"spent": SPENT | {"more": 1}},
+    ],
+)
+def test_notes_and_spending_of_another_form_are_refused(more):
+    line = json.dumps({"id": "a", "scorer": "f", "rewards": [{"f": 1.0}], **more}).encode()
+    with pytest.raises(BadReply):
+        parse_score_reply(line, "a", "f")
 
 
 def test_an_error_without_a_text_is_still_an_error():
