@@ -43,6 +43,7 @@ from driver.postmortem.archive import collect
 from driver.postmortem.evidence import Sources
 from driver.reports.code_record import record_code
 from driver.reports.dashboard_process import METADATA_KEY, Dashboard, open_dashboard
+from driver.reports.dropped import DroppedLog
 from driver.reports.end_watch import start_end_watch
 from driver.reports.metrics import MetricsLog, stored_run_id
 from driver.reports.status import ExitCode, StatusFile
@@ -128,7 +129,7 @@ def _run_tracked(
             warn=view.say,
         )
         stack.callback(supervisor.shutdown)
-        reports = _open_reports(config, folder, status, view, stack)
+        reports = _open_reports(config, folder, prepared, status, view, stack)
         box = ControlBox(config.rollout.workers)
         offered = offer_control(
             folder,
@@ -166,6 +167,7 @@ def _run_tracked(
 def _open_reports(
     config: RunConfig,
     folder: pathlib.Path,
+    prepared: Prepared,
     status: StatusFile,
     view: StepView,
     stack: contextlib.ExitStack,
@@ -184,6 +186,10 @@ def _open_reports(
     stack.callback(ledger.close_log)
     timeline = Timeline(folder, enabled=config.log.timeline)
     stack.callback(timeline.close_log)
+    dropped = DroppedLog(folder, prepared.order, prepared.place_of)
+    stack.callback(dropped.close_log)
+    if not config.run.resume:
+        dropped.write_prompts(prepared.left_out)
     return StepReports(
         config.run,
         config.log,
@@ -192,6 +198,7 @@ def _open_reports(
         metrics=metrics,
         ledger=ledger,
         timeline=timeline,
+        dropped=dropped,
         status=status,
         say=view.say,
         show_step=view.add_step,

@@ -92,7 +92,7 @@ LOCK = "driver.lock"
 OF_A_START = (
     *("status.json", "run_id", "identity.json", "error.txt", "config.yaml"),
     *("stacks", "control", "spool", "spool.lock", "quarantine.json", "spending.json", LOCK),
-    *("curriculum.jsonl",),
+    *("curriculum.jsonl", "dropped.jsonl"),
     *("dashboard", "dashboard.log", "environment.json", "code.zip", "tensorboard", "wandb"),
     "tpu_logs",
 )
@@ -200,7 +200,7 @@ def clear_folder(folder: pathlib.Path, *, resume: bool) -> None:
         return
     spool = folder / "spool"
     try:
-        for name in ("quarantine.json", "curriculum.jsonl", "spending.json"):
+        for name in ("quarantine.json", "curriculum.jsonl", "dropped.jsonl", "spending.json"):
             (folder / name).unlink(missing_ok=True)
         if spool.is_symlink():
             spool.unlink()

@@ -2,6 +2,7 @@
 `--dry-run` does.
 """
 
+import bisect
 import dataclasses
 import datetime
 import os
@@ -49,6 +50,7 @@ _POLICY_LOSS_S = 120.0
 _TEACHER = "algorithm.distillation.teacher"
 _SHOWN_GOLDS = 3
 _SHOWN_CHARACTERS = 40
+_SHOWN_PLACES = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,21 @@ class Prepared:
     """The time that the chat template reads, in every process of the run."""
     teacher: TeacherFiles | None = None
     """Of algorithm.distillation."""
+    places: tuple[tuple[str, SourceConfig, Sequence[int]], ...]
+    """Of each training source: how messages name it, itself, and the indices of its prompts."""
+    left_out: tuple[dict[str, Any], ...]
+    """Prompts with too many tokens, as dropped.jsonl has them."""
+
+    def place_of(self, position: int) -> str:
+        """Names the place of a training prompt in the data.
+
+        Args:
+            position: in the list of the prompts of all sources.
+        """
+        which = bisect.bisect_right(self.order.starts, position) - 1
+        key, source, indices = self.places[which]
+        index = indices[position - self.order.starts[which]]
+        return f"{key}: {source.source}, {source.place_of(index)}"
 
     def check_worker(self, info: WorkerInfo, data: DataConfig) -> None:
         """Checks that a worker reads the data that the driver reads.
@@ -188,6 +205,15 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
         model=model,
         moment=moment,
         teacher=teacher,
+        places=tuple((one.key, one.source, one.read.indices) for one in sets[: len(train.sets)]),
+        left_out=tuple(
+            {
+                "why": f"{tokens} tokens, more than rollout.max_prompt_tokens={longest}",
+                "where": f"{one.key}: {one.source.source}, {one.source.place_of(index)}",
+            }
+            for one in sets
+            for index, tokens in one.read.left_out
+        ),
     )
 
 
@@ -444,6 +470,12 @@ def _describe(config: RunConfig, where: str, source: SourceConfig, prompts: Prom
     if prompts.overlong:
         limit = config.rollout.max_prompt_tokens
         text += f", {prompts.overlong:,} left out with more than {limit} tokens"
+        first = [
+            f"{source.place_of(index)} with {tokens:,}"
+            for index, tokens in prompts.left_out[:_SHOWN_PLACES]
+        ]
+        more = ", and others: see dropped.jsonl" if prompts.overlong > len(first) else ""
+        text += f" ({', '.join(first)}{more})"
     return text
 
 

@@ -31,7 +31,10 @@ PROCESSES = 48
 LISTED_FILES = 5000
 
 WHOLE = ("status.json", "config.yaml", "identity.json", "run_id", "error.txt")
-LOGS = ("metrics.jsonl", "ledger.jsonl", "timeline.jsonl", "samples.jsonl", "eval.jsonl")
+LOGS = (
+    *("metrics.jsonl", "ledger.jsonl", "timeline.jsonl", "samples.jsonl", "eval.jsonl"),
+    "dropped.jsonl",
+)
 RAY_LOGS = ("raylet.out", "raylet.err", "gcs_server.out", "gcs_server.err")
 RAY_LOG_BYTES = 2**18
 REFUSED = -1

@@ -16,6 +16,7 @@ from driver.accounting.run_spending import FILE as SPENDING
 from driver.accounting.run_state import RunState
 from driver.accounting.step_timing import RunTiming
 from driver.config.run_config import LogConfig, RunSection
+from driver.reports.dropped import DroppedLog
 from driver.reports.metrics import MetricsLog
 from driver.reports.run_summary import RunSummary, summary_lines
 from driver.reports.status import StatusFile
@@ -64,6 +65,7 @@ class StepReports:
         metrics: MetricsLog,
         ledger: StepLedger,
         timeline: Timeline,
+        dropped: DroppedLog,
         status: StatusFile,
         say: Callable[[str], None],
         show_step: Callable[[Mapping[str, float], StepRecord], None],
@@ -78,6 +80,7 @@ class StepReports:
         self._metrics = metrics
         self._ledger = ledger
         self._timeline = timeline
+        self._dropped = dropped
         self._status = status
         self._show_step = show_step
         self._step_s: list[float] = []
@@ -165,6 +168,7 @@ class StepReports:
         """Moves the lines after a checkpoint's step aside; returns how many."""
         self._step_s = []
         moved = self._metrics.resume_at(step) + self._timeline.rewind(step)
+        moved += self._dropped.rewind(step)
         return moved + self._ledger.restore(ledger_state, step=step)
 
     def close_step(
@@ -193,6 +197,7 @@ class StepReports:
             gaps=timings.gaps,
             spent=dataclasses.asdict(spent) if spent else {},
         )
+        self._dropped.write_groups(state.step, record.groups)
         gauges = self.queues.take_gauges()
         self._timeline.record_step(state.step, timings, gauges, start_s=started_s)
         metrics = metrics | {"time/train/step_s": wall_s} | self._take_background()

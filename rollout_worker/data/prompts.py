@@ -16,6 +16,7 @@ import json
 import math
 import pathlib
 import re
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Protocol
@@ -74,12 +75,19 @@ class PromptSet:
     prompts: tuple[Prompt, ...]
     overlong: int
     """Prompts left out because they have more tokens than allowed."""
+    left_out: tuple[tuple[int, int], ...] = ()
+    """Index in the source and tokens of each of these."""
     procedural: bool = False
     """Whether a reasoning_gym task made them."""
     first_id: int = 0
     """Id of the source's first record; not 0 for a later one of several sources."""
     next_id: int = 0
     """Id after that of the last record which was read."""
+
+    @property
+    def indices(self) -> Sequence[int]:
+        """Index in the source of each prompt."""
+        return array("q", (prompt.prompt_id - self.first_id for prompt in self.prompts))
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -105,8 +113,8 @@ def load_prompts(
     Raises:
         ValueError: if the source is missing, broken, empty, or no prompt fits.
     """
-    prompts, shortest, next_id = [], None, source.skip
-    overlong = 0
+    prompts, next_id = [], source.skip
+    left_out: list[tuple[int, int]] = []
     system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
     for prompt_id, place, raw in _records(source):
         next_id = prompt_id + 1
@@ -121,8 +129,7 @@ def load_prompts(
         except ValueError as error:
             raise ValueError(f"{source.source}, {place}: {error}") from error
         if len(token_ids) > max_prompt_tokens:
-            overlong += 1
-            shortest = min(shortest or len(token_ids), len(token_ids))
+            left_out.append((prompt_id, len(token_ids)))
             continue
         token_ids_P = np.array(token_ids, dtype=np.int32)
         token_ids_P.flags.writeable = False
@@ -137,7 +144,7 @@ def load_prompts(
                 has_system=row.has_system,
             )
         )
-    if not prompts and not overlong:
+    if not prompts and not left_out:
         raise ValueError(
             f"{source.source} has no records"
             + (
@@ -147,12 +154,19 @@ def load_prompts(
             )
         )
     if not prompts:
+        shortest = min(tokens for _, tokens in left_out)
         raise ValueError(
-            f"{source.source}: all {overlong} prompts are longer than "
+            f"{source.source}: all {len(left_out)} prompts are longer than "
             f"max_prompt_tokens={max_prompt_tokens}; the shortest has {shortest} tokens with chat "
             "template and system prompt: raise rollout.max_prompt_tokens or shorten the template"
         )
-    return PromptSet(tuple(prompts), overlong, procedural=source.is_procedural, next_id=next_id)
+    return PromptSet(
+        tuple(prompts),
+        overlong=len(left_out),
+        left_out=tuple(left_out),
+        procedural=source.is_procedural,
+        next_id=next_id,
+    )
 
 
 def count_shared(train: PromptSet, held_out: PromptSet) -> int:

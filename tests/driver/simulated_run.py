@@ -548,6 +548,8 @@ class SimulatedRun:
             held_out=(6,),
             moment=MOMENT,
             check_worker=lambda info, data: None,
+            place_of=lambda position: f"none.jsonl, line {position + 1}",
+            left_out=({"why": "too long", "where": "none.jsonl, line 9"},),
         )
         say = driver_run.StepView.say
         with monkeypatch.context() as patched:

@@ -417,7 +417,8 @@ def test_dry_run_reports_prompts_sizes_and_rewards(config):
         "llama of 2 layers, 1,512 parameters, vocabulary 40",
         "tokenizer: 17 tokens, stop ids 0, pad id 0",
         "data.train: 9 prompts from",
-        "1 left out with more than 16 tokens, 44.44 epochs in the run",
+        "1 left out with more than 16 tokens (line 10 with ",
+        "), 44.44 epochs in the run",
         "data.eval: 3 prompts from",
         "2 evaluated",
         "reward: gsm8k_answer x 1",
@@ -521,7 +522,8 @@ def test_dry_run_reports_every_training_source(config, source):
         "data.train.0 (first): 15 prompts from",
         f"0.75 of what is drawn, {taken * 0.75 / 15:.2f} epochs in the run",
         "data.train.1 (hard): 4 prompts from",
-        f"1 left out with more than 16 tokens, 0.25 of what is drawn, {taken / 16:.2f} epochs",
+        "1 left out with more than 16 tokens (line 5 with ",
+        f"), 0.25 of what is drawn, {taken / 16:.2f} epochs",
         "note: also in data.train.1 (hard): 3 prompts of data.eval",
     ):
         assert part in prepared.text, part

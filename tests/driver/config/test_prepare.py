@@ -326,3 +326,25 @@ def test_rows_whose_tests_cannot_run_are_named(ready):
     _, prepared = ready(train=rows, held_out=rows[:1], overrides=overrides)
     assert "data.train: code_tests cannot judge 1 of 2 gold answers" in prepared.text
     assert "line 2, answer 'assert f(1) ==': the answer is no Python" in prepared.text
+
+
+def test_a_prompt_is_placed_in_its_source_and_one_that_is_left_out_says_why_and_where(
+    ready, tmp_path
+):
+    long = {"question": "1 + 2 ? " * 40, "answer": "3"}
+    more = tmp_path / "more.jsonl"
+    rows = [{"question": "2 + 2 ?", "answer": "4"}, long, {"question": "3 + 2 ?", "answer": "5"}]
+    more.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    both = f"data.train=[{{source: {tmp_path}/train.jsonl}}, {{source: {more}}}]"
+    _, prepared = ready(overrides=[both])
+    assert prepared.order.count == 4
+    assert [prepared.place_of(place) for place in range(4)] == [
+        f"data.train.0 (train): {tmp_path}/train.jsonl, line 1",
+        f"data.train.0 (train): {tmp_path}/train.jsonl, line 2",
+        f"data.train.1 (more): {more}, line 1",
+        f"data.train.1 (more): {more}, line 3",
+    ]
+    [left_out] = prepared.left_out
+    assert left_out["where"] == f"data.train.1 (more): {more}, line 2"
+    assert left_out["why"].endswith("tokens, more than rollout.max_prompt_tokens=64")
+    assert "1 left out with more than 64 tokens (line 2 with " in prepared.text

@@ -12,6 +12,7 @@ from driver.accounting.ledger import StepLedger
 from driver.accounting.run_state import RunState
 from driver.accounting.step_timing import RunTiming, TimingTable
 from driver.config.load_config import load
+from driver.reports.dropped import DroppedLog
 from driver.reports.metrics import MetricsLog
 from driver.reports.status import StatusFile
 from driver.reports.step_report import StepReports
@@ -42,6 +43,7 @@ class Driver:
             metrics=MetricsLog(folder, CONFIG.log.wandb, run_id="r", config={}, warn=pytest.fail),
             ledger=StepLedger(folder, unexplained_fraction=0.01, warn=pytest.fail),
             timeline=Timeline(folder, enabled=True),
+            dropped=DroppedLog(folder, DataOrder.of_one(0, 8), "prompt {}".format),
             status=StatusFile(folder, run="demo", run_id="r"),
             say=view.say,
             show_step=view.add_step,
