@@ -3,9 +3,11 @@
 It runs where scorers run, in the child processes of `reward_pool.py`; `gold_answers.py` uses it.
 """
 
-import inspect
-
 from rollout_worker.rewards.scorers import BUILT_INS, BadScorer, resolve_scorer
+
+UNJUDGED = "cannot judge: "
+"""Begins the reason of a check; without it, the check gave no answer."""
+MESSAGE_CHARS = 500
 
 
 def check_gold(
@@ -31,12 +33,12 @@ def check_gold(
         check = BUILT_INS[scorer].bound_check(given or {})
     else:
         check = getattr(resolve_scorer(scorer), "check_gold", None)
-        if inspect.iscoroutinefunction(check):
-            raise BadScorer(f"the check_gold of {scorer!r} is async: it must be a plain function")
     if check is None:
         return 0.0
     try:
         check(answer, item)
-    except ValueError as error:  # an answer of the check, which needs no traceback in the log
-        raise BadScorer(str(error)) from error
+    except BaseException as error:  # foreign code, whose answer needs no traceback in the log
+        mistake = f"its check_gold raises {type(error).__name__}: "
+        text = str(error) if isinstance(error, ValueError) else f"{mistake}{error}"
+        raise BadScorer(f"{UNJUDGED}{' '.join(text.split())[:MESSAGE_CHARS]}") from error
     return 1.0

@@ -26,6 +26,7 @@ import inspect
 import json
 import math
 import numbers
+import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
@@ -53,6 +54,7 @@ _NOTE = "note"
 MAX_REWARD = 1e6
 """Largest absolute reward of a scorer; a larger one is a mistake that would outweigh the rest."""
 
+_IMPORT_PATH = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*:[^\W\d]\w*")
 _GROUP = "completions"
 """First parameter of a scorer that sees all completions of a prompt."""
 
@@ -235,12 +237,18 @@ def _check_origin(answer: str, item: dict, params: Mapping[str, Any]) -> None:
     reasoning_gym_answer("", answer=answer, prompt="", item=item)
 
 
+def _check_format(params: Mapping[str, Any]) -> None:
+    if "pattern" in params:
+        text_scorers.compile_pattern(params["pattern"], "pattern")
+    text_scorers.check_pattern(params)
+
+
 BUILT_INS = {
     "gsm8k_answer": BuiltIn(gsm8k_answer, check_gold=_check_number, needs_answer=True),
     "math_verify": BuiltIn(
         math_verify_answer, needs="math_verify", check_gold=_check_expression, needs_answer=True
     ),
-    "format": BuiltIn(answer_format, check_params=text_scorers.check_pattern),
+    "format": BuiltIn(answer_format, check_params=_check_format),
     "reasoning_gym": BuiltIn(reasoning_gym_answer, needs="reasoning_gym", check_gold=_check_origin),
     "exact": BuiltIn(text_scorers.exact, check_gold=text_scorers.check_exact, needs_answer=True),
     "regex": BuiltIn(
@@ -291,8 +299,7 @@ def resolve_scorer(name: str) -> Scorer:
                     f"import ({error}): install it"
                 ) from error
         return built_in.score
-    module_name, colon, attribute = name.partition(":")
-    if not colon or not module_name or not attribute:
+    if not _IMPORT_PATH.fullmatch(name):
         raise BadScorer(
             f"unknown reward function {name!r}{_nearest_built_in(name)}: built in are "
             f"{', '.join(BUILT_INS)}; your own is written package.module:function"
@@ -368,12 +375,53 @@ def check_scorer_params(name: str, scorer: Scorer, params: Mapping[str, Any]) ->
             f"reward function {name!r} cannot be called as score({first}, answer=, prompt=, "
             f"item=, {', '.join(f'{key}=' for key in params)}): {error}"
         ) from error
+    _check_check(name, getattr(scorer, "check_gold", None))
     check = next((one.check_params for one in BUILT_INS.values() if one.score is scorer), None)
     try:
         if check is not None:
             check(params)
     except ValueError as error:
         raise BadScorer(f"reward function {name!r}: {error}") from error
+    _check_types(name, signature, params)  # after the checks, which say more
+
+
+_PLAIN: dict[Any, Any] = {bool: bool, int: int, float: (int, float), str: str}
+
+
+def _check_types(name: str, signature: inspect.Signature, params: Mapping[str, Any]) -> None:
+    """Refuses values of another type than a plain annotation says: `no` is a text that is true."""
+    named = {one.__name__: one for one in _PLAIN}
+    for key, value in params.items():
+        parameter = signature.parameters.get(key)
+        annotation = parameter.annotation if parameter is not None else None
+        wanted = named.get(annotation, annotation) if isinstance(annotation, str) else annotation
+        if not isinstance(wanted, type) or wanted not in _PLAIN:
+            continue
+        wrong_bool = isinstance(value, bool) and wanted is not bool
+        if wrong_bool or not isinstance(value, _PLAIN[wanted]):
+            raise BadScorer(
+                f"reward function {name!r}: {key}={value!r:.80} must be of type "
+                f"{wanted.__name__}, got {type(value).__name__}"
+            )
+
+
+def _check_check(name: str, check: Any) -> None:
+    """Refuses a check of gold answers that cannot be called as `check(answer, item)`."""
+    if check is None:
+        return
+    problem = "" if callable(check) else f"it is of type {type(check).__name__}"
+    if inspect.iscoroutinefunction(check):
+        problem = "it is async"
+    if not problem:
+        try:
+            inspect.signature(check).bind("", {})
+        except (TypeError, ValueError) as error:
+            problem = str(error)
+    if problem:
+        raise BadScorer(
+            f"reward function {name!r}: its check_gold must be a plain function "
+            f"check(answer, item): {problem}"
+        )
 
 
 def _number(value: Any, what: str) -> float:
@@ -419,7 +467,7 @@ def named_rewards(name: str, result: Any) -> dict[str, float]:
     if len(result) > MOST_VARIANTS + 1:
         raise ValueError(f"at most {MOST_VARIANTS} values have a name, got {len(result)}")
     for variant, value in result.items():
-        if not isinstance(variant, str) or not variant.isprintable():
+        if not isinstance(variant, str) or not variant or not variant.isprintable():
             raise ValueError(f"the names of variants must be printable text, got {variant!r}")
         if len(variant) > NAME_CHARS:
             raise ValueError(

@@ -233,12 +233,53 @@ def _validator(item: Mapping[str, Any], schema: Any, field: str) -> Any:
                 raise ValueError(f"{source} is not JSON: {error}") from None
     if not isinstance(schema, dict):
         raise ValueError(f"{source} must be a JSON schema, got {type(schema).__name__}")
-    kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    dialect = schema.get("$schema")
+    kind = latest = jsonschema.Draft202012Validator
+    if isinstance(dialect, str):
+        kind = jsonschema.validators.validator_for(schema, default=latest)
+    known = kind.META_SCHEMA.get("$id") or kind.META_SCHEMA["id"]
+    if dialect is not None and str(dialect).rstrip("#") != known.rstrip("#"):
+        raise ValueError(
+            f"{source} is of the dialect $schema={dialect!r:.80}, which is not known: name one "
+            f"such as {latest.META_SCHEMA['$id']}, or leave it out"
+        )
     try:
         kind.check_schema(schema)
     except jsonschema.SchemaError as error:
         raise ValueError(f"{source} is not a JSON schema: {error.message[:200]}") from None
     return kind(schema, registry=referencing.Registry())
+
+
+def _check_references(validator: Any, source: str) -> None:
+    """Raises ValueError for a reference that leads out of a schema, to nothing, or in a circle."""
+    import referencing.exceptions
+    import referencing.jsonschema
+
+    dialect = validator.META_SCHEMA.get("$id") or validator.META_SCHEMA["id"]
+    root = referencing.Resource.from_contents(
+        validator.schema,
+        default_specification=referencing.jsonschema.specification_with(dialect),
+    )
+    left = [(root, referencing.Registry().resolver_with_root(root))]
+    while left:
+        here, resolver = left.pop()
+        for key in ("$ref", "$dynamicRef"):
+            reference = here.contents.get(key) if isinstance(here.contents, dict) else None
+            if not isinstance(reference, str):
+                continue
+            try:
+                resolver.lookup(reference)
+            except referencing.exceptions.Unresolvable:
+                raise ValueError(
+                    f"{source} has {key}={reference!r:.80}, which is no place within it: write "
+                    "what it stands for into $defs"
+                ) from None
+        left += [(one, resolver.in_subresource(one)) for one in here.subresources()]
+    try:
+        for value in (None, True, 0, "", [], {}):
+            validator.is_valid(value)
+    except RecursionError:
+        raise ValueError(f"{source} has a $ref that leads back to itself: correct it") from None
 
 
 def _refuse_constant(name: str) -> None:
@@ -269,7 +310,9 @@ def check_multiple_choice(answer: str, item: dict, params: Mapping[str, Any]) ->
 
 def check_json_schema(answer: str, item: dict, params: Mapping[str, Any]) -> None:
     """Raises ValueError for a row without a schema."""
-    _validator(item, params.get("schema"), params.get("field", "schema"))
+    if params.get("schema") is None:  # else `check_schema` has seen it
+        field = params.get("field", "schema")
+        _check_references(_validator(item, None, field), f"the row's field {field!r}")
 
 
 def check_letters(params: Mapping[str, Any]) -> None:
@@ -281,12 +324,15 @@ def check_letters(params: Mapping[str, Any]) -> None:
 
 
 def check_pattern(params: Mapping[str, Any]) -> None:
-    """Raises ValueError for a pattern that is no regular expression."""
-    if params.get("pattern") is not None:
-        compile_pattern(params["pattern"], "pattern")
+    """Raises ValueError for a pattern that is no regular expression, or empty."""
+    pattern = params.get("pattern")
+    if pattern == "":
+        raise ValueError("pattern='' is the same to every completion: give an expression")
+    if pattern is not None:
+        compile_pattern(pattern, "pattern")
 
 
 def check_schema(params: Mapping[str, Any]) -> None:
     """Raises ValueError for a schema that is none."""
     if params.get("schema") is not None:
-        _validator({}, params["schema"], "schema")
+        _check_references(_validator({}, params["schema"], "schema"), "schema")

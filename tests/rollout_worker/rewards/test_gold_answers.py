@@ -2,8 +2,9 @@
 
 import pytest
 
+from rollout_worker.config import RewardFunctionConfig
 from rollout_worker.rewards.gold_answers import find_unjudged
-from rollout_worker.rewards.reward_pool import ScoreRequest
+from rollout_worker.rewards.reward_pool import ScoreRequest, validate_functions
 from tests.deadlines import HANG_S
 
 
@@ -39,6 +40,9 @@ def test_reasoning_gym_judges_its_own_items_only():
 
 
 OWN = """
+import os, sys, time
+
+
 def check(answer, item):
     if answer not in item["choices"]:
         raise ValueError(f"{answer!r} is none of {item['choices']}")
@@ -55,6 +59,26 @@ def plain(completion, *, answer, prompt, item):
 
 
 score.check_gold = check
+
+
+def with_check(check):
+    def score(completion, *, answer, prompt, item):
+        return 1.0
+
+    score.check_gold = check
+    return score
+
+
+async def waiting(answer, item):
+    pass
+
+
+ends = with_check(lambda answer, item: os._exit(3))
+hangs = with_check(lambda answer, item: time.sleep(3600))
+long = with_check(lambda answer, item: sys.exit("a\\n" + "b" * 5_000_000))
+number = with_check(5)
+of_answers = with_check(lambda answer: None)
+waits = with_check(waiting)
 """
 
 
@@ -70,6 +94,35 @@ def test_a_scorer_of_the_user_may_offer_a_check(own):
     assert list(found) == [1, 2]
     assert found[1] == "'D' is none of ['A', 'B', 'C']"
     assert "a mistake of the check itself" in found[2]
+
+
+def test_a_check_that_hangs_or_ends_is_refused_before_it_takes_hours(own):
+    asked = golds(*"123456789", choices=[])
+    with pytest.raises(
+        ValueError, match=r"'choice:ends'.* gave no answer for 4 of 4 records \(.*3"
+    ):
+        find("choice:ends", asked)
+    with pytest.raises(ValueError, match="'choice:hangs'.*no result within 0.2 s.*timeout_s=0.2"):
+        find_unjudged("choice:hangs", asked, timeout_s=0.2)
+
+
+def test_a_check_that_is_wrong_says_so_in_one_line_without_a_traceback(own, capfd):
+    found = find("choice:long", golds("1", "2", choices=[]))
+    assert found[0] == f"its check_gold raises SystemExit: a {'b' * 500}"[:500]
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name, problem",
+    [
+        ("number", "it is of type int"),
+        ("of_answers", "too many positional arguments"),
+        ("waits", "it is async"),
+    ],
+)
+def test_a_check_that_cannot_be_called_is_refused_with_its_scorer(own, name, problem):
+    with pytest.raises(ValueError, match=f"'choice:{name}': its check_gold must be .*{problem}"):
+        validate_functions([RewardFunctionConfig(name=f"choice:{name}")])
 
 
 def test_a_scorer_without_a_check_is_taken_at_its_word(own):

@@ -11,6 +11,7 @@ import pytest
 from rollout_worker.config import SourceConfig
 from rollout_worker.data.prompts import load_prompts
 from rollout_worker.rewards import scorers as rewards
+from rollout_worker.rewards import text_scorers
 from rollout_worker.rewards.scorers import (
     BadScorer,
     check_scorer_params,
@@ -245,6 +246,8 @@ def test_results_that_are_no_finite_number_are_errors(result, message):
         ("my_rewards:Judge", "must be a function, got type"),
         ("my_rewards:later", "is a generator"),
         (":score", "written package.module:function"),
+        ("../own:score", "written package.module:function"),
+        ("own:score:more", "written package.module:function"),
     ],
 )
 def test_a_name_that_leads_nowhere_is_refused_with_the_fix(tmp_path, monkeypatch, name, message):
@@ -272,6 +275,10 @@ def positional(completion, answer):
     return 1.0
 
 
+def plain(completion, *, answer, prompt, item, flag: bool = True, n: "int" = 1, text: str = ""):
+    return 1.0
+
+
 @pytest.mark.parametrize(
     "scorer, params, message",
     [
@@ -281,6 +288,15 @@ def positional(completion, answer):
         (positional, {}, "cannot be called as score"),
         (rewards.gsm8k_answer, {"mode": "loose"}, r"one of \['strict', 'lenient'\], got 'loose'"),
         (rewards.answer_format, {"pattern": "("}, "is not a regular expression"),
+        (rewards.answer_format, {"pattern": None}, "pattern=None is not a regular expression"),
+        (rewards.answer_format, {"pattern": ""}, "pattern='' is the same to every completion"),
+        (text_scorers.regex, {"pattern": ""}, "pattern='' is the same to every completion"),
+        (plain, {"flag": "no"}, "flag='no' must be of type bool, got str"),
+        (plain, {"flag": 0}, "flag=0 must be of type bool, got int"),
+        (plain, {"n": "4"}, "n='4' must be of type int, got str"),
+        (plain, {"n": True}, "n=True must be of type int, got bool"),
+        (plain, {"text": 3}, "text=3 must be of type str, got int"),
+        (own, {"scale": "1"}, "scale='1' must be of type float, got str"),
     ],
 )
 def test_parameters_that_a_scorer_does_not_take_are_refused(scorer, params, message):
@@ -290,6 +306,7 @@ def test_parameters_that_a_scorer_does_not_take_are_refused(scorer, params, mess
 
 def test_parameters_that_a_scorer_takes_pass():
     check_scorer_params("my:own", own, {"scale": 2})
+    check_scorer_params("my:plain", plain, {"flag": False, "n": 2, "text": "x"})
     check_scorer_params("my:anything", anything, {"whatever": 2})
 
 

@@ -5,6 +5,7 @@ import pytest
 from rollout_worker.rewards.gold_answers import find_unjudged
 from rollout_worker.rewards.reward_pool import ScoreRequest
 from rollout_worker.rewards.scorers import BadScorer, check_scorer_params, resolve_scorer
+from rollout_worker.rewards.text_scorers import check_json_schema
 from tests.deadlines import HANG_S
 
 
@@ -207,6 +208,46 @@ def test_a_schema_is_never_fetched():
         score("json_schema", "{}", schema=reference)
     inside = {"$defs": {"n": {"type": "integer"}}, "$ref": "#/$defs/n"}
     assert score("json_schema", "3", schema=inside) == 1
+
+
+@pytest.mark.parametrize(
+    "schema, problem",
+    [
+        (
+            {"properties": {"a": {"$ref": "#/$defs/n"}}},
+            r"\$ref='#/\$defs/n', which is no place with",
+        ),
+        (
+            {"items": {"$ref": "http://127.0.0.1:9/x"}},
+            r"\$ref='http.*', which is no place within it",
+        ),
+        ({"anyOf": [{"$ref": "#"}]}, "leads back to itself"),
+        (
+            {"$schema": "http://other/draft"},
+            "of the dialect .schema='http://other/draft', which is",
+        ),
+        ({"$schema": 7}, "of the dialect .schema=7, which is not known"),
+    ],
+)
+def test_a_schema_that_no_completion_can_be_held_to_is_refused_at_the_start(schema, problem):
+    with pytest.raises(BadScorer, match=problem):
+        score("json_schema", "{}", schema=schema)
+    with pytest.raises(ValueError, match=f"the row's field 'schema' .*{problem}"):
+        check_json_schema("", {"schema": schema}, {})
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"next": {"$ref": "#"}, "$ref": {"type": "string"}}},
+        {"$id": "http://a/b", "$defs": {"c": {"$id": "c"}}, "properties": {"k": {"$ref": "c"}}},
+        {"$defs": {"a": {"$anchor": "x"}}, "$ref": "#x", "enum": [{"$ref": "nowhere"}, {}]},
+        {"$schema": "http://json-schema.org/draft-07/schema#", "$ref": "#/definitions/a"}
+        | {"definitions": {"a": {}}},
+    ],
+)
+def test_references_within_a_schema_are_followed(schema):
+    assert score("json_schema", "{}", schema=schema) == 1
 
 
 def test_a_schema_of_the_configuration_that_is_none_is_refused():
