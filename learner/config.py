@@ -227,8 +227,10 @@ def _check_distillation(algorithm: AlgorithmConfig, distillation: DistillationCo
 class OptimizerConfig(Section):
     """One optax chain: clip by global norm, then the named rule with a schedule."""
 
-    name: Literal["adamw", "lion", "sgd"] = "adamw"
-    """Update rule; sgd is without momentum."""
+    name: Literal["adamw", "lion", "sgd", "muon"] = "adamw"
+    """Update rule; sgd is without momentum. `muon` makes the update of each matrix of a layer
+    orthogonal, for which rates of 1e-3 to 2e-2 are usual, and has Adam with Nesterov momentum at a
+    tenth of the rate for embedding, head, norms and biases."""
     learning_rate: float = Field(default=1e-6, ge=0, le=1)
     """The peak, reached after `warmup_steps`."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -238,11 +240,12 @@ class OptimizerConfig(Section):
     final_fraction: float = Field(default=0.0, ge=0, le=1)
     """The rate at the last step, as a fraction of the peak."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of the first moment (adamw), or weight of the momentum in an update (lion)."""
+    """Decay of the first moment (adamw, and the Adam of muon), or weight of the momentum in an
+    update (lion)."""
     beta2: float = Field(default=0.999, ge=0, lt=1)
-    """Decay of the second moment (adamw), or of the momentum (lion)."""
+    """Decay of the second moment (adamw, and the Adam of muon), or of the momentum (lion)."""
     eps: float = Field(default=1e-8, ge=1e-30, le=1)
-    """Added to the denominator of adamw."""
+    """Added to the denominator of adamw and muon."""
     weight_decay: float = Field(default=0.0, ge=0, le=1000)
     """Applied to matrices only, never to norms and biases."""
     clip_norm: float = Field(default=1.0, ge=1e-12)

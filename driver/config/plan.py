@@ -21,8 +21,9 @@ from rollout_worker.engine_setup import DecodeAttention, EngineSetup
 
 FLOAT32_BYTES = 4
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
-OPTIMIZER_MOMENTS = {"adamw": 2, "lion": 1, "sgd": 0}
-"""float32 copies of the parameters that each optimiser keeps."""
+OPTIMIZER_MOMENTS = {"adamw": 2, "lion": 1, "sgd": 0, "muon": 2}
+"""float32 copies of the parameters that each optimiser keeps at most: muon has one of a layer's
+matrices and two of the others."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -259,20 +260,20 @@ def format_plan(plan: Plan) -> str:
         f"{counted(plan.microbatch_rows, 'row')} x {plan.row_tokens:,} tokens; "
         f"{counted(plan.updates, 'update')} in the run",
         f"loss: {plan.loss}",
-        f"learner: mesh data={data} x fsdp={fsdp}; state {_bytes(plan.learner_bytes_per_device)} "
-        "a device, without activations",
+        f"learner: mesh data={data} x fsdp={fsdp}; state "
+        f"{say_bytes(plan.learner_bytes_per_device)} a device, without activations",
         f"worker: {counted(plan.devices.worker, 'device')}; policy "
-        f"{_bytes(worker.policy_bytes)} a device, twice that while versions change{kept}; KV cache "
-        f"at most {_bytes(worker.cache_bytes)} for {worker.cache_tokens:,} columns a slot, and "
-        f"{_bytes(worker.pool_bytes)} of prefilled prompts",
+        f"{say_bytes(worker.policy_bytes)} a device, twice that while versions change{kept}; KV "
+        f"cache at most {say_bytes(worker.cache_bytes)} for {worker.cache_tokens:,} columns a "
+        f"slot, and {say_bytes(worker.pool_bytes)} of prefilled prompts",
     ]
-    version = _bytes(plan.wire_bytes_per_version)
+    version = say_bytes(plan.wire_bytes_per_version)
     if plan.shared_bytes_per_device is None:
         lines.append(f"wire: {version} to each worker for every policy version")
     else:
         lines.append(
             f"colocated: learner and worker share {counted(plan.devices.learner, 'device')} of one "
-            f"process, together {_bytes(plan.shared_bytes_per_device)} a device, without "
+            f"process, together {say_bytes(plan.shared_bytes_per_device)} a device, without "
             f"activations; the {version} of a policy version stay there"
         )
     return "\n".join(lines + [f"note: {note}" for note in plan.notes])
@@ -401,7 +402,7 @@ def checked(function, *arguments, about: str = "", **named):
         raise ConfigError(f"{about}: {error}" if about else str(error)) from error
 
 
-def _bytes(count: int) -> str:
+def say_bytes(count: int) -> str:
     """A number of bytes with its unit, in powers of 1000."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= size:

@@ -8,11 +8,15 @@ from typing import Any
 
 import jax
 import optax
+import optax.contrib
 
 from learner.config import OptimizerConfig
 from learner.update import value_head
 from learner.update.sharding import own_ndim
 from models.transformer import Params
+
+ADAM_OF_MUON = 0.1
+"""Learning rate of what muon leaves to Adam, as a fraction of its own."""
 
 
 def learning_rate_schedule(config: OptimizerConfig, total_updates: int) -> optax.Schedule:
@@ -47,7 +51,7 @@ def learning_rate_schedule(config: OptimizerConfig, total_updates: int) -> optax
 def make_optimizer(
     config: OptimizerConfig, schedule: optax.Schedule, *, value_rate_factor: float | None = None
 ) -> optax.GradientTransformation:
-    """adamw, lion or sgd (without momentum); moments are float32, one per parameter.
+    """adamw, lion, sgd (without momentum) or muon; moments are float32, one per parameter.
 
     Args:
         value_rate_factor: multiplies the learning rate of a value head; None where there is none.
@@ -56,6 +60,7 @@ def make_optimizer(
         "adamw": lambda: optax.scale_by_adam(config.beta1, config.beta2, config.eps),
         "lion": lambda: optax.scale_by_lion(config.beta1, config.beta2),
         "sgd": optax.identity,
+        "muon": lambda: _muon(config),
     }
     chain = [
         optax.clip_by_global_norm(config.clip_norm),
@@ -72,6 +77,30 @@ def _faster(updates: Any, factor: float) -> Any:
     """The updates with those of the value head multiplied."""
     head = jax.tree.map(lambda update: factor * update, updates[value_head.NAME])
     return {**updates, value_head.NAME: head}
+
+
+def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Muon for the matrices of the layers, Adam with Nesterov momentum for all else.
+
+    Source: K. Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024).
+    """
+    return optax.chain(
+        optax.contrib.muon(
+            1.0,
+            eps=config.eps,
+            adam_b1=config.beta1,
+            adam_b2=config.beta2,
+            adam_learning_rate=ADAM_OF_MUON,
+            muon_weight_dimension_numbers=_layer_matrices,
+        ),
+        optax.scale(-1.0),  # it comes as what is added to the parameters
+    )
+
+
+def _layer_matrices(params: Any) -> Any:
+    """The dimensions of every stacked matrix of the layers, [L, out, in]; None for all else."""
+    matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=2, output_axis=1)
+    return jax.tree.map(lambda leaf: matrix if leaf.ndim == 3 else None, params)
 
 
 def matrices(params: Params) -> Params:

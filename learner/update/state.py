@@ -74,10 +74,12 @@ def state_shardings(
     shardings = named_shardings(mesh, specs)
     opt_state = optax.tree.map_params(
         optimizer,
-        lambda _, sharding: sharding,
+        lambda leaf, sharding: leaf if isinstance(leaf, optax.MaskedNode) else sharding,
         jax.eval_shape(optimizer.init, params),
         shardings,
         transform_non_params=lambda _: replicated,
+        # A part of the optimiser may leave parameters to another part: it has no moments of them.
+        is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
     )
     return TrainState(
         params=shardings,

@@ -95,3 +95,47 @@ def test_lion_steps_by_the_sign():
     config = OptimizerConfig(name="lion", learning_rate=0.1)
     after = step_once(config, params, {"w": jnp.array([[0.3, -0.001]])})
     np.testing.assert_allclose(after["w"], [[-0.1, 0.1]], rtol=1e-6)
+
+
+def layer_tree(seed):
+    """A model's tree in miniature: a stacked matrix, a stacked bias, an embedding."""
+    keys = jax.random.split(jax.random.key(seed), 3)
+    shapes = ((2, 4, 6), (2, 4), (5, 6))
+    matrix, bias, embedding = (jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True))
+    return {
+        "layers": {"proj": {"weight": matrix, "bias": bias}},
+        "embed_tokens": {"weight": embedding},
+    }
+
+
+def test_muon_makes_the_step_of_a_matrix_orthogonal_and_leaves_the_rest_to_adam():
+    config = OptimizerConfig(name="muon", learning_rate=1.0, clip_norm=1e6)
+    params, grads = layer_tree(0), layer_tree(1)
+    after = step_once(config, params, grads)
+    moved = jax.tree.map(jnp.subtract, params, after)
+    for matrix in moved["layers"]["proj"]["weight"]:
+        values = np.linalg.svd(matrix, compute_uv=False)
+        # Five Newton-Schulz steps leave the singular values between 0.7 and 1.2.
+        assert values.min() > 0.5 and values.max() < 1.3
+    # The first step of Adam is the sign, whatever the gradient's size; with Nesterov momentum too.
+    for name, tree in (
+        ("embed_tokens", moved["embed_tokens"]["weight"]),
+        ("bias", moved["layers"]["proj"]["bias"]),
+    ):
+        grad = (
+            grads["embed_tokens"]["weight"]
+            if name == "embed_tokens"
+            else (grads["layers"]["proj"]["bias"])
+        )
+        assert np.all(np.sign(tree) == np.sign(grad)), name
+        assert np.abs(tree).max() < 0.2, "a tenth of the rate"
+
+
+def test_weight_decay_of_muon_shrinks_matrices_only():
+    config = OptimizerConfig(name="muon", learning_rate=0.5, weight_decay=0.1)
+    params = layer_tree(0)
+    after = step_once(config, params, jax.tree.map(jnp.zeros_like, params))
+    np.testing.assert_allclose(
+        after["layers"]["proj"]["weight"], 0.95 * params["layers"]["proj"]["weight"], rtol=1e-6
+    )
+    np.testing.assert_array_equal(after["layers"]["proj"]["bias"], params["layers"]["proj"]["bias"])
