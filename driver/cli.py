@@ -4,7 +4,6 @@ import argparse
 import datetime
 import io
 import os
-import pathlib
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -15,11 +14,9 @@ from driver.config.paths import check_folder, clear_folder, locate, lock_folder,
 from driver.config.presets import PRESETS, explain
 from driver.config.ray_environment import set_environment
 from driver.config.run_config import RunConfig
-from driver.config.yaml_text import parse_yaml
 from driver.errors import RunError
 from driver.signals import Interrupted
 from services.process.terminal_text import unfiltered_stdout
-from services.process.whole_file import write_whole
 
 if TYPE_CHECKING:
     from driver.config.prepare import Prepared
@@ -102,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _print_config(settings.dump(config))
             return 0
         print(explain(given.preset), end="", flush=True)
-        folder = output_folder(config)
+        folder = output_folder(config.run)
         automatic = config.run.resume == "auto"
         if automatic:
             config = identity.resolved(config, folder)
@@ -138,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         clear_folder(folder, resume=resume)
         # On a resume, too: a run of an older program has no moment, nor all digests.
         identity.write_identity(folder, marks, prepared.moment)
-        for change in _write_settings(folder, settings.dump(config), resume=resume):
+        for change in identity.write_settings(folder, settings.dump(config), resume=resume):
             print(f"resumed with another {change}", flush=True)
         # Imported late: nothing above needs Ray, and it reads its token when it is imported.
         set_environment(os.environ, folder)
@@ -178,18 +175,3 @@ def _print_config(text: str) -> None:
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(encoding="utf-8")
     stream.write(text)
-
-
-def _write_settings(folder: pathlib.Path, text: str, *, resume: bool) -> list[str]:
-    """Writes the configuration, YAML, into the run's folder.
-
-    Returns:
-        the settings that changed since the run was last started.
-    """
-    path = folder / "config.yaml"
-    changed = []
-    if resume and path.is_file():
-        before = parse_yaml(path.read_text(encoding="utf-8"))
-        changed = identity.changed_settings(before or {}, parse_yaml(text) or {})
-    write_whole(path, text, sync=True)
-    return changed

@@ -1,6 +1,7 @@
 """Every key that a run configuration may have, and the nearest one to an unknown key.
 
-Derived from the pydantic models of `run_config.py`, so that no second list can go stale.
+Derived from the pydantic models, those of `run_config.py` unless another root is named, so that no
+second list can go stale.
 """
 
 import dataclasses
@@ -76,8 +77,13 @@ OTHER_NAMES = {
     "report_to": "log.wandb.mode",
     "eval_every_steps": "eval.every_steps",
     "save_steps": "checkpoint.every_steps",
+    "num_train_epochs": "run.epochs",
+    "train_batch_size": "batch.sequences_per_step",
+    "max_seq_length": "batch.max_tokens",
+    "max_length": "batch.max_tokens",
 }
-"""Names that other systems use, and ours: only for the hint beside an unknown key."""
+"""Names that other systems use, and ours: only for the hint beside an unknown key, and only where
+the configuration has such a key."""
 
 
 ABSENT_KEYS = {
@@ -105,12 +111,12 @@ def fields_of(model: type[BaseModel]) -> dict[str, Key]:
     return {name: _key(field) for name, field in model.model_fields.items()}
 
 
-def resolve(parts: tuple[str, ...]) -> Key | None:
+def resolve(parts: tuple[str, ...], root: type[BaseModel] = RunConfig) -> Key | None:
     """What a dotted key, split at its dots, accepts; None where no such key exists.
 
     An item of a list of sections is named by its index: `("reward", "functions", "0", "weight")`.
     """
-    key = Key(kind=Kind.SECTION, optional=False, model=RunConfig)
+    key = Key(kind=Kind.SECTION, optional=False, model=root)
     for part in parts:
         if key.kind is Kind.FREE:
             return Key(kind=Kind.FREE, optional=True)
@@ -134,7 +140,7 @@ LEAST_LEAF = 0.55
 """Least similarity of the last parts of two keys: `evaluation` and `eval` have 0.57."""
 
 
-def nearest(dotted: str) -> str | None:
+def nearest(dotted: str, root: type[BaseModel] = RunConfig) -> str | None:
     """The known dotted key most similar to an unknown one; None if none is similar.
 
     The whole key and its last part are compared, so that a misspelt section, a misspelt last part
@@ -143,9 +149,9 @@ def nearest(dotted: str) -> str | None:
     """
     section, _, leaf = dotted.rpartition(".")
     best, best_score = None, 0.6
-    for known in known_keys():
+    for known in known_keys(root):
         known_section, _, known_leaf = known.rpartition(".")
-        if _ratio(leaf, known_leaf) < LEAST_LEAF and not _is_value_above(known, dotted):
+        if _ratio(leaf, known_leaf) < LEAST_LEAF and not _is_value_above(known, dotted, root):
             continue
         score = max(
             _ratio(dotted, known),
@@ -154,20 +160,22 @@ def nearest(dotted: str) -> str | None:
         if score > best_score:
             best, best_score = known, score
     for other, known in OTHER_NAMES.items():
+        if known not in known_keys(root):
+            continue
         score = 0.95 * max(_ratio(dotted, other), _ratio(leaf, other))
         if score > best_score:
             best, best_score = known, score
     return best
 
 
-def _is_value_above(known: str, dotted: str) -> bool:
+def _is_value_above(known: str, dotted: str, root: type[BaseModel]) -> bool:
     """Whether a key is below one that is no section, such as `run.steps.more`."""
-    is_section = any(key.startswith(f"{known}.") for key in known_keys())
+    is_section = any(key.startswith(f"{known}.") for key in known_keys(root))
     return dotted.startswith(f"{known}.") and not is_section
 
 
 @functools.cache
-def known_keys() -> tuple[str, ...]:
+def known_keys(root: type[BaseModel] = RunConfig) -> tuple[str, ...]:
     """All dotted keys, sections included; items of a list of sections as index 0."""
     found: list[str] = []
 
@@ -180,7 +188,7 @@ def known_keys() -> tuple[str, ...]:
             if key.items is not None:
                 walk(key.items, f"{dotted}.0.")
 
-    walk(RunConfig, "")
+    walk(root, "")
     return tuple(found)
 
 

@@ -70,6 +70,8 @@ _UNIT_OF_KEY = {
     "log.samples_per_step": "completions",
     "log.dashboard.port": "TCP port",
     "placement.worker_restarts": "restarts",
+    "run.epochs": "epochs",
+    "batch.sequences_per_step": "records",
     "placement.learner_restarts": "restarts",
     **{f"data.{which}.{key}": "prompts" for which in ("train", "eval") for key in ("size", "skip")},
     **{
@@ -80,12 +82,24 @@ _UNIT_OF_KEY = {
 }
 
 
-def reference() -> str:
-    """The whole page, in Markdown."""
-    lines = [_HEAD]
-    for name, key in fields_of(RunConfig).items():
-        lines += _section(name, key, RunConfig.model_fields[name], depth=2)
+def reference(root: type[BaseModel] = RunConfig, head: str = _HEAD) -> str:
+    """The whole page, in Markdown.
+
+    Args:
+        root: the model of the sections; those that a run has as they are stand on its page alone.
+        head: title and introduction.
+    """
+    lines = [head]
+    for name, key in fields_of(root).items():
+        field = root.model_fields[name]
+        if root is RunConfig or field.annotation is not _annotation_in_run(name):
+            lines += _section(name, key, field, depth=2)
     return "\n".join(lines)
+
+
+def _annotation_in_run(name: str) -> Any:
+    field = RunConfig.model_fields.get(name)
+    return None if field is None else field.annotation
 
 
 def _section(dotted: str, key: Key, field: FieldInfo, depth: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""From a YAML file and `--set` overrides to a RunConfig, or to one message with every error.
+"""From a YAML file and `--set` overrides to a configuration, or to one message with every error.
 
 The file is YAML 1.2, so `1e-6` is a number and `no` is a word; duplicate keys are refused. An
 override `--set dotted.key=value` is applied to the file's content, in the order given, and its
@@ -10,7 +10,7 @@ import dataclasses
 import math
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from ruamel.yaml.error import YAMLError
@@ -29,6 +29,8 @@ from driver.config.run_config import RunConfig
 from driver.config.yaml_text import dump_yaml, parse_yaml, yaml_problem
 from driver.errors import RunError
 from services.wire.secret_text import hide_secrets, looks_secret, names_secret, setting_is_secret
+
+C = TypeVar("C", bound=BaseModel)
 
 _SET = "--set"
 _ELSEWHERE = (
@@ -52,9 +54,20 @@ class _Fault:
 def load(
     path: str | None, overrides: Sequence[str] = (), preset_name: str | None = None
 ) -> RunConfig:
-    """Reads a run configuration.
+    """Reads the configuration of a run; see `load_as`."""
+    return load_as(RunConfig, path, overrides, preset_name)
+
+
+def load_as(
+    root: type[C],
+    path: str | None,
+    overrides: Sequence[str] = (),
+    preset_name: str | None = None,
+) -> C:
+    """Reads a configuration.
 
     Args:
+        root: the model of its sections.
         path: a YAML file; None starts from the defaults alone.
         overrides: `dotted.key=value` each, applied in order; the last one for a key counts.
         preset_name: of presets.py, if any; its keys replace those of the file.
@@ -72,11 +85,11 @@ def load(
             del sources[inner]
         sources["algorithm"] = f"--preset {preset_name}"
     for override in overrides:
-        _apply_override(tree, override, sources, faults)
-    clean = _check_section(tree, RunConfig, "", faults)
+        _apply_override(tree, override, root, sources, faults)
+    clean = _check_section(tree, root, "", faults, root)
     config = None
     try:
-        config = RunConfig.model_validate(clean)
+        config = root.model_validate(clean)
     except ValidationError as error:
         faults += _pydantic_faults(error, faults)
     if faults or config is None:
@@ -84,8 +97,8 @@ def load(
     return config
 
 
-def dump(config: RunConfig) -> str:
-    """YAML text that `load` reads back to an equal configuration."""
+def dump(config: BaseModel) -> str:
+    """YAML text that `load`, or `load_as`, reads back to an equal configuration."""
     return dump_yaml(config.model_dump(mode="json"))
 
 
@@ -118,7 +131,11 @@ def _read_file(path: str, sources: dict[str, str]) -> dict[str, Any]:
 
 
 def _apply_override(
-    tree: dict[str, Any], override: str, sources: dict[str, str], faults: list[_Fault]
+    tree: dict[str, Any],
+    override: str,
+    root: type[BaseModel],
+    sources: dict[str, str],
+    faults: list[_Fault],
 ) -> None:
     dotted, equals, text = override.partition("=")
     dotted = dotted.strip()
@@ -127,10 +144,10 @@ def _apply_override(
         shown = dotted if equals else override
         faults.append(_Fault("--set " + shown, "write it as --set section.key=value"))
         return
-    key = resolve(parts)
+    key = resolve(parts, root)
     if key is None:
         sources[dotted] = _SET
-        faults.append(_Fault(dotted, _unknown(dotted)))
+        faults.append(_Fault(dotted, _unknown(dotted, root)))
         return
     try:
         value = _override_value(text, key)
@@ -138,7 +155,7 @@ def _apply_override(
         sources[dotted] = _SET
         faults.append(_Fault(dotted, str(error)))
         return
-    problem = _assign(tree, parts, value)
+    problem = _assign(tree, parts, value, root)
     if problem:
         faults.append(_Fault(dotted, problem))
     for inner in [name for name in sources if name.startswith(f"{dotted}.")]:
@@ -164,7 +181,7 @@ def _override_value(text: str, key: Key) -> Any:
     return value
 
 
-def _assign(tree: dict[str, Any], parts: tuple[str, ...], value: Any) -> str:
+def _assign(tree: dict[str, Any], parts: tuple[str, ...], value: Any, root: type[BaseModel]) -> str:
     """Sets one key in place, making the sections above it; returns a problem or ''."""
     here: Any = tree
     for depth, part in enumerate(parts):
@@ -186,18 +203,18 @@ def _assign(tree: dict[str, Any], parts: tuple[str, ...], value: Any) -> str:
             if below.isdecimal() and isinstance(before, dict):
                 where = ".".join(parts[: depth + 1])
                 return f"{where} is no list here: make it one in the file, or leave {below} out"
-            here[name] = _container(parts[: depth + 1], before, below)
+            here[name] = _container(parts[: depth + 1], before, below, root)
             here = here[name]
     return ""
 
 
-def _container(parts: tuple[str, ...], before: Any, below: str) -> Any:
+def _container(parts: tuple[str, ...], before: Any, below: str, root: type[BaseModel]) -> Any:
     """The mapping or list in which a longer key is set; what is there, where that is one.
 
     Args:
         below: the next part of the longer key.
     """
-    key = resolve(parts)
+    key = resolve(parts, root)
     assert key is not None
     if key.items is not None and (isinstance(before, list) or below.isdecimal()):
         return before if isinstance(before, list) else []
@@ -209,7 +226,7 @@ def _container(parts: tuple[str, ...], before: Any, below: str) -> Any:
 
 
 def _check_section(
-    tree: Any, model: type[BaseModel], prefix: str, faults: list[_Fault]
+    tree: Any, model: type[BaseModel], prefix: str, faults: list[_Fault], root: type[BaseModel]
 ) -> dict[str, Any]:
     """Returns the keys for pydantic to check; adds a fault for each that it would explain badly."""
     clean: dict[str, Any] = {}
@@ -219,27 +236,31 @@ def _check_section(
         key = fields.get(name) if isinstance(name, str) else None
         if key is None:
             if value not in IGNORED_VALUES.get(dotted, ()):
-                faults.append(_Fault(dotted, _unknown(dotted)))
+                faults.append(_Fault(dotted, _unknown(dotted, root)))
             continue
         if value is None and not key.optional and key.kind in (Kind.SECTION, Kind.FREE):
             continue  # a section whose keys are all commented out takes its defaults
-        checked = _check_value(value, key, dotted, faults)
+        checked = _check_value(value, key, dotted, faults, root)
         if checked is not _REFUSED:
             clean[name] = checked
     return clean
 
 
-def _check_value(value: Any, key: Key, dotted: str, faults: list[_Fault]) -> Any:
+def _check_value(
+    value: Any, key: Key, dotted: str, faults: list[_Fault], root: type[BaseModel]
+) -> Any:
     """The value for pydantic to check, or _REFUSED with a fault added."""
     if value is None and key.optional:
         return None
     if key.kind is Kind.SECTION and isinstance(value, dict):
         assert key.model is not None
-        return _check_section(value, key.model, f"{dotted}.", faults)
+        return _check_section(value, key.model, f"{dotted}.", faults, root)
     item_model = key.model if key.kind is Kind.SECTION_LIST else key.items
     if item_model is not None and isinstance(value, list):
         item = Key(kind=Kind.SECTION, optional=False, model=item_model)
-        checked = [_check_value(v, item, f"{dotted}.{i}", faults) for i, v in enumerate(value)]
+        checked = [
+            _check_value(v, item, f"{dotted}.{i}", faults, root) for i, v in enumerate(value)
+        ]
         return _REFUSED if any(entry is _REFUSED for entry in checked) else checked
     fault = _value_fault(value, key, dotted)
     if fault is None:
@@ -381,12 +402,12 @@ def _rule(detail: Any) -> str:
     return f"{_shown(value)} {rule}"
 
 
-def _unknown(dotted: str) -> str:
+def _unknown(dotted: str, root: type[BaseModel]) -> str:
     if names_secret(dotted.rpartition(".")[2]):
         return "unknown key; secrets are read from the environment (WANDB_API_KEY), never from here"
     if dotted in ABSENT_KEYS:
         return ABSENT_KEYS[dotted]
-    hint = nearest(dotted)
+    hint = nearest(dotted, root)
     return f"unknown key; did you mean {hint}?" if hint else "unknown key"
 
 

@@ -13,11 +13,11 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import Any, Protocol, Self, TextIO, TypeVar
 
-from driver.config.run_config import RunConfig
+from driver.config.run_config import ModelSection, NamedRun, RunConfig
 from driver.errors import RunError
-from rollout_worker.config import SourceConfig
+from rollout_worker.config import DataConfig, SourceConfig
 from services.process.file_lock import lock_file
 
 HOME_VARIABLE = "TANDEM_HOME"
@@ -34,58 +34,85 @@ def home(environ: Mapping[str, str], cwd: pathlib.Path) -> pathlib.Path:
     return cwd
 
 
-def output_folder(config: RunConfig) -> pathlib.Path:
+def output_folder(run: NamedRun) -> pathlib.Path:
     """The absolute folder of this run, with `{name}` and `{time}` filled in."""
-    if config.run.resume and "{time}" in config.run.output_dir:
+    if run.resume and "{time}" in run.output_dir:
         raise FolderTaken(
-            f"run.output_dir={config.run.output_dir} is another folder at every start: name the "
+            f"run.output_dir={run.output_dir} is another folder at every start: name the "
             "one to resume with --set run.output_dir=FOLDER"
         )
-    filled = config.run.output_dir.replace("{name}", config.run.name)
+    filled = run.output_dir.replace("{name}", run.name)
     filled = filled.replace("{time}", time.strftime("%Y%m%d-%H%M%S"))
     return home(os.environ, pathlib.Path.cwd()) / pathlib.Path(filled).expanduser()
 
 
+class ReadsInputs(Protocol):
+    """A configuration with the sections that name what a run reads."""
+
+    @property
+    def model(self) -> ModelSection:
+        """The model that it starts from."""
+        ...
+
+    @property
+    def data(self) -> DataConfig:
+        """The data that it trains on."""
+        ...
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None) -> Self:
+        """The same with other sections."""
+        ...
+
+
+C = TypeVar("C", bound=ReadsInputs)
+
+
 def locate(config: RunConfig) -> RunConfig:
-    """The same configuration with input paths that every process of the run understands.
+    """The same run with input paths that every process of it understands; see `locate_inputs`."""
+    algorithm, distillation = config.algorithm, config.algorithm.distillation
+    if distillation is not None:
+        teacher = _located(distillation.teacher)
+        distillation = distillation.model_copy(update={"teacher": teacher})
+        algorithm = algorithm.model_copy(update={"distillation": distillation})
+    return locate_inputs(config).model_copy(update={"algorithm": algorithm})
+
+
+def locate_inputs(config: C) -> C:
+    """The same configuration with other paths of its model and data.
 
     A path that exists here or under the home folder becomes absolute, but for one in the working
     directory of a submitted job, which every actor unpacks for itself. Anything else is a hub id,
     or an error of the process that reads it.
     """
-    cwd = pathlib.Path.cwd()
-    base = home(os.environ, cwd)
-
-    def located(path: str | None) -> str | None:
-        if not path:  # an empty one is no path, and not the working directory
-            return path
-        if pathlib.Path(path).exists():
-            return path if RAY_PACKAGE in str(cwd) else str(cwd / path)
-        return str(base / path) if (base / path).exists() else path
 
     def source(given: SourceConfig | tuple[SourceConfig, ...] | None) -> Any:
         if given is None or isinstance(given, tuple):
             return given and tuple(map(source, given))
-        return given.model_copy(update={"source": located(given.source)})
+        return given.model_copy(update={"source": _located(given.source)})
 
-    distillation = config.algorithm.distillation
-    if distillation is not None:
-        teacher = located(distillation.teacher)
-        distillation = distillation.model_copy(update={"teacher": teacher})
     return config.model_copy(
         update={
             "model": config.model.model_copy(
                 update={
-                    "path": located(config.model.path),
-                    "tokenizer": located(config.model.tokenizer),
+                    "path": _located(config.model.path),
+                    "tokenizer": _located(config.model.tokenizer),
                 }
             ),
-            "algorithm": config.algorithm.model_copy(update={"distillation": distillation}),
             "data": config.data.model_copy(
                 update={"train": source(config.data.train), "eval": source(config.data.eval)}
             ),
         }
     )
+
+
+def _located(path: str | None) -> str | None:
+    if not path:  # an empty one is no path, and not the working directory
+        return path
+    cwd = pathlib.Path.cwd()
+    base = home(os.environ, cwd)
+    if pathlib.Path(path).exists():
+        return path if RAY_PACKAGE in str(cwd) else str(cwd / path)
+    return str(base / path) if (base / path).exists() else path
 
 
 LOCK = "driver.lock"

@@ -138,7 +138,7 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
         tools=config.data.tools,
         about="model",
     )
-    notes = checked(_check_messages, config, tokenizer)
+    notes = checked(check_messages, config.data, tokenizer)
     checked(stop_automaton, tokenizer, config.rollout.stop_strings, about="rollout.stop_strings")
     allowance = Allowance.of(config.reward)
     checked(
@@ -163,7 +163,7 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
         about="data.train",
     )
     held_out = checked(load_held_out, config.data, tokenizer=tokenizer, max_prompt_tokens=longest)
-    order = order_of(config.data, train, seed=config.run.seed)
+    order = order_of(config.data, train.sets, seed=config.run.seed)
     sets = _judged_sets(config, train, held_out)
     notes += _check_golds(config, sets)
     notes += _chat_notes(config, [(one.key, one.read) for one in sets])
@@ -244,16 +244,23 @@ def _check_teacher(config: RunConfig, model: ModelConfig) -> TeacherFiles | None
     )
 
 
-def _check_messages(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
-    """Checks that the chat template shows all that a prompt consists of; what is to be noted."""
+def check_messages(data: DataConfig, tokenizer: Tokenizer) -> list[str]:
+    """Checks that the chat template shows all that a prompt consists of.
+
+    Returns:
+        what is to be noted.
+
+    Raises:
+        ValueError: naming what it leaves out.
+    """
     tokenizer.template.check_arguments()
-    if config.data.system_prompt:
-        tokenizer.template.check_system_prompt(config.data.system_prompt)
+    if data.system_prompt:
+        tokenizer.template.check_system_prompt(data.system_prompt)
     unknown = tokenizer.template.check_generation_prompt()
     notes = [unknown] if unknown else []
     texts = {
-        "data.system_prompt": config.data.system_prompt or "",
-        "data.question_template": config.data.question_template,
+        "data.system_prompt": data.system_prompt or "",
+        "data.question_template": data.question_template,
     }
     for key, text in texts.items():
         if spelled := tokenizer.special_tokens_in(text):

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from driver.config.run_config import RunConfig
+from driver.config.yaml_text import parse_yaml
 from driver.errors import RunError
 from models.config import ModelConfig
 from rollout_worker.data.data_digests import DataDigests, part_of_data
@@ -121,6 +122,41 @@ def write_identity(
     sync_folder(folder)
 
 
+def check_kept(
+    folder: pathlib.Path,
+    identity: Mapping[str, str],
+    keys: Mapping[str, str],
+    unless_kept: Mapping[str, str],
+) -> dict[str, Any]:
+    """Compares some of what is kept of the run in the folder.
+
+    Args:
+        keys: entries to compare, and the configuration key that decides each.
+        unless_kept: what an entry is where the file has none.
+
+    Returns:
+        all that is kept.
+
+    Raises:
+        NotResumable: if there is no run, or it was another one; names the key.
+    """
+    path = folder / FILE
+    if not path.is_file():
+        raise NotResumable(
+            f"--resume: {folder} has no run of this program: correct run.name or "
+            "run.output_dir, or start without --resume"
+        )
+    before = {**unless_kept, **_read(path)}
+    changed = [name for name in keys if before.get(name) != identity[name]]
+    if changed:
+        name = changed[0]
+        raise NotResumable(
+            f"--resume: the run in {folder} was started with another {name} ({before.get(name)} "
+            f"then, {identity[name]} now): put {keys[name]} back, or start a new run"
+        )
+    return before
+
+
 def check_identity(folder: pathlib.Path, identity: dict[str, str], *, steps: int) -> list[str]:
     """Checks that a resume matches the run in the folder.
 
@@ -131,20 +167,8 @@ def check_identity(folder: pathlib.Path, identity: dict[str, str], *, steps: int
         NotResumable: if there is no run, or it was another one; names the key.
         AlreadyFinished: if it has taken all its steps.
     """
-    path = folder / FILE
-    if not path.is_file():
-        raise NotResumable(
-            f"--resume: {folder} has no run of this program: correct run.name or "
-            "run.output_dir, or start without --resume"
-        )
-    before = {"mixture": _ONE_SOURCE, "teacher": _NO_TEACHER} | _read(path)  # of older runs
-    changed = [name for name in KEYS if before.get(name) != identity[name]]
-    if changed:
-        name = changed[0]
-        raise NotResumable(
-            f"--resume: the run in {folder} was started with another {name} ({before.get(name)} "
-            f"then, {identity[name]} now): put {KEYS[name]} back, or start a new run"
-        )
+    unless_kept = {"mixture": _ONE_SOURCE, "teacher": _NO_TEACHER}  # of older runs
+    before = check_kept(folder, identity, KEYS, unless_kept)
     recorded = {name: identity[name] for name in _DATA} | before
     data = [DataDigests(**{name: one[name] for name in _DATA}) for one in (recorded, identity)]
     if different := data[0].differences(data[1]):
@@ -174,6 +198,21 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     old, new = _flat(before), _flat(now)
     names = sorted((old.keys() | new.keys()) - {"run.resume"})
     return [f"{n}: {old.get(n)} -> {new.get(n)}" for n in names if old.get(n) != new.get(n)]
+
+
+def write_settings(folder: pathlib.Path, text: str, *, resume: bool) -> list[str]:
+    """Writes the configuration, YAML, into the folder of the run.
+
+    Returns:
+        the settings that changed since the run was last started.
+    """
+    path = folder / "config.yaml"
+    changed = []
+    if resume and path.is_file():
+        before = parse_yaml(path.read_text(encoding="utf-8"))
+        changed = changed_settings(before or {}, parse_yaml(text) or {})
+    write_whole(path, text, sync=True)
+    return changed
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -29,7 +29,7 @@ def config(tmp_path):
 def test_outputs_go_to_the_working_directory(config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(paths.HOME_VARIABLE, raising=False)
-    assert paths.output_folder(config) == tmp_path / "runs" / "mine"
+    assert paths.output_folder(config.run) == tmp_path / "runs" / "mine"
 
 
 def test_outputs_of_a_ray_job_survive_it():
@@ -71,7 +71,7 @@ def test_inputs_outside_a_job_become_absolute_since_actors_start_elsewhere(
 def test_a_folder_named_by_the_time_cannot_be_resumed(config):
     run = config.run.model_copy(update={"output_dir": "runs/{time}", "resume": True})
     with pytest.raises(paths.FolderTaken, match="--set run.output_dir=FOLDER"):
-        paths.output_folder(config.model_copy(update={"run": run}))
+        paths.output_folder(run)
 
 
 def test_hub_ids_and_missing_files_pass_unchanged(config, tmp_path, monkeypatch):
@@ -163,7 +163,7 @@ def test_a_folder_below_a_file_or_without_permission_is_refused(tmp_path):
 def test_a_tilde_is_the_home_folder(config):
     run = config.run.model_copy(update={"output_dir": "~/somewhere"})
     changed = config.model_copy(update={"run": run})
-    assert paths.output_folder(changed) == pathlib.Path.home() / "somewhere"
+    assert paths.output_folder(changed.run) == pathlib.Path.home() / "somewhere"
 
 
 def test_a_try_that_never_took_a_step_leaves_no_groups_to_the_next(tmp_path):
