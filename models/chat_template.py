@@ -4,9 +4,10 @@ Beside the messages a template may read the clock, which here stands still at on
 What differs from one process to the next is refused: random numbers, and addresses of objects.
 """
 
+import contextlib
 import datetime
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -35,6 +36,7 @@ _RENDER_ERRORS = (
 _PRINTABLE = (str, int, float, type(None), list, tuple, Mapping, jinja2.Undefined)
 _SHOWN = 60
 """Characters of a text that a message shows."""
+_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 class ChatTemplate:
@@ -44,6 +46,9 @@ class ChatTemplate:
         text: its source.
         reads_clock: whether a text that was rendered so far depends on the moment.
         tools: JSON schemas that it offers where a conversation names none.
+        name: what messages call it.
+        fix: how the user replaces it, for messages.
+        marks_turns: whether it marks what the assistant writes with `{% generation %}`.
         reads: names that it takes from outside: messages, special tokens, arguments.
     """
 
@@ -72,8 +77,9 @@ class ChatTemplate:
             ValueError: if it is no Jinja, does not render, or leaves the user's text out.
         """
         self.text = text
-        self._name = name
-        self._fix = fix
+        self.name = name
+        self.fix = fix
+        self.marks_turns = _MARK.search(text) is not None
         try:
             self._compiled = _compiled(text)
         except _RENDER_ERRORS as error:
@@ -107,23 +113,49 @@ class ChatTemplate:
         Raises:
             ValueError: if the template refuses the messages.
         """
+        with self._rendering(messages):
+            return self._compiled.render(self._context(messages, tools, add_generation_prompt))
+
+    def render_marked(
+        self, messages: Messages, *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a conversation, and where what is in `{% generation %}` begins and ends.
+
+        Raises:
+            ValueError: if the template refuses the messages.
+        """
+        blocks: list[str] = []
+        spans: list[tuple[int, int]] = []
+        environment: Any = self._compiled.environment
+        with self._rendering(messages), environment.activate_tracker(blocks, spans):
+            # One by one: a mark counts the characters before it.
+            for block in self._compiled.generate(self._context(messages, tools, False)):
+                blocks.append(block)
+        return "".join(blocks), spans
+
+    def _context(
+        self, messages: Messages, tools: Sequence[Mapping[str, Any]], add_generation_prompt: bool
+    ) -> dict[str, Any]:
+        """What the template reads; None as transformers has it for no tools and no documents."""
+        return {
+            **self._variables,
+            **self._arguments,
+            "messages": [dict(message) for message in messages],
+            "tools": [dict(tool) for tool in tools or self.tools] or None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+
+    @contextlib.contextmanager
+    def _rendering(self, messages: Messages) -> Iterator[None]:
+        """Makes whatever the template raises a ValueError that names the messages."""
         try:
-            # None as transformers passes it where there are no tools and documents.
-            return self._compiled.render(
-                {
-                    **self._variables,
-                    **self._arguments,
-                    "messages": [dict(message) for message in messages],
-                    "tools": [dict(tool) for tool in tools or self.tools] or None,
-                    "documents": None,
-                    "add_generation_prompt": add_generation_prompt,
-                }
-            )
+            yield
         except _RENDER_ERRORS as error:
             raise ValueError(
-                f"{self._name} does not render "
+                f"{self.name} does not render "
                 f"{[message.get('role') for message in messages]}: "
-                f"{str(error) or type(error).__name__}; {self._fix}"
+                f"{str(error) or type(error).__name__}; {self.fix}"
             ) from error
 
     def after_answer(self) -> str:
@@ -146,7 +178,7 @@ class ChatTemplate:
                 )
             if name not in self.reads:
                 raise ValueError(
-                    f"data.template_args.{name}: {self._name} does not read {name}, of further "
+                    f"data.template_args.{name}: {self.name} does not read {name}, of further "
                     f"arguments it reads: {readable}; correct the name, or leave it out"
                 )
         if self.tools:
@@ -163,8 +195,8 @@ class ChatTemplate:
         """
         if "tools" not in self.reads:
             raise ValueError(
-                f"{which}: {self._name} does not read tools, so that the model would not know of "
-                f"them: leave them out, or {self._fix}"
+                f"{which}: {self.name} does not read tools, so that the model would not know of "
+                f"them: leave them out, or {self.fix}"
             )
 
     def check_system_prompt(self, system_prompt: str) -> None:
@@ -173,7 +205,7 @@ class ChatTemplate:
         Raises:
             ValueError: if it does not.
         """
-        fix = f"write the instruction into the question (data.question_template), or {self._fix}"
+        fix = f"write the instruction into the question (data.question_template), or {self.fix}"
         system = [{"role": "system", "content": system_prompt}]
         try:
             text = self.render([*system, *_asked([])], add_generation_prompt=True)
@@ -181,7 +213,7 @@ class ChatTemplate:
             raise ValueError(f"{error}. It takes no system prompt: {fix}") from error
         if system_prompt.strip() not in text:
             raise ValueError(
-                f"{self._name} leaves the system prompt, or a part of it, out of the prompt: {fix}"
+                f"{self.name} leaves the system prompt, or a part of it, out of the prompt: {fix}"
             )
         self._check_shows_the_user(system)
 
@@ -200,9 +232,9 @@ class ChatTemplate:
             needed = [content] if role != "assistant" else _called_names(message)
             for lost in (one for one in needed if one not in text):
                 raise ValueError(
-                    f"{self._name} leaves message {place} of role {role!r}, {lost[:_SHOWN]!r}, out "
+                    f"{self.name} leaves message {place} of role {role!r}, {lost[:_SHOWN]!r}, out "
                     f"of the prompt, or a part of it: remove such messages from the data, or "
-                    f"{self._fix}"
+                    f"{self.fix}"
                 )
 
     def check_generation_prompt(self) -> str:
@@ -224,16 +256,16 @@ class ChatTemplate:
         ends = f"prompts end in {_tail(prompt)!r}"
         if not before.startswith(prompt.rstrip()):
             return (
-                f"{self._name} ignores add_generation_prompt: {ends}; if the model expects the "
-                f"beginning of an assistant's turn there, {self._fix}"
+                f"{self.name} ignores add_generation_prompt: {ends}; if the model expects the "
+                f"beginning of an assistant's turn there, {self.fix}"
             )
         header = before.removeprefix(prompt if before.startswith(prompt) else prompt.rstrip())
         if not header.strip():
             return ""
         raise ValueError(
-            f"{self._name} ignores add_generation_prompt: {ends}, without the {header!r} that "
+            f"{self.name} ignores add_generation_prompt: {ends}, without the {header!r} that "
             "begins an assistant's turn: append {% if add_generation_prompt %}{{ "
-            f"{header!r} }}}}{{% endif %}} to it; {self._fix}"
+            f"{header!r} }}}}{{% endif %}} to it; {self.fix}"
         )
 
     def _around_answer(self) -> tuple[str, str]:
@@ -251,14 +283,14 @@ class ChatTemplate:
         shown = repr(self.text[:_SHOWN]) + ("..." if len(self.text) > _SHOWN else "")
         if _QUESTION in text:
             raise ValueError(
-                f"{self._name} leaves the end of a user's text of {len(_LONG_QUESTION)} characters "
-                f"out of the prompt: {shown} must render all of messages[i]['content']; {self._fix}"
+                f"{self.name} leaves the end of a user's text of {len(_LONG_QUESTION)} characters "
+                f"out of the prompt: {shown} must render all of messages[i]['content']; {self.fix}"
             )
         beside = " beside a system prompt" if before else ""
         hint = "" if "{" in self.text else "; it must be the text of a template, not a path"
         raise ValueError(
-            f"{self._name} leaves the user's text out of the prompt{beside}: {shown} must render "
-            f"messages[i]['content']{hint}; {self._fix}"
+            f"{self.name} leaves the user's text out of the prompt{beside}: {shown} must render "
+            f"messages[i]['content']{hint}; {self.fix}"
         )
 
 

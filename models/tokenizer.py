@@ -1,15 +1,16 @@
 """Tokenizer and chat template of a model, and the ids that end a completion.
 
-Text becomes token ids only through the chat template: completions are recorded as ids, and their
-text is only a view of them.
+Text becomes token ids only through the chat template, but for records of plain text that supervised
+training reads: completions are recorded as ids, and their text is only a view of them.
 """
 
+import dataclasses
 import datetime
 import math
 import os
 import pathlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 import transformers
 from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
 
+from models.assistant_turns import assistant_pieces
 from models.chat_template import ChatTemplate
 from models.files.carried_files import make_readable_by_both
 from models.files.gguf import open_gguf
@@ -26,6 +28,17 @@ from models.files.gguf_tokenizer import build_tokenizer, special_token
 from models.files.hf_folder import CONFIG, GENERATION_CONFIG, is_gguf, locate, read_json_if_there
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedText:
+    """Token ids of which some train, up to the last that does."""
+
+    token_ids: list[int]
+    trains: list[bool]
+    """Of each token; never the first, which nothing precedes."""
+    open_turns: int = 0
+    """Turns that train and end without a stop token."""
 
 
 class Tokenizer:
@@ -36,6 +49,7 @@ class Tokenizer:
         stop_ids: any of them ends a completion.
         pad_id: fills rows; eos where the tokenizer has no pad, since masks come from lengths.
         bos_id: or None.
+        eos_id: ends a text; a stop id where the tokenizer names none.
         vocab_size: ids from here on are no tokens, though the embedding may have rows for them.
     """
 
@@ -94,6 +108,7 @@ class Tokenizer:
             )
         self.stop_ids = frozenset(stop_ids)
         pad_ids = (backend.pad_token_id, backend.eos_token_id, min(stop_ids))
+        self.eos_id: int = min(stop_ids) if backend.eos_token_id is None else backend.eos_token_id
         self.pad_id: int = next(token_id for token_id in pad_ids if token_id is not None)
         control_tokens = {
             token.content
@@ -139,6 +154,57 @@ class Tokenizer:
             token_ids = token_ids[1:]
         return token_ids
 
+    def encode_turns(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        trained: Collection[int],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> TrainedText:
+        """Token ids of a conversation in which turns of the assistant train.
+
+        The tokens before the first such turn are those of `encode_chat` of the messages before it,
+        and a turn begins with a token of its own, as when it is sampled. It trains up to its first
+        stop token, which trains as well; special tokens come from the template only.
+
+        Args:
+            trained: places of those turns among the messages; at least one.
+            tools: as `encode_chat` has them.
+
+        Raises:
+            ValueError: as `encode_chat` does, or if it cannot be told which tokens train.
+        """
+        if tools:
+            self.template.check_takes_tools("tools of the conversation")
+        tools = tools or self.template.tools
+        if before := messages[: max(trained)]:
+            self._check_shown(before, tools)
+        spelled = self._spelled([*messages, *tools])
+        if spelled:
+            messages, tools = self._marked(messages), self._marked(tools)
+        token_ids: list[int] = []
+        trains: list[bool] = []
+        open_turns = 0
+        for piece in assistant_pieces(self.template, messages, trained, tools=tools):
+            ids = self._part_ids(piece.text, spelled, is_first=not token_ids)
+            end = next((i + 1 for i, one in enumerate(ids) if one in self.stop_ids), None)
+            open_turns += piece.is_turn and end is None
+            token_ids += ids
+            trains += [piece.is_turn and (end is None or i < end) for i in range(len(ids))]
+        while self.bos_id is not None and token_ids[:2] == [self.bos_id, self.bos_id]:
+            token_ids, trains = token_ids[1:], trains[1:]
+        return _trained_text(token_ids, trains, open_turns)
+
+    def encode_text(self, text: str) -> TrainedText:
+        """Token ids of a text that trains whole, without the chat template.
+
+        It begins as the tokenizer begins a text and ends with `eos_id`; special tokens that it
+        spells are such.
+        """
+        ids = self._backend.encode(text, add_special_tokens=True)
+        ids += [] if ids[-1:] == [self.eos_id] else [self.eos_id]
+        return _trained_text(ids, [True] * len(ids), 0)
+
     def special_tokens_in(self, text: str) -> list[str]:
         """The special tokens and ends of a turn that a text spells, in its order."""
         return self._control_token.findall(text)
@@ -170,11 +236,26 @@ class Tokenizer:
         spelled: Sequence[str],
     ) -> list[int]:
         """Ids of a conversation in which the template's special tokens are the only ones."""
-        marked, marked_tools = (
-            mark_control_tokens([dict(one) for one in values], self._control_token)
-            for values in (messages, tools)
+        text = self.template.render(
+            self._marked(messages), add_generation_prompt=True, tools=self._marked(tools)
         )
-        text = self.template.render(marked, add_generation_prompt=True, tools=marked_tools)
+        return self._marked_text_ids(text, spelled)
+
+    def _marked(self, values: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The same with marks around the special tokens that their texts spell."""
+        return mark_control_tokens([dict(one) for one in values], self._control_token)
+
+    def _part_ids(self, text: str, spelled: Sequence[str], *, is_first: bool) -> list[int]:
+        """Ids of a part of a conversation; within it no blank is added, as some tokenizers do."""
+        if not is_first:
+            newline = self._backend.encode("\n", add_special_tokens=False)
+            ids = self._marked_text_ids("\n" + text, spelled)
+            if ids[: len(newline)] == newline:
+                return ids[len(newline) :]
+        return self._marked_text_ids(text, spelled)
+
+    def _marked_text_ids(self, text: str, spelled: Sequence[str]) -> list[int]:
+        """Ids of a text in which what is marked is no special token."""
         try:
             return encode_marked_chat(self._backend, text)
         except ValueError as error:
@@ -215,6 +296,12 @@ class Tokenizer:
         """The special token that the template puts after an assistant's turn, if there is one."""
         first = self._backend.encode(self.template.after_answer(), add_special_tokens=False)[:1]
         return set(first) & set(self._backend.added_tokens_decoder)
+
+
+def _trained_text(token_ids: list[int], trains: list[bool], open_turns: int) -> TrainedText:
+    trains = [False, *trains[1:]]
+    count = max((i + 1 for i, one in enumerate(trains) if one), default=0)
+    return TrainedText(token_ids[:count], trains[:count], open_turns)
 
 
 def load_tokenizer(
