@@ -40,7 +40,7 @@ from learner.objective.off_policy import (
 )
 from learner.objective.sequence_ratio import with_sequence_ratios
 from learner.publish.canary import ScoredProbe
-from learner.publish.snapshot import PUBLISH_DTYPES, Snapshot
+from learner.publish.snapshot import PUBLISH_DTYPES, Snapshot, host_weights
 from learner.teacher import TeacherModel
 from learner.update.state import TrainState, init_state, place_params
 from learner.update.update_metrics import (
@@ -53,7 +53,6 @@ from learner.update.update_metrics import (
 )
 from learner.update.value_head import policy_params, with_value_head
 from models.config import ModelConfig
-from models.files.checkpoint import to_named
 from models.probe import precision
 from models.transformer import Params
 from services.process import failpoints
@@ -427,20 +426,14 @@ class LearnerCore:
         return {"mem/peak_bytes_in_use_max": float(max(peaks))} if peaks else {}
 
     def named_weights(self, dtype: str) -> dict[str, np.ndarray]:
-        """Host copies of the current policy under Hugging Face names, for wire or export.
-
-        One parameter at a time is cast and gathered on its way to the host. Nothing returned
-        shares memory with a device.
+        """The current policy as `host_weights` has it, for wire or export.
 
         Raises:
             ValueError: if dtype is neither `bfloat16` nor `float32`.
         """
         _check_dtype(dtype)
         with self._lock:
-            host = jax.tree.map(
-                lambda leaf: np.array(leaf.astype(PUBLISH_DTYPES[dtype])), self._policy
-            )
-        return to_named(host, self._config)
+            return host_weights(self._policy, self._config, dtype)
 
     def snapshot(self, dtype: str, clock: PhaseClock, *, probe: bool = True) -> Snapshot:
         """Copies the current policy on the devices, so that later steps do not change it.

@@ -20,12 +20,12 @@ from learner.durable.rollout_file import RolloutHeader, RolloutRecorder, plain_h
 from learner.durable.segment_file import NOTHING_OPEN
 from learner.learner_records import Restored, Saved, UpdateReport, restored_at
 from learner.learner_spec import LearnerSpec
+from learner.policy_export import PolicyExport
 from learner.publish.publisher import Publisher, PublishFailed
-from learner.publish.snapshot import PUBLISH_DTYPES, Snapshot
+from learner.publish.snapshot import Snapshot
 from learner.teacher import load_teacher
 from models.files.carried_files import read_carried
-from models.files.checkpoint import LoadedModel, load_model, save_model
-from models.files.hf_export import cast_to_stored, dtype_names
+from models.files.checkpoint import LoadedModel, load_model
 from models.tokenizer import load_tokenizer
 from services.process.phase_clock import PhaseClock
 from services.trajectories.group_buffer import GroupBuffer
@@ -63,19 +63,18 @@ class RecordedLearner:
         self._spec = spec
         self._clock = clock
         self._devices = devices
-        self._tokenizer = load_tokenizer(
+        tokenizer = load_tokenizer(
             spec.model_path,
             tokenizer=spec.tokenizer,
             chat_template=spec.chat_template,
             stop_tokens=spec.stop_tokens,
         )
         loaded = load_model(spec.model_path)
-        self._model = loaded.config
-        self._stored_dtypes = loaded.stored_dtypes
-        self._carried = read_carried(
+        carried = read_carried(
             spec.model_path, tokenizer=spec.tokenizer, chat_template=spec.chat_template
         )
-        valid_vocab = min(self._tokenizer.vocab_size, loaded.config.vocab_size)
+        self._export = PolicyExport.of(loaded, tokenizer, carried, spec.export_dtype)
+        valid_vocab = min(tokenizer.vocab_size, loaded.config.vocab_size)
         self._header = _rollout_header(spec, loaded, valid_vocab)
         teacher = load_teacher(spec.algorithm, loaded.config, digest=spec.teacher_digest)
         self._core = LearnerCore(
@@ -261,14 +260,8 @@ class RecordedLearner:
             The types of its tensors, such as `bfloat16`.
         """
         with self._clock.phase("checkpoint"):
-            dtypes = self._stored_dtypes
-            if self._spec.export_dtype is not None:
-                dtypes = dict.fromkeys(dtypes, PUBLISH_DTYPES[self._spec.export_dtype])
-            narrow = set(dtypes.values()) == {PUBLISH_DTYPES["bfloat16"]}
-            named = self._core.named_weights("bfloat16" if narrow else "float32")
-            named = cast_to_stored(named, dtypes)
-            save_model(pathlib.Path(folder), self._model, named, self._tokenizer, self._carried)
-            return " and ".join(dtype_names(named.values()))
+            named = self._core.named_weights(self._export.narrowest)
+            return self._export.write(pathlib.Path(folder), named)
 
     def digest(self, policy_version: int, timeout_s: float) -> str:
         """The digest under which a version was issued, once it is there for the workers.

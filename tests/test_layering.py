@@ -37,6 +37,7 @@ OURS = {
     "learner.update": "learner.config learner.objective kernels models services.wire",
     "learner.publish": "learner.config learner.update kernels models services",
     "learner.durable": "learner.config learner.update models services",
+    "learner.sft": "learner.config learner.objective learner.publish learner.update kernels models",
     "rollout_worker": "rollout_worker kernels models services",
     "rollout_worker.engine": "rollout_worker.config kernels models services",
     # Prompts carry the gold answer, and a scorer may ask the generator of its prompt.
@@ -52,6 +53,8 @@ OURS = {
     "driver.reports": "driver.config driver.accounting driver.errors "
     "learner rollout_worker services dashboard.auth dashboard.listener",
     "driver.postmortem": "driver.errors driver.reports services",
+    "driver.sft": "driver.config driver.accounting driver.errors driver.signals "
+    "learner rollout_worker models kernels services",
     "driver.terminal": "driver.accounting driver.errors driver.reports services diagnosis",
     "benchmarks": "*",
     "deploy": "*",
@@ -65,10 +68,11 @@ ENTRIES = {
     "kernels/tpu_report.py": "benchmarks.tpu.kernel_report",
     "learner/ab.py": "benchmarks.ab.cli",
     "learner/delta_bench.py": "benchmarks.transfer.optimizer_delta",
+    "learner/sft/__main__.py": "driver.sft.cli",
     "rollout_worker/bench.py": "benchmarks.decode.cli",
     "services/bench.py": "benchmarks.transfer.cli",
 }
-"""Files that only start a program of `benchmarks`, under the name that users know."""
+"""Files that only start a program of another package, under the name that users know."""
 
 THIRD_PARTY = {
     "kernels": {"jax": "*", "numpy": "*"},
@@ -133,7 +137,8 @@ THIRD_PARTY = {
         "ray": "*",
         "rich": "*",
         "numpy": "*",
-        "pydantic": "config/*",
+        "jax": "sft/sft_run.py",
+        "pydantic": "config/* sft/sft_config.py",
         "ruamel": "config/*",
         "tensorboardX": "reports/tensorboard.py",
         "wandb": "reports/wandb_tracker.py",

@@ -73,3 +73,16 @@ def _listed(params: Params) -> Params:
         return jax.ShapeDtypeStruct(struct.shape[1:], struct.dtype, sharding=sharding)
 
     return {**params, STACKED: [jax.tree.map(without_layers, params[STACKED])] * L}
+
+
+def host_weights(params: Params, config: ModelConfig, dtype: str) -> dict[str, np.ndarray]:
+    """Host copies of parameters on devices, under Hugging Face's names.
+
+    One parameter at a time is cast and gathered on its way to the host. Nothing returned shares
+    memory with a device.
+
+    Args:
+        dtype: `bfloat16` or `float32`.
+    """
+    cast = lambda leaf: np.array(leaf.astype(PUBLISH_DTYPES[dtype]))
+    return to_named(jax.tree.map(cast, params), config)

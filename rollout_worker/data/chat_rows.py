@@ -85,7 +85,7 @@ def read_row(record: Mapping[str, Any], plain: Mapping[str, Any], source: Source
                 f"field {name!r} has messages as JSON text, which the model would read as they "
                 f"stand, {question!r:.80}: write them as a list of messages"
             )
-    tools = _tools(plain.get(TOOLS)) if messages else ()
+    tools = tools_of(plain.get(TOOLS)) if messages else ()
     return ChatRow(messages, question, _answer(record, plain, source), tools)
 
 
@@ -148,8 +148,12 @@ def _ground_truth(record: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
     return gold_answer(text)
 
 
-def _messages(values: list[Any], name: str) -> tuple[dict[str, Any], ...]:
-    """The messages of a field, checked; without keys of null, which Parquet adds."""
+def conversation(values: list[Any], name: str) -> tuple[dict[str, Any], ...]:
+    """The messages of a field, checked; without keys of null, which Parquet adds.
+
+    Raises:
+        ValueError: naming the message, the rule and the fix.
+    """
     if not values:
         raise ValueError(f"field {name!r} has no messages: fill it in or remove the record")
     messages = tuple(_message(value, f"{name}[{i}]") for i, value in enumerate(values))
@@ -159,6 +163,12 @@ def _messages(values: list[Any], name: str) -> tuple[dict[str, Any], ...]:
                 f"{name}[{place}] is a system message, which only the first may be: move or "
                 "remove it"
             )
+    return messages
+
+
+def _messages(values: list[Any], name: str) -> tuple[dict[str, Any], ...]:
+    """A conversation that a completion is to answer."""
+    messages = conversation(values, name)
     last = messages[-1]["role"]
     if last not in ("user", "tool"):
         raise ValueError(
@@ -220,8 +230,12 @@ def _checked_calls(calls: Any, where: str) -> Any:
     return calls
 
 
-def _tools(value: Any) -> tuple[dict[str, Any], ...]:
-    """The schemas of a record, as a list or its JSON text; without keys of null."""
+def tools_of(value: Any) -> tuple[dict[str, Any], ...]:
+    """The schemas of a record, as a list or its JSON text; without keys of null.
+
+    Raises:
+        ValueError: if they are neither.
+    """
     given = value
     if isinstance(value, str) and value.strip():
         try:

@@ -116,10 +116,10 @@ def load_prompts(
     prompts, next_id = [], source.skip
     left_out: list[tuple[int, int]] = []
     system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-    for prompt_id, place, raw in _records(source):
+    for prompt_id, place, raw in records(source):
         next_id = prompt_id + 1
         try:
-            record = _plain(raw)
+            record = plain_record(raw)
             row = read_row(raw, record, source)
             content = question_template.replace("{question}", row.question)
             said = row.messages or ({"role": "user", "content": content},)
@@ -178,24 +178,28 @@ def count_shared(train: PromptSet, held_out: PromptSet) -> int:
     return sum(prompt.question in questions for prompt in held_out.prompts)
 
 
-def _records(source: SourceConfig) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """Yields (index in the source, place for error messages, record)."""
+def records(source: SourceConfig) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """Yields (index in the source, place for error messages, record) of what it has.
+
+    Raises:
+        ValueError: if the source is missing or broken.
+    """
     name = source.source
     if source.is_procedural:
-        records = _procedural(source)
+        found = _procedural(source)
     elif name.endswith(".jsonl"):
-        records = _jsonl(_existing_file(name))
+        found = _jsonl(_existing_file(name))
     elif name.endswith(".parquet"):
-        records = _parquet(_existing_file(name), source)
+        found = _parquet(_existing_file(name), source)
     elif _HUB_ID.fullmatch(name) and not name.endswith(_OTHER_FILES):
-        records = _hub(source)
+        found = _hub(source)
     else:
         raise ValueError(
             f"source {name!r} is none of: {PREFIX}<task>, a path that ends in .jsonl or .parquet, "
             "an HF dataset id such as openai/gsm8k"
         )
     stop = None if source.size is None else source.skip + source.size
-    indexed = enumerate(records)
+    indexed = enumerate(found)
     for index, (place, record) in islice(indexed, source.skip, stop):
         yield index, place, record
 
@@ -362,8 +366,8 @@ def _hub(source: SourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
         ) from error
 
 
-def _plain(value: Any, where: str = "", depth: int = 0) -> Any:
-    """Turns a value into JSON values, since a record crosses process boundaries.
+def plain_record(value: Any, where: str = "", depth: int = 0) -> Any:
+    """Turns a record, or a value of it, into JSON values, since it crosses process boundaries.
 
     An object that has no form in JSON becomes None.
 
@@ -383,13 +387,15 @@ def _plain(value: Any, where: str = "", depth: int = 0) -> Any:
         return float(value) if math.isfinite(float(value)) else None
     if isinstance(value, Mapping):
         return {
-            _checked_text(str(key), "a key"): _plain(each, where or f"field {key!r}", depth + 1)
+            _checked_text(str(key), "a key"): plain_record(
+                each, where or f"field {key!r}", depth + 1
+            )
             for key, each in value.items()
         }
     if isinstance(value, list | tuple | set | frozenset | np.ndarray):
-        return [_plain(each, where, depth + 1) for each in value]
+        return [plain_record(each, where, depth + 1) for each in value]
     if isinstance(value, np.generic):
-        return _plain(value.item(), where, depth)
+        return plain_record(value.item(), where, depth)
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     return None

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 
 from rollout_worker.config import DataConfig, SourceConfig
 from rollout_worker.data.prompts import ChatTokenizer, Prompt, PromptSet, load_prompts
@@ -93,14 +93,16 @@ def _as_part(read: PromptSet, name: str, *, first_id: int) -> PromptSet:
     )
 
 
-def order_of(data: DataConfig, train: TrainingSet, *, seed: int) -> DataOrder:
-    """The order in which a run takes these prompts."""
+def order_of(data: DataConfig, sets: Sequence[Sized], *, seed: int) -> DataOrder:
+    """The order in which a run takes what it trains on.
+
+    Args:
+        sets: the prompts, or examples, of each source.
+    """
     return DataOrder(
         seed,
         tuple(
             OrderedSource(name=name, count=len(read), weight=weight)
-            for name, weight, read in zip(
-                data.train_names, data.train_weights, train.sets, strict=True
-            )
+            for name, weight, read in zip(data.train_names, data.train_weights, sets, strict=True)
         ),
     )

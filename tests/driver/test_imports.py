@@ -22,6 +22,8 @@ ENTRIES = {
     # `--help` and `--print-config`: what checks the data and what runs is imported after them.
     "driver.cli": CONFIGURATION,
     "driver.config.prepare": MODEL | WIRE | {"ruamel"},
+    "driver.sft.cli": CONFIGURATION,
+    "driver.sft.sft_run": MODEL | WIRE | {"optax", "orbax", "ruamel"},
     "driver.run": MODEL | WIRE | {"ray", "rich", "ruamel"},
     "learner.recorded_learner": MODEL | {"optax", "orbax"},
     "rollout_worker.actor": MODEL | WIRE,

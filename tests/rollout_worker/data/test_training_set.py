@@ -58,7 +58,7 @@ def test_ids_stay_whatever_the_length_bound_and_skip_leave_out(load):
 
 def test_the_order_has_count_weight_and_name_of_each_source(load):
     data, train = load(SOURCES, a={"weight": 5, "name": "sums"}, b={"weight": 3}, c={"weight": 2})
-    order = order_of(data, train, seed=7)
+    order = order_of(data, train.sets, seed=7)
     assert [(one.name, one.count, one.weight) for one in order.sources] == [
         *[("sums", 3, 5), ("b", 2, 3), ("c", 1, 2)]
     ]
@@ -72,7 +72,7 @@ def test_a_list_of_one_source_is_that_source(load):
     alone = load_training(one, tokenizer=Letters(), max_prompt_tokens=99)
     assert digest_data(alone.sets) == digest_data(several.sets)
     assert [p.source for p in several.prompts] == ["", "", ""]
-    mixtures = [order_of(d, t, seed=1).mixture() for d, t in ((data, several), (one, alone))]
+    mixtures = [order_of(d, t.sets, seed=1).mixture() for d, t in ((data, several), (one, alone))]
     assert mixtures[0] == mixtures[1]
 
 
