@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+# Without bytecode of all 20,000 modules, which takes pip over a minute: Python makes it as it imports.
+INSTALL := install --quiet --disable-pip-version-check --no-compile
 # Test processes side by side, for two cores: a test that starts a service waits half of its time.
 JOBS ?= 3
 # Tests of a file share what it builds, so one process runs them all.
@@ -16,15 +18,15 @@ help: ## list the targets
 .venv/.run: pyproject.toml constraints.txt
 	@echo "installing into .venv (about a minute)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt .
+	$(BIN)/python -m pip $(INSTALL) -c constraints.txt .
 	@touch $@
 
 .venv/.test: .venv/.run
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '.[test]'
+	$(BIN)/python -m pip $(INSTALL) -c constraints.txt '.[test]'
 	@touch $@
 
 .venv/.tpu: .venv/.run
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '.[tpu]'
+	$(BIN)/python -m pip $(INSTALL) -c constraints.txt '.[tpu]'
 	@touch $@
 
 SITE_PACKAGES := 'import sysconfig; print(sysconfig.get_path("purelib"))'
@@ -32,7 +34,7 @@ SITE_PACKAGES := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 # An older transformers, which must read our exports too; torch is that of .venv.
 .venv/.transformers4: .venv/.test
 	$(BIN)/python -m venv .venv/transformers4
-	.venv/transformers4/bin/python -m pip install --quiet --disable-pip-version-check \
+	.venv/transformers4/bin/python -m pip $(INSTALL) \
 		'transformers==4.57.*' jinja2
 	$(BIN)/python -c $(SITE_PACKAGES) > \
 		$$(.venv/transformers4/bin/python -c $(SITE_PACKAGES))/torch.pth
