@@ -1,5 +1,6 @@
 """Every test runs on eight CPU devices; what needs more is marked and skipped with its reason."""
 
+import gc
 import json
 import os
 import pathlib
@@ -41,6 +42,18 @@ def compile_quickly():
 
 
 compile_quickly()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session):
+    """Keeps modules and tests, which are no garbage, from being searched for it again and again:
+    such a search takes most of a second."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items):

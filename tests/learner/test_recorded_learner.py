@@ -55,7 +55,6 @@ def compiled():
     tokenizer = functools.cache(load_tokenizer)
     with functions_made_once([]), mock.patch("learner.recorded_learner.load_tokenizer", tokenizer):
         yield {}
-    gc.unfreeze()
 
 
 @pytest.fixture
