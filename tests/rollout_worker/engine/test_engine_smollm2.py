@@ -1,5 +1,7 @@
 """The engine beside transformers and beside the learner's forward pass, on a real model."""
 
+import dataclasses
+import functools
 import pathlib
 
 import jax
@@ -33,13 +35,31 @@ QUESTIONS = (
     "A train goes 60 km in 45 minutes. How fast is it in km/h? Show your work step by step.",
     "Hi",
 )
-NEW_TOKENS = 64
-F32 = jnp.dtype("float32")
+PROMPT_TOKENS, NEW_TOKENS = 64, 32
+CACHE_TOKENS = PROMPT_TOKENS + NEW_TOKENS
+F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 
 
 @pytest.fixture(scope="module")
 def smollm2():
     return load_model(str(SMOLLM2)), load_tokenizer(str(SMOLLM2))
+
+
+@pytest.fixture(scope="module")
+def with_layers(smollm2):
+    """The model, or the first layers of it, which are compiled and run in less time."""
+    whole, _ = smollm2
+
+    @functools.cache
+    def of(layers=whole.config.num_layers):
+        first = jax.tree.map(lambda leaf: leaf[:layers], whole.params["layers"])
+        return dataclasses.replace(
+            whole,
+            config=dataclasses.replace(whole.config, num_layers=layers),
+            params={**whole.params, "layers": first},
+        )
+
+    return of
 
 
 @pytest.fixture(scope="module")
@@ -49,61 +69,96 @@ def prompts(smollm2):
     return [np.asarray(tokenizer.encode_chat(chat), np.int32) for chat in chats]
 
 
-def complete(smollm2, prompts, dtype, sampling, new_tokens=NEW_TOKENS, slots=6):
-    """Completions of every prompt; fewer slots than prompts, so that slots are taken over."""
-    model, tokenizer = smollm2
-    layout = Layout(model.config, make_mesh(jax.devices()[:1], 1, 1), np.dtype(dtype))
-    spec = DecodeSpec(
-        layout=layout,
-        valid_vocab=tokenizer.vocab_size,
-        compute_dtype=dtype,
-        attention_dtype=dtype,
-        attention_impl="xla",
-        slots=slots,
-        segment_tokens=16,
-        wide_cache=True,
-    )
-    limits = EngineLimits(max_prompt_tokens=64, max_new_tokens=new_tokens, cache_tokens=128)
-    stops = tuple(tokenizer.stop_ids)
-    engine = Engine(spec, limits, loop="while", stop_ids=stops, clock=PhaseClock())
-    host = jax.tree.map(np.asarray, unstack_layers(model.params))
-    engine.swap_policy(layout.to_inference(host), version=0)
-    key_data = np.asarray(jax.random.key_data(jax.random.key(0)))
-    engine.submit_requests(
-        [
-            DecodeRequest(
-                request_id=str(i),
-                token_ids=prompt,
-                prompt_id=i,
-                epoch=0,
-                samples=(0,),
-                max_new_tokens=new_tokens,
-                key_data=key_data,
-                sampling=sampling,
-            )
-            for i, prompt in enumerate(prompts)
-        ]
-    )
-    rows = {int(row.request_id): row for row in run_to_end(engine)}
-    return [rows[i] for i in range(len(prompts))]
+@pytest.fixture(scope="module")
+def completions(smollm2, with_layers):
+    """Decodes prompts; fewer slots than prompts, so that slots are taken over. The engines
+    are shared: to compile their programs costs more than to run them."""
+    _, tokenizer = smollm2
+
+    @functools.cache
+    def engine_of(dtype, *layers):
+        model = with_layers(*layers)
+        layout = Layout(model.config, make_mesh(jax.devices()[:1], 1, 1), np.dtype(dtype))
+        spec = DecodeSpec(
+            layout=layout,
+            valid_vocab=tokenizer.vocab_size,
+            compute_dtype=dtype,
+            attention_dtype=dtype,
+            attention_impl="xla",
+            slots=6,
+            segment_tokens=16,
+            wide_cache=True,
+        )
+        limits = EngineLimits(
+            max_prompt_tokens=PROMPT_TOKENS, max_new_tokens=NEW_TOKENS, cache_tokens=CACHE_TOKENS
+        )
+        stops = tuple(tokenizer.stop_ids)
+        engine = Engine(spec, limits, loop="while", stop_ids=stops, clock=PhaseClock())
+        host = jax.tree.map(np.asarray, unstack_layers(model.params))
+        engine.swap_policy(layout.to_inference(host), version=0)
+        return engine
+
+    def complete(prompts, dtype, sampling, *layers):
+        key_data = np.asarray(jax.random.key_data(jax.random.key(0)))
+        engine = engine_of(dtype, *layers)
+        engine.submit_requests(
+            [
+                DecodeRequest(
+                    request_id=str(i),
+                    token_ids=prompt,
+                    prompt_id=i,
+                    epoch=0,
+                    samples=(0,),
+                    max_new_tokens=NEW_TOKENS,
+                    key_data=key_data,
+                    sampling=sampling,
+                )
+                for i, prompt in enumerate(prompts)
+            ]
+        )
+        rows = {int(row.request_id): row for row in run_to_end(engine)}
+        return [rows[i] for i in range(len(prompts))]
+
+    return complete
 
 
-def learner_logprobs(smollm2, prompt, completion, dtype):
-    """float32 logprobs of a completion by one forward pass, as the learner takes it."""
-    model, tokenizer = smollm2
-    ids_BT = jnp.asarray(np.concatenate([prompt, completion]))[None]
-    position_BT = jnp.arange(ids_BT.shape[1])[None]
+@pytest.fixture(scope="module")
+def learner_logprobs(smollm2, with_layers):
+    """float32 logprobs of completions, one after the other, as the learner takes them."""
+    _, tokenizer = smollm2
+
+    def of(prompts, rows, dtype, *layers):
+        model = with_layers(*layers)
+        ids = [np.concatenate([p, row.token_ids]) for p, row in zip(prompts, rows, strict=True)]
+        longest = max(map(len, ids))
+        # What follows the end is not looked at.
+        ids_BT = np.stack([np.pad(one, (0, longest - len(one))) for one in ids])
+        columns = tokenizer.vocab_size
+        found = learner_pass(
+            model.params, ids_BT, config=model.config, columns=columns, dtype=dtype
+        )
+        return np.concatenate(
+            [
+                logprobs[len(prompt) - 1 : len(one) - 1]
+                for logprobs, prompt, one in zip(np.asarray(found), prompts, ids, strict=True)
+            ]
+        )
+
+    return of
+
+
+@functools.partial(jax.jit, static_argnames=("config", "columns", "dtype"))
+def learner_pass(params, ids_BT, *, config, columns, dtype):
+    """float32 logprob of each id after those before it, [B, T - 1], by one forward pass."""
+    position_BT = jnp.broadcast_to(jnp.arange(ids_BT.shape[1]), ids_BT.shape)
     attend = packed_attend(jnp.ones_like(ids_BT), operand_dtype=dtype)
-    hidden, _ = forward(
-        model.params, model.config, ids_BT, position_BT, attend, compute_dtype=dtype
-    )
-    scores = logits(hidden, head_weight(model.params))[0, len(prompt) - 1 : -1]
-    scores = scores[:, : tokenizer.vocab_size]
-    chosen = jnp.take_along_axis(scores, jnp.asarray(completion)[:, None], axis=1)[:, 0]
-    return np.asarray(chosen - jax.nn.logsumexp(scores, axis=1))
+    hidden, _ = forward(params, config, ids_BT, position_BT, attend, compute_dtype=dtype)
+    scores = logits(hidden, head_weight(params))[:, :-1, :columns]
+    chosen = jnp.take_along_axis(scores, ids_BT[:, 1:, None], axis=2)[..., 0]
+    return chosen - jax.nn.logsumexp(scores, axis=2)
 
 
-def test_greedy_equals_transformers_token_for_token(smollm2, prompts, tmp_path):
+def test_greedy_equals_transformers_token_for_token(smollm2, prompts, completions, tmp_path):
     torch = pytest.importorskip("torch", reason="needs the test extra: torch")
     import transformers
 
@@ -111,7 +166,7 @@ def test_greedy_equals_transformers_token_for_token(smollm2, prompts, tmp_path):
     save_model(tmp_path / "m", model.config, to_named(model.params, model.config), tokenizer)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
     theirs.eval()
-    rows = complete(smollm2, prompts, F32, SamplingSettings(temperature=0.0))
+    rows = completions(prompts, F32, SamplingSettings(temperature=0.0))
     for prompt, row in zip(prompts, rows, strict=True):
         whole = torch.from_numpy(np.concatenate([prompt, row.token_ids])[None].astype(np.int64))
         with torch.no_grad():
@@ -122,22 +177,21 @@ def test_greedy_equals_transformers_token_for_token(smollm2, prompts, tmp_path):
         assert len(row.token_ids) == NEW_TOKENS or ended
 
 
-def test_logprobs_are_those_of_the_learner(smollm2, prompts):
-    rows = complete(smollm2, prompts, F32, SamplingSettings(), new_tokens=32)
-    for prompt, row in zip(prompts, rows, strict=True):
-        expected = learner_logprobs(smollm2, prompt, row.token_ids, F32)
-        np.testing.assert_allclose(row.logprobs, expected, atol=1e-4)
+def test_logprobs_are_those_of_the_learner(prompts, completions, learner_logprobs):
+    rows = completions(prompts, F32, SamplingSettings())
+    expected = learner_logprobs(prompts, rows, F32)
+    found = np.concatenate([row.logprobs for row in rows])
+    np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
-def test_bf16_logprobs_differ_no_more_than_two_bf16_passes_do(smollm2, prompts):
+def test_bf16_logprobs_differ_no_more_than_two_bf16_passes_do(
+    prompts, completions, learner_logprobs
+):
     """The noise is that of the learner's own bfloat16 pass against its float32 pass."""
-    bf16 = jnp.dtype("bfloat16")
-    rows = complete(smollm2, prompts[:4], bf16, SamplingSettings(), new_tokens=32)
-    gap, noise = [], []
-    for prompt, row in zip(prompts, rows, strict=False):
-        exact = learner_logprobs(smollm2, prompt, row.token_ids, F32)
-        gap.append(row.logprobs - exact)
-        noise.append(learner_logprobs(smollm2, prompt, row.token_ids, bf16) - exact)
-    gap, noise = np.concatenate(gap), np.concatenate(noise)
+    prompts, layers = prompts[:4], 8
+    rows = completions(prompts, BF16, SamplingSettings(), layers)
+    exact = learner_logprobs(prompts, rows, F32, layers)
+    gap = np.concatenate([row.logprobs for row in rows]) - exact
+    noise = learner_logprobs(prompts, rows, BF16, layers) - exact
     assert np.abs(gap).mean() < 1.5 * np.abs(noise).mean()
     assert abs(gap.mean()) < np.abs(noise).mean(), "an offset is no rounding"
