@@ -94,6 +94,11 @@ def test_the_sampled_form_has_the_gradient_of_the_full_one_in_expectation():
             {"kl_in": "reward", "kl_coef": 0.1, "kl_estimator": "k1"},
             "advantage_coef=0 trains on none: set advantage_coef above 0, or kl_in to loss",
         ),
+        (
+            {"advantage": "gae"},
+            "advantage=gae trains a critic on rewards, but .* set advantage_coef above 0, or take",
+        ),
+        ({"distillation": {"teacher": ""}}, "at least 1 character"),
     ],
 )
 def test_what_takes_the_teachers_signal_away_is_refused(keys, message):
