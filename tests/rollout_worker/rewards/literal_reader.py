@@ -134,13 +134,15 @@ def shown(text: str) -> str:
 
 def stars_as_powers(text: str) -> str:
     """Writes `cm**2` and `5 ** 2` as `cm^2` and `5 ^ 2`; other pairs of stars only look."""
-    first, *others = text.split("**")
+    before, *others = text.split("**")
+    out = before
     for other in others:
-        touches = first[-1:].isalpha() or first[-1:] == ")"
+        touches = before[-1:].isalpha() or before[-1:] == ")"
         is_power = touches and other[:1].isdecimal()
-        is_power |= first.rstrip(BLANKS)[-1:].isdecimal() and other.lstrip(BLANKS)[:1].isdecimal()
-        first += ("^" if is_power else "\t") + other
-    return first
+        is_power |= before.rstrip(BLANKS)[-1:].isdecimal() and other.lstrip(BLANKS)[:1].isdecimal()
+        out += ("^" if is_power else "\t") + other
+        before = other  # in `**5** **1/2**` one emphasis ends and another begins
+    return out
 
 
 def thin_spaces_as_commas(text: str) -> str:

@@ -119,6 +119,7 @@ def value(answer):
         ("#### 5 o'clock", 5),
         ("#### 57 T-shirts", 57),
         ("#### 57eggs", 57),
+        ("#### **100** **\u00be** cups", Fraction(403, 4)),
         ("#### 57th", 57),
         ("#### 57 \u6210\u4eba", 57),
         ("#### 57 million thorns", 57_000_000),
