@@ -550,6 +550,7 @@ class SimulatedRun:
             check_worker=lambda info, data: None,
             place_of=lambda position: f"none.jsonl, line {position + 1}",
             left_out=({"why": "too long", "where": "none.jsonl, line 9"},),
+            teacher=None,
         )
         say = driver_run.StepView.say
         with monkeypatch.context() as patched:
