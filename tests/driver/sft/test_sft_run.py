@@ -244,6 +244,7 @@ def test_a_dry_run_and_a_printed_configuration_leave_nothing_behind(options, tmp
     ],
 )
 def test_bad_input_is_one_message_and_exit_code_2(options, capsys, arguments, message):
+    options = [*options, "learner.mesh.data=1"]  # this process is to have one device
     given = [part for option in options for part in ("--set", option)]
     assert cli.main([*given, *arguments]) == 2
     err = capsys.readouterr().err
