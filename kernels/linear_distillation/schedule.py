@@ -123,8 +123,9 @@ def value_and_gradients(
         chunks.zeros(hidden_TD.shape[1:], hidden_dtype),
         head_grad_VD,
     )
-    *of_tokens, head_grad_VD = chunks.walk(step, start)
-    return DistilledGradients(*map(chunks.restore, of_tokens), head_grad_VD)
+    *of_tokens, d_head_VD = chunks.walk(step, start)
+    scores, divergence, d_hidden = chunks.restore(of_tokens)
+    return DistilledGradients(scores, divergence, d_hidden, d_head_VD)
 
 
 class _Loop:

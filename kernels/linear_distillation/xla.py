@@ -117,7 +117,7 @@ def largest(
         return jax.lax.top_k(jnp.concatenate([largest_CK, z_CR], axis=1), top_k + 1)[0], None
 
     nothing = jnp.full((C, top_k + 1), -jnp.inf, jnp.float32)
-    found, _ = jax.lax.scan(lambda *given: look(*given, R), nothing, _starts(V, R))
+    found, _ = jax.lax.scan(lambda so_far, start: look(so_far, start, R), nothing, _starts(V, R))
     return look(found, V // R * R, V % R)[0] if V % R else found
 
 
@@ -160,11 +160,11 @@ def score(pair: Pair, *, keep: bool) -> tuple[PairStatistics, KeptPairs | None]:
 
     zeros_C, none_C = jnp.zeros(C, jnp.float32), jnp.full(C, -jnp.inf, jnp.float32)
     nothing = PairStatistics(Statistics(none_C, *[zeros_C] * 3), none_C, *[zeros_C] * 4)
-    found, kept = jax.lax.scan(lambda *given: look(*given, R), nothing, _starts(V, R))
+    found, kept = jax.lax.scan(lambda so_far, start: look(so_far, start, R), nothing, _starts(V, R))
     rest = None
     if V % R:
         found, rest = look(found, V // R * R, V % R)
-    return found, KeptPairs(kept, rest) if keep else None
+    return found, None if kept is None else KeptPairs(kept, rest)
 
 
 def merge_pairs(parts: PairStatistics) -> PairStatistics:
