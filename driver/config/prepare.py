@@ -3,11 +3,14 @@
 """
 
 import bisect
+import contextlib
 import dataclasses
 import datetime
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -290,6 +293,35 @@ def _say_sandbox(config: RunConfig, params: Mapping[str, Any]) -> str:
     return f"code_tests runs the code of completions with {describe_protections(confined)}"
 
 
+def _run_apart(command: Sequence[str], *, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Runs foreign code and ends what it has started, which need not end with it.
+
+    Raises:
+        subprocess.TimeoutExpired: if it takes too long.
+    """
+    # Files, since a pipe stays open as long as anything that it started.
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=errors,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(timeout_s)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        errors.seek(0)
+        said = output.read().decode("utf-8", "replace")
+        return subprocess.CompletedProcess(
+            command, code, said, errors.read().decode("utf-8", "replace")
+        )
+
+
 def _try_policy_loss(name: str) -> None:
     """Tries out a user's policy loss in a process of its own: it is foreign code, and JAX would
     take the devices of this host.
@@ -299,7 +331,7 @@ def _try_policy_loss(name: str) -> None:
     """
     command = [sys.executable, "-m", "learner.objective.own_policy_loss", name]
     try:
-        tried = subprocess.run(command, capture_output=True, text=True, timeout=_POLICY_LOSS_S)
+        tried = _run_apart(command, timeout_s=_POLICY_LOSS_S)
     except subprocess.TimeoutExpired:
         raise ConfigError(
             f"algorithm.policy_loss={name}: it took over {_POLICY_LOSS_S:g} s for 30 tokens: "

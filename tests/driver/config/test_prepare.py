@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import time
 
 import pytest
 
@@ -10,6 +11,7 @@ from driver.config.prepare import prepare
 from driver.errors import RunError
 from rollout_worker.data.data_digests import DataDigests
 from rollout_worker.worker_records import WorkerInfo
+from tests.deadlines import HANG_S
 from tests.tiny_model import write_tiny_model
 
 DEMO = pathlib.Path(__file__).parents[3] / "deploy/demo/model"
@@ -223,6 +225,21 @@ def test_a_policy_loss_of_ones_own_is_tried_and_named(ready, tmp_path, monkeypat
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     _, prepared = ready(overrides=["algorithm.policy_loss=good_losses:loss"])
     assert "loss: good_losses:loss of token ratios" in prepared.text
+
+
+def test_what_a_policy_loss_leaves_behind_is_not_waited_for_and_ends(ready, tmp_path, monkeypatch):
+    (tmp_path / "leaving_losses.py").write_text(
+        "import subprocess, pathlib\n"
+        "left = subprocess.Popen(['sleep', '3600'])\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'pid').write_text(str(left.pid))\n"
+        "def loss(*, ratio, advantage, **_): return -ratio\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    ready(overrides=["algorithm.policy_loss=leaving_losses:loss"])
+    left = pathlib.Path("/proc", (tmp_path / "pid").read_text(), "stat")
+    deadline = time.monotonic() + HANG_S
+    while left.exists() and left.read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline
 
 
 def test_a_variable_for_scorers_that_is_not_set_is_noted(ready, monkeypatch):
