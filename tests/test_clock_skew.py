@@ -34,6 +34,8 @@ ALLOWED = {
     "driver/postmortem/host_state.py": "moments in a post-mortem bundle, for people",
     "services/process/stacks.py": "the line above a dump of stacks, for people",
     "driver/config/prepare.py": "the moment that chat templates read, kept for the whole run",
+    "driver/sft/sft_plan.py": "the moment that chat templates read, kept for the whole training",
+    "driver/sft/sft_run.py": "the moment a line of metrics was written, for people",
     "driver/config/paths.py": "{time} in the name of a new folder",
     "driver/reports/tensorboard.py": "the wall time of an event, for people",
     "driver/reports/timeline.py": "the moments in timeline.jsonl, for people",

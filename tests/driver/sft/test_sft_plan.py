@@ -41,7 +41,9 @@ def rows(count):
 def test_the_report_says_what_it_would_do(plan):
     made = plan([*rows(6), {"prompt": "7", "completion": "9" * 50}], held_out=rows(1))
     assert "2 steps of 4 records, 1.33 epochs of 6 records" in made.text
-    assert "1 left out with more than batch.max_tokens=40 tokens (the longest has 68)" in made.text
+    # A short record has 23 tokens; the long one 2 less of prompt and 49 more of completion.
+    assert "6 records" in made.text and "; 138 tokens" in made.text
+    assert "1 left out with more than batch.max_tokens=40 tokens (the longest has 70)" in made.text
     assert "note: also in data.train: 1 record of data.eval" in made.text
     assert made.steps == 2 and len(made.train) == 6 and len(made.held_out["eval/loss"]) == 1
     # "0+1</s>" and its header, then "1</s>": two tokens of each train.
