@@ -87,19 +87,19 @@ def arrays(training):
 
 
 def test_it_learns_the_answers_and_exports_a_model_that_says_them(make, tmp_path, capsys):
-    training = make("run.steps=40")
+    training = make("run.steps=160", "eval.every_steps=40", "checkpoint.every_steps=80")
     training.train(StopSignal())
     training.export()
     training.check_trained()
     lines = read_lines(tmp_path / "out" / "metrics.jsonl")
-    assert [line["step"] for line in lines] == list(range(41))
+    assert [line["step"] for line in lines] == list(range(161))
     assert lines[-1]["train/loss"] < 0.1 < lines[1]["train/loss"]
     assert lines[0].keys() == {"step", "time", "eval/loss"}
-    assert [line["step"] for line in lines if "eval/loss" in line] == list(range(0, 41, 2))
+    assert [line["step"] for line in lines if "eval/loss" in line] == [0, 40, 80, 120, 160]
     assert lines[-1]["eval/loss"] < 0.1
     printed = capsys.readouterr().out.splitlines()
-    assert printed[1].startswith("step  1/40  loss 5.") and "tokens/s" in printed[1]
-    assert "held-out loss" in printed[2] and "model.path=" in printed[-1]
+    assert printed[1].startswith("step   1/160  loss 5.") and "tokens/s" in printed[1]
+    assert "held-out loss" in printed[40] and "model.path=" in printed[-1]
 
     exported = load_model(str(tmp_path / "out" / "export"))
     tokenizer = load_tokenizer(str(tmp_path / "out" / "export"))
