@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -201,7 +202,9 @@ def undisturbed_run(tmp_path_factory) -> RunFolder:
     with (shared / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not done.exists():
-            (shared / "model").mkdir(exist_ok=True)
+            for left in (run.out, shared / "model"):  # by one that failed
+                shutil.rmtree(left, ignore_errors=True)
+            (shared / "model").mkdir()
             service = Service(shared, write_model_and_data(shared / "model"))
             assert service.wait() == 0, service.text
             done.touch()

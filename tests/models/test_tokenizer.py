@@ -1,5 +1,6 @@
 import json
 import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from models.files.hf_config import from_hf
 from models.tokenizer import load_tokenizer
 from rollout_worker.rewards.answers import strict_answer
 from tests.models.tiny_models import HF_CONFIGS, random_named
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.slow
 
@@ -422,13 +425,22 @@ def test_a_tokenizer_with_pad_keeps_it(folder):
     assert load_tokenizer(folder(pad_token="<unk>")).pad_id == 0
 
 
+def modules(package: str) -> list[pathlib.Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
 def test_ids_are_never_encoded_again(folder):
     """a, b and ab are tokens: [a, b] reads "ab", which encodes to [ab]."""
     loaded = load_tokenizer(folder(tokenizer=byte_tokenizer(merges=[("a", "b")])))
     a, b, ab = (loaded._backend.convert_tokens_to_ids(piece) for piece in ("a", "b", "ab"))
     assert loaded.decode([a, b]) == loaded.decode([ab]) == "ab"
     assert ab in loaded.encode_chat([{"role": "user", "content": "ab"}])
-    assert [name for name in dir(loaded) if "encode" in name] == ["encode_chat"]
+    encoders = {name for name in dir(loaded) if "encode" in name}
+    assert encoders == {"encode_chat", "encode_text", "encode_turns"}
+    # Those of whole texts are for supervised data; nothing that was sampled goes through them.
+    sources = [path for name in ("driver", "learner", "rollout_worker") for path in modules(name)]
+    users = {path.name for path in sources if re.search(r"\.encode_t\w+\(", path.read_text())}
+    assert users == {"examples.py"}
 
 
 # --- what does not fit
