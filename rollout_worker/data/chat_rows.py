@@ -24,6 +24,7 @@ TOOLS = "tools"
 REWARD_MODEL, GROUND_TRUTH = "reward_model", "ground_truth"
 ROLES = ("system", "user", "assistant", "tool")
 _MAX_DIGITS = 1000
+_SAID = frozenset(("content", "tool_calls"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,11 +81,7 @@ def read_row(record: Mapping[str, Any], plain: Mapping[str, Any], source: Source
         question = _text_of(value, name, "question_field")
         if not question.strip():
             raise ValueError(f"field {name!r} is empty: fill it in or remove the record")
-        if _are_messages(question):
-            raise ValueError(
-                f"field {name!r} has messages as JSON text, which the model would read as they "
-                f"stand, {question!r:.80}: write them as a list of messages"
-            )
+        refuse_json_messages(question, name)
     tools = tools_of(plain.get(TOOLS)) if messages else ()
     return ChatRow(messages, question, _answer(record, plain, source), tools)
 
@@ -178,15 +175,26 @@ def _messages(values: list[Any], name: str) -> tuple[dict[str, Any], ...]:
     return messages
 
 
+def refuse_json_messages(text: str, name: str) -> None:
+    """Raises ValueError if the text of this field is the JSON of messages."""
+    if _are_messages(text):
+        raise ValueError(
+            f"field {name!r} has messages as JSON text, which the model would read as they stand, "
+            f"{text!r:.80}: write them as a list of messages"
+        )
+
+
 def _are_messages(text: str) -> bool:
-    """Whether a text is the JSON of messages."""
+    """Whether a text is the JSON of messages: each has a role and what is said."""
     if not text.lstrip().startswith("["):
         return False
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
         return False
-    return bool(values) and all(isinstance(one, Mapping) and "role" in one for one in values)
+    return bool(values) and all(
+        isinstance(one, Mapping) and "role" in one and not _SAID.isdisjoint(one) for one in values
+    )
 
 
 def _message(value: Any, where: str) -> dict[str, Any]:

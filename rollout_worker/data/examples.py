@@ -27,6 +27,7 @@ from rollout_worker.data.chat_rows import (
     QUESTIONS,
     TOOLS,
     conversation,
+    refuse_json_messages,
     text_value,
     tools_of,
 )
@@ -199,10 +200,13 @@ def _completion(
 def _messages(
     there: Mapping[str, Any], plain: Mapping[str, Any], name: str
 ) -> list[dict[str, Any]]:
-    if not isinstance(_value(there, name, "question_field"), list):
+    value = _value(there, name, "question_field")
+    if not isinstance(value, list):
+        if isinstance(value, str):
+            refuse_json_messages(value, name)
         raise ValueError(
             f"field {name!r} must be a list of messages where the record has no completion, got "
-            f"{there[name]!r:.80}: name the field with what the assistant says as the source's "
+            f"{value!r:.80}: name the field with what the assistant says as the source's "
             "answer_field"
         )
     return list(conversation(plain[name], name))
@@ -226,6 +230,7 @@ def _text(there: Mapping[str, Any], name: str) -> str:
         )
     if not text.strip():
         raise ValueError(f"field {name!r} is empty: fill it in or remove the record")
+    refuse_json_messages(text, name)
     return text
 
 

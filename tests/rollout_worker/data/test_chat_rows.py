@@ -218,7 +218,9 @@ def test_messages_as_json_text_are_refused(load, field):
         load({field: json.dumps(CHAT[:2]), "answer": "1"})
 
 
-@pytest.mark.parametrize("text", ["[1, 2] =", "[1, 2]", '[{"a": 1}]', "[]", "[" * 5000])
+@pytest.mark.parametrize(
+    "text", ["[1, 2] =", "[1, 2]", '[{"a": 1}]', '[{"role": "x"}]', "[]", "[" * 5000]
+)
 def test_a_text_that_begins_like_messages_stays_a_text(load, text):
     assert load({"question": text, "answer": "1"})[0].question == text
 

@@ -145,6 +145,35 @@ def test_a_record_that_cannot_train_is_named_with_the_fix(load, record, source, 
         load([fine | {name: "5" for name in source.values()}, record], source=source)
 
 
+CHAT_TEXT, CALL_TEXT = (
+    json.dumps(turns)
+    for turns in ([ASKED, SAID], [{"role": "assistant", "tool_calls": [{"name": "add"}]}])
+)
+
+
+@pytest.mark.parametrize(
+    "record, source, field",
+    [
+        ({"messages": CHAT_TEXT}, {}, "messages"),
+        ({"prompt": CHAT_TEXT, "completion": "-5"}, {}, "prompt"),
+        ({"prompt": "4 - 9 =", "completion": f" {CALL_TEXT}"}, {}, "completion"),
+        ({"question": "4 - 9 =", "answer": CHAT_TEXT}, {"answer_field": "answer"}, "answer"),
+        ({"chat": CHAT_TEXT}, {"question_field": "chat"}, "chat"),
+        ({"text": CHAT_TEXT}, {}, "text"),
+    ],
+)
+def test_messages_as_json_text_are_refused(load, record, source, field):
+    rule = rf"field '{field}' has messages as JSON text, .*: write them as a list of messages"
+    with pytest.raises(ValueError, match=rf"line 1: {rule}"):
+        load([record], source=source)
+
+
+@pytest.mark.parametrize("said", ['[{"name": "Ada", "role": "engineer"}]', "[1, 2]", '{"a": 1}'])
+def test_a_completion_that_is_other_json_trains_as_it_stands(load, tokenizer, said):
+    read = load([{"prompt": "4 - 9 =", "completion": said}])
+    assert texts(tokenizer, read.examples[0])[1] == f"{said}<|im_end|>"
+
+
 def test_an_empty_source_is_refused(load):
     with pytest.raises(ValueError, match="has no records after the first 1: lower skip=1"):
         load([{"prompt": "4", "completion": "5"}], source={"skip": 1})
