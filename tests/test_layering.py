@@ -53,7 +53,7 @@ OURS = {
     "driver.reports": "driver.config driver.accounting driver.errors "
     "learner rollout_worker services dashboard.auth dashboard.listener",
     "driver.postmortem": "driver.errors driver.reports services",
-    "driver.sft": "driver.config driver.accounting driver.errors driver.signals "
+    "driver.sft": "driver.config driver.accounting driver.errors driver.reports driver.signals "
     "learner rollout_worker models kernels services",
     "driver.terminal": "driver.accounting driver.errors driver.reports services diagnosis",
     "benchmarks": "*",

@@ -137,6 +137,8 @@ rollout/resampled_groups | | groups resampled
 [learning loss]
 train/loss | nats | loss
     sum of token terms over one denominator; jumps are more meaningful than the level
+eval/loss | nats | held-out loss
+    mean of -log p over the tokens of data.eval that train; only of supervised training
 [learning entropy]
 train/entropy | nats | entropy
     mean entropy of the next-token distribution over the tokens in the loss
@@ -300,6 +302,8 @@ throughput/train/decode_tokens_per_s | tokens/s | tokens decoded per second
     completion tokens over the prefill and decode seconds of the slowest worker
 throughput/train/valid_tokens_per_s_update | tokens/s | tokens trained per second
     tokens in the loss over the seconds of the update
+throughput/train/input_tokens_per_s_update | tokens/s | tokens read per second
+    prompt and completion tokens over the seconds of the update; only of supervised training
 [timeline queue]
 queue/waiting_mean | groups | groups waiting, mean
     groups that the learner holds and has not trained on, mean over the step

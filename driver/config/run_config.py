@@ -208,7 +208,15 @@ class DashboardConfig(Section):
     """null takes 8470, or a free one where that is taken; 0 a free one."""
 
 
-class LogConfig(Section):
+class TrackersConfig(Section):
+    """Where the metrics of every step go beside metrics.jsonl."""
+
+    wandb: WandbConfig = WandbConfig()
+    tensorboard: bool = False
+    """Write the metrics of every step to event files in `tensorboard` of the run's folder."""
+
+
+class LogConfig(TrackersConfig):
     """What the run writes about itself, and where."""
 
     samples_per_step: int = Field(default=4, ge=0, le=10_000)
@@ -217,9 +225,6 @@ class LogConfig(Section):
     record_rollouts: bool = False
     """Append the groups of every update to rollouts.bin, to train on them again with
     `python -m learner.ab`. A step that cannot be written, as on a full disk, ends the run."""
-    wandb: WandbConfig = WandbConfig()
-    tensorboard: bool = False
-    """Write the metrics of every step to event files in `tensorboard` of the run's folder."""
     unexplained_fraction: float = Field(default=0.05, gt=0, le=1)
     """A step warns if a larger fraction of its seconds belongs to no phase."""
     dashboard: DashboardConfig = DashboardConfig()

@@ -56,21 +56,16 @@ class MetricsLog:
         self._metrics = JsonlLog(folder / "metrics.jsonl")
         self._samples = JsonlLog(folder / "samples.jsonl")
         self._eval = JsonlLog(folder / "eval.jsonl")
-        self._trackers: list[Tracker] = []
-        if wandb.mode != "disabled":
-            self._trackers.append(
-                WandbTracker(
-                    wandb,
-                    folder=folder,
-                    run_id=stored_run_id(folder, run_id),
-                    config=config,
-                    warn=warn,
-                    init_timeout_s=init_timeout_s,
-                    environ=environ,
-                )
-            )
-        if tensorboard:
-            self._trackers.append(TensorboardTracker(folder, warn=warn))
+        self._trackers = open_trackers(
+            folder,
+            wandb,
+            run_id=run_id,
+            config=config,
+            warn=warn,
+            tensorboard=tensorboard,
+            init_timeout_s=init_timeout_s,
+            environ=environ,
+        )
 
     def log(self, step: int, values: Mapping[str, float]) -> dict[str, Any]:
         """Writes the metrics of one step and returns the line as written."""
@@ -101,9 +96,44 @@ class MetricsLog:
         """Closes the files and gives the trackers at most `timeout_s` in all to finish."""
         for log in (self._metrics, self._samples, self._eval):
             log.close()
-        deadline = time.monotonic() + timeout_s
-        for tracker in self._trackers:
-            tracker.close(max(0.1, deadline - time.monotonic()))
+        close_trackers(self._trackers, timeout_s)
+
+
+def open_trackers(
+    folder: pathlib.Path,
+    wandb: WandbConfig,
+    *,
+    run_id: str,
+    config: Mapping[str, Any],
+    warn: Warn,
+    tensorboard: bool = False,
+    init_timeout_s: float = 30.0,
+    environ: MutableMapping[str, str] = os.environ,
+) -> list[Tracker]:
+    """Starts the enabled trackers; the arguments are those of `MetricsLog`."""
+    trackers: list[Tracker] = []
+    if wandb.mode != "disabled":
+        trackers.append(
+            WandbTracker(
+                wandb,
+                folder=folder,
+                run_id=stored_run_id(folder, run_id),
+                config=config,
+                warn=warn,
+                init_timeout_s=init_timeout_s,
+                environ=environ,
+            )
+        )
+    if tensorboard:
+        trackers.append(TensorboardTracker(folder, warn=warn))
+    return trackers
+
+
+def close_trackers(trackers: Sequence[Tracker], timeout_s: float = 30.0) -> None:
+    """Gives the trackers at most `timeout_s` in all to finish."""
+    deadline = time.monotonic() + timeout_s
+    for tracker in trackers:
+        tracker.close(max(0.1, deadline - time.monotonic()))
 
 
 def stored_run_id(folder: pathlib.Path, run_id: str) -> str:

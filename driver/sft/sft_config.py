@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from driver.config.run_config import CheckpointConfig, ModelSection, NamedRun
+from driver.config.run_config import CheckpointConfig, ModelSection, NamedRun, TrackersConfig
 from learner.config import LearnerConfig
 from rollout_worker.config import DataConfig
 from services.process.config_section import Section
@@ -74,6 +74,7 @@ class SftConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: HeldOutConfig = HeldOutConfig()
     placement: SftPlacement = SftPlacement()
+    log: TrackersConfig = TrackersConfig()
 
     @model_validator(mode="after")
     def _check(self):

@@ -6,6 +6,7 @@ that a step reads: one that resumes takes the same steps, bit for bit.
 
 import contextlib
 import pathlib
+import secrets
 import time
 from typing import Any
 
@@ -15,6 +16,7 @@ from driver.accounting.jsonl import JsonlLog, read_lines
 from driver.config.load_config import ConfigError
 from driver.config.plan import checked
 from driver.errors import NothingTrained, RunError
+from driver.reports.metrics import close_trackers, open_trackers
 from driver.sft.sft_config import SftConfig
 from driver.sft.sft_plan import SftPlan
 from driver.signals import Interrupted, StopSignal
@@ -48,17 +50,16 @@ def run_training(config: SftConfig, folder: pathlib.Path, plan: SftPlan, *, resu
     """
     stop = StopSignal()
     stop.install()
-    training = SftTraining(config, folder, plan)
-    if resume:
-        training.restore()
-    with contextlib.closing(training):
+    with contextlib.closing(SftTraining(config, folder, plan)) as training:
+        if resume:
+            training.restore()
         training.train(stop)
         training.check_trained()
         training.export()
 
 
 class SftTraining:
-    """Owns the learner, its checkpoints and the metrics log."""
+    """Owns the learner, its checkpoints, the metrics log and the trackers."""
 
     def __init__(self, config: SftConfig, folder: pathlib.Path, plan: SftPlan):
         """Loads the model onto the devices.
@@ -101,6 +102,14 @@ class SftTraining:
         }
         self._checkpoints = CheckpointFolder(folder / "checkpoints", keep=config.checkpoint.keep)
         self._log = JsonlLog(folder / METRICS)
+        self._trackers = open_trackers(
+            folder,
+            config.log.wandb,
+            run_id=f"{config.run.name}-{secrets.token_hex(4)}",
+            config=config.model_dump(mode="json"),
+            warn=lambda warning: print(f"warning: {warning}", flush=True),
+            tensorboard=config.log.tensorboard,
+        )
         self._step = 0
         self._saved_step: int | None = None
         self._skipped: list[bool] = []
@@ -126,6 +135,8 @@ class SftTraining:
             for reason in found.skipped:
                 print(f"skipped a checkpoint: {reason}", flush=True)
         self._log.rewind(self._step)
+        for tracker in self._trackers:
+            tracker.resume_at(self._step)
         print(f"resumed at step {self._step}", flush=True)
 
     def train(self, stop: StopSignal) -> None:
@@ -174,8 +185,9 @@ class SftTraining:
             )
 
     def close(self) -> None:
-        """Closes the log."""
+        """Closes the log and the trackers."""
         self._log.close()
+        close_trackers(self._trackers)
 
     def _report(self, step: int, metrics: dict[str, float]) -> None:
         """Measures the held-out loss where it is due; one line of the log, one of the terminal."""
@@ -196,6 +208,8 @@ class SftTraining:
             for name, loss in losses.items():
                 shown.append(f"held-out {name.removeprefix('eval/')} {loss:.4f}")
         self._log.append({"step": step, "time": time.time(), **metrics})
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
         print("  ".join(shown), flush=True)
 
     def _certificate(self) -> Certificate:

@@ -20,6 +20,8 @@ WRITERS = (
     "learner/update/update_metrics.py",
     "learner/objective/off_policy.py",
     "learner/objective/gae.py",
+    "learner/sft/supervised_learner.py",
+    "driver/sft/sft_plan.py",
 )
 LIKELY = {
     "name": "gsm8k_answer",

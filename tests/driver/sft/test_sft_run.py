@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from diagnosis.catalog.catalog import find
 from driver.accounting.jsonl import read_lines
 from driver.config.load_config import ConfigError, load_as
 from driver.errors import NothingTrained
@@ -22,6 +23,7 @@ from models.files.checkpoint import load_model
 from models.platform import require_platform
 from models.tokenizer import load_tokenizer
 from tests.deadlines import HANG_S
+from tests.driver.reports.test_trackers import tensorboard_events
 from tests.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -169,6 +171,23 @@ def test_a_finished_training_that_resumes_takes_no_step(make, tmp_path):
     shorter = make("run.steps=4")
     with pytest.raises(ConfigError, match="has 6 steps behind it, more than the 4 asked for"):
         shorter.restore()
+
+
+def test_tensorboard_gets_what_the_log_has_and_forgets_what_a_resume_takes_again(make, tmp_path):
+    first = make("run.steps=3", "log.tensorboard=true", "checkpoint.every_steps=2")
+    first.train(StopSignal())
+    first.close()
+    logged = read_lines(tmp_path / "out" / "metrics.jsonl")
+    assert all(find(name) for line in logged for name in line if name not in ("step", "time"))
+    scalars, purged = tensorboard_events(tmp_path / "out")
+    for name, steps in (("train/loss", [1, 2, 3]), ("eval/loss", [0, 2, 3])):
+        shown = {step: value for step, tag, value in scalars if tag == name}
+        assert list(shown) == steps and purged == []
+        assert shown == pytest.approx({step: logged[step][name] for step in steps})
+    again = make("log.tensorboard=true")
+    again.restore()
+    again.close()
+    assert tensorboard_events(tmp_path / "out")[1] == [4]
 
 
 def test_steps_that_all_fail_are_an_error(make):
