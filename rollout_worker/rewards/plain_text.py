@@ -61,9 +61,9 @@ _LATEX = [
     ]
 ]
 _LATEX_SIGNS = frozenset("\\{}")
-# Two stars between digits are a power; anywhere else they are emphasis, as are tags and the special
-# tokens of a chat template. `<sup>` and `<sub>` are more than looks.
-_POWER = re.compile(r"(?<=[0-9])\s?\*\*\s?(?=[0-9])|(?<=[A-Za-z)])\*\*(?=[0-9])")
+# Two stars between digits, in code or not, are a power; anywhere else they are emphasis, as are
+# tags and the special tokens of a chat template. `<sup>` and `<sub>` are more than looks.
+_POWER = re.compile(r"(?<=[0-9])[\s`]*\*\*[\s`]*(?=[0-9])|(?<=[A-Za-z)])\*\*(?=[0-9])")
 _EMPHASIS = re.compile(r"\*\*|__|`|</?(?!su[bp])[A-Za-z]+/?>|<\|\w+\|>")
 
 
