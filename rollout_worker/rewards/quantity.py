@@ -62,13 +62,13 @@ _GLUED = re.compile(r"[.,:]?\d|[eE][+-]?\d|[xX][0-9A-Fa-f]|[bBoO]\d")
 
 _MARKS = r"\s*_'\")\]|~%\u00b0\u00ba\u00a2\u2032\u2033\u2019\u201d"
 CLOSING = f"[{_MARKS}]*"
-# After a scale it makes the name of a fraction: `5 million th`.
-_ORDINAL_ENDING = re.compile(r"(?:[^\w\n]|_)*ths?(?![^\W_])", re.IGNORECASE)
+# After a scale it makes the name of a fraction, with any script at its end: `5 million th\u00b2`.
+_ORDINAL_ENDING = re.compile(r"(?:[^\w\n]|_)*ths?(?![^\W\d_\u00b2\u00b3])", re.IGNORECASE)
 _AFTER_NUMBER = re.compile(rf">?{CLOSING}(?:{CURRENCY}{CLOSING})?")
 # A point or an exponent without its digits, dots for digits left out, a subscript.
 _NOT_A_UNIT = re.compile(
     rf"\.[^\W\d_]|[eE](?!UR\b|uros?\b|ggs?\b|ach\b)"
-    rf"|[{_MARKS}.,;$(]*\.\s?[.,]|{CLOSING}_[\w\t]|.*\bto\sthe\s(?:\w+\s)?power\b"
+    rf"|[{_MARKS}.,;$]*\.\s?[.,]|{CLOSING}_[\w\t]|.*\bto\sthe\s(?:\w+\s)?power\b"
 )
 # A sentence ends where a capital letter or nothing follows, so `5 ft. 3 in.` is one.
 _SENTENCE_END = re.compile(
@@ -90,7 +90,7 @@ _UNIT_TOKEN = re.compile(
     |\s
     |(?<!\s)-(?=[^\W\d_]{2}) | /\s?(?=[^\W\d_]{2}|[hlms]\b)
     |(?<=[^\W\d_]{2}\s)[-\u2014](?=\s) | (?<=[^\W\d_]{2})[:\u2014]
-    |(?<=\s)\(
+    |(?<=\s)\((?=[\s*_'"~$|]*[^\W\d_]|\s?\))                        # a bracket of words
     |[,.;'"*_)\]|~$\u2019\u201c\u201d\u3001\u3002]
     |(?<=\s)[\u2705\u2713\u2714\u2728\u2b50\U0001f300-\U0001f4ae\U0001f4b0-\U0001f51e\U0001f524-\U0001faff]
     """,
@@ -252,10 +252,10 @@ def _changes_number(word: str) -> bool:
 
 
 def _has_scripts(word: str) -> bool:
-    """Whether a letter of a word is a numeral, a superscript or a subscript."""
+    """Whether a letter of a word is a numeral, a superscript, a subscript or a variable."""
     return any(
         unicodedata.numeric(letter, None) is not None
-        or unicodedata.decomposition(letter).startswith("<su")
+        or unicodedata.decomposition(letter).startswith(("<su", "<font"))
         for letter in word
     )
 

@@ -302,7 +302,8 @@ def without_decoration(text: str) -> str:
 def right_side(text: str) -> str | None:
     """What follows the last `=` of a calculation, or None if the text is none."""
     left, _, right = text.rpartition("=")
-    for word in sorted([*SCALES, *MONEY], key=len, reverse=True):
+    scales = [word for scale in SCALES for word in (scale, scale.title(), scale.upper())]
+    for word in sorted([*scales, *MONEY], key=len, reverse=True):
         left = left.replace(word, "")
     calculates = set(left) <= set("0123456789.,+-*/×÷·x()[]~_|$€£=°%^eE'\"" + BLANKS)
     # The bracket that opens at the start was dropped as decoration.
