@@ -1,4 +1,4 @@
-"""Forty deliberate breaks of the product, one for each area, and the tests that must notice them.
+"""Deliberate breaks of the product in each of its areas, and the tests that must notice them.
 
 `python -m tests.breaks` applies each in a copy of the repository, runs its tests, and says which
 were noticed; `python -m tests.breaks 3 7` takes only those with these numbers. It exits with 1 if a
@@ -130,6 +130,75 @@ BREAKS = [
         'return -value if "-" in (number["sign"], number["inner"]) else value',
         "return value",
         "rollout_worker/rewards/test_answers.py",
+    ),
+    # A fraction of one character or with a slash of its own, a subscript, an invisible character.
+    Break(
+        "rollout_worker/rewards/plain_text.py",
+        'return f" {spelled} " if after.isdigit() else f" {spelled}"',
+        'return "" if after.isdigit() else ""',
+        "rollout_worker/rewards/test_answers.py",
+    ),
+    Break(
+        "rollout_worker/rewards/plain_text.py",
+        '_SOLIDUSES = "\\u2044\\u2215"',
+        '_SOLIDUSES = "\\u2215"',
+        "rollout_worker/rewards/test_answers.py",
+    ),
+    Break(
+        "rollout_worker/rewards/quantity.py",
+        "    if _has_scripts(word):\n        return False\n",
+        "",
+        "rollout_worker/rewards/test_answers.py",
+    ),
+    Break(
+        "rollout_worker/rewards/plain_text.py",
+        "_INVISIBLE.sub(_without_invisible, text.translate(_TO_ASCII))",
+        "text.translate(_TO_ASCII)",
+        "rollout_worker/rewards/test_answers.py",
+    ),
+    Break(
+        "rollout_worker/rewards/quantity.py",
+        "if end > number.end() and _ORDINAL_ENDING.match(text, end):",
+        "if end > number.end() and False:",
+        "rollout_worker/rewards/test_answers.py",
+    ),
+    # Fractions of LaTeX, and what they are wrapped in.
+    Break(
+        "rollout_worker/rewards/plain_text.py",
+        "fraction[1] or fraction[2], fraction[3] or fraction[4]",
+        "fraction[1], fraction[3]",
+        "rollout_worker/rewards/test_answers.py",
+    ),
+    Break(
+        "rollout_worker/rewards/plain_text.py",
+        r"""*[(r"\{\s?\{([^{}]*)\}\s?\}", r"{\1}")] * 2,""",
+        "",
+        "rollout_worker/rewards/test_answers.py",
+    ),
+    Break(
+        "rollout_worker/rewards/plain_text.py",
+        r'(r"\\([$%#_&{}()\[\]])", r"\1"),',
+        r'(r"\\([%#_&{}()\[\]])", r"\1"),',
+        "rollout_worker/rewards/test_answers.py",
+    ),
+    # Numbers that are nearly equal.
+    Break(
+        "rollout_worker/rewards/expressions.py",
+        "is_equal = (gold - found).doit().equals(0)",
+        "is_equal = bool(abs((gold - found).evalf()) < 1e-6)",
+        "rollout_worker/rewards/test_scorers.py",
+    ),
+    Break(
+        "rollout_worker/rewards/expressions.py",
+        "sympy.Rational(str(each))",
+        "sympy.Rational(str(round(each, 6)))",
+        "rollout_worker/rewards/test_scorers.py",
+    ),
+    Break(
+        "rollout_worker/rewards/expressions.py",
+        "_DIGITS = 1000",
+        "_DIGITS = 15",
+        "rollout_worker/rewards/test_scorers.py",
     ),
     Break(
         "rollout_worker/rewards/scorers.py",

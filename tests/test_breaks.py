@@ -7,8 +7,9 @@ import pytest
 from tests.breaks import BREAKS, ROOT
 
 
-def test_each_break_stands_in_another_file():
-    assert len(BREAKS) == len({one.file for one in BREAKS}) >= 45
+def test_the_breaks_differ_and_stand_in_many_files():
+    assert len(BREAKS) == len({(one.file, one.text) for one in BREAKS})
+    assert len({one.file for one in BREAKS}) >= 45
 
 
 @pytest.mark.parametrize("broken", BREAKS, ids=lambda one: one.file)
