@@ -36,7 +36,7 @@ def compiled():
 def same_programs_on_one_device(monkeypatch, compiled):
     def make(*args, **options):
         core = LearnerCore(*args, **options)
-        core._compiled = compiled
+        core._programs.compiled = compiled
         return core
 
     monkeypatch.setattr("learner.resume_check.require_platform", lambda _: jax.devices()[:1])
@@ -50,7 +50,7 @@ def run(tmp_path_factory, compiled):
     model = write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
     spec = learner_spec(model, RunAuthority.create("run"), folder, keep_checkpoints=3)
     learner = RecordedLearner(spec, jax.devices()[:1], PhaseClock())
-    learner._core._compiled = compiled
+    learner._core._programs.compiled = compiled
     learner.publish()
     for step in (1, 2):
         train(learner, step)

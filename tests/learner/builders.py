@@ -134,7 +134,7 @@ def make_core(
     with functions_made_once(_FUNCTIONS.setdefault(made_for, [])):
         devices = jax.devices()[: data * fsdp]
         core = LearnerCore(settings, config, params, devices=devices, teacher=teacher)
-    core._compiled = _COMPILED.setdefault(made_for, core._compiled)
+    core._programs.compiled = _COMPILED.setdefault(made_for, core._programs.compiled)
     return core
 
 

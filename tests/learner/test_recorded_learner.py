@@ -69,7 +69,7 @@ def start(model, authority, compiled):
                 other._journal.close()  # it is dead
         spec = learner_spec(model, authority, folder, **changes)
         learner = RecordedLearner(spec, jax.devices()[:1], PhaseClock())
-        learner._core._compiled = compiled
+        learner._core._programs.compiled = compiled
         started.append((learner, folder))
         return learner
 

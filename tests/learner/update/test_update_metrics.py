@@ -23,14 +23,14 @@ def learner_logprobs(groups):
     """What a fresh learner says of every completion: `[group][completion]`, float32 arrays."""
     core = make_core(algorithm={"off_policy": {"token_truncate": 2.0}})
     found = []
-    weigh = core._weigh
+    weigh = core._selection.weigh
 
     def spy(selection, logprobs):
         weights = weigh(selection, logprobs)
         found.extend(one.old_logprob_T.astype(np.float32) for one in weights)
         return weights
 
-    core._weigh = spy
+    core._selection.weigh = spy
     core.update(groups, PhaseClock())
     ends = iter(found)
     return [[next(ends) for _ in group.completions] for group in groups]
