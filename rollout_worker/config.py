@@ -22,11 +22,17 @@ class SourceConfig(Section):
     """One set of prompts."""
 
     source: str
-    """`reasoning_gym:<task>`, a path ending in .jsonl or .parquet, or an HF dataset id."""
+    """`reasoning_gym:<task>`, a path ending in .jsonl or .parquet, an HF dataset id, or a folder
+    with an HF dataset: files of its splits, or what `save_to_disk` wrote. It may be larger than
+    memory: each process reads it once, row by row, and keeps its prompts in a file in the folder
+    for temporary files (TMPDIR)."""
     split: str = "train"
     """Split of an HF dataset; other sources ignore it."""
     subset: str | None = None
     """Configuration name of an HF dataset, such as `main` of openai/gsm8k."""
+    streaming: bool = False
+    """Rows of an HF dataset are fetched as they are read, without a download of the whole split; it
+    needs `size`. The rows, their order and what a resume compares are those without it."""
     size: int | None = Field(default=None, ge=1, le=10**9)
     """At most this many items; required for reasoning_gym, which has no end."""
     skip: int = Field(default=0, ge=0, le=10**9)
@@ -56,6 +62,11 @@ class SourceConfig(Section):
         """Whether a reasoning_gym task makes the items."""
         return self.source.startswith(PREFIX)
 
+    @property
+    def is_dataset(self) -> bool:
+        """Whether the library `datasets` reads it."""
+        return not self.is_procedural and not self.source.endswith((".jsonl", ".parquet"))
+
     def place_of(self, index: int) -> str:
         """How messages name the record with this index, such as `line 3`."""
         if self.is_procedural:
@@ -68,6 +79,17 @@ class SourceConfig(Section):
             raise ValueError(
                 f"params={self.params} belong to a {PREFIX}<task> source, but source is "
                 f"{self.source!r}: remove params"
+            )
+        if self.streaming and not self.is_dataset:
+            raise ValueError(
+                f"streaming=true is for HF datasets, but source is {self.source!r}, which is read "
+                "item by item anyway: remove streaming"
+            )
+        if self.streaming and self.size is None:
+            raise ValueError(
+                f"streaming=true of {self.source} needs size: an epoch is a shuffle of all prompts "
+                "of a source, so that their number has to be known when a run starts, and a stream "
+                "has no length: set size to the number of rows to train on"
             )
         last = self.skip + (self.size or 0)
         if self.is_procedural and last > MAX_ITEMS:
@@ -104,9 +126,9 @@ class MixedSource(SourceConfig):
     @property
     def content(self) -> tuple:
         """What decides the records: equal for two sources that are the same."""
-        read = self.model_dump(exclude={"weight", "name", "source"})
+        read = self.model_dump(exclude={"weight", "name", "source", "streaming"})
         ignored = ("split", "subset") if self.is_procedural else ("seed", "params")
-        is_file = self.source.endswith((".jsonl", ".parquet"))
+        is_file = not self.is_procedural and not self.is_dataset
         for key in (*ignored, "split", "subset") if is_file else ignored:
             del read[key]
         source = posixpath.normpath(self.source) if is_file else self.source

@@ -3,17 +3,20 @@
 """
 
 import bisect
-import contextlib
 import dataclasses
 import datetime
 import os
-import signal
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from driver.config.checks.data_checks import (
+    chat_notes,
+    check_golds,
+    judged_sets,
+    overlap_notes,
+    train_keys,
+)
+from driver.config.checks.policy_loss_trial import try_policy_loss
 from driver.config.load_config import ConfigError
 from driver.config.plan import asked_devices, checked, derive, format_plan
 from driver.config.plural import counted
@@ -27,7 +30,6 @@ from models.tokenizer import Tokenizer, load_tokenizer
 from rollout_worker.config import (
     MOST_WORKERS,
     DataConfig,
-    RewardFunctionConfig,
     SourceConfig,
     WorkersConfig,
 )
@@ -43,16 +45,12 @@ from rollout_worker.engine_setup import stop_automaton
 from rollout_worker.rewards.code.code_tests import CODE_STARTS_S, TOTAL_S
 from rollout_worker.rewards.code.sandbox import confinement_problem, describe_protections
 from rollout_worker.rewards.composition import Composition
-from rollout_worker.rewards.gold_answers import find_unjudged, needs_answer
 from rollout_worker.rewards.processes.reward_process import Allowance
-from rollout_worker.rewards.reward_pool import ScoreRequest, validate_functions
+from rollout_worker.rewards.reward_pool import validate_functions
 from rollout_worker.worker_records import WorkerInfo
 from services.trajectories.data_order import DataOrder
 
-_POLICY_LOSS_S = 120.0
 _TEACHER = "algorithm.distillation.teacher"
-_SHOWN_GOLDS = 3
-_SHOWN_CHARACTERS = 40
 _SHOWN_PLACES = 3
 
 
@@ -156,7 +154,7 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
                 about=f"{one.key}: scorer",
             )
     if ":" in config.algorithm.policy_loss:
-        _try_policy_loss(config.algorithm.policy_loss)
+        try_policy_loss(config.algorithm.policy_loss)
     longest = config.rollout.max_prompt_tokens
     train = checked(
         load_training,
@@ -167,9 +165,10 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
     )
     held_out = checked(load_held_out, config.data, tokenizer=tokenizer, max_prompt_tokens=longest)
     order = order_of(config.data, train.sets, seed=config.run.seed)
-    sets = _judged_sets(config, train, held_out)
-    notes += _check_golds(config, sets)
-    notes += _chat_notes(config, [(one.key, one.read) for one in sets])
+    sets = judged_sets(config, train, held_out)
+    notes += check_golds(config, sets)
+    notes += chat_notes(config, [(one.key, one.read) for one in sets])
+    notes += overlap_notes(config.data, train)
     notes += overridden(os.environ)
     unset = [name for name in config.reward.environment if name not in os.environ]
     if unset:
@@ -190,7 +189,7 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
     ]
     for one, read in zip(config.held_out_sets, held_out, strict=True):
         lines.append(_describe_held_out(config, one, read))
-        for where, trained in zip(_train_keys(config.data), train.sets, strict=True):
+        for where, trained in zip(train_keys(config.data), train.sets, strict=True):
             if shared := count_shared(trained, read):
                 lines.append(f"note: also in {where}: {counted(shared, 'prompt')} of {one.key}")
     rewards = [config.reward, *(one.reward for one in config.held_out_sets)]
@@ -293,189 +292,6 @@ def _say_sandbox(config: RunConfig, params: Mapping[str, Any]) -> str:
     return f"code_tests runs the code of completions with {describe_protections(confined)}"
 
 
-def _run_apart(command: Sequence[str], *, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """Runs foreign code and ends what it has started, which need not end with it.
-
-    Raises:
-        subprocess.TimeoutExpired: if it takes too long.
-    """
-    # Files, since a pipe stays open as long as anything that it started.
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=errors,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(timeout_s)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        output.seek(0)
-        errors.seek(0)
-        said = output.read().decode("utf-8", "replace")
-        return subprocess.CompletedProcess(
-            command, code, said, errors.read().decode("utf-8", "replace")
-        )
-
-
-def _try_policy_loss(name: str) -> None:
-    """Tries out a user's policy loss in a process of its own: it is foreign code, and JAX would
-    take the devices of this host.
-
-    Raises:
-        ConfigError: with what is wrong with it.
-    """
-    command = [sys.executable, "-m", "learner.objective.own_policy_loss", name]
-    try:
-        tried = _run_apart(command, timeout_s=_POLICY_LOSS_S)
-    except subprocess.TimeoutExpired:
-        raise ConfigError(
-            f"algorithm.policy_loss={name}: it took over {_POLICY_LOSS_S:g} s for 30 tokens: "
-            "correct the function"
-        ) from None
-    # It may end the process with any code, 0 too.
-    if tried.returncode or f"{name} can be used" not in tried.stdout.splitlines():
-        _, found, problem = tried.stderr.rpartition(f"algorithm.policy_loss={name}: ")
-        if not found:  # it ended the process
-            lines = tried.stderr.strip().splitlines() if tried.returncode else []
-            ended = f"it ended with {tried.returncode}: correct the function"
-            problem = lines[-1] if lines else ended
-        raise ConfigError(f"algorithm.policy_loss={name}: {problem.strip()}")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _JudgedSet:
-    """Prompts that were read, and the functions that score them."""
-
-    key: str
-    """How messages name it."""
-    source: SourceConfig
-    read: PromptSet
-    functions: tuple[RewardFunctionConfig, ...]
-
-
-def _judged_sets(
-    config: RunConfig, train: TrainingSet, held_out: Sequence[PromptSet]
-) -> list[_JudgedSet]:
-    """Those of training, then the held-out ones."""
-    keys, sources = _train_keys(config.data), config.data.train_sources
-    functions = config.reward.functions
-    return [
-        _JudgedSet(key=key, source=source, read=read, functions=functions)
-        for key, source, read in zip(keys, sources, train.sets, strict=True)
-    ] + [
-        _JudgedSet(key=one.key, source=one.source, read=read, functions=one.reward.functions)
-        for one, read in zip(config.held_out_sets, held_out, strict=True)
-    ]
-
-
-def _check_golds(config: RunConfig, sets: Sequence[_JudgedSet]) -> list[str]:
-    """Finds gold answers that a scorer cannot judge.
-
-    Returns:
-        what is to be noted, where a part of a set cannot be judged.
-
-    Raises:
-        ConfigError: where all of a set cannot be judged.
-    """
-    for one in sets:
-        _check_answered(one)
-    notes = []
-    different: list[tuple[str, dict[str, Any]]] = []
-    for function in (function for one in sets for function in one.functions):
-        scorer = (function.name, function.params)
-        if scorer in different:
-            continue
-        different.append(scorer)
-        judged = [
-            one for one in sets if scorer in [(each.name, each.params) for each in one.functions]
-        ]
-        notes += _unjudged(config, function, judged)
-    return notes
-
-
-def _unjudged(
-    config: RunConfig, function: RewardFunctionConfig, sets: Sequence[_JudgedSet]
-) -> list[str]:
-    """The same for one function and the sets that it scores."""
-    prompts = [prompt for one in sets for prompt in one.read.prompts]
-    reasons = checked(
-        find_unjudged,
-        function.name,
-        [ScoreRequest("", one.answer, one.question, one.item) for one in prompts],
-        timeout_s=config.reward.timeout_s,
-        params=function.params,
-        allowance=Allowance.of(config.reward),
-        about="reward.functions",
-    )
-    notes, start = [], 0
-    for one in sets:
-        indices = range(start, start + len(one.read))
-        start += len(one.read)
-        found = [index for index in indices if index in reasons]
-        if not found:
-            continue
-        named = [
-            f"{one.source.place_of(prompts[index].prompt_id - one.read.first_id)}, answer "
-            f"{prompts[index].answer[-_SHOWN_CHARACTERS:]!r}: {reasons[index]}"
-            for index in found[:_SHOWN_GOLDS]
-        ]
-        if len(found) > _SHOWN_GOLDS:
-            named.append(f"and {len(found) - _SHOWN_GOLDS:,} more")
-        text = (
-            f"{one.key}: {function.name} cannot judge {len(found):,} of {len(indices):,} "
-            f"gold answers of {one.source.source}, so that their completions get no reward but an "
-            f"error: {'; '.join(named)}"
-        )
-        if len(found) == len(indices):
-            raise ConfigError(f"{text}. Choose another scorer, or correct answer_field or file")
-        notes.append(text)
-    return notes
-
-
-def _check_answered(one: _JudgedSet) -> None:
-    """Checks that records have an answer where a scorer needs one.
-
-    Raises:
-        ConfigError: naming the scorer and the first record without one.
-    """
-    source, read = one.source, one.read
-    needing = [function.name for function in one.functions if needs_answer(function.name)]
-    lacking = [prompt for prompt in read.prompts if not prompt.answer]
-    if not needing or not lacking or read.procedural:
-        return
-    first = source.place_of(lacking[0].prompt_id - read.first_id)
-    raise ConfigError(
-        f"{one.key}: {', '.join(needing)} needs an answer, but {len(lacking):,} of {len(read):,} "
-        f"records of {source.source} have none, the first in {first} with the fields "
-        f"{sorted(lacking[0].item)}: set the source's answer_field, add the answers, or choose "
-        "scorers that need none"
-    )
-
-
-def _chat_notes(config: RunConfig, sets: Sequence[tuple[str, PromptSet]]) -> list[str]:
-    """What of the configuration does not apply to records that bring messages."""
-    notes = []
-    for where, read in sets:
-        own = sum(prompt.has_system for prompt in read.prompts)
-        if own and config.data.system_prompt is not None:
-            notes.append(
-                f"{where}: {own:,} of {counted(len(read), 'prompt')} have a system message of "
-                "their own, which takes the place of data.system_prompt"
-            )
-        chats = sum(prompt.is_chat for prompt in read.prompts)
-        if chats and config.data.question_template != "{question}":
-            notes.append(
-                f"{where}: {chats:,} of {counted(len(read), 'prompt')} are messages, to which "
-                "data.question_template does not apply"
-            )
-    return notes
-
-
 def _say_workers(workers: WorkersConfig) -> str:
     text = f"{counted(workers.at_start, 'rollout worker')}"
     if (workers.min, workers.max) != (1, MOST_WORKERS):
@@ -483,19 +299,12 @@ def _say_workers(workers: WorkersConfig) -> str:
     return text
 
 
-def _train_keys(data: DataConfig) -> list[str]:
-    """How messages name each training source."""
-    if not isinstance(data.train, tuple):
-        return ["data.train"]
-    return [f"data.train.{place} ({name})" for place, name in enumerate(data.train_names)]
-
-
 def _describe_train(config: RunConfig, train: TrainingSet, order: DataOrder) -> list[str]:
     """One line for each training source."""
     taken = order.draws_before(config.run.steps * config.rollout.prompts_per_step)
     lines = []
     for place, (where, source) in enumerate(
-        zip(_train_keys(config.data), config.data.train_sources, strict=True)
+        zip(train_keys(config.data), config.data.train_sources, strict=True)
     ):
         read = train.sets[place]
         share = f", {float(order.shares[place]):.4g} of what is drawn" if order.is_mixed else ""

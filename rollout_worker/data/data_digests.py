@@ -1,9 +1,7 @@
 """What tells whether two processes, or a run and its resume, read the same data."""
 
 import dataclasses
-import hashlib
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rollout_worker.data.prompts import PromptSet
 
@@ -81,26 +79,9 @@ def digest_data(train: Sequence[PromptSet], held_out: Sequence[PromptSet] = ()) 
 
 def _joined(sets: Sequence[PromptSet]) -> tuple[str, str, str]:
     """Of prompts, answers and records, those of all sets in one text."""
-    prompts, answers, records = zip(*map(_digests, sets), strict=True)
-    return " ".join(prompts), " ".join(answers), " ".join(records)
-
-
-def _digests(read: PromptSet) -> tuple[str, str, str]:
-    """Of prompts, answers and records."""
-    tokens = hashlib.sha256()
-    for prompt in read.prompts:
-        tokens.update(f"{prompt.prompt_id - read.first_id}:".encode())
-        tokens.update(prompt.token_ids.tobytes())
-    if read.procedural:
-        origins = [prompt.item["reasoning_gym"] for prompt in read.prompts]
-        return tokens.hexdigest(), _of_json(()), _of_json(origins)
-    answers = [prompt.answer for prompt in read.prompts]
-    return tokens.hexdigest(), _of_json(answers), _of_json(p.item for p in read.prompts)
-
-
-def _of_json(values: Iterable[object]) -> str:
-    total = hashlib.sha256()
-    for value in values:
-        total.update(json.dumps(value, sort_keys=True, allow_nan=False).encode())
-        total.update(b"\n")
-    return total.hexdigest()
+    hashes = [one.hashes for one in sets]
+    return (
+        " ".join(each.prompts for each in hashes),
+        " ".join(each.answers for each in hashes),
+        " ".join(each.records for each in hashes),
+    )

@@ -31,7 +31,7 @@ from rollout_worker.data.chat_rows import (
     text_value,
     tools_of,
 )
-from rollout_worker.data.prompts import plain_record, records
+from rollout_worker.data.records import plain_record, records
 from services.user_code.import_path import nearest_hint
 
 COMPLETION, MESSAGES, TEXT = "completion", "messages", "text"

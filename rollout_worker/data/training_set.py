@@ -5,6 +5,7 @@ import functools
 from collections.abc import Sequence, Sized
 
 from rollout_worker.config import DataConfig, SourceConfig
+from rollout_worker.data.lazy_sequences import chained
 from rollout_worker.data.prompts import ChatTokenizer, Prompt, PromptSet, load_prompts
 from services.trajectories.data_order import DataOrder, OrderedSource
 
@@ -17,9 +18,9 @@ class TrainingSet:
     """Of each source; the ids of a later one go on where those of the one before end."""
 
     @functools.cached_property
-    def prompts(self) -> tuple[Prompt, ...]:
+    def prompts(self) -> Sequence[Prompt]:
         """Of all sources, in the order that `DataOrder` counts positions in."""
-        return tuple(prompt for one in self.sets for prompt in one.prompts)
+        return chained([one.prompts for one in self.sets])
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -78,19 +79,8 @@ def _joined(read: Sequence[PromptSet], names: Sequence[str]) -> tuple[PromptSet,
         return tuple(read)
     joined: list[PromptSet] = []
     for one, name in zip(read, names, strict=True):
-        joined.append(_as_part(one, name, first_id=joined[-1].next_id if joined else 0))
+        joined.append(one.as_part(name, first_id=joined[-1].next_id if joined else 0))
     return tuple(joined)
-
-
-def _as_part(read: PromptSet, name: str, *, first_id: int) -> PromptSet:
-    """The prompts of a source as those of one among several."""
-    prompts = tuple(
-        dataclasses.replace(prompt, prompt_id=first_id + prompt.prompt_id, source=name)
-        for prompt in read.prompts
-    )
-    return dataclasses.replace(
-        read, prompts=prompts, first_id=first_id, next_id=first_id + read.next_id
-    )
 
 
 def order_of(data: DataConfig, sets: Sequence[Sized], *, seed: int) -> DataOrder:

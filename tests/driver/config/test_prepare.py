@@ -204,6 +204,14 @@ def test_a_task_without_a_single_answer_needs_its_own_scorer_N06(ready):
             "it raises ValueError: beta is missing use it: correct the function",
         ),
         ("import time; time.sleep(3600)", "it took over 1 s"),
+        (
+            "def loss(**_):\n    while True: print('y' * 2**16)",
+            "it prints without end, over 16,777,216 bytes",
+        ),
+        (
+            "import os\nwhile True: os.write(2, b'y' * 2**16)",
+            "it prints without end, over 16,777,216 bytes",
+        ),
         ("import os; os._exit(7)", "ended with 7: correct the function"),
         ("import os; os._exit(0)", "ended with 0: correct the function"),
         ("import os\ndef loss(**_): os._exit(0)", "ended with 0: correct the function"),
@@ -215,7 +223,7 @@ def test_a_policy_loss_that_cannot_be_used_ends_the_start(
     (tmp_path / "tried_losses.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     if "sleep" in code:
-        monkeypatch.setattr("driver.config.prepare._POLICY_LOSS_S", 1.0)
+        monkeypatch.setattr("driver.config.checks.policy_loss_trial._POLICY_LOSS_S", 1.0)
     with pytest.raises(ConfigError, match=f"algorithm.policy_loss=tried_losses:loss: .*{problem}"):
         ready(overrides=["algorithm.policy_loss=tried_losses:loss"])
 
@@ -240,6 +248,34 @@ def test_what_a_policy_loss_leaves_behind_is_not_waited_for_and_ends(ready, tmp_
     deadline = time.monotonic() + HANG_S
     while left.exists() and left.read_text().split()[2] != "Z":
         assert time.monotonic() < deadline
+
+
+def test_prompts_of_several_training_sources_are_noted(ready, tmp_path):
+    for name, numbers in (("one", range(4)), ("other", range(3, 6)), ("third", range(9, 11))):
+        rows = [{"question": f"1 + {n}?", "answer": "3"} for n in numbers]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sources = ", ".join(
+        f"{{source: {tmp_path}/{name}.jsonl}}" for name in ("one", "other", "third")
+    )
+    _, prepared = ready(overrides=[f"data.train=[{sources}]"])
+    assert (
+        "note: data.train.1 (other): 1 of 3 prompts have a question of data.train.0 (one), and are "
+        "drawn by the weights of both sources" in prepared.text
+    )
+    assert "third): " not in "".join(line for line in prepared.text.splitlines() if "note" in line)
+
+    halves = ", ".join(
+        f"{{source: {tmp_path}/one.jsonl, {part}}}"
+        for part in ("size: 2, name: a", "skip: 2, name: b", "skip: 1, name: c")
+    )
+    _, prepared = ready(overrides=[f"data.train=[{halves}]"])
+    assert "note: data.train.1 (b)" not in prepared.text
+    assert "note: data.train.2 (c): 1 of 3 prompts have a question of data.train.0 (a)" in (
+        prepared.text
+    )
+    assert "note: data.train.2 (c): 2 of 3 prompts have a question of data.train.1 (b)" in (
+        prepared.text
+    )
 
 
 def test_a_variable_for_scorers_that_is_not_set_is_noted(ready, monkeypatch):

@@ -123,9 +123,8 @@ def test_a_conversation_keeps_its_turns(load):
 
 
 def test_a_system_message_of_the_row_takes_the_place_of_the_configured_one(load):
-    own, configured, text = load(
-        {"prompt": CHAT[:2]}, {"prompt": USER}, system_prompt="Be right."
-    ) + load({"prompt": "2 + 2?"}, system_prompt="Be right.", template="{question} Now.")
+    own, configured = load({"prompt": CHAT[:2]}, {"prompt": USER}, system_prompt="Be right.")
+    (text,) = load({"prompt": "2 + 2?"}, system_prompt="Be right.", template="{question} Now.")
     assert said(own) == "<system>Be brief.<user>2 + 2?"
     assert said(configured) == "<system>Be right.<user>What is 2 + 2?"
     assert said(text) == "<system>Be right.<user>2 + 2? Now."

@@ -98,7 +98,7 @@ def test_a_task_that_names_one_of_several_right_answers_is_no_difference(monkeyp
     def digests(answer):
         record = {"question": "from cat to dog", "answer": answer, "metadata": {"found": answer}}
         monkeypatch.setattr(
-            "rollout_worker.data.prompts.make_dataset", lambda *_, size, **__: [record] * size
+            "rollout_worker.data.records.make_dataset", lambda *_, size, **__: [record] * size
         )
         return digest_of(read("reasoning_gym:word_ladder", size=2), None)
 

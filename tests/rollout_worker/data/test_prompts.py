@@ -4,14 +4,17 @@ import datetime
 import decimal
 import json
 import sys
+import tempfile
+import tracemalloc
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rollout_worker.config import SourceConfig
+from rollout_worker.config import MixedSource, SourceConfig
 from rollout_worker.data.prompts import count_shared, load_prompts
+from rollout_worker.data.records import records
 
 
 class Letters:
@@ -479,7 +482,7 @@ def test_no_object_reaches_a_record_as_its_repr(monkeypatch):
 
     record = {"question": "q", "answer": "1", "metadata": {"odd": Odd(), "half": np.float32(0.1)}}
     monkeypatch.setattr(
-        "rollout_worker.data.prompts.make_dataset", lambda *_, size, **__: [record] * size
+        "rollout_worker.data.records.make_dataset", lambda *_, size, **__: [record] * size
     )
     item = load("reasoning_gym:any", size=1).prompts[0].item
     assert item["metadata"] == {"odd": None, "half": 0.1}
@@ -494,3 +497,139 @@ def test_no_object_reaches_a_record_as_its_repr(monkeypatch):
 def test_a_task_without_a_single_answer_loads_N06(task):
     got = load(f"reasoning_gym:{task}", size=2)
     assert [each.answer for each in got.prompts] == ["", ""]
+
+
+LARGE = 2**14
+"""Bytes of a record of which few are in memory."""
+
+
+def large_rows(count):
+    return [{"question": f"q{i}", "answer": str(i), "tests": "x" * LARGE} for i in range(count)]
+
+
+def test_memory_does_not_hold_the_records_of_a_source(tmp_path):
+    path = write(tmp_path / "large.jsonl", large_rows(1000))
+    tracemalloc.start()
+    try:
+        got = load(path)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 250 * LARGE
+    assert [len(got.prompts[i].item["tests"]) for i in (0, 999, -1)] == [LARGE] * 3
+
+
+def test_memory_does_not_hold_the_rows_of_a_parquet_file(tmp_path):
+    path = tmp_path / "large.parquet"
+    table = pyarrow.Table.from_pylist(large_rows(1500))
+    pyarrow.parquet.write_table(table, path, use_dictionary=False, write_batch_size=16)
+    del table
+    before = pyarrow.total_allocated_bytes()
+    read = records(SourceConfig(source=str(path)))
+    held = [pyarrow.total_allocated_bytes() - before for _ in read]
+    assert len(held) == 1500 and max(held) < 750 * LARGE
+
+
+def test_a_prompt_is_the_same_whenever_it_is_read(tmp_path):
+    record = {
+        "question": 'Grüße,\n\u2028"quoted" \x00?',
+        "answer": "\U0001f600",
+        "deep": {"z": [1, 1.5, -0.0, 1e-300, 12345678901234567890, True, None, {}], "a": []},
+    }
+    got = load(write(tmp_path / "a.jsonl", [RECORDS[1], record, RECORDS[2]]))
+    once, again = got.prompts[1], got.prompts[1]
+    assert once.item == record and list(once.item) == list(record) and again.item == record
+    assert (once.prompt_id, once.question, once.answer) == (1, record["question"], record["answer"])
+    assert once.token_ids.tolist() == again.token_ids.tolist()
+    with pytest.raises(ValueError, match="read-only"):
+        once.token_ids[0] = 1
+    assert [one.prompt_id for one in got.prompts[::-1]] == [2, 1, 0]
+    assert list(got.indices) == [0, 1, 2]
+
+
+def test_prompts_that_do_not_fit_on_the_disk_are_refused_with_the_folder(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.jsonl", RECORDS)
+    with open("/dev/full", "r+b", buffering=0) as full:
+        monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: full)
+        with pytest.raises(
+            ValueError, match="a.jsonl: its prompts do not fit in .*No space.*TMPDIR"
+        ):
+            load(path)
+
+
+def test_rows_of_a_stream_are_those_of_the_whole_and_no_more_are_fetched(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    whole = datasets.Dataset.from_list(
+        [{"question": f"q{i}", "answer": str(i)} for i in range(2000)]
+    )
+    fetched = []
+
+    class Stream:
+        """Rows as they arrive; neither their number nor their columns are known before."""
+
+        def with_format(self, kind):
+            assert kind == "arrow"
+            return self
+
+        def iter(self, batch_size):
+            for table in whole.with_format("arrow").iter(batch_size):
+                fetched.append(table.num_rows)
+                yield table
+
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *_, streaming=False, **__: Stream() if streaming else whole
+    )
+    keys = {"source": "some/stream", "skip": 20, "size": 30}
+    stream, read = load(streaming=True, **keys), load(**keys)
+    assert [p.prompt_id for p in stream.prompts] == list(range(20, 50))
+    assert stream.hashes == read.hashes and stream.indices == read.indices
+    assert sum(fetched) < 1000
+    assert len(load(source="some/stream", skip=1990, size=30, streaming=True)) == 10
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        ({"source": "some/data"}, "needs size: an epoch is a shuffle of all prompts .*set size"),
+        ({"source": "a.jsonl", "size": 3}, "'a.jsonl', which is read item by item anyway: remove"),
+        ({"source": "a.parquet", "size": 3}, "streaming=true is for HF datasets"),
+        ({"source": "reasoning_gym:chain_sum", "size": 3}, "streaming=true is for HF datasets"),
+    ],
+)
+def test_streaming_that_cannot_be_repeated_or_has_no_effect_is_refused(keys, message):
+    with pytest.raises(ValueError, match=message):
+        SourceConfig(streaming=True, **keys)
+
+
+def test_a_stream_and_its_whole_are_the_same_source():
+    one, other = (MixedSource(source="a/b", size=3, streaming=each) for each in (True, False))
+    assert one.content == other.content
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_folder_with_files_of_a_dataset_is_read(tmp_path, monkeypatch, streaming):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "a dataset"
+    folder.mkdir()
+    write(folder / "train-0.jsonl", RECORDS[:2])
+    write(folder / "train-1.jsonl", RECORDS[2:])
+    write(folder / "test.jsonl", RECORDS[4:])
+    got = load(folder, size=4, streaming=streaming)
+    assert [p.item for p in got.prompts] == RECORDS[:4]
+    assert [p.item for p in load(folder, size=4, split="test", streaming=streaming).prompts] == (
+        RECORDS[4:]
+    )
+    with pytest.raises(ValueError, match="a dataset' .*split='nope'.* cannot be loaded"):
+        load(folder, size=4, split="nope", streaming=streaming)
+
+
+def test_what_save_to_disk_wrote_is_read(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    one = datasets.Dataset.from_list(RECORDS)
+    one.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": one, "test": one.select([3])}).save_to_disk(tmp_path / "both")
+    assert [p.item for p in load(tmp_path / "one").prompts] == RECORDS
+    assert [p.item for p in load(tmp_path / "both", split="test").prompts] == RECORDS[3:4]
+    with pytest.raises(ValueError, match=r"Bad split: nope. Available splits: \['test', 'train'\]"):
+        load(tmp_path / "both", split="nope")
