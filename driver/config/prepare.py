@@ -17,6 +17,8 @@ from driver.config.checks.data_checks import (
     train_keys,
 )
 from driver.config.checks.policy_loss_trial import try_policy_loss
+from driver.config.checks.reachable_rewards import correctness_notes
+from driver.config.checks.unread_settings import unread_settings
 from driver.config.load_config import ConfigError
 from driver.config.plan import asked_devices, checked, derive, format_plan
 from driver.config.plural import counted
@@ -139,7 +141,8 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
         tools=config.data.tools,
         about="model",
     )
-    notes = checked(check_messages, config.data, tokenizer)
+    notes = unread_settings(config) + correctness_notes(config)
+    notes += checked(check_messages, config.data, tokenizer)
     checked(stop_automaton, tokenizer, config.rollout.stop_strings, about="rollout.stop_strings")
     allowance = Allowance.of(config.reward)
     checked(
