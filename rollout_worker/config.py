@@ -244,6 +244,20 @@ class DataConfig(Section):
     """JSON schemas of the functions that the chat template offers, such as `{type: function,
     function: {name: add, parameters: {...}}}`; a row of messages may bring other `tools`."""
 
+    @field_validator("tools")
+    @classmethod
+    def _check_tools(cls, tools: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+        for place, tool in enumerate(tools):
+            function = tool.get("function", tool)
+            name = function.get("name") if isinstance(function, dict) else None
+            if not (isinstance(name, str) and name.strip()):
+                raise ValueError(
+                    f"tool {place} is {str(tool)[:80]}, which names no function, so that the model "
+                    "could not call it: write {type: function, function: {name: add, parameters: "
+                    "{...}}}, or remove it"
+                )
+        return tools
+
     @property
     def train_sources(self) -> tuple[SourceConfig, ...]:
         """The training sources, in the order of their prompts."""

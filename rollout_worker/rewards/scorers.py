@@ -12,7 +12,8 @@ finite, is an error of the scorer, as is any exception.
 
 One whose first parameter is called `completions` is a group scorer: it gets the list of all
 completions of a prompt, and returns a list with one such result for each, in their order. Either
-kind may be `async def`; many calls of those run at once in a process.
+kind may be `async def`; many calls of those run at once in a process. What a plain function returns
+to be awaited, as a decorator around an async one does, is awaited too, one call at a time.
 
 Scorers run in the child processes of `reward_pool.py`. The children import this module, so it
 imports neither jax nor pydantic.
@@ -429,12 +430,7 @@ def _number(value: Any, what: str) -> float:
         value = value.item()
     # Real covers int, float, bool and Fraction.
     if not isinstance(value, numbers.Real | decimal.Decimal):
-        hint = ""
-        if inspect.isawaitable(value):
-            hint = ": a scorer that awaits must itself be `async def`"
-        raise ValueError(
-            f"{what} must be a number, got {type(value).__name__} {str(value)[:80]!r}{hint}"
-        )
+        raise ValueError(f"{what} must be a number, got {type(value).__name__} {str(value)[:80]!r}")
     try:
         number = float(value)
     except OverflowError:
@@ -510,8 +506,7 @@ def named_group_rewards(name: str, result: Any, completions: int) -> list[dict[s
     )
     is_array = len(getattr(result, "shape", ())) == 1
     if not is_array and (isinstance(result, str | bytes) or not isinstance(result, Sequence)):
-        hint = ", and must itself be `async def` to await" if inspect.isawaitable(result) else ""
-        raise ValueError(f"{rule}{hint}, got {type(result).__name__} {str(result)[:80]!r}")
+        raise ValueError(f"{rule}, got {type(result).__name__} {str(result)[:80]!r}")
     entries = list(result)
     if len(entries) != completions:
         raise ValueError(f"{rule}, got {len(entries)}: return a reward for the empty ones as well")

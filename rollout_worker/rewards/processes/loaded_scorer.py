@@ -1,7 +1,12 @@
 """A scorer in the process that runs it: called with a request, its result checked and named."""
 
 import dataclasses
+import functools
+import inspect
 import json
+import selectors
+import sys
+from collections.abc import Awaitable
 from typing import Any
 
 from rollout_worker.rewards.scorers import (
@@ -41,6 +46,8 @@ class LoadedScorer:
         it has any.
         """
         result, completions = self._call(line)
+        if inspect.isawaitable(result):
+            result = _awaited(self.name, result)
         return self._named(result, completions)
 
     async def score_async(self, line: bytes) -> dict[str, Any]:
@@ -69,3 +76,32 @@ class LoadedScorer:
         else:
             rewards, notes = [named_rewards(self.name, result)], [note_of(result)]
         return {"rewards": rewards} | ({"notes": notes} if any(notes) else {})
+
+
+def _awaited(name: str, result: Awaitable[Any]) -> Any:
+    """What comes of a coroutine that a plain function returned, as a decorator of an async one."""
+
+    async def wait() -> Any:
+        return await result
+
+    _say_slow(name)
+    return _runner().run(wait())
+
+
+@functools.cache
+def _say_slow(name: str) -> None:
+    print(
+        f"reward function {name!r} is a plain function that returns a coroutine, so that only one "
+        "call is under way at a time: make it `async def`",
+        file=sys.stderr,
+    )
+
+
+@functools.cache
+def _runner() -> Any:
+    """One event loop for all calls of this process, since a client of a scorer belongs to one."""
+    import asyncio  # takes time that plain scorers need not spend
+
+    # Not epoll: a copy of this process would share it.
+    loop = functools.partial(asyncio.SelectorEventLoop, selectors.SelectSelector())
+    return asyncio.Runner(loop_factory=loop)

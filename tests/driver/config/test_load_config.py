@@ -357,6 +357,21 @@ def test_an_item_of_what_is_no_list_is_refused(minimal):
         load(minimal, ["data.train={source: a.jsonl, weight: 2}"])
 
 
+def test_a_number_in_quotes_is_that_number_wherever_it_stands(minimal):
+    config = load(
+        minimal,
+        [
+            "run.steps='7'",
+            "reward.functions=[{name: exact, weight: '2'}]",
+            "data.train=[{source: a.jsonl, weight: '2'}, {source: b.jsonl}]",
+        ],
+    )
+    assert config.run.steps == 7 and config.reward.functions[0].weight == 2.0
+    assert config.data.train_weights == (2.0, 1.0)
+    with pytest.raises(ConfigError, match="reward.functions.0.weight: 'two' is not a number"):
+        load(minimal, ["reward.functions=[{name: exact, weight: two}]"])
+
+
 ADD = "{type: function, function: {name: add}}"
 
 
@@ -381,6 +396,10 @@ def test_arguments_and_tools_of_the_chat_template(minimal, tmp_path):
             "data.tools=[{api_key: abcdefgh12345678}]",
             "data.tools.0.api_key: is named like a s",
         ),
+        ("data.tools=[{}]", "data.tools: tool 0 is {}, which names no function, so that"),
+        (f"data.tools=[{ADD}, {{type: function}}]", "tool 1 is {'type': 'function'}, which names"),
+        ("data.tools=[{function: {name: ''}}]", "write {type: function, function: {name: add"),
+        ("data.tools=[{function: add}]", "tool 0 is {'function': 'add'}, which names no function"),
         ("data.tools.0.a=1", "data.tools.0.a: unknown key"),
         ("data.template_args=5", "data.template_args: 5 is not a mapping"),
         ("data.template_args.a=.inf", "data.template_args.a: inf is not finite"),

@@ -354,13 +354,81 @@ def test_an_object_whose_call_is_async_is_a_scorer(later):
         assert [score.total for _, score in scored(pool, ["x"] * 3)] == [5.0] * 3
 
 
-def test_a_generator_is_refused_and_a_hidden_coroutine_explained(later):
+def test_a_generator_is_refused(later):
     with pytest.raises(ValueError, match="'later:generator' is a generator, which yields"):
         RewardPool([RewardFunctionConfig(name="later:generator")], processes=1, timeout_s=HANG_S)
-    functions = [RewardFunctionConfig(name="later:wrapper")]
+
+
+DECORATED = """
+import asyncio, functools
+
+class Client:
+    \"\"\"Belongs to the event loop of its first call, as those of httpx do.\"\"\"
+    loop = None
+
+    async def ask(self, text):
+        here = asyncio.get_running_loop()
+        self.loop = self.loop or here
+        assert self.loop is here
+        await asyncio.sleep(0)
+        if text == "raise":
+            raise RuntimeError("nobody answers")
+        return float(len(text))
+
+client = Client()
+
+def counted(function):
+    @functools.wraps(function)
+    def call(*given, **named):
+        return function(*given, **named)
+    return call
+
+def bare(function):
+    return lambda completion, **named: function(completion, **named)
+
+def blocking(function):
+    @functools.wraps(function)
+    def call(*given, **named):
+        return asyncio.run(function(*given, **named))
+    return call
+
+async def score(completion, *, answer, prompt, item):
+    return await client.ask(completion)
+
+async def group(completions, *, answer, prompt, item):
+    return [await client.ask(one) for one in completions]
+
+async def alone(completion, *, answer, prompt, item):
+    return 3.0
+
+counting, hidden, grouped = counted(score), bare(score), counted(group)
+finished = blocking(alone)
+"""
+
+
+@pytest.mark.parametrize(
+    "name, rewards",
+    [
+        ("counting", [1.0, 3.0, 2.0]),
+        ("hidden", [1.0, 3.0, 2.0]),
+        ("grouped", [1.0, 3.0, 2.0]),
+        ("finished", [3.0, 3.0, 3.0]),
+    ],
+)
+def test_what_a_decorator_of_an_async_scorer_returns_is_awaited(
+    tmp_path, monkeypatch, name, rewards
+):
+    (tmp_path / "decorated.py").write_text(DECORATED)
+    monkeypatch.syspath_prepend(tmp_path)
+    functions = [RewardFunctionConfig(name=f"decorated:{name}")]
     with closing(RewardPool(functions, processes=1, timeout_s=HANG_S)) as pool:
-        ((_, score),) = scored(pool, ["nap"])
-    assert "got coroutine" in score.error and "must itself be `async def`" in score.error
+        scores = pool.submit([ScoreRequest(text, "", "", {}) for text in ("a", "bbb", "cc")]).wait()
+        assert [score.total for score in scores] == rewards
+        if name != "finished":
+            (failed,) = pool.submit([ScoreRequest("raise", "", "", {})]).wait()
+            assert "RuntimeError: nobody answers" in failed.error
+            (after,) = pool.submit([ScoreRequest("four", "", "", {})]).wait()
+            assert after.total == 4.0
 
 
 def test_a_pool_that_closes_fails_what_waits_and_ends(later):
