@@ -112,7 +112,7 @@ def _train(config: SftConfig, *, dry_run: bool) -> None:
     plan = plan_training(config, moment)
     print(plan.text, flush=True)
     if resume:
-        identity.check_kept(folder, plan.marks, KEPT, {})
+        identity.check_kept(folder, plan.marks, KEPT, {"shuffle": "True"})
     if dry_run:
         print("this training can start; devices were not checked")
         return

@@ -43,6 +43,9 @@ class BatchConfig(Section):
     max_tokens: int = Field(default=1024, ge=2, le=2**23)
     """Longest record with prompt and answer, up to the last token that trains. A longer one is left
     out and counted: no record is cut."""
+    shuffle: bool = True
+    """Give each epoch an order of its own, which follows from run.seed; false takes the records of
+    each source as they stand there, such as from easy to hard."""
 
 
 class HeldOutConfig(Section):

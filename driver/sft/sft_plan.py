@@ -67,6 +67,7 @@ KEPT = {
     "mixture": "data.train, its sources and their weights,",
     "records": "data.train (file, fields, system prompt, templates, tokenizer, batch.max_tokens)",
     "sequences_per_step": "batch.sequences_per_step",
+    "shuffle": "batch.shuffle",
     "model": "model.path",
     "optimizer": "learner.optimizer.name",
 }
@@ -104,7 +105,9 @@ def plan_training(config: SftConfig, moment: datetime.datetime | None = None) ->
     train = [_load(config, key, source, tokenizer) for key, source in sources]
     evaluated = list(zip(config.data.eval_keys, config.data.eval_sources, strict=True))
     held_out = [_load(config, key, source, tokenizer) for key, source in evaluated]
-    order = order_of(config.data, train, seed=config.run.seed)
+    order = dataclasses.replace(
+        order_of(config.data, train, seed=config.run.seed), shuffled=config.batch.shuffle
+    )
     steps = _steps(config, order.count)
     if config.learner.optimizer.warmup_steps >= steps:
         raise ConfigError(
@@ -253,6 +256,7 @@ def _marks(
         "mixture": json.dumps(order.mixture()),
         "records": records.hexdigest(),
         "sequences_per_step": str(config.batch.sequences_per_step),
+        "shuffle": str(config.batch.shuffle),
         "model": hashlib.sha256(shape.encode()).hexdigest(),
         "optimizer": config.learner.optimizer.name,
     }

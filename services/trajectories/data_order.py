@@ -97,6 +97,8 @@ class DataOrder:
     """Of the run; not negative."""
     sources: tuple[OrderedSource, ...]
     """At least one, each with prompts and a finite weight above 0."""
+    shuffled: bool = True
+    """Whether each epoch has an order of its own; otherwise a source is drawn from as it stands."""
 
     def __post_init__(self):
         if self.seed < 0 or any(source.count < 1 for source in self.sources):
@@ -152,7 +154,11 @@ class DataOrder:
         if index < 0:
             raise ValueError(f"an index of the data order must be at least 0, got {index}")
         source, ordinal = draw_at(self.shares, index)
-        epoch, place = prompt_at(self.seed, self.sources[source].count, ordinal, source)
+        count = self.sources[source].count
+        if self.shuffled:
+            epoch, place = prompt_at(self.seed, count, ordinal, source)
+        else:
+            epoch, place = divmod(ordinal, count)
         return epoch, self.starts[source] + place
 
     def draws_before(self, index: int) -> tuple[int, ...]:

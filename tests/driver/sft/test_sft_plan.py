@@ -68,6 +68,12 @@ def test_every_epoch_visits_every_record_once_in_an_order_of_its_own(plan):
     assert plan(rows(8), "run.seed=1").batch(1) != made.batch(1)
 
 
+def test_without_shuffling_records_come_as_they_stand_in_every_epoch(plan):
+    made = plan(rows(8), "run.epochs=2", "batch.shuffle=false")
+    names = [[one.group_id for one in made.batch(step)] for step in (1, 2, 3, 4)]
+    assert names == [[f"record {i}" for i in part] for part in (range(4), range(4, 8))] * 2
+
+
 def test_sources_are_mixed_by_weight(plan, tmp_path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name * 5}) + "\n")

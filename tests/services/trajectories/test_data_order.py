@@ -31,6 +31,14 @@ def test_epochs_and_seeds_differ():
     assert len(orders) == 16
 
 
+def test_without_shuffling_each_source_is_drawn_from_as_it_stands():
+    sources = tuple(OrderedSource(name=n, count=c, weight=1.0) for n, c in (("a", 3), ("b", 2)))
+    order = DataOrder(5, sources, shuffled=False)
+    drawn = [order.prompt_at(index) for index in range(10)]
+    assert [one for one in drawn if one[1] < 3] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+    assert [one for one in drawn if one[1] >= 3] == [(0, 3), (0, 4), (1, 3), (1, 4), (2, 3)]
+
+
 def test_every_place_is_equally_likely():
     first = [int(epoch_order(seed, 0, 4)[0]) for seed in range(2000)]
     # 2000 draws from four: mean 500, sigma 19.4; five sigma either way.
