@@ -24,8 +24,8 @@ class SourceConfig(Section):
     source: str
     """`reasoning_gym:<task>`, a path ending in .jsonl or .parquet, an HF dataset id, or a folder
     with an HF dataset: files of its splits, or what `save_to_disk` wrote. It may be larger than
-    memory: each process reads it once, row by row, and keeps its prompts in a file in the folder
-    for temporary files (TMPDIR)."""
+    memory: each process reads it once, row by row, and keeps what it has encoded in a file in the
+    folder for temporary files (TMPDIR)."""
     split: str = "train"
     """Split of an HF dataset; other sources ignore it."""
     subset: str | None = None

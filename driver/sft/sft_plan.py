@@ -27,6 +27,7 @@ from models.files.checkpoint import check_model_files, expected_shapes, read_mod
 from models.tokenizer import Tokenizer, load_tokenizer
 from rollout_worker.config import SourceConfig
 from rollout_worker.data.examples import Example, ExampleSet, load_examples
+from rollout_worker.data.lazy_sequences import chained
 from rollout_worker.data.training_set import order_of
 from services.trajectories.data_order import DataOrder
 
@@ -41,9 +42,9 @@ class SftPlan:
     sequences_per_step: int
     order: DataOrder
     """Of the examples of data.train that fit."""
-    train: tuple[Example, ...]
+    train: Sequence[Example]
     """Of every source, one source after the other."""
-    held_out: dict[str, tuple[Example, ...]]
+    held_out: dict[str, Sequence[Example]]
     """Of each set of data.eval, by the name of its metric."""
     tokenizer: Tokenizer
     moment: datetime.datetime
@@ -138,7 +139,7 @@ def plan_training(config: SftConfig, moment: datetime.datetime | None = None) ->
         steps=steps,
         sequences_per_step=config.batch.sequences_per_step,
         order=order,
-        train=tuple(example for one in train for example in one.examples),
+        train=chained([one.examples for one in train]),
         held_out={
             f"eval/{name}/loss" if name else "eval/loss": one.examples
             for name, one in zip(config.data.eval_names, held_out, strict=True)
@@ -208,8 +209,8 @@ def _notes(
             yield f"also in data.train: {counted(shared, 'record')} of {key}"
 
 
-def _content(example: Example) -> bytes:
-    return example.token_ids.tobytes()
+def _content(example: Example) -> int:
+    return hash(example.token_ids.tobytes())
 
 
 def _describe(config: SftConfig, key: str, source: SourceConfig, one: ExampleSet) -> str:

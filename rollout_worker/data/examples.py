@@ -16,7 +16,8 @@ Dimension key:
 """
 
 import dataclasses
-from collections.abc import Mapping
+import struct
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,11 +32,14 @@ from rollout_worker.data.chat_rows import (
     text_value,
     tools_of,
 )
+from rollout_worker.data.lazy_sequences import ByteStrings, LazySequence
 from rollout_worker.data.records import plain_record, records
 from services.user_code.import_path import nearest_hint
 
 COMPLETION, MESSAGES, TEXT = "completion", "messages", "text"
 ASSISTANT = "assistant"
+_HEADER = struct.Struct("<qI")
+"""Index in the source, and N."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +58,8 @@ class Example:
 class ExampleSet:
     """The examples of a source that are not too long, in its order."""
 
-    examples: tuple[Example, ...]
+    examples: Sequence[Example]
+    """Each access reads one from a file."""
     overlong: int
     """Records left out because they have more tokens than allowed."""
     longest: int
@@ -91,7 +96,8 @@ def load_examples(
         ValueError: if the source is missing, broken or empty, it cannot be told what of a record
             trains, or none is short enough.
     """
-    examples, overlong, longest, open_ended = [], 0, 0, 0
+    overlong, longest, open_ended = 0, 0, 0
+    stored = ByteStrings(source.source)
     shortest = None
     for row, place, record in records(source):
         try:
@@ -104,28 +110,37 @@ def load_examples(
             overlong += 1
             continue
         open_ended += encoded.open_turns > 0
-        examples.append(_example(row, encoded))
+        stored.append(_packed(row, encoded))
+    stored.finish()
     if shortest is None:
         raise ValueError(
             f"{source.source} has no records"
             + (f" after the first {source.skip}: lower skip={source.skip}" if source.skip else "")
         )
-    if not examples:
+    if not len(stored):
         raise ValueError(
             f"{source.source}: all {overlong} records have more than batch.max_tokens={max_tokens} "
             f"tokens, the shortest {shortest}: raise batch.max_tokens (and "
             "learner.microbatch_tokens), or shorten the records"
         )
     return ExampleSet(
-        examples=tuple(examples), overlong=overlong, longest=longest, open_ended=open_ended
+        examples=LazySequence(len(stored), lambda place: _unpacked(stored.read(place))),
+        overlong=overlong,
+        longest=longest,
+        open_ended=open_ended,
     )
 
 
-def _example(row: int, encoded: TrainedText) -> Example:
+def _packed(row: int, encoded: TrainedText) -> bytes:
     token_ids_N = np.array(encoded.token_ids, dtype=np.int32)
     trains_N = np.array(encoded.trains, dtype=bool)
-    for array in (token_ids_N, trains_N):
-        array.flags.writeable = False
+    return _HEADER.pack(row, len(token_ids_N)) + token_ids_N.tobytes() + trains_N.tobytes()
+
+
+def _unpacked(stored: bytes) -> Example:
+    row, N = _HEADER.unpack_from(stored)
+    token_ids_N = np.frombuffer(stored, np.int32, N, offset=_HEADER.size)
+    trains_N = np.frombuffer(stored, bool, N, offset=_HEADER.size + token_ids_N.nbytes)
     return Example(row, token_ids_N, trains_N)
 
 

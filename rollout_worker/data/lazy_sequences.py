@@ -54,7 +54,11 @@ class ByteStrings:
     several threads. The file lies in the folder for temporary files (TMPDIR).
     """
 
-    def __init__(self):
+    def __init__(self, about: str):
+        """Args:
+        about: begins the message of an error.
+        """
+        self._about = about
         self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
         weakref.finalize(self, self._file.close).atexit = False
         self._ends = array("Q", (0,))
@@ -67,7 +71,7 @@ class ByteStrings:
         """Adds one behind the others.
 
         Raises:
-            OSError: if the folder for temporary files has no room.
+            ValueError: if the folder for temporary files has no room.
         """
         self._pending += value
         self._ends.append(self._ends[-1] + len(value))
@@ -77,8 +81,15 @@ class ByteStrings:
     def finish(self) -> None:
         """Writes what has been appended; raises as `append`."""
         rest = memoryview(self._pending)
-        while rest:
-            rest = rest[self._file.write(rest) :]
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            raise ValueError(
+                f"{self._about}: its records do not fit in {tempfile.gettempdir()}, the folder for "
+                f"temporary files ({error.strerror}): free space there, or name another folder in "
+                "TMPDIR"
+            ) from error
         self._pending = bytearray()
 
     def read(self, index: int) -> bytes:

@@ -10,7 +10,6 @@ Dimension key:
 import dataclasses
 import json
 import struct
-import tempfile
 from array import array
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -106,9 +105,9 @@ class PromptSet:
 class _PromptFile:
     """Prompts of a source in a temporary file."""
 
-    def __init__(self):
+    def __init__(self, about: str):
         self.indices = array("q")
-        self._stored = ByteStrings()
+        self._stored = ByteStrings(about)
 
     def append(self, prompt: Prompt) -> None:
         fields = (prompt.question, prompt.answer, prompt.item, prompt.is_chat, prompt.has_system)
@@ -160,7 +159,11 @@ def load_prompts(
         ValueError: if the source is missing, broken, empty, or no prompt fits.
     """
     next_id, left_out = source.skip, []
-    file, questions, digest = _PromptFile(), array("q"), SourceDigest(source.is_procedural)
+    file, questions, digest = (
+        _PromptFile(source.source),
+        array("q"),
+        SourceDigest(source.is_procedural),
+    )
     system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
     for prompt_id, place, raw in records(source):
         next_id = prompt_id + 1
@@ -188,14 +191,8 @@ def load_prompts(
         )
         digest.add(prompt_id, prompt.token_ids, row.answer, record)
         questions.append(hash(row.question))
-        try:
-            file.append(prompt)
-        except OSError as error:
-            raise _no_room(source, error) from error
-    try:
-        prompts = file.prompts()
-    except OSError as error:
-        raise _no_room(source, error) from error
+        file.append(prompt)
+    prompts = file.prompts()
     if not prompts and not left_out:
         raise ValueError(
             f"{source.source} has no records"
@@ -221,13 +218,6 @@ def load_prompts(
         indices=file.indices,
         questions=np.frombuffer(questions, np.int64),
         hashes=digest.hashes(),
-    )
-
-
-def _no_room(source: SourceConfig, error: OSError) -> ValueError:
-    return ValueError(
-        f"{source.source}: its prompts do not fit in {tempfile.gettempdir()}, the folder for "
-        f"temporary files ({error.strerror}): free space there, or name another folder in TMPDIR"
     )
 
 

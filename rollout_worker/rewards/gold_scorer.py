@@ -3,6 +3,8 @@
 It runs where scorers run, in the child processes of `reward_pool.py`; `gold_answers.py` uses it.
 """
 
+import inspect
+
 from rollout_worker.rewards.scorers import BUILT_INS, BadScorer, resolve_scorer
 
 UNJUDGED = "cannot judge: "
@@ -36,7 +38,8 @@ def check_gold(
     if check is None:
         return 0.0
     try:
-        check(answer, item)
+        if inspect.isawaitable(check(answer, item)):
+            raise TypeError("it returns what has to be awaited: make it a plain function")
     except BaseException as error:  # foreign code, whose answer needs no traceback in the log
         mistake = f"its check_gold raises {type(error).__name__}: "
         text = str(error) if isinstance(error, ValueError) else f"{mistake}{error}"

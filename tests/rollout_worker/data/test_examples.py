@@ -177,3 +177,15 @@ def test_a_completion_that_is_other_json_trains_as_it_stands(load, tokenizer, sa
 def test_an_empty_source_is_refused(load):
     with pytest.raises(ValueError, match="has no records after the first 1: lower skip=1"):
         load([{"prompt": "4", "completion": "5"}], source={"skip": 1})
+
+
+def test_each_example_is_read_when_it_is_asked_for(load):
+    records = [{"prompt": f"{n} - 9 =", "completion": "-5" * n} for n in range(1, 6)]
+    read = load(records)
+    for place in (0, 4, -2):
+        once, again = read.examples[place], read.examples[place]
+        assert once is not again and once.row == range(5)[place]
+        assert once.token_ids.tolist() == again.token_ids.tolist()
+        assert once.trains.tolist() == again.trains.tolist() and once.trains.dtype == bool
+        with pytest.raises(ValueError, match="read-only"):
+            once.token_ids[0] = 1

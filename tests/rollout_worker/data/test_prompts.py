@@ -552,7 +552,7 @@ def test_prompts_that_do_not_fit_on_the_disk_are_refused_with_the_folder(tmp_pat
     with open("/dev/full", "r+b", buffering=0) as full:
         monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: full)
         with pytest.raises(
-            ValueError, match="a.jsonl: its prompts do not fit in .*No space.*TMPDIR"
+            ValueError, match="a.jsonl: its records do not fit in .*No space.*TMPDIR"
         ):
             load(path)
 

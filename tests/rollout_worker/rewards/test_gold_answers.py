@@ -79,6 +79,7 @@ long = with_check(lambda answer, item: sys.exit("a\\n" + "b" * 5_000_000))
 number = with_check(5)
 of_answers = with_check(lambda answer: None)
 waits = with_check(waiting)
+hidden = with_check(lambda answer, item: waiting(answer, item))
 """
 
 
@@ -123,6 +124,11 @@ def test_a_check_that_is_wrong_says_so_in_one_line_without_a_traceback(own, capf
 def test_a_check_that_cannot_be_called_is_refused_with_its_scorer(own, name, problem):
     with pytest.raises(ValueError, match=f"'choice:{name}': its check_gold must be .*{problem}"):
         validate_functions([RewardFunctionConfig(name=f"choice:{name}")])
+
+
+def test_a_check_that_is_async_behind_a_plain_function_judges_nothing(own):
+    found = find("choice:hidden", golds("1", choices=[]))
+    assert found[0].startswith("its check_gold raises TypeError: it returns what has to be awaited")
 
 
 def test_a_scorer_without_a_check_is_taken_at_its_word(own):
