@@ -49,8 +49,10 @@ class Sample(TypedDict):
     reward_error: str
     notes: NotRequired[dict[str, str]]
     """What scorers say of their rewards, such as the verdict of a judge, by scorer."""
-    tokens: list[list[str | float]]
-    """Text and logprob (nats) of each."""
+    tokens: list[list[str | float | None]]
+    """Text and logprob (nats) of each; null where an environment wrote the token."""
+    segments: NotRequired[list[int]]
+    """Tokens of each segment of an episode: the model's and the environment's in turn."""
     source: NotRequired[str]
     """Name of the prompt's source, where several are trained on."""
     tokens_cut: NotRequired[int]
@@ -119,6 +121,8 @@ class SampleRecords:
     def _record(self, group: Group, prompt: Prompt, completion: Completion, why: str) -> Sample:
         text = self._text(completion.token_ids)
         token_ids = completion.token_ids[:MOST_TOKENS].tolist()
+        drawn = iter(completion.behavior_logprobs.tolist())
+        logprobs = [_rounded(next(drawn)) if own else None for own in completion.is_sampled]
         record: Sample = {
             "group_id": group.group_id,
             "policy_version": group.policy_version,
@@ -131,21 +135,21 @@ class SampleRecords:
             "prompt": self._decode(group.prompt_token_ids.tolist()),
             "completion": text,
             "finish_reason": completion.finish_reason.value,
-            "completion_tokens": len(completion.token_ids),
+            "completion_tokens": completion.model_tokens,
             "rewards": completion.rewards,
             "total_reward": completion.total_reward,
             "reward_error": completion.reward_error,
             "tokens": [
-                [piece, _rounded(logprob)]
+                [piece, logprob]
                 for piece, logprob in zip(
-                    token_texts(self._decode, token_ids),
-                    completion.behavior_logprobs.tolist(),
-                    strict=False,
+                    token_texts(self._decode, token_ids), logprobs, strict=False
                 )
             ],
         }
         if prompt.source:
             record["source"] = prompt.source
+        if completion.segment_tokens:
+            record["segments"] = list(completion.segment_tokens)
         if cut := len(completion.token_ids) - len(token_ids):
             record["tokens_cut"] = cut
         if self._reads_numbers:

@@ -118,6 +118,10 @@ rollout/aborted_fraction | | completions aborted, share
 [learning tokens-]
 rollout/prompt_len_mean | tokens | prompt length, mean
     mean length of the prompts of the step
+rollout/environment_len_mean | tokens | tokens of the environment, mean
+    tokens that the environment wrote in an episode; absent where no episode has several turns
+rollout/turns_mean | turns | turns of an episode, mean
+    turns of the model in an episode; absent where no episode has several turns
 rollout/groups | | groups
     groups of completions in the update
 rollout/completions | | completions

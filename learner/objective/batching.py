@@ -1,9 +1,9 @@
 """From scored groups to fixed-shape micro-batches, on the host, in numpy.
 
 `select_sequences` decides which completions train and with what weight; `pack` lays them out. A row
-holds several sequences, told apart by segment numbers. Everything about a token comes from lengths
-and finish reasons: no id is special, so a pad token that equals EOS does no harm and EOS is
-trained.
+holds several sequences, told apart by segment numbers. Everything about a token comes from lengths,
+owners and finish reasons: no id is special, so a pad token that equals EOS does no harm and EOS is
+trained. What an environment wrote in an episode is context alone: it has no weight, as a prompt.
 
 Dimension key:
     B: rows of a micro-batch, over all devices
@@ -50,7 +50,8 @@ class SelectionRules(NamedTuple):
 class TrainSequence:
     """One completion that trains, with its prompt; arrays are per input token, [N].
 
-    Where the target belongs to the prompt, `weights` is 0 and the logprobs mean nothing.
+    Where the target belongs to the prompt, or to an environment, `weights` is 0 and the logprobs
+    mean nothing.
     """
 
     group_id: str
@@ -203,7 +204,7 @@ def _rewards_of(
 ) -> GroupRewards:
     """The rewards that advantages are made of, what lengths cost among them."""
     if rules.length.is_on:
-        tokens_G = np.array([len(c.token_ids) for c in group.completions])
+        tokens_G = np.array([c.model_tokens for c in group.completions])
         added_G = added_G + length_rewards(
             tokens_G, total_G, rules.length, max_completion_tokens=rules.max_completion_tokens
         )
@@ -257,12 +258,11 @@ def _check_group(group: Group, vocab_size: int) -> None:
     if any(len(one) == 0 for one in ids):
         raise ValueError(f"group {group.group_id}: prompt and completions need at least 1 token")
     for completion in group.completions:
-        if len(completion.token_ids) != len(completion.behavior_logprobs):
-            raise ValueError(
-                f"group {group.group_id}, sample {completion.sample_index}: "
-                f"{len(completion.token_ids)} token ids but "
-                f"{len(completion.behavior_logprobs)} behavior logprobs"
-            )
+        try:
+            completion.check_segments()
+        except ValueError as error:
+            where = f"group {group.group_id}, sample {completion.sample_index}"
+            raise ValueError(f"{where}: {error}") from None
     low, high = min(int(one.min()) for one in ids), max(int(one.max()) for one in ids)
     if low < 0 or high >= vocab_size:
         raise ValueError(
@@ -277,11 +277,13 @@ def _sequence(
     tokens = np.concatenate([group.prompt_token_ids, completion.token_ids]).astype(np.int32)
     # Input position t scores token t + 1: the last prompt token scores the first sampled one.
     first = len(group.prompt_token_ids) - 1
-    weights = np.zeros(len(tokens) - 1, np.float32)
-    weights[first:] = token_weight(len(completion.token_ids), aggregation)
-    advantages = np.where(weights > 0, np.float32(advantage), np.float32(0))
+    is_sampled = np.zeros(len(tokens) - 1, bool)
+    is_sampled[first:] = completion.is_sampled
+    weight = np.float32(token_weight(completion.model_tokens, aggregation))
+    weights = np.where(is_sampled, weight, np.float32(0))
+    advantages = np.where(is_sampled, np.float32(advantage), np.float32(0))
     behavior_logprobs = np.zeros(len(tokens) - 1, np.float32)
-    behavior_logprobs[first:] = completion.behavior_logprobs
+    behavior_logprobs[is_sampled] = completion.behavior_logprobs
     return TrainSequence(
         group_id=group.group_id,
         token_ids=tokens[:-1],

@@ -21,9 +21,12 @@ def group_metrics(
         policy_version: the current one; its difference to a group's is that group's staleness.
         max_completion_tokens: that of the rollout; `rollout/tokens_beyond_half` is the share of
             all completion tokens that lies after the first half of it.
+
+    Lengths of completions are of what the model sampled. Where there are episodes of several turns,
+    their turns and the tokens of the environment are counted as well.
     """
     completions = [c for group in groups for c in group.completions]
-    lengths = np.array([len(c.token_ids) for c in completions])
+    lengths = np.array([c.model_tokens for c in completions])
     staleness = np.array([policy_version - group.policy_version for group in groups])
     failed = sum(bool(c.reward_error) for c in completions)
     metrics = {
@@ -52,6 +55,10 @@ def group_metrics(
         "reward_error/count": float(failed),
         "reward_error/fraction": failed / len(completions),
     }
+    if any(c.segment_tokens for c in completions):
+        written = [len(c.token_ids) - c.model_tokens for c in completions]
+        metrics["rollout/turns_mean"] = float(np.mean([c.turns for c in completions]))
+        metrics["rollout/environment_len_mean"] = float(np.mean(written))
     scored = [c for c in completions if not c.reward_error]
     for name in sorted({name for c in scored for name in c.rewards}):
         values = [c.rewards[name] for c in scored if name in c.rewards]
@@ -138,8 +145,8 @@ def token_funnel(
     unclipped = with_advantage - clipped_tokens
     masked = with_advantage - _training_tokens(trained, all_train)
     return {
-        "funnel/generated": float(sum(len(c.token_ids) for c in completions)),
-        "funnel/scored": float(sum(len(c.token_ids) for c in completions if not c.reward_error)),
+        "funnel/generated": float(sum(c.model_tokens for c in completions)),
+        "funnel/scored": float(sum(c.model_tokens for c in completions if not c.reward_error)),
         "funnel/nonzero_advantage": float(with_advantage),
         "funnel/unclipped": float(unclipped),
         "funnel/contributed": 0.0 if skipped else float(unclipped - masked),

@@ -100,6 +100,7 @@ def _encode_completion(completion: Completion) -> trajectories_pb2.Completion:
         rewards=completion.rewards,
         total_reward=completion.total_reward,
         reward_error=completion.reward_error,
+        segment_tokens=completion.segment_tokens,
     )
 
 
@@ -117,4 +118,5 @@ def _decode_completion(message: trajectories_pb2.Completion) -> Completion:
         rewards=dict(message.rewards),
         total_reward=message.total_reward,
         reward_error=message.reward_error,
+        segment_tokens=tuple(message.segment_tokens),
     )

@@ -95,11 +95,10 @@ def _check_completion(completion: Completion, rules: GroupRules, where: str) -> 
         vocab_size=rules.vocab_size,
         longest=rules.max_completion_tokens,
     )
-    if logprobs.dtype != np.float32 or logprobs.shape != token_ids.shape:
-        raise ValueError(
-            f"{where}: behavior_logprobs must be float32 with one value for each of the "
-            f"{len(token_ids)} token_ids, got {logprobs.dtype} {logprobs.shape}"
-        )
+    try:
+        completion.check_segments()
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
     if (logprobs > LOGPROB_ROUNDING).any():
         raise ValueError(f"{where}: a logprob is at most 0, got {logprobs.max()}")
     failed = bool(completion.reward_error)

@@ -23,6 +23,7 @@ class GroupReport:
     reward_error: str
     """Of the first completion that could not be scored; empty where all were."""
     completion_tokens: int
+    """That the model sampled."""
 
 
 def report_of(group: Group) -> GroupReport:
@@ -37,5 +38,5 @@ def report_of(group: Group) -> GroupReport:
         scored=len(totals),
         reward_sum=sum(totals),
         reward_error=next((c.reward_error for c in group.completions if c.reward_error), ""),
-        completion_tokens=sum(len(c.token_ids) for c in group.completions),
+        completion_tokens=sum(c.model_tokens for c in group.completions),
     )

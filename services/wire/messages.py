@@ -18,6 +18,7 @@ class FinishReason(enum.Enum):
 
     STOP = "stop"
     LENGTH = "length"
+    """By a limit: of its tokens, or of the turns of an episode."""
     ABORTED = "aborted"
 
 
@@ -37,9 +38,11 @@ class Completion:
     sample_index: int
     """Place in the group, from 0; enters the random key."""
     token_ids: np.ndarray
-    """int32 [T], T >= 1: exactly the ids that were sampled."""
+    """int32 [T], T >= 1: exactly the ids that were sampled, with those of an environment between
+    them as the model read them."""
     behavior_logprobs: np.ndarray
-    """float32 [T]: natural log of the probability each id was drawn with."""
+    """float32 [M]: natural log of the probability each of the model's tokens was drawn with; M is
+    T where there is no environment."""
     finish_reason: FinishReason
     rewards: dict[str, float]
     """Raw value of every scorer (and its logged variants, such as `gsm8k_answer/lenient`)."""
@@ -47,6 +50,52 @@ class Completion:
     """Weighted sum; NaN exactly when reward_error is not empty."""
     reward_error: str = ""
     """Name and message of the scorer that failed; such a completion does not count in its group."""
+    segment_tokens: tuple[int, ...] = ()
+    """Tokens of each segment of an episode: the model's and the environment's in turn, the first
+    and the last the model's. Empty where the model sampled all tokens."""
+
+    @property
+    def model_tokens(self) -> int:
+        """Tokens that the model sampled."""
+        return len(self.behavior_logprobs)
+
+    @property
+    def is_sampled(self) -> np.ndarray:
+        """Bool [T]: whether the model sampled the token; an environment wrote the others."""
+        if not self.segment_tokens:
+            return np.ones(len(self.token_ids), bool)
+        return np.repeat(np.arange(len(self.segment_tokens)) % 2 == 0, self.segment_tokens)
+
+    @property
+    def turns(self) -> int:
+        """Turns of the model."""
+        return (len(self.segment_tokens) + 1) // 2 or 1
+
+    def check_segments(self) -> None:
+        """Checks that the segments are the model's and the environment's in turn, and that each
+        token of the model has a logprob.
+
+        Raises:
+            ValueError: with the numbers and the rule.
+        """
+        segments, T = self.segment_tokens, len(self.token_ids)
+        if segments and (len(segments) < 3 or len(segments) % 2 == 0):
+            raise ValueError(
+                f"an episode has 3, 5, .. segments, of which the first and the last are the "
+                f"model's, or none where the model sampled all tokens; got {len(segments)}"
+            )
+        if segments and (min(segments) < 1 or sum(segments) != T):
+            raise ValueError(
+                f"the segments of a completion of {T} tokens must have at least 1 token each and "
+                f"{T} together, got {min(segments)} at least and {sum(segments)} together"
+            )
+        sampled = sum(segments[::2]) if segments else T
+        logprobs = self.behavior_logprobs
+        if logprobs.dtype != np.float32 or logprobs.shape != (sampled,):
+            raise ValueError(
+                f"behavior_logprobs must be float32 with one value for each of the {sampled} "
+                f"token_ids that were sampled, got {logprobs.dtype} {logprobs.shape}"
+            )
 
     @property
     def disagreements(self) -> dict[str, bool]:

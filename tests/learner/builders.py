@@ -43,18 +43,22 @@ TINY = ModelConfig(
 )
 
 
-def make_completion(ids, reward, *, index=0, logprobs=None, finish=FinishReason.STOP, error=""):
+def make_completion(
+    ids, reward, *, index=0, logprobs=None, finish=FinishReason.STOP, error="", segments=()
+):
     ids = np.array(ids, np.int32)
+    sampled = sum(segments[::2]) if segments else len(ids)
     return Completion(
         sample_index=index,
         token_ids=ids,
-        behavior_logprobs=np.full(len(ids), -3.0, np.float32)
+        behavior_logprobs=np.full(sampled, -3.0, np.float32)
         if logprobs is None
         else np.array(logprobs, np.float32),
         finish_reason=finish,
         rewards={} if error else {"answer": reward},
         total_reward=float("nan") if error else reward,
         reward_error=error,
+        segment_tokens=tuple(segments),
     )
 
 
@@ -74,20 +78,36 @@ def make_group(number, prompt, completions, *, policy_version=0):
     )
 
 
-def random_groups(count=4, size=4, *, seed=0, max_completion=9, vocab=20):
-    """Groups with prompts of 1-5 and completions of 1..max_completion tokens, rewards 0 or 1."""
+def random_segments(rng, T):
+    """Lengths of the segments of an episode of T tokens; none where it has one turn."""
+    count = 1 + 2 * int(rng.integers(0, (T - 1) // 2 + 1))
+    if count == 1:
+        return ()
+    cuts = np.sort(rng.choice(np.arange(1, T), count - 1, replace=False))
+    return tuple(np.diff([0, *cuts, T]).tolist())
+
+
+def random_groups(count=4, size=4, *, seed=0, max_completion=9, vocab=20, episodes=False):
+    """Groups with prompts of 1-5 and completions of 1..max_completion tokens, rewards 0 or 1.
+
+    Args:
+        episodes: whether an environment wrote a part of some completions.
+    """
     rng = np.random.default_rng(seed)
     groups = []
     for number in range(count):
         completions = []
         for index in range(size):
             T = int(rng.integers(1, max_completion + 1))
+            segments = random_segments(rng, T) if episodes else ()
+            sampled = sum(segments[::2]) if segments else T
             completions.append(
                 make_completion(
                     rng.integers(0, vocab, T),
                     float(index % 2),
                     index=index,
-                    logprobs=-3.0 + rng.normal(0, 0.3, T),
+                    logprobs=-3.0 + rng.normal(0, 0.3, sampled),
+                    segments=segments,
                 )
             )
         groups.append(make_group(number, rng.integers(0, vocab, rng.integers(1, 6)), completions))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from learner.durable.checkpoint import CheckpointFolder
+from learner.objective.batching import pack
 from models.files.checkpoint import from_named
 from services.process.phase_clock import PhaseClock
 from services.wire.messages import FinishReason
@@ -179,3 +180,51 @@ def test_resume_on_another_mesh_continues_exactly_C05_C07(tmp_path):
 def test_schedule_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="warmup_steps=20 must be below the 10 updates"):
         make_core(optimizer={"warmup_steps": 20})
+
+
+ALGORITHMS = {
+    "clip, KL and entropy": {"kl_coef": 0.1, "entropy_coef": 0.01},
+    "KL in the reward": {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"},
+    "critic": {"advantage": "gae"},
+    "ratio of the sequence, corrected": {
+        "ratio": "sequence",
+        "off_policy": {"token_truncate": 1.5, "sequence_low": 0.1, "sequence_high": 10.0},
+    },
+}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
+def test_what_an_environment_said_is_no_target(algorithm, monkeypatch):
+    groups = random_groups(episodes=True)
+    made = []
+    for garbled in (False, True):
+        if garbled:
+            monkeypatch.setattr("learner.core.pack", pack_garbled)
+        core = make_core(algorithm=algorithm)
+        metrics = core.update(groups, PhaseClock())
+        made.append((jax.device_get(core.state.params), metrics))
+    (params, metrics), (garbled_params, garbled_metrics) = made
+    assert metrics["train/update_skipped"] == 0 and metrics["train/grad_norm"] > 0
+    jax.tree.map(np.testing.assert_array_equal, params, garbled_params)
+    same = {name for name in metrics if not name.startswith(("throughput/", "mem/"))}
+    assert {n: metrics[n] for n in same} == {n: garbled_metrics[n] for n in same}
+
+
+def pack_garbled(sequences, packing):
+    """Packs with other targets, logprobs and values wherever a token is not the model's."""
+    rng = np.random.default_rng(3)
+
+    def garbled(sequence):
+        changed = {"target_ids": rng.integers(0, 20, len(sequence.weights), np.int32)}
+        for name in ("old_logprobs", "behavior_logprobs", "values", "returns"):
+            if getattr(sequence, name) is not None:
+                changed[name] = rng.normal(-9, 4, len(sequence.weights)).astype(np.float32)
+        return dataclasses.replace(
+            sequence,
+            **{
+                name: np.where(sequence.active, getattr(sequence, name), other)
+                for name, other in changed.items()
+            },
+        )
+
+    return pack([garbled(sequence) for sequence in sequences], packing)

@@ -205,6 +205,19 @@ def test_numbers_that_are_not_finite_become_strict_json(decode):
     assert read["rewards"] == {"a": "Infinity"} and read["total_reward"] == "NaN"
 
 
+def test_tokens_of_the_environment_have_no_logprob(decode):
+    episode = completion(
+        ids=range(20, 26),
+        behavior_logprobs=np.array([-0.25, -0.5, -0.75], np.float32),
+        segment_tokens=(1, 3, 2),
+    )
+    [record] = records(decode).of_group(group_of(episode), PROMPT, marked=True)
+    assert [logprob for _, logprob in record["tokens"]] == [-0.25, None, None, None, -0.5, -0.75]
+    assert record["completion_tokens"] == 3 and record["segments"] == [1, 3, 2]
+    [record] = records(decode).of_group(group_of(completion()), PROMPT, marked=True)
+    assert "segments" not in record
+
+
 def test_answers_are_recorded_if_a_scorer_reads_numbers(tokenizer, decode):
     group = group_of(completion(ids=ids_of(tokenizer, "so 1 + 1 is 1,234.50")))
     (record,) = records(decode, reads_numbers=True).of_group(group, PROMPT, marked=True)

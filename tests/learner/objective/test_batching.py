@@ -4,6 +4,8 @@ import dataclasses
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from learner.objective.batching import (
     Packing,
@@ -13,9 +15,14 @@ from learner.objective.batching import (
     select_sequences,
     unpack,
 )
+from learner.objective.length_rewards import LengthRule
 from services.wire.messages import FinishReason
 from tests.learner import builders
-from tests.learner.builders import make_completion, make_group, random_groups
+from tests.learner.builders import (
+    make_completion,
+    make_group,
+    random_groups,
+)
 
 RULES = builders.RULES._replace(max_completion_tokens=8)
 
@@ -62,6 +69,61 @@ def test_sampled_ids_reach_the_loss_unchanged_T03():
     active = (batch.weights > 0) & (batch.segments == 1)
     np.testing.assert_array_equal(batch.target_ids[active], ids)
     np.testing.assert_array_equal(batch.old_logprobs[active], np.float32(logprobs))
+
+
+SEGMENTS = st.lists(st.integers(1, 4), min_size=1, max_size=7).map(
+    lambda lengths: tuple(lengths[: len(lengths) - (len(lengths) + 1) % 2])
+)
+
+
+@given(prompt=st.lists(st.integers(0, 9), min_size=1, max_size=4), segments=SEGMENTS)
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean", "constant"])
+def test_tokens_of_the_environment_are_context_alone(aggregation, prompt, segments):
+    owners = [turn % 2 for turn, tokens in enumerate(segments) for _ in range(tokens)]
+    ids = [10 + owner for owner in owners]
+    drawn = [-0.1 * (1 + i) for i in range(owners.count(0))]
+    kept = segments if len(segments) > 1 else ()
+    group = make_group(
+        0,
+        prompt,
+        [
+            make_completion(ids, 1.0, logprobs=drawn, segments=kept),
+            make_completion([3], 0.0, index=1),
+        ],
+    )
+    selection = choose([group], aggregation=aggregation)
+    first, _ = selection.sequences
+    # Token by token: what predicts one of the model's trains, and nothing else does.
+    left, weight = list(drawn), 1 / len(drawn) if aggregation == "seq_mean" else 1.0
+    expected = [(0.0, 0.0)] * (len(prompt) - 1)
+    for owner in owners:
+        expected.append((weight, left.pop(0)) if owner == 0 else (0.0, 0.0))
+    np.testing.assert_array_equal(first.token_ids, [*prompt, *ids][:-1])
+    np.testing.assert_array_equal(first.target_ids, [*prompt, *ids][1:])
+    np.testing.assert_array_equal(first.weights, np.float32([w for w, _ in expected]))
+    np.testing.assert_array_equal(first.behavior_logprobs, np.float32([b for _, b in expected]))
+    assert ((first.advantages != 0) == (first.weights > 0)).all()
+    assert selection.active_tokens == len(drawn) + 1
+    assert set(first.target_ids[first.active]) == {10}
+
+
+def test_lengths_that_cost_are_those_of_the_model():
+    rng = np.random.default_rng(0)
+    long = make_completion(rng.integers(0, 9, 8), 1.0, segments=(1, 6, 1))
+    group = make_group(0, [5], [long, make_completion([4, 4], 0.0, index=1)])
+    rule = LengthRule(overlong_share=0.5)  # of 8 tokens: it costs from the fifth on
+    free, costly = choose([group]).sequences, choose([group], length=rule).sequences
+    np.testing.assert_array_equal(free[0].advantages, costly[0].advantages)
+
+
+@pytest.mark.parametrize(
+    ("segments", "sampled"),
+    [((2, 2), 2), ((4,), 4), ((1, 0, 3), 4), ((1, 1, 3), 4), ((1, 1, 2), 2), ((), 3)],
+)
+def test_segments_that_do_not_add_up_are_refused(segments, sampled):
+    bad = make_completion([1] * 4, 1.0, logprobs=[-1.0] * sampled, segments=segments)
+    with pytest.raises(ValueError, match="g0, sample 0: .*(segments|sampled)"):
+        choose([make_group(0, [9], [bad, make_completion([2], 0.0, index=1)])])
 
 
 def test_failed_and_aborted_completions_have_no_say():
@@ -258,7 +320,7 @@ def test_sequence_beyond_the_budget_is_refused_with_the_numbers():
 @pytest.mark.parametrize(
     "prompt, ids, logprobs, message",
     [
-        ([1], [1, 2], [-1.0], "2 token ids but 1 behavior logprobs"),
+        ([1], [1, 2], [-1.0], "each of the 2 token_ids that were sampled, got float32"),
         ([24], [1], [-1.0], r"lie in 1\.\.24"),
         ([1], [-1], [-1.0], r"lie in -1\.\.1"),
         ([], [1], [-1.0], "at least 1 token"),

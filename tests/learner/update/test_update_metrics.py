@@ -188,6 +188,18 @@ def test_length_metrics_are_the_spread_and_the_share_beyond_half_the_limit():
     assert metrics["rollout/tokens_beyond_half"] == (1 + 11) / 28
 
 
+def test_lengths_are_those_of_the_model_and_turns_are_counted():
+    episode = make_completion([1] * 6, 1.0, segments=(1, 2, 1, 1, 1))
+    group = make_group(0, [5], [episode, make_completion([2] * 2, 0.0, index=1)])
+    metrics = group_metrics([group], policy_version=0, max_completion_tokens=8)
+    assert metrics["rollout/completion_len_mean"] == 2.5  # 3 and 2
+    assert metrics["rollout/environment_len_mean"] == 1.5  # 3 and 0
+    assert metrics["rollout/turns_mean"] == 2.0  # 3 and 1
+    of_one_turn = make_group(0, [5], [make_completion([2] * 2, 0.0), make_completion([2], 1.0)])
+    names = group_metrics([of_one_turn], policy_version=0, max_completion_tokens=8)
+    assert set(metrics) - set(names) == {"rollout/environment_len_mean", "rollout/turns_mean"}
+
+
 def test_disagreement_is_reported_for_every_scorer_with_both_variants():
     def scored(index, **rewards):
         completion = make_completion([1], 0.0, index=index)

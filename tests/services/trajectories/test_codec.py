@@ -18,15 +18,16 @@ REWARDS = st.dictionaries(TEXT, st.floats(), max_size=3)
 
 @st.composite
 def completions(draw) -> Completion:
-    T = draw(LENGTH)
+    T, M = draw(LENGTH), draw(LENGTH)
     return Completion(
         sample_index=draw(INT64),
         token_ids=draw(hnp.arrays(np.int32, T)),
-        behavior_logprobs=draw(hnp.arrays(np.float32, T, elements=st.floats(width=32))),
+        behavior_logprobs=draw(hnp.arrays(np.float32, M, elements=st.floats(width=32))),
         finish_reason=draw(st.sampled_from(FinishReason)),
         rewards=draw(REWARDS),
         total_reward=draw(st.floats()),
         reward_error=draw(TEXT),
+        segment_tokens=draw(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=3).map(tuple)),
     )
 
 
@@ -55,6 +56,36 @@ def test_group_round_trip_is_exact(group):
 def test_bytes_that_are_no_group_are_value_errors(raw):
     with contextlib.suppress(ValueError):
         codec.decode_group(raw)
+
+
+def test_group_of_one_turn_has_the_bytes_of_before_there_were_segments():
+    completion = Completion(
+        sample_index=1,
+        token_ids=np.array([11, 2], np.int32),
+        behavior_logprobs=np.array([-1.5, -0.5], np.float32),
+        finish_reason=FinishReason.STOP,
+        rewards={"a": 1.0},
+        total_reward=1.0,
+    )
+    group = Group(
+        run_id="run",
+        group_id="g00000000",
+        attempt=0,
+        prompt_id=3,
+        epoch=1,
+        policy_version=2,
+        weight_digest="ab",
+        worker="rollout-0",
+        prompt_token_ids=np.array([5, 6], np.int32),
+        completions=(completion,),
+        phase_s={"decode": 1.0},
+    )
+    written_before = (
+        "0a0372756e12096730303030303030302003280130023a0261624209726f6c6c6f75742d304a08050000000600"
+        "0000522f080112080b000000020000001a080000c0bf000000bf20012a0c0a016111000000000000f03f310000"
+        "00000000f03f5a110a066465636f646511000000000000f03f"
+    )
+    assert codec.encode_group(group).hex() == written_before
 
 
 def test_received_arrays_are_writable(make_group):

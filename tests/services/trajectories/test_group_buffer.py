@@ -141,8 +141,14 @@ def logprobs(*values: float) -> np.ndarray:
         ("token_ids must be int32", {"token_ids": np.zeros(0, np.int32)}),
         ("token_ids must be int32", {"token_ids": np.zeros((3, 1), np.int32)}),
         ("token_ids must be at least 0, got -7", {"token_ids": np.array([1, -7, 2], np.int32)}),
-        ("each of the 3 token_ids, got float32", {"behavior_logprobs": logprobs(-1, -1)}),
-        ("each of the 3 token_ids, got float64", {"behavior_logprobs": -np.ones(3)}),
+        (
+            "each of the 3 token_ids that were sampled, got float32",
+            {"behavior_logprobs": logprobs(-1, -1)},
+        ),
+        (
+            "each of the 3 token_ids that were sampled, got float64",
+            {"behavior_logprobs": -np.ones(3)},
+        ),
         ("logprob of token 1 is nan", {"behavior_logprobs": logprobs(-1, math.nan, -1)}),
         ("logprob of token 2 is -inf", {"behavior_logprobs": logprobs(-1, -1, -math.inf)}),
         ("at most 0, got 0.25", {"behavior_logprobs": logprobs(-1, 0.25, -1)}),

@@ -31,7 +31,7 @@ export function shadedTokens(tokens, cut) {
   const spans = tokens.map(([text, logprob], i) =>
     el(
       "span",
-      { class: `token shade-${shadeOf(logprob)}`, "data-i": String(i) },
+      { class: `token ${isWritten(logprob) ? "environment" : `shade-${shadeOf(logprob)}`}`, "data-i": String(i) },
       visible(String(text).replaceAll("\n", "\u21b5\n")),
     ),
   );
@@ -50,7 +50,7 @@ export function shadedTokens(tokens, cut) {
   if (cut > 0)
     box.append(el("span", { class: "faint" }, ` \u2026 and ${cut} tokens more that were not recorded`));
   follow(box, spans, tokens, readout);
-  return el("div", { class: "token-shading" }, el("div", { class: "token-head" }, legend(), readout), box);
+  return el("div", { class: "token-shading" }, el("div", { class: "token-head" }, legend(tokens), readout), box);
 }
 
 /** Wires pointer and keys to the readout; one listener each, however many tokens. */
@@ -96,7 +96,7 @@ function target(key, current, tokens) {
   return null;
 }
 
-function legend() {
+function legend(tokens) {
   const keys = SHADES.map(([, text], shade) =>
     el(
       "span",
@@ -105,6 +105,15 @@ function legend() {
       text,
     ),
   );
+  if (tokens.some(([, logprob]) => isWritten(logprob)))
+    keys.push(
+      el(
+        "span",
+        { class: "legend-key" },
+        el("span", { class: "token environment swatch", "aria-hidden": "true" }, "ab"),
+        "the environment",
+      ),
+    );
   return el(
     "div",
     { class: "token-legend", "data-testid": "token-legend" },
@@ -128,6 +137,7 @@ function summaryOf(tokens) {
 function describe(tokens, i) {
   const [text, logprob] = tokens[i];
   const shown = JSON.stringify(String(text).slice(0, 60));
+  if (isWritten(logprob)) return `token ${i + 1} of ${tokens.length} \u00b7 ${shown} \u00b7 of the environment`;
   const chance = Number.isFinite(logprob) ? ` \u00b7 probability ${percent(Math.exp(logprob))}` : "";
   return `token ${i + 1} of ${tokens.length} \u00b7 ${shown} \u00b7 logprob ${number(logprob, 4)}${chance}`;
 }
@@ -139,6 +149,11 @@ function percent(p) {
 
 function isUnlikely(logprob) {
   return Number.isFinite(logprob) && Math.exp(logprob) < UNLIKELY;
+}
+
+/** Whether an environment wrote the token: none was drawn, so that it has no logprob. */
+function isWritten(logprob) {
+  return logprob === null;
 }
 
 /** Index into SHADES, or `unknown`. */
