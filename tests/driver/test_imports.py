@@ -28,6 +28,7 @@ ENTRIES = {
     "learner.recorded_learner": MODEL | {"optax", "orbax"},
     "rollout_worker.actor": MODEL | WIRE,
     "rollout_worker.rewards.processes.reward_child": {"psutil"},
+    "rollout_worker.environments.environment_child": {"psutil"},
     "driver.reports.end_watch": {"psutil"},
     "driver.scale": {"cryptography", "google", "grpc", "psutil", "rich"},
     "deploy.run_local": set(),

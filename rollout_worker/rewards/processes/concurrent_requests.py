@@ -25,7 +25,7 @@ from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from rollout_worker.rewards.processes.loaded_scorer import LoadedScorer
+from rollout_worker.rewards.scorers import ScorerKind
 
 _TICK_S = 0.05
 _MOST_LAG = 0.1
@@ -43,6 +43,13 @@ class _Replies(Protocol):
     def keep_from_copies(self, fds: list[int]) -> None: ...
 
 
+class _Answers(Protocol):
+    @property
+    def kind(self) -> ScorerKind: ...
+
+    async def score_async(self, line: bytes) -> dict[str, Any]: ...
+
+
 class _Describes(Protocol):
     def describe(self, error: BaseException) -> str: ...
 
@@ -50,7 +57,7 @@ class _Describes(Protocol):
 class ConcurrentRequests:
     """Answers requests to async scorers until there are no more."""
 
-    def __init__(self, scorers: Mapping[str, LoadedScorer], pipes: _Replies, guard: _Describes):
+    def __init__(self, scorers: Mapping[str, _Answers], pipes: _Replies, guard: _Describes):
         self._scorers = scorers
         self._pipes = pipes
         self._guard = guard
@@ -108,7 +115,7 @@ class ConcurrentRequests:
             if late:
                 return
 
-    async def _outcome(self, scorer: LoadedScorer, line: bytes) -> dict[str, Any]:
+    async def _outcome(self, scorer: _Answers, line: bytes) -> dict[str, Any]:
         try:
             return await _Steps(scorer.score_async(line), self._pid)
         # As in `Guard.call`: whatever it raises is the outcome for this request.

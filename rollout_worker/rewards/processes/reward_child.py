@@ -28,7 +28,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn, Protocol
 
 from rollout_worker.rewards.processes.loaded_scorer import LoadedScorer
 from rollout_worker.rewards.processes.process_tree import (
@@ -37,7 +37,7 @@ from rollout_worker.rewards.processes.process_tree import (
     end_descendants,
     signal_with_parent,
 )
-from rollout_worker.rewards.scorers import BadScorer
+from rollout_worker.rewards.scorers import BadScorer, ScorerKind
 from rollout_worker.rewards.spending import METER
 
 TRACEBACKS_SHOWN = 5
@@ -173,8 +173,29 @@ class Guard:
         return describe_error(error)
 
 
-def main() -> None:
-    """Loads the scorers, then answers requests until stdin ends."""
+class Loaded(Protocol):
+    """What answers requests under one name; `LoadedScorer` is one."""
+
+    @property
+    def kind(self) -> ScorerKind:
+        """Whether `score_async` answers, or `score`."""
+        ...
+
+    def score(self, line: bytes) -> dict[str, Any]:
+        """The reply to a request, without its id and name."""
+        ...
+
+    async def score_async(self, line: bytes) -> dict[str, Any]:
+        """The same, beside other requests."""
+        ...
+
+
+def main(load: Callable[[str, dict[str, Any]], Loaded] = LoadedScorer.load) -> None:
+    """Loads the scorers, then answers requests until stdin ends.
+
+    Args:
+        load: makes one from its name and parameters; raises BadScorer where that cannot be.
+    """
     signal_with_parent(int(sys.argv[1]), signal.SIGTERM)
     guardian = os.getpid()
     if child := os.fork():
@@ -189,11 +210,11 @@ def main() -> None:
 
     setup = json.loads(pipes.requests.readline())
     sys.path[:] = setup["path"]
-    scorers: dict[str, LoadedScorer] = {}
+    scorers: dict[str, Loaded] = {}
     for function in setup["functions"]:
         name, params = function["name"], function["params"]
         pipes.reply({"id": setup["id"], "loading": name})
-        scorer, problem = guard.call(LoadedScorer.load, name, params)
+        scorer, problem = guard.call(load, name, params)
         if problem:
             pipes.reply({"id": setup["id"], "refused": problem})
             return

@@ -40,6 +40,8 @@ SLOW_START_S = 5.0
 """A start that takes longer logs what it waits for."""
 STOP_TIMEOUT_S = 5.0
 """Bound on the end of a child that was killed."""
+SCORERS = "rollout_worker.rewards.processes.reward_child"
+"""The program of a child that runs scorers."""
 _MAX_REPLY_BYTES = 1 << 20
 _MAX_BYTES_OF_COMPLETION = 1 << 17  # of its rewards: 64 names of 100 characters, and numbers
 _ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -95,6 +97,7 @@ class RewardProcess:
         functions: Sequence[RewardFunctionConfig],
         allowance: Allowance = USUAL,
         output: ScorerOutput | None = None,
+        module: str = SCORERS,
     ):
         """Starts the process; `wait_ready` completes it. The process dies with this thread.
 
@@ -102,6 +105,7 @@ class RewardProcess:
             functions: the scorers.
             allowance: what the process gets.
             output: shows what it prints, for several children together.
+            module: the program that the process runs.
         """
         # The child finds this package from any working directory. Scorers' modules are found on the
         # import path of this process, or in the working directory.
@@ -112,7 +116,6 @@ class RewardProcess:
         paths = [str(_ROOT), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         adopt_orphans()
-        module = "rollout_worker.rewards.processes.reward_child"
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, str(os.getpid()), str(allowance.memory_bytes)],
             stdin=subprocess.PIPE,

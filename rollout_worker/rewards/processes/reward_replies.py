@@ -48,6 +48,8 @@ class ScoreReply:
     """For each completion, or none at all."""
     spent: Spending = NOTHING
     """By the process, since its reply before."""
+    answer: Mapping[str, Any] | None = None
+    """JSON values of an environment, in place of rewards; its form is not checked here."""
 
 
 def parse_load_reply(line: bytes, request_id: str) -> LoadReply:
@@ -91,6 +93,8 @@ def parse_score_reply(
         } if not rest and name == scorer:
             text = text or "an error without a text"
             return ScoreReply((), text, late, doubtful, spent=spent)
+        case {"scorer": str(name), "answer": dict(answer), **rest} if not rest and name == scorer:
+            return ScoreReply((), "", spent=spent, answer=answer)
         case {"scorer": str(name), "rewards": list(entries), **rest} if (
             name == scorer
             and _are_notes(rest, completions)

@@ -45,6 +45,8 @@ class Outcome:
     """By scorer, how it failed."""
     notes: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     """By scorer that has any, for each completion."""
+    answer: Mapping[str, Any] | None = None
+    """Of an environment, in place of rewards."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -276,6 +278,8 @@ class ScorerThread(threading.Thread):
         flight.left.popleft()
         if reply.error:
             flight.outcome.errors[name] = reply.error
+        elif reply.answer is not None:
+            flight.outcome.answer = reply.answer
         else:
             flight.outcome.rewards[name] = reply.rewards
             if reply.notes:

@@ -1,0 +1,184 @@
+"""The process that runs environments:
+`python -m rollout_worker.environments.environment_child PARENT_PID BYTES`.
+
+The program of `rewards/processes/reward_child.py` with environments in the place of scorers: its
+guardian, memory bound, pipes and time limits hold here. Every call of an environment is a request
+to an async scorer, whose `item` says what is called, and whose answer is the turn.
+"""
+
+import asyncio
+import dataclasses
+import inspect
+import json
+import pathlib
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rollout_worker.environments.turn_values import (
+    BadTurn,
+    Turn,
+    digest_of,
+    messages_of,
+    turn_of,
+)
+from rollout_worker.rewards.processes.reward_child import main
+from rollout_worker.rewards.scorers import BadScorer, ScorerKind
+from services.user_code.import_path import BadImportPath, load_attribute, nearest_hint
+
+
+@dataclasses.dataclass
+class _Episode:
+    """One live environment, and what it has answered so far."""
+
+    environment: Any
+    turns: int = 0
+    """Answers given, that of reset included."""
+
+
+class LiveEnvironments:
+    """One class of environments with its parameters, and the episodes that have not ended.
+
+    A request says all that the model has said in its episode, so that it can be answered without
+    this process having seen the earlier ones: then the episode is played again, and where it goes
+    another way than before, it ends with an error.
+    """
+
+    kind = ScorerKind(is_async=True, is_group=False)
+
+    def __init__(self, make: Callable[[], Any]):
+        self._make = make
+        self._live: dict[str, _Episode] = {}
+        self._closing: set[asyncio.Task] = set()
+
+    @classmethod
+    def load(cls, name: str, params: dict[str, Any]) -> "LiveEnvironments":
+        """Finds a class and checks its parameters and methods.
+
+        Raises:
+            BadScorer: if it cannot be used; with the reason and what to do.
+        """
+        made = _load_class(name)
+        try:
+            inspect.signature(made).bind(**params)
+        except (TypeError, ValueError) as error:
+            known = [one for one in inspect.signature(made).parameters if one != "self"]
+            wrong = next((one for one in params if one not in known), "")
+            raise BadScorer(
+                f"environment {name!r} cannot be made with params={params}: {error}"
+                f"{nearest_hint(wrong, known)}; it takes {known or 'none'}"
+            ) from error
+        for method in ("reset", "step"):
+            if not inspect.iscoroutinefunction(getattr(made, method, None)):
+                raise BadScorer(
+                    f"environment {name!r} needs `async def {method}`: "
+                    "async reset(item, seed) -> messages, async step(message) -> observation, "
+                    "reward, done, info"
+                )
+        return cls(lambda: made(**params))
+
+    def score(self, line: bytes) -> dict[str, Any]:
+        """Not called: environments are async."""
+        raise AssertionError(line)
+
+    async def score_async(self, line: bytes) -> dict[str, Any]:
+        """Answers one call; see `environment_pool.py` for its fields."""
+        call = json.loads(line)["item"]
+        name, said, heard = call["episode"], call["said"], call["heard"]
+        if call["ends"]:
+            self._end(name)
+            return {"answer": {}}
+        episode = self._live.get(name)
+        if episode is None or episode.turns != len(said):
+            self._end(name)
+            episode = self._live[name] = _Episode(self._make())
+        try:
+            while True:
+                turn = await self._next(episode, call, said)
+                if episode.turns > len(said):
+                    break
+                if digest_of(turn) != heard[episode.turns - 1]:
+                    raise BadScorer(
+                        f"the process of this environment was lost, and when the episode was "
+                        f"played again, answer {episode.turns - 1} (from 0) was another one: it "
+                        "depends on more than item, seed and messages"
+                    )
+        except BadTurn as error:
+            self._end(name)
+            raise BadScorer(str(error)) from error
+        except BaseException:
+            self._end(name)
+            raise
+        if turn.done:
+            self._end(name)
+        return {"answer": turn._asdict()}
+
+    async def _next(self, episode: _Episode, call: dict[str, Any], said: Sequence[str]) -> Turn:
+        """The next answer of an episode; calls are decoded anew, so that no change is shared."""
+        environment = episode.environment
+        if episode.turns == 0:
+            found = await environment.reset(call["item"], call["seed"])
+            turn = Turn(messages_of(found, "what reset returns"), 0.0, False)
+        else:
+            message = {"role": "assistant", "content": said[episode.turns - 1]}
+            turn = turn_of(await environment.step(message))
+        episode.turns += 1
+        return turn
+
+    def _end(self, name: str) -> None:
+        """Closes an environment, in the background: no episode waits for it."""
+        episode = self._live.pop(name, None)
+        close = getattr(episode and episode.environment, "close", None)
+        if close is not None:
+            task = asyncio.get_running_loop().create_task(_close(close))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+
+async def _close(close: Callable[[], Any]) -> None:
+    try:
+        found = close()
+        if inspect.isawaitable(found):
+            await found
+    # The episode has ended, so that there is nothing left for this to spoil.
+    except Exception as error:
+        traceback.print_exception(error)
+
+
+def _load_class(name: str) -> type:
+    """The class of a name: `package.module:Class`, or `folder/file.py:Class`."""
+    place, colon, attribute = name.rpartition(":")
+    if not colon or not attribute.isidentifier():
+        raise BadScorer(
+            f"environment.name={name!r} must be package.module:Class, or a file such as "
+            "my_pkg/retry.py:Retry"
+        )
+    try:
+        found = load_attribute(f"{_module_of(place)}:{attribute}")
+    except BadImportPath as error:
+        raise BadScorer(f"environment {name!r}: {error}") from error
+    if not isinstance(found, type):
+        raise BadScorer(
+            f"environment {name!r} must be a class, got {type(found).__name__} {str(found)[:80]!r}"
+        )
+    return found
+
+
+def _module_of(place: str) -> str:
+    """The name under which a module can be imported; that of a file is made importable."""
+    if not place.endswith(".py"):
+        return place
+    path = pathlib.Path(place)
+    if not path.is_file():
+        there = [str(one) for one in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise BadScorer(
+            f"environment file {place!r} does not exist (looked in {path.absolute().parent})"
+            f"{nearest_hint(place, there)}"
+        )
+    sys.path.insert(0, str(path.absolute().parent))
+    return path.stem
+
+
+if __name__ == "__main__":
+    main(LiveEnvironments.load)

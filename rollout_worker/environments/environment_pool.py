@@ -1,0 +1,233 @@
+"""Child processes that run environments, and the score of an episode.
+
+An episode belongs to one child, which runs many episodes at once. Each call is a job of a scorer
+thread (`rewards/processes/scorer_thread.py`) and says all that the model has said so far. So a
+child that dies or is killed loses nothing: the next call plays its episode again in another child,
+and only the episode whose call was the cause ends with an error.
+"""
+
+import concurrent.futures
+import itertools
+import math
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from rollout_worker.config import (
+    ENVIRONMENT_REWARD,
+    EnvironmentConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+)
+from rollout_worker.environments.turn_values import BadTurn, Turn, digest_of, parse_turn
+from rollout_worker.rewards.composition import Composition
+from rollout_worker.rewards.processes.reward_process import (
+    START_TIMEOUT_S,
+    STOP_TIMEOUT_S,
+    Allowance,
+    RewardProcess,
+)
+from rollout_worker.rewards.processes.scorer_output import ScorerOutput
+from rollout_worker.rewards.processes.scorer_thread import (
+    STANDSTILL_S,
+    Job,
+    JobQueue,
+    Outcome,
+    ScorerThread,
+)
+from rollout_worker.rewards.reward_pool import Score
+from rollout_worker.rewards.spending import SpendingAccount
+
+CHILD = "rollout_worker.environments.environment_child"
+ERROR = "environment_error"
+"""How the error of an episode begins that its environment could not end."""
+
+
+class EnvironmentFailed(Exception):
+    """An environment failed; the episode ends with this text."""
+
+
+class EnvironmentPool:
+    """Runs the environments of one configuration in a fixed number of processes."""
+
+    def __init__(
+        self,
+        environment: EnvironmentConfig,
+        reward: RewardConfig,
+        *,
+        account: SpendingAccount | None = None,
+    ):
+        """Starts the processes and waits until each has loaded the class.
+
+        Args:
+            reward: says how many processes, what they get, and what the reward of an episode
+                weighs.
+            account: as the one of a reward pool; environments spend nothing.
+
+        Raises:
+            ValueError: if the class cannot be loaded.
+            RuntimeError: if a child dies at its start or takes too long.
+        """
+        self.environment = environment
+        self.account = account or SpendingAccount()
+        self._composition = Composition.of(reward.functions, reward.combine)
+        self._allowance = allowance_of(environment, reward)
+        self._output = ScorerOutput()
+        self._closed = threading.Event()
+        self._numbers = itertools.count()
+        self._lanes = [
+            JobQueue(in_flight=reward.in_flight, patience_s=STANDSTILL_S)
+            for _ in range(reward.processes)
+        ]
+        self._threads = [
+            ScorerThread(
+                f"environment-{index}",
+                start_child=self._start_child,
+                timeout_s=environment.timeout_s,
+                closed=self._closed,
+                account=self.account,
+            )
+            for index in range(reward.processes)
+        ]
+        try:
+            for thread in self._threads:
+                thread.start()
+            for thread, lane in zip(self._threads, self._lanes, strict=True):
+                thread.ready.result(timeout=START_TIMEOUT_S + 2 * STOP_TIMEOUT_S)
+                thread.serve(lane)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def scored(self) -> int:
+        """Calls of environments that have ended, since the start."""
+        return sum(thread.scored for thread in self._threads)
+
+    def begin_episode(self, item: Mapping[str, Any], seed: int) -> "Conversation":
+        """Has an environment begin; its first answer is what reset returns.
+
+        Args:
+            item: the record of the source; JSON values only.
+        """
+        number = next(self._numbers)
+        lane = self._lanes[number % len(self._lanes)]
+        return Conversation(f"e{number}", lane, self.environment.name, item, seed)
+
+    def score_of(self, reward: float, error: str) -> Score:
+        """The score of an episode.
+
+        Args:
+            reward: of all its steps together.
+            error: why it could not be ended; empty where it was.
+        """
+        if error:
+            return Score({}, math.nan, f"{ERROR}: {error}")
+        rewards = {ENVIRONMENT_REWARD: reward}
+        try:
+            return Score(rewards, self._composition.total(rewards), "")
+        except ValueError as problem:
+            return Score(rewards, math.nan, str(problem))
+
+    def close(self) -> None:
+        """Ends the threads and kills the children; safe to call twice."""
+        self._closed.set()
+        for lane in self._lanes:
+            lane.jobs.put(None)
+        for thread in self._threads:
+            thread.end()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(self.environment.timeout_s + STANDSTILL_S + STOP_TIMEOUT_S)
+            thread.kill_child()
+
+    def _start_child(self) -> RewardProcess:
+        child = _process(self.environment, self._allowance, self._output)
+        child.wait_ready(START_TIMEOUT_S)
+        return child
+
+
+class Conversation:
+    """One episode as the worker sees it: what the model said, and what was answered."""
+
+    def __init__(
+        self, name: str, lane: JobQueue, environment: str, item: Mapping[str, Any], seed: int
+    ):
+        self._name = name
+        self._lane = lane
+        self._environment = environment
+        self._item = item
+        self._seed = seed
+        self._said: list[str] = []
+        self._heard: list[str] = []
+        self._ended = False
+        self.call = self._ask()
+        """The call that was begun last."""
+
+    def say(self, text: str) -> None:
+        """Begins the next step, with what the model said; the call before must have ended."""
+        self._said.append(text)
+        self.call = self._ask()
+
+    def answer(self) -> Turn:
+        """What the environment answered to the last call, which must be done.
+
+        Raises:
+            EnvironmentFailed: if it failed; with what it did and how.
+            RuntimeError: if a child that died cannot be replaced, or the pool was closed.
+        """
+        outcome = self.call.result(timeout=0)
+        what = f"step {len(self._said)}" if self._said else "reset"
+        if outcome.errors:
+            self._ended = True
+            raise EnvironmentFailed(f"{what}: {outcome.errors[self._environment]}")
+        try:
+            turn = parse_turn(outcome.answer or {})
+        except BadTurn as error:
+            raise EnvironmentFailed(f"{what}: {error}") from None
+        self._heard.append(digest_of(turn))
+        self._ended = turn.done
+        return turn
+
+    def end(self) -> None:
+        """Closes the environment, unless it has ended by itself; nothing waits for it."""
+        if not self._ended:
+            self._ended = True
+            self._ask(ends=True)
+
+    def _ask(self, *, ends: bool = False) -> concurrent.futures.Future[Outcome]:
+        call = {
+            "episode": self._name,
+            "seed": self._seed,
+            "item": dict(self._item),
+            "said": list(self._said),
+            "heard": list(self._heard),
+            "ends": ends,
+        }
+        job = Job((self._environment,), ("",), "", "", call)
+        self._lane.jobs.put(job)
+        return job.future
+
+
+def allowance_of(environment: EnvironmentConfig, reward: RewardConfig) -> Allowance:
+    """What a child process with environments gets of its host."""
+    return Allowance(memory_gb=environment.memory_gb, environment=reward.environment)
+
+
+def validate_environment(environment: EnvironmentConfig, reward: RewardConfig) -> None:
+    """Checks name, methods and parameters of an environment in a child process that then ends.
+
+    Raises:
+        ValueError: if it cannot be loaded, with the reason and what to do.
+        RuntimeError: if loading it kills the child or takes too long.
+    """
+    child = _process(environment, allowance_of(environment, reward), None)
+    child.wait_ready(START_TIMEOUT_S)
+    child.kill()
+
+
+def _process(
+    environment: EnvironmentConfig, allowance: Allowance, output: ScorerOutput | None
+) -> RewardProcess:
+    function = RewardFunctionConfig(name=environment.name, params=environment.params)
+    return RewardProcess([function], allowance, output, CHILD)

@@ -1,0 +1,313 @@
+"""The episodes of one group: turns of the engine and answers of environments, until all have ended.
+
+Token for token: a turn is sampled from all tokens of the episode so far, and what the environment
+says is encoded alone, as the chat template continues the conversation, and appended. Nothing that
+was sampled is ever encoded again.
+
+Every completion of a group plays the same game: reset gets the same item and seed, and must return
+the same messages, which are the group's prompt. Nothing here waits, touches a device, or knows the
+processes: `worker.py` steps the engine, and asks for what is to be decoded next.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Literal, Protocol
+
+import jax
+import numpy as np
+
+from rollout_worker.engine.decode_request import DecodeRequest, FinishedRow
+from rollout_worker.environments.environment_pool import (
+    Conversation,
+    EnvironmentFailed,
+    EnvironmentPool,
+)
+from rollout_worker.environments.turn_values import ASSISTANT, Message, Turn
+from rollout_worker.rewards.reward_pool import Score
+from services.wire.messages import FinishReason
+
+_TURN_STREAM = 2**31 - 2
+"""Folded into the key of later turns, so that none repeats a draw of a first one."""
+_SAMPLED = ""
+"""Text of a turn of the model where only what follows it is rendered."""
+
+
+class EpisodeTokenizer(Protocol):
+    """The part of `models.tokenizer.Tokenizer` that this module uses."""
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of messages, ready for the assistant's turn."""
+        ...
+
+    def encode_after_turn(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        following: Sequence[Mapping[str, Any]],
+        *,
+        last_id: int,
+        history: Literal["as_rendered", "keep"],
+    ) -> list[int]:
+        """Token ids between a turn that was sampled and the next one."""
+        ...
+
+    def decode_completion(self, token_ids: np.ndarray) -> str:
+        """Text of a turn, without the stop token that ended it."""
+        ...
+
+
+def seed_of(key_data: np.ndarray, prompt_id: int, epoch: int) -> int:
+    """The seed that reset gets: of all completions of a prompt the same, below 2**63."""
+    text = f"{key_data.tolist()}/{prompt_id}/{epoch}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1
+
+
+@functools.lru_cache(maxsize=1024)
+def _turn_key(key: tuple[int, int], turn: int) -> np.ndarray:
+    stream = jax.random.fold_in(
+        jax.random.wrap_key_data(np.array(key, np.uint32), impl="threefry2x32"), _TURN_STREAM
+    )
+    return np.asarray(jax.random.key_data(jax.random.fold_in(stream, turn)))
+
+
+@dataclasses.dataclass(eq=False)
+class _Episode:
+    """One completion of the group: what was sampled and what was answered so far."""
+
+    sample_index: int
+    conversation: Conversation
+    messages: list[Message] = dataclasses.field(default_factory=list)
+    """Of the conversation; the texts of the model's turns are left out."""
+    rows: list[FinishedRow] = dataclasses.field(default_factory=list)
+    """Turns of the model."""
+    answers: list[np.ndarray] = dataclasses.field(default_factory=list)
+    """Token ids between them."""
+    reward: float = 0.0
+    error: str = ""
+    ended: FinishReason | None = None
+    asks: bool = True
+    """Whether a call of the environment is under way."""
+
+    @property
+    def segments(self) -> list[np.ndarray]:
+        """Token ids after the prompt, of the model and of the environment in turn."""
+        turns = (row.token_ids for row in self.rows)
+        both = itertools.zip_longest(turns, self.answers)
+        return [part for pair in both for part in pair if part is not None]
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """All tokens after the prompt."""
+        return np.concatenate([np.zeros(0, np.int32), *self.segments])
+
+    def end(self, reason: FinishReason, error: str = "") -> None:
+        """Ends it; its environment is closed."""
+        self.ended, self.error = reason, error
+        self.conversation.end()
+
+    def whole(self, request_id: str) -> FinishedRow:
+        """All turns as one completion."""
+        assert self.ended is not None and len(self.answers) == len(self.rows) - 1
+        lengths = tuple(map(len, self.segments))
+        return FinishedRow(
+            request_id=request_id,
+            sample_index=self.sample_index,
+            token_ids=self.token_ids,
+            logprobs=np.concatenate([row.logprobs for row in self.rows]),
+            versions=np.concatenate([row.versions for row in self.rows]),
+            finish_reason=self.ended,
+            segment_tokens=lengths if self.answers else (),
+        )
+
+
+class EpisodeGroup:
+    """The episodes of one prompt, one for each sample of a request."""
+
+    def __init__(
+        self,
+        request: DecodeRequest,
+        item: Mapping[str, Any],
+        pool: EnvironmentPool,
+        tokenizer: EpisodeTokenizer,
+        *,
+        max_prompt_tokens: int,
+    ):
+        """Has every environment begin.
+
+        Args:
+            request: its prompt is that of the record, `max_new_tokens` bounds a whole episode.
+            item: the record.
+            max_prompt_tokens: bound on what reset returns.
+        """
+        self._request = request
+        self._pool = pool
+        self._tokenizer = tokenizer
+        self._settings = pool.environment
+        self._max_prompt_tokens = max_prompt_tokens
+        self._begun = False
+        seed = seed_of(request.key_data, request.prompt_id, request.epoch)
+        self._episodes = {
+            sample: _Episode(sample, pool.begin_episode(item, seed)) for sample in request.samples
+        }
+        self.prompt_token_ids = request.token_ids
+        """Of the group, once it has begun: what reset returned."""
+        self.in_engine: set[str] = set()
+        """Ids of the requests whose rows have not all ended."""
+        self._rows_left: dict[str, int] = {}
+
+    @property
+    def done(self) -> bool:
+        """Whether every episode has ended."""
+        return all(episode.ended is not None for episode in self._episodes.values())
+
+    @property
+    def calls(self) -> list[Future]:
+        """Calls of environments that are under way."""
+        return [e.conversation.call for e in self._episodes.values() if e.asks]
+
+    def take_requests(self) -> list[DecodeRequest]:
+        """What is to be decoded next, after the answers that have come since.
+
+        Raises:
+            RuntimeError: if a process of environments cannot be replaced, or the pool was closed.
+        """
+        if not self._begun:
+            found = self._begin() if all(call.done() for call in self.calls) else []
+        else:
+            answered = [e for e in self._episodes.values() if e.asks and e.conversation.call.done()]
+            found = [request for e in answered if (request := self._go_on(e)) is not None]
+        for request in found:
+            self.in_engine.add(request.request_id)
+            self._rows_left[request.request_id] = len(request.samples)
+        return found
+
+    def add_row(self, row: FinishedRow) -> None:
+        """Takes a turn of the model, and has the environment answer it."""
+        self._rows_left[row.request_id] -= 1
+        if not self._rows_left[row.request_id]:
+            self.in_engine.remove(row.request_id)
+        episode = self._episodes[row.sample_index]
+        episode.rows.append(row)
+        if episode.error:
+            episode.ended = FinishReason.ABORTED
+        elif row.finish_reason is not FinishReason.STOP:
+            episode.end(row.finish_reason)
+        else:
+            episode.messages.append({"role": ASSISTANT, "content": _SAMPLED})
+            episode.conversation.say(self._tokenizer.decode_completion(row.token_ids))
+            episode.asks = True
+
+    def abandon(self) -> None:
+        """Ends what has not ended, for no result."""
+        for episode in self._episodes.values():
+            if episode.ended is None:
+                episode.end(FinishReason.ABORTED)
+
+    def completions(self) -> list[FinishedRow]:
+        """The episodes as completions, in the order of their samples; all have ended."""
+        return [e.whole(self._request.request_id) for e in self._episodes.values()]
+
+    def scores(self) -> list[Score]:
+        """Of the same."""
+        return [self._pool.score_of(e.reward, e.error) for e in self._episodes.values()]
+
+    def _begin(self) -> list[DecodeRequest]:
+        """First turns, once every reset has ended.
+
+        An episode that cannot begin draws one token, so that its record is one as any other.
+        """
+        self._begun = True
+        prompt: list[Message] | None = None
+        for episode in self._episodes.values():
+            episode.asks = False
+            try:
+                messages = episode.conversation.answer().messages
+                if prompt is None:
+                    self.prompt_token_ids = self._encoded_prompt(messages)
+                    prompt = messages
+                elif messages != prompt:
+                    raise EnvironmentFailed(
+                        f"reset: it returned {messages!r:.200} for the item and seed for which it "
+                        f"returned {prompt!r:.200} to another completion of the group: both must "
+                        "be the same"
+                    )
+                episode.messages = list(messages)
+            except EnvironmentFailed as failure:
+                episode.error = str(failure)
+                episode.conversation.end()
+        good = [sample for sample, episode in self._episodes.items() if not episode.error]
+        failed = [sample for sample, episode in self._episodes.items() if episode.error]
+        requests = []
+        if good:
+            requests.append(self._request_for(good, self._request.max_new_tokens))
+        if failed:
+            requests.append(self._request_for(failed, 1))
+        return requests
+
+    def _encoded_prompt(self, messages: list[Message]) -> np.ndarray:
+        try:
+            ids = np.array(self._tokenizer.encode_chat(messages), np.int32)
+        except ValueError as error:
+            raise EnvironmentFailed(f"reset: {error}") from None
+        if len(ids) > self._max_prompt_tokens:
+            raise EnvironmentFailed(
+                f"reset: its messages have {len(ids)} tokens, at most "
+                f"rollout.max_prompt_tokens={self._max_prompt_tokens} are taken"
+            )
+        return ids
+
+    def _request_for(self, samples: Sequence[int], max_new_tokens: int) -> DecodeRequest:
+        return dataclasses.replace(
+            self._request,
+            request_id=f"{self._request.request_id}/{samples[0]}.0",
+            token_ids=self.prompt_token_ids,
+            samples=tuple(samples),
+            max_new_tokens=max_new_tokens,
+        )
+
+    def _go_on(self, episode: _Episode) -> DecodeRequest | None:
+        """The next turn of an episode whose environment has answered; None where it has ended."""
+        episode.asks = False
+        try:
+            turn = episode.conversation.answer()
+            answer = self._encoded_answer(episode, turn)
+        except EnvironmentFailed as failure:
+            episode.end(FinishReason.ABORTED, str(failure))
+            return None
+        episode.reward += turn.reward
+        turns, token_ids = len(episode.rows), episode.token_ids
+        left = self._request.max_new_tokens - len(token_ids) - len(answer)
+        if turn.done:
+            episode.end(FinishReason.STOP)
+        elif turns == self._settings.max_turns or left < 1:
+            episode.end(FinishReason.LENGTH)
+        else:
+            episode.messages += turn.messages
+            episode.answers.append(answer)
+            first, second = self._request.key_data.tolist()
+            return dataclasses.replace(
+                self._request,
+                request_id=f"{self._request.request_id}/{episode.sample_index}.{turns}",
+                token_ids=np.concatenate([self.prompt_token_ids, token_ids, answer]),
+                samples=(episode.sample_index,),
+                max_new_tokens=left,
+                key_data=_turn_key((first, second), turns),
+            )
+        return None
+
+    def _encoded_answer(self, episode: _Episode, turn: Turn) -> np.ndarray:
+        if turn.done:
+            return np.zeros(0, np.int32)
+        try:
+            ids = self._tokenizer.encode_after_turn(
+                episode.messages[:-1],
+                turn.messages,
+                last_id=int(episode.rows[-1].token_ids[-1]),
+                history=self._settings.history,
+            )
+        except ValueError as error:
+            raise EnvironmentFailed(f"step {len(episode.rows)}: {error}") from None
+        return np.array(ids, np.int32)

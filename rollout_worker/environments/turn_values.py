@@ -1,0 +1,135 @@
+"""What an environment returns, in the form in which it crosses from its process to the worker.
+
+Both ends check it: the child, to say what is wrong with it, and the worker, since a child runs
+foreign code. Neither jax nor pydantic is imported here, since the child imports this.
+"""
+
+import hashlib
+import json
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+MOST_OBSERVATION_BYTES = 2**20
+"""Of the messages of one turn, as JSON."""
+MOST_REWARD = 1e6
+"""Largest absolute reward of a step."""
+ASSISTANT = "assistant"
+"""The role of the model's messages."""
+
+Message = dict[str, str]
+
+
+class BadTurn(ValueError):
+    """What an environment returned breaks a rule; the message names the value and the rule."""
+
+
+class Turn(NamedTuple):
+    """What an environment says to one message of the model."""
+
+    messages: list[Message]
+    """That the model reads next; none where the episode is over."""
+    reward: float
+    done: bool
+
+
+def digest_of(turn: Turn) -> str:
+    """By which an answer is recognised when an episode is played again."""
+    return hashlib.sha256(json.dumps(turn).encode()).hexdigest()
+
+
+def turn_of(result: Any) -> Turn:
+    """Reads what `step` returned: a tuple of observation, reward, done and info, or an object with
+    these names.
+
+    Raises:
+        BadTurn: if it is neither, or one of them breaks a rule.
+    """
+    names = ("observation", "reward", "done", "info")
+    if isinstance(result, tuple) and len(result) == 4 and not hasattr(result, "_fields"):
+        observation, reward, done, _ = result
+    elif all(hasattr(result, name) for name in names[:3]):
+        observation, reward, done = (getattr(result, name) for name in names[:3])
+    else:
+        raise BadTurn(
+            f"step must return a tuple of {', '.join(names)}, or an object with these names, got "
+            f"{_shown(result)}"
+        )
+    if getattr(done, "shape", None) == ():  # a scalar of numpy, JAX or torch
+        done = done.item()
+    if not isinstance(done, bool):
+        raise BadTurn(f"done must be true or false, got {_shown(done)}")
+    if done and not observation:
+        return Turn([], reward_of(reward), True)
+    return Turn(messages_of(observation, "the observation"), reward_of(reward), done)
+
+
+def messages_of(value: Any, what: str) -> list[Message]:
+    """Reads messages for the model: at least one, each with a role that is not the model's own.
+
+    Args:
+        what: how a message names them.
+
+    Raises:
+        BadTurn: if they are none, or too large.
+    """
+    rule = f"{what} must be a list of messages such as {{'role': 'user', 'content': 'Higher.'}}"
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence) or not value:
+        raise BadTurn(f"{rule}, got {_shown(value)}")
+    messages = []
+    for place, message in enumerate(value):
+        is_text = isinstance(message, Mapping) and all(
+            isinstance(field, str) for pair in message.items() for field in pair
+        )
+        if not is_text:
+            raise BadTurn(f"{rule}, with texts alone; message {place} is {_shown(message)}")
+        if not message.get("role") or "content" not in message:
+            raise BadTurn(f"{rule}; message {place} has no role or no content: {_shown(message)}")
+        messages.append({str(key): str(field) for key, field in message.items()})
+    if messages[-1]["role"] == ASSISTANT:
+        raise BadTurn(f"{rule}; the last one has the role {ASSISTANT!r}, which is the model's own")
+    text = json.dumps(messages, ensure_ascii=False)
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise BadTurn(f"{what} has a lone surrogate, which is no valid text: {error}") from None
+    if size > MOST_OBSERVATION_BYTES:
+        raise BadTurn(f"{what} has {size:,} bytes, at most {MOST_OBSERVATION_BYTES:,} are taken")
+    return messages
+
+
+def reward_of(value: Any) -> float:
+    """Reads the reward of a step.
+
+    Raises:
+        BadTurn: if it is no finite number, or too large.
+    """
+    if getattr(value, "shape", None) == ():
+        value = value.item()
+    if not isinstance(value, numbers.Real):  # int, float, bool and Fraction
+        raise BadTurn(f"the reward must be a number, got {_shown(value)}")
+    try:
+        reward = float(value)
+    except OverflowError:
+        reward = math.inf
+    if not math.isfinite(reward):
+        raise BadTurn(f"the reward must be finite, got {reward}")
+    if abs(reward) > MOST_REWARD:
+        raise BadTurn(f"a reward lies between -{MOST_REWARD:g} and {MOST_REWARD:g}, got {value}")
+    return reward
+
+
+def parse_turn(answer: Mapping[str, Any]) -> Turn:
+    """Reads what the process of an environment sends, which foreign code may have written.
+
+    Raises:
+        BadTurn: if it is no turn.
+    """
+    if set(answer) != set(Turn._fields):
+        raise BadTurn(f"its process sent {_shown(dict(answer))}, which is no turn")
+    return turn_of((answer["messages"], answer["reward"], answer["done"], {}))
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__} {str(value)[:80]!r}"

@@ -1,0 +1,236 @@
+"""Environments in their processes: what each bad one becomes, and what a lost process costs."""
+
+import concurrent.futures
+import os
+import pathlib
+import signal
+
+import pytest
+
+from rollout_worker.config import EnvironmentConfig, RewardConfig, RewardFunctionConfig
+from rollout_worker.environments.environment_pool import (
+    EnvironmentFailed,
+    EnvironmentPool,
+    validate_environment,
+)
+from tests.deadlines import HANG_S
+
+KINDS = "tests.rollout_worker.environments.kinds"
+REWARD = RewardConfig(functions=(RewardFunctionConfig(name="environment"),))
+
+
+def configured(kind, *, timeout_s=HANG_S, **changes):
+    return EnvironmentConfig(name=f"{KINDS}:{kind}", timeout_s=timeout_s, **changes)
+
+
+def make_pool(kind, *, reward=REWARD, **changes):
+    return EnvironmentPool(configured(kind, **changes), reward)
+
+
+def answer(conversation):
+    concurrent.futures.wait([conversation.call], HANG_S)
+    return conversation.answer()
+
+
+def heard(pool, texts, item=None, seed=1):
+    """What an episode answers to these messages, in their order."""
+    conversation = pool.begin_episode({} if item is None else item, seed)
+    turns = [answer(conversation)]
+    for text in texts:
+        conversation.say(text)
+        turns.append(answer(conversation))
+    return turns
+
+
+@pytest.fixture(scope="module")
+def guessing():
+    pool = make_pool("Guessing", params={"most": 50})
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def bad():
+    pool = make_pool("Bad", memory_gb=2.0)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def hasty():
+    """As `bad`, with a time limit that those reach which never answer."""
+    pool = make_pool("Bad", timeout_s=1.0)
+    yield pool
+    pool.close()
+
+
+def test_an_episode_goes_turn_by_turn(guessing):
+    begun, low, high, right = heard(guessing, ["3", "9", "7"], {"secret": 7})
+    assert begun.messages == [{"role": "user", "content": "Guess."}]
+    assert [turn.messages[0]["content"] for turn in (low, high)] == ["higher", "lower"]
+    assert [turn.reward for turn in (low, high, right)] == [0.0, 0.0, 1.0]
+    assert [turn.done for turn in (begun, low, high, right)] == [False, False, False, True]
+
+
+def test_the_seed_decides_the_game_and_episodes_do_not_mix(guessing):
+    conversations = [guessing.begin_episode({}, seed) for seed in (1, 0, 1)]  # 9, 25, 9
+    answers = [[answer(conversation)] for conversation in conversations]
+    for guess in ("10", "20", "30", "40"):
+        for conversation in conversations:
+            conversation.say(guess)
+        for conversation, its in zip(conversations, answers, strict=True):
+            its.append(answer(conversation))
+    assert answers[0] == answers[2] != answers[1]
+
+
+FAULTS = {
+    "reset raises": "reset: ValueError: no game today",
+    "reset returns a text": "reset: what reset returns must be a list of messages .* str 'Guess.'",
+    "raises": "step 1: ValueError: the table fell over",
+    "exits": "step 1: SystemExit: 4",
+    "dies": "step 1: child was killed by SIGKILL",
+    "returns a text": "step 1: step must return a tuple of observation, reward, done, info",
+    "observation is a text": "step 1: the observation must be a list of messages .* str 'higher'",
+    "observation is empty": "step 1: the observation must be a list of messages",
+    "speaks for the model": "step 1: the observation .* the role 'assistant'",
+    "reward is nan": "step 1: the reward must be finite, got nan",
+    "reward is none": "step 1: the reward must be a number, got NoneType",
+    "reward is huge": r"step 1: a reward lies between -1e\+06 and 1e\+06, got 1e\+300",
+    "done is a text": "step 1: done must be true or false, got str 'no'",
+    "says 10 mb": "step 1: the observation has 10,000,033 bytes, at most 1,048,576",
+    "takes memory": "step 1: MemoryError",
+    "half a surrogate": "step 1: the observation has a lone surrogate",
+}
+
+
+@pytest.mark.parametrize("does", FAULTS)
+def test_bad_environment_ends_its_episode_with_an_error(bad, does):
+    with pytest.raises(EnvironmentFailed, match=FAULTS[does]):
+        heard(bad, ["3"], {"does": does})
+    score = bad.score_of(0.0, "step 1: it fell over")
+    assert score.error == "environment_error: step 1: it fell over" and score.rewards == {}
+
+
+@pytest.mark.parametrize("does", ["waits", "blocks"])
+def test_environment_that_never_answers_ends_its_episode_with_an_error(hasty, does):
+    conversation = hasty.begin_episode({"does": does}, 1)
+    answer(conversation)
+    conversation.say("3")
+    with pytest.raises(EnvironmentFailed, match="step 1: no result within 1 s"):
+        answer(conversation)
+
+
+@pytest.mark.parametrize("does", ["prints much", "forks"])
+def test_environment_that_prints_or_forks_goes_on(bad, does):
+    assert heard(bad, ["3"], {"does": does})[-1].done
+
+
+def test_step_may_return_an_object(bad):
+    turn = heard(bad, ["3"], {"does": "an object"})[-1]
+    assert (turn.messages[0]["content"], turn.reward, turn.done) == ("higher", 0.5, False)
+
+
+def test_an_episode_survives_the_loss_of_its_process_by_another_one(tmp_path):
+    path = tmp_path / "calls"
+    pool = make_pool("Recording", params={"path": str(path)})
+    try:
+        one, other = (pool.begin_episode({"secret": 5}, 1) for _ in range(2))
+        answer(one), answer(other)
+        one.say("3")
+        answer(one)
+        other.say("die")  # alone, so it is tried twice
+        with pytest.raises(EnvironmentFailed, match="step 1: child exited with code 3"):
+            answer(other)
+        one.say("9")
+        assert answer(one).messages[0]["content"] == "lower"
+        one.say("5")
+        assert answer(one).done
+    finally:
+        pool.close()
+    calls = [line.split() for line in path.read_text().splitlines()]
+    first, last = calls[0][0], calls[-1][0]
+    assert first != last
+    assert [what for pid, what in calls if pid == last] == ["reset", "3", "9", "5", "close"]
+
+
+def test_calls_in_flight_beside_the_one_that_kills_are_answered(tmp_path):
+    path = tmp_path / "calls"
+    pool = make_pool("Recording", params={"path": str(path)}, timeout_s=2.0)
+    try:
+        waiting, killing = (pool.begin_episode({"secret": 5}, 1) for _ in range(2))
+        answer(waiting), answer(killing)
+        waiting.say("wait")
+        killing.say("die")
+        with pytest.raises(EnvironmentFailed, match="child exited with code 3"):
+            answer(killing)
+        with pytest.raises(EnvironmentFailed, match="no result within 2 s"):
+            answer(waiting)
+    finally:
+        pool.close()
+
+
+def test_environment_that_goes_another_way_when_played_again_ends_with_an_error(tmp_path):
+    path = tmp_path / "calls"
+    pool = make_pool("Unsteady", params={"path": str(path)})
+    try:
+        one = pool.begin_episode({"secret": 5}, 1)
+        answer(one)
+        one.say("3")
+        answer(one)
+        os.kill(int(path.read_text().split()[0]), signal.SIGKILL)
+        one.say("4")
+        with pytest.raises(EnvironmentFailed, match=r"step 2: .* played again, answer 1 "):
+            answer(one)
+    finally:
+        pool.close()
+
+
+def test_episode_that_the_worker_ends_is_closed(tmp_path):
+    path = tmp_path / "calls"
+    pool = make_pool("Recording", params={"path": str(path)})
+    try:
+        one, other = (pool.begin_episode({"secret": 5}, 1) for _ in range(2))
+        answer(one), answer(other)
+        one.end()
+        one.end()
+        other.say("4")  # answered after the end of the first
+        answer(other)
+        other.say("5")
+        answer(other)
+    finally:
+        pool.close()
+    assert [line.split()[1] for line in path.read_text().splitlines()].count("close") == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        (f"{KINDS}:Gessing", {}, "nearest: 'Guessing'"),
+        (f"{KINDS}:NoStep", {}, "needs `async def step`"),
+        (f"{KINDS}:PlainStep", {}, "needs `async def step`"),
+        (f"{KINDS}:NOT_A_CLASS", {}, "must be a class, got int"),
+        (f"{KINDS}:Guessing", {"mst": 3}, "nearest: 'most'"),
+        ("no_such_folder/game.py:Game", {}, "does not exist"),
+        ("Guessing", {}, r"must be package.module:Class, or a file"),
+        ("no_such_package:Game", {}, "cannot import 'no_such_package'"),
+    ],
+)
+def test_environment_that_cannot_be_used_is_refused_before_the_run(name, params, message):
+    with pytest.raises(ValueError, match=message):
+        validate_environment(EnvironmentConfig(name=name, params=params), REWARD)
+
+
+def test_environment_may_be_a_file():
+    path = pathlib.Path(__file__).with_name("kinds.py")
+    validate_environment(EnvironmentConfig(name=f"{path}:Guessing"), REWARD)
+    validate_environment(
+        EnvironmentConfig(name=f"{path.relative_to(pathlib.Path.cwd())}:Guessing"), REWARD
+    )
+
+
+def test_total_of_an_episode_is_weighed_as_any_reward():
+    weighed = RewardConfig(functions=(RewardFunctionConfig(name="environment", weight=0.5),))
+    pool = make_pool("Guessing", reward=weighed)
+    pool.close()
+    assert pool.score_of(3.0, "").total == 1.5
+    assert pool.score_of(3.0, "").rewards == {"environment": 3.0}
