@@ -8,7 +8,7 @@ import contextlib
 import datetime
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 import jinja2.meta
@@ -20,7 +20,8 @@ CLOCK = "strftime_now"
 """The function by which templates ask for the time."""
 _QUESTION, _QUESTION_END = "tandem-question-7391", "tandem-end-5508"
 _LONG_QUESTION = f"{_QUESTION} {'and so on ' * 400}{_QUESTION_END}"
-_ANSWER = "a completion"
+_ANSWER = "tandem-answer-2264"
+_REASON = "tandem-reason-9017"
 _RENDER_ERRORS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -161,6 +162,66 @@ class ChatTemplate:
     def after_answer(self) -> str:
         """What the template writes after an assistant's turn; empty where it shows no such turn."""
         return self._around_answer()[1]
+
+    def after_turn(
+        self, messages: Messages, following: Messages, *, history: Literal["as_rendered", "keep"]
+    ) -> str:
+        """What the template writes after a turn of the assistant: its end, the messages that follow
+        it, and the beginning of the next turn.
+
+        It does not depend on what the assistant said, which is left out.
+
+        Args:
+            messages: up to that turn; earlier turns of the assistant may have any text.
+            following: messages of other roles; at least one.
+            history: `as_rendered` checks that the conversation before the turn is written as it was
+                when the turn was asked for.
+
+        Raises:
+            ValueError: if the template refuses the messages, leaves one out, or rewrites what was
+                there.
+        """
+        answered = [*messages, {"role": "assistant", "content": _ANSWER}, *following]
+        text = self.render(answered, add_generation_prompt=True)
+        before, found, after = text.rpartition(_ANSWER)
+        if not found:
+            raise ValueError(f"{self.name} leaves a turn of the assistant out: {self.fix}")
+        for message in following:
+            if message["content"].strip() not in after:
+                raise ValueError(
+                    f"{self.name} leaves a message of role {message['role']!r}, "
+                    f"{message['content'][:_SHOWN]!r}, out of the conversation, or a part of it: "
+                    f"{self.fix}"
+                )
+        if history == "as_rendered":
+            prompt = self.render(messages, add_generation_prompt=True)
+            if not before.startswith(prompt) or before.removeprefix(prompt).strip():
+                raise ValueError(self._rewrites(f"{_tail(prompt)!r} becomes {_tail(before)!r}"))
+        return after
+
+    def check_history(self, history: Literal["as_rendered", "keep"]) -> None:
+        """Checks that a conversation of several turns can go on from the tokens that were sampled.
+
+        Raises:
+            ValueError: naming the template and the choice, if it writes an earlier turn of the
+                assistant in another way than it was sampled.
+        """
+        followed = [{"role": "user", "content": _QUESTION_END}]
+        self.after_turn(_asked([]), followed, history=history)
+        if history == "keep":
+            return
+        reasoned = {"role": "assistant", "content": f"<think>\n{_REASON}\n</think>\n\n{_ANSWER}"}
+        text = self.render([*_asked([]), reasoned, *followed], add_generation_prompt=True)
+        if _REASON not in text:
+            raise ValueError(self._rewrites("what is between <think> and </think> is left out"))
+
+    def _rewrites(self, how: str) -> str:
+        return (
+            f"{self.name} writes earlier turns of the assistant in another way than they were "
+            f"sampled when others follow ({how}), so that a turn would not continue what the "
+            "template writes: set environment.history=keep to go on from exactly the tokens that "
+            f"were sampled, or {self.fix}"
+        )
 
     def check_arguments(self) -> None:
         """Checks that the template reads every argument, and the tools if there are some.

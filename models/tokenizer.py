@@ -11,7 +11,7 @@ import os
 import pathlib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -194,6 +194,34 @@ class Tokenizer:
         while self.bos_id is not None and token_ids[:2] == [self.bos_id, self.bos_id]:
             token_ids, trains = token_ids[1:], trains[1:]
         return _trained_text(token_ids, trains, open_turns)
+
+    def encode_after_turn(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        following: Sequence[Mapping[str, Any]],
+        *,
+        last_id: int,
+        history: Literal["as_rendered", "keep"],
+    ) -> list[int]:
+        """Token ids that follow a turn of the assistant that was sampled, up to the next turn.
+
+        What was sampled is not encoded again: the ids of the conversation before stay as they are.
+        Special tokens come from the template only, as in `encode_chat`.
+
+        Args:
+            messages, following, history: as `ChatTemplate.after_turn` has them.
+            last_id: the last token of the turn; a stop token that ended it is not written again.
+
+        Raises:
+            ValueError: as `ChatTemplate.after_turn` does, or if the tokenizer cannot encode a
+                special token as text.
+        """
+        spelled = self._spelled([*messages, *following])
+        if spelled:
+            messages, following = self._marked(messages), self._marked(following)
+        text = self.template.after_turn(messages, following, history=history)
+        ids = self._part_ids(text, spelled, is_first=False)
+        return ids[1:] if ids[:1] == [last_id] and last_id in self.stop_ids else ids
 
     def encode_text(self, text: str) -> TrainedText:
         """Token ids of a text that trains whole, without the chat template.

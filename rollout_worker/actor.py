@@ -86,7 +86,7 @@ class RolloutActor:
             memory=lambda: process_memory(device_memory(devices)),
             weights_timeout_s=spec.timeout_s,
             probe=None if wait_for_shared is not None else self._probe(spec),
-            slack_s=2 * spec.reward.timeout_s,  # a completion whose child died is scored again
+            slack_s=2 * spec.slowest_call_s,  # what a child had that died is done again
         )
 
     def _probe(self, spec: RolloutSpec) -> LearnerProbe:

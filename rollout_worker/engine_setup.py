@@ -77,6 +77,8 @@ class EngineSetup:
     """`cpu`, `gpu` or `tpu`."""
     weights_dtype: str
     """Of the published policy versions."""
+    several_turns: bool = False
+    """Whether an environment answers, so that a prompt may hold earlier turns."""
 
     def lanes(self, devices: int) -> int:
         """Copies of the policy that a worker's devices hold, each with its own slots.
@@ -170,6 +172,7 @@ class EngineSetup:
             max_prompt_tokens=rollout.max_prompt_tokens,
             max_new_tokens=rollout.max_completion_tokens,
             cache_tokens=rollout.cache_tokens,
+            goes_on=self.several_turns,
             prefill_tokens=decode.prefill_tokens,
             prefixes=None if decode.prefixes is None else decode.prefixes // lanes,
             stop_ids=max(MOST_STOP_IDS, stop_ids),

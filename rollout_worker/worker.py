@@ -1,10 +1,12 @@
 """The core of a rollout worker: leases in, scored groups out, under one policy version.
 
 The engine decodes a prompt's completions on the device; then child processes score them, while the
-engine goes on with other prompts. It opens no socket and knows no Ray: `loop.py` decides when a
-group begins, `actor.py` connects the process.
+engine goes on with other prompts. Where there is an environment, its processes answer each turn,
+and the engine goes on from there (`environments/episodes.py`). It opens no socket and knows no Ray:
+`loop.py` decides when a group begins, `actor.py` connects the process.
 """
 
+import concurrent.futures
 import dataclasses
 import itertools
 import math
@@ -20,6 +22,8 @@ from rollout_worker.canary import CanaryCheck
 from rollout_worker.data.prompts import Prompt
 from rollout_worker.engine.decode_request import DecodeRequest, FinishedRow, SamplingSettings
 from rollout_worker.engine.engine import Engine
+from rollout_worker.environments.environment_pool import EnvironmentPool
+from rollout_worker.environments.episodes import EpisodeGroup
 from rollout_worker.evaluation.held_out import HeldOut
 from rollout_worker.evaluation.idle_share import IdleShare
 from rollout_worker.leased_group import LeasedGroup
@@ -48,7 +52,10 @@ class GroupSettings:
 
     completions: int
     sampling: SamplingSettings
+    max_prompt_tokens: int
+    """Bound on what an environment begins with."""
     max_new_tokens: int
+    """Of a completion; of an episode the environment's tokens as well."""
     stop_set: int
     """Of the engine's stop automaton."""
 
@@ -62,13 +69,28 @@ class _Policy:
     params: Params
 
 
+@dataclasses.dataclass(frozen=True)
+class _EpisodeScores:
+    """Scores that are known, since the environment gave them turn by turn."""
+
+    scores: list[Score]
+    done: bool = True
+
+    def wait_done(self, timeout_s: float | None) -> None:
+        """Returns at once."""
+
+    def wait(self) -> list[Score]:
+        """The scores."""
+        return self.scores
+
+
 @dataclasses.dataclass(eq=False)
 class _Task:
     """One prompt whose completions are decoded, then scored together."""
 
     request: DecodeRequest
     prompt: Prompt
-    rewards: RewardPool
+    rewards: RewardPool | EnvironmentPool
     policy_version: int
     """Under which it began, and ends."""
     weight_digest: str
@@ -82,8 +104,15 @@ class _Task:
     """In that set."""
     rows: list[FinishedRow] = dataclasses.field(default_factory=list)
     """Completions that have ended; in the order of their samples once all have."""
-    scores: PendingScores | None = None
+    scores: PendingScores | _EpisodeScores | None = None
     """None while completions are decoded."""
+    episodes: EpisodeGroup | None = None
+    """Where an environment answers the completions."""
+
+    @property
+    def prompt_token_ids(self) -> np.ndarray:
+        """The prompt as the model saw it."""
+        return self.request.token_ids if self.episodes is None else self.episodes.prompt_token_ids
 
     def wait_scores(self) -> list[Score]:
         """One score per completion, in the order of `rows`; raises as `PendingScores.wait`."""
@@ -103,13 +132,14 @@ class RolloutWorker:
         settings: GroupSettings,
         engine: Engine,
         tokenizer: Tokenizer,
-        rewards: RewardPool,
+        rewards: RewardPool | EnvironmentPool,
         train: Sequence[Prompt],
         held_out: Sequence[HeldOut],
         clock: PhaseClock,
         canary: CanaryCheck | None = None,
     ):
         """Args:
+        rewards: of training: scorers, or environments.
         canary: checks every version that comes with the learner's scores of a probe.
         """
         self._name = name
@@ -128,6 +158,8 @@ class RolloutWorker:
         self._pools = {rewards, *(one.rewards for one in held_out)}
         self._tasks: dict[str, _Task] = {}
         """What is being decoded or scored, by request id."""
+        self._by_request: dict[str, _Task] = {}
+        """The same by request of the engine: every turn of an episode has its own."""
         self._request_numbers = itertools.count()
         self.policy_version = -1
         """-1 until the first weights arrive."""
@@ -355,7 +387,18 @@ class RolloutWorker:
         return tasks
 
     def _submit(self, tasks: Sequence[_Task]) -> None:
-        self._engine.submit_requests([task.request for task in tasks])
+        plain = [task for task in tasks if isinstance(task.rewards, RewardPool)]
+        self._engine.submit_requests([task.request for task in plain])
+        self._by_request |= {task.request.request_id: task for task in plain}
+        for task in tasks:
+            if isinstance(task.rewards, EnvironmentPool):
+                task.episodes = EpisodeGroup(
+                    task.request,
+                    task.prompt.item,
+                    task.rewards,
+                    self._tokenizer,
+                    max_prompt_tokens=self._settings.max_prompt_tokens,
+                )
         self._tasks |= {task.request.request_id: task for task in tasks}
 
     def _advance(self, account: str | None, wait_s: float | None = None) -> list[_Task]:
@@ -365,15 +408,16 @@ class RolloutWorker:
             account: ledger phase for its time, instead of `prefill`, `decode` and `reward`.
         """
         if self.decoding:
+            self._begin_turns(account)
+            if not self._engine.pending:
+                self._wait_for_environments(account, wait_s)
+                return []
             with self._clock.phase(account or "decode"):
                 finished = self._engine.step(account)
             for row in finished:
-                task = self._tasks.get(row.request_id)  # None if it was cancelled meanwhile
+                task = self._by_request.get(row.request_id)  # None if it was cancelled meanwhile
                 if task is not None:
-                    task.rows.append(row)
-                    if len(task.rows) == len(task.request.samples):
-                        with self._clock.phase(account or "reward"):
-                            self._start_scoring(task)
+                    self._add_row(task, row, account)
         elif self._tasks:
             with self._clock.phase(account or "reward"):
                 first = next(iter(self._tasks.values()))
@@ -381,10 +425,51 @@ class RolloutWorker:
                 first.scores.wait_done(wait_s)
         ready = [task for task in self._tasks.values() if task.scores and task.scores.done]
         for task in ready:
-            del self._tasks[task.request.request_id]
+            self._forget(task)
         return ready
 
+    def _forget(self, task: _Task) -> None:
+        del self._tasks[task.request.request_id]
+        for request_id in [name for name, one in self._by_request.items() if one is task]:
+            del self._by_request[request_id]
+
+    def _begin_turns(self, account: str | None) -> None:
+        """Gives the engine the turns whose environments have answered."""
+        playing = [task for task in self._tasks.values() if task.episodes and task.scores is None]
+        if not playing:
+            return
+        with self._clock.phase(account or "reward"):
+            for task in playing:
+                assert task.episodes is not None
+                requests = task.episodes.take_requests()
+                self._engine.submit_requests(requests)
+                self._by_request |= {request.request_id: task for request in requests}
+                self._end_episodes(task)
+
+    def _end_episodes(self, task: _Task) -> None:
+        if task.episodes is not None and task.episodes.done:
+            task.rows = task.episodes.completions()
+            task.scores = _EpisodeScores(task.episodes.scores())
+
+    def _wait_for_environments(self, account: str | None, wait_s: float | None) -> None:
+        """Waits until one of them answers; each call has a bound of its own."""
+        playing = [task.episodes for task in self._tasks.values() if task.episodes]
+        calls = [call for episodes in playing for call in episodes.calls]
+        with self._clock.phase(account or "reward"):
+            concurrent.futures.wait(calls, wait_s, concurrent.futures.FIRST_COMPLETED)
+
+    def _add_row(self, task: _Task, row: FinishedRow, account: str | None) -> None:
+        with self._clock.phase(account or "reward"):
+            if task.episodes is not None:
+                task.episodes.add_row(row)
+                self._end_episodes(task)
+            else:
+                task.rows.append(row)
+                if len(task.rows) == len(task.request.samples):
+                    self._start_scoring(task)
+
     def _start_scoring(self, task: _Task) -> None:
+        assert isinstance(task.rewards, RewardPool)
         task.rows.sort(key=lambda row: row.sample_index)
         task.scores = task.rewards.submit(
             [
@@ -404,8 +489,12 @@ class RolloutWorker:
         An engine that failed is left alone, so that the error which is reported is its own.
         """
         for task in list(tasks):
-            del self._tasks[task.request.request_id]
-            if task.scores is None:
+            self._forget(task)
+            if task.episodes is not None:
+                task.episodes.abandon()
+                for request_id in task.episodes.in_engine:
+                    self._engine.abort_request(request_id)
+            elif task.scores is None:
                 self._engine.abort_request(task.request.request_id)
         while not self.decoding and self._engine.usable and self._engine.pending:
             with self._clock.phase(account or "decode"):
@@ -420,7 +509,7 @@ class RolloutWorker:
         samples: int,
         key_data: np.ndarray,
         sampling: SamplingSettings,
-        rewards: RewardPool,
+        rewards: RewardPool | EnvironmentPool,
     ) -> _Task:
         request = DecodeRequest(
             request_id=request_id,
@@ -463,7 +552,7 @@ class RolloutWorker:
             policy_version=task.policy_version,
             weight_digest=task.weight_digest,
             worker=self._name,
-            prompt_token_ids=task.prompt.token_ids,
+            prompt_token_ids=task.prompt_token_ids,
             completions=tuple(map(_completion, task.rows, scores)),
             phase_s={phase: seconds for phase, seconds in phase_s.items() if seconds > 0},
         )
@@ -485,7 +574,7 @@ class RolloutWorker:
             question=prompt.question,
             answer=prompt.answer,
             completion=self._tokenizer.decode_completion(row.token_ids),
-            completion_tokens=len(row.token_ids),
+            completion_tokens=len(row.logprobs),
             finish_reason=row.finish_reason.value,
             rewards=score.rewards,
             total_reward=score.total,
@@ -504,6 +593,7 @@ def _completion(row: FinishedRow, score: Score) -> Completion:
         rewards=score.rewards,
         total_reward=score.total,
         reward_error=score.error,
+        segment_tokens=row.segment_tokens,
     )
 
 

@@ -13,6 +13,7 @@ from rollout_worker.data.data_digests import DataDigests, digest_data
 from rollout_worker.data.training_set import load_held_out, load_training
 from rollout_worker.engine.decode_request import SamplingSettings
 from rollout_worker.engine_setup import EngineSetup
+from rollout_worker.environments.environment_pool import EnvironmentPool
 from rollout_worker.evaluation.held_out import HeldOut
 from rollout_worker.leased_group import LeasedGroup
 from rollout_worker.rewards.processes.reward_process import Allowance
@@ -48,13 +49,15 @@ class WorkerCore:
             model=read_model_config(spec.model_path),
             platform=spec.platform,
             weights_dtype=spec.weights_dtype,
+            several_turns=spec.environment is not None,
         )
         engine = setup.engine(devices, tokenizer, clock=clock, warn=log.warning)
 
         longest = spec.rollout.max_prompt_tokens
         self._train = load_training(spec.data, tokenizer=tokenizer, max_prompt_tokens=longest)
         self._held_out = load_held_out(spec.data, tokenizer=tokenizer, max_prompt_tokens=longest)
-        self._pools: list[tuple[RewardConfig, RewardPool]] = []
+        self._environment = spec.environment
+        self._pools: list[tuple[RewardConfig, RewardPool | EnvironmentPool]] = []
         self._account = SpendingAccount(spec.reward.budget)
         rewards = self._pool(spec.reward)
         self.worker = RolloutWorker(
@@ -64,6 +67,7 @@ class WorkerCore:
             settings=GroupSettings(
                 completions=spec.rollout.completions_per_prompt,
                 sampling=SamplingSettings(temperature=spec.rollout.temperature),
+                max_prompt_tokens=longest,
                 max_new_tokens=spec.rollout.max_completion_tokens,
                 stop_set=setup.stop_set,
             ),
@@ -117,23 +121,26 @@ class WorkerCore:
         )
 
     def close(self) -> None:
-        """Ends the reward processes."""
+        """Ends the processes of scorers and environments."""
         for _, pool in self._pools:
             pool.close()
 
-    def _pool(self, reward: RewardConfig) -> RewardPool:
-        """Processes with these scorers: one pool for each different section."""
+    def _pool(self, reward: RewardConfig) -> RewardPool | EnvironmentPool:
+        """Processes with these scorers, or the environment: one pool for each different section."""
         for before, pool in self._pools:
             if before == reward:
                 return pool
-        pool = RewardPool(
-            reward.functions,
-            processes=reward.processes,
-            timeout_s=reward.timeout_s,
-            allowance=Allowance.of(reward),
-            in_flight=reward.in_flight,
-            combine=reward.combine,
-            account=self._account,
-        )
+        if self._environment is not None:
+            pool = EnvironmentPool(self._environment, reward, account=self._account)
+        else:
+            pool = RewardPool(
+                reward.functions,
+                processes=reward.processes,
+                timeout_s=reward.timeout_s,
+                allowance=Allowance.of(reward),
+                in_flight=reward.in_flight,
+                combine=reward.combine,
+                account=self._account,
+            )
         self._pools.append((reward, pool))
         return pool

@@ -8,7 +8,7 @@ import datetime
 import enum
 from collections.abc import Sequence
 
-from rollout_worker.config import DataConfig, RewardConfig, RolloutConfig
+from rollout_worker.config import DataConfig, EnvironmentConfig, RewardConfig, RolloutConfig
 from rollout_worker.data.data_digests import DataDigests
 from rollout_worker.engine.decode_request import SamplingSettings
 from rollout_worker.rewards.spending import NOTHING, Spending
@@ -40,6 +40,8 @@ class RolloutSpec:
     data: DataConfig
     rollout: RolloutConfig
     reward: RewardConfig
+    environment: EnvironmentConfig | None = None
+    """That answers the model; None where a completion is one turn."""
     learner_address: str
     credentials: Credentials
     weights_dtype: str
@@ -64,6 +66,11 @@ class RolloutSpec:
     """The process ends once the driver has asked nothing for so long; None lets it stay."""
     failpoints: str | None = None
     """Folder of `services/process/failpoints.py`, in tests of faults."""
+
+    @property
+    def slowest_call_s(self) -> float:
+        """How long scorers of a completion, or a call of an environment, may take."""
+        return (self.reward if self.environment is None else self.environment).timeout_s
 
     @property
     def serving_host(self) -> str:

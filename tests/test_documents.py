@@ -17,7 +17,10 @@ FOLDER = re.compile(r"`((?:[a-z_]+/){2,})`")
 COMMAND = re.compile(r"python -m ([a-z_0-9]+(?:\.[a-z_0-9]+)*)")
 TARGET = re.compile(r"`make ([a-z-]+)`")
 WALK = re.compile(r"^\| `([\w/]+\.py)`: `(\w+)\.(\w+)`", re.MULTILINE)
-OF_READERS = {"my_pkg/rewards.py", "my_pkg/judge.py", "my_pkg/diversity.py", "my_pkg/losses.py"}
+OF_READERS = {
+    *("my_pkg/rewards.py", "my_pkg/judge.py", "my_pkg/diversity.py", "my_pkg/losses.py"),
+    "my_pkg/retry.py",
+}
 """Paths that a reader makes himself."""
 
 

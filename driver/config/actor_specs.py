@@ -97,6 +97,7 @@ class ActorSpecs:
             data=config.data,
             rollout=config.rollout,
             reward=config.reward,
+            environment=config.environment,
             learner_address=learner_address,
             credentials=self.authority.issue(name),
             weights_dtype=config.weights.dtype,

@@ -74,7 +74,14 @@ def locate(config: RunConfig) -> RunConfig:
         teacher = _located(distillation.teacher)
         distillation = distillation.model_copy(update={"teacher": teacher})
         algorithm = algorithm.model_copy(update={"distillation": distillation})
-    return locate_inputs(config).model_copy(update={"algorithm": algorithm})
+    environment = config.environment
+    if environment is not None:
+        place, colon, attribute = environment.name.rpartition(":")
+        name = f"{_located(place) or ''}{colon}{attribute}" if place.endswith(".py") else ""
+        environment = environment.model_copy(update={"name": name or environment.name})
+    return locate_inputs(config).model_copy(
+        update={"algorithm": algorithm, "environment": environment}
+    )
 
 
 def locate_inputs(config: C) -> C:

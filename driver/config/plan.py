@@ -163,6 +163,7 @@ def derive(
         model=model,
         platform=config.placement.platform,
         weights_dtype=config.weights.dtype,
+        several_turns=config.environment is not None,
     )
     worker = checked(plan_worker, setup, devices.worker)
     loss_impl = checked(

@@ -44,6 +44,7 @@ from rollout_worker.data.training_set import (
     order_of,
 )
 from rollout_worker.engine_setup import stop_automaton
+from rollout_worker.environments.environment_pool import validate_environment
 from rollout_worker.rewards.code.code_tests import CODE_STARTS_S, TOTAL_S
 from rollout_worker.rewards.code.sandbox import confinement_problem, describe_protections
 from rollout_worker.rewards.composition import Composition
@@ -144,18 +145,11 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
     notes = unread_settings(config) + correctness_notes(config)
     notes += checked(check_messages, config.data, tokenizer)
     checked(stop_automaton, tokenizer, config.rollout.stop_strings, about="rollout.stop_strings")
-    allowance = Allowance.of(config.reward)
-    checked(
-        validate_functions, config.reward.functions, allowance=allowance, about="reward.functions"
-    )
-    for one in config.held_out_sets:
-        if one.reward != config.reward:
-            checked(
-                validate_functions,
-                one.reward.functions,
-                allowance=allowance,
-                about=f"{one.key}: scorer",
-            )
+    if config.environment is None:
+        _try_scorers(config)
+    else:
+        checked(tokenizer.template.check_history, config.environment.history)
+        checked(validate_environment, config.environment, config.reward, about="environment.name")
     if ":" in config.algorithm.policy_loss:
         try_policy_loss(config.algorithm.policy_loss)
     longest = config.rollout.max_prompt_tokens
@@ -169,7 +163,8 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
     held_out = checked(load_held_out, config.data, tokenizer=tokenizer, max_prompt_tokens=longest)
     order = order_of(config.data, train.sets, seed=config.run.seed)
     sets = judged_sets(config, train, held_out)
-    notes += check_golds(config, sets)
+    if config.environment is None:
+        notes += check_golds(config, sets)
     notes += chat_notes(config, [(one.key, one.read) for one in sets])
     notes += overlap_notes(config.data, train)
     notes += overridden(os.environ)
@@ -201,6 +196,12 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
     notes += dict.fromkeys(said)
     composition = Composition.of(config.reward.functions, config.reward.combine)
     lines += [f"note: {note}" for note in notes]
+    if config.environment is not None:
+        lines.append(
+            f"environment: {config.environment.name}, at most "
+            f"{counted(config.environment.max_turns, 'turn')} and "
+            f"{counted(config.rollout.max_completion_tokens, 'token')} an episode"
+        )
     lines += [f"reward: {composition}", format_plan(plan)]
     return Prepared(
         text="\n".join(lines),
@@ -220,6 +221,21 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
             for index, tokens in one.read.left_out
         ),
     )
+
+
+def _try_scorers(config: RunConfig) -> None:
+    allowance = Allowance.of(config.reward)
+    checked(
+        validate_functions, config.reward.functions, allowance=allowance, about="reward.functions"
+    )
+    for one in config.held_out_sets:
+        if one.reward != config.reward:
+            checked(
+                validate_functions,
+                one.reward.functions,
+                allowance=allowance,
+                about=f"{one.key}: scorer",
+            )
 
 
 def _read_teacher_config(config: RunConfig) -> ModelConfig | None:

@@ -5,13 +5,15 @@ nothing here touches a device, a file or the network.
 """
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from learner.config import AlgorithmConfig, LearnerConfig
 from rollout_worker.config import (
+    ENVIRONMENT_REWARD,
     DataConfig,
+    EnvironmentConfig,
     EvalSource,
     RewardConfig,
     RolloutConfig,
@@ -291,6 +293,7 @@ class RunConfig(Section):
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig | None = None
     algorithm: AlgorithmConfig = AlgorithmConfig()
     learner: LearnerConfig = LearnerConfig()
     weights: WeightsConfig = WeightsConfig()
@@ -334,6 +337,34 @@ class RunConfig(Section):
             return validated(EvalConfig, self.eval.model_dump() | source.own_rules)
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reward_of_the_environment(cls, values: Any) -> Any:
+        """With an environment, its reward takes the place of the default of reward.functions."""
+        if not isinstance(values, dict) or values.get("environment") is None:
+            return values
+        reward = values.get("reward") or {}
+        if not isinstance(reward, dict) or "functions" in reward:
+            return values
+        return values | {"reward": reward | {"functions": [{"name": ENVIRONMENT_REWARD}]}}
+
+    @model_validator(mode="after")
+    def _check_environment(self):
+        rewards = [self.reward, *(one.reward for one in self.held_out_sets)]
+        names = {function.name for reward in rewards for function in reward.functions}
+        if self.environment is None and ENVIRONMENT_REWARD in names:
+            raise ValueError(
+                f"reward.functions names {ENVIRONMENT_REWARD!r}, the reward of an environment, but "
+                "there is none: set environment.name, or name a scorer"
+            )
+        if self.environment is not None and names != {ENVIRONMENT_REWARD}:
+            raise ValueError(
+                f"environment.name={self.environment.name} rewards each episode itself, so that "
+                f"{sorted(names - {ENVIRONMENT_REWARD})} would score nothing: leave "
+                "reward.functions and the scorers of data.eval out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_group(self):

@@ -96,3 +96,6 @@ class FinishedRow:
     versions: np.ndarray
     """int32 [T]: policy version that drew each token."""
     finish_reason: FinishReason
+    segment_tokens: tuple[int, ...] = ()
+    """Of an episode of several turns, as `Completion` has it: logprobs and versions are then those
+    of the model's tokens alone."""

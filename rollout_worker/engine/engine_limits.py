@@ -28,6 +28,9 @@ class EngineLimits:
     max_new_tokens: int
     cache_tokens: int
     """Columns of the widest cache."""
+    goes_on: bool = False
+    """Whether a prompt may hold completions of before, as the later turns of an episode do: then it
+    is bounded by the cache alone."""
     prefill_tokens: int = 512
     """Of one prefill call, padding included; a longer prompt takes several."""
     prefixes: int | None = None
@@ -73,7 +76,7 @@ def check_request(
     about = f"request {request.request_id}"
     _check_kinds(request, about)
     for name, value, most in (
-        ("prompt tokens", len(request.token_ids), limits.max_prompt_tokens),
+        ("prompt tokens", len(request.token_ids), _longest_prompt(limits)),
         ("max_new_tokens", request.max_new_tokens, limits.max_new_tokens),
         ("stop ids", len(request.stop_ids or ()), limits.stop_ids),
     ):
@@ -95,6 +98,10 @@ def check_request(
         )
     if not 0 <= request.stop_set < stop_sets:
         raise ValueError(f"{about}: stop_set={request.stop_set}, but the engine has {stop_sets}")
+
+
+def _longest_prompt(limits: EngineLimits) -> int:
+    return limits.cache_tokens - 1 if limits.goes_on else limits.max_prompt_tokens
 
 
 def _check_kinds(request: DecodeRequest, about: str) -> None:
@@ -148,7 +155,7 @@ def geometry_of(
         max_position_embeddings=spec.layout.config.max_position_embeddings,
     )
     goes_on = limits.on_swap is OnSwap.CONTINUE
-    pool_width = max(1, (limits.cache_tokens if goes_on else limits.max_prompt_tokens) - 1)
+    pool_width = max(1, (limits.cache_tokens if goes_on else _longest_prompt(limits)) - 1)
     if spec.attention_impl.startswith("pallas"):
         # The kernel reads no more than each row holds: it needs no narrower cache.
         widths = (-(-limits.cache_tokens // KERNEL_TILE) * KERNEL_TILE,)

@@ -212,3 +212,59 @@ def test_a_prompt_that_ends_where_the_answer_begins_passes(text):
 def test_a_template_that_never_shows_an_answer_is_noted():
     note = template_of("Q{{ messages[0].content }}A").check_generation_prompt()
     assert "ignores add_generation_prompt: prompts end in" in note and "5508A'" in note
+
+
+# --- conversations that go on
+
+
+FOLLOWED = [{"role": "user", "content": "Again."}]
+QWEN3 = (
+    "{% for m in messages %}<|{{ m.role }}|>"
+    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}"
+    "{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}" + OPENING
+)
+WITHOUT_THINKING = TURNS + "{% if add_generation_prompt %}<|assistant|><think></think>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("text", "after"),
+    [
+        (TURNS + OPENING, "<|end|><|user|>Again.<|end|><|assistant|>"),
+        (INSTRUCT, "</s>[INST] Again. [/INST]"),
+    ],
+    ids=["turns", "instruct"],
+)
+def test_what_follows_a_turn_is_its_end_and_the_next_question(text, after):
+    template = template_of(text)
+    template.check_history("as_rendered")
+    found = template.after_turn(ASKED, FOLLOWED, history="as_rendered")
+    assert found == after
+    turn = [*ASKED, {"role": "assistant", "content": "7"}]
+    whole = template.render([*turn, *FOLLOWED], add_generation_prompt=True)
+    assert whole.endswith(f"7{after}")
+    # A later turn follows in the same way.
+    again = template.after_turn([*turn, *FOLLOWED], FOLLOWED, history="as_rendered")
+    assert again == after
+
+
+@pytest.mark.parametrize(
+    ("text", "how"),
+    [(QWEN3, "<think> and </think> is left out"), (WITHOUT_THINKING, "becomes")],
+    ids=["reasoning", "opening"],
+)
+def test_a_template_that_rewrites_turns_is_refused_unless_they_are_kept(text, how):
+    template = template_of(text)
+    with pytest.raises(ValueError, match=f"model.chat_template writes earlier .*{how}") as error:
+        template.check_history("as_rendered")
+    assert "set environment.history=keep" in str(error.value) and "correct it" in str(error.value)
+    template.check_history("keep")
+    after = template.after_turn(ASKED, FOLLOWED, history="keep")
+    assert after.startswith("<|end|><|user|>Again.<|end|><|assistant|>")
+
+
+def test_a_template_that_leaves_an_answer_of_the_environment_out_is_refused():
+    template = template_of(
+        "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}" + OPENING
+    )
+    with pytest.raises(ValueError, match="leaves a message of role 'tool', '42', out"):
+        template.after_turn(ASKED, [{"role": "tool", "content": "42"}], history="keep")

@@ -41,8 +41,10 @@ TOLERANCE = dict(rtol=2e-5, atol=2e-6)
 
 @pytest.fixture(scope="module")
 def selection():
-    """Corrected for a policy that has moved: token weights differ, and some sequences are gone. Some
-    are of one turn, others have segments of an environment."""
+    """Corrected for a policy that has moved: token weights differ, and some sequences are gone.
+
+    An environment wrote a part of some.
+    """
     groups = random_groups(7, episodes=True)
     assert 5 < sum(bool(c.segment_tokens) for group in groups for c in group.completions) < 25
     sampled = select_sequences(groups, RULES, vocab_size=TINY.vocab_size)

@@ -1,0 +1,414 @@
+"""Episodes token for token: what is trained is what was sampled, whatever the environment says."""
+
+from concurrent.futures import Future
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models.files.checkpoint import load_model
+from models.tokenizer import load_tokenizer
+from models.transformer import forward, head_weight, logits, packed_attend
+from rollout_worker.config import (
+    DataConfig,
+    DecodeConfig,
+    EnvironmentConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RolloutConfig,
+    SourceConfig,
+)
+from rollout_worker.engine.decode_request import DecodeRequest, FinishedRow
+from rollout_worker.environments.environment_pool import EnvironmentFailed
+from rollout_worker.environments.episodes import EpisodeGroup, seed_of
+from rollout_worker.environments.turn_values import Turn
+from rollout_worker.leased_group import LeasedGroup
+from rollout_worker.rewards.reward_pool import Score
+from rollout_worker.worker_core import WorkerCore
+from services.process.phase_clock import PhaseClock
+from services.trajectories.group_check import check_group
+from services.weights.digest import tree_digest
+from services.wire.messages import Completion, FinishReason, Lease, WeightManifest
+from tests.rollout_worker.environments.test_environment_pool import KINDS
+from tests.services.group_rules import group_rules
+
+DEMO = "deploy/demo/model"
+KEY = np.array([3, 4], np.uint32)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(DEMO)
+
+
+class Told:
+    """Stands for a conversation whose answers a test gives."""
+
+    def __init__(self, answers):
+        self.answers = iter(answers)
+        self.said = []
+        self.ended = 0
+        self.call = done()
+
+    def say(self, text):
+        self.said.append(text)
+        self.call = done()
+
+    def answer(self):
+        found = next(self.answers)
+        if isinstance(found, str):
+            raise EnvironmentFailed(found)
+        return found
+
+    def end(self):
+        self.ended += 1
+
+
+class Pool:
+    """Stands for an EnvironmentPool."""
+
+    def __init__(self, scripts, **changes):
+        self.environment = EnvironmentConfig(name="a:B", **changes)
+        self.conversations = []
+        self._scripts = iter(scripts)
+
+    def begin_episode(self, item, seed):
+        self.seed = seed
+        self.conversations.append(Told(next(self._scripts)))
+        return self.conversations[-1]
+
+    def score_of(self, reward, error):
+        return Score({}, reward, error)
+
+
+def done():
+    future = Future()
+    future.set_result(None)
+    return future
+
+
+def said(text, reward=0.0):
+    return Turn([{"role": "user", "content": text}], reward, False)
+
+
+OVER = Turn([], 1.0, True)
+
+
+def begin(scripts, tokenizer, *, max_new_tokens=64, max_prompt_tokens=64, **changes):
+    pool = Pool(scripts, **changes)
+    request = DecodeRequest(
+        request_id="g1/0",
+        token_ids=np.array([1, 2], np.int32),
+        prompt_id=7,
+        epoch=2,
+        samples=tuple(range(len(scripts))),
+        max_new_tokens=max_new_tokens,
+        key_data=KEY,
+    )
+    group = EpisodeGroup(request, {}, pool, tokenizer, max_prompt_tokens=max_prompt_tokens)
+    return group, pool
+
+
+def drawn(request, sample, ids, stop, *, cut=False):
+    """A row as the engine would return it: it ends with a stop token, or at its limit."""
+    ids = np.array([*ids, stop], np.int32)
+    full = cut or len(ids) > request.max_new_tokens
+    ids = ids[: request.max_new_tokens]
+    return FinishedRow(
+        request_id=request.request_id,
+        sample_index=sample,
+        token_ids=ids,
+        logprobs=-0.1 * np.arange(1, len(ids) + 1, dtype=np.float32),
+        versions=np.full(len(ids), 3, np.int32),
+        finish_reason=FinishReason.LENGTH if full and ids[-1] != stop else FinishReason.STOP,
+    )
+
+
+def as_completion(row):
+    return Completion(
+        sample_index=row.sample_index,
+        token_ids=row.token_ids,
+        behavior_logprobs=row.logprobs,
+        finish_reason=row.finish_reason,
+        rewards={},
+        total_reward=0.0,
+        segment_tokens=row.segment_tokens,
+    )
+
+
+TEXT = st.text(max_size=12) | st.sampled_from(
+    ["<|im_end|>", "a<|im_start|>user\nb", "日本 é", "12"]
+)
+ANSWER = st.builds(said, TEXT, st.floats(-1, 1)) | st.just(OVER) | st.just("step: it fell")
+SCRIPT = st.lists(ANSWER, min_size=8, max_size=8)
+
+
+@settings(deadline=None)
+@given(
+    data=st.data(),
+    scripts=st.lists(SCRIPT, min_size=1, max_size=3),
+    longest=st.integers(1, 60),
+    max_turns=st.integers(1, 6),
+)
+def test_trained_ids_are_sampled_ids_whatever_the_environment_says(
+    tokenizer, data, scripts, longest, max_turns
+):
+    first = said("Guess.")
+    group, _ = begin(
+        [[first, *script] for script in scripts],
+        tokenizer,
+        max_new_tokens=longest,
+        max_turns=max_turns,
+    )
+    [stop] = tokenizer.stop_ids
+    ids = st.lists(st.integers(0, tokenizer.vocab_size - 1).filter(lambda i: i != stop), max_size=9)
+    sampled = {sample: [] for sample in range(len(scripts))}
+    asked = {sample: [] for sample in range(len(scripts))}
+    while not group.done:
+        for request in group.take_requests():
+            for sample in request.samples:
+                row = drawn(request, sample, data.draw(ids), stop)
+                asked[sample].append((request.token_ids, request.key_data))
+                sampled[sample].append(row)
+                group.add_row(row)
+    assert not group.in_engine and not group.calls
+    prompt = tokenizer.encode_chat(first.messages)
+    for row, score in zip(group.completions(), group.scores(), strict=True):
+        its = sampled[row.sample_index]
+        completion = as_completion(row)
+        completion.check_segments()
+        assert completion.turns == len(its) <= max_turns
+        # What the model's segments hold is what was drawn, in order.
+        own = row.token_ids[completion.is_sampled]
+        np.testing.assert_array_equal(own, np.concatenate([one.token_ids for one in its]))
+        np.testing.assert_array_equal(row.logprobs, np.concatenate([o.logprobs for o in its]))
+        assert len(row.token_ids) <= longest
+        # Every turn was drawn from exactly the tokens before it.
+        whole, start = np.concatenate([prompt, row.token_ids]), len(prompt)
+        lengths = row.segment_tokens or (len(row.token_ids),)
+        for turn, (before, _) in enumerate(asked[row.sample_index]):
+            np.testing.assert_array_equal(before, whole[:start])
+            start += sum(lengths[2 * turn : 2 * turn + 2])
+        # No turn repeats the draws of another one.
+        keys = [tuple(key.tolist()) for _, key in asked[row.sample_index]]
+        assert len(set(keys)) == len(keys) and keys[0] == tuple(KEY.tolist())
+        assert (row.finish_reason is FinishReason.ABORTED) == bool(score.error)
+
+
+def test_an_answer_is_what_the_template_would_have_written(tokenizer):
+    [stop] = tokenizer.stop_ids
+    group, pool = begin([[said("Guess."), said("higher", 0.25), OVER]], tokenizer)
+    turn = tokenizer._backend.encode("12", add_special_tokens=False)
+    for _ in range(2):
+        [request] = group.take_requests()
+        group.add_row(drawn(request, 0, turn, stop))
+    assert group.take_requests() == [] and group.done
+    [row], [score] = group.completions(), group.scores()
+    messages = [
+        *[{"role": "user", "content": "Guess."}, {"role": "assistant", "content": "12"}],
+        *[{"role": "user", "content": "higher"}, {"role": "assistant", "content": "12"}],
+    ]
+    written = tokenizer.template.render(messages, add_generation_prompt=False).rstrip("\n")
+    assert tokenizer.decode([*group.prompt_token_ids, *row.token_ids]) == written
+    assert pool.conversations[0].said == ["12", "12"]
+    assert (row.finish_reason, score.total) == (FinishReason.STOP, 1.25)
+
+
+@pytest.mark.parametrize(
+    ("changes", "turns"),
+    [({"max_turns": 2}, 2), ({"max_new_tokens": 11}, 1), ({"max_new_tokens": 2}, 1)],
+)
+def test_an_episode_ends_as_truncated_at_the_limit_of_turns_or_tokens(tokenizer, changes, turns):
+    [stop] = tokenizer.stop_ids
+    group, pool = begin(
+        [[said("Guess."), *[said("higher and higher", 0.5)] * 9]], tokenizer, **changes
+    )
+    while not group.done:
+        for request in group.take_requests():
+            group.add_row(drawn(request, 0, [40, 41], stop))
+    [row] = group.completions()
+    assert row.finish_reason is FinishReason.LENGTH and as_completion(row).turns == turns
+    assert pool.conversations[0].ended == 1
+
+
+def test_episodes_that_cannot_begin_draw_one_token_each(tokenizer):
+    [stop] = tokenizer.stop_ids
+    other = Turn([{"role": "user", "content": "Another game."}], 0.0, False)
+    scripts = [["reset: no"], [said("Guess."), OVER], [other, OVER]]
+    group, pool = begin(scripts, tokenizer)
+    good, failed = group.take_requests()
+    assert (good.samples, failed.samples, failed.max_new_tokens) == ((1,), (0, 2), 1)
+    group.add_row(drawn(good, 1, [40], stop))
+    for sample in failed.samples:
+        group.add_row(drawn(failed, sample, [41], stop))
+    assert group.take_requests() == [] and group.done
+    assert [len(row.token_ids) for row in group.completions()] == [1, 2, 1]
+    first, second, third = group.scores()
+    assert (first.error, second.error) == ("reset: no", "")
+    assert "both must be the same" in third.error
+    assert [conversation.ended for conversation in pool.conversations] == [1, 1, 1]
+
+
+def test_where_no_episode_can_begin_the_prompt_is_that_of_the_record(tokenizer):
+    group, _ = begin([["reset: no"], [said("x" * 500)]], tokenizer)
+    [request] = group.take_requests()
+    np.testing.assert_array_equal(request.token_ids, [1, 2])
+    for sample in request.samples:
+        group.add_row(drawn(request, sample, [41], 40))
+    assert "at most rollout.max_prompt_tokens=64" in group.scores()[1].error
+
+
+def test_the_seed_is_of_the_prompt_and_its_pass():
+    seeds = {seed_of(KEY, prompt, epoch) for prompt in range(3) for epoch in range(3)}
+    assert len(seeds) == 9 and all(0 <= seed < 2**63 for seed in seeds)
+    assert seed_of(KEY, 1, 0) != seed_of(np.array([3, 5], np.uint32), 1, 0)
+
+
+# A worker with an engine and processes.
+
+
+@pytest.fixture(scope="module")
+def policy():
+    """The demo's weights by name, and their manifest."""
+    from models.files.checkpoint import to_named
+
+    loaded = load_model(DEMO)
+    named = {n: np.asarray(a) for n, a in to_named(loaded.params, loaded.config).items()}
+    _, digest = tree_digest(named)
+    manifest = WeightManifest(run_id="run", policy_version=0, tensors=(), digest=digest)
+    return loaded, named, manifest
+
+
+def make_core(policy, **params):
+    from services.wire.tls import RunAuthority
+    from tests.rollout_worker.test_actor import worker_spec
+
+    authority = RunAuthority.create("run")
+    spec = worker_spec(
+        DEMO,
+        authority,
+        "127.0.0.1:1",
+        data=DataConfig(train=SourceConfig(source="reasoning_gym:chain_sum", size=8)),
+        rollout=RolloutConfig(
+            prompts_per_step=2,
+            completions_per_prompt=4,
+            max_prompt_tokens=64,
+            max_completion_tokens=96,
+            decode=DecodeConfig(slots=4, segment_tokens=8, compute_dtype="float32"),
+        ),
+        reward=RewardConfig(functions=(RewardFunctionConfig(name="environment"),)),
+        environment=EnvironmentConfig(name=f"{KINDS}:Dialog", params=params, max_turns=4),
+        weights_dtype="bfloat16",
+    )
+    core = WorkerCore(spec, jax.devices()[:1], PhaseClock())
+    _, named, manifest = policy
+    core.worker.swap_policy(manifest, named)
+    return core
+
+
+def leased(index):
+    return LeasedGroup(Lease(group_id=f"g{index:08d}", attempt=0, epoch=0, position=index))
+
+
+def played(core, indices=(0, 1, 2)):
+    groups = [leased(index) for index in indices]
+    core.worker.begin_groups(groups)
+    finished = []
+    while core.worker.busy:
+        finished += core.worker.advance(0.2)
+    assert {id(one) for one in finished} == {id(one) for one in groups}
+    return [one.group for one in groups]
+
+
+def essence(group):
+    """All that training reads, as bytes."""
+    return [
+        (
+            c.token_ids.tobytes(),
+            c.behavior_logprobs.tobytes(),
+            c.segment_tokens,
+            c.finish_reason,
+            c.total_reward,
+            c.reward_error,
+        )
+        for c in group.completions
+    ] + [group.prompt_token_ids.tobytes()]
+
+
+@pytest.fixture(scope="module")
+def groups(policy):
+    core = make_core(policy)
+    try:
+        yield played(core)
+    finally:
+        core.close()
+
+
+@pytest.mark.slow
+def test_groups_of_episodes_pass_the_door_and_their_logprobs_are_the_models(groups, policy):
+    loaded, *_ = policy
+    rules = group_rules(
+        "run", group_size=4, max_prompt_tokens=64, max_completion_tokens=96, order=None
+    )
+    assert max(c.turns for group in groups for c in group.completions) > 1
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), loaded.params)
+    for group in groups:
+        check_group(group, rules)
+        for completion in group.completions:
+            ids = np.concatenate([group.prompt_token_ids, completion.token_ids])
+            padded = np.pad(ids, (0, 160 - len(ids)))[None]
+            hidden, _ = _forward(params, loaded.config, padded)
+            logprob = jax.nn.log_softmax(logits(hidden, head_weight(params)), axis=-1)[0]
+            first = len(group.prompt_token_ids)
+            places = first + np.flatnonzero(completion.is_sampled)
+            expected = np.asarray(logprob)[places - 1, ids[places]]
+            np.testing.assert_allclose(completion.behavior_logprobs, expected, atol=2e-3)
+
+
+def _forward(params, config, ids):
+    return forward(
+        params,
+        config,
+        ids,
+        np.arange(ids.shape[1])[None],
+        packed_attend(np.ones_like(ids), operand_dtype=np.float32),
+        compute_dtype=np.float32,
+    )
+
+
+@pytest.mark.slow
+def test_a_run_is_the_same_when_repeated_whatever_the_environments_take_and_lose(
+    groups, policy, tmp_path
+):
+    mark = tmp_path / "died"
+    core = make_core(policy, pause_s=0.05, die_at=2, mark=str(mark))
+    try:
+        again = played(core)
+    finally:
+        core.close()
+    assert mark.exists()
+    for one, other in zip(groups, again, strict=True):
+        assert essence(one) == essence(other)
+
+
+@pytest.mark.slow
+def test_a_cancelled_group_ends_in_silence_and_is_whole_when_it_comes_again(groups, policy):
+    core = make_core(policy)
+    try:
+        gone, other = leased(0), leased(1)
+        core.worker.begin_groups([gone, other])
+        for _ in range(4):
+            assert core.worker.advance(0.2) in ([], [other])
+        gone.cancelled = True
+        core.worker.drop_cancelled()
+        again = leased(0)
+        core.worker.begin_groups([again])
+        while core.worker.busy:
+            core.worker.advance(0.2)
+        assert gone.group is None and again.group is not None
+        assert essence(again.group) == essence(groups[0])
+        assert other.group is not None and essence(other.group) == essence(groups[1])
+    finally:
+        core.close()
