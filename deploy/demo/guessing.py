@@ -32,7 +32,7 @@ class Guessing:
         return [{"role": "user", "content": item["question"]}]
 
     async def step(self, message):
-        """1 for the number; a game without it ends after 6 guesses, and so does what is no guess."""
+        """1 for the number; a game also ends after 6 guesses, and with what is no guess."""
         self.left -= 1
         text = message["content"].strip()
         guess = int(text) if text.isdecimal() else None

@@ -165,8 +165,9 @@ class EpisodeGroup:
 
     @property
     def calls(self) -> list[Future]:
-        """Calls of environments that are under way."""
-        return [e.conversation.call for e in self._episodes.values() if e.asks]
+        """Calls of environments that have not ended."""
+        calls = (e.conversation.call for e in self._episodes.values() if e.asks)
+        return [call for call in calls if not call.done()]
 
     def take_requests(self) -> list[DecodeRequest]:
         """What is to be decoded next, after the answers that have come since.
@@ -175,10 +176,10 @@ class EpisodeGroup:
             RuntimeError: if a process of environments cannot be replaced, or the pool was closed.
         """
         if not self._begun:
-            found = self._begin() if all(call.done() for call in self.calls) else []
+            found = [] if self.calls else self._begin()
         else:
-            answered = [e for e in self._episodes.values() if e.asks and e.conversation.call.done()]
-            found = [request for e in answered if (request := self._go_on(e)) is not None]
+            asking = [e for e in self._episodes.values() if e.asks and e.conversation.call.done()]
+            found = [request for e in asking if (request := self._go_on(e)) is not None]
         for request in found:
             self.in_engine.add(request.request_id)
             self._rows_left[request.request_id] = len(request.samples)
