@@ -387,7 +387,7 @@ class RolloutWorker:
         return tasks
 
     def _submit(self, tasks: Sequence[_Task]) -> None:
-        plain = [task for task in tasks if isinstance(task.rewards, RewardPool)]
+        plain = [task for task in tasks if not isinstance(task.rewards, EnvironmentPool)]
         self._engine.submit_requests([task.request for task in plain])
         self._by_request |= {task.request.request_id: task for task in plain}
         for task in tasks:
@@ -469,7 +469,7 @@ class RolloutWorker:
                     self._start_scoring(task)
 
     def _start_scoring(self, task: _Task) -> None:
-        assert isinstance(task.rewards, RewardPool)
+        assert not isinstance(task.rewards, EnvironmentPool)
         task.rows.sort(key=lambda row: row.sample_index)
         task.scores = task.rewards.submit(
             [

@@ -199,7 +199,8 @@ def test_what_an_environment_said_is_no_target(algorithm, monkeypatch):
     made = []
     for garbled in (False, True):
         if garbled:
-            monkeypatch.setattr("learner.core.pack", pack_garbled)
+            for module in ("core", "group_selection"):
+                monkeypatch.setattr(f"learner.{module}.pack", pack_garbled)
         core = make_core(algorithm=algorithm)
         metrics = core.update(groups, PhaseClock())
         made.append((jax.device_get(core.state.params), metrics))
