@@ -68,7 +68,7 @@ class EnvironmentPool:
             ValueError: if the class cannot be loaded.
             RuntimeError: if a child dies at its start or takes too long.
         """
-        self.environment = environment
+        self._environment = environment
         self.account = account or SpendingAccount()
         self._composition = Composition.of(reward.functions, reward.combine)
         self._allowance = allowance_of(environment, reward)
@@ -100,6 +100,11 @@ class EnvironmentPool:
             raise
 
     @property
+    def environment(self) -> EnvironmentConfig:
+        """As configured."""
+        return self._environment
+
+    @property
     def scored(self) -> int:
         """Calls of environments that have ended, since the start."""
         return sum(thread.scored for thread in self._threads)
@@ -112,7 +117,7 @@ class EnvironmentPool:
         """
         number = next(self._numbers)
         lane = self._lanes[number % len(self._lanes)]
-        return Conversation(f"e{number}", lane, self.environment.name, item, seed)
+        return Conversation(f"e{number}", lane, self._environment.name, item, seed)
 
     def score_of(self, reward: float, error: str) -> Score:
         """The score of an episode.
@@ -138,11 +143,11 @@ class EnvironmentPool:
             thread.end()
         for thread in self._threads:
             if thread.ident is not None:
-                thread.join(self.environment.timeout_s + STANDSTILL_S + STOP_TIMEOUT_S)
+                thread.join(self._environment.timeout_s + STANDSTILL_S + STOP_TIMEOUT_S)
             thread.kill_child()
 
     def _start_child(self) -> RewardProcess:
-        child = _process(self.environment, self._allowance, self._output)
+        child = _process(self._environment, self._allowance, self._output)
         child.wait_ready(START_TIMEOUT_S)
         return child
 

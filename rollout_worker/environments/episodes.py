@@ -18,13 +18,14 @@ from concurrent.futures import Future
 from typing import Any, Literal, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from rollout_worker.config import EnvironmentConfig
 from rollout_worker.engine.decode_request import DecodeRequest, FinishedRow
 from rollout_worker.environments.environment_pool import (
     Conversation,
     EnvironmentFailed,
-    EnvironmentPool,
 )
 from rollout_worker.environments.turn_values import ASSISTANT, Message, Turn
 from rollout_worker.rewards.reward_pool import Score
@@ -34,6 +35,23 @@ _TURN_STREAM = 2**31 - 2
 """Folded into the key of later turns, so that none repeats a draw of a first one."""
 _SAMPLED = ""
 """Text of a turn of the model where only what follows it is rendered."""
+
+
+class Begins(Protocol):
+    """The part of `EnvironmentPool` that this module uses."""
+
+    @property
+    def environment(self) -> EnvironmentConfig:
+        """As configured."""
+        ...
+
+    def begin_episode(self, item: Mapping[str, Any], seed: int) -> Conversation:
+        """Has an environment begin."""
+        ...
+
+    def score_of(self, reward: float, error: str) -> Score:
+        """The score of an episode."""
+        ...
 
 
 class EpisodeTokenizer(Protocol):
@@ -67,9 +85,8 @@ def seed_of(key_data: np.ndarray, prompt_id: int, epoch: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _turn_key(key: tuple[int, int], turn: int) -> np.ndarray:
-    stream = jax.random.fold_in(
-        jax.random.wrap_key_data(np.array(key, np.uint32), impl="threefry2x32"), _TURN_STREAM
-    )
+    bits = jnp.array(key, jnp.uint32)
+    stream = jax.random.fold_in(jax.random.wrap_key_data(bits, impl="threefry2x32"), _TURN_STREAM)
     return np.asarray(jax.random.key_data(jax.random.fold_in(stream, turn)))
 
 
@@ -130,7 +147,7 @@ class EpisodeGroup:
         self,
         request: DecodeRequest,
         item: Mapping[str, Any],
-        pool: EnvironmentPool,
+        pool: Begins,
         tokenizer: EpisodeTokenizer,
         *,
         max_prompt_tokens: int,

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from rollout_worker.data.prompts import Prompt
+from rollout_worker.environments.environment_pool import EnvironmentPool
 from rollout_worker.rewards.reward_pool import RewardPool
 
 
@@ -14,4 +15,4 @@ class HeldOut:
     name: str
     """Empty for the only set of a run."""
     prompts: Sequence[Prompt]
-    rewards: RewardPool
+    rewards: RewardPool | EnvironmentPool

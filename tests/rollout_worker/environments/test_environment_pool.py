@@ -135,7 +135,8 @@ def test_an_episode_survives_the_loss_of_its_process_by_another_one(tmp_path):
     pool = make_pool("Recording", params={"path": str(path)})
     try:
         one, other = (pool.begin_episode({"secret": 5}, 1) for _ in range(2))
-        answer(one), answer(other)
+        for each in (one, other):
+            answer(each)
         one.say("3")
         answer(one)
         other.say("die")  # alone, so it is tried twice
@@ -158,7 +159,8 @@ def test_calls_in_flight_beside_the_one_that_kills_are_answered(tmp_path):
     pool = make_pool("Recording", params={"path": str(path)}, timeout_s=2.0)
     try:
         waiting, killing = (pool.begin_episode({"secret": 5}, 1) for _ in range(2))
-        answer(waiting), answer(killing)
+        for each in (waiting, killing):
+            answer(each)
         waiting.say("wait")
         killing.say("die")
         with pytest.raises(EnvironmentFailed, match="child exited with code 3"):
@@ -190,7 +192,8 @@ def test_episode_that_the_worker_ends_is_closed(tmp_path):
     pool = make_pool("Recording", params={"path": str(path)})
     try:
         one, other = (pool.begin_episode({"secret": 5}, 1) for _ in range(2))
-        answer(one), answer(other)
+        for each in (one, other):
+            answer(each)
         one.end()
         one.end()
         other.say("4")  # answered after the end of the first

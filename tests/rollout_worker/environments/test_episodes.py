@@ -3,6 +3,7 @@
 from concurrent.futures import Future
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -21,7 +22,7 @@ from rollout_worker.config import (
     SourceConfig,
 )
 from rollout_worker.engine.decode_request import DecodeRequest, FinishedRow
-from rollout_worker.environments.environment_pool import EnvironmentFailed
+from rollout_worker.environments.environment_pool import Conversation, EnvironmentFailed
 from rollout_worker.environments.episodes import EpisodeGroup, seed_of
 from rollout_worker.environments.turn_values import Turn
 from rollout_worker.leased_group import LeasedGroup
@@ -43,10 +44,10 @@ def tokenizer():
     return load_tokenizer(DEMO)
 
 
-class Told:
+class Told(Conversation):
     """Stands for a conversation whose answers a test gives."""
 
-    def __init__(self, answers):
+    def __init__(self, answers):  # no process
         self.answers = iter(answers)
         self.said = []
         self.ended = 0
@@ -373,8 +374,8 @@ def _forward(params, config, ids):
         config,
         ids,
         np.arange(ids.shape[1])[None],
-        packed_attend(np.ones_like(ids), operand_dtype=np.float32),
-        compute_dtype=np.float32,
+        packed_attend(np.ones_like(ids), operand_dtype=jnp.dtype("float32")),
+        compute_dtype=jnp.dtype("float32"),
     )
 
 
