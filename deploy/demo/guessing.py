@@ -2,7 +2,7 @@
 
     python -m deploy.demo.guessing --output runs/guessing
 
-writes the records of deploy/runs/guessing_cpu.yaml and the games of deploy/runs/guessing_sft.yaml.
+writes the records of deploy/runs/guessing_cpu.yaml and the games of deploy/demo/guessing_sft.yaml.
 Two kinds of players play those. One halves what is left, which always finds the number in 5
 guesses; the other one, which is more frequent, guesses without listening. A model that has learned
 both can find out by reinforcement learning which one wins.
