@@ -54,9 +54,8 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--config",
-        default=DEFAULT_CONFIG,
         metavar="FILE",
-        help="YAML file of the run (default: %(default)s)",
+        help=f"YAML file of the run (default: {DEFAULT_CONFIG}, the demo)",
     )
     parser.add_argument(
         "--set",
@@ -94,11 +93,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser().parse_args(arguments)
     overrides = [*given.overrides, *(["run.resume=true"] if given.resume else [])]
     try:
-        config = locate(settings.load(given.config, overrides, given.preset))
+        path = given.config or DEFAULT_CONFIG
+        config = locate(settings.load(path, overrides, given.preset))
         if given.print_config:
             _print_config(settings.dump(config))
             return 0
-        print(explain(given.preset), end="", flush=True)
+        _say_chosen(path, given)
         folder = output_folder(config.run)
         automatic = config.run.resume == "auto"
         if automatic:
@@ -148,6 +148,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         what = "" if isinstance(error, Interrupted) else "error: "
         print(f"{what}{error}", file=sys.stderr, flush=True)
         return error.exit_code
+
+
+def _say_chosen(path: str, given: argparse.Namespace) -> None:
+    """Prints what the arguments stand for, where that is not what a file says."""
+    if given.config is None:
+        print(f"note: no --config is given, so that this is the demo, {path}", flush=True)
+    replaced = settings.read_section(path, "algorithm") if given.preset else {}
+    print(explain(given.preset, replaced), end="", flush=True)
 
 
 def _prepare(config: RunConfig, moment: datetime.datetime | None) -> "Prepared":

@@ -35,6 +35,8 @@ from services.process.phases import LEARNER
 from services.trajectories.group_report import GroupReport
 from services.wire.messages import Lease
 
+UNSCORED_STEPS = 5
+"""Steps after which a run ends that has scored no completion yet."""
 BEFORE_ALL = -1
 """A step before the evaluation at the start, which is step 0."""
 
@@ -169,6 +171,7 @@ class Session:
     def _train(self) -> None:
         """Takes every step that is left, after an evaluation that is due or was cut short."""
         state, steps, every = self._state, self._run.steps, self._checkpoint.every_steps
+        first = state.step
         self._leasing = True
         if metrics := self._evaluator.catch_up(state):
             self._close_step(metrics)
@@ -177,6 +180,9 @@ class Session:
             state.step += 1
             state.open |= self._evaluator.end_step(state, self._without_leases)
             self._close_step(state.open)
+            if state.step - first >= UNSCORED_STEPS and state.never_scored:
+                self._say(f"no completion was scored in {state.step} steps: the run ends here")
+                return
             if every and state.step % every == 0 and state.step < steps:
                 self._save_in_passing()
 

@@ -92,6 +92,11 @@ class RunState:
         self.skip_cause = skip_cause or self.skip_cause
 
     @property
+    def never_scored(self) -> bool:
+        """Whether no completion of any step so far had a reward."""
+        return not any(map(math.isfinite, self.rewards))
+
+    @property
     def failure(self) -> str:
         """One line on a run whose every update was skipped; empty where one was made."""
         if self.updates or not self.rewards:

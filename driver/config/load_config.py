@@ -58,6 +58,11 @@ def load(
     return load_as(RunConfig, path, overrides, preset_name)
 
 
+def read_section(path: str, name: str) -> dict[str, Any]:
+    """What a file that can be loaded gives of a section, as it stands there."""
+    return _read_file(path, {}).get(name) or {}
+
+
 def load_as(
     root: type[C],
     path: str | None,

@@ -12,9 +12,11 @@ from typing import Any
 from driver.config.checks.data_checks import (
     chat_notes,
     check_golds,
+    curriculum_notes,
     judged_sets,
     overlap_notes,
     train_keys,
+    try_scorers,
 )
 from driver.config.checks.policy_loss_trial import try_policy_loss
 from driver.config.checks.reachable_rewards import correctness_notes
@@ -146,7 +148,7 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
     notes += checked(check_messages, config.data, tokenizer)
     checked(stop_automaton, tokenizer, config.rollout.stop_strings, about="rollout.stop_strings")
     if config.environment is None:
-        _try_scorers(config)
+        _load_scorers(config)
     else:
         checked(tokenizer.template.check_history, config.environment.history)
         checked(validate_environment, config.environment, config.reward, about="environment.name")
@@ -164,9 +166,10 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
     order = order_of(config.data, train.sets, seed=config.run.seed)
     sets = judged_sets(config, train, held_out)
     if config.environment is None:
-        notes += check_golds(config, sets)
+        notes += check_golds(config, sets) + try_scorers(config, sets)
     notes += chat_notes(config, [(one.key, one.read) for one in sets])
     notes += overlap_notes(config.data, train)
+    notes += curriculum_notes(config, train, order)
     notes += overridden(os.environ)
     unset = [name for name in config.reward.environment if name not in os.environ]
     if unset:
@@ -223,7 +226,7 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
     )
 
 
-def _try_scorers(config: RunConfig) -> None:
+def _load_scorers(config: RunConfig) -> None:
     allowance = Allowance.of(config.reward)
     checked(
         validate_functions, config.reward.functions, allowance=allowance, about="reward.functions"

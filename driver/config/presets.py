@@ -4,6 +4,7 @@ A preset gives the values of its source where the source names them, and what it
 its default. It replaces what the file sets of `algorithm`, and `--set` comes after it.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from driver.errors import RunError
@@ -148,10 +149,20 @@ def preset(name: str) -> Preset:
     return PRESETS[name]
 
 
-def explain(name: str | None) -> str:
-    """A line for the terminal: what the preset sets, and where that is from; '' for None."""
+def explain(name: str | None, replaced: Mapping[str, Any]) -> str:
+    """Lines for the terminal: what the preset sets, where that is from, and what it replaces; ''
+    for None.
+
+    Args:
+        replaced: the section `algorithm` of the file.
+    """
     if name is None:
         return ""
     chosen = preset(name)
     values = ", ".join(f"{key}={value}" for key, value in chosen.algorithm.items())
-    return f"preset {name}: {values} ({chosen.source})\n"
+    lines = f"preset {name}: {values} ({chosen.source})\n"
+    lost = [f"{key}={value}" for key, value in replaced.items() if key not in chosen.algorithm]
+    if lost:
+        lines += f"note: it replaces the file's section algorithm, so that {', '.join(lost)} of it "
+        lines += "does not count: give with --set what is to stay\n"
+    return lines

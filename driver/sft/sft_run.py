@@ -172,7 +172,8 @@ class SftTraining:
         named = self._learner.named_weights(self._export.narrowest)
         dtypes = checked(self._export.write, target, named)
         print(
-            f"exported the policy in {dtypes}: python -m driver --set model.path={target}",
+            f"exported the policy in {dtypes}: python -m driver --config run.yaml "
+            f"--set model.path={target}",
             flush=True,
         )
 

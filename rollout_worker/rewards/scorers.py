@@ -190,6 +190,16 @@ def _dataset(task: str, seed: int, size: int, params: str):
     return make_dataset(task, seed=seed, size=size, params=json.loads(params))
 
 
+NO_REWARD = "what it returned is no reward: "
+
+
+class BadResult(ValueError):
+    """A scorer returned something else than a reward; says what it was and what it must be."""
+
+    def __str__(self) -> str:
+        return NO_REWARD + super().__str__()
+
+
 class BadScorer(ValueError):
     """A reward function of the configuration does not exist or cannot take its parameters."""
 
@@ -430,7 +440,10 @@ def _number(value: Any, what: str) -> float:
         value = value.item()
     # Real covers int, float, bool and Fraction.
     if not isinstance(value, numbers.Real | decimal.Decimal):
-        raise ValueError(f"{what} must be a number, got {type(value).__name__} {str(value)[:80]!r}")
+        hint = ": return float(...) of it" if isinstance(value, str | bytes) else ""
+        raise ValueError(
+            f"{what} must be a number, got {type(value).__name__} {str(value)[:80]!r}{hint}"
+        )
     try:
         number = float(value)
     except OverflowError:
@@ -509,7 +522,7 @@ def named_group_rewards(name: str, result: Any, completions: int) -> list[dict[s
         raise ValueError(f"{rule}, got {type(result).__name__} {str(result)[:80]!r}")
     entries = list(result)
     if len(entries) != completions:
-        raise ValueError(f"{rule}, got {len(entries)}: return a reward for the empty ones as well")
+        raise ValueError(f"{rule}, got {len(entries)}; an empty completion has a reward as well")
     named = []
     for place, entry in enumerate(entries):
         try:

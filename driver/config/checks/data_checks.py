@@ -15,9 +15,14 @@ from rollout_worker.data.training_set import TrainingSet
 from rollout_worker.rewards.gold_answers import find_unjudged, needs_answer
 from rollout_worker.rewards.processes.reward_process import Allowance
 from rollout_worker.rewards.reward_pool import ScoreRequest
+from rollout_worker.rewards.scorer_trial import try_scorer
+from services.trajectories.data_order import DataOrder
 
 _SHOWN_GOLDS = 3
 _SHOWN_CHARACTERS = 40
+_NO_ANSWER = "I do not know."
+_TRIAL_S = 30.0
+"""Bound on a call of a scorer in its trial: a server that is not up yet holds up no start."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +73,46 @@ def check_golds(config: RunConfig, sets: Sequence[JudgedSet]) -> list[str]:
             one for one in sets if scorer in [(each.name, each.params) for each in one.functions]
         ]
         notes += _unjudged(config, function, judged)
+    return notes
+
+
+def try_scorers(config: RunConfig, sets: Sequence[JudgedSet]) -> list[str]:
+    """Tries scorers of the user on the first prompt that each scores: with its answer as a
+    completion, and with one that is no answer.
+
+    Not of a run that goes on: it has scored with them.
+
+    Returns:
+        what is to be noted, where a scorer failed for both.
+
+    Raises:
+        ConfigError: where what it returned is no reward.
+    """
+    notes = []
+    tried: list[tuple[str, dict[str, Any]]] = []
+    for one in sets if not config.run.resume else ():
+        for function in one.functions:
+            if (function.name, function.params) in tried or not one.read.prompts:
+                continue
+            tried.append((function.name, function.params))
+            prompt = one.read.prompts[0]
+            texts = (prompt.answer or _NO_ANSWER, _NO_ANSWER)
+            place = one.source.place_of(prompt.prompt_id - one.read.first_id)
+            about = f"{function.name}, tried on {one.key}, {place}"
+            failed = checked(
+                try_scorer,
+                function,
+                [ScoreRequest(text, prompt.answer, prompt.question, prompt.item) for text in texts],
+                timeout_s=min(config.reward.timeout_s, _TRIAL_S),
+                allowance=Allowance.of(config.reward),
+                about=about,
+            )
+            if failed:
+                notes.append(
+                    f"{about}: it failed for {texts[0][-_SHOWN_CHARACTERS:]!r} and for "
+                    f"{_NO_ANSWER!r}: {failed}. A completion for which it fails has no reward and "
+                    "does not train"
+                )
     return notes
 
 
@@ -175,6 +220,22 @@ def overlap_notes(data: DataConfig, train: TrainingSet) -> list[str]:
                     "from one, or keep the sources apart by skip and size"
                 )
     return notes
+
+
+def curriculum_notes(config: RunConfig, train: TrainingSet, order: DataOrder) -> list[str]:
+    """Whether the run is too short for its curriculum to skip anything."""
+    curriculum = config.data.curriculum
+    if curriculum is None:
+        return []
+    taken = order.draws_before(config.run.steps * config.rollout.prompts_per_step)
+    epochs = max(drawn / len(read) for drawn, read in zip(taken, train.sets, strict=True))
+    if epochs > curriculum.skip_after:
+        return []
+    return [
+        f"data.curriculum skips a prompt after skip_after={curriculum.skip_after} groups of equal "
+        f"rewards, but the run has {epochs:.2f} epochs at most of a source, so that it skips "
+        "nothing: raise run.steps, or lower skip_after"
+    ]
 
 
 def train_keys(data: DataConfig) -> list[str]:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable
 from typing import Any
 
 from rollout_worker.rewards.scorers import (
+    BadResult,
     Scorer,
     ScorerKind,
     check_scorer_params,
@@ -70,11 +71,14 @@ class LoadedScorer:
         return result, count
 
     def _named(self, result: Any, completions: int) -> dict[str, Any]:
-        if self.kind.is_group:
-            rewards = named_group_rewards(self.name, result, completions)
-            notes = [note_of(entry) for entry in result]
-        else:
-            rewards, notes = [named_rewards(self.name, result)], [note_of(result)]
+        try:
+            if self.kind.is_group:
+                rewards = named_group_rewards(self.name, result, completions)
+                notes = [note_of(entry) for entry in result]
+            else:
+                rewards, notes = [named_rewards(self.name, result)], [note_of(result)]
+        except ValueError as error:
+            raise BadResult(*error.args) from None
         return {"rewards": rewards} | ({"notes": notes} if any(notes) else {})
 
 

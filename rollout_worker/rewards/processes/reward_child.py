@@ -37,7 +37,7 @@ from rollout_worker.rewards.processes.process_tree import (
     end_descendants,
     signal_with_parent,
 )
-from rollout_worker.rewards.scorers import BadScorer, ScorerKind
+from rollout_worker.rewards.scorers import BadResult, BadScorer, ScorerKind
 from rollout_worker.rewards.spending import METER
 
 TRACEBACKS_SHOWN = 5
@@ -165,8 +165,8 @@ class Guard:
         """One line on what foreign code raised; its traceback is printed where it is among the
         first.
         """
-        if isinstance(error, BadScorer):
-            return escape_surrogates(str(error))
+        if isinstance(error, BadScorer | BadResult):  # they say all that there is to say
+            return escape_surrogates(str(error))[:MESSAGE_CHARS]
         if self._shown < TRACEBACKS_SHOWN:
             self._shown += 1
             traceback.print_exception(error)

@@ -250,6 +250,55 @@ def test_what_a_policy_loss_leaves_behind_is_not_waited_for_and_ends(ready, tmp_
         assert time.monotonic() < deadline
 
 
+def scorer_of(tmp_path, monkeypatch, body: str, parameter="completion") -> str:
+    """The override for a scorer with this body."""
+    lines = f"def score({parameter}, *, answer, prompt, item):\n    {body}\n"
+    (tmp_path / "tried_scorer.py").write_text(lines)
+    monkeypatch.chdir(tmp_path)
+    return 'reward.functions=[{name: "tried_scorer:score"}]'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "body, parameter, problem",
+    [
+        ("return '1.0'", "completion", "must be a number, got str '1.0': return float(...) of it"),
+        ("return None", "completion", "must be a number, got NoneType"),
+        ("return {'reward': 1.0}", "completion", "needs the key 'value', got ['reward']"),
+        ("return float('nan' if completion != answer else 1)", "completion", "finite, got nan"),
+        ("return [1.0]", "completions", "one reward for each of the 2 completions"),
+        ("return 1.0", "completions", "one reward for each of the 2 completions"),
+    ],
+)
+def test_a_scorer_whose_result_is_no_reward_is_refused_at_the_start(
+    ready, tmp_path, monkeypatch, body, parameter, problem
+):
+    text = refusal(ready, overrides=[scorer_of(tmp_path, monkeypatch, body, parameter)])
+    assert text.startswith("tried_scorer:score, tried on data.train, line 1: ")
+    assert problem in text
+
+
+@pytest.mark.slow
+def test_a_scorer_that_fails_for_every_completion_is_noted_and_one_that_works_is_not(
+    ready, tmp_path, monkeypatch
+):
+    fails = scorer_of(tmp_path, monkeypatch, "raise RuntimeError('no server')")
+    _, noted = ready(overrides=[fails])
+    assert "note: tried_scorer:score, tried on data.train, line 1: it failed for" in noted.text
+    assert "RuntimeError: no server" in noted.text
+    works = scorer_of(tmp_path, monkeypatch, "return float(int(completion) == int(answer))")
+    _, fine = ready(overrides=[works])
+    assert "tried on" not in fine.text, "an answer is scored; what is none may fail"
+
+
+def test_a_curriculum_that_cannot_skip_anything_is_noted(ready):
+    curriculum = "data.curriculum={skip_after: 2}"
+    short = ["rollout.prompts_per_step=1", "run.steps=4", curriculum]
+    long = ["rollout.prompts_per_step=1", "run.steps=5", curriculum]
+    assert "the run has 2.00 epochs at most" in ready(overrides=short)[1].text
+    assert "skips nothing" not in ready(overrides=long)[1].text
+
+
 def test_prompts_of_several_training_sources_are_noted(ready, tmp_path):
     for name, numbers in (("one", range(4)), ("other", range(3, 6)), ("third", range(9, 11))):
         rows = [{"question": f"1 + {n}?", "answer": "3"} for n in numbers]

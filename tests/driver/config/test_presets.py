@@ -32,9 +32,13 @@ def test_a_preset_is_its_values_and_defaults_and_stands_in_the_configuration(nam
     written = tmp_path / "written.yaml"
     written.write_text(dump(config))
     assert load(str(written)) == config, "and is recorded"
-    shown = explain(name)
+    shown = explain(name, {"entropy_coef": 0.5, **PRESETS[name].algorithm})
     assert shown.startswith(f"preset {name}: ") and "arXiv:" in shown
     assert all(f"{key}=" in shown for key in PRESETS[name].algorithm)
+    _, note, _ = shown.split("\n")
+    assert note.startswith(
+        "note: it replaces the file's section algorithm, so that entropy_coef=0.5"
+    )
 
 
 def test_set_comes_after_the_preset(path):
@@ -51,7 +55,7 @@ def test_a_value_that_does_not_fit_the_preset_names_both(path):
 def test_an_unknown_preset_lists_those_that_there_are(path):
     with pytest.raises(NoSuchPreset, match="--preset grop: there is none; there are grpo, dr_grpo"):
         load(path, preset_name="grop")
-    assert explain(None) == ""
+    assert explain(None, {}) == ""
 
 
 def test_the_document_has_every_preset_as_it_is():

@@ -21,6 +21,7 @@ import pytest
 
 from rollout_worker.config import RewardFunctionConfig
 from rollout_worker.rewards.reward_pool import RewardPool, ScoreRequest, validate_functions
+from rollout_worker.rewards.scorers import NO_REWARD
 from tests.deadlines import HANG_S, wait_until
 
 pytestmark = pytest.mark.slow
@@ -166,8 +167,11 @@ def test_scores_that_are_on_their_way_do_not_keep_anyone_waiting(hasty_pool):
         ("kill", "mine:play: child was killed by SIGKILL"),
         ("raise", "mine:play: RuntimeError: no such thing"),
         ("sys.exit", "mine:play: SystemExit: bye"),
-        ("nothing", "mine:play: ValueError: the result must be a number, got NoneType"),
-        ("nan", "mine:play: ValueError: the result must be finite, got nan"),
+        (
+            "nothing",
+            f"mine:play: {NO_REWARD}the result must be a number, got NoneType",
+        ),
+        ("nan", f"mine:play: {NO_REWARD}the result must be finite, got nan"),
     ],
 )
 def test_a_failure_is_an_error_of_its_completion_alone(pool, hasty_pool, completion, message):
@@ -307,6 +311,7 @@ def test_children_die_with_a_parent_that_is_killed(user_modules, completion):
         sys.path += [{str(ROOT)!r}, {str(user_modules)!r}]
         from rollout_worker.config import RewardFunctionConfig
         from rollout_worker.rewards.reward_pool import RewardPool, ScoreRequest
+from rollout_worker.rewards.scorers import NO_REWARD
         pool = RewardPool([RewardFunctionConfig(name="mine:play")], processes=1, timeout_s=900)
         print(int(pool.submit([ScoreRequest("pid", "", "", {{}})]).wait()[0].total), flush=True)
         if {completion!r} == "spin":

@@ -15,6 +15,7 @@ from rollout_worker.config import RewardFunctionConfig
 from rollout_worker.rewards.processes.concurrent_requests import is_shortage
 from rollout_worker.rewards.processes.reward_process import Allowance
 from rollout_worker.rewards.reward_pool import RewardPool, ScoreRequest
+from rollout_worker.rewards.scorers import NO_REWARD
 from tests.deadlines import HANG_S
 
 pytestmark = pytest.mark.slow
@@ -197,8 +198,8 @@ FAILING = {
     "raise": "RuntimeError: no such thing",
     "sys.exit": "SystemExit: bye",
     "cancel": "asyncio.exceptions.CancelledError",
-    "nan": "ValueError: the result must be finite, got nan",
-    "nothing": "ValueError: the result must be a number, got NoneType",
+    "nan": f"{NO_REWARD}the result must be finite, got nan",
+    "nothing": f"{NO_REWARD}the result must be a number, got NoneType",
 }
 FATAL = {
     "block": "no result within 4 s, child killed",
