@@ -60,9 +60,17 @@ def test_a_learner_that_answers_and_hangs_is_replaced_R8(tmp_path, monkeypatch, 
 def test_a_run_without_one_scored_completion_is_no_success_N07(tmp_path, monkeypatch):
     world = World()
     world.reward_error = "the gold answer 'B' is not a number"
-    run = SimulatedRun(tmp_path / "run", world).run(monkeypatch)
+    run = SimulatedRun(tmp_path / "run", world, steps=30).run(monkeypatch)
     assert str(run.error) == (
-        "nothing was trained: each of 6 updates was skipped, the last one because no completion "
+        "nothing was trained: each of 5 updates was skipped, the last one because no completion "
         "could be scored, the first for: the gold answer 'B' is not a number"
     )
     assert (run.status["state"], run.status["exit_code"]) == ("failed", 4)
+    assert len(run.said_of("no completion was scored in 5 steps: the run ends here")) == 1
+
+
+def test_a_run_that_has_scored_goes_on_where_later_completions_cannot_be(tmp_path, monkeypatch):
+    world = World()
+    world.at(40.0, lambda: setattr(world, "reward_error", "the judge does not answer"))
+    run = SimulatedRun(tmp_path / "run", world, steps=30).run(monkeypatch)
+    assert run.error is None and run.status["state"] == "finished"

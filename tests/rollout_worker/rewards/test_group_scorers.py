@@ -140,7 +140,7 @@ def test_it_stands_beside_a_scorer_of_single_completions(ranks):
 @pytest.mark.parametrize(
     "prompt, message",
     [
-        ("short", "one reward for each of the 3 completions, in their order, got 2: return"),
+        ("short", "one reward for each of the 3 completions, in their order, got 2; an"),
         ("long", "one reward for each of the 3 completions, in their order, got 4"),
         ("None", "but for completion 1 (from 0): the result must be a number, got NoneType"),
         ("nan", "but for completion 2 (from 0): the result must be finite, got nan; where there"),
@@ -228,7 +228,7 @@ def test_lists_tuples_and_arrays_are_results(result):
         (b"ab", "got bytes"),
         (None, "got NoneType"),
         (np.ones((2, 2)), "got ndarray"),
-        ([], "got 0: return a reward"),
+        ([], "got 0; an empty"),
         ([1.0, {"other": 2.0}], "for completion 1 (from 0): a dict result needs the key 'value'"),
         ([[1.0], 1.0], "for completion 0 (from 0): the result must be a number, got list"),
         ([1e9, 1.0], "for completion 0 (from 0): a reward must lie between"),

@@ -311,7 +311,6 @@ def test_children_die_with_a_parent_that_is_killed(user_modules, completion):
         sys.path += [{str(ROOT)!r}, {str(user_modules)!r}]
         from rollout_worker.config import RewardFunctionConfig
         from rollout_worker.rewards.reward_pool import RewardPool, ScoreRequest
-from rollout_worker.rewards.scorers import NO_REWARD
         pool = RewardPool([RewardFunctionConfig(name="mine:play")], processes=1, timeout_s=900)
         print(int(pool.submit([ScoreRequest("pid", "", "", {{}})]).wait()[0].total), flush=True)
         if {completion!r} == "spin":
