@@ -11,8 +11,8 @@ import decimal
 import fractions
 import json
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, cast
 
 MOST_BYTES = 1 << 24
 """Of one message; a longer one ends the exchange."""
@@ -98,7 +98,7 @@ class CrossingValues:
                 return {name: write(value)}
         for name, kind in _AS_LIST.items():
             if isinstance(value, kind):
-                return {name: [self.encode(one) for one in value]}
+                return {name: list(map(self.encode, cast(Collection, value)))}
         if isinstance(value, dict):
             return {"dict": [[self.encode(k), self.encode(v)] for k, v in value.items()]}
         return self._encode_object(value)
