@@ -436,11 +436,20 @@ def test_ids_are_never_encoded_again(folder):
     assert loaded.decode([a, b]) == loaded.decode([ab]) == "ab"
     assert ab in loaded.encode_chat([{"role": "user", "content": "ab"}])
     encoders = {name for name in dir(loaded) if "encode" in name}
-    assert encoders == {"encode_chat", "encode_text", "encode_turns"}
-    # Those of whole texts are for supervised data; nothing that was sampled goes through them.
+    assert encoders == {"encode_chat", "encode_after_turn", "encode_text", "encode_turns"}
+    # Whole texts are encoded for supervised data, and what an environment says after a turn;
+    # nothing that was sampled goes through either.
     sources = [path for name in ("driver", "learner", "rollout_worker") for path in modules(name)]
-    users = {path.name for path in sources if re.search(r"\.encode_t\w+\(", path.read_text())}
-    assert users == {"examples.py"}
+    users = {
+        (name, path.name)
+        for path in sources
+        for name in re.findall(r"\.(encode_[at]\w+)\(", path.read_text())
+    }
+    assert users == {
+        ("encode_after_turn", "episodes.py"),
+        ("encode_text", "examples.py"),
+        ("encode_turns", "examples.py"),
+    }
 
 
 # --- what does not fit
