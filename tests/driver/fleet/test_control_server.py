@@ -190,7 +190,7 @@ def test_a_run_can_be_controlled_through_its_folder_while_it_lasts(tmp_path, aut
             box.show_fleet(dataclasses.replace(box.fleet(), step=9))
             assert client.fleet(10).step == 9
             late = pool.submit(client.scale, 4, 1)
-            with pytest.raises(TimeoutError, match="the driver was busy for 0.9"):
+            with pytest.raises(TimeoutError, match=r"the driver was busy for 0\.\d+ s"):
                 late.result(HANG_S)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(NoAccess, match="is still starting, or is ending"):
