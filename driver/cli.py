@@ -32,7 +32,7 @@ examples:
   ray job submit --working-dir . -- python -m driver --config run.yaml
 
 exit codes: 0 finished, 1 failed, 2 bad configuration, 3 resources not met,
-4 all steps done but nothing trained (as where no completion could be scored),
+4 nothing trained (where no completion could be scored, after 5 steps),
 130 and 143 ended by SIGINT and SIGTERM with a checkpoint written
 """
 
