@@ -165,8 +165,10 @@ class Guard:
         """One line on what foreign code raised; its traceback is printed where it is among the
         first.
         """
-        if isinstance(error, BadScorer | BadResult):  # they say all that there is to say
-            return escape_surrogates(str(error))[:MESSAGE_CHARS]
+        if isinstance(error, BadScorer):
+            return escape_surrogates(str(error))
+        if isinstance(error, BadResult):  # it says all that there is to say
+            return escape_surrogates(str(error)[:MESSAGE_CHARS])
         if self._shown < TRACEBACKS_SHOWN:
             self._shown += 1
             traceback.print_exception(error)
