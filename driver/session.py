@@ -28,7 +28,7 @@ from driver.reports.step_report import StepReports
 from driver.supervisor import Supervisor, keep_asking
 from learner.durable.spool import CLAIM_S
 from learner.learner_records import Restored
-from rollout_worker.config import DataConfig
+from rollout_worker.config.data_config import DataConfig
 from rollout_worker.worker_records import LeaseResult, News, Orders, WorkerInfo
 from services.process import failpoints
 from services.process.phases import LEARNER

@@ -42,7 +42,7 @@ from driver.fleet.timing_collector import TimingCollector
 from driver.signals import StopSignal
 from learner.learner_records import LearnerHealth, LearnerInfo
 from learner.learner_spec import LearnerSpec
-from rollout_worker.config import RolloutConfig
+from rollout_worker.config.rollout_config import RolloutConfig
 from services.control.messages import LearnerStatus
 from services.process.activity import HangWatch
 from services.process.phases import LEARNER

@@ -18,7 +18,7 @@ from kernels.decode_attention.ops import resolve
 from kernels.decode_attention.pallas_tpu import LANES
 from models.config import ModelConfig
 from models.tokenizer import Tokenizer
-from rollout_worker.config import RolloutConfig
+from rollout_worker.config.rollout_config import RolloutConfig
 from rollout_worker.engine.decode_programs import DecodePrograms
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.engine_limits import EngineLimits, geometry_of

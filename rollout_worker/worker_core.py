@@ -8,7 +8,7 @@ import jax
 from models.files.checkpoint import read_model_config
 from models.tokenizer import load_tokenizer
 from rollout_worker.canary import CanaryCheck
-from rollout_worker.config import RewardConfig, held_out_reward
+from rollout_worker.config.reward_config import RewardConfig, held_out_reward
 from rollout_worker.data.data_digests import DataDigests, digest_data
 from rollout_worker.data.training_set import load_held_out, load_training
 from rollout_worker.engine.decode_request import SamplingSettings

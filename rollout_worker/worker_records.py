@@ -8,7 +8,10 @@ import datetime
 import enum
 from collections.abc import Sequence
 
-from rollout_worker.config import DataConfig, EnvironmentConfig, RewardConfig, RolloutConfig
+from rollout_worker.config.data_config import DataConfig
+from rollout_worker.config.environment_config import EnvironmentConfig
+from rollout_worker.config.reward_config import RewardConfig
+from rollout_worker.config.rollout_config import RolloutConfig
 from rollout_worker.data.data_digests import DataDigests
 from rollout_worker.engine.decode_request import SamplingSettings
 from rollout_worker.rewards.spending import NOTHING, Spending

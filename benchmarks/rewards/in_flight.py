@@ -12,7 +12,7 @@ import time
 from contextlib import ExitStack, closing
 
 from benchmarks.rewards.judge_server import JudgeServer
-from rollout_worker.config import RewardFunctionConfig
+from rollout_worker.config.reward_config import RewardFunctionConfig
 from rollout_worker.rewards.reward_pool import RewardPool, ScoreRequest
 
 _TIMEOUT_S = 60.0

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from driver.accounting.jsonl import read_lines, strict_line
-from rollout_worker.config import CurriculumConfig
+from rollout_worker.config.data_config import CurriculumConfig
 from services.trajectories.data_order import DataOrder, index_of
 from services.trajectories.group_report import GroupReport
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from driver.accounting.leases import LeaseTable, TrajectoryState
 from learner.config import AlgorithmConfig
-from rollout_worker.config import RolloutConfig
+from rollout_worker.config.rollout_config import RolloutConfig
 from rollout_worker.sample_record import Sample
 from rollout_worker.worker_records import LeaseOutcome, LeaseResult
 from services.trajectories.group_report import GroupReport

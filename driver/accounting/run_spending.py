@@ -10,7 +10,7 @@ import json
 import pathlib
 
 from driver.errors import RunError
-from rollout_worker.config import BudgetConfig
+from rollout_worker.config.reward_config import BudgetConfig
 from rollout_worker.rewards.spending import Spending, over_budget
 from services.process.whole_file import write_whole
 

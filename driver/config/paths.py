@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self, TextIO, TypeVar
 
 from driver.config.run_config import ModelSection, NamedRun, RunConfig
 from driver.errors import RunError
-from rollout_worker.config import DataConfig, SourceConfig
+from rollout_worker.config.data_config import DataConfig, SourceConfig
 from services.process.file_lock import lock_file
 
 HOME_VARIABLE = "TANDEM_HOME"

@@ -31,12 +31,8 @@ from learner.teacher import TeacherFiles, check_teacher
 from models.config import ModelConfig
 from models.files.checkpoint import check_model_files, read_model_config
 from models.tokenizer import Tokenizer, load_tokenizer
-from rollout_worker.config import (
-    MOST_WORKERS,
-    DataConfig,
-    SourceConfig,
-    WorkersConfig,
-)
+from rollout_worker.config.data_config import DataConfig, SourceConfig
+from rollout_worker.config.rollout_config import MOST_WORKERS, WorkersConfig
 from rollout_worker.data.data_digests import DataDigests, digest_data
 from rollout_worker.data.prompts import PromptSet, count_shared
 from rollout_worker.data.training_set import (

@@ -10,16 +10,10 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from learner.config import AlgorithmConfig, LearnerConfig
-from rollout_worker.config import (
-    ENVIRONMENT_REWARD,
-    DataConfig,
-    EnvironmentConfig,
-    EvalSource,
-    RewardConfig,
-    RolloutConfig,
-    SourceConfig,
-    held_out_reward,
-)
+from rollout_worker.config.data_config import DataConfig, EvalSource, SourceConfig
+from rollout_worker.config.environment_config import ENVIRONMENT_REWARD, EnvironmentConfig
+from rollout_worker.config.reward_config import RewardConfig, held_out_reward
+from rollout_worker.config.rollout_config import RolloutConfig
 from rollout_worker.engine.decode_request import SamplingSettings
 from services.process.config_section import Section, validated
 

@@ -13,7 +13,7 @@ import pathlib
 import threading
 from collections.abc import Iterator
 
-from rollout_worker.config import WorkersConfig
+from rollout_worker.config.rollout_config import WorkersConfig
 from services.control import access as control_access
 from services.control.messages import (
     Accepted,

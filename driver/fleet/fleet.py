@@ -37,7 +37,7 @@ from driver.fleet.launch import Launcher
 from driver.fleet.replacement import Replacement
 from driver.fleet.rooms import LOOK_S, QUIET_S, Room, Rooms, RoomState
 from driver.fleet.timing_collector import TimingCollector
-from rollout_worker.config import RolloutConfig
+from rollout_worker.config.rollout_config import RolloutConfig
 from rollout_worker.worker_records import LeaseOutcome, News, Orders, RolloutSpec, WorkerInfo
 from services.control.messages import WorkerState
 from services.weights.relay_tree import ancestors, host_tree

@@ -19,7 +19,7 @@ from driver.fleet.control_server import ControlBox, Drain, FleetRequest, new_tar
 from driver.fleet.fleet import WorkerFleet
 from driver.fleet.fleet_worker import Worker
 from driver.fleet.rooms import Room
-from rollout_worker.config import WorkersConfig
+from rollout_worker.config.rollout_config import WorkersConfig
 from services.control import messages as control
 from services.control.messages import NoSuchWorker, NotNow, OutOfBounds
 

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from driver.config.run_config import CheckpointConfig, ModelSection, NamedRun, TrackersConfig
 from learner.config import LearnerConfig
-from rollout_worker.config import DataConfig
+from rollout_worker.config.data_config import DataConfig
 from services.process.config_section import Section
 
 

@@ -25,7 +25,7 @@ from learner.update.mesh import mesh_shape
 from models.config import ModelConfig
 from models.files.checkpoint import check_model_files, expected_shapes, read_model_config
 from models.tokenizer import Tokenizer, load_tokenizer
-from rollout_worker.config import SourceConfig
+from rollout_worker.config.data_config import SourceConfig
 from rollout_worker.data.examples import Example, ExampleSet, load_examples
 from rollout_worker.data.lazy_sequences import chained
 from rollout_worker.data.training_set import order_of

@@ -13,7 +13,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from rollout_worker.config import SourceConfig
+from rollout_worker.config.data_config import SourceConfig
 from rollout_worker.data.float_text import number_text
 from rollout_worker.rewards.answers import gold_answer
 from services.user_code.import_path import nearest_hint

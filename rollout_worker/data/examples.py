@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from models.tokenizer import Tokenizer, TrainedText
-from rollout_worker.config import DataConfig, SourceConfig
+from rollout_worker.config.data_config import DataConfig, SourceConfig
 from rollout_worker.data.chat_rows import (
     QUESTIONS,
     TOOLS,

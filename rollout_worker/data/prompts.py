@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rollout_worker.config import SourceConfig
+from rollout_worker.config.data_config import SourceConfig
 from rollout_worker.data.chat_rows import read_row
 from rollout_worker.data.lazy_sequences import ByteStrings, LazySequence
 from rollout_worker.data.records import plain_record, records

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout_worker.config import SourceConfig
+from rollout_worker.config.data_config import SourceConfig
 from rollout_worker.data.chat_rows import text_columns
 from rollout_worker.data.float_text import number_text
 from rollout_worker.data.procedural import PREFIX, make_dataset

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence, Sized
 
-from rollout_worker.config import DataConfig, SourceConfig
+from rollout_worker.config.data_config import DataConfig, SourceConfig
 from rollout_worker.data.lazy_sequences import chained
 from rollout_worker.data.prompts import ChatTokenizer, Prompt, PromptSet, load_prompts
 from services.trajectories.data_order import DataOrder, OrderedSource

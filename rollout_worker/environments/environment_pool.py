@@ -13,12 +13,8 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from rollout_worker.config import (
-    ENVIRONMENT_REWARD,
-    EnvironmentConfig,
-    RewardConfig,
-    RewardFunctionConfig,
-)
+from rollout_worker.config.environment_config import ENVIRONMENT_REWARD, EnvironmentConfig
+from rollout_worker.config.reward_config import RewardConfig, RewardFunctionConfig
 from rollout_worker.environments.turn_values import BadTurn, Turn, digest_of, parse_turn
 from rollout_worker.rewards.composition import Composition
 from rollout_worker.rewards.processes.reward_process import (

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rollout_worker.config import EnvironmentConfig
+from rollout_worker.config.environment_config import EnvironmentConfig
 from rollout_worker.engine.decode_request import DecodeRequest, FinishedRow
 from rollout_worker.environments.environment_pool import (
     Conversation,

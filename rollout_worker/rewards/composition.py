@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from rollout_worker.config import RewardFunctionConfig
+from rollout_worker.config.reward_config import RewardFunctionConfig
 
 Combine = Literal["sum", "product"]
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rollout_worker.config import RewardFunctionConfig
+from rollout_worker.config.reward_config import RewardFunctionConfig
 from rollout_worker.rewards.gold_scorer import UNJUDGED
 from rollout_worker.rewards.processes.reward_process import USUAL, Allowance
 from rollout_worker.rewards.reward_pool import RewardPool, ScoreRequest

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollout_worker.config import RewardConfig, RewardFunctionConfig
+from rollout_worker.config.reward_config import RewardConfig, RewardFunctionConfig
 from rollout_worker.rewards.composition import Combine, Composition
 from rollout_worker.rewards.processes.reward_process import (
     START_TIMEOUT_S,

@@ -11,7 +11,7 @@ import typing
 from typing import Any
 
 if typing.TYPE_CHECKING:
-    from rollout_worker.config import BudgetConfig
+    from rollout_worker.config.reward_config import BudgetConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

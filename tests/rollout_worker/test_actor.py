@@ -15,14 +15,9 @@ import pytest
 from learner.actor import LearnerActor
 from learner.durable.rollout_file import read_groups, scan_rollouts
 from rollout_worker.actor import RolloutActor
-from rollout_worker.config import (
-    DataConfig,
-    DecodeConfig,
-    RewardConfig,
-    RewardFunctionConfig,
-    RolloutConfig,
-    SourceConfig,
-)
+from rollout_worker.config.data_config import DataConfig, SourceConfig
+from rollout_worker.config.reward_config import RewardConfig, RewardFunctionConfig
+from rollout_worker.config.rollout_config import DecodeConfig, RolloutConfig
 from rollout_worker.engine.decode_request import SamplingSettings
 from rollout_worker.leased_group import LeasedGroup
 from rollout_worker.rewards.processes.reward_process import Allowance

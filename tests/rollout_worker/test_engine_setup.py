@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from models.config import ModelConfig
-from rollout_worker.config import DecodeConfig, RolloutConfig
+from rollout_worker.config.rollout_config import DecodeConfig, RolloutConfig
 from rollout_worker.engine.decode_programs import device_bytes
 from rollout_worker.engine_setup import EngineSetup
 

@@ -8,7 +8,8 @@ from driver.config.load_config import ConfigError
 from driver.config.plan import checked
 from driver.config.plural import counted
 from driver.config.run_config import RunConfig
-from rollout_worker.config import DataConfig, RewardFunctionConfig, SourceConfig
+from rollout_worker.config.data_config import DataConfig, SourceConfig
+from rollout_worker.config.reward_config import RewardFunctionConfig
 from rollout_worker.data.lazy_sequences import LazySequence, chained
 from rollout_worker.data.prompts import PromptSet, count_shared
 from rollout_worker.data.training_set import TrainingSet

@@ -3,7 +3,7 @@
 import math
 
 from driver.config.run_config import RunConfig
-from rollout_worker.config import RewardConfig
+from rollout_worker.config.reward_config import RewardConfig
 from rollout_worker.rewards.scorers import BUILT_INS
 
 

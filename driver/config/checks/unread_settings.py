@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from driver.config.checks.data_checks import train_keys
 from driver.config.run_config import RunConfig
-from rollout_worker.config import SourceConfig
+from rollout_worker.config.data_config import SourceConfig
 
 
 class Condition(NamedTuple):

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import psutil
 
-from rollout_worker.config import RewardConfig, RewardFunctionConfig
+from rollout_worker.config.reward_config import RewardConfig, RewardFunctionConfig
 from rollout_worker.rewards.processes.process_tree import (
     adopt_orphans,
     end_descendants,

@@ -10,7 +10,7 @@ from driver.accounting.intake import Intake, IntakeRules
 from driver.accounting.leases import LeaseTable, TrajectoryState
 from driver.accounting.run_state import RunState
 from learner.learner_records import Restored
-from rollout_worker.config import CurriculumConfig
+from rollout_worker.config.data_config import CurriculumConfig
 from services.trajectories.data_order import DataOrder, OrderedSource, index_of
 from services.trajectories.group_report import GroupReport
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from driver.accounting.run_spending import DamagedSpending, RunSpending, spending_metrics
-from rollout_worker.config import BudgetConfig
+from rollout_worker.config.reward_config import BudgetConfig
 from rollout_worker.rewards.spending import Spending, over_budget
 
 ONE = Spending(requests=2, failed_requests=1, prompt_tokens=100, completion_tokens=10, cost=0.5)

@@ -10,7 +10,7 @@ import pytest
 
 from driver.config import load_config as settings
 from driver.config import paths
-from rollout_worker.config import SourceConfig
+from rollout_worker.config.data_config import SourceConfig
 
 CONFIG = """
 model: {path: models/mine}

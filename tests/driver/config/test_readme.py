@@ -8,7 +8,7 @@ import textwrap
 from driver.cli import DEFAULT_CONFIG, parser
 from driver.config import load_config as settings
 from driver.config.run_config import RunConfig
-from rollout_worker.config import RewardFunctionConfig
+from rollout_worker.config.reward_config import RewardFunctionConfig
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 README = (ROOT / "README.md").read_text()

@@ -197,7 +197,7 @@ def test_what_scorers_have_started_ends_with_a_worker_that_ray_kills_R15(cluster
     class Actor:
         def score(self) -> float:
             sys.path[:0] = paths
-            from rollout_worker.config import RewardFunctionConfig
+            from rollout_worker.config.reward_config import RewardFunctionConfig
             from rollout_worker.rewards.reward_pool import RewardPool, ScoreRequest
 
             scorers = [RewardFunctionConfig(name="stray:act")]

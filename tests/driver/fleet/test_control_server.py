@@ -15,7 +15,7 @@ from driver.fleet.control_server import (
     new_target,
     offer_control,
 )
-from rollout_worker.config import WorkersConfig
+from rollout_worker.config.rollout_config import WorkersConfig
 from services.control.access import NoAccess, read_access
 from services.control.client import ControlClient
 from services.control.messages import (

@@ -11,7 +11,7 @@ from driver.config.run_config import PlacementConfig
 from driver.fleet.control_server import ControlBox, FleetRequest, Scale
 from driver.fleet.fleet_size import RATE_S, SHOW_S, Scaler
 from driver.fleet.fleet_worker import Worker
-from rollout_worker.config import WorkersConfig
+from rollout_worker.config.rollout_config import WorkersConfig
 from services.control.messages import LearnerStatus, OutOfBounds, WorkerState
 
 ROOM: Any = None

@@ -15,7 +15,7 @@ import pytest
 from driver.fleet.control_server import ControlBox, Drain, new_target, offer_control
 from driver.reports.status import ExitCode, StatusFile
 from driver.terminal.scale import check_running, main, waited_for
-from rollout_worker.config import WorkersConfig
+from rollout_worker.config.rollout_config import WorkersConfig
 from services.control.messages import NotNow, OutOfBounds, WorkerState, WorkerStatus
 from services.wire.tls import RunAuthority
 

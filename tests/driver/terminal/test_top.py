@@ -18,7 +18,7 @@ from rich.console import Console
 from driver.fleet.control_server import ControlBox, offer_control
 from driver.reports.status import ExitCode, StatusFile
 from driver.terminal.top import ALERTS_SHOWN, FleetView, Top, _alerts, main
-from rollout_worker.config import WorkersConfig
+from rollout_worker.config.rollout_config import WorkersConfig
 from services.control.messages import WorkerState, WorkerStatus
 from services.wire.tls import RunAuthority
 from tests.deadlines import HANG_S

@@ -6,7 +6,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rollout_worker.config import SourceConfig
+from rollout_worker.config.data_config import SourceConfig
 from rollout_worker.data.prompts import load_prompts
 
 

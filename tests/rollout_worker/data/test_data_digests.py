@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rollout_worker.config import SourceConfig
+from rollout_worker.config.data_config import SourceConfig
 from rollout_worker.data.data_digests import digest_data
 from rollout_worker.data.prompts import load_prompts
 

@@ -7,7 +7,7 @@ import pyarrow.parquet
 import pytest
 
 from deploy.demo.make_model import build_tokenizer
-from rollout_worker.config import DataConfig
+from rollout_worker.config.data_config import DataConfig
 from rollout_worker.data.examples import load_examples
 
 ASKED, SAID = {"role": "user", "content": "4 - 9 ="}, {"role": "assistant", "content": "-5"}

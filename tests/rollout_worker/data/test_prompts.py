@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rollout_worker.config import MixedSource, SourceConfig
+from rollout_worker.config.data_config import MixedSource, SourceConfig
 from rollout_worker.data.prompts import count_shared, load_prompts
 from rollout_worker.data.records import records
 

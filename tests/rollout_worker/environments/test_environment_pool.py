@@ -7,7 +7,8 @@ import signal
 
 import pytest
 
-from rollout_worker.config import EnvironmentConfig, RewardConfig, RewardFunctionConfig
+from rollout_worker.config.environment_config import EnvironmentConfig
+from rollout_worker.config.reward_config import RewardConfig, RewardFunctionConfig
 from rollout_worker.environments.environment_pool import (
     EnvironmentFailed,
     EnvironmentPool,

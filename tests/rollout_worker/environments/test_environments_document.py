@@ -6,7 +6,7 @@ import re
 import pytest
 
 from driver.config.yaml_text import parse_yaml
-from rollout_worker.config import EnvironmentConfig
+from rollout_worker.config.environment_config import EnvironmentConfig
 from rollout_worker.environments.environment_pool import EnvironmentPool
 from tests.rollout_worker.environments.test_environment_pool import REWARD, heard
 

@@ -12,15 +12,10 @@ from hypothesis import strategies as st
 from models.files.checkpoint import load_model
 from models.tokenizer import load_tokenizer
 from models.transformer import forward, head_weight, logits, packed_attend
-from rollout_worker.config import (
-    DataConfig,
-    DecodeConfig,
-    EnvironmentConfig,
-    RewardConfig,
-    RewardFunctionConfig,
-    RolloutConfig,
-    SourceConfig,
-)
+from rollout_worker.config.data_config import DataConfig, SourceConfig
+from rollout_worker.config.environment_config import EnvironmentConfig
+from rollout_worker.config.reward_config import RewardConfig, RewardFunctionConfig
+from rollout_worker.config.rollout_config import DecodeConfig, RolloutConfig
 from rollout_worker.engine.decode_request import DecodeRequest, FinishedRow
 from rollout_worker.environments.environment_pool import Conversation, EnvironmentFailed
 from rollout_worker.environments.episodes import EpisodeGroup, seed_of

@@ -8,7 +8,7 @@ import pytest
 
 from driver.config import load_config as settings
 from driver.config.load_config import ConfigError
-from rollout_worker.config import RewardConfig, RewardFunctionConfig
+from rollout_worker.config.reward_config import RewardConfig, RewardFunctionConfig
 from rollout_worker.rewards.composition import Composition
 from rollout_worker.rewards.reward_pool import RewardPool, ScoreRequest
 from tests.deadlines import HANG_S

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout_worker.config import RewardFunctionConfig
+from rollout_worker.config.reward_config import RewardFunctionConfig
 from rollout_worker.rewards.gold_answers import find_unjudged
 from rollout_worker.rewards.reward_pool import ScoreRequest, validate_functions
 from tests.deadlines import HANG_S

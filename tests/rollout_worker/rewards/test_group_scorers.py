@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rollout_worker.config import RewardFunctionConfig
+from rollout_worker.config.reward_config import RewardFunctionConfig
 from rollout_worker.rewards.reward_pool import RewardPool, ScoreRequest, validate_functions
 from rollout_worker.rewards.scorers import named_group_rewards
 from tests.deadlines import HANG_S

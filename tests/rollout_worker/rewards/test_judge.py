@@ -11,7 +11,7 @@ from contextlib import closing
 
 import pytest
 
-from rollout_worker.config import BudgetConfig, RewardFunctionConfig
+from rollout_worker.config.reward_config import BudgetConfig, RewardFunctionConfig
 from rollout_worker.rewards.processes.reward_process import Allowance
 from rollout_worker.rewards.reward_pool import RewardPool, ScoreRequest, validate_functions
 from rollout_worker.rewards.spending import SpendingAccount

@@ -6,7 +6,7 @@ from contextlib import ExitStack, closing
 import pytest
 
 from benchmarks.rewards.judge_server import JudgeServer
-from rollout_worker.config import RewardFunctionConfig
+from rollout_worker.config.reward_config import RewardFunctionConfig
 from rollout_worker.rewards.reward_pool import RewardPool, ScoreRequest
 from tests.deadlines import HANG_S
 

@@ -9,7 +9,7 @@ from contextlib import closing
 
 import pytest
 
-from rollout_worker.config import RewardFunctionConfig
+from rollout_worker.config.reward_config import RewardFunctionConfig
 from rollout_worker.rewards.reward_pool import RewardPool, ScoreRequest
 from tests.deadlines import HANG_S
 

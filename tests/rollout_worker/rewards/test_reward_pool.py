@@ -19,7 +19,7 @@ from contextlib import closing
 
 import pytest
 
-from rollout_worker.config import RewardFunctionConfig
+from rollout_worker.config.reward_config import RewardFunctionConfig
 from rollout_worker.rewards.reward_pool import RewardPool, ScoreRequest, validate_functions
 from rollout_worker.rewards.scorers import NO_REWARD
 from tests.deadlines import HANG_S, wait_until
@@ -309,7 +309,7 @@ def test_children_die_with_a_parent_that_is_killed(user_modules, completion):
     script = f"""
         import os, signal, sys, threading, time
         sys.path += [{str(ROOT)!r}, {str(user_modules)!r}]
-        from rollout_worker.config import RewardFunctionConfig
+        from rollout_worker.config.reward_config import RewardFunctionConfig
         from rollout_worker.rewards.reward_pool import RewardPool, ScoreRequest
         pool = RewardPool([RewardFunctionConfig(name="mine:play")], processes=1, timeout_s=900)
         print(int(pool.submit([ScoreRequest("pid", "", "", {{}})]).wait()[0].total), flush=True)

@@ -10,7 +10,7 @@ from contextlib import closing, suppress
 import psutil
 import pytest
 
-from rollout_worker.config import RewardConfig, RewardFunctionConfig
+from rollout_worker.config.reward_config import RewardConfig, RewardFunctionConfig
 from rollout_worker.rewards.processes.reward_process import Allowance
 from rollout_worker.rewards.processes.scorer_output import ScorerOutput
 from rollout_worker.rewards.reward_pool import MOST_VARIANTS, RewardPool, ScoreRequest

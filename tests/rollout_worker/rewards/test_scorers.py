@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rollout_worker.config import SourceConfig
+from rollout_worker.config.data_config import SourceConfig
 from rollout_worker.data.prompts import load_prompts
 from rollout_worker.rewards import scorers as rewards
 from rollout_worker.rewards import text_scorers

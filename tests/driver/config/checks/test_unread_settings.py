@@ -13,7 +13,7 @@ from driver.config.checks.unread_settings import (
 from driver.config.config_keys import known_keys
 from driver.config.load_config import dump, load
 from driver.config.presets import PRESETS
-from rollout_worker.config import SourceConfig
+from rollout_worker.config.data_config import SourceConfig
 
 RUNS = pathlib.Path(__file__).parents[4] / "deploy/runs"
 FILE = """

@@ -9,7 +9,7 @@ from contextlib import closing
 import psutil
 import pytest
 
-from rollout_worker.config import RewardFunctionConfig
+from rollout_worker.config.reward_config import RewardFunctionConfig
 from rollout_worker.rewards.code.code_tests import code_tests, read_code, same_output
 from rollout_worker.rewards.code.sandbox import confinement_problem, describe_protections
 from rollout_worker.rewards.gold_answers import find_unjudged

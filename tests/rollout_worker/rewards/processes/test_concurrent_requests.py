@@ -11,7 +11,7 @@ from contextlib import closing
 
 import pytest
 
-from rollout_worker.config import RewardFunctionConfig
+from rollout_worker.config.reward_config import RewardFunctionConfig
 from rollout_worker.rewards.processes.concurrent_requests import is_shortage
 from rollout_worker.rewards.processes.reward_process import Allowance
 from rollout_worker.rewards.reward_pool import RewardPool, ScoreRequest
