@@ -6,15 +6,13 @@ foreign code. Neither jax nor pydantic is imported here, since the child imports
 
 import hashlib
 import json
-import math
-import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from rollout_worker.rewards.reward_values import BadResult, bounded_reward
+
 MOST_OBSERVATION_BYTES = 2**20
 """Of the messages of one turn, as JSON."""
-MOST_REWARD = 1e6
-"""Largest absolute reward of a step."""
 ASSISTANT = "assistant"
 """The role of the model's messages."""
 
@@ -105,19 +103,10 @@ def reward_of(value: Any) -> float:
     Raises:
         BadTurn: if it is no finite number, or too large.
     """
-    if getattr(value, "shape", None) == ():
-        value = value.item()
-    if not isinstance(value, numbers.Real):  # int, float, bool and Fraction
-        raise BadTurn(f"the reward must be a number, got {_shown(value)}")
     try:
-        reward = float(value)
-    except OverflowError:
-        reward = math.inf
-    if not math.isfinite(reward):
-        raise BadTurn(f"the reward must be finite, got {reward}")
-    if abs(reward) > MOST_REWARD:
-        raise BadTurn(f"a reward lies between -{MOST_REWARD:g} and {MOST_REWARD:g}, got {value}")
-    return reward
+        return bounded_reward(value, "the reward")
+    except BadResult as error:
+        raise BadTurn(str(error)) from None
 
 
 def parse_turn(answer: Mapping[str, Any]) -> Turn:

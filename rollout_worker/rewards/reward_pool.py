@@ -34,10 +34,8 @@ from rollout_worker.rewards.processes.scorer_thread import (
     Outcome,
     ScorerThread,
 )
-from rollout_worker.rewards.scorers import (
-    MOST_VARIANTS,
-    ScorerKind,
-)
+from rollout_worker.rewards.reward_values import MOST_VARIANTS
+from rollout_worker.rewards.scorers import ScorerKind
 from rollout_worker.rewards.spending import SpendingAccount
 
 log = logging.getLogger(__name__)

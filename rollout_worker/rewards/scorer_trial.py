@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from rollout_worker.config.reward_config import RewardFunctionConfig
 from rollout_worker.rewards.processes.reward_process import Allowance
 from rollout_worker.rewards.reward_pool import RewardPool, ScoreRequest
-from rollout_worker.rewards.scorers import BUILT_INS, NO_REWARD
+from rollout_worker.rewards.reward_values import NO_REWARD
+from rollout_worker.rewards.scorers import BUILT_INS
 
 
 def try_scorer(

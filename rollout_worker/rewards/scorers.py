@@ -20,16 +20,13 @@ imports neither jax nor pydantic.
 """
 
 import dataclasses
-import decimal
 import functools
 import importlib
 import inspect
 import json
-import math
-import numbers
 import re
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -46,14 +43,6 @@ from services.user_code.import_path import (
 
 Scorer = Callable[..., Any]
 
-MOST_VARIANTS = 64
-"""Names of the values of one scorer, each of which is a metric."""
-NAME_CHARS = 100
-NOTE_CHARS = 2000
-"""Of a note; of a longer one its beginning and its end are kept."""
-_NOTE = "note"
-MAX_REWARD = 1e6
-"""Largest absolute reward of a scorer; a larger one is a mistake that would outweigh the rest."""
 
 _IMPORT_PATH = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*:[^\W\d]\w*")
 _GROUP = "completions"
@@ -188,16 +177,6 @@ def reasoning_gym_answer(
 @functools.lru_cache(maxsize=16)
 def _dataset(task: str, seed: int, size: int, params: str):
     return make_dataset(task, seed=seed, size=size, params=json.loads(params))
-
-
-NO_REWARD = "what it returned is no reward: "
-
-
-class BadResult(ValueError):
-    """A scorer returned something else than a reward; says what it was and what it must be."""
-
-    def __str__(self) -> str:
-        return NO_REWARD + super().__str__()
 
 
 class BadScorer(ValueError):
@@ -433,103 +412,3 @@ def _check_check(name: str, check: Any) -> None:
             f"reward function {name!r}: its check_gold must be a plain function "
             f"check(answer, item): {problem}"
         )
-
-
-def _number(value: Any, what: str) -> float:
-    if getattr(value, "shape", None) == ():  # a scalar of numpy, JAX or torch, bool_ and 0-d too
-        value = value.item()
-    # Real covers int, float, bool and Fraction.
-    if not isinstance(value, numbers.Real | decimal.Decimal):
-        hint = ": return float(...) of it" if isinstance(value, str | bytes) else ""
-        raise ValueError(
-            f"{what} must be a number, got {type(value).__name__} {str(value)[:80]!r}{hint}"
-        )
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise ValueError(f"{what} must be finite, got {number}")
-    return number
-
-
-def _bounded(reward: float) -> float:
-    if abs(reward) > MAX_REWARD:
-        raise ValueError(
-            f"a reward must lie between -{MAX_REWARD:g} and {MAX_REWARD:g}, got {reward:g}"
-        )
-    return reward
-
-
-def named_rewards(name: str, result: Any) -> dict[str, float]:
-    """Names the values that a scorer returned: `name` for the reward, `name/variant` for a variant.
-
-    Raises:
-        ValueError: if the result is neither a finite number nor a dict of them with `value`, if
-            the reward is beyond MAX_REWARD, or if a variant's name is no text.
-    """
-    if not isinstance(result, Mapping):
-        return {name: _bounded(_number(result, "the result"))}
-    if "value" not in result:
-        raise ValueError(f"a dict result needs the key 'value', got {sorted(map(str, result))}")
-    rewards = {name: _bounded(_number(result["value"], "the result's 'value'"))}
-    if len(result) > MOST_VARIANTS + 1:
-        raise ValueError(f"at most {MOST_VARIANTS} values have a name, got {len(result)}")
-    for variant, value in result.items():
-        if not isinstance(variant, str) or not variant or not variant.isprintable():
-            raise ValueError(f"the names of variants must be printable text, got {variant!r}")
-        if len(variant) > NAME_CHARS:
-            raise ValueError(
-                f"the name of a variant has at most {NAME_CHARS} characters, got "
-                f"{variant[:NAME_CHARS]!r}..."
-            )
-        if variant not in ("value", _NOTE):
-            rewards[f"{name}/{variant}"] = _number(value, f"the result's {variant!r}")
-    return rewards
-
-
-def note_of(result: Any) -> str:
-    """The note in what a scorer returned, cut to NOTE_CHARS; empty where there is none.
-
-    Raises:
-        ValueError: if it is no text.
-    """
-    note = result.get(_NOTE, "") if isinstance(result, Mapping) else ""
-    if not isinstance(note, str):
-        raise ValueError(f"the result's {_NOTE!r} must be text, got {type(note).__name__}")
-    if len(note) > NOTE_CHARS:
-        half = NOTE_CHARS // 2 - 3
-        note = f"{note[:half]} ... {note[-half:]}"
-    return note.encode("utf-8", "backslashreplace").decode("utf-8")[:NOTE_CHARS]
-
-
-def named_group_rewards(name: str, result: Any, completions: int) -> list[dict[str, float]]:
-    """Names what a group scorer returned, for each completion as `named_rewards` does.
-
-    Args:
-        completions: of the group.
-
-    Raises:
-        ValueError: if the result is no list, tuple or array with one entry for each completion, or
-            an entry is none that a scorer may return; with the entry, the rule and the fix.
-    """
-    rule = (
-        f"a group scorer must return a list with one reward for each of the {completions} "
-        "completions, in their order"
-    )
-    is_array = len(getattr(result, "shape", ())) == 1
-    if not is_array and (isinstance(result, str | bytes) or not isinstance(result, Sequence)):
-        raise ValueError(f"{rule}, got {type(result).__name__} {str(result)[:80]!r}")
-    entries = list(result)
-    if len(entries) != completions:
-        raise ValueError(f"{rule}, got {len(entries)}; an empty completion has a reward as well")
-    named = []
-    for place, entry in enumerate(entries):
-        try:
-            named.append(named_rewards(name, entry))
-        except ValueError as error:
-            raise ValueError(
-                f"{rule}, but for completion {place} (from 0): {error}; where there is no reward, "
-                "raise an error"
-            ) from None
-    return named

@@ -9,15 +9,16 @@ import sys
 from collections.abc import Awaitable
 from typing import Any
 
+from rollout_worker.rewards.reward_values import (
+    named_group_rewards,
+    named_rewards,
+    note_of,
+)
 from rollout_worker.rewards.scorers import (
-    BadResult,
     Scorer,
     ScorerKind,
     check_scorer_params,
     kind_of,
-    named_group_rewards,
-    named_rewards,
-    note_of,
     resolve_scorer,
 )
 
@@ -71,14 +72,11 @@ class LoadedScorer:
         return result, count
 
     def _named(self, result: Any, completions: int) -> dict[str, Any]:
-        try:
-            if self.kind.is_group:
-                rewards = named_group_rewards(self.name, result, completions)
-                notes = [note_of(entry) for entry in result]
-            else:
-                rewards, notes = [named_rewards(self.name, result)], [note_of(result)]
-        except ValueError as error:
-            raise BadResult(*error.args) from None
+        if self.kind.is_group:
+            rewards = named_group_rewards(self.name, result, completions)
+            notes = [note_of(entry) for entry in result]
+        else:
+            rewards, notes = [named_rewards(self.name, result)], [note_of(result)]
         return {"rewards": rewards} | ({"notes": notes} if any(notes) else {})
 
 

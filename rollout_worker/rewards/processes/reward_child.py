@@ -37,7 +37,8 @@ from rollout_worker.rewards.processes.process_tree import (
     end_descendants,
     signal_with_parent,
 )
-from rollout_worker.rewards.scorers import BadResult, BadScorer, ScorerKind
+from rollout_worker.rewards.reward_values import NO_REWARD, BadResult
+from rollout_worker.rewards.scorers import BadScorer, ScorerKind
 from rollout_worker.rewards.spending import METER
 
 TRACEBACKS_SHOWN = 5
@@ -168,7 +169,7 @@ class Guard:
         if isinstance(error, BadScorer):
             return escape_surrogates(str(error))
         if isinstance(error, BadResult):  # it says all that there is to say
-            return escape_surrogates(str(error)[:MESSAGE_CHARS])
+            return escape_surrogates(f"{NO_REWARD}{error}"[:MESSAGE_CHARS])
         if self._shown < TRACEBACKS_SHOWN:
             self._shown += 1
             traceback.print_exception(error)

@@ -10,7 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from rollout_worker.rewards.scorers import MAX_REWARD, NOTE_CHARS, ScorerKind
+from rollout_worker.rewards.reward_values import MAX_REWARD, NOTE_CHARS
+from rollout_worker.rewards.scorers import ScorerKind
 from rollout_worker.rewards.spending import NOTHING, Spending
 
 _SHOWN_BYTES = 80

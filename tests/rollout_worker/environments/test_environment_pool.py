@@ -96,7 +96,7 @@ FAULTS = {
     "speaks for the model": "step 1: the observation .* the role 'assistant'",
     "reward is nan": "step 1: the reward must be finite, got nan",
     "reward is none": "step 1: the reward must be a number, got NoneType",
-    "reward is huge": r"step 1: a reward lies between -1e\+06 and 1e\+06, got 1e\+300",
+    "reward is huge": r"step 1: a reward must lie between -1e\+06 and 1e\+06, got 1e\+300",
     "done is a text": "step 1: done must be true or false, got str 'no'",
     "says 10 mb": "step 1: the observation has 10,000,033 bytes, at most 1,048,576",
     "takes memory": "step 1: MemoryError",

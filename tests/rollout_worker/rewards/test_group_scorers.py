@@ -11,7 +11,7 @@ import pytest
 
 from rollout_worker.config.reward_config import RewardFunctionConfig
 from rollout_worker.rewards.reward_pool import RewardPool, ScoreRequest, validate_functions
-from rollout_worker.rewards.scorers import named_group_rewards
+from rollout_worker.rewards.reward_values import named_group_rewards
 from tests.deadlines import HANG_S
 
 pytestmark = pytest.mark.slow

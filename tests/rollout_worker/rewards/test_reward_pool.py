@@ -21,7 +21,7 @@ import pytest
 
 from rollout_worker.config.reward_config import RewardFunctionConfig
 from rollout_worker.rewards.reward_pool import RewardPool, ScoreRequest, validate_functions
-from rollout_worker.rewards.scorers import NO_REWARD
+from rollout_worker.rewards.reward_values import NO_REWARD
 from tests.deadlines import HANG_S, wait_until
 
 pytestmark = pytest.mark.slow

@@ -12,12 +12,8 @@ from rollout_worker.config.data_config import SourceConfig
 from rollout_worker.data.prompts import load_prompts
 from rollout_worker.rewards import scorers as rewards
 from rollout_worker.rewards import text_scorers
-from rollout_worker.rewards.scorers import (
-    BadScorer,
-    check_scorer_params,
-    named_rewards,
-    resolve_scorer,
-)
+from rollout_worker.rewards.reward_values import named_rewards
+from rollout_worker.rewards.scorers import BadScorer, check_scorer_params, resolve_scorer
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from rollout_worker.config.reward_config import RewardFunctionConfig
 from rollout_worker.rewards.processes.concurrent_requests import is_shortage
 from rollout_worker.rewards.processes.reward_process import Allowance
 from rollout_worker.rewards.reward_pool import RewardPool, ScoreRequest
-from rollout_worker.rewards.scorers import NO_REWARD
+from rollout_worker.rewards.reward_values import NO_REWARD
 from tests.deadlines import HANG_S
 
 pytestmark = pytest.mark.slow
