@@ -9,7 +9,6 @@ and only the episode whose call was the cause ends with an error.
 import concurrent.futures
 import itertools
 import math
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +18,6 @@ from rollout_worker.environments.turn_values import BadTurn, Turn, digest_of, pa
 from rollout_worker.rewards.composition import Composition
 from rollout_worker.rewards.processes.reward_process import (
     START_TIMEOUT_S,
-    STOP_TIMEOUT_S,
     Allowance,
     RewardProcess,
 )
@@ -29,8 +27,8 @@ from rollout_worker.rewards.processes.scorer_thread import (
     Job,
     JobQueue,
     Outcome,
-    ScorerThread,
 )
+from rollout_worker.rewards.processes.scorer_threads import ScorerThreads
 from rollout_worker.rewards.reward_pool import Score
 from rollout_worker.rewards.spending import SpendingAccount
 
@@ -67,33 +65,24 @@ class EnvironmentPool:
         self._environment = environment
         self.account = account or SpendingAccount()
         self._composition = Composition.of(reward.functions, reward.combine)
-        self._allowance = allowance_of(environment, reward)
-        self._output = ScorerOutput()
-        self._closed = threading.Event()
+        allowance, output = allowance_of(environment, reward), ScorerOutput()
         self._numbers = itertools.count()
-        self._lanes = [
-            JobQueue(in_flight=reward.in_flight, patience_s=STANDSTILL_S)
-            for _ in range(reward.processes)
-        ]
-        self._threads = [
-            ScorerThread(
-                f"environment-{index}",
-                start_child=self._start_child,
-                timeout_s=environment.timeout_s,
-                closed=self._closed,
-                account=self.account,
-            )
-            for index in range(reward.processes)
-        ]
+        self._threads = ScorerThreads(
+            "environment",
+            lambda: _process(environment, allowance, output),
+            timeout_s=environment.timeout_s,
+            start_timeout_s=START_TIMEOUT_S,
+            account=self.account,
+        )
         try:
-            for thread in self._threads:
-                thread.start()
-            for thread, lane in zip(self._threads, self._lanes, strict=True):
-                thread.ready.result(timeout=START_TIMEOUT_S + 2 * STOP_TIMEOUT_S)
-                thread.serve(lane)
+            threads, _ = self._threads.start(reward.processes)
         except BaseException:
             self.close()
             raise
+        # A lane for each: what an episode has heard so far is in one process.
+        for thread in threads:
+            lane = JobQueue(in_flight=reward.in_flight, patience_s=STANDSTILL_S)
+            self._threads.serve([thread], lane)
 
     @property
     def environment(self) -> EnvironmentConfig:
@@ -103,7 +92,7 @@ class EnvironmentPool:
     @property
     def scored(self) -> int:
         """Calls of environments that have ended, since the start."""
-        return sum(thread.scored for thread in self._threads)
+        return self._threads.scored
 
     def begin_episode(self, item: Mapping[str, Any], seed: int) -> "Conversation":
         """Has an environment begin; its first answer is what reset returns.
@@ -111,8 +100,8 @@ class EnvironmentPool:
         Args:
             item: the record of the source; JSON values only.
         """
-        number = next(self._numbers)
-        lane = self._lanes[number % len(self._lanes)]
+        number, lanes = next(self._numbers), self._threads.lanes
+        lane = lanes[number % len(lanes)]
         return Conversation(f"e{number}", lane, self._environment.name, item, seed)
 
     def score_of(self, reward: float, error: str) -> Score:
@@ -132,20 +121,7 @@ class EnvironmentPool:
 
     def close(self) -> None:
         """Ends the threads and kills the children; safe to call twice."""
-        self._closed.set()
-        for lane in self._lanes:
-            lane.jobs.put(None)
-        for thread in self._threads:
-            thread.end()
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join(self._environment.timeout_s + STANDSTILL_S + STOP_TIMEOUT_S)
-            thread.kill_child()
-
-    def _start_child(self) -> RewardProcess:
-        child = _process(self._environment, self._allowance, self._output)
-        child.wait_ready(START_TIMEOUT_S)
-        return child
+        self._threads.close()
 
 
 class Conversation:

@@ -32,8 +32,8 @@ from rollout_worker.rewards.processes.scorer_thread import (
     Job,
     JobQueue,
     Outcome,
-    ScorerThread,
 )
+from rollout_worker.rewards.processes.scorer_threads import ScorerThreads
 from rollout_worker.rewards.reward_values import MOST_VARIANTS
 from rollout_worker.rewards.scorers import ScorerKind
 from rollout_worker.rewards.spending import SpendingAccount
@@ -186,16 +186,19 @@ class RewardPool:
         self._functions = tuple(functions)
         self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s
-        self._allowance = allowance
         self._names: dict[str, set[str]] = {}
         """Of the values that each scorer has returned."""
         self._names_lock = threading.Lock()
         self._said_names = False
-        self._closed = threading.Event()
-        self._threads: list[ScorerThread] = []
-        self._lanes: list[JobQueue] = []
+        self._threads = ScorerThreads(
+            "scorer",
+            lambda: RewardProcess(self._functions, allowance, self.output),
+            timeout_s=timeout_s,
+            start_timeout_s=start_timeout_s,
+            account=self.account,
+        )
         try:
-            threads, kinds = self._start_threads(processes)
+            threads, kinds = self._threads.start(processes)
             one_by_one = JobQueue(in_flight=1, patience_s=0.0)
             at_once = JobQueue(in_flight=in_flight, patience_s=STANDSTILL_S)
             named = [(name, kinds[name]) for name in self._names_of_scorers]
@@ -212,9 +215,7 @@ class RewardPool:
                 )
             ]
             for lane in dict.fromkeys(plan.lane for plan in self._plans):
-                self._lanes += [lane] * processes
-                for thread in threads or self._start_threads(processes)[0]:
-                    thread.serve(lane)
+                self._threads.serve(threads or self._threads.start(processes)[0], lane)
                 threads = []
         except BaseException:
             self.close()
@@ -223,36 +224,12 @@ class RewardPool:
     @property
     def scored(self) -> int:
         """Completions whose scoring has ended, since the start; once for each kind of scorer."""
-        return sum(thread.scored for thread in self._threads)
+        return self._threads.scored
 
     @property
     def thread_names(self) -> list[str]:
         """Of the threads that feed the children."""
-        return [thread.name for thread in self._threads]
-
-    def _start_threads(self, count: int) -> tuple[list[ScorerThread], dict[str, ScorerKind]]:
-        """Starts threads with a ready child each; returns the kinds of the scorers as well."""
-        threads = [
-            ScorerThread(
-                f"scorer-{len(self._threads) + index}",
-                start_child=self._start_child,
-                timeout_s=self._timeout_s,
-                closed=self._closed,
-                account=self.account,
-            )
-            for index in range(count)
-        ]
-        self._threads += threads
-        for thread in threads:
-            thread.start()
-        bound_s = self._start_timeout_s + 2 * STOP_TIMEOUT_S
-        kinds = [thread.ready.result(timeout=bound_s) for thread in threads]
-        return threads, kinds[0]
-
-    def _start_child(self) -> RewardProcess:
-        child = RewardProcess(self._functions, self._allowance, self.output)
-        child.wait_ready(self._start_timeout_s)
-        return child
+        return self._threads.names
 
     def score_of(
         self,
@@ -306,7 +283,7 @@ class RewardPool:
             RuntimeError: if the pool is closed.
             ValueError: if a scorer is a group scorer, and the items are of several prompts.
         """
-        if self._closed.is_set():
+        if self._threads.closed:
             raise RuntimeError("the reward pool is closed")
         parts: list[_Part] = []
         for plan in self._plans:
@@ -314,21 +291,15 @@ class RewardPool:
         for part in parts:
             part.lane.jobs.put(part.job)
         # The threads enforce the bounds themselves; this one turns a lost thread into an error.
-        in_flight = sum(lane.in_flight for lane in self._lanes)
-        waiting = sum(lane.jobs.qsize() for lane in set(self._lanes)) + len(parts) + in_flight
+        lanes = self._threads.lanes
+        in_flight = sum(lane.in_flight for lane in lanes)
+        waiting = sum(lane.jobs.qsize() for lane in set(lanes)) + len(parts) + in_flight
         per_try_s = self._timeout_s + STANDSTILL_S + self._start_timeout_s + 2 * STOP_TIMEOUT_S
         return PendingScores(self, len(items), parts, waiting * MOST_TRIES * per_try_s)
 
     def close(self) -> None:
         """Ends the threads and kills the children; safe to call twice."""
-        self._closed.set()
-        for lane in self._lanes:
-            lane.jobs.put(None)
-        for thread in self._threads:
-            thread.end()
-        for thread in self._threads:
-            thread.join(self._timeout_s + STANDSTILL_S + STOP_TIMEOUT_S)
-            thread.kill_child()
+        self._threads.close()
 
 
 def _single_parts(plan: _Plan, items: Sequence[ScoreRequest]) -> list[_Part]:

@@ -150,7 +150,7 @@ def test_numpy_and_sympy_fit_into_the_least_memory(tmp_path, monkeypatch):
 def test_output_is_capped_and_costs_no_scorer_its_time_R15(greedy, capfd):
     with closing(RewardPool(greedy, processes=1, timeout_s=HANG_S)) as pool:
         pool.output = ScorerOutput(limit_bytes=100_000)
-        pool._threads[0].kill_child()
+        pool._threads._threads[0].kill_child()
         assert [one.total for one in score(pool, "print 20", "plain")] == [1.0, 1.0]
     shown = capfd.readouterr().err
     assert 90_000 <= len(shown) < 200_000
@@ -242,7 +242,7 @@ def test_they_end_with_a_worker_that_is_killed_too_R15(greedy, tmp_path):
     pids = tmp_path / "pids"
     module = pathlib.Path(sys.modules[RewardPool.__module__].__file__).parents[2]
     code = (
-        "from rollout_worker.config import RewardFunctionConfig\n"
+        "from rollout_worker.config.reward_config import RewardFunctionConfig\n"
         "from rollout_worker.rewards.reward_pool import RewardPool, ScoreRequest\n"
         "pool = RewardPool([RewardFunctionConfig(name='greedy:act')], processes=1, timeout_s=900)\n"
         f"pool.submit([ScoreRequest('leave {pids}', '', '', {{}})]).wait()\n"
