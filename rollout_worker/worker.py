@@ -1,16 +1,14 @@
 """The core of a rollout worker: leases in, scored groups out, under one policy version.
 
-The engine decodes a prompt's completions on the device; then child processes score them, while the
-engine goes on with other prompts. Where there is an environment, its processes answer each turn,
-and the engine goes on from there (`environments/episodes.py`). It opens no socket and knows no Ray:
-`loop.py` decides when a group begins, `actor.py` connects the process.
+It says which prompts begin under which policy, and makes groups and evaluations of them; how their
+completions come about is in `prompt_tasks.py`. It opens no socket and knows no Ray: `loop.py`
+decides when a group begins, `actor.py` connects the process.
 """
 
-import concurrent.futures
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -27,7 +25,8 @@ from rollout_worker.environments.episodes import EpisodeGroup
 from rollout_worker.evaluation.held_out import HeldOut
 from rollout_worker.evaluation.idle_share import IdleShare
 from rollout_worker.leased_group import LeasedGroup
-from rollout_worker.rewards.reward_pool import PendingScores, RewardPool, Score, ScoreRequest
+from rollout_worker.prompt_tasks import PromptTask, PromptTasks, ScoredGroup
+from rollout_worker.rewards.reward_pool import RewardPool, Score
 from rollout_worker.rewards.spending import Spending
 from rollout_worker.worker_records import EvalItem
 from services.process.phase_clock import PhaseClock
@@ -69,57 +68,6 @@ class _Policy:
     params: Params
 
 
-@dataclasses.dataclass(frozen=True)
-class _EpisodeScores:
-    """Scores that are known, since the environment gave them turn by turn."""
-
-    scores: list[Score]
-    done: bool = True
-
-    def wait_done(self, timeout_s: float | None) -> None:
-        """Returns at once."""
-
-    def wait(self) -> list[Score]:
-        """The scores."""
-        return self.scores
-
-
-@dataclasses.dataclass(eq=False)
-class _Task:
-    """One prompt whose completions are decoded, then scored together."""
-
-    request: DecodeRequest
-    prompt: Prompt
-    rewards: RewardPool | EnvironmentPool
-    policy_version: int
-    """Under which it began, and ends."""
-    weight_digest: str
-    clock_s: dict[str, float]
-    """Seconds by phase of the clock when it began."""
-    leased: LeasedGroup | None = None
-    """None in an evaluation."""
-    held_out: str = ""
-    """Name of its held-out set."""
-    position: int = -1
-    """In that set."""
-    rows: list[FinishedRow] = dataclasses.field(default_factory=list)
-    """Completions that have ended; in the order of their samples once all have."""
-    scores: PendingScores | _EpisodeScores | None = None
-    """None while completions are decoded."""
-    episodes: EpisodeGroup | None = None
-    """Where an environment answers the completions."""
-
-    @property
-    def prompt_token_ids(self) -> np.ndarray:
-        """The prompt as the model saw it."""
-        return self.request.token_ids if self.episodes is None else self.episodes.prompt_token_ids
-
-    def wait_scores(self) -> list[Score]:
-        """One score per completion, in the order of `rows`; raises as `PendingScores.wait`."""
-        assert self.scores is not None
-        return self.scores.wait()
-
-
 class RolloutWorker:
     """Turns prompts and a policy version into scored groups."""
 
@@ -156,10 +104,8 @@ class RolloutWorker:
         self._canary = canary
         self._rewards = rewards
         self._pools = {rewards, *(one.rewards for one in held_out)}
-        self._tasks: dict[str, _Task] = {}
-        """What is being decoded or scored, by request id."""
-        self._by_request: dict[str, _Task] = {}
-        """The same by request of the engine: every turn of an episode has its own."""
+        self._tasks = PromptTasks(engine, clock)
+        """What is under way: groups, or a part of an evaluation."""
         self._request_numbers = itertools.count()
         self.policy_version = -1
         """-1 until the first weights arrive."""
@@ -272,7 +218,7 @@ class RolloutWorker:
 
         The other groups wait for their scores only.
         """
-        return any(task.scores is None for task in self._tasks.values())
+        return self._tasks.decoding
 
     def begin_groups(self, groups: Sequence[LeasedGroup]) -> None:
         """Starts groups under the current policy version, beside those that are under way.
@@ -298,18 +244,17 @@ class RolloutWorker:
             )
             task.leased = leased
             tasks.append(task)
-        self._submit(tasks)
+        self._tasks.begin(tasks)
 
     def advance(self, wait_s: float | None = None) -> list[LeasedGroup]:
         """One turn of the engine; returns the groups that are complete now, in any order.
 
         Args:
-            wait_s: where nothing is left to decode: how long to wait for scores, None as long as
-                the scorers' own bounds allow.
+            wait_s: as `PromptTasks.advance` has it.
         """
         if self._share is None:
-            return [self._complete(task) for task in self._advance(None, wait_s)]
-        for task in self._advance("eval", wait_s):
+            return [self._complete(task) for task in self._tasks.advance(None, wait_s)]
+        for task in self._tasks.advance("eval", wait_s):
             self._share.add_items(task.position, self._items(task))
         if self._share.ended:
             self._share = None
@@ -317,9 +262,9 @@ class RolloutWorker:
 
     def drop_cancelled(self) -> None:
         """Ends the groups that were cancelled; the others go on."""
-        gone = [task for task in self._tasks.values() if task.leased and task.leased.cancelled]
+        gone = [task for task in self._tasks if task.leased and task.leased.cancelled]
         if gone:
-            self._abort(gone)
+            self._tasks.abort(gone)
 
     def evaluate(
         self, which: int, positions: Sequence[int], *, samples: int, sampling: SamplingSettings
@@ -333,15 +278,15 @@ class RolloutWorker:
         Returns:
             one item per completion, in the order of positions and samples.
         """
-        self._abort(self._tasks.values(), "eval")  # of a call that failed
+        self._tasks.abort(self._tasks, "eval")  # of a call that failed
         self._load(self._current)
         tasks = self._held_out_tasks(which, positions, samples, sampling)
-        self._submit(tasks)
+        self._tasks.begin(tasks)
         try:
             while self._tasks:
-                self._advance("eval")
+                self._tasks.advance("eval")
         finally:
-            self._abort(self._tasks.values(), "eval")
+            self._tasks.abort(self._tasks, "eval")
         return [item for task in tasks for item in self._items(task)]
 
     @property
@@ -357,7 +302,7 @@ class RolloutWorker:
         assert not self._tasks and self.kept_version == share.request.policy_version
         asked = share.request
         self._load(self._kept)
-        self._submit(
+        self._tasks.begin(
             self._held_out_tasks(asked.held_out, share.left, asked.samples, asked.sampling)
         )
         self._share = share
@@ -365,11 +310,11 @@ class RolloutWorker:
     def pause_evaluation(self) -> None:
         """Puts the share aside; prompts that are not complete are left."""
         self._share = None
-        self._abort(self._tasks.values(), "eval")
+        self._tasks.abort(self._tasks, "eval")
 
     def _held_out_tasks(
         self, which: int, positions: Sequence[int], samples: int, sampling: SamplingSettings
-    ) -> list[_Task]:
+    ) -> list[PromptTask]:
         held_out = self._held_out[which]
         tasks = []
         for place in positions:
@@ -386,120 +331,6 @@ class RolloutWorker:
             tasks.append(task)
         return tasks
 
-    def _submit(self, tasks: Sequence[_Task]) -> None:
-        plain = [task for task in tasks if not isinstance(task.rewards, EnvironmentPool)]
-        self._engine.submit_requests([task.request for task in plain])
-        self._by_request |= {task.request.request_id: task for task in plain}
-        for task in tasks:
-            if isinstance(task.rewards, EnvironmentPool):
-                task.episodes = EpisodeGroup(
-                    task.request,
-                    task.prompt.item,
-                    task.rewards,
-                    self._tokenizer,
-                    max_prompt_tokens=self._settings.max_prompt_tokens,
-                )
-        self._tasks |= {task.request.request_id: task for task in tasks}
-
-    def _advance(self, account: str | None, wait_s: float | None = None) -> list[_Task]:
-        """One turn of the engine; returns the tasks that are decoded and scored now.
-
-        Args:
-            account: ledger phase for its time, instead of `prefill`, `decode` and `reward`.
-        """
-        if self.decoding:
-            self._begin_turns(account)
-            if not self._engine.pending:
-                self._wait_for_environments(account, wait_s)
-                return []
-            with self._clock.phase(account or "decode"):
-                finished = self._engine.step(account)
-            for row in finished:
-                task = self._by_request.get(row.request_id)  # None if it was cancelled meanwhile
-                if task is not None:
-                    self._add_row(task, row, account)
-        elif self._tasks:
-            with self._clock.phase(account or "reward"):
-                first = next(iter(self._tasks.values()))
-                assert first.scores is not None
-                first.scores.wait_done(wait_s)
-        ready = [task for task in self._tasks.values() if task.scores and task.scores.done]
-        for task in ready:
-            self._forget(task)
-        return ready
-
-    def _forget(self, task: _Task) -> None:
-        del self._tasks[task.request.request_id]
-        for request_id in [name for name, one in self._by_request.items() if one is task]:
-            del self._by_request[request_id]
-
-    def _begin_turns(self, account: str | None) -> None:
-        """Gives the engine the turns whose environments have answered."""
-        playing = [task for task in self._tasks.values() if task.episodes and task.scores is None]
-        if not playing:
-            return
-        with self._clock.phase(account or "reward"):
-            for task in playing:
-                assert task.episodes is not None
-                requests = task.episodes.take_requests()
-                self._engine.submit_requests(requests)
-                self._by_request |= {request.request_id: task for request in requests}
-                self._end_episodes(task)
-
-    def _end_episodes(self, task: _Task) -> None:
-        if task.episodes is not None and task.episodes.done:
-            task.rows = task.episodes.completions()
-            task.scores = _EpisodeScores(task.episodes.scores())
-
-    def _wait_for_environments(self, account: str | None, wait_s: float | None) -> None:
-        """Waits until one of them answers; each call has a bound of its own."""
-        playing = [task.episodes for task in self._tasks.values() if task.episodes]
-        calls = [call for episodes in playing for call in episodes.calls]
-        with self._clock.phase(account or "reward"):
-            concurrent.futures.wait(calls, wait_s, concurrent.futures.FIRST_COMPLETED)
-
-    def _add_row(self, task: _Task, row: FinishedRow, account: str | None) -> None:
-        with self._clock.phase(account or "reward"):
-            if task.episodes is not None:
-                task.episodes.add_row(row)
-                self._end_episodes(task)
-            else:
-                task.rows.append(row)
-                if len(task.rows) == len(task.request.samples):
-                    self._start_scoring(task)
-
-    def _start_scoring(self, task: _Task) -> None:
-        assert not isinstance(task.rewards, EnvironmentPool)
-        task.rows.sort(key=lambda row: row.sample_index)
-        task.scores = task.rewards.submit(
-            [
-                ScoreRequest(
-                    completion=self._tokenizer.decode_completion(row.token_ids),
-                    answer=task.prompt.answer,
-                    prompt=task.prompt.question,
-                    item=task.prompt.item,
-                )
-                for row in task.rows
-            ]
-        )
-
-    def _abort(self, tasks: Iterable[_Task], account: str | None = None) -> None:
-        """Ends tasks whose result no caller wants; the others go on.
-
-        An engine that failed is left alone, so that the error which is reported is its own.
-        """
-        for task in list(tasks):
-            self._forget(task)
-            if task.episodes is not None:
-                task.episodes.abandon()
-                for request_id in task.episodes.in_engine:
-                    self._engine.abort_request(request_id)
-            elif task.scores is None:
-                self._engine.abort_request(task.request.request_id)
-        while not self.decoding and self._engine.usable and self._engine.pending:
-            with self._clock.phase(account or "decode"):
-                self._engine.step(account)
-
     def _task(
         self,
         request_id: str,
@@ -510,7 +341,7 @@ class RolloutWorker:
         key_data: np.ndarray,
         sampling: SamplingSettings,
         rewards: RewardPool | EnvironmentPool,
-    ) -> _Task:
+    ) -> PromptTask:
         request = DecodeRequest(
             request_id=request_id,
             token_ids=prompt.token_ids,
@@ -522,26 +353,37 @@ class RolloutWorker:
             sampling=sampling,
             stop_set=self._settings.stop_set,
         )
+        group = (
+            EpisodeGroup(
+                request,
+                prompt.item,
+                rewards,
+                self._tokenizer,
+                max_prompt_tokens=self._settings.max_prompt_tokens,
+            )
+            if isinstance(rewards, EnvironmentPool)
+            else ScoredGroup(request, prompt, rewards, self._tokenizer)
+        )
         assert self._loaded is not None
-        return _Task(
-            request,
+        return PromptTask(
+            request_id,
             prompt,
-            rewards,
+            group,
             self._loaded.version,
             self._loaded.digest,
             self._clock.total(),
         )
 
-    def _complete(self, task: _Task) -> LeasedGroup:
+    def _complete(self, task: PromptTask) -> LeasedGroup:
         """Makes the group of a task whose completions are scored."""
         leased = task.leased
         assert leased is not None
         lease = leased.lease
-        versions = {int(version) for row in task.rows for version in row.versions}
+        rows, scores = task.group.completions(), task.group.scores()
+        versions = {int(version) for row in rows for version in row.versions}
         assert versions == {task.policy_version}, (lease.group_id, versions, task.policy_version)
         after = self._clock.total()
         phase_s = {phase: after[phase] - task.clock_s[phase] for phase in after}
-        scores = task.wait_scores()
         leased.notes = tuple(score.notes for score in scores)
         leased.group = Group(
             run_id=self._run_id,
@@ -552,18 +394,18 @@ class RolloutWorker:
             policy_version=task.policy_version,
             weight_digest=task.weight_digest,
             worker=self._name,
-            prompt_token_ids=task.prompt_token_ids,
-            completions=tuple(map(_completion, task.rows, scores)),
+            prompt_token_ids=task.group.prompt_token_ids,
+            completions=tuple(map(_completion, rows, scores)),
             phase_s={phase: seconds for phase, seconds in phase_s.items() if seconds > 0},
         )
         return leased
 
-    def _items(self, task: _Task) -> list[EvalItem]:
+    def _items(self, task: PromptTask) -> list[EvalItem]:
         """The completions of a held-out prompt, in the order of samples."""
-        scored = zip(task.rows, task.wait_scores(), strict=True)
+        scored = zip(task.group.completions(), task.group.scores(), strict=True)
         return [self._item(task, row, score) for row, score in scored]
 
-    def _item(self, task: _Task, row: FinishedRow, score: Score) -> EvalItem:
+    def _item(self, task: PromptTask, row: FinishedRow, score: Score) -> EvalItem:
         versions = {int(version) for version in row.versions}
         assert versions == {task.policy_version}, (task.position, versions, task.policy_version)
         prompt = task.prompt

@@ -6,7 +6,7 @@ was sampled is ever encoded again.
 
 Every completion of a group plays the same game: reset gets the same item and seed, and must return
 the same messages, which are the group's prompt. Nothing here waits, touches a device, or knows the
-processes: `worker.py` steps the engine, and asks for what is to be decoded next.
+processes: `prompt_tasks.py` steps the engine, and asks for what is to be decoded next.
 """
 
 import dataclasses
@@ -15,17 +15,18 @@ import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rollout_worker.config.environment_config import EnvironmentConfig
+from models.tokenizer import Tokenizer
 from rollout_worker.engine.decode_request import DecodeRequest, FinishedRow
 from rollout_worker.environments.environment_pool import (
     Conversation,
     EnvironmentFailed,
+    EnvironmentPool,
 )
 from rollout_worker.environments.turn_values import ASSISTANT, Message, Turn
 from rollout_worker.rewards.reward_pool import Score
@@ -35,46 +36,6 @@ _TURN_STREAM = 2**31 - 2
 """Folded into the key of later turns, so that none repeats a draw of a first one."""
 _SAMPLED = ""
 """Text of a turn of the model where only what follows it is rendered."""
-
-
-class Begins(Protocol):
-    """The part of `EnvironmentPool` that this module uses."""
-
-    @property
-    def environment(self) -> EnvironmentConfig:
-        """As configured."""
-        ...
-
-    def begin_episode(self, item: Mapping[str, Any], seed: int) -> Conversation:
-        """Has an environment begin."""
-        ...
-
-    def score_of(self, reward: float, error: str) -> Score:
-        """The score of an episode."""
-        ...
-
-
-class EpisodeTokenizer(Protocol):
-    """The part of `models.tokenizer.Tokenizer` that this module uses."""
-
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of messages, ready for the assistant's turn."""
-        ...
-
-    def encode_after_turn(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        following: Sequence[Mapping[str, Any]],
-        *,
-        last_id: int,
-        history: Literal["as_rendered", "keep"],
-    ) -> list[int]:
-        """Token ids between a turn that was sampled and the next one."""
-        ...
-
-    def decode_completion(self, token_ids: np.ndarray) -> str:
-        """Text of a turn, without the stop token that ended it."""
-        ...
 
 
 def seed_of(key_data: np.ndarray, prompt_id: int, epoch: int) -> int:
@@ -147,8 +108,8 @@ class EpisodeGroup:
         self,
         request: DecodeRequest,
         item: Mapping[str, Any],
-        pool: Begins,
-        tokenizer: EpisodeTokenizer,
+        pool: EnvironmentPool,
+        tokenizer: Tokenizer,
         *,
         max_prompt_tokens: int,
     ):
@@ -179,6 +140,17 @@ class EpisodeGroup:
     def done(self) -> bool:
         """Whether every episode has ended."""
         return all(episode.ended is not None for episode in self._episodes.values())
+
+    @property
+    def decoded(self) -> bool:
+        """The same: rewards come with the answers."""
+        return self.done
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether environments have answered since requests were taken last."""
+        asking = [e.conversation.call.done() for e in self._episodes.values() if e.asks]
+        return any(asking) if self._begun else all(asking)
 
     @property
     def calls(self) -> list[Future]:
