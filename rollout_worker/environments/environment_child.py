@@ -23,7 +23,8 @@ from rollout_worker.environments.turn_values import (
     messages_of,
     turn_of,
 )
-from rollout_worker.rewards.processes.reward_child import main
+from rollout_worker.rewards.processes.concurrent_requests import ConcurrentRequests
+from rollout_worker.rewards.processes.reward_child import start_child
 from rollout_worker.rewards.scorers import BadScorer, ScorerKind
 from services.user_code.import_path import BadImportPath, load_attribute, nearest_hint
 
@@ -77,10 +78,6 @@ class LiveEnvironments:
                     "reward, done, info"
                 )
         return cls(lambda: made(**params))
-
-    def score(self, line: bytes) -> dict[str, Any]:
-        """Not called: environments are async."""
-        raise AssertionError(line)
 
     async def score_async(self, line: bytes) -> dict[str, Any]:
         """Answers one call; see `environment_pool.py` for its fields."""
@@ -180,5 +177,12 @@ def _module_of(place: str) -> str:
     return path.stem
 
 
+def main() -> None:
+    """Loads the environment, then answers calls until stdin ends."""
+    child = start_child(LiveEnvironments.load)
+    if child is not None:
+        ConcurrentRequests(child.scorers, child.pipes, child.guard).run(child.pipes.requests)
+
+
 if __name__ == "__main__":
-    main(LiveEnvironments.load)
+    main()

@@ -21,11 +21,9 @@ import sys
 import threading
 import traceback
 import typing
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
-
-from rollout_worker.rewards.scorers import ScorerKind
 
 _TICK_S = 0.05
 _MOST_LAG = 0.1
@@ -44,9 +42,6 @@ class _Replies(Protocol):
 
 
 class _Answers(Protocol):
-    @property
-    def kind(self) -> ScorerKind: ...
-
     async def score_async(self, line: bytes) -> dict[str, Any]: ...
 
 
@@ -72,14 +67,14 @@ class ConcurrentRequests:
             # A copy shares it, and would take away what the loop waits for.
             pipes.keep_from_copies([selector.fileno()])
 
-    def run(self, lines: Iterator[bytes]) -> None:
+    def run(self, lines: Iterable[bytes]) -> None:
         """Begins each request as it arrives; returns when the lines end."""
         asyncio.set_event_loop(self._loop)
         threading.Thread(target=self._read, args=(lines,), daemon=True).start()
         self._loop.call_soon(self._tick, self._loop.time())
         self._loop.run_forever()
 
-    def _read(self, lines: Iterator[bytes]) -> None:
+    def _read(self, lines: Iterable[bytes]) -> None:
         for line in lines:
             self._loop.call_soon_threadsafe(self._begin, line)
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -28,7 +28,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, BinaryIO, NoReturn, Protocol
+from typing import Any, BinaryIO, Generic, NoReturn, Protocol, TypeVar
 
 from rollout_worker.rewards.processes.loaded_scorer import LoadedScorer
 from rollout_worker.rewards.processes.process_tree import (
@@ -181,20 +181,25 @@ class Loaded(Protocol):
 
     @property
     def kind(self) -> ScorerKind:
-        """Whether `score_async` answers, or `score`."""
-        ...
-
-    def score(self, line: bytes) -> dict[str, Any]:
-        """The reply to a request, without its id and name."""
-        ...
-
-    async def score_async(self, line: bytes) -> dict[str, Any]:
-        """The same, beside other requests."""
+        """How it is called."""
         ...
 
 
-def main(load: Callable[[str, dict[str, Any]], Loaded] = LoadedScorer.load) -> None:
-    """Loads the scorers, then answers requests until stdin ends.
+L = TypeVar("L", bound=Loaded)
+
+
+@dataclasses.dataclass(frozen=True)
+class Child(Generic[L]):
+    """This process, with what answers its requests."""
+
+    pipes: Pipes
+    guard: Guard
+    scorers: dict[str, L]
+    """By name."""
+
+
+def start_child(load: Callable[[str, dict[str, Any]], L]) -> Child[L] | None:
+    """Becomes a child under a guardian, and loads what the parent asks for; None if one is refused.
 
     Args:
         load: makes one from its name and parameters; raises BadScorer where that cannot be.
@@ -213,18 +218,26 @@ def main(load: Callable[[str, dict[str, Any]], Loaded] = LoadedScorer.load) -> N
 
     setup = json.loads(pipes.requests.readline())
     sys.path[:] = setup["path"]
-    scorers: dict[str, Loaded] = {}
+    scorers: dict[str, L] = {}
     for function in setup["functions"]:
         name, params = function["name"], function["params"]
         pipes.reply({"id": setup["id"], "loading": name})
         scorer, problem = guard.call(load, name, params)
         if problem:
             pipes.reply({"id": setup["id"], "refused": problem})
-            return
+            return None
         scorers[name] = scorer
     kinds = {name: dataclasses.asdict(scorer.kind) for name, scorer in scorers.items()}
     pipes.reply({"id": setup["id"], "ready": kinds})
+    return Child(pipes, guard, scorers)
 
+
+def main() -> None:
+    """Loads the scorers, then answers requests until stdin ends."""
+    child = start_child(LoadedScorer.load)
+    if child is None:
+        return
+    pipes, guard, scorers = child.pipes, child.guard, child.scorers
     for line in pipes.requests:
         request = json.loads(line)
         if any(scorers[name].kind.is_async for name in request["scorers"]):

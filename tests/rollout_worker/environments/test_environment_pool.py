@@ -1,6 +1,7 @@
 """Environments in their processes: what each bad one becomes, and what a lost process costs."""
 
 import concurrent.futures
+import contextlib
 import os
 import pathlib
 import signal
@@ -131,13 +132,22 @@ def test_step_may_return_an_object(bad):
     assert (turn.messages[0]["content"], turn.reward, turn.done) == ("higher", 0.5, False)
 
 
+@contextlib.contextmanager
+def recording(path, kind="Recording", **changes):
+    """A pool whose process writes its calls into a file, and two episodes that have begun."""
+    pool = make_pool(kind, params={"path": str(path)}, **changes)
+    try:
+        both = [pool.begin_episode({"secret": 5}, 1) for _ in range(2)]
+        for each in both:
+            answer(each)
+        yield both
+    finally:
+        pool.close()
+
+
 def test_an_episode_survives_the_loss_of_its_process_by_another_one(tmp_path):
     path = tmp_path / "calls"
-    pool = make_pool("Recording", params={"path": str(path)})
-    try:
-        one, other = (pool.begin_episode({"secret": 5}, 1) for _ in range(2))
-        for each in (one, other):
-            answer(each)
+    with recording(path) as (one, other):
         one.say("3")
         answer(one)
         other.say("die")  # alone, so it is tried twice
@@ -147,8 +157,6 @@ def test_an_episode_survives_the_loss_of_its_process_by_another_one(tmp_path):
         assert answer(one).messages[0]["content"] == "lower"
         one.say("5")
         assert answer(one).done
-    finally:
-        pool.close()
     calls = [line.split() for line in path.read_text().splitlines()]
     first, last = calls[0][0], calls[-1][0]
     assert first != last
@@ -156,53 +164,35 @@ def test_an_episode_survives_the_loss_of_its_process_by_another_one(tmp_path):
 
 
 def test_calls_in_flight_beside_the_one_that_kills_are_answered(tmp_path):
-    path = tmp_path / "calls"
-    pool = make_pool("Recording", params={"path": str(path)}, timeout_s=2.0)
-    try:
-        waiting, killing = (pool.begin_episode({"secret": 5}, 1) for _ in range(2))
-        for each in (waiting, killing):
-            answer(each)
+    with recording(tmp_path / "calls", timeout_s=2.0) as (waiting, killing):
         waiting.say("wait")
         killing.say("die")
         with pytest.raises(EnvironmentFailed, match="child exited with code 3"):
             answer(killing)
         with pytest.raises(EnvironmentFailed, match="no result within 2 s"):
             answer(waiting)
-    finally:
-        pool.close()
 
 
 def test_environment_that_goes_another_way_when_played_again_ends_with_an_error(tmp_path):
     path = tmp_path / "calls"
-    pool = make_pool("Unsteady", params={"path": str(path)})
-    try:
-        one = pool.begin_episode({"secret": 5}, 1)
-        answer(one)
+    with recording(path, "Unsteady") as (one, _):
         one.say("3")
         answer(one)
         os.kill(int(path.read_text().split()[0]), signal.SIGKILL)
         one.say("4")
         with pytest.raises(EnvironmentFailed, match=r"step 2: .* played again, answer 1 "):
             answer(one)
-    finally:
-        pool.close()
 
 
 def test_episode_that_the_worker_ends_is_closed(tmp_path):
     path = tmp_path / "calls"
-    pool = make_pool("Recording", params={"path": str(path)})
-    try:
-        one, other = (pool.begin_episode({"secret": 5}, 1) for _ in range(2))
-        for each in (one, other):
-            answer(each)
+    with recording(path) as (one, other):
         one.end()
         one.end()
         other.say("4")  # answered after the end of the first
         answer(other)
         other.say("5")
         answer(other)
-    finally:
-        pool.close()
     assert [line.split()[1] for line in path.read_text().splitlines()].count("close") == 2
 
 

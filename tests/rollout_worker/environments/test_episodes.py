@@ -14,20 +14,23 @@ from models.tokenizer import load_tokenizer
 from models.transformer import forward, head_weight, logits, packed_attend
 from rollout_worker.config.data_config import DataConfig, SourceConfig
 from rollout_worker.config.environment_config import EnvironmentConfig
-from rollout_worker.config.reward_config import RewardConfig, RewardFunctionConfig
 from rollout_worker.config.rollout_config import DecodeConfig, RolloutConfig
 from rollout_worker.engine.decode_request import DecodeRequest, FinishedRow
-from rollout_worker.environments.environment_pool import Conversation, EnvironmentFailed
+from rollout_worker.environments.environment_pool import (
+    Conversation,
+    EnvironmentFailed,
+    EnvironmentPool,
+)
 from rollout_worker.environments.episodes import EpisodeGroup, seed_of
 from rollout_worker.environments.turn_values import Turn
 from rollout_worker.leased_group import LeasedGroup
-from rollout_worker.rewards.reward_pool import Score
+from rollout_worker.rewards.composition import Composition
 from rollout_worker.worker_core import WorkerCore
 from services.process.phase_clock import PhaseClock
 from services.trajectories.group_check import check_group
 from services.weights.digest import tree_digest
 from services.wire.messages import Completion, FinishReason, Lease, WeightManifest
-from tests.rollout_worker.environments.test_environment_pool import KINDS
+from tests.rollout_worker.environments.test_environment_pool import KINDS, REWARD
 from tests.services.group_rules import group_rules
 
 DEMO = "deploy/demo/model"
@@ -40,20 +43,26 @@ def tokenizer():
 
 
 class Told(Conversation):
-    """Stands for a conversation whose answers a test gives."""
+    """Stands for a conversation whose answers a test gives; None is one that does not come."""
 
     def __init__(self, answers):  # no process
-        self.answers = iter(answers)
+        self.answers = list(answers)
         self.said = []
         self.ended = 0
-        self.call = done()
+        self.call = self._ask()
 
     def say(self, text):
         self.said.append(text)
-        self.call = done()
+        self.call = self._ask()
+
+    def _ask(self, *, ends=False):
+        future = Future()
+        if self.answers[0] is not None:
+            future.set_result(None)
+        return future
 
     def answer(self):
-        found = next(self.answers)
+        found = self.answers.pop(0)
         if isinstance(found, str):
             raise EnvironmentFailed(found)
         return found
@@ -62,11 +71,12 @@ class Told(Conversation):
         self.ended += 1
 
 
-class Pool:
-    """Stands for an EnvironmentPool."""
+class Pool(EnvironmentPool):
+    """Whose episodes answer as a test says."""
 
-    def __init__(self, scripts, **changes):
-        self.environment = EnvironmentConfig(name="a:B", **changes)
+    def __init__(self, scripts, **changes):  # no processes
+        self._environment = EnvironmentConfig(name="a:B", **changes)
+        self._composition = Composition.of(REWARD.functions, REWARD.combine)
         self.conversations = []
         self._scripts = iter(scripts)
 
@@ -74,15 +84,6 @@ class Pool:
         self.seed = seed
         self.conversations.append(Told(next(self._scripts)))
         return self.conversations[-1]
-
-    def score_of(self, reward, error):
-        return Score({}, reward, error)
-
-
-def done():
-    future = Future()
-    future.set_result(None)
-    return future
 
 
 def said(text, reward=0.0):
@@ -242,7 +243,7 @@ def test_episodes_that_cannot_begin_draw_one_token_each(tokenizer):
     assert group.take_requests() == [] and group.done
     assert [len(row.token_ids) for row in group.completions()] == [1, 2, 1]
     first, second, third = group.scores()
-    assert (first.error, second.error) == ("reset: no", "")
+    assert (first.error, second.error) == ("environment_error: reset: no", "")
     assert "both must be the same" in third.error
     assert [conversation.ended for conversation in pool.conversations] == [1, 1, 1]
 
@@ -294,7 +295,7 @@ def make_core(policy, **params):
             max_completion_tokens=96,
             decode=DecodeConfig(slots=4, segment_tokens=8, compute_dtype="float32"),
         ),
-        reward=RewardConfig(functions=(RewardFunctionConfig(name="environment"),)),
+        reward=REWARD,
         environment=EnvironmentConfig(name=f"{KINDS}:Dialog", params=params, max_turns=4),
         weights_dtype="bfloat16",
     )
