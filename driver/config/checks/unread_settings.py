@@ -41,6 +41,12 @@ def _evaluates(run: RunConfig) -> bool:
     return bool(run.eval.every_steps or run.eval.at_start or run.eval.at_end)
 
 
+def _has_async_scorer(run: RunConfig) -> bool:
+    rewards = [run.reward, *(each.reward for each in run.held_out_sets)]
+    names = [one.name for reward in rewards for one in reward.functions]
+    return "judge" in names or any(":" in name for name in names)
+
+
 _REWARDS = "no algorithm.distillation, or its advantage_coef above 0"
 _POLICY_TERM = f"{_REWARDS}, or its form sampled"
 
@@ -173,12 +179,18 @@ CONDITIONS = (
     ),
     Condition(
         ("reward.in_flight",),
-        "an async scorer, such as judge",
-        lambda run: any(
-            ":" in one.name or one.name == "judge"
-            for reward in (run.reward, *(each.reward for each in run.held_out_sets))
-            for one in reward.functions
-        ),
+        "an environment, or an async scorer, such as judge",
+        lambda run: run.environment is not None or _has_async_scorer(run),
+    ),
+    Condition(
+        ("reward.timeout_s",),
+        "scorers in place of the environment, which environment.timeout_s bounds",
+        lambda run: run.environment is None,
+    ),
+    Condition(
+        ("reward.memory_gb",),
+        "scorers in place of the environment, which environment.memory_gb bounds",
+        lambda run: run.environment is None,
     ),
 )
 """A key in several rows is read where all of them hold."""

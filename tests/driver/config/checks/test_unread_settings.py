@@ -21,6 +21,7 @@ model: {path: here}
 data: {train: {source: a.jsonl}, eval: {source: b.jsonl}}
 """
 TEACHER = "algorithm.distillation={teacher: there}"
+ENVIRONMENT = "environment={name: 'my.games:Game'}"
 SFT_LIKE = (TEACHER, "algorithm.distillation.form=full")
 
 GIVEN = {
@@ -77,6 +78,8 @@ GIVEN = {
         ("rollout.workers={min: 1, max: 2}",),
     ),
     "reward.in_flight": ("4", (), ("reward.functions=[{name: 'my.rewards:score'}]",)),
+    "reward.timeout_s": ("3", (ENVIRONMENT,), ()),
+    "reward.memory_gb": ("2", (ENVIRONMENT,), ()),
 }
 """What a key is set to, with what else it has no effect, and with what else it has one."""
 
@@ -105,6 +108,10 @@ GIVEN |= {
         "deltas": "false",
     }.items()
 }
+
+
+def test_calls_of_an_environment_are_under_way_at_once_as_those_of_async_scorers(notes):
+    assert not notes(ENVIRONMENT, "reward.in_flight=4")
 
 
 @pytest.fixture
