@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -14,6 +13,13 @@ from driver.config.load_config import ConfigError
 _POLICY_LOSS_S = 120.0
 _MOST_OUTPUT_BYTES = 2**24
 """Of what it prints, and of any file that it writes."""
+_BOUNDED = """
+import os, resource, sys
+most = int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""Bounds its own files, then becomes the command: nothing else sets the bound on every system."""
 
 
 def _run_apart(command: Sequence[str], *, timeout_s: float) -> subprocess.CompletedProcess[str]:
@@ -26,14 +32,12 @@ def _run_apart(command: Sequence[str], *, timeout_s: float) -> subprocess.Comple
     # Files, since a pipe stays open as long as anything that it started.
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
-            command,
+            [sys.executable, "-c", _BOUNDED, str(_MOST_OUTPUT_BYTES), *command],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=errors,
             start_new_session=True,
         )
-        most = (_MOST_OUTPUT_BYTES, _MOST_OUTPUT_BYTES)
-        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, most)
         try:
             code = process.wait(timeout_s)
         finally:
