@@ -45,7 +45,7 @@ from driver.reports.code_record import record_code
 from driver.reports.dashboard_process import METADATA_KEY, Dashboard, open_dashboard
 from driver.reports.dropped import DroppedLog
 from driver.reports.end_watch import start_end_watch
-from driver.reports.metrics import MetricsLog, stored_run_id
+from driver.reports.metrics import MetricsLog, open_trackers, stored_run_id
 from driver.reports.status import ExitCode, StatusFile
 from driver.reports.step_report import StepReports
 from driver.reports.timeline import Timeline
@@ -67,7 +67,7 @@ def run(config: RunConfig, folder: pathlib.Path, prepared: Prepared) -> None:
         prepared: what `driver/config/prepare.py` found in the data.
 
     Raises:
-        NothingTrained: if all steps are done and every update was skipped.
+        NothingTrained: if every update was skipped, in all steps or in the first without a reward.
         Interrupted: after SIGINT or SIGTERM, with a checkpoint written.
         RunError: anything else that a person can act on; each names what was waited for.
     """
@@ -173,7 +173,7 @@ def _open_reports(
     stack: contextlib.ExitStack,
 ) -> StepReports:
     """Opens the logs of the run; the stack closes them."""
-    metrics = MetricsLog(
+    trackers = open_trackers(
         folder,
         config.log.wandb,
         run_id=status.current.run_id,
@@ -181,6 +181,7 @@ def _open_reports(
         warn=view.say,
         tensorboard=config.log.tensorboard,
     )
+    metrics = MetricsLog(folder, trackers)
     stack.callback(metrics.close)
     ledger = StepLedger(folder, unexplained_fraction=config.log.unexplained_fraction, warn=view.say)
     stack.callback(ledger.close_log)

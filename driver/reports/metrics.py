@@ -28,44 +28,18 @@ from services.process.whole_file import write_whole
 
 
 class MetricsLog:
-    """Owns the three logs of a run, and the enabled trackers.
+    """Owns the three logs of a run, and its trackers.
 
     Args:
         folder: the run's output folder.
-        wandb: mode and project; `disabled` starts no thread and imports nothing.
-        run_id: names the run on W&B when it first starts; a resumed run keeps the stored id.
-        config: the configuration as plain values, shown beside the charts.
-        warn: receives each warning once; it must not raise.
-        tensorboard: whether event files are written too.
-        init_timeout_s: bound on W&B's start, after which the tracker goes offline.
-        environ: where the API key is looked up and cleaned.
+        trackers: get the same, and are closed with the logs.
     """
 
-    def __init__(
-        self,
-        folder: pathlib.Path,
-        wandb: WandbConfig,
-        *,
-        run_id: str,
-        config: Mapping[str, Any],
-        warn: Warn,
-        tensorboard: bool = False,
-        init_timeout_s: float = 30.0,
-        environ: MutableMapping[str, str] = os.environ,
-    ):
+    def __init__(self, folder: pathlib.Path, trackers: Sequence[Tracker] = ()):
         self._metrics = JsonlLog(folder / "metrics.jsonl")
         self._samples = JsonlLog(folder / "samples.jsonl")
         self._eval = JsonlLog(folder / "eval.jsonl")
-        self._trackers = open_trackers(
-            folder,
-            wandb,
-            run_id=run_id,
-            config=config,
-            warn=warn,
-            tensorboard=tensorboard,
-            init_timeout_s=init_timeout_s,
-            environ=environ,
-        )
+        self._trackers = trackers
 
     def log(self, step: int, values: Mapping[str, float]) -> dict[str, Any]:
         """Writes the metrics of one step and returns the line as written."""
@@ -110,7 +84,18 @@ def open_trackers(
     init_timeout_s: float = 30.0,
     environ: MutableMapping[str, str] = os.environ,
 ) -> list[Tracker]:
-    """Starts the enabled trackers; the arguments are those of `MetricsLog`."""
+    """Starts the enabled trackers.
+
+    Args:
+        folder: the run's output folder.
+        wandb: mode and project; `disabled` starts no thread and imports nothing.
+        run_id: names the run on W&B when it first starts; a resumed run keeps the stored id.
+        config: the configuration as plain values, shown beside the charts.
+        warn: receives each warning once; it must not raise.
+        tensorboard: whether event files are written too.
+        init_timeout_s: bound on W&B's start, after which the tracker goes offline.
+        environ: where the API key is looked up and cleaned.
+    """
     trackers: list[Tracker] = []
     if wandb.mode != "disabled":
         trackers.append(

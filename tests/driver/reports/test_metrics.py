@@ -5,14 +5,14 @@ import pytest
 
 from driver.accounting.jsonl import JsonlLog, read_lines, strict_line
 from driver.config.run_config import WandbConfig
-from driver.reports.metrics import MetricsLog
+from driver.reports.metrics import MetricsLog, open_trackers
 
 DISABLED = WandbConfig(mode="disabled")
 
 
 def open_log(folder, wandb=DISABLED, **changes):
     arguments = {"run_id": "r1", "config": {"seed": 0}, "warn": pytest.fail} | changes
-    return MetricsLog(folder, wandb, **arguments)
+    return MetricsLog(folder, open_trackers(folder, wandb, **arguments))
 
 
 def strict_load(line):

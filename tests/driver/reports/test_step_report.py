@@ -40,7 +40,7 @@ class Driver:
             CONFIG.log,
             folder,
             max_staleness=CONFIG.rollout.max_staleness,
-            metrics=MetricsLog(folder, CONFIG.log.wandb, run_id="r", config={}, warn=pytest.fail),
+            metrics=MetricsLog(folder),
             ledger=StepLedger(folder, unexplained_fraction=0.01, warn=pytest.fail),
             timeline=Timeline(folder, enabled=True),
             dropped=DroppedLog(folder, DataOrder.of_one(0, 8), "prompt {}".format),

@@ -62,10 +62,9 @@ def run_folders(folder):
 KILLED = """
 import pathlib, sys, time
 from driver.config.run_config import WandbConfig
-from driver.reports.metrics import MetricsLog
-log = MetricsLog(
-    pathlib.Path(sys.argv[1]), WandbConfig(mode="offline"), run_id="first", config={}, warn=print
-)
+from driver.reports.metrics import MetricsLog, open_trackers
+folder, offline = pathlib.Path(sys.argv[1]), WandbConfig(mode="offline")
+log = MetricsLog(folder, open_trackers(folder, offline, run_id="first", config={}, warn=print))
 for step in range(1, 13):
     log.log(step, {"loss": float(step)})
 while log._trackers[0]._queue.qsize() or log._trackers[0].mode != "offline":
