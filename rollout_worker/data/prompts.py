@@ -53,10 +53,6 @@ class Prompt:
     """The whole record, as JSON values."""
     source: str = ""
     """Name of the source, where several are trained on."""
-    is_chat: bool = False
-    """Whether the record brought messages."""
-    has_system: bool = False
-    """Whether a system message was among them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +67,12 @@ class PromptSet:
     """Index in the source and tokens of each of these."""
     procedural: bool = False
     """Whether a reasoning_gym task made them."""
+    chats: int = 0
+    """Prompts whose record brought messages."""
+    with_system: int = 0
+    """Those of them with a system message of their own."""
+    unanswered: int = 0
+    """Prompts without an answer."""
     first_id: int = 0
     """Id of the source's first record; not 0 for a later one of several sources."""
     next_id: int = 0
@@ -110,7 +112,7 @@ class _PromptFile:
         self._stored = ByteStrings(about)
 
     def append(self, prompt: Prompt) -> None:
-        fields = (prompt.question, prompt.answer, prompt.item, prompt.is_chat, prompt.has_system)
+        fields = (prompt.question, prompt.answer, prompt.item)
         text = json.dumps(fields, ensure_ascii=False, allow_nan=False)
         tokens = prompt.token_ids.tobytes()
         self._stored.append(_TOKENS.pack(len(prompt.token_ids)) + tokens + text.encode())
@@ -124,18 +126,8 @@ class _PromptFile:
         stored = self._stored.read(place)
         (count,) = _TOKENS.unpack_from(stored)
         token_ids_P = np.frombuffer(stored, np.int32, count, offset=_TOKENS.size)
-        question, answer, item, is_chat, has_system = json.loads(
-            stored[_TOKENS.size + token_ids_P.nbytes :]
-        )
-        return Prompt(
-            self.indices[place],
-            token_ids_P,
-            question,
-            answer,
-            item,
-            is_chat=is_chat,
-            has_system=has_system,
-        )
+        question, answer, item = json.loads(stored[_TOKENS.size + token_ids_P.nbytes :])
+        return Prompt(self.indices[place], token_ids_P, question, answer, item)
 
 
 def load_prompts(
@@ -159,6 +151,7 @@ def load_prompts(
         ValueError: if the source is missing, broken, empty, or no prompt fits.
     """
     next_id, left_out = source.skip, []
+    chats = with_system = unanswered = 0
     file, questions, digest = (
         _PromptFile(source.source),
         array("q"),
@@ -180,15 +173,11 @@ def load_prompts(
         if len(token_ids) > max_prompt_tokens:
             left_out.append((prompt_id, len(token_ids)))
             continue
-        prompt = Prompt(
-            prompt_id,
-            np.array(token_ids, dtype=np.int32),
-            row.question,
-            row.answer,
-            record,
-            is_chat=bool(row.messages),
-            has_system=row.has_system,
-        )
+        token_ids_P = np.array(token_ids, dtype=np.int32)
+        prompt = Prompt(prompt_id, token_ids_P, row.question, row.answer, record)
+        chats += bool(row.messages)
+        with_system += row.has_system
+        unanswered += not row.answer
         digest.add(prompt_id, prompt.token_ids, row.answer, record)
         questions.append(hash(row.question))
         file.append(prompt)
@@ -214,6 +203,9 @@ def load_prompts(
         overlong=len(left_out),
         left_out=tuple(left_out),
         procedural=source.is_procedural,
+        chats=chats,
+        with_system=with_system,
+        unanswered=unanswered,
         next_id=next_id,
         indices=file.indices,
         questions=np.frombuffer(questions, np.int64),

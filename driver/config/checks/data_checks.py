@@ -169,18 +169,13 @@ def _check_answered(one: JudgedSet) -> None:
     """
     source, read = one.source, one.read
     needing = [function.name for function in one.functions if needs_answer(function.name)]
-    if not needing or read.procedural:
+    if not needing or read.procedural or not read.unanswered:
         return
-    lacking, first = 0, None
-    for prompt in read.prompts:
-        if not prompt.answer:
-            lacking, first = lacking + 1, first or prompt
-    if first is None:
-        return
+    first = next(prompt for prompt in read.prompts if not prompt.answer)
     place = source.place_of(first.prompt_id - read.first_id)
     raise ConfigError(
-        f"{one.key}: {', '.join(needing)} needs an answer, but {lacking:,} of {len(read):,} "
-        f"records of {source.source} have none, the first in {place} with the fields "
+        f"{one.key}: {', '.join(needing)} needs an answer, but {read.unanswered:,} of "
+        f"{len(read):,} records of {source.source} have none, the first in {place} with the fields "
         f"{sorted(first.item)}: set the source's answer_field, add the answers, or choose "
         "scorers that need none"
     )
@@ -189,21 +184,15 @@ def _check_answered(one: JudgedSet) -> None:
 def chat_notes(config: RunConfig, sets: Sequence[tuple[str, PromptSet]]) -> list[str]:
     """What of the configuration does not apply to records that bring messages."""
     notes, data = [], config.data
-    if data.system_prompt is None and data.question_template == "{question}":
-        return notes
     for where, read in sets:
-        own = chats = 0
-        for prompt in read.prompts:
-            own += prompt.has_system
-            chats += prompt.is_chat
-        if own and data.system_prompt is not None:
+        if read.with_system and data.system_prompt is not None:
             notes.append(
-                f"{where}: {own:,} of {counted(len(read), 'prompt')} have a system message of "
-                "their own, which takes the place of data.system_prompt"
+                f"{where}: {read.with_system:,} of {counted(len(read), 'prompt')} have a system "
+                "message of their own, which takes the place of data.system_prompt"
             )
-        if chats and data.question_template != "{question}":
+        if read.chats and data.question_template != "{question}":
             notes.append(
-                f"{where}: {chats:,} of {counted(len(read), 'prompt')} are messages, to which "
+                f"{where}: {read.chats:,} of {counted(len(read), 'prompt')} are messages, to which "
                 "data.question_template does not apply"
             )
     return notes

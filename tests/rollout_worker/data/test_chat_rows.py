@@ -23,7 +23,7 @@ def said(prompt) -> str:
 
 
 @pytest.fixture(params=["jsonl", "parquet"])
-def load(request, tmp_path):
+def read(request, tmp_path):
     """Writes records in one of the two formats and reads them without a mapping."""
 
     def make(*records, system_prompt=None, template="{question}", **keys):
@@ -38,9 +38,14 @@ def load(request, tmp_path):
             system_prompt=system_prompt,
             question_template=template,
             max_prompt_tokens=10_000,
-        ).prompts
+        )
 
     return make
+
+
+@pytest.fixture
+def load(read):
+    return lambda *records, **options: read(*records, **options).prompts
 
 
 USER = [{"role": "user", "content": "What is 2 + 2?"}]
@@ -104,7 +109,7 @@ def test_named_fields_win(load):
 
 def test_a_question_is_taken_before_a_prompt_as_it_always_was(load):
     (prompt,) = load({"question": "q", "prompt": CHAT, "answer": "1"})
-    assert said(prompt) == "<user>q" and not prompt.is_chat
+    assert said(prompt) == "<user>q"
 
 
 def test_an_answer_that_is_empty_gives_way_to_the_next(load):
@@ -119,7 +124,6 @@ def test_a_conversation_keeps_its_turns(load):
     (prompt,) = load({"prompt": CHAT, "answer": "6"}, template="<{question}>")
     assert said(prompt) == "<system>Be brief.<user>2 + 2?<assistant>4<user>And 3 + 3?"
     assert prompt.question == "user: 2 + 2?\n\nassistant: 4\n\nuser: And 3 + 3?"
-    assert prompt.is_chat and prompt.has_system
 
 
 def test_a_system_message_of_the_row_takes_the_place_of_the_configured_one(load):
@@ -128,7 +132,13 @@ def test_a_system_message_of_the_row_takes_the_place_of_the_configured_one(load)
     assert said(own) == "<system>Be brief.<user>2 + 2?"
     assert said(configured) == "<system>Be right.<user>What is 2 + 2?"
     assert said(text) == "<system>Be right.<user>2 + 2? Now."
-    assert [one.has_system for one in (own, configured, text)] == [True, False, False]
+
+
+def test_a_set_counts_what_the_configuration_does_not_apply_to(read):
+    found = read({"prompt": CHAT}, {"prompt": USER}, {"prompt": CHAT, "answer": "6"})
+    assert (found.chats, found.with_system, found.unanswered) == (3, 2, 2)
+    found = read({"prompt": "2 + 2?", "answer": "4"}, {"prompt": "3 + 3?"})
+    assert (found.chats, found.with_system, found.unanswered) == (0, 0, 1)
 
 
 class Kept(Turns):
