@@ -10,6 +10,7 @@ which would also show a cost that only some of the steps have.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
@@ -50,7 +51,8 @@ placement: {{platform: cpu, learner: {{cpus: 0.5}}, rollout: {{cpus: 0.5}}}}
 def pin(process: int, core: int) -> None:
     """Gives all threads of a process one core."""
     for thread in psutil.Process(process).threads():
-        os.sched_setaffinity(thread.id, {core})
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(thread.id, {core})
 
 
 def measured_steps(folder: pathlib.Path, given: argparse.Namespace, *, every: int) -> list[dict]:
