@@ -41,11 +41,19 @@ class DecodeRate:
 
     def __init__(self, max_staleness: int):
         self._steps: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS if max_staleness else 1)
+        self._earlier_s = 0.0
+
+    def add_earlier(self, decode_s: float) -> None:
+        """Adds seconds of a row of the ledger that is no step, as of the start of a run, in which
+        groups of the next step were decoded.
+        """
+        self._earlier_s += decode_s
 
     def add_step(self, tokens: float, decode_s: float) -> float | None:
         """The rate with the next step, whose busiest worker decoded for `decode_s`; None for 0, as
         while recorded groups train again.
         """
+        decode_s, self._earlier_s = decode_s + self._earlier_s, 0.0
         if decode_s <= 0:
             return None
         self._steps.append((tokens, decode_s))
@@ -205,11 +213,14 @@ class StepReports:
         for process, held in memory.items():
             metrics |= held.metrics(process)
         metrics |= {f"leases/{name}": float(n) for name, n in state.leases.lease_totals.items()}
-        if "rollout/tokens" in metrics:
+        decoded = (p["prefill"] + p["decode"] for p in record.processes.values())
+        slowest = max(decoded, default=0.0)
+        if "rollout/tokens" not in metrics:
+            self._decoded.add_earlier(slowest)
+        else:
             self._step_s.append(wall_s)
             recent = self._step_s[-RECENT_STEPS:]
             metrics["time/train/step_avg_last10_s"] = sum(recent) / len(recent)
-            slowest = max(p["prefill"] + p["decode"] for p in record.processes.values())
             if rate := self._decoded.add_step(metrics["rollout/tokens"], slowest):
                 metrics["throughput/train/decode_tokens_per_s"] = rate
         for process, phases in record.processes.items():
