@@ -13,7 +13,9 @@ class RunError(Exception):
 
 
 class NothingTrained(RunError):
-    """The run took its steps, and none of them changed the policy."""
+    """The run took all its steps, or its first ones without a single reward, and none of them
+    changed the policy.
+    """
 
     exit_code = 4
 

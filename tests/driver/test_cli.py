@@ -46,6 +46,15 @@ def test_a_variable_that_jax_cannot_read_is_one_message():
     assert "'banana'" in ended.stderr and "JAX_ENABLE_X64" in ended.stderr
 
 
+def test_a_preset_names_what_it_replaces_in_the_file(run_file, capsys):
+    file = pathlib.Path(run_file("%Y"))
+    file.write_text(file.read_text() + "algorithm: {entropy_coef: 0.25}\n")
+    assert cli.main(["--config", str(file), "--preset", "dapo", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("preset dapo: ")
+    assert "so that entropy_coef=0.25 of it does not count" in said
+
+
 @pytest.fixture
 def run_file(tmp_path):
     """Writes the configuration of a run whose template reads the clock; returns its path."""

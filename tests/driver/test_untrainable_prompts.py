@@ -69,6 +69,19 @@ def test_a_run_without_one_scored_completion_is_no_success_N07(tmp_path, monkeyp
     assert len(run.said_of("no completion was scored in 5 steps: the run ends here")) == 1
 
 
+def test_a_run_that_ended_unscored_goes_on_once_its_scorers_are_mended(tmp_path, monkeypatch):
+    world = World()
+    world.reward_error = "the judge does not answer"
+    folder = tmp_path / "run"
+    assert SimulatedRun(folder, world, steps=8).run(monkeypatch).status["exit_code"] == 4
+    again = SimulatedRun(folder, world, steps=8, run__resume=True).run(monkeypatch)
+    assert again.status["exit_code"] == 4 and not again.said_of("the run ends here")
+    world.reward_error = ""
+    more = SimulatedRun(folder, world, steps=12, run__resume=True).run(monkeypatch)
+    assert more.error is None and more.status["state"] == "finished"
+    assert sorted(world.trained) == [f"g{i:08d}" for i in range(4 * 8, 4 * 12)]
+
+
 def test_a_run_that_has_scored_goes_on_where_later_completions_cannot_be(tmp_path, monkeypatch):
     world = World()
     world.at(40.0, lambda: setattr(world, "reward_error", "the judge does not answer"))
