@@ -135,7 +135,7 @@ def test_a_system_message_of_the_row_takes_the_place_of_the_configured_one(load)
 
 
 def test_a_set_counts_what_the_configuration_does_not_apply_to(read):
-    found = read({"prompt": CHAT}, {"prompt": USER}, {"prompt": CHAT, "answer": "6"})
+    found = read({"prompt": CHAT, "answer": "6"}, {"prompt": USER}, {"prompt": CHAT})
     assert (found.chats, found.with_system, found.unanswered) == (3, 2, 2)
     found = read({"prompt": "2 + 2?", "answer": "4"}, {"prompt": "3 + 3?"})
     assert (found.chats, found.with_system, found.unanswered) == (0, 0, 1)
