@@ -5,7 +5,9 @@ What differs from one process to the next is refused: random numbers, and addres
 """
 
 import contextlib
+import copy
 import datetime
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -187,7 +189,7 @@ class ChatTemplate:
         if not found:
             raise ValueError(f"{self.name} leaves a turn of the assistant out: {self.fix}")
         for message in following:
-            if message["content"].strip() not in after:
+            if not _shows(after, message["content"]):
                 raise ValueError(
                     f"{self.name} leaves a message of role {message['role']!r}, "
                     f"{message['content'][:_SHOWN]!r}, out of the conversation, or a part of it: "
@@ -222,6 +224,23 @@ class ChatTemplate:
             "template writes: set environment.history=keep to go on from exactly the tokens that "
             f"were sampled, or {self.fix}"
         )
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> "ChatTemplate":
+        """The same template, which offers the tools of an environment.
+
+        Args:
+            tools: their JSON schemas; none leaves those that it has.
+
+        Raises:
+            ValueError: if it does not read tools, or does not render with them.
+        """
+        if not tools:
+            return self
+        self.check_takes_tools("tools of the environment")
+        found = copy.copy(self)
+        found.tools = tuple(tools)
+        found._check_shows_the_user([])
+        return found
 
     def check_arguments(self) -> None:
         """Checks that the template reads every argument, and the tools if there are some.
@@ -291,7 +310,7 @@ class ChatTemplate:
         for place, message in enumerate(messages):
             role, content = message["role"], message["content"].strip()
             needed = [content] if role != "assistant" else _called_names(message)
-            for lost in (one for one in needed if one not in text):
+            for lost in (one for one in needed if not _shows(text, one)):
                 raise ValueError(
                     f"{self.name} leaves message {place} of role {role!r}, {lost[:_SHOWN]!r}, out "
                     f"of the prompt, or a part of it: remove such messages from the data, or "
@@ -353,6 +372,14 @@ class ChatTemplate:
             f"{self.name} leaves the user's text out of the prompt{beside}: {shown} must render "
             f"messages[i]['content']{hint}; {self.fix}"
         )
+
+
+def _shows(text: str, content: str) -> bool:
+    """Whether a text has this content, as it is or as JSON: Llama's templates write what tools
+    answered so.
+    """
+    content = content.strip()
+    return content in text or json.dumps(content, ensure_ascii=False)[1:-1] in text
 
 
 def _called_names(message: Mapping[str, Any]) -> list[str]:

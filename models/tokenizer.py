@@ -4,6 +4,7 @@ Text becomes token ids only through the chat template, but for records of plain 
 training reads: completions are recorded as ids, and their text is only a view of them.
 """
 
+import copy
 import dataclasses
 import datetime
 import math
@@ -119,6 +120,16 @@ class Tokenizer:
         self._shown_roles: set[tuple[str, ...]] = {("user",)}
         self._control_token = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> "Tokenizer":
+        """The same tokenizer, whose template offers the tools of an environment.
+
+        Args, Raises: as `ChatTemplate.with_tools` has them.
+        """
+        found = copy.copy(self)
+        found.template = self.template.with_tools(tools)
+        found._shown_roles = {("user",)}
+        return found
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -221,7 +232,9 @@ class Tokenizer:
             messages, following = self._marked(messages), self._marked(following)
         text = self.template.after_turn(messages, following, history=history)
         ids = self._part_ids(text, spelled, is_first=False)
-        return ids[1:] if ids[:1] == [last_id] and last_id in self.stop_ids else ids
+        # Some models end a call with another token than the template writes, such as <|eom_id|>.
+        ended = last_id in self.stop_ids and bool(ids) and ids[0] in self.stop_ids
+        return ids[1:] if ended else ids
 
     def encode_text(self, text: str) -> TrainedText:
         """Token ids of a text that trains whole, without the chat template.

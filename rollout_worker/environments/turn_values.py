@@ -15,8 +15,11 @@ MOST_OBSERVATION_BYTES = 2**20
 """Of the messages of one turn, as JSON."""
 ASSISTANT = "assistant"
 """The role of the model's messages."""
+CALLS = "tool_calls"
+"""Of a message of the model, beside its content, which may then be missing."""
 
-Message = dict[str, str]
+Message = dict[str, Any]
+"""Texts by name; one of the assistant may have `tool_calls`, in the form of OpenAI's API."""
 
 
 class BadTurn(ValueError):
@@ -77,14 +80,17 @@ def messages_of(value: Any, what: str) -> list[Message]:
         raise BadTurn(f"{rule}, got {_shown(value)}")
     messages = []
     for place, message in enumerate(value):
-        is_text = isinstance(message, Mapping) and all(
-            isinstance(field, str) for pair in message.items() for field in pair
-        )
-        if not is_text:
+        fields = dict(message) if isinstance(message, Mapping) else {"": message}
+        calls = fields.pop(CALLS, None) or []
+        if calls and fields.get("content") is None:
+            fields["content"] = ""
+        if not all(isinstance(field, str) for pair in fields.items() for field in pair):
             raise BadTurn(f"{rule}, with texts alone; message {place} is {_shown(message)}")
-        if not message.get("role") or "content" not in message:
+        if not fields.get("role") or "content" not in fields:
             raise BadTurn(f"{rule}; message {place} has no role or no content: {_shown(message)}")
-        messages.append({str(key): str(field) for key, field in message.items()})
+        messages.append({str(key): str(field) for key, field in fields.items()})
+        if calls:
+            messages[-1][CALLS] = _calls_of(calls, f"{CALLS} of message {place} of {what}")
     if messages[-1]["role"] == ASSISTANT:
         raise BadTurn(f"{rule}; the last one has the role {ASSISTANT!r}, which is the model's own")
     text = json.dumps(messages, ensure_ascii=False)
@@ -95,6 +101,23 @@ def messages_of(value: Any, what: str) -> list[Message]:
     if size > MOST_OBSERVATION_BYTES:
         raise BadTurn(f"{what} has {size:,} bytes, at most {MOST_OBSERVATION_BYTES:,} are taken")
     return messages
+
+
+def _calls_of(calls: Any, what: str) -> list[dict[str, Any]]:
+    """Calls of tools that the assistant is said to have made, as JSON values."""
+    rule = f"{what} must be a list such as [{{'function': {{'name': 'add', 'arguments': {{}}}}}}]"
+    if isinstance(calls, str | bytes | Mapping) or not isinstance(calls, Sequence):
+        raise BadTurn(f"{rule}, got {_shown(calls)}")
+    try:
+        read = json.loads(json.dumps(list(calls), allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadTurn(f"{rule}, of JSON values: {error}") from None
+    for call in read:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str) or not name:
+            raise BadTurn(f"{rule}, got the call {_shown(call)}")
+    return read
 
 
 def reward_of(value: Any) -> float:

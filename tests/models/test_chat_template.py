@@ -262,6 +262,22 @@ def test_a_template_that_rewrites_turns_is_refused_unless_they_are_kept(text, ho
     assert after.startswith("<|end|><|user|>Again.<|end|><|assistant|>")
 
 
+def test_an_answer_that_a_template_writes_as_json_is_there():
+    template = template_of(
+        "{% for m in messages %}<|{{ m.role }}|>"
+        "{% if m.role == 'tool' %}{{ m.content | tojson }}{% else %}{{ m.content }}{% endif %}"
+        "<|end|>{% endfor %}" + OPENING
+    )
+    answer = {"role": "tool", "content": 'two "lines"\nof é\n'}
+    after = template.after_turn(ASKED, [answer], history="as_rendered")
+    assert after == '<|end|><|tool|>"two \\"lines\\"\\nof é\\n"<|end|><|assistant|>'
+    template.check_shows([*ASKED, {"role": "assistant", "content": "?"}, answer])
+    with pytest.raises(ValueError, match="leaves message 0 of role 'tool', 'four', out"):
+        template_of(
+            TURNS.replace("m.content", "'five' if m.role == 'tool' else m.content")
+        ).check_shows([{"role": "tool", "content": "four"}])
+
+
 def test_a_template_that_leaves_an_answer_of_the_environment_out_is_refused():
     template = template_of(
         "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}" + OPENING
