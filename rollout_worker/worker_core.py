@@ -72,7 +72,9 @@ class WorkerCore:
                 stop_set=setup.stop_set,
             ),
             engine=engine,
-            tokenizer=tokenizer,
+            tokenizer=tokenizer.with_tools(rewards.tools)
+            if isinstance(rewards, EnvironmentPool)
+            else tokenizer,
             rewards=rewards,
             train=self._train.prompts,
             held_out=[

@@ -127,11 +127,12 @@ THIRD_PARTY = {
         "pyarrow": "data/*",
         "reasoning_gym": "*",
         "httpx": "rewards/judge.py",
-        "jsonschema": "rewards/*",
+        "jsonschema": "rewards/* environments/tools/*",
         "math_verify": "rewards/*",
-        "referencing": "rewards/*",
+        "referencing": "rewards/* environments/tools/*",
+        "rank_bm25": "environments/tools/folder_search.py",
         "sympy": "rewards/*",
-        "pydantic": "config/*",
+        "pydantic": "config/* environments/tools/*",
         "psutil": "*",
     },
     "driver": {
@@ -150,7 +151,7 @@ THIRD_PARTY = {
 }
 """Package -> module from outside -> which files of the package may import it."""
 
-LAZY = {"datasets", "playwright", "tensorboardX", "torch", "wandb"}
+LAZY = {"datasets", "playwright", "rank_bm25", "tensorboardX", "torch", "wandb"}
 """Modules from outside that an installation may lack: imported in functions only."""
 
 FILES_IN_A_FOLDER = 15
@@ -419,7 +420,7 @@ def tree(tmp_path):
         ("learner/loss.py", "from .actor import LearnerActor", "core of a package"),
         ("learner/objective/loss.py", "from learner import actor", "core of a package"),
         ("rollout_worker/engine/a.py", "import rollout_worker.rewards.scorers", "engine may"),
-        ("rollout_worker/worker.py", "import pydantic", "only config/* may"),
+        ("rollout_worker/worker.py", "import pydantic", "only config/* environments/tools"),
         ("rollout_worker/engine/engine.py", "def f():\n    import torch", "may not use"),
         ("rollout_worker/a.py", "import importlib\nimportlib.import_module('ray')", "a.py:2"),
         ("driver/config/a.py", "import driver.accounting.leases", "driver.config may import"),

@@ -147,7 +147,10 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
         _load_scorers(config)
     else:
         checked(tokenizer.template.check_history, config.environment.history)
-        checked(validate_environment, config.environment, config.reward, about="environment.name")
+        tools = checked(
+            validate_environment, config.environment, config.reward, about="environment.name"
+        )
+        checked(tokenizer.with_tools, tools, about="environment.name")
     if ":" in config.algorithm.policy_loss:
         try_policy_loss(config.algorithm.policy_loss)
     longest = config.rollout.max_prompt_tokens

@@ -24,7 +24,7 @@ from rollout_worker.environments.turn_values import (
     turn_of,
 )
 from rollout_worker.rewards.processes.concurrent_requests import ConcurrentRequests
-from rollout_worker.rewards.processes.reward_child import start_child
+from rollout_worker.rewards.processes.reward_child import describe_error, start_child
 from rollout_worker.rewards.scorers import BadScorer, ScorerKind
 from services.user_code.import_path import BadImportPath, load_attribute, nearest_hint
 
@@ -46,16 +46,19 @@ class LiveEnvironments:
     another way than before, it ends with an error.
     """
 
-    kind = ScorerKind(is_async=True, is_group=False)
-
-    def __init__(self, make: Callable[[], Any]):
+    def __init__(self, make: Callable[[], Any], tools: Sequence[dict[str, Any]] = ()):
+        """Args:
+        make: returns the environment of an episode.
+        tools: JSON schemas of the functions that it offers.
+        """
         self._make = make
+        self.kind = ScorerKind(is_async=True, is_group=False, tools=tuple(tools))
         self._live: dict[str, _Episode] = {}
         self._closing: set[asyncio.Task] = set()
 
     @classmethod
     def load(cls, name: str, params: dict[str, Any]) -> "LiveEnvironments":
-        """Finds a class and checks its parameters and methods.
+        """Finds a class, checks its methods, and makes one with its parameters to see its tools.
 
         Raises:
             BadScorer: if it cannot be used; with the reason and what to do.
@@ -77,7 +80,7 @@ class LiveEnvironments:
                     "async reset(item, seed) -> messages, async step(message) -> observation, "
                     "reward, done, info"
                 )
-        return cls(lambda: made(**params))
+        return cls(lambda: made(**params), _tools_of(name, made, params))
 
     async def score_async(self, line: bytes) -> dict[str, Any]:
         """Answers one call; see `environment_pool.py` for its fields."""
@@ -131,6 +134,28 @@ class LiveEnvironments:
             task = asyncio.get_running_loop().create_task(_close(close))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
+
+
+def _tools_of(name: str, made: type, params: dict[str, Any]) -> list[dict[str, Any]]:
+    """JSON schemas of what one environment offers, which is made for this and has no episode."""
+    try:
+        environment = made(**params)
+    # The constructor is foreign code; what it raises is why no episode can begin.
+    except Exception as error:
+        traceback.print_exception(error)
+        raise BadScorer(
+            f"environment {name!r} cannot be made with params={params}: {describe_error(error)}"
+        ) from error
+    tools = getattr(environment, "tools", None) or []
+    if not tools:
+        return []
+    # Its libraries take time that environments without tools need not spend.
+    from rollout_worker.environments.tools.function_schemas import BadTool, schemas_of
+
+    try:
+        return schemas_of(tools)
+    except BadTool as error:
+        raise BadScorer(f"environment {name!r}: {error}") from error
 
 
 async def _close(close: Callable[[], Any]) -> None:

@@ -75,10 +75,12 @@ class EnvironmentPool:
             account=self.account,
         )
         try:
-            threads, _ = self._threads.start(reward.processes)
+            threads, kinds = self._threads.start(reward.processes)
         except BaseException:
             self.close()
             raise
+        self.tools = kinds[environment.name].tools
+        """JSON schemas of the functions that it offers to the model."""
         # A lane for each: what an episode has heard so far is in one process.
         for thread in threads:
             lane = JobQueue(in_flight=reward.in_flight, patience_s=STANDSTILL_S)
@@ -191,8 +193,14 @@ def allowance_of(environment: EnvironmentConfig, reward: RewardConfig) -> Allowa
     return Allowance(memory_gb=environment.memory_gb, environment=reward.environment)
 
 
-def validate_environment(environment: EnvironmentConfig, reward: RewardConfig) -> None:
-    """Checks name, methods and parameters of an environment in a child process that then ends.
+def validate_environment(
+    environment: EnvironmentConfig, reward: RewardConfig
+) -> tuple[dict[str, Any], ...]:
+    """Checks name, methods, parameters and tools of an environment in a child process that then
+    ends.
+
+    Returns:
+        JSON schemas of the functions that it offers to the model.
 
     Raises:
         ValueError: if it cannot be loaded, with the reason and what to do.
@@ -201,6 +209,7 @@ def validate_environment(environment: EnvironmentConfig, reward: RewardConfig) -
     child = _process(environment, allowance_of(environment, reward), None)
     child.wait_ready(START_TIMEOUT_S)
     child.kill()
+    return child.kinds[environment.name].tools
 
 
 def _process(

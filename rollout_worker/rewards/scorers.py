@@ -190,6 +190,8 @@ class ScorerKind:
     is_async: bool
     is_group: bool
     """It sees all completions of a prompt, and not one."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """JSON schemas of the functions that an environment offers; scorers have none."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -61,7 +61,10 @@ def parse_load_reply(line: bytes, request_id: str) -> LoadReply:
     """
     match _fields(line, request_id):
         case {"ready": dict(kinds), **rest} if not rest and all(map(_is_kind, kinds.values())):
-            read = {name: ScorerKind(**kind) for name, kind in kinds.items()}
+            read = {
+                name: ScorerKind(kind["is_async"], kind["is_group"], tuple(kind["tools"]))
+                for name, kind in kinds.items()
+            }
             return LoadReply("ready", "", read)
         case {"loading": str(text), **rest} if not rest:
             return LoadReply("loading", text)
@@ -138,8 +141,11 @@ def _read(line: bytes) -> dict[str, Any]:
 def _is_kind(value: Any) -> bool:
     return (
         isinstance(value, dict)
-        and set(value) == {"is_async", "is_group"}
-        and all(isinstance(flag, bool) for flag in value.values())
+        and set(value) == {"is_async", "is_group", "tools"}
+        and isinstance(value["is_async"], bool)
+        and isinstance(value["is_group"], bool)
+        and isinstance(value["tools"], list)
+        and all(isinstance(one, dict) for one in value["tools"])
     )
 
 

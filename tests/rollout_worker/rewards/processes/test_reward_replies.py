@@ -28,8 +28,10 @@ def test_replies_of_the_expected_form_are_read():
     assert parse_score_reply(group, "a", "f", 2).rewards == ({"f": 2.0}, {"f": 1.0})
     assert parse_load_reply(b'{"id": "a", "loading": "f"}', "a") == LoadReply("loading", "f")
     assert parse_load_reply(b'{"id": "a", "refused": "no"}', "a") == LoadReply("refused", "no")
-    ready = b'{"id": "a", "ready": {"f": {"is_async": true, "is_group": false}}}'
-    kinds = {"f": ScorerKind(is_async=True, is_group=False)}
+    ready = (
+        b'{"id": "a", "ready": {"f": {"is_async": true, "is_group": false, "tools": [{"a": 1}]}}}'
+    )
+    kinds = {"f": ScorerKind(is_async=True, is_group=False, tools=({"a": 1},))}
     assert parse_load_reply(ready, "a") == LoadReply("ready", "", kinds)
 
 
@@ -166,8 +168,9 @@ def test_a_reply_to_another_request_is_refused_R1(other):
         {"ready": True},
         {"ready": {}, "loading": "f"},
         {"ready": {"f": {"is_async": True}}},
-        {"ready": {"f": {"is_async": True, "is_group": 1}}},
-        {"ready": {"f": {"is_async": True, "is_group": False, "more": True}}},
+        {"ready": {"f": {"is_async": True, "is_group": 1, "tools": []}}},
+        {"ready": {"f": {"is_async": True, "is_group": False, "tools": [1]}}},
+        {"ready": {"f": {"is_async": True, "is_group": False, "tools": [], "more": True}}},
         {"ready": {"f": None}},
         {"scorer": "f", "rewards": {"f": 1.0}},
     ],
