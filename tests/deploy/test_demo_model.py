@@ -1,5 +1,6 @@
 """The demo's embedded model: its files, its corpus, its task, and what it knows at the start."""
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -14,7 +15,10 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from deploy.demo import make_model
-from driver.config.load_config import load
+from driver.config.load_config import load, load_as
+from driver.sft.sft_config import SftConfig
+from driver.sft.sft_plan import plan_training
+from learner.sft.supervised_learner import SupervisedLearner
 from models.files.checkpoint import check_model_files, load_model, read_model_config
 from models.tokenizer import load_tokenizer
 from models.transformer import init_params
@@ -138,10 +142,11 @@ def test_prompts_and_workings_fit_the_run(demo, tokenizer, prompt_sets):
 
 @pytest.mark.parametrize("stage", STAGES, ids=["calculate", "guess"])
 def test_every_answer_of_the_corpus_is_right(stage):
-    terse = 0
+    terse = [[], []]
     for question, answer in make_model.conversations(stage):
         *lines, last = answer.split("\n")
-        terse += not lines
+        first = int(question.partition(": ")[2].split()[0])
+        terse[first >= make_model.LARGE].append(not lines)
         carried = None
         for line in lines:
             left, operator, right, result = STEP.fullmatch(line).groups()
@@ -152,48 +157,77 @@ def test_every_answer_of_the_corpus_is_right(stage):
         assert carried is None or carried == total_of(question)
         assert last == f"#### {total_of(question)}"
         assert gsm8k_answer(answer, answer=str(total_of(question)), prompt="", item={})
-    count = stage.steps * stage.rows
-    # Four standard deviations of a binomial share.
-    spread = 4 * (stage.terse_fraction * (1 - stage.terse_fraction) / count) ** 0.5
-    assert terse / count == pytest.approx(stage.terse_fraction, abs=spread)
+    for kind, expected in enumerate(stage.terse_fractions):
+        # Four standard deviations of a binomial share.
+        spread = 4 * (expected * (1 - expected) / len(terse[kind])) ** 0.5
+        assert np.mean(terse[kind]) == pytest.approx(expected, abs=spread)
 
 
 def test_working_of_a_sum_worked_out_by_hand():
     assert make_model.worked_lines("4 - 9 + 7 - 0") == ["4 - 9 = -5", "-5 + 7 = 2", "2 - 0 = 2"]
 
 
-def test_batches_are_the_same_every_time_and_count_the_answer_alone(tokenizer):
-    stage = make_model.Stage(steps=2, rows=4, terse_fraction=0.5, learning_rate=1e-3, seed=5)
-    ids_SBT, counted_SBT = make_model.stage_batches(tokenizer, stage)
-    again_SBT, _ = make_model.stage_batches(tokenizer, stage)
-    assert ids_SBT.shape == (2, 4, 76)
-    np.testing.assert_array_equal(ids_SBT, again_SBT)
-    for (_, answer), ids_T, counted_T in zip(
-        make_model.conversations(stage),
-        ids_SBT.reshape(-1, 76),
-        counted_SBT.reshape(-1, 76),
-        strict=True,
-    ):
-        assert tokenizer.decode(ids_T[counted_T]) == f"{answer}<|im_end|>"
-
-
-def test_row_too_short_for_a_conversation_is_refused(tokenizer):
+def test_records_train_the_answer_and_its_end_alone_and_fit(demo, tokenizer, tmp_path):
     stage = make_model.Stage(
-        steps=1, rows=1, row_tokens=40, terse_fraction=0.0, learning_rate=1e-3, seed=0
+        steps=3, rows=4, terse_fractions=(0.5, 0.5), learning_rate=1e-3, seed=5
     )
-    with pytest.raises(ValueError, match="a row of 40 tokens cannot hold"):
-        make_model.stage_batches(tokenizer, stage)
+    settings = make_model.stage_settings(stage, make_model.OUTPUT, tmp_path)
+    config = load_as(SftConfig, str(make_model.SETTINGS), settings)
+    assert config.data.system_prompt == demo.data.system_prompt
+    plan = plan_training(config)
+    said = [tokenizer.decode(one.token_ids[one.trains]) for one in plan.train]
+    assert said == [f"{answer}<|im_end|>" for _, answer in make_model.conversations(stage)]
 
 
-def test_training_twice_gives_the_same_bits(tokenizer):
-    stage = make_model.Stage(steps=3, rows=4, terse_fraction=0.5, learning_rate=1e-2, seed=5)
-    config = make_model.model_config(tokenizer.vocab_size)
-    params = jax.jit(init_params, static_argnums=1)(jax.random.key(0), config)
-    batches = make_model.stage_batches(tokenizer, stage)
-    runs = [make_model.train(params, config, *batches, stage.learning_rate) for _ in range(2)]
-    for one, other in zip(jax.tree.leaves(runs[0]), jax.tree.leaves(runs[1]), strict=True):
-        np.testing.assert_array_equal(one, other)
-    assert runs[0][1][-1] < runs[0][1][0]
+def test_the_longest_record_of_the_corpus_fits(tokenizer):
+    config = load_as(SftConfig, str(make_model.SETTINGS), ["model.path=m", "data.train.source=a"])
+    records = list(make_model.conversations(make_model.CALCULATE))
+    texts = [question + answer for question, answer in records]
+    counts = [len(ids) for ids in AutoTokenizer.from_pretrained(MODEL)(texts)["input_ids"]]
+    question, answer = records[int(np.argmax(counts))]
+    roles = ("system", "user", "assistant")
+    said = (make_model.SYSTEM_PROMPT, question, answer)
+    turns = [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
+    assert len(tokenizer.encode_turns(turns, [2]).token_ids) <= config.batch.max_tokens
+
+
+def test_the_first_steps_lose_what_they_do_in_a_loop_written_out(tokenizer, tmp_path):
+    """The loop had one conversation a row, one batch a step, and optax alone."""
+    first_three = dataclasses.replace(make_model.CALCULATE, steps=3)
+    configs = [
+        load_as(
+            SftConfig,
+            str(make_model.SETTINGS),
+            make_model.stage_settings(stage, make_model.OUTPUT, tmp_path),
+        )
+        for stage in (make_model.CALCULATE, first_three)
+    ]
+    shape = make_model.model_config(tokenizer.vocab_size)
+    learner = SupervisedLearner(
+        configs[0].learner,
+        shape,
+        jax.tree.map(np.asarray, init_params(jax.random.key(0), shape)),
+        total_steps=make_model.CALCULATE.steps,
+        valid_vocab=tokenizer.vocab_size,
+        devices=jax.devices()[:1],
+    )
+    plan = plan_training(configs[1])
+    losses = [learner.update(plan.batch(step))["train/loss"] for step in (1, 2, 3)]
+    assert losses == pytest.approx([6.0182424, 6.0341039, 5.9585609], rel=1e-6)
+
+
+def test_making_it_twice_gives_the_same_files_as_the_committed_but_for_the_weights(tmp_path):
+    stage = make_model.Stage(
+        steps=3, rows=4, terse_fractions=(0.5, 0.5), learning_rate=1e-2, seed=5, dtype="bfloat16"
+    )
+    made = []
+    for name in ("one", "other"):
+        make_model.make(tmp_path / name, [stage])
+        made.append({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()})
+    assert made[0] == made[1]
+    committed = {file.name: file.read_bytes() for file in make_model.OUTPUT.iterdir()}
+    weights = [files.pop("model.safetensors") for files in (committed, made[0])]
+    assert made[0] == committed and len(weights[0]) == len(weights[1])
 
 
 @pytest.mark.slow
