@@ -213,7 +213,7 @@ def test_the_first_steps_lose_what_they_do_in_a_loop_written_out(tokenizer, tmp_
     )
     plan = plan_training(configs[1])
     losses = [learner.update(plan.batch(step))["train/loss"] for step in (1, 2, 3)]
-    assert losses == pytest.approx([6.0182424, 6.0341039, 5.9585609], rel=1e-6)
+    assert losses == pytest.approx([6.0182424, 6.0341039, 5.9585609], rel=1e-5)
 
 
 def test_making_it_twice_gives_the_same_files_as_the_committed_but_for_the_weights(tmp_path):
