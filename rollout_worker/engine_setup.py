@@ -29,6 +29,8 @@ from services.process.phase_clock import PhaseClock
 
 STOP_STRINGS_SET = 1
 """Stop set of requests that end with `rollout.stop_strings`; set 0 has none."""
+MOST_PARKED_PER_SLOT = 4
+"""Episodes that are kept between their turns, if nothing else is configured."""
 MOST_STOP_IDS = 8
 """Stop ids of a row that the engine has room for, if the tokenizer does not have more."""
 
@@ -93,7 +95,8 @@ class EngineSetup:
                 f"worker: set it to one of {_divisors(devices)}"
             )
         lanes = devices // decode.tensor
-        for name, count in (("slots", decode.slots), ("prefixes", decode.prefixes)):
+        for name in ("slots", "prefixes", "parked"):
+            count = getattr(decode, name)
             if count is not None and count % lanes:
                 raise ValueError(
                     f"rollout.decode.{name}={count} must be a multiple of the {lanes} lanes of a "
@@ -101,6 +104,17 @@ class EngineSetup:
                     f"it to {-(-count // lanes) * lanes}"
                 )
         return lanes
+
+    @property
+    def _parked(self) -> int:
+        """Episodes that all lanes keep between their turns."""
+        rollout, decode = self.rollout, self.rollout.decode
+        if not self.several_turns:
+            return 0
+        if decode.parked is not None:
+            return decode.parked
+        prompts = -(-rollout.prompts_per_step // rollout.workers.at_start)
+        return min(prompts * rollout.completions_per_prompt, MOST_PARKED_PER_SLOT * decode.slots)
 
     @property
     def stop_set(self) -> int:
@@ -175,6 +189,7 @@ class EngineSetup:
             goes_on=self.several_turns,
             prefill_tokens=decode.prefill_tokens,
             prefixes=None if decode.prefixes is None else decode.prefixes // lanes,
+            parked=-(-self._parked // lanes),
             stop_ids=max(MOST_STOP_IDS, stop_ids),
             invariant=decode.invariant,
             compile_budget=decode.compile_budget,

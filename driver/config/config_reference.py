@@ -44,6 +44,7 @@ _UNIT_OF_KEY = {
     "rollout.decode.slots": "completions",
     "rollout.decode.tensor": "devices",
     "rollout.decode.prefixes": "prompts",
+    "rollout.decode.parked": "episodes",
     "rollout.decode.compile_budget": "programs",
     "rollout.workers.min": "workers",
     "rollout.workers.max": "workers",

@@ -33,6 +33,13 @@ class DecodeConfig(Section):
     prefixes: int | None = Field(default=None, ge=1, le=65_536)
     """Prompts that are kept prefilled while their completions wait for a slot, over all devices;
     null derives half of the slots."""
+    parked: int | None = Field(default=None, ge=0, le=65_536)
+    """Episodes whose keys and values are kept from turn to turn, over all devices, so that a turn
+    prefills its new tokens only. Each takes the memory of a slot; best are as many as a worker has
+    begun at once. Beyond that the oldest whose environment has not answered are given up, and their
+    next turn is prefilled anew: it draws the same tokens, within rounding. null derives one for
+    each episode that a worker begins in a step, and at most four for a slot; 0 prefills every turn
+    anew. Without an environment there are none."""
     cache_tokens: int | None = Field(default=None, ge=1, le=2**24)
     """KV columns of a slot at most; null derives max_prompt_tokens + max_completion_tokens."""
     invariant: bool = False

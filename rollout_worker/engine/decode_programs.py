@@ -42,7 +42,9 @@ class Geometry:
     places: int
     """Rows in a lane's table, queued or in a slot."""
     prefixes: int
-    """Entries of the prefix pool."""
+    """Entries of the prefix pool for prompts whose rows wait for a slot."""
+    parked: int
+    """Further entries of the pool, for episodes between their turns; 0 parks none."""
     pool_width: int
     """Columns of the pool: the longest prompt without its last token."""
     widths: tuple[int, ...]
@@ -61,9 +63,14 @@ class Geometry:
         return max(1, self.chunk_tokens // size)
 
     @property
+    def entries(self) -> int:
+        """Of the prefix pool; those of episodes come last."""
+        return self.prefixes + self.parked
+
+    @property
     def has_later_chunks(self) -> bool:
-        """Whether a prompt may need more than one chunk."""
-        return self.pool_width > self.chunks[-1]
+        """Whether a prompt may need more than one chunk, or a chunk behind what was parked."""
+        return self.pool_width > self.chunks[-1] or self.parked > 0
 
 
 class DecodePrograms:
@@ -109,7 +116,7 @@ class DecodePrograms:
             make = partial(allocate_cache, config.num_layers, dtype=spec.cache_dtype)
             cache = make(shape=(lanes * spec.slots, heads, g.widths[0], size))
             slots = idle_slots(lanes * spec.slots, cache)
-            pool = make(shape=(lanes * g.prefixes, heads, g.pool_width, size))
+            pool = make(shape=(lanes * g.entries, heads, g.pool_width, size))
             return slots._replace(head=jnp.zeros((lanes,), jnp.int32)), pool
 
         shardings = self._shardings(jax.eval_shape(build))
@@ -126,22 +133,34 @@ class DecodePrograms:
         return jitted.lower(self.params_struct(), pool, self.chunks_struct(size)).compile()
 
     def compile_segment(self, width: int) -> jax.stages.Compiled:
-        """(params, slots, rows, pool, stop table, floor) -> slots in place, and the tokens."""
+        """(params, slots, rows, pool, stop table, floor) -> slots in place, the tokens, and the
+        pool in place; None where nothing is parked.
+        """
         local = partial(segment, spec=self.spec)
         slot_axis: Any = 1
         lane_axis: Any = 0
         tokens_axes = SegmentTokens(*[slot_axis] * 4, steps=lane_axis)
-        function = over_lanes(local, self.spec, (None, 0, 0, 0, None, 0), (0, tokens_axes))
+        function = over_lanes(local, self.spec, (None, 0, 0, 0, None, 0), (0, tokens_axes, 0))
         slots = self.slots_struct(width)
         by_slot: Any = NamedSharding(self.spec.layout.mesh, PartitionSpec(None, "data"))
         by_lane: Any = self.by_lane
         tokens = SegmentTokens(*[by_slot] * 4, steps=by_lane)
-        jitted = jax.jit(function, donate_argnums=1, out_shardings=(self._shardings(slots), tokens))
+        pool = self.pool_struct()
+        parks = self.geometry.parked > 0
+        jitted = jax.jit(
+            function,
+            donate_argnums=(1, 3) if parks else 1,
+            out_shardings=(
+                self._shardings(slots),
+                tokens,
+                self._shardings(pool) if parks else None,
+            ),
+        )
         arguments = (
             self.params_struct(),
             slots,
             self.rows_struct(),
-            self.pool_struct(),
+            pool,
             self.stop_struct(),
             self._struct((self.spec.lanes,), jnp.int32),
         )
@@ -169,7 +188,7 @@ class DecodePrograms:
 
     def pool_struct(self) -> list[LayerCache]:
         """The prefix pools of all lanes."""
-        entries = self.spec.lanes * self.geometry.prefixes
+        entries = self.spec.lanes * self.geometry.entries
         return self._cache_struct(entries, self.geometry.pool_width)
 
     def rows_struct(self) -> Rows:
@@ -195,6 +214,7 @@ class DecodePrograms:
             stop_ids_RE=integer((R, self.geometry.stop_ids)),
             stop_state_R=integer((R,)),
             aborted_R=self._struct((R,), jnp.bool_),
+            parking_R=integer((R,)) if self.geometry.parked else None,
         )
         return Rows(**arrays)
 
@@ -216,7 +236,7 @@ class DecodePrograms:
         return device_bytes(self.slots_struct(width).cache)
 
     def pool_bytes(self) -> int:
-        """Of the prefix pool of one device."""
+        """Of the prefix pool of one device, parked episodes included."""
         return device_bytes(self.pool_struct())
 
     def _cache_struct(self, rows: int, width: int) -> list[LayerCache]:

@@ -81,6 +81,10 @@ class DecodeRequest:
     """A completion ends with any of these, which it keeps; None takes the engine's."""
     stop_set: int = 0
     """Index of a stop set of the engine's stop automaton; set 0 has no stop strings."""
+    episode: str | None = None
+    """Name that all turns of an episode share. When a completion of it has ended, its keys and
+    values are parked under the name and the sample index, for a request of that one sample whose
+    prompt begins with the same tokens: only what follows them is prefilled. None parks nothing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -53,7 +53,7 @@ class DeviceState:
         """
         params, slots, pool = self._loaded
         g = self._programs.geometry
-        packed = pack_chunks(pieces, g.chunk_prompts(size), size, g.prefixes)
+        packed = pack_chunks(pieces, g.chunk_prompts(size), size, g.entries)
         chunks = jax.device_put(packed, self._programs.by_lane)
         program = self._compiled.get_program(
             "prefill",
@@ -88,8 +88,8 @@ class DeviceState:
         program = self._compiled.get_program(
             "segment", {WIDTH: width}, lambda: self._programs.compile_segment(width)
         )
-        slots, tokens = program(params, slots, rows, pool, self._stop_table, floors)
-        self._arrays = params, slots, pool
+        slots, tokens, parked = program(params, slots, rows, pool, self._stop_table, floors)
+        self._arrays = params, slots, pool if parked is None else parked
         return tokens
 
     def narrow_cache(self) -> None:

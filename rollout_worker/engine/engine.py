@@ -6,7 +6,12 @@ It knows token ids and keys, never text, Ray or gRPC. A row is one completion. O
 2. in a lane's table: the prompt is prefilled into an entry of the lane's prefix pool, chunk by
    chunk, and the row is queued in a place of the table;
 3. in a slot: the device itself takes the next row of the queue whenever a slot is free, in the
-   middle of a segment, so that no slot waits for the host while rows are queued.
+   middle of a segment, so that no slot waits for the host while rows are queued;
+4. where it is a turn of an episode: parked, in an entry of the pool, until the next turn's request
+   comes, the episode ends, the policy changes or younger ones need the entry. A turn draws the same
+   tokens whether the turns before it were parked or are prefilled anew. Keys and values of a token
+   step and of a prefill differ in rounding alone: logprobs by some 1e-5 in float32, by the noise of
+   bfloat16 where activations have that type, where a draw that is so close may then differ.
 
 `step` is one turn of the host: start prefill calls, start a segment (up to `segment_tokens` token
 steps in one program), then collect the tokens of the segment before it. Device programs run in the
@@ -17,7 +22,7 @@ the tokens of the one before.
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import jax
@@ -66,6 +71,10 @@ class EngineCounts:
     slot_steps: int = 0
     """token_steps x slots of all lanes."""
     prompts: int = 0
+    prefilled_tokens: int = 0
+    """Of prompts, without padding; the last token of a prompt is a token step."""
+    reused_tokens: int = 0
+    """Of prompts, whose keys and values were parked."""
     prefill_calls: int = 0
     segments: int = 0
 
@@ -156,7 +165,8 @@ class Engine:
     def swap_policy(self, params: Params, version: int) -> None:
         """Makes another policy the current one, as `EngineLimits.on_swap` says.
 
-        Slots and pool are emptied: keys and values of an older policy are never read again. After
+        Slots and pool are emptied, parked episodes included: keys and values of an older policy are
+        never read again. After
         a step that failed, segments under way are lost and their rows start again.
 
         Args:
@@ -180,7 +190,7 @@ class Engine:
         self.device.load_policy(params)
         g = self.programs.geometry
         self._lanes = [
-            Lane(places=g.places, prefixes=g.prefixes, stop_ids=g.stop_ids)
+            Lane(places=g.places, prefixes=g.prefixes, parked=g.parked, stop_ids=g.stop_ids)
             for _ in range(self.spec.lanes)
         ]
         self.version = version
@@ -247,13 +257,36 @@ class Engine:
         }
 
     def abort_request(self, request_id: str) -> None:
-        """Ends a request's rows with the reason `aborted` and the tokens that they have."""
+        """Ends a request's rows with the reason `aborted` and the tokens that they have.
+
+        What is parked of their episodes is given up.
+        """
         gone = [row for lane in self._lanes for row in lane.abort_request(request_id)]
         for prefix in list(self._waiting):
             if prefix.rows[0].request.request_id == request_id:
                 gone += prefix.rows
                 self._waiting.remove(prefix)
         self._finished += [row.finished(FinishReason.ABORTED) for row in gone]
+        self._drop_parked(row.turn_of for row in gone if row.turn_of is not None)
+
+    def end_episode(self, episode: str) -> None:
+        """Gives up what is parked of an episode; its requests that are decoded go on.
+
+        Episodes that are never ended so cost no more than room: the oldest give way to others.
+        """
+        for lane in self._lanes:
+            lane.parking.drop_episode(episode)
+
+    @property
+    def parked(self) -> int:
+        """Completions of episodes whose keys and values are kept for a next turn."""
+        return sum(len(lane.parking) for lane in self._lanes)
+
+    @property
+    def parked_bytes(self) -> int:
+        """Of the same, over all devices."""
+        g = self.programs.geometry
+        return self.parked * self.programs.pool_bytes() * self.spec.layout.tensor // g.entries
 
     def _request_ids(self) -> set[str]:
         """Of the requests that have a row which has not ended."""
@@ -285,12 +318,34 @@ class Engine:
         """Gives waiting prompts to the lanes that have the fewest rows."""
         stock = self.programs.geometry.places
         while self._waiting:
-            open_ = [lane for lane in self._lanes if lane.has_entry and lane.stock < stock]
-            if not open_:
+            prefix = self._next_waiting()
+            open_ = [lane for lane in self._lanes if lane.stock < stock]
+            holding = [lane for lane in open_ if prefix.turn_of in lane.parking]
+            fitting = holding or [lane for lane in open_ if lane.has_entry]
+            if not fitting:
                 return
-            prefix = self._waiting.popleft()
+            self._waiting.remove(prefix)
+            min(fitting, key=lambda lane: lane.stock + lane.queued).add_prefix(prefix)
             self.counts.prompts += 1
-            min(open_, key=lambda lane: lane.stock + lane.queued).add_prefix(prefix)
+            self.counts.reused_tokens += prefix.prefilled
+            self.counts.prefilled_tokens += len(prefix.token_ids) - 1 - prefix.prefilled
+            if prefix.turn_of is not None and not holding:
+                self._drop_parked([prefix.turn_of])
+
+    def _next_waiting(self) -> Prefix:
+        """Episodes that are parked come first: the sooner they end, the fewer are parked at once
+        and the fewer are given up before their next turn.
+        """
+        if self.programs.geometry.parked:
+            for prefix in self._waiting:
+                if any(prefix.turn_of in lane.parking for lane in self._lanes):
+                    return prefix
+        return self._waiting[0]
+
+    def _drop_parked(self, turns: Iterable[tuple[str, int]]) -> None:
+        for turn_of in turns:
+            for lane in self._lanes:
+                lane.parking.drop(turn_of)
 
     def _prefill_call(self) -> jax.Array | None:
         g = self.programs.geometry

@@ -35,6 +35,8 @@ class EngineLimits:
     """Of one prefill call, padding included; a longer prompt takes several."""
     prefixes: int | None = None
     """Entries of a lane's prefix pool; None takes half of the slots."""
+    parked: int = 0
+    """Further entries, in which a lane keeps episodes between their turns."""
     stop_ids: int = 8
     """Most stop ids of a request."""
     invariant: bool = False
@@ -108,6 +110,8 @@ def _check_kinds(request: DecodeRequest, about: str) -> None:
     """Refuses values that the device's arrays cannot hold unchanged."""
     if not isinstance(request.request_id, str):
         raise ValueError(f"{about}: request_id must be text")
+    if not isinstance(request.episode, str | None):
+        raise ValueError(f"{about}: episode must be text or None, got {request.episode!r}")
     token_ids, key_data = request.token_ids, request.key_data
     if not (isinstance(token_ids, np.ndarray) and token_ids.ndim == 1 and _is_whole(token_ids)):
         raise ValueError(f"{about}: token_ids must be a one-dimensional array of integers")
@@ -167,6 +171,7 @@ def geometry_of(
     return Geometry(
         places=PLACES_PER_SLOT * spec.slots,
         prefixes=max(1, spec.slots // 2) if limits.prefixes is None else limits.prefixes,
+        parked=limits.parked,
         pool_width=pool_width,
         widths=widths,
         chunks=chunk_sizes(min(limits.prefill_tokens, pool_width)),
@@ -191,6 +196,8 @@ def _check_limits(spec: DecodeSpec, limits: EngineLimits) -> None:
     for name, value in sizes.items():
         if not isinstance(value, int | np.integer) or not 1 <= value < 2**31:
             raise ValueError(f"{name} must be a whole number, at least 1, got {value!r}")
+    if not isinstance(limits.parked, int | np.integer) or not 0 <= limits.parked < 2**31:
+        raise ValueError(f"parked must be a whole number, at least 0, got {limits.parked!r}")
     vocabulary = spec.layout.published.vocab_size
     if spec.valid_vocab > vocabulary:
         raise ValueError(

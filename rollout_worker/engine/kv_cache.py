@@ -1,11 +1,11 @@
 """Keys and values of the tokens so far: two buffers per layer, with a column per position.
 
 There are two sets of buffers: the cache, with a row per slot, and the prefix pool, with a row per
-prefilled prompt. Column and position are the same number in every row, so nothing is padded on the
-left: which columns a row may attend to follows from its length alone, and what an earlier row left
-in later columns is masked. A program attends over the whole width of the buffer that it is given,
-masked columns included; so the cache exists in a few widths, and a wider one is made when a row
-needs it.
+prefilled prompt or parked episode. Column and position are the same number in every row, so nothing
+is padded on the left: which columns a row may attend to follows from its length alone, and what an
+earlier row left in later columns is masked. A program attends over the whole width of the buffer
+that it is given, masked columns included; so the cache exists in a few widths, and a wider one is
+made when a row needs it.
 
 Dimension key:
     B: rows of a buffer (slots of the cache, or entries of the prefix pool)
@@ -17,6 +17,7 @@ Dimension key:
     H: head size
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -102,28 +103,54 @@ def copy_prefixes(
 ) -> list[LayerCache]:
     """Copies prefixes from the pool into the slots that a row enters, in place.
 
-    A loop over these slots, most often none or one. A `where` over all slots would read and write
-    the whole cache in every token step.
-
     Args:
         take_B: bool; the slots that a row enters.
         prefix_B: int32; the pool's entry for each of these.
     """
-    columns = min(pool[0].key_BKSH.shape[2], cache[0].key_BKSH.shape[2])
+    return _copy_rows(pool, cache, take_B, lambda slot: (prefix_B[slot], slot))
 
-    def copy(left_and_cache):
-        left_B, cache = left_and_cache
+
+def park_rows(
+    cache: list[LayerCache], pool: list[LayerCache], ended_B: jax.Array, entry_B: jax.Array
+) -> list[LayerCache]:
+    """Copies slots whose row has ended into the pool, in place.
+
+    Args:
+        ended_B: bool; the slots to copy.
+        entry_B: int32; the pool's entry for each of these.
+    """
+    return _copy_rows(cache, pool, ended_B, lambda slot: (slot, entry_B[slot]))
+
+
+def _copy_rows(
+    source: list[LayerCache],
+    target: list[LayerCache],
+    chosen_B: jax.Array,
+    rows_of: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
+) -> list[LayerCache]:
+    """Copies one row for every chosen slot, as far as both buffers have columns.
+
+    A loop over these slots, most often none or one. A `where` over all slots would read and write
+    the whole cache in every token step.
+
+    Args:
+        rows_of: of a slot, its row of the source and of the target.
+    """
+    columns = min(source[0].key_BKSH.shape[2], target[0].key_BKSH.shape[2])
+
+    def copy(left_and_target):
+        left_B, target = left_and_target
         slot = jnp.argmax(left_B)
-        entry = prefix_B[slot]
+        source_row, target_row = rows_of(slot)
 
-        def one(cache_BKSH, pool_BKSH):
-            size = (1, pool_BKSH.shape[1], columns, pool_BKSH.shape[3])
-            prefix = jax.lax.dynamic_slice(pool_BKSH, (entry, 0, 0, 0), size)
-            return jax.lax.dynamic_update_slice(cache_BKSH, prefix, (slot, 0, 0, 0))
+        def one(target_BKSH, source_BKSH):
+            size = (1, source_BKSH.shape[1], columns, source_BKSH.shape[3])
+            row = jax.lax.dynamic_slice(source_BKSH, (source_row, 0, 0, 0), size)
+            return jax.lax.dynamic_update_slice(target_BKSH, row, (target_row, 0, 0, 0))
 
-        return left_B.at[slot].set(False), jax.tree.map(one, cache, pool)
+        return left_B.at[slot].set(False), jax.tree.map(one, target, source)
 
-    return jax.lax.while_loop(lambda carry: jnp.any(carry[0]), copy, (take_B, cache))[1]
+    return jax.lax.while_loop(lambda carry: jnp.any(carry[0]), copy, (chosen_B, target))[1]
 
 
 def first_attend(entry_Q: jax.Array, *, operand_dtype: jnp.dtype) -> Attend:

@@ -1,5 +1,8 @@
 """The host's record of one lane: which prompt is in which pool entry, which row in which place.
 
+Of the pool's entries, the first hold prompts until their rows have entered a slot. The last ones
+hold episodes between their turns, and the next turn's prompt as well, until the episode ends.
+
 Nothing here touches a device. The device has a table of rows with `places` entries; `table` is the
 host's copy, which goes to the device with every segment. The queue is a ring of places in that
 table: the host only ever appends to it, the device lets rows into slots in this order by itself,
@@ -14,12 +17,13 @@ Dimension key:
 import dataclasses
 import itertools
 from collections import deque
+from collections.abc import Iterable
 
 import numpy as np
 
 from rollout_worker.engine.decode_request import DecodeRequest, FinishedRow
 from rollout_worker.engine.prefill import PromptPiece
-from rollout_worker.engine.slots import ABORTED, FULL, GOES_ON, STOPPED
+from rollout_worker.engine.slots import ABORTED, FULL, GOES_ON, NOT_PARKED, STOPPED
 from services.wire.messages import FinishReason
 
 REASONS = {STOPPED: FinishReason.STOP, FULL: FinishReason.LENGTH, ABORTED: FinishReason.ABORTED}
@@ -42,6 +46,19 @@ class Row:
     """The prompt that it starts from, once it is queued."""
     in_slot: bool = False
     """Known to have entered a slot."""
+    parking: int = NOT_PARKED
+    """Pool entry that is reserved for it, once it is queued."""
+
+    @property
+    def turn_of(self) -> tuple[str, int] | None:
+        """Episode and sample index under which it is parked."""
+        episode = self.request.episode
+        return None if episode is None else (episode, self.sample_index)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32: the prompt and the tokens so far."""
+        return np.concatenate([self.request.token_ids, *self.token_ids])
 
     def add_tokens(self, token_ids: np.ndarray, logprobs: np.ndarray, version: int) -> None:
         """Appends the tokens that a segment drew for it under a policy version."""
@@ -88,6 +105,13 @@ class Prefix:
     """Tokens whose keys and values are in the pool, or will be by the calls that were started."""
     outside: int = 0
     """Rows that have not entered a slot: until then the pool entry is needed."""
+    parked: bool = False
+    """Whether its entry is one of an episode, in which its row will be parked again."""
+
+    @property
+    def turn_of(self) -> tuple[str, int] | None:
+        """Episode and sample index, where it is the next turn of one that may be parked."""
+        return self.rows[0].turn_of if len(self.rows) == 1 else None
 
     def next_chunk(self, longest: int) -> tuple[int, int] | None:
         """Start and length of the next chunk to prefill; None when all is prefilled."""
@@ -100,20 +124,83 @@ def group_by_prefix(rows: list[Row]) -> list[Prefix]:
     prefixes: dict[object, Prefix] = {}
     for row in rows:
         key = row if row.drawn else row.request.request_id
-        prompt = row.request.token_ids
-        tokens = np.concatenate([prompt, *row.token_ids]) if row.drawn else prompt
+        tokens = row.tokens if row.drawn else row.request.token_ids
         prefix = prefixes.setdefault(key, Prefix(tokens, deque()))
         prefix.rows.append(row)
         prefix.outside += 1
     return list(prefixes.values())
 
 
+class Parking:
+    """The pool entries for episodes: free, reserved for a row, or with the keys and values of one
+    that has ended. Of the latter the oldest is given up where an entry is needed.
+    """
+
+    def __init__(self, entries: Iterable[int]):
+        self._free = deque(entries)
+        self._parked: dict[tuple[str, int], tuple[int, np.ndarray]] = {}
+        """Entry and the tokens in it, by episode and sample index; the oldest first."""
+
+    def __len__(self) -> int:
+        return len(self._parked)
+
+    def __contains__(self, turn_of: tuple[str, int] | None) -> bool:
+        return turn_of in self._parked
+
+    def reserve(self) -> int:
+        """An entry for a row that was queued; NOT_PARKED where other rows have them all."""
+        if not self._free and self._parked:
+            self.drop(next(iter(self._parked)))
+        return self._free.popleft() if self._free else NOT_PARKED
+
+    def release(self, entry: int) -> None:
+        """Frees the entry of a row that is not parked after all."""
+        if entry != NOT_PARKED:
+            self._free.append(entry)
+
+    def park(self, row: Row) -> None:
+        """Keeps a row that has ended in the entry that was reserved for it, if one was."""
+        if row.parking != NOT_PARKED:
+            assert row.turn_of is not None
+            self.drop(row.turn_of)
+            # The last token was drawn but never run.
+            self._parked[row.turn_of] = row.parking, row.tokens[:-1]
+
+    def take(self, prefix: Prefix) -> bool:
+        """Has a prefix start from what is parked of its episode; returns whether there was any."""
+        found = self._parked.pop(prefix.turn_of, None) if prefix.turn_of else None
+        if found is None:
+            return False
+        prefix.entry, known = found
+        prefix.parked = True
+        prefix.prefilled = _shared_tokens(known, prefix.token_ids[:-1])
+        return True
+
+    def drop(self, turn_of: tuple[str, int]) -> None:
+        """Gives up what is parked of an episode's sample, if anything is."""
+        if turn_of in self._parked:
+            self._free.append(self._parked.pop(turn_of)[0])
+
+    def drop_episode(self, episode: str) -> None:
+        """Gives up what is parked of all samples of an episode."""
+        for turn_of in [one for one in self._parked if one[0] == episode]:
+            self.drop(turn_of)
+
+
+def _shared_tokens(one: np.ndarray, other: np.ndarray) -> int:
+    """Tokens with which both begin."""
+    length = min(len(one), len(other))
+    differing = np.flatnonzero(one[:length] != other[:length])
+    return int(differing[0]) if len(differing) else length
+
+
 class Lane:
     """Places, pool entries and rows of one lane; made anew for every policy version."""
 
-    def __init__(self, *, places: int, prefixes: int, stop_ids: int):
+    def __init__(self, *, places: int, prefixes: int, parked: int, stop_ids: int):
         self._free_places = deque(range(places))
         self._free_entries = deque(range(prefixes))
+        self.parking = Parking(range(prefixes, prefixes + parked))
         self._rows: dict[int, Row] = {}
         """By place: rows that were queued and are not known to have ended."""
         self._numbers = itertools.count()
@@ -122,7 +209,7 @@ class Lane:
         self._ended = 0
         self._preparing: list[Prefix] = []
         """Prefixes that are being prefilled, or whose rows wait for a place."""
-        self.table = empty_table(places, stop_ids)
+        self.table = empty_table(places, stop_ids, parks=parked > 0)
 
     @property
     def has_entry(self) -> bool:
@@ -146,8 +233,11 @@ class Lane:
         return waiting + sum(len(prefix.rows) for prefix in self._preparing)
 
     def add_prefix(self, prefix: Prefix) -> None:
-        """Gives a prefix an entry of the pool; its chunks are to be prefilled."""
-        prefix.entry = self._free_entries.popleft()
+        """Gives a prefix an entry of the pool, with what is parked of its episode or without; its
+        chunks are to be prefilled.
+        """
+        if not self.parking.take(prefix):
+            prefix.entry = self._free_entries.popleft()
         prefix.number = next(self._numbers)
         self._preparing.append(prefix)
 
@@ -228,6 +318,10 @@ class Lane:
             if end != GOES_ON:
                 reason = FinishReason.ABORTED if row.aborted else REASONS[end]
                 finished.append(row.finished(reason))
+                if reason is FinishReason.ABORTED:
+                    self.parking.release(row.parking)
+                else:
+                    self.parking.park(row)
                 del self._rows[where]
                 self._ended += 1
                 self._free_places.append(where)
@@ -243,6 +337,8 @@ class Lane:
             if prefix.rows and prefix.rows[0].request.request_id == request_id:
                 gone += prefix.rows
                 self._release(prefix, len(prefix.rows))
+                if prefix.parked:
+                    self.parking.release(prefix.entry)
                 prefix.rows.clear()
         self._preparing = [prefix for prefix in self._preparing if prefix.rows]
         for place, row in self._rows.items():
@@ -259,7 +355,7 @@ class Lane:
     def _queue_row(self, prefix: Prefix, row: Row) -> None:
         place = self._free_places.popleft()
         self._rows[place] = row
-        row.prefix, row.in_slot = prefix, False
+        row.prefix, row.in_slot, row.parking = prefix, False, self._parking_entry(prefix, row)
         table, request, settings = self.table, row.request, row.request.sampling
         table["order_R"][table["tail"][0] % len(table["order_R"])] = place
         table["tail"][0] += 1
@@ -283,15 +379,22 @@ class Lane:
             ("aborted_R", row.aborted),
         ):
             table[name][place] = value
+        if "parking_R" in table:
+            table["parking_R"][place] = row.parking
+
+    def _parking_entry(self, prefix: Prefix, row: Row) -> int:
+        if prefix.parked:
+            return prefix.entry
+        return NOT_PARKED if row.turn_of is None else self.parking.reserve()
 
     def _release(self, prefix: Prefix, rows: int) -> None:
         """Counts rows that no longer need the prefix's pool entry, which the last one frees."""
         prefix.outside -= rows
-        if prefix.outside == 0:
+        if prefix.outside == 0 and not prefix.parked:
             self._free_entries.append(prefix.entry)
 
 
-def empty_table(places: int, stop_ids: int) -> dict[str, np.ndarray]:
+def empty_table(places: int, stop_ids: int, *, parks: bool = False) -> dict[str, np.ndarray]:
     """The arrays of `slots.Rows`, those of its sampling settings among them."""
     integers = [
         "order",
@@ -306,6 +409,7 @@ def empty_table(places: int, stop_ids: int) -> dict[str, np.ndarray]:
     ]
     return {
         **{f"{name}_R": np.zeros(places, np.int32) for name in integers},
+        **({"parking_R": np.full(places, NOT_PARKED, np.int32)} if parks else {}),
         "temperature_R": np.ones(places, np.float32),
         "top_p_R": np.ones(places, np.float32),
         "min_p_R": np.zeros(places, np.float32),

@@ -12,12 +12,16 @@ of the prefix pool, for all completions of the prompt; they are copied into the 
 the cache. The last prompt token is left out of the prefill and run as the row's first token step,
 so that its first draw is a token step like all others and prefill needs no output head.
 
+A row of an episode leaves its slot by a copy, back into an entry of the pool that the host has
+named, before another row can enter. The next turn starts from there: what the environment said is
+prefilled behind it as one more chunk, with the last token drawn, which was never run.
+
 What is drawn does not depend on the slot: the key of a token is made of the row's identity and the
 token's position (`sampling.py`), and a slot's computations read that slot's columns alone.
 
 Arrays, all on the device: `Slots` changes with every token and stays from one segment to the next;
-`Rows` is the host's table, constant within a segment; the pool is only read here; `SegmentTokens`
-is what the host gets back.
+`Rows` is the host's table, constant within a segment; the pool is only read here, but for the rows
+that are parked; `SegmentTokens` is what the host gets back.
 
 All arrays are those of one lane (one `data` index of the mesh); `over_lanes` runs the lanes side by
 side.
@@ -41,12 +45,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from models.transformer import Params, forward, head_weight, logits
-from rollout_worker.engine.kv_cache import LayerCache, copy_prefixes, decode_attend
+from rollout_worker.engine.kv_cache import LayerCache, copy_prefixes, decode_attend, park_rows
 from rollout_worker.engine.layout import Layout, embed
 from rollout_worker.engine.sampling import Sampling, draw_tokens, row_keys
 from rollout_worker.engine.stop_strings import ACCEPT
 
 IDLE = -1
+NOT_PARKED = -1
 GOES_ON, STOPPED, FULL, ABORTED = range(4)
 """State of a row after a token: it goes on, or has ended by a stop token or stop string, by its
 length limit, or because its request was aborted."""
@@ -112,6 +117,9 @@ class Rows(NamedTuple):
     """int32: where the stop automaton starts."""
     aborted_R: jax.Array
     """bool: to be ended at the next token."""
+    parking_R: jax.Array | None = None
+    """int32: entry of the pool in which the row is parked when it has ended; NOT_PARKED for those
+    that are not. None where nothing is ever parked."""
 
 
 class Slots(NamedTuple):
@@ -275,7 +283,7 @@ def segment(
     floor: jax.Array,
     *,
     spec: DecodeSpec,
-) -> tuple[Slots, SegmentTokens]:
+) -> tuple[Slots, SegmentTokens, list[LayerCache] | None]:
     """Decodes until every row has ended, after `segment_tokens` token steps, or when too few slots
     are busy.
 
@@ -285,6 +293,10 @@ def segment(
     Args:
         floor: int32 [1]; with fewer rows than this, in slots or queued, the segment ends after its
             first token step, since the host has more prompts.
+
+    Returns:
+        the slots, what was drawn, and the pool with the rows that were parked; None where nothing
+        ever is.
     """
     most, B = spec.segment_tokens, spec.slots
     # The key of a row, once per segment; each token step folds the position in.
@@ -299,7 +311,7 @@ def segment(
     )
 
     def goes_on(carry):
-        slots, out = carry
+        slots, out, _ = carry
         left = jnp.sum(slots.place_B != IDLE) + rows.tail[0] - slots.head[0]
         step = out.steps[0]
         mine = (step < most) & (left > 0) & ((step == 0) | (left >= floor[0]))
@@ -310,16 +322,22 @@ def segment(
         return mine
 
     def body(carry):
-        slots, out = carry
-        slots = admit_rows(slots, rows, pool)
+        slots, out, parked = carry
+        slots = admit_rows(slots, rows, pool if parked is None else parked)
         slots, drawn = token_step(params, slots, rows, key_R2, stop_XV, spec)
+        if parked is not None and rows.parking_R is not None:
+            place_B, _, _, ended_B = drawn
+            entry_B = rows.parking_R[place_B]
+            whole_B = (ended_B == STOPPED) | (ended_B == FULL)
+            parked = park_rows(slots.cache, parked, whole_B & (entry_B != NOT_PARKED), entry_B)
         written = [
             jax.lax.dynamic_update_slice_in_dim(all_, one[None], out.steps[0], axis=0)
             for all_, one in zip(out[:-1], drawn, strict=True)
         ]
-        return slots, SegmentTokens(*written, steps=out.steps + 1)
+        return slots, SegmentTokens(*written, steps=out.steps + 1), parked
 
-    return jax.lax.while_loop(goes_on, body, (slots, empty))
+    carried = None if rows.parking_R is None else pool
+    return jax.lax.while_loop(goes_on, body, (slots, empty, carried))
 
 
 def over_lanes(function, spec: DecodeSpec, in_axes: tuple, out_axes):

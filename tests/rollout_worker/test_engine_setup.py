@@ -23,13 +23,20 @@ MODEL = ModelConfig(
 )
 
 
-def setup_of(*, weights_dtype="bfloat16", **decode):
+def setup_of(*, weights_dtype="bfloat16", several_turns=False, rollout=None, **decode):
     rollout = RolloutConfig(
+        **(rollout or {}),
         max_prompt_tokens=40,
         max_completion_tokens=13,
         decode=DecodeConfig(**{"slots": 8, "prefixes": 4, **decode}),
     )
-    return EngineSetup(rollout=rollout, model=MODEL, platform="cpu", weights_dtype=weights_dtype)
+    return EngineSetup(
+        rollout=rollout,
+        model=MODEL,
+        platform="cpu",
+        weights_dtype=weights_dtype,
+        several_turns=several_turns,
+    )
 
 
 @pytest.mark.parametrize("devices, tensor", [(1, 1), (4, 1), (4, 2), (4, 4)])
@@ -52,6 +59,37 @@ def test_slots_and_prefixes_are_those_of_all_devices_together():
     setup = setup_of(tensor=2, slots=12, prefixes=6)
     programs = setup.programs(setup.abstract_mesh(6))
     assert (programs.spec.lanes, programs.spec.slots, programs.geometry.prefixes) == (3, 4, 2)
+
+
+@pytest.mark.parametrize(
+    "rollout, parked, expected",
+    [
+        # Two workers share 5 prompts of 3 completions: 9 of the busier one, over two lanes.
+        (dict(prompts_per_step=5, completions_per_prompt=3), None, 5),
+        (dict(prompts_per_step=500), None, 4 * 4),
+        ({}, 6, 3),
+        ({}, 0, 0),
+    ],
+)
+def test_episodes_are_kept_for_all_devices_together(rollout, parked, expected):
+    setup = setup_of(several_turns=True, rollout=rollout, parked=parked)
+    programs = setup.programs(setup.abstract_mesh(2))
+    assert (programs.geometry.parked, programs.geometry.prefixes) == (expected, 2)
+
+
+def test_a_run_without_an_environment_keeps_no_episode_and_plans_no_program_for_it():
+    plain, several = (
+        (setup := setup_of(parked=6, several_turns=turns)).programs(setup.abstract_mesh(1))
+        for turns in (False, True)
+    )
+    assert plain.geometry.parked == 0
+    assert plain.rows_struct().parking_R is None
+    names = [
+        [(name, *sizes.items()) for name, sizes, _ in one.planned()] for one in (plain, several)
+    ]
+    later = [("prefill", ("chunk", size), ("later chunk", 1)) for size in several.geometry.chunks]
+    assert [one for one in names[1] if one not in names[0] and one[0] != "prefill"] == []
+    assert set(later) <= set(names[1]) and not set(later) & set(names[0])
 
 
 @pytest.mark.parametrize(
