@@ -32,7 +32,7 @@ from driver.fleet.actor_calls import (
     wait_for_calls,
 )
 from driver.fleet.cluster import ResourcesNotMet
-from driver.fleet.fleet import WorkerFleet, worker_capacity
+from driver.fleet.fleet import WorkerFleet
 from driver.fleet.fleet_worker import FleetEvents, memory_fields
 from driver.fleet.handles import LearnerHandle
 from driver.fleet.launch import Launcher
@@ -275,7 +275,7 @@ class Supervisor:
             self._timings,
             rooms=self._rooms,
             clock=self.clock,
-            capacity=worker_capacity(self._rollout),
+            capacity=self._rollout.worker_groups,
             relay_fanout=self._weights.relay_fanout,
             learner_answers_s=lambda: max(0.0, self.clock.now() - self._answers_since),
         )

@@ -29,8 +29,6 @@ from services.process.phase_clock import PhaseClock
 
 STOP_STRINGS_SET = 1
 """Stop set of requests that end with `rollout.stop_strings`; set 0 has none."""
-MOST_PARKED_PER_SLOT = 4
-"""Episodes that are kept between their turns, if nothing else is configured."""
 MOST_STOP_IDS = 8
 """Stop ids of a row that the engine has room for, if the tokenizer does not have more."""
 
@@ -113,8 +111,7 @@ class EngineSetup:
             return 0
         if decode.parked is not None:
             return decode.parked
-        prompts = -(-rollout.prompts_per_step // rollout.workers.at_start)
-        return min(prompts * rollout.completions_per_prompt, MOST_PARKED_PER_SLOT * decode.slots)
+        return rollout.worker_groups * rollout.completions_per_prompt
 
     @property
     def stop_set(self) -> int:

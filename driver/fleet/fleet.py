@@ -37,7 +37,6 @@ from driver.fleet.launch import Launcher
 from driver.fleet.replacement import Replacement
 from driver.fleet.rooms import LOOK_S, QUIET_S, Room, Rooms, RoomState
 from driver.fleet.timing_collector import TimingCollector
-from rollout_worker.config.rollout_config import RolloutConfig
 from rollout_worker.worker_records import LeaseOutcome, News, Orders, RolloutSpec, WorkerInfo
 from services.control.messages import WorkerState
 from services.weights.relay_tree import ancestors, host_tree
@@ -418,9 +417,3 @@ class WorkerFleet:
             if drained:
                 self._timings.request(worker.name, handle, time.monotonic())
             handle.close()
-
-
-def worker_capacity(rollout: RolloutConfig) -> int:
-    """Groups that fill the slots of a worker, and some that wait for a slot."""
-    filling = -(-rollout.decode.slots // rollout.completions_per_prompt)
-    return filling + max(1, filling // 4)

@@ -35,11 +35,11 @@ class DecodeConfig(Section):
     null derives half of the slots."""
     parked: int | None = Field(default=None, ge=0, le=65_536)
     """Episodes whose keys and values are kept from turn to turn, over all devices, so that a turn
-    prefills its new tokens only. Each takes the memory of a slot; best are as many as a worker has
-    begun at once. Beyond that the oldest whose environment has not answered are given up, and their
-    next turn is prefilled anew: it draws the same tokens, within rounding. null derives one for
-    each episode that a worker begins in a step, and at most four for a slot; 0 prefills every turn
-    anew. Without an environment there are none."""
+    prefills its new tokens only. Each takes the memory of a slot. With fewer than a worker has
+    begun, the oldest whose environment has not answered are given up for others, and prefilled anew
+    at their next turn: that draws the same tokens, within rounding, so that logprobs depend in
+    their last bits on how fast environments answer. null derives one for each episode that a worker
+    may hold, 0 prefills every turn anew. Without an environment there are none."""
     cache_tokens: int | None = Field(default=None, ge=1, le=2**24)
     """KV columns of a slot at most; null derives max_prompt_tokens + max_completion_tokens."""
     invariant: bool = False
@@ -150,6 +150,12 @@ class RolloutConfig(Section):
     def completions_per_step(self) -> int:
         """Completions of one training step."""
         return self.prompts_per_step * self.completions_per_prompt
+
+    @property
+    def worker_groups(self) -> int:
+        """Groups that a worker may hold: they fill its slots, and some wait for a slot."""
+        filling = -(-self.decode.slots // self.completions_per_prompt)
+        return filling + max(1, filling // 4)
 
     @property
     def cache_tokens(self) -> int:

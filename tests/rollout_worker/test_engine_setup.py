@@ -64,9 +64,9 @@ def test_slots_and_prefixes_are_those_of_all_devices_together():
 @pytest.mark.parametrize(
     "rollout, parked, expected",
     [
-        # Two workers share 5 prompts of 3 completions: 9 of the busier one, over two lanes.
-        (dict(prompts_per_step=5, completions_per_prompt=3), None, 5),
-        (dict(prompts_per_step=500), None, 4 * 4),
+        # 3 groups of 3 fill 8 slots, one more waits: 12 episodes over two lanes.
+        (dict(completions_per_prompt=3), None, 6),
+        (dict(completions_per_prompt=1), None, 5),
         ({}, 6, 3),
         ({}, 0, 0),
     ],
