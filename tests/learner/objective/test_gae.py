@@ -76,6 +76,25 @@ def test_a_batch_is_whitened_and_its_targets_are_not():
     assert "train/kl" not in metrics
 
 
+def test_what_an_environment_said_is_no_time_in_which_rewards_are_discounted():
+    """Worked out by hand: two tokens of the model, three of an environment, one of the model.
+
+    The last token of the first turn looks ahead to the value at the first one of the next turn,
+    which is the critic's at the last token that the environment wrote.
+    """
+    episode = make_completion([3, 4, 20, 21, 22, 5], 8.0, segments=(2, 3, 1))
+    selection = select_sequences([make_group(0, [1, 2], [episode])], GAE, vocab_size=24)
+    values = [np.float32([np.nan, 1, 2, np.nan, np.nan, np.nan, 4])]
+    found, metrics = estimate_advantages(selection, values, HALVES)
+    [only] = found.sequences
+    raw = np.array([0.25, 1.0, 4.0])  # as of three tokens in a row
+    white = (raw - raw.mean()) / raw.std()
+    np.testing.assert_allclose(only.advantages, [0, *white[:2], 0, 0, 0, white[2]], rtol=1e-6)
+    np.testing.assert_array_equal(only.returns, [0, 1.25, 3, 0, 0, 0, 8])
+    np.testing.assert_array_equal(only.values, [0, 1, 2, 0, 0, 0, 4])
+    assert metrics["train/value_mean"] == pytest.approx(7 / 3)
+
+
 def test_the_penalty_is_paid_token_by_token():
     completions = [make_completion([3, 4], 1.0, logprobs=[-1.0, -2.0])]
     selection = select_sequences([make_group(0, [1], completions)], GAE, vocab_size=24)

@@ -15,7 +15,7 @@ from models.transformer import forward, head_weight, logits, packed_attend
 from rollout_worker.config.data_config import DataConfig, SourceConfig
 from rollout_worker.config.environment_config import EnvironmentConfig
 from rollout_worker.config.rollout_config import DecodeConfig, RolloutConfig
-from rollout_worker.engine.decode_request import DecodeRequest, FinishedRow
+from rollout_worker.engine.decode_request import DecodeRequest, FinishedRow, SamplingSettings
 from rollout_worker.environments.environment_pool import (
     Conversation,
     EnvironmentFailed,
@@ -23,13 +23,16 @@ from rollout_worker.environments.environment_pool import (
 )
 from rollout_worker.environments.episodes import EpisodeGroup, seed_of
 from rollout_worker.environments.turn_values import Turn
+from rollout_worker.evaluation.idle_share import IdleShare
 from rollout_worker.leased_group import LeasedGroup
 from rollout_worker.rewards.composition import Composition
 from rollout_worker.worker_core import WorkerCore
+from rollout_worker.worker_records import EvalRequest
 from services.process.phase_clock import PhaseClock
 from services.trajectories.group_check import check_group
 from services.weights.digest import tree_digest
 from services.wire.messages import Completion, FinishReason, Lease, WeightManifest
+from tests.deadlines import HANG_S
 from tests.rollout_worker.environments.test_environment_pool import KINDS, REWARD
 from tests.services.group_rules import group_rules
 
@@ -267,7 +270,7 @@ def test_the_seed_is_of_the_prompt_and_its_pass():
 
 
 @pytest.fixture(scope="module")
-def policy():
+def policy(programs_compiled_once):
     """The demo's weights by name, and their manifest."""
     from models.files.checkpoint import to_named
 
@@ -287,7 +290,10 @@ def make_core(policy, **params):
         DEMO,
         authority,
         "127.0.0.1:1",
-        data=DataConfig(train=SourceConfig(source="reasoning_gym:chain_sum", size=8)),
+        data=DataConfig(
+            train=SourceConfig(source="reasoning_gym:chain_sum", size=8),
+            eval=SourceConfig(source="reasoning_gym:chain_sum", size=4, seed=99),
+        ),
         rollout=RolloutConfig(
             prompts_per_step=2,
             completions_per_prompt=4,
@@ -409,3 +415,35 @@ def test_a_cancelled_group_ends_in_silence_and_is_whole_when_it_comes_again(grou
         assert other.group is not None and essence(other.group) == essence(groups[1])
     finally:
         core.close()
+
+
+@pytest.mark.slow
+def test_an_evaluation_beside_training_plays_the_games_of_one_that_is_alone(groups, policy):
+    core = make_core(policy, pause_s=0.01)
+    worker = core.worker
+    try:
+        how = {"samples": 2, "sampling": SamplingSettings(temperature=1.0)}
+        alone = worker.evaluate(0, (2, 0), **how)
+        worker.keep_version(0)
+        share = IdleShare(
+            EvalRequest(
+                positions=(2, 0), policy_version=0, timeout_s=HANG_S, when_idle=True, **how
+            )
+        )
+        for turns in (3, 6):
+            worker.begin_evaluation(share)
+            for _ in range(turns):
+                assert worker.advance(0.2) == []
+            assert not share.ended
+            worker.pause_evaluation()  # in the middle of episodes
+            [again] = played(core, (1,))
+            assert essence(again) == essence(groups[1])
+        worker.begin_evaluation(share)
+        while worker.evaluating:
+            worker.advance(0.2)
+        assert share.wait() == alone
+    finally:
+        core.close()
+    assert [item.sample_index for item in alone] == [0, 1, 0, 1]
+    assert all(set(item.rewards) == {"environment"} for item in alone)
+    assert len({item.total_reward for item in alone}) > 1
