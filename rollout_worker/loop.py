@@ -183,6 +183,7 @@ class WorkLoop:
                 transfers=tuple(transfers),
                 memory=self._memory(),
                 spent=self._worker.take_spending(),
+                environment=self._worker.take_environment_use(),
                 learner_silent_s=0.0 if self._probe is None else self._probe.silent_s,
                 activity=self._activity(),
             )

@@ -10,7 +10,6 @@ those that are complete.
 import concurrent.futures
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
 import numpy as np
 
@@ -27,7 +26,9 @@ from services.process.phase_clock import PhaseClock
 class ScoredGroup:
     """Completions of one turn, which are scored together once all are decoded."""
 
-    has_answers: Literal[False] = False
+    phase = "reward"
+    """Of the ledger, for the time beside the engine's."""
+    has_answers = False
     """It has one request, which is there from the beginning."""
 
     def __init__(
@@ -155,7 +156,7 @@ class PromptTasks:
         more.
 
         Args:
-            account: ledger phase for its time, instead of `prefill`, `decode` and `reward`.
+            account: ledger phase for its time, instead of `prefill`, `decode` and those of groups.
             wait_s: where there is nothing to decode and none is complete: how long to wait for
                 scores and environments; None as long as their own bounds allow.
         """
@@ -194,14 +195,14 @@ class PromptTasks:
         """Gives the engine the turns whose environments have answered."""
         for task in self:
             if task.group.has_answers:
-                with self._clock.phase(account or "reward"):
+                with self._clock.phase(account or task.group.phase):
                     self._engine.submit_requests(task.group.take_requests())
 
     def _add_row(self, row: FinishedRow, account: str | None) -> None:
         """Gives a row to its group; that of a prompt which was ended meanwhile has none."""
         for task in self:
             if row.request_id in task.group.in_engine:
-                with self._clock.phase(account or "reward"):
+                with self._clock.phase(account or task.group.phase):
                     task.group.add_row(row)
                 return
 
@@ -211,7 +212,7 @@ class PromptTasks:
         calls = [
             call for group in groups if isinstance(group, EpisodeGroup) for call in group.calls
         ]
-        with self._clock.phase(account or "reward"):
+        with self._clock.phase(account or groups[0].phase):
             if calls:
                 concurrent.futures.wait(calls, wait_s, concurrent.futures.FIRST_COMPLETED)
             elif isinstance(groups[0], ScoredGroup):

@@ -21,6 +21,7 @@ from rollout_worker.data.prompts import Prompt
 from rollout_worker.engine.decode_request import DecodeRequest, FinishedRow, SamplingSettings
 from rollout_worker.engine.engine import Engine
 from rollout_worker.environments.environment_pool import EnvironmentPool
+from rollout_worker.environments.environment_use import EnvironmentUse
 from rollout_worker.environments.episodes import EpisodeGroup
 from rollout_worker.evaluation.held_out import HeldOut
 from rollout_worker.evaluation.idle_share import IdleShare
@@ -202,6 +203,11 @@ class RolloutWorker:
     def take_spending(self) -> Spending:
         """What scorers have spent since the last call; for any thread."""
         return self._rewards.account.take_spending()
+
+    def take_environment_use(self) -> EnvironmentUse:
+        """What environments have done since the last call; for any thread."""
+        pools = [pool for pool in self._pools if isinstance(pool, EnvironmentPool)]
+        return sum((pool.take_use() for pool in pools), EnvironmentUse())
 
     def stop_spending(self, why: str) -> None:
         """Has scorers spend nothing more; their completions get an error instead."""

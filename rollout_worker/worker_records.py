@@ -14,6 +14,7 @@ from rollout_worker.config.reward_config import RewardConfig
 from rollout_worker.config.rollout_config import RolloutConfig
 from rollout_worker.data.data_digests import DataDigests
 from rollout_worker.engine.decode_request import SamplingSettings
+from rollout_worker.environments.environment_use import NO_USE, EnvironmentUse
 from rollout_worker.rewards.spending import NOTHING, Spending
 from rollout_worker.sample_record import Sample
 from services.process.activity import Activity
@@ -220,6 +221,8 @@ class News:
     memory: ProcessMemory
     spent: Spending = NOTHING
     """By scorers, training and evaluation together."""
+    environment: EnvironmentUse = NO_USE
+    """Of environments, training and evaluation together."""
     learner_silent_s: float = 0.0
     """For how long the learner has not answered this worker; 0 where it does."""
     activity: Activity

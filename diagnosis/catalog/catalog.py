@@ -101,6 +101,12 @@ PHASE_ROWS: tuple[Phase, ...] = tuple(
         ("eval", "evaluation", "eval", "a worker completes held-out prompts"),
         ("idle", "idle", "waiting", "the process has nothing to do while others work"),
         ("unexplained", "unexplained", "unexplained", "time that belongs to no phase"),
+        (
+            "environment",
+            "environment",
+            "scoring",
+            "a worker waits for environments",
+        ),
     )
 )
 

@@ -301,6 +301,17 @@ time/{process}/{phase}_s | s | time of one phase
 [breakdown background-]
 time/{process}/background_{thread}_s | s | background time
     seconds in which a worker fetched weights or pushed groups in the background
+[breakdown environment_calls]
+environment/call_s_mean | s | call of an environment, mean
+    from what the model said until the answer, waits for a process included; evaluations count
+environment/call_s_max | s | call of an environment, longest
+    the longest of the step
+[breakdown environment_episodes]
+environment/episodes_mean | episodes | episodes in flight, mean
+    of all workers together, mean over the step
+[breakdown environment_calls-]
+environment/calls | | calls of environments
+    that have ended in the step, those that begin an episode included
 [breakdown throughput]
 throughput/train/decode_tokens_per_s | tokens/s | tokens decoded per second
     completion tokens over the prefill and decode seconds of the slowest worker

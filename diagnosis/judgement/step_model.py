@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from diagnosis.records.facts import RunSettings, StepFacts
 from services.process.phases import LEARNER
 
+WORK = ("prefill", "decode", "reward", "environment")
+"""Phases of the work that more workers would share."""
 WINDOW = 10
 """Settled steps with one number of workers that enter the medians."""
 ENOUGH = 3
@@ -45,7 +47,8 @@ class Sides:
     rollout_s: float
     """From the start of the step until the last group arrived; includes `work_s`."""
     work_s: float
-    """Prefill, decode and scoring of the busiest worker: the work that more workers would share."""
+    """Prefill, decode, scoring and environments of the busiest worker: the work that more workers
+    would share."""
     tokens: float
     """Completion tokens of the step; this and the next four are NaN if unknown."""
     completion_len_mean: float
@@ -102,9 +105,7 @@ def sides_of(facts: StepFacts, settings: RunSettings) -> Sides:
     eval_s = facts.metrics.get("time/eval_s", 0.0)
     learner_s = facts.phase_s(LEARNER, "checkpoint", "compile")
     step_s = max(1e-9, facts.wall_s - eval_s - facts.phase_s(LEARNER, "checkpoint"))
-    work_s = max(
-        (facts.phase_s(name, "prefill", "decode", "reward") for name in facts.workers), default=0.0
-    )
+    work_s = max((facts.phase_s(name, *WORK) for name in facts.workers), default=0.0)
     if settings.max_staleness == 0:
         update_s = facts.metric("time/train/update_s")
         rollout_s = max(work_s, facts.metrics.get("time/train/rollout_generate_s", 0.0))

@@ -165,7 +165,8 @@ class StepLedger:
         for process, row in rows.items():
             total = self._totals.setdefault(process, dict.fromkeys(PHASES, 0.0))
             for phase, seconds in row.items():
-                total[phase] += seconds
+                # A checkpoint may be older than a phase.
+                total[phase] = total.get(phase, 0.0) + seconds
 
 
 def _with_unexplained(
@@ -179,7 +180,7 @@ def _with_unexplained(
             raise LedgerError(f"step {step}: {process} reports unknown phase {phase!r}")
         if not math.isfinite(seconds) or seconds < 0:
             raise LedgerError(f"step {step}: {process} reports {phase}={seconds} s")
-    row = {phase: float(phase_s.get(phase, 0.0)) for phase in PHASES if phase != UNEXPLAINED}
+    row = {phase: float(phase_s.get(phase, 0.0)) for phase in PHASES} | {UNEXPLAINED: 0.0}
     rest = wall_s - sum(row.values())
     row[UNEXPLAINED] = max(0.0, rest)
     return row, max(0.0, -rest)

@@ -126,7 +126,7 @@ def blames_groups(error: RunError) -> bool:
     if isinstance(error, ActorFailed):
         return "GroupsFailed: " in str(error)
     if isinstance(error, StandsStill):
-        return error.doing in ("prefill", "decode", "reward", "unexplained")
+        return error.doing in ("prefill", "decode", "reward", "environment", "unexplained")
     if not isinstance(error, ActorLost) or error.by_constructor:
         return False
     return not _HOST_LOST.search(error.details)

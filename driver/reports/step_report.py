@@ -22,6 +22,7 @@ from driver.reports.run_summary import RunSummary, summary_lines
 from driver.reports.status import StatusFile
 from driver.reports.timeline import Timeline
 from learner.learner_records import LearnerInfo, UpdateReport
+from rollout_worker.environments.environment_use import EnvironmentUse
 from rollout_worker.rewards.spending import NOTHING, Spending
 from rollout_worker.sample_record import FIRST, Sample
 from rollout_worker.worker_records import EvalItem, News, WorkerInfo
@@ -97,6 +98,7 @@ class StepReports:
         self._transfers: list[PullStats] = []
         self._canary_gaps: list[float] = []
         self._background_s: dict[str, float] = {}
+        self._environment = EnvironmentUse()
         self.queues = QueueGauges()
         """Receives the queue lengths from the step loop."""
         self.say = say
@@ -115,6 +117,7 @@ class StepReports:
     def record_news(self, worker: str, news: News) -> None:
         """Keeps what a worker reports besides the ends of its leases, for the open step."""
         self._transfers += news.transfers
+        self._environment += news.environment
         if not math.isnan(news.canary_gap):
             self._canary_gaps.append(news.canary_gap)
         for thread, seconds in news.background_s.items():
@@ -210,6 +213,8 @@ class StepReports:
         self._timeline.record_step(state.step, timings, gauges, start_s=started_s)
         metrics = metrics | {"time/train/step_s": wall_s} | self._take_background()
         metrics |= queue_metrics(gauges, timings.at_s)
+        environment, self._environment = self._environment, EnvironmentUse()
+        metrics |= environment.metrics(wall_s)
         for process, held in memory.items():
             metrics |= held.metrics(process)
         metrics |= {f"leases/{name}": float(n) for name, n in state.leases.lease_totals.items()}

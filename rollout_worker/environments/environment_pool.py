@@ -14,6 +14,7 @@ from typing import Any
 
 from rollout_worker.config.environment_config import ENVIRONMENT_REWARD, EnvironmentConfig
 from rollout_worker.config.reward_config import RewardConfig, RewardFunctionConfig
+from rollout_worker.environments.environment_use import EnvironmentUse, UseMeter
 from rollout_worker.environments.turn_values import BadTurn, Turn, digest_of, parse_turn
 from rollout_worker.rewards.composition import Composition
 from rollout_worker.rewards.processes.reward_process import (
@@ -67,6 +68,7 @@ class EnvironmentPool:
         self._composition = Composition.of(reward.functions, reward.combine)
         allowance, output = allowance_of(environment, reward), ScorerOutput()
         self._numbers = itertools.count()
+        self._meter = UseMeter()
         self._threads = ScorerThreads(
             "environment",
             lambda: _process(environment, allowance, output),
@@ -96,6 +98,10 @@ class EnvironmentPool:
         """Calls of environments that have ended, since the start."""
         return self._threads.scored
 
+    def take_use(self) -> EnvironmentUse:
+        """Calls and episodes since the last call of this; for any thread."""
+        return self._meter.take_use()
+
     def begin_episode(self, item: Mapping[str, Any], seed: int) -> "Conversation":
         """Has an environment begin; its first answer is what reset returns.
 
@@ -104,7 +110,7 @@ class EnvironmentPool:
         """
         number, lanes = next(self._numbers), self._threads.lanes
         lane = lanes[number % len(lanes)]
-        return Conversation(f"e{number}", lane, self._environment.name, item, seed)
+        return Conversation(f"e{number}", lane, self._environment.name, item, seed, self._meter)
 
     def score_of(self, reward: float, error: str) -> Score:
         """The score of an episode.
@@ -130,7 +136,13 @@ class Conversation:
     """One episode as the worker sees it: what the model said, and what was answered."""
 
     def __init__(
-        self, name: str, lane: JobQueue, environment: str, item: Mapping[str, Any], seed: int
+        self,
+        name: str,
+        lane: JobQueue,
+        environment: str,
+        item: Mapping[str, Any],
+        seed: int,
+        meter: UseMeter,
     ):
         self._name = name
         self._lane = lane
@@ -140,6 +152,8 @@ class Conversation:
         self._said: list[str] = []
         self._heard: list[str] = []
         self._ended = False
+        self._meter = meter
+        meter.count_episodes(1)
         self.call = self._ask()
         """The call that was begun last."""
 
@@ -158,21 +172,26 @@ class Conversation:
         outcome = self.call.result(timeout=0)
         what = f"step {len(self._said)}" if self._said else "reset"
         if outcome.errors:
-            self._ended = True
+            self._count_end()
             raise EnvironmentFailed(f"{what}: {outcome.errors[self._environment]}")
         try:
             turn = parse_turn(outcome.answer or {})
         except BadTurn as error:
             raise EnvironmentFailed(f"{what}: {error}") from None
         self._heard.append(digest_of(turn))
-        self._ended = turn.done
+        if turn.done:
+            self._count_end()
         return turn
 
     def end(self) -> None:
         """Closes the environment, unless it has ended by itself; nothing waits for it."""
         if not self._ended:
-            self._ended = True
+            self._count_end()
             self._ask(ends=True)
+
+    def _count_end(self) -> None:
+        self._ended = True
+        self._meter.count_episodes(-1)
 
     def _ask(self, *, ends: bool = False) -> concurrent.futures.Future[Outcome]:
         call = {
@@ -184,6 +203,8 @@ class Conversation:
             "ends": ends,
         }
         job = Job((self._environment,), ("",), "", "", call)
+        if not ends:
+            job.future.add_done_callback(self._meter.begin_call())
         self._lane.jobs.put(job)
         return job.future
 

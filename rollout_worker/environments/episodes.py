@@ -104,6 +104,9 @@ class _Episode:
 class EpisodeGroup:
     """The episodes of one prompt, one for each sample of a request."""
 
+    phase = "environment"
+    """Of the ledger, for the time beside the engine's."""
+
     def __init__(
         self,
         request: DecodeRequest,

@@ -56,7 +56,8 @@ class PhaseClock:
             RuntimeError: if another thread has a phase open.
         """
         if name not in PHASES or name == UNEXPLAINED:
-            raise ValueError(f"phase must be one of {PHASES[:-1]}, got {name!r}")
+            known = tuple(phase for phase in PHASES if phase != UNEXPLAINED)
+            raise ValueError(f"phase must be one of {known}, got {name!r}")
         with self._lock:
             self._check_owner(name)
             self._charge()

@@ -23,8 +23,10 @@ PHASES: tuple[str, ...] = (
     "eval",
     "idle",
     "unexplained",
+    "environment",
 )
-"""Phases of the step ledger; `unexplained` is the rest and cannot be entered."""
+"""Phases of the step ledger; `unexplained` is the rest and cannot be entered. timeline.jsonl has
+their places in this list, so that a new one comes last."""
 
 UNEXPLAINED = "unexplained"
 WAITS = ("idle", "queue_wait", "weights_wait")

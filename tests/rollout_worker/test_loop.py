@@ -14,6 +14,7 @@ import pytest
 from hypothesis import strategies as st
 
 from rollout_worker.engine.decode_request import SamplingSettings
+from rollout_worker.environments.environment_use import EnvironmentUse
 from rollout_worker.fetcher import Fetcher, pull_shared
 from rollout_worker.loop import WorkLoop
 from rollout_worker.rewards.spending import Spending
@@ -64,6 +65,9 @@ class Core:
 
     def take_spending(self):
         return Spending()
+
+    def take_environment_use(self):
+        return EnvironmentUse()
 
     def stop_spending(self, why):
         self.stopped = why

@@ -119,6 +119,18 @@ def test_episodes_that_have_ended_do_not_wait_for_the_environment_of_others(task
     assert list(tasks) == [waiting] and tasks.decoding
 
 
+def test_the_wait_for_environments_is_a_phase_of_its_own(tokenizer, monkeypatch):
+    moment = [100.0]
+    monkeypatch.setattr(concurrent.futures, "wait", lambda *_: moment.append(moment[-1] + 5.0))
+    clock = PhaseClock(now=lambda: moment[-1])
+    tasks = PromptTasks(QuickEngine(*tokenizer.stop_ids), clock)
+    tasks.begin([played("a/0", [said("Guess."), None], tokenizer)])
+    for account in (None, None, "eval"):
+        tasks.advance(account)
+    spent = {phase: seconds for phase, seconds in clock.total().items() if seconds}
+    assert spent == {"environment": 5.0, "eval": 5.0}
+
+
 @pytest.mark.usefixtures("no_wait")
 def test_a_group_that_is_scored_does_not_wait_for_the_scorers_of_others(tasks, tokenizer):
     rewards = Rewards()

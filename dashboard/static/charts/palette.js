@@ -22,6 +22,7 @@ const PHASE_COLORS = {
   prefill: ["#7cc4ee", "#8accf0"],
   decode: ["#0072b2", "#1f86c9"],
   reward: ["#4fc29f", "#5ed3ae"],
+  environment: ["#8fb339", "#a3c94b"],
   serialise: ["#b5a21c", "#b8a62a"],
   wire: ["#f0d43a", "#f0e442"],
   queue_wait: ["#7d8794", "#5d6673"],

@@ -22,6 +22,7 @@ WRITERS = (
     "learner/objective/gae.py",
     "learner/sft/supervised_learner.py",
     "driver/sft/sft_plan.py",
+    "rollout_worker/environments/environment_use.py",
 )
 LIKELY = {
     "name": "gsm8k_answer",

@@ -135,7 +135,8 @@ def test_critical_path_of_made_up_seconds_is_that_of_each_step(tmp_path):
             if rng.random() < 0.2:
                 del record["processes"][name]
                 continue
-            seconds = rng.exponential(rng.choice([0.02, 0.2]), len(PHASES)) * rng.integers(0, 2, 16)
+            used = rng.integers(0, 2, len(PHASES))
+            seconds = rng.exponential(rng.choice([0.02, 0.2]), len(PHASES)) * used
             record["processes"][name] = dict(zip(PHASES, seconds.tolist(), strict=True))
     text = "".join(json.dumps(record) + "\n" for record in records)
     (tmp_path / "ledger.jsonl").write_text(text)

@@ -426,9 +426,7 @@ def test_an_evaluation_beside_training_plays_the_games_of_one_that_is_alone(grou
         alone = worker.evaluate(0, (2, 0), **how)
         worker.keep_version(0)
         share = IdleShare(
-            EvalRequest(
-                positions=(2, 0), policy_version=0, timeout_s=HANG_S, when_idle=True, **how
-            )
+            EvalRequest(positions=(2, 0), policy_version=0, timeout_s=HANG_S, when_idle=True, **how)
         )
         for turns in (3, 6):
             worker.begin_evaluation(share)
