@@ -26,10 +26,11 @@ DIGITS = 5
 SECONDS_DECIMALS = 5
 """Of the seconds by phase, which are most of the document; less than 0.00001 s becomes 0."""
 MARKED_STEPS = 100
-PATH_PHASES = (*(phase for phase in PHASES if phase != UNEXPLAINED), OTHER)
+PATH_PHASES = tuple(OTHER if phase == UNEXPLAINED else phase for phase in PHASES)
 
 _IS_BUSY_F = np.array([phase not in (*WAITS, UNEXPLAINED) for phase in PHASES])
 _WEIGHTS_WAIT = PHASES.index("weights_wait")
+_OTHER = PATH_PHASES.index(OTHER)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +215,7 @@ def critical_paths(wall_s_N: np.ndarray, seconds_NF: dict[str, np.ndarray]) -> n
     """Of the shorter side: the share on the path."""
     path_NF = learner_NF * np.where(learner_N < worker_N, share_N, 1.0)[:, None]
     path_NF += worker_NF * np.where(learner_N < worker_N, 1.0, share_N)[:, None]
-    path_NF[:, -1] = np.maximum(0.0, wall_s_N - path_NF.sum(axis=1))
+    path_NF[:, _OTHER] = np.maximum(0.0, wall_s_N - path_NF.sum(axis=1))
     return path_NF
 
 

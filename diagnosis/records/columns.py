@@ -134,7 +134,7 @@ class LedgerTable:
                 self.used[process] = np.zeros(len(PHASES), bool)
             seconds = [phases.get(phase, 0.0) for phase in PHASES]
             if UNEXPLAINED not in phases:
-                seconds[-1] = max(0.0, record["wall_s"] - sum(seconds))
+                seconds[PHASES.index(UNEXPLAINED)] = max(0.0, record["wall_s"] - sum(seconds))
             self.seconds[process][row] = seconds
             self.used[process] |= self.seconds[process][row] > 0
         for state, ids in _mapping(record.get("groups")).items():
