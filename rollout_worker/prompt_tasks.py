@@ -170,7 +170,7 @@ class PromptTasks:
             self._wait(account, wait_s)
         done = self._done
         for task in done:
-            del self._tasks[task.request_id]
+            self._forget(task)
         return done
 
     def abort(self, tasks: Iterable[PromptTask], account: str | None = None) -> None:
@@ -179,13 +179,17 @@ class PromptTasks:
         An engine that failed is left alone, so that the error which is reported is its own.
         """
         for task in tasks:
-            del self._tasks[task.request_id]
             task.group.abandon()
             for request_id in task.group.in_engine:
                 self._engine.abort_request(request_id)
+            self._forget(task)
         while not self.decoding and self._engine.usable and self._engine.pending:
             with self._clock.phase(account or "decode"):
                 self._engine.step(account)
+
+    def _forget(self, task: PromptTask) -> None:
+        del self._tasks[task.request_id]
+        self._engine.end_episode(task.request_id)
 
     @property
     def _done(self) -> list[PromptTask]:

@@ -259,6 +259,7 @@ class EpisodeGroup:
             token_ids=self.prompt_token_ids,
             samples=tuple(samples),
             max_new_tokens=max_new_tokens,
+            episode=self._request.request_id,
         )
 
     def _go_on(self, episode: _Episode) -> DecodeRequest | None:
@@ -288,6 +289,7 @@ class EpisodeGroup:
                 samples=(episode.sample_index,),
                 max_new_tokens=left,
                 key_data=_turn_key((first, second), turns),
+                episode=self._request.request_id,
             )
         return None
 

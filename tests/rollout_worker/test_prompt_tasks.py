@@ -36,7 +36,7 @@ class QuickEngine(Engine):
     pending = property(lambda self: bool(self.requests))
 
     def __init__(self, stop):  # no device
-        self.requests = []
+        self.requests, self.ended = [], []
         self._stop = stop
 
     def submit_requests(self, requests):
@@ -45,6 +45,9 @@ class QuickEngine(Engine):
     def step(self, account=None):
         requests, self.requests = self.requests, []
         return [drawn(one, sample, [40], self._stop) for one in requests for sample in one.samples]
+
+    def end_episode(self, episode):
+        self.ended.append(episode)
 
     def abort_request(self, request_id):
         """Its rows come back at the next step, as those of an engine do."""
@@ -117,6 +120,7 @@ def test_episodes_that_have_ended_do_not_wait_for_the_environment_of_others(task
     assert tasks.advance(None) == []
     assert tasks.advance(None) == [ended]
     assert list(tasks) == [waiting] and tasks.decoding
+    assert tasks._engine.ended == ["a/1"]
 
 
 def test_the_wait_for_environments_is_a_phase_of_its_own(tokenizer, monkeypatch):

@@ -299,7 +299,8 @@ def make_core(policy, **params):
             completions_per_prompt=4,
             max_prompt_tokens=64,
             max_completion_tokens=96,
-            decode=DecodeConfig(slots=4, segment_tokens=8, compute_dtype="float32"),
+            # All that a test begins is parked: no draw depends on how long an environment takes.
+            decode=DecodeConfig(slots=4, segment_tokens=8, compute_dtype="float32", parked=12),
         ),
         reward=REWARD,
         environment=EnvironmentConfig(name=f"{KINDS}:Dialog", params=params, max_turns=4),
@@ -344,7 +345,11 @@ def essence(group):
 def groups(policy):
     core = make_core(policy)
     try:
-        yield played(core)
+        found = played(core)
+        engine = core.worker._engine
+        later_turns = sum(c.turns - 1 for group in found for c in group.completions)
+        assert engine.counts.reused_tokens > 20 * later_turns > 0 == engine.parked
+        yield found
     finally:
         core.close()
 
