@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pathlib
 import random
 import sys
 import time
@@ -179,3 +180,20 @@ class Dialog:
         if self.random.random() < 0.2:
             return [], reward, True, {}
         return say(f"then {self.random.randint(0, 9)}"), reward, False, {}
+
+
+class Held(Dialog):
+    """Waits in mid-episode as long as a file is there, and says in another which process waits."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = pathlib.Path(folder)
+
+    async def step(self, message):
+        answer = await super().step(message)
+        if self.turns == 2 and (self.folder / "hold").exists():
+            with (self.folder / "held").open("a") as file:
+                file.write(f"{os.getpid()}\n")
+            while (self.folder / "hold").exists():
+                await asyncio.sleep(0.02)
+        return answer
