@@ -182,6 +182,15 @@ class Dialog:
         return say(f"then {self.random.randint(0, 9)}"), reward, False, {}
 
 
+class Stuck(Dialog):
+    """Never answers some of the first turns."""
+
+    async def step(self, message):
+        if self.turns == 0 and len(message["content"]) % 4 == 0:
+            await asyncio.sleep(1000)
+        return await super().step(message)
+
+
 class Held(Dialog):
     """Waits in mid-episode as long as a file is there, and says in another which process waits."""
 

@@ -281,7 +281,7 @@ def policy(programs_compiled_once):
     return loaded, named, manifest
 
 
-def make_core(policy, **params):
+def make_core(policy, kind="Dialog", timeout_s=HANG_S, **params):
     from services.wire.tls import RunAuthority
     from tests.rollout_worker.test_actor import worker_spec
 
@@ -303,7 +303,9 @@ def make_core(policy, **params):
             decode=DecodeConfig(slots=4, segment_tokens=8, compute_dtype="float32", parked=12),
         ),
         reward=REWARD,
-        environment=EnvironmentConfig(name=f"{KINDS}:Dialog", params=params, max_turns=4),
+        environment=EnvironmentConfig(
+            name=f"{KINDS}:{kind}", params=params, max_turns=4, timeout_s=timeout_s
+        ),
         weights_dtype="bfloat16",
     )
     core = WorkerCore(spec, jax.devices()[:1], PhaseClock())
@@ -399,6 +401,32 @@ def test_a_run_is_the_same_when_repeated_whatever_the_environments_take_and_lose
     assert mark.exists()
     for one, other in zip(groups, again, strict=True):
         assert essence(one) == essence(other)
+
+
+@pytest.mark.slow
+def test_an_environment_that_hangs_in_a_run_ends_its_own_episodes_alone(groups, policy, tokenizer):
+    core = make_core(policy, "Stuck", timeout_s=5.0)
+    try:
+        again = played(core)
+    finally:
+        core.close()
+    pairs = [
+        pair
+        for one, other in zip(groups, again, strict=True)
+        for pair in zip(one.completions, other.completions, strict=True)
+    ]
+    failed = [(before, after) for before, after in pairs if after.reward_error]
+    assert 0 < len(failed) < len(pairs)
+    for before, after in failed:
+        text = tokenizer.decode_completion(after.token_ids)
+        assert len(text) % 4 == 0 and "no result within 5 s" in after.reward_error
+        assert after.finish_reason is FinishReason.ABORTED and not after.segment_tokens
+        np.testing.assert_array_equal(after.token_ids, before.token_ids[: len(after.token_ids)])
+    for before, after in pairs:
+        if not after.reward_error:
+            np.testing.assert_array_equal(after.token_ids, before.token_ids)
+            np.testing.assert_array_equal(after.behavior_logprobs, before.behavior_logprobs)
+            assert after.total_reward == before.total_reward
 
 
 @pytest.mark.slow
