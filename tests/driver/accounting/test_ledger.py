@@ -119,6 +119,15 @@ def test_impossible_seconds_are_refused(tmp_path, phase_s, wall_s, message):
     assert read_lines(tmp_path / "ledger.jsonl") == []
 
 
+def test_totals_of_a_checkpoint_that_is_older_than_a_phase_go_on(tmp_path):
+    ledger = open_ledger(tmp_path)
+    ledger.restore({"totals": {"rollout-0": {"decode": 2.0, "unexplained": 0.0}}}, step=0)
+    seconds = {"decode": 1.0, "environment": 3.0}
+    ledger.close_step(1, {"rollout-0": seconds}, wall_s=4.0, leases=table_of())
+    totals = {phase: s for phase, s in ledger.totals["rollout-0"].items() if s}
+    assert totals == {"decode": 3.0, "environment": 3.0}
+
+
 def test_totals_and_lines_go_on_from_the_checkpoint(tmp_path):
     ledger, table = open_ledger(tmp_path), table_of()
     saved = {}

@@ -16,7 +16,7 @@ import pytest
 
 from learner.durable import spool as spool_module
 from learner.durable.frames import PREFIX_BYTES, DamagedFile
-from learner.durable.segment_file import NOTHING_OPEN, OpenWork, UpdateRecord
+from learner.durable.segment_file import GROUP, NOTHING_OPEN, OpenWork, UpdateRecord
 from learner.durable.spool import Spool, SpoolFailed
 from services.trajectories import codec
 from services.trajectories.id_set import IdSet
@@ -46,6 +46,17 @@ def folder(tmp_path):
 def plain(work: OpenWork):
     groups = {name: codec.encode_group(group) for name, group in work.groups.items()}
     return work.issued, work.updates, groups
+
+
+def test_the_record_of_a_group_is_its_bytes_on_the_wire(folder):
+    """So that what keeps those as they were, as for groups of one turn, keeps the log."""
+    spool = begun(folder)
+    before = sum(path.stat().st_size for path in folder.iterdir())
+    spool.write_group(GROUPS[1])
+    wire = codec.encode_group(GROUPS[1])
+    [path] = folder.glob("*.bin")
+    assert path.read_bytes().endswith(GROUP + wire)
+    assert path.stat().st_size == before + PREFIX_BYTES + len(GROUP + wire)
 
 
 def test_what_was_written_is_read_in_its_order_by_the_next_process(folder):
