@@ -29,7 +29,7 @@ from rollout_worker.leased_group import LeasedGroup
 from rollout_worker.prompt_tasks import PromptTask, PromptTasks, ScoredGroup
 from rollout_worker.rewards.reward_pool import RewardPool, Score
 from rollout_worker.rewards.spending import Spending
-from rollout_worker.worker_records import EvalItem
+from rollout_worker.worker_records import EvalItem, KeptTurns
 from services.process.phase_clock import PhaseClock
 from services.weights.digest import tree_digest
 from services.wire.messages import NO_VERSION, Completion, Group, WeightManifest
@@ -112,6 +112,8 @@ class RolloutWorker:
         """-1 until the first weights arrive."""
         self.weight_digest = ""
         self._swaps = 0
+        self._prompt_tokens = (0, 0)
+        """Prefilled and reused, as `take_kept_turns` reported last."""
         self._current: _Policy | None = None
         """Of `policy_version`."""
         self._kept: _Policy | None = None
@@ -208,6 +210,22 @@ class RolloutWorker:
         """What environments have done since the last call; for any thread."""
         pools = [pool for pool in self._pools if isinstance(pool, EnvironmentPool)]
         return sum((pool.take_use() for pool in pools), EnvironmentUse())
+
+    def take_kept_turns(self) -> KeptTurns | None:
+        """What the engine keeps of episodes, and prompt tokens since the last call; None where it
+        keeps none. For any thread.
+        """
+        if not self._engine.programs.geometry.parked:
+            return None
+        counts = self._engine.counts
+        prefilled, reused = counts.prefilled_tokens, counts.reused_tokens
+        before, self._prompt_tokens = self._prompt_tokens, (prefilled, reused)
+        return KeptTurns(
+            parked=self._engine.parked,
+            parked_bytes=self._engine.parked_bytes,
+            prefilled_tokens=prefilled - before[0],
+            reused_tokens=reused - before[1],
+        )
 
     def stop_spending(self, why: str) -> None:
         """Has scorers spend nothing more; their completions get an error instead."""

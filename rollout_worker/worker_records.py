@@ -199,6 +199,20 @@ class LeaseResult:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class KeptTurns:
+    """What a worker's engine keeps of episodes between their turns, and what that spared."""
+
+    parked: int
+    """Episodes that are kept now."""
+    parked_bytes: int
+    """Device memory of these."""
+    prefilled_tokens: int
+    """Of prompts, since the worker was last asked."""
+    reused_tokens: int
+    """Of prompts that were not prefilled, since then."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class News:
     """What happened at a worker since it was last asked."""
 
@@ -223,6 +237,8 @@ class News:
     """By scorers, training and evaluation together."""
     environment: EnvironmentUse = NO_USE
     """Of environments, training and evaluation together."""
+    kept: KeptTurns | None = None
+    """None where the engine keeps no episodes."""
     learner_silent_s: float = 0.0
     """For how long the learner has not answered this worker; 0 where it does."""
     activity: Activity

@@ -309,6 +309,11 @@ environment/call_s_max | s | call of an environment, longest
 [breakdown environment_episodes]
 environment/episodes_mean | episodes | episodes in flight, mean
     of all workers together, mean over the step
+[breakdown environment_prompts-]
+environment/prefilled_tokens | tokens | prompt tokens prefilled
+    of all turns of the step, evaluation included; only with an environment
+environment/reused_tokens | tokens | prompt tokens reused
+    of all turns of the step, whose keys and values were kept from the turn before
 [breakdown environment_calls-]
 environment/calls | | calls of environments
     that have ended in the step, those that begin an episode included
@@ -415,4 +420,10 @@ mem/{process}/device_bytes | bytes | device memory
     device memory in use at the step's end, summed over the devices of the process
 mem/{process}/device_peak_bytes | bytes | device memory, peak
     peak of each device of the process since it started, summed
+mem/{process}/parked_bytes | bytes | memory of parked episodes
+    device memory of the episodes whose keys and values a worker keeps for their next turn, at the
+    step's end; only with an environment
+[fleet parked-]
+mem/{process}/parked_episodes | episodes | parked episodes
+    episodes whose keys and values a worker keeps for their next turn, at the step's end
 """

@@ -98,6 +98,7 @@ class StepReports:
         self._transfers: list[PullStats] = []
         self._canary_gaps: list[float] = []
         self._background_s: dict[str, float] = {}
+        self._kept_turns: dict[str, float] = {}
         self._environment = EnvironmentUse()
         self.queues = QueueGauges()
         """Receives the queue lengths from the step loop."""
@@ -123,6 +124,14 @@ class StepReports:
         for thread, seconds in news.background_s.items():
             name = f"time/{worker}/background_{thread}_s"
             self._background_s[name] = self._background_s.get(name, 0.0) + seconds
+        if (kept := news.kept) is not None:
+            self._kept_turns[f"mem/{worker}/parked_episodes"] = float(kept.parked)
+            self._kept_turns[f"mem/{worker}/parked_bytes"] = float(kept.parked_bytes)
+            for name, tokens in (
+                ("environment/prefilled_tokens", kept.prefilled_tokens),
+                ("environment/reused_tokens", kept.reused_tokens),
+            ):
+                self._kept_turns[name] = self._kept_turns.get(name, 0.0) + tokens
 
     def show_divergence(self, step: int, report: UpdateReport) -> None:
         """Shows that a recorded update did not reproduce its policy version."""
@@ -212,7 +221,8 @@ class StepReports:
         gauges = self.queues.take_gauges()
         self._timeline.record_step(state.step, timings, gauges, start_s=started_s)
         metrics = metrics | {"time/train/step_s": wall_s} | self._take_background()
-        metrics |= queue_metrics(gauges, timings.at_s)
+        metrics |= queue_metrics(gauges, timings.at_s) | self._kept_turns
+        self._kept_turns = {}
         environment, self._environment = self._environment, EnvironmentUse()
         metrics |= environment.metrics(wall_s)
         for process, held in memory.items():

@@ -1,6 +1,7 @@
 """What ledger, timeline and metrics hold of a closed step, with processes that join and leave."""
 
 import io
+import math
 import pathlib
 
 import pytest
@@ -18,6 +19,8 @@ from driver.reports.status import StatusFile
 from driver.reports.step_report import StepReports
 from driver.reports.timeline import Timeline
 from driver.terminal.step_table import StepView
+from rollout_worker.worker_records import KeptTurns, News
+from services.process.activity import Activity
 from services.process.phase_clock import PhaseClock
 from services.process.process_memory import ProcessMemory
 from services.trajectories.data_order import DataOrder
@@ -148,3 +151,41 @@ def test_queues_memory_and_the_rate_are_metrics_of_the_step(driver):
     assert line["throughput/train/decode_tokens_per_s"] == 25.0
     assert line["time/train/step_avg_last10_s"] == 4.0
     assert "mem/rollout-0/host_bytes" not in line, "it has not reported"
+
+
+def news_of(*, prefilled, reused, parked):
+    return News(
+        drained=False,
+        policy_version=0,
+        weight_digest="",
+        canary_gap=math.nan,
+        held=0,
+        results=(),
+        background_s={},
+        transfers=(),
+        memory=ProcessMemory(host_bytes=7),
+        kept=KeptTurns(
+            parked=parked,
+            parked_bytes=100 * parked,
+            prefilled_tokens=prefilled,
+            reused_tokens=reused,
+        ),
+        activity=Activity(doing="idle", counters={}),
+    )
+
+
+def test_kept_turns_are_summed_over_workers_and_news_of_the_step(driver):
+    driver.start("learner")
+    for worker, prefilled, reused, parked in (("a", 10, 0, 9), ("a", 5, 50, 4), ("b", 1, 2, 3)):
+        driver.reports.record_news(
+            worker, news_of(prefilled=prefilled, reused=reused, parked=parked)
+        )
+    for _ in range(2):
+        driver.work(1.0, "idle", "learner")
+        driver.close(["learner"])
+    first, second = read_lines(driver.folder / "metrics.jsonl")
+    assert first["environment/prefilled_tokens"] == 16
+    assert first["environment/reused_tokens"] == 52
+    assert (first["mem/a/parked_episodes"], first["mem/a/parked_bytes"]) == (4, 400)
+    assert first["mem/b/parked_episodes"] == 3
+    assert not any("parked" in name or "reused" in name for name in second)

@@ -349,8 +349,12 @@ def groups(policy):
     try:
         found = played(core)
         engine = core.worker._engine
-        later_turns = sum(c.turns - 1 for group in found for c in group.completions)
+        later_turns = sum(c.turns - 1 for group in found if group for c in group.completions)
         assert engine.counts.reused_tokens > 20 * later_turns > 0 == engine.parked
+        kept = core.worker.take_kept_turns()
+        assert kept is not None and kept.reused_tokens == engine.counts.reused_tokens
+        again = core.worker.take_kept_turns()
+        assert again is not None and (again.prefilled_tokens, again.reused_tokens) == (0, 0)
         yield found
     finally:
         core.close()
