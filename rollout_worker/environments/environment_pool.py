@@ -31,6 +31,7 @@ from rollout_worker.rewards.processes.scorer_thread import (
 )
 from rollout_worker.rewards.processes.scorer_threads import ScorerThreads
 from rollout_worker.rewards.reward_pool import Score
+from rollout_worker.rewards.reward_values import ValueNames
 from rollout_worker.rewards.spending import SpendingAccount
 
 CHILD = "rollout_worker.environments.environment_child"
@@ -65,6 +66,7 @@ class EnvironmentPool:
         """
         self._environment = environment
         self.account = account or SpendingAccount()
+        self._value_names = ValueNames()
         self._composition = Composition.of(reward.functions, reward.combine)
         allowance, output = allowance_of(environment, reward), ScorerOutput()
         self._numbers = itertools.count()
@@ -112,16 +114,18 @@ class EnvironmentPool:
         lane = lanes[number % len(lanes)]
         return Conversation(f"e{number}", lane, self._environment.name, item, seed, self._meter)
 
-    def score_of(self, reward: float, error: str) -> Score:
+    def score_of(self, reward: float, error: str, numbers: Mapping[str, float]) -> Score:
         """The score of an episode.
 
         Args:
             reward: of all its steps together.
             error: why it could not be ended; empty where it was.
+            numbers: of its `info`, by name, as `Conversation.numbers`.
         """
         if error:
             return Score({}, math.nan, f"{ERROR}: {error}")
-        rewards = {ENVIRONMENT_REWARD: reward}
+        named = {f"{ENVIRONMENT_REWARD}/{name}": value for name, value in numbers.items()}
+        rewards = {ENVIRONMENT_REWARD: reward} | self._value_names.known(ENVIRONMENT_REWARD, named)
         try:
             return Score(rewards, self._composition.total(rewards), "")
         except ValueError as problem:
@@ -154,6 +158,8 @@ class Conversation:
         self._ended = False
         self._meter = meter
         meter.count_episodes(1)
+        self.numbers: dict[str, float] = {}
+        """Sums of the numbers in `info`, over the steps so far."""
         self.call = self._ask()
         """The call that was begun last."""
 
@@ -179,6 +185,8 @@ class Conversation:
         except BadTurn as error:
             raise EnvironmentFailed(f"{what}: {error}") from None
         self._heard.append(digest_of(turn))
+        for name, value in turn.numbers.items():
+            self.numbers[name] = self.numbers.get(name, 0.0) + value
         if turn.done:
             self._count_end()
         return turn

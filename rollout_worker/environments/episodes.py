@@ -205,7 +205,10 @@ class EpisodeGroup:
 
     def scores(self) -> list[Score]:
         """Of the same."""
-        return [self._pool.score_of(e.reward, e.error) for e in self._episodes.values()]
+        return [
+            self._pool.score_of(e.reward, e.error, e.conversation.numbers)
+            for e in self._episodes.values()
+        ]
 
     def _begin(self) -> list[DecodeRequest]:
         """First turns, once every reset has ended.

@@ -4,12 +4,18 @@ Both ends check it: the child, to say what is wrong with it, and the worker, sin
 foreign code. Neither jax nor pydantic is imported here, since the child imports this.
 """
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rollout_worker.rewards.reward_values import BadResult, bounded_reward
+from rollout_worker.rewards.reward_values import (
+    MOST_VARIANTS,
+    NAME_CHARS,
+    BadResult,
+    bounded_reward,
+)
 
 MOST_OBSERVATION_BYTES = 2**20
 """Of the messages of one turn, as JSON."""
@@ -33,11 +39,13 @@ class Turn(NamedTuple):
     """That the model reads next; none where the episode is over."""
     reward: float
     done: bool
+    numbers: dict[str, float] = {}  # noqa: RUF012 - never changed
+    """By name, of its `info`; only logged."""
 
 
 def digest_of(turn: Turn) -> str:
     """By which an answer is recognised when an episode is played again."""
-    return hashlib.sha256(json.dumps(turn).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(turn[:3]).encode()).hexdigest()
 
 
 def turn_of(result: Any) -> Turn:
@@ -49,9 +57,10 @@ def turn_of(result: Any) -> Turn:
     """
     names = ("observation", "reward", "done", "info")
     if isinstance(result, tuple) and len(result) == 4 and not hasattr(result, "_fields"):
-        observation, reward, done, _ = result
+        observation, reward, done, info = result
     elif all(hasattr(result, name) for name in names[:3]):
         observation, reward, done = (getattr(result, name) for name in names[:3])
+        info = getattr(result, "info", None)
     else:
         raise BadTurn(
             f"step must return a tuple of {', '.join(names)}, or an object with these names, got "
@@ -61,9 +70,8 @@ def turn_of(result: Any) -> Turn:
         done = done.item()
     if not isinstance(done, bool):
         raise BadTurn(f"done must be true or false, got {_shown(done)}")
-    if done and not observation:
-        return Turn([], reward_of(reward), True)
-    return Turn(messages_of(observation, "the observation"), reward_of(reward), done)
+    messages = [] if done and not observation else messages_of(observation, "the observation")
+    return Turn(messages, reward_of(reward), done, numbers_of(info))
 
 
 def messages_of(value: Any, what: str) -> list[Message]:
@@ -132,6 +140,17 @@ def reward_of(value: Any) -> float:
         raise BadTurn(str(error)) from None
 
 
+def numbers_of(info: Any) -> dict[str, float]:
+    """The numbers in the `info` of a step that can be metrics; the rest is not read."""
+    found: dict[str, float] = {}
+    for name, value in info.items() if isinstance(info, Mapping) else ():
+        is_name = isinstance(name, str) and name.isprintable() and 0 < len(name) <= NAME_CHARS
+        if is_name and len(found) < MOST_VARIANTS:
+            with contextlib.suppress(BadResult):
+                found[name] = bounded_reward(value, name)
+    return found
+
+
 def parse_turn(answer: Mapping[str, Any]) -> Turn:
     """Reads what the process of an environment sends, which foreign code may have written.
 
@@ -140,7 +159,7 @@ def parse_turn(answer: Mapping[str, Any]) -> Turn:
     """
     if set(answer) != set(Turn._fields):
         raise BadTurn(f"its process sent {_shown(dict(answer))}, which is no turn")
-    return turn_of((answer["messages"], answer["reward"], answer["done"], {}))
+    return turn_of((answer["messages"], answer["reward"], answer["done"], answer["numbers"]))
 
 
 def _shown(value: Any) -> str:

@@ -9,9 +9,7 @@ so the pool may be used from any thread.
 
 import concurrent.futures
 import dataclasses
-import logging
 import math
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,11 +32,9 @@ from rollout_worker.rewards.processes.scorer_thread import (
     Outcome,
 )
 from rollout_worker.rewards.processes.scorer_threads import ScorerThreads
-from rollout_worker.rewards.reward_values import MOST_VARIANTS
+from rollout_worker.rewards.reward_values import ValueNames
 from rollout_worker.rewards.scorers import ScorerKind
 from rollout_worker.rewards.spending import SpendingAccount
-
-log = logging.getLogger(__name__)
 
 IN_FLIGHT = RewardConfig().in_flight
 
@@ -186,10 +182,7 @@ class RewardPool:
         self._functions = tuple(functions)
         self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s
-        self._names: dict[str, set[str]] = {}
-        """Of the values that each scorer has returned."""
-        self._names_lock = threading.Lock()
-        self._said_names = False
+        self._value_names = ValueNames()
         self._threads = ScorerThreads(
             "scorer",
             lambda: RewardProcess(self._functions, allowance, self.output),
@@ -240,7 +233,7 @@ class RewardPool:
         """The score of one completion, from what each scorer returned or how it failed."""
         named = {}
         for name in self._names_of_scorers:
-            named |= self.known_names(rewards.get(name, {}))
+            named |= self._value_names.known(name, rewards.get(name, {}))
         if errors:
             told = [f"{name}: {errors[name]}" for name in self._names_of_scorers if name in errors]
             return Score(named, math.nan, "; ".join(told), notes)
@@ -248,29 +241,6 @@ class RewardPool:
             return Score(named, self._composition.total(named), "", notes)
         except ValueError as error:
             return Score(named, math.nan, str(error), notes)
-
-    def known_names(self, rewards: Mapping[str, float]) -> dict[str, float]:
-        """The rewards without variants beyond MOST_VARIANTS names of the whole life of this pool.
-
-        Each name is a metric for good; variants count for nothing, so that leaving some out
-        changes no training.
-        """
-        kept = {}
-        with self._names_lock:
-            for name, value in rewards.items():
-                names = self._names.setdefault(name.partition("/")[0], set())
-                if name in self._names_of_scorers or name in names or len(names) < MOST_VARIANTS:
-                    names.add(name)
-                    kept[name] = value
-                elif not self._said_names:
-                    self._said_names = True
-                    log.warning(
-                        "a scorer has returned values under more than %d names: %r and later ones "
-                        "are left out; give the values of all completions the same names",
-                        MOST_VARIANTS,
-                        name,
-                    )
-        return kept
 
     def submit(self, items: Sequence[ScoreRequest]) -> "PendingScores":
         """Starts to score completions and returns at once; safe from any thread.

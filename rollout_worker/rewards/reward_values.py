@@ -4,8 +4,10 @@ The child processes of `reward_pool.py` import this module, so it imports neithe
 """
 
 import decimal
+import logging
 import math
 import numbers
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +23,9 @@ MAX_REWARD = 1e6
 
 NO_REWARD = "what it returned is no reward: "
 """How the error of a completion begins whose scorer returned something else."""
+
+
+log = logging.getLogger(__name__)
 
 
 class BadResult(ValueError):
@@ -103,6 +108,41 @@ def note_of(result: Any) -> str:
         half = NOTE_CHARS // 2 - 3
         note = f"{note[:half]} ... {note[-half:]}"
     return note.encode("utf-8", "backslashreplace").decode("utf-8")[:NOTE_CHARS]
+
+
+class ValueNames:
+    """The names of the values of each reward that are metrics: the first MOST_VARIANTS.
+
+    Each is a metric for good. Later ones count for nothing, so that leaving them out changes no
+    training. For any thread.
+    """
+
+    def __init__(self):
+        self._known: dict[str, set[str]] = {}
+        self._lock = threading.Lock()
+        self._said = False
+
+    def known(self, reward: str, values: Mapping[str, float]) -> dict[str, float]:
+        """The values of a reward whose names are among the first, and the reward itself."""
+        kept = {}
+        with self._lock:
+            names = self._known.setdefault(reward, set())
+            for name, value in values.items():
+                if name == reward or name in names:
+                    kept[name] = value
+                elif len(names) < MOST_VARIANTS:
+                    names.add(name)
+                    kept[name] = value
+                elif not self._said:
+                    self._said = True
+                    log.warning(
+                        "%s has values under more than %d names: %r and later ones are left out; "
+                        "give the values of all completions the same names",
+                        reward,
+                        MOST_VARIANTS,
+                        name,
+                    )
+        return kept
 
 
 def named_group_rewards(name: str, result: Any, completions: int) -> list[dict[str, float]]:

@@ -132,6 +132,9 @@ class Bad:
             return say("from the copy"), 0.0, False, {}
         return [], 1.0, True, {}
 
+    async def counts(self):
+        return say("higher"), 0.0, False, {"calls": 2, "share": 0.5, "what": "text"}
+
     async def an_object(self):
         return types.SimpleNamespace(observation=say("higher"), reward=0.5, done=False, info=None)
 

@@ -109,7 +109,7 @@ FAULTS = {
 def test_bad_environment_ends_its_episode_with_an_error(bad, does):
     with pytest.raises(EnvironmentFailed, match=FAULTS[does]):
         heard(bad, ["3"], {"does": does})
-    score = bad.score_of(0.0, "step 1: it fell over")
+    score = bad.score_of(0.0, "step 1: it fell over", {})
     assert score.error == "environment_error: step 1: it fell over" and score.rewards == {}
 
 
@@ -226,5 +226,19 @@ def test_total_of_an_episode_is_weighed_as_any_reward():
     weighed = RewardConfig(functions=(RewardFunctionConfig(name="environment", weight=0.5),))
     pool = make_pool("Guessing", reward=weighed)
     pool.close()
-    assert pool.score_of(3.0, "").total == 1.5
-    assert pool.score_of(3.0, "").rewards == {"environment": 3.0}
+    assert pool.score_of(3.0, "", {}).total == 1.5
+    assert pool.score_of(3.0, "", {}).rewards == {"environment": 3.0}
+    counted = pool.score_of(3.0, "", {"calls": 2.0})
+    assert counted.rewards == {"environment": 3.0, "environment/calls": 2.0}
+    assert counted.total == 1.5 and pool.score_of(3.0, "it fell", {"calls": 2.0}).rewards == {}
+    many = [pool.score_of(3.0, "", {f"of item {n}": 1.0}).rewards for n in range(100)]
+    assert sum(len(rewards) for rewards in many) == 100 + 63, "the first 64 names, for good"
+
+
+def test_the_numbers_of_info_are_summed_over_an_episode(bad):
+    conversation = bad.begin_episode({"does": "counts"}, 1)
+    answer(conversation)
+    for turn in range(3):
+        conversation.say("3")
+        assert answer(conversation).numbers == {"calls": 2.0, "share": 0.5}
+        assert conversation.numbers == {"calls": 2.0 * (turn + 1), "share": 0.5 * (turn + 1)}

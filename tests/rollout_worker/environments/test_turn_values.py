@@ -5,10 +5,17 @@ import json
 import pytest
 
 from models.tokenizer import load_tokenizer
-from rollout_worker.environments.turn_values import BadTurn, messages_of, parse_turn
+from rollout_worker.environments.turn_values import (
+    BadTurn,
+    digest_of,
+    messages_of,
+    parse_turn,
+    turn_of,
+)
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
 ASKED = {"role": "user", "content": "1 + 2?"}
+ASKED_AGAIN = [ASKED]
 CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 ANSWER = {"role": "tool", "name": "add", "tool_call_id": "1", "content": "3"}
 
@@ -16,7 +23,7 @@ ANSWER = {"role": "tool", "name": "add", "tool_call_id": "1", "content": "3"}
 def test_calls_and_answers_of_tools_are_messages():
     read = messages_of([ASKED, CALLING, ANSWER], "what reset returns")
     assert read == [ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}, ANSWER]
-    answer = {"messages": read, "reward": 0.0, "done": False}
+    answer = {"messages": read, "reward": 0.0, "done": False, "numbers": {}}
     assert parse_turn(json.loads(json.dumps(answer))).messages == read
     assert messages_of([{**ASKED, "tool_calls": None}], "it") == [ASKED]
     assert messages_of([{**CALLING, "tool_calls": ({"name": "add"},)}, ANSWER], "it")[0] == {
@@ -51,6 +58,24 @@ def test_calls_and_answers_of_tools_are_messages():
 def test_what_is_no_message_is_refused(message, error):
     with pytest.raises(BadTurn, match=error):
         messages_of([message, ASKED], "it")
+
+
+@pytest.mark.parametrize(
+    ("info", "numbers"),
+    [
+        ({"calls": 2, "share": 0.5, "won": True}, {"calls": 2.0, "share": 0.5, "won": 1.0}),
+        ({"text": "a", "list": [1], "none": None, 3: 4, "": 1, "a\nb": 1}, {}),
+        ({"nan": float("nan"), "huge": 1e300, "long" * 30: 1, "good": -1}, {"good": -1.0}),
+        ({str(number): number for number in range(99)}, {str(n): float(n) for n in range(64)}),
+        (None, {}),
+        ("text", {}),
+    ],
+)
+def test_the_numbers_of_info_are_kept(info, numbers):
+    turn = turn_of((ASKED_AGAIN, 0.0, False, info))
+    assert turn.numbers == numbers
+    assert parse_turn(json.loads(json.dumps(turn._asdict()))) == turn
+    assert digest_of(turn) == digest_of(turn_of((ASKED_AGAIN, 0.0, False, {})))
 
 
 # --- the chat templates of models

@@ -66,6 +66,9 @@ def test_what_is_wrong_with_a_call_is_its_answer(pool):
         "Error: LookupError: the table fell over",
     ]
     assert turns[-1].reward == 1.0
+    counts = [tuple(turn.numbers.values()) for turn in turns]
+    assert counts == [(), (0, 1, 0), (0, 1, 0), (1, 0, 1), (1, 0, 1), (0, 0, 0)]
+    assert list(turns[1].numbers) == ["tool_calls", "malformed_calls", "failed_calls"]
 
 
 def test_calls_beyond_those_of_a_turn_are_not_run(pool):
