@@ -69,6 +69,9 @@ class Core:
     def take_environment_use(self):
         return EnvironmentUse()
 
+    def take_kept_turns(self):
+        return None
+
     def stop_spending(self, why):
         self.stopped = why
 
