@@ -26,6 +26,7 @@ from rollout_worker.environments.turn_values import Turn
 from rollout_worker.evaluation.idle_share import IdleShare
 from rollout_worker.leased_group import LeasedGroup
 from rollout_worker.rewards.composition import Composition
+from rollout_worker.rewards.reward_values import ValueNames
 from rollout_worker.worker_core import WorkerCore
 from rollout_worker.worker_records import EvalRequest
 from services.process.phase_clock import PhaseClock
@@ -52,6 +53,7 @@ class Told(Conversation):
         self.answers = list(answers)
         self.said = []
         self.ended = 0
+        self.numbers = {}
         self.call = self._ask()
 
     def say(self, text):
@@ -68,6 +70,7 @@ class Told(Conversation):
         found = self.answers.pop(0)
         if isinstance(found, str):
             raise EnvironmentFailed(found)
+        self.numbers |= found.numbers
         return found
 
     def end(self):
@@ -80,6 +83,7 @@ class Pool(EnvironmentPool):
     def __init__(self, scripts, **changes):  # no processes
         self._environment = EnvironmentConfig(name="a:B", **changes)
         self._composition = Composition.of(REWARD.functions, REWARD.combine)
+        self._value_names = ValueNames()
         self.conversations = []
         self._scripts = iter(scripts)
 
@@ -199,7 +203,8 @@ def test_trained_ids_are_sampled_ids_whatever_the_environment_says(
 
 def test_an_answer_is_what_the_template_would_have_written(tokenizer):
     [stop] = tokenizer.stop_ids
-    group, pool = begin([[said("Guess."), said("higher", 0.25), OVER]], tokenizer)
+    won = OVER._replace(numbers={"guesses": 2.0})
+    group, pool = begin([[said("Guess."), said("higher", 0.25), won]], tokenizer)
     turn = tokenizer._backend.encode("12", add_special_tokens=False)
     for _ in range(2):
         [request] = group.take_requests()
@@ -213,6 +218,7 @@ def test_an_answer_is_what_the_template_would_have_written(tokenizer):
     written = tokenizer.template.render(messages, add_generation_prompt=False).rstrip("\n")
     assert tokenizer.decode([*group.prompt_token_ids, *row.token_ids]) == written
     assert pool.conversations[0].said == ["12", "12"]
+    assert score.rewards == {"environment": 1.25, "environment/guesses": 2.0}
     assert (row.finish_reason, score.total) == (FinishReason.STOP, 1.25)
 
 
