@@ -35,7 +35,7 @@ METADATA_KEY = "tandem_dashboard"
 RESTARTS = 3
 RESTART_PAUSE_S = 1.0
 NICENESS = 5
-"""Of the process: training comes first."""
+"""Beyond that of the run: training comes first."""
 END_S = 2.0
 """Time for it to send its viewers the end of the run."""
 TAKE_OVER_S = 5.0
@@ -136,7 +136,8 @@ class Dashboard:
                 start_new_session=True,  # Ctrl-C is for the driver
             )
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, NICENESS)
+            own = os.getpriority(os.PRIO_PROCESS, 0)
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, min(19, own + NICENESS))
         if self._ended.is_set():
             self._process.terminate()
         return self._process.wait()
