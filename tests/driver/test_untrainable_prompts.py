@@ -87,3 +87,5 @@ def test_a_run_that_has_scored_goes_on_where_later_completions_cannot_be(tmp_pat
     world.at(40.0, lambda: setattr(world, "reward_error", "the judge does not answer"))
     run = SimulatedRun(tmp_path / "run", world, steps=30).run(monkeypatch)
     assert run.error is None and run.status["state"] == "finished"
+    assert run.status["step"] == 30 and not run.said_of("the run ends here")
+    assert len(world.trained) < 4 * 30, "what could not be scored did not train"
