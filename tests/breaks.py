@@ -349,7 +349,7 @@ BREAKS = [
     Break(
         "rollout_worker/rewards/scorer_trial.py",
         'return errors[0] if all(errors) else ""',
-        "return errors[0]",
+        "return errors[-1]",
         "driver/config/test_prepare.py",
     ),
     Break(
