@@ -42,8 +42,8 @@ OURS = {
     "rollout_worker.engine": "rollout_worker.config kernels models services",
     # Prompts carry the gold answer, and a scorer may ask the generator of its prompt.
     "rollout_worker.data": "rollout_worker.config rollout_worker.rewards.answers models services",
-    "rollout_worker.environments": "rollout_worker.config rollout_worker.engine.decode_request "
-    "rollout_worker.rewards models services",
+    "rollout_worker.environments": "rollout_worker.config rollout_worker.data.chat_rows "
+    "rollout_worker.engine.decode_request rollout_worker.rewards models services",
     "rollout_worker.rewards": "rollout_worker.config rollout_worker.data.procedural "
     "models services",
     "driver": "driver learner rollout_worker models kernels services diagnosis "

@@ -7,6 +7,8 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rollout_worker.config.data_config import SourceConfig
+from rollout_worker.data.chat_rows import read_row
 from rollout_worker.environments.tools.built_in_tools import load_tool
 from rollout_worker.environments.tools.function_schemas import BadTool
 from rollout_worker.environments.tools.tool_calls import BadCall, CallFormat, CallReader
@@ -32,8 +34,8 @@ class ToolEnvironment:
         scorer_params: Mapping[str, Any] | None = None,
         call_format: CallFormat = "hermes",
         system_prompt: str | None = None,
-        question: str = "question",
-        answer: str = "answer",
+        question: str | None = None,
+        answer: str | None = None,
         calls_per_turn: int = 8,
         result_chars: int = 4000,
     ):
@@ -44,8 +46,7 @@ class ToolEnvironment:
         scorer_params: its keyword arguments.
         call_format: in which the model writes calls, `hermes` or `llama`.
         system_prompt: the first message; None sends none.
-        question: field of the record with the text, or the messages, that the model reads first.
-        answer: field of the record with the gold answer; a record may lack it.
+        question, answer: fields of the record; None takes those that a data source takes.
         calls_per_turn: further calls of a turn are not run.
         result_chars: of what a call returns; the rest is cut off.
 
@@ -60,23 +61,22 @@ class ToolEnvironment:
         self._scorer = _loaded_scorer(scorer, json.dumps(dict(scorer_params or {})))
         self.tools = self._toolbox.schemas
         self._system = [] if system_prompt is None else [_message("system", system_prompt)]
-        self._question, self._answer = question, answer
+        self._source = SourceConfig(
+            source="records.jsonl", question_field=question, answer_field=answer
+        )
         self._calls_per_turn, self._result_chars = calls_per_turn, result_chars
 
     async def reset(self, item: dict[str, Any], seed: int) -> list[Message]:
         """Begins with the question of the record."""
-        asked = item.get(self._question)
-        if not asked or not isinstance(asked, str | list):
-            raise ValueError(
-                f"the record needs a text, or messages, in the field {self._question!r}, got "
-                f"{asked!r:.80}; it has the fields {sorted(item)}: set params.question to one"
-            )
+        try:
+            self._row = read_row(item, item, self._source)
+        except ValueError as error:
+            raise ValueError(f"the record {error} (here params.question, params.answer)") from None
         self._item = item
-        self._gold = str(item.get(self._answer, ""))
         if (check := BUILT_INS.get(self._scorer.name)) and check.check_gold:
-            check.check_gold(self._gold, item, self._scorer.params)
-        messages = [_message("user", asked)] if isinstance(asked, str) else asked
-        return [*self._system, *messages]
+            check.check_gold(self._row.answer, item, self._scorer.params)
+        asked = self._row.messages or (_message("user", self._row.question),)
+        return [*self._system, *asked]
 
     async def step(
         self, message: Mapping[str, str]
@@ -106,11 +106,10 @@ class ToolEnvironment:
         return text if left_out <= 0 else f"{text[:-left_out]}... ({left_out} characters cut)"
 
     async def _score(self, text: str) -> float:
-        question = self._item[self._question]
         request = {
             "completions": [text],
-            "answer": self._gold,
-            "prompt": question if isinstance(question, str) else question[-1]["content"],
+            "answer": self._row.answer,
+            "prompt": self._row.question,
             "item": self._item,
         }
         line = json.dumps(request).encode()

@@ -132,16 +132,29 @@ def test_formats_scorers_and_fields_are_those_of_the_configuration():
         pool.close()
 
 
+def test_records_are_read_as_those_of_a_data_source(pool):
+    asked = [{"role": "user", "content": "What is 17 * 23?"}]
+    for item in (
+        {"prompt": asked, "reward_model": {"ground_truth": 391}},
+        {"messages": asked, "solution": "17 * 23 is\n#### 391"},
+    ):
+        begun, over = heard(pool, ["#### 391"], item)
+        assert begun.messages == asked and over.reward == 1.0
+
+
 @pytest.mark.parametrize(
     ("item", "error"),
     [
         (
             {"answer": "391"},
-            r"field 'question', got None; it has the fields \['answer'\]: set params",
+            r"the record has no field 'question', .*only \['answer'\]: .*params.question",
         ),
-        ({"question": 3, "answer": "391"}, "the record needs a text, or messages"),
+        ({"question": True, "answer": "391"}, "field 'question' must be text or a number"),
         ({"question": "?", "answer": "many"}, "the gold answer 'many' is not a number"),
-        ({"question": [{"role": "user"}], "answer": "1"}, "has no role or no content"),
+        (
+            {"question": [{"role": "user"}], "answer": "1"},
+            r"the record question\[0\] of role 'user' must have text as content",
+        ),
     ],
 )
 def test_a_record_that_cannot_be_played_ends_its_episode_with_an_error(pool, item, error):
