@@ -140,13 +140,15 @@ def _tools_of(name: str, made: type, params: dict[str, Any]) -> list[dict[str, A
     """JSON schemas of what one environment offers, which is made for this and has no episode."""
     try:
         environment = made(**params)
-    # The constructor is foreign code; what it raises is why no episode can begin.
+        tools = getattr(environment, "tools", None) or []
+    # This is foreign code; what it raises is why no episode can begin.
     except Exception as error:
         traceback.print_exception(error)
         raise BadScorer(
             f"environment {name!r} cannot be made with params={params}: {describe_error(error)}"
         ) from error
-    tools = getattr(environment, "tools", None) or []
+    if (close := getattr(environment, "close", None)) is not None:
+        asyncio.run(_close(close))
     if not tools:
         return []
     # Its libraries take time that environments without tools need not spend.
