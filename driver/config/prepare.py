@@ -146,11 +146,11 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
     if config.environment is None:
         _load_scorers(config)
     else:
-        checked(tokenizer.template.check_history, config.environment.history)
         tools = checked(
             validate_environment, config.environment, config.reward, about="environment.name"
         )
-        checked(tokenizer.with_tools, tools, about="environment.name")
+        offering = checked(tokenizer.with_tools, tools, about="environment.name")
+        checked(offering.template.check_history, config.environment.history)
     if ":" in config.algorithm.policy_loss:
         try_policy_loss(config.algorithm.policy_loss)
     longest = config.rollout.max_prompt_tokens
