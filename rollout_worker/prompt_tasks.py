@@ -164,8 +164,7 @@ class PromptTasks:
         if self.decoding and self._engine.pending:
             with self._clock.phase(account or "decode"):
                 finished = self._engine.step(account)
-            for row in finished:
-                self._add_row(row, account)
+            self._add_rows(finished, account)
         elif self._tasks and not self._done:
             self._wait(account, wait_s)
         done = self._done
@@ -202,13 +201,15 @@ class PromptTasks:
                 with self._clock.phase(account or task.group.phase):
                     self._engine.submit_requests(task.group.take_requests())
 
-    def _add_row(self, row: FinishedRow, account: str | None) -> None:
-        """Gives a row to its group; that of a prompt which was ended meanwhile has none."""
-        for task in self:
-            if row.request_id in task.group.in_engine:
-                with self._clock.phase(account or task.group.phase):
-                    task.group.add_row(row)
-                return
+    def _add_rows(self, rows: Sequence[FinishedRow], account: str | None) -> None:
+        """Gives rows to their groups; those of prompts which were ended meanwhile have none."""
+        if not rows:
+            return
+        groups = {request: task.group for task in self for request in task.group.in_engine}
+        with self._clock.phase(account or "reward"):
+            for row in rows:
+                if (group := groups.get(row.request_id)) is not None:
+                    group.add_row(row)
 
     def _wait(self, account: str | None, wait_s: float | None) -> None:
         """Waits for the scores of the first group, or until one of all environments answers."""
