@@ -189,3 +189,14 @@ def test_kept_turns_are_summed_over_workers_and_news_of_the_step(driver):
     assert (first["mem/a/parked_episodes"], first["mem/a/parked_bytes"]) == (4, 400)
     assert first["mem/b/parked_episodes"] == 3
     assert not any("parked" in name or "reused" in name for name in second)
+
+
+def test_what_is_decoded_before_the_first_step_counts_in_its_rate(driver):
+    driver.start("rollout-0")
+    driver.collect(["rollout-0"])
+    driver.work(3.0, "decode", "rollout-0")
+    driver.close(["rollout-0"])
+    assert "throughput/train/decode_tokens_per_s" not in driver.line("metrics")
+    driver.work(1.0, "decode", "rollout-0")
+    driver.close(["rollout-0"], **{"rollout/tokens": 200.0})
+    assert driver.line("metrics")["throughput/train/decode_tokens_per_s"] == 50.0
