@@ -20,6 +20,7 @@ WALK = re.compile(r"^\| `([\w/]+\.py)`: `(\w+)\.(\w+)`", re.MULTILINE)
 OF_READERS = {
     *("my_pkg/rewards.py", "my_pkg/judge.py", "my_pkg/diversity.py", "my_pkg/losses.py"),
     "my_pkg/retry.py",
+    "my_pkg/checking.py",
     "my_pkg/tools.py",
 }
 """Paths that a reader makes himself."""

@@ -16,7 +16,7 @@ class EnvironmentConfig(Section):
     """
 
     name: str
-    """A class: `package.module:Class`, or a file, as
+    """A class: `package.module:Class`, or an async function in its place; or one of a file, as
     `deploy/demo/guessing.py:Guessing`."""
     params: dict[str, Any] = Field(default={})
     """Keyword arguments of the class."""

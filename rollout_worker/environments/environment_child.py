@@ -16,11 +16,14 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rollout_worker.environments.rollout_function import FunctionEnvironment
 from rollout_worker.environments.turn_values import (
+    ASSISTANT,
     BadTurn,
+    Said,
     Turn,
+    begun_turn,
     digest_of,
-    messages_of,
     turn_of,
 )
 from rollout_worker.rewards.processes.concurrent_requests import ConcurrentRequests
@@ -39,40 +42,37 @@ class _Episode:
 
 
 class LiveEnvironments:
-    """One class of environments with its parameters, and the episodes that have not ended.
+    """One class of environments, or one function, and the episodes that have not ended.
 
     A request says all that the model has said in its episode, so that it can be answered without
     this process having seen the earlier ones: then the episode is played again, and where it goes
     another way than before, it ends with an error.
     """
 
-    def __init__(self, make: Callable[[], Any], tools: Sequence[dict[str, Any]] = ()):
+    def __init__(self, make: Callable[[], Any], kind: ScorerKind):
         """Args:
         make: returns the environment of an episode.
-        tools: JSON schemas of the functions that it offers.
+        kind: with the functions that it offers.
         """
         self._make = make
-        self.kind = ScorerKind(is_async=True, is_group=False, tools=tuple(tools))
+        self.kind = kind
         self._live: dict[str, _Episode] = {}
         self._closing: set[asyncio.Task] = set()
 
     @classmethod
     def load(cls, name: str, params: dict[str, Any]) -> "LiveEnvironments":
-        """Finds a class, checks its methods, and makes one with its parameters to see its tools.
+        """Finds a class or a function, and checks it; an instance is made to see its tools.
 
         Raises:
             BadScorer: if it cannot be used; with the reason and what to do.
         """
-        made = _load_class(name)
-        try:
-            inspect.signature(made).bind(**params)
-        except (TypeError, ValueError) as error:
-            known = [one for one in inspect.signature(made).parameters if one != "self"]
-            wrong = next((one for one in params if one not in known), "")
-            raise BadScorer(
-                f"environment {name!r} cannot be made with params={params}: {error}"
-                f"{nearest_hint(wrong, known)}; it takes {known or 'none'}"
-            ) from error
+        made = _load_named(name)
+        if not isinstance(made, type):
+            _check_params(name, made, params, given=("policy", "item"))
+            tools = _schemas_of(name, getattr(made, "tools", ()))
+            kind = ScorerKind(is_async=True, is_group=False, tools=tools, wants_tokens=True)
+            return cls(lambda: FunctionEnvironment(made, params, tools), kind)
+        _check_params(name, made, params)
         for method in ("reset", "step"):
             if not inspect.iscoroutinefunction(getattr(made, method, None)):
                 raise BadScorer(
@@ -80,12 +80,15 @@ class LiveEnvironments:
                     "async reset(item, seed) -> messages, async step(message) -> observation, "
                     "reward, done, info"
                 )
-        return cls(lambda: made(**params), _tools_of(name, made, params))
+        tools = _tools_of(name, made, params)
+        kind = ScorerKind(is_async=True, is_group=False, tools=tools)
+        return cls(lambda: made(**params), kind)
 
     async def score_async(self, line: bytes) -> dict[str, Any]:
         """Answers one call; see `environment_pool.py` for its fields."""
         call = json.loads(line)["item"]
-        name, said, heard = call["episode"], call["said"], call["heard"]
+        name, heard = call["episode"], call["heard"]
+        said = [Said(**one) for one in call["said"]]
         if call["ends"]:
             self._end(name)
             return {"answer": {}}
@@ -114,14 +117,16 @@ class LiveEnvironments:
             self._end(name)
         return {"answer": turn._asdict()}
 
-    async def _next(self, episode: _Episode, call: dict[str, Any], said: Sequence[str]) -> Turn:
+    async def _next(self, episode: _Episode, call: dict[str, Any], said: Sequence[Said]) -> Turn:
         """The next answer of an episode; calls are decoded anew, so that no change is shared."""
         environment = episode.environment
         if episode.turns == 0:
-            found = await environment.reset(call["item"], call["seed"])
-            turn = Turn(messages_of(found, "what reset returns"), 0.0, False)
+            begun = await environment.reset(call["item"], call["seed"])
+            turn = begun if self.kind.wants_tokens else begun_turn(begun)
+        elif self.kind.wants_tokens:
+            turn = await environment.say(said[episode.turns - 1])
         else:
-            message = {"role": "assistant", "content": said[episode.turns - 1]}
+            message = {"role": ASSISTANT, "content": said[episode.turns - 1].text}
             turn = turn_of(await environment.step(message))
         episode.turns += 1
         return turn
@@ -136,11 +141,30 @@ class LiveEnvironments:
             task.add_done_callback(self._closing.discard)
 
 
-def _tools_of(name: str, made: type, params: dict[str, Any]) -> list[dict[str, Any]]:
+def _check_params(
+    name: str, made: Callable[..., Any], params: dict[str, Any], given: Sequence[str] = ()
+) -> None:
+    """Args:
+    given: further arguments, before the parameters.
+    """
+    signature = inspect.signature(made)
+    try:
+        signature.bind(*given, **params)
+    except (TypeError, ValueError) as error:
+        known = [one for one in signature.parameters if one != "self"][len(given) :]
+        wrong = next((one for one in params if one not in known), "")
+        raise BadScorer(
+            f"environment {name!r} cannot be {'called' if given else 'made'} with params={params}"
+            f"{' behind policy and item' if given else ''}: {error}{nearest_hint(wrong, known)}; "
+            f"it takes {known or 'none'}"
+        ) from error
+
+
+def _tools_of(name: str, made: type, params: dict[str, Any]) -> tuple[dict[str, Any], ...]:
     """JSON schemas of what one environment offers, which is made for this and has no episode."""
     try:
         environment = made(**params)
-        tools = getattr(environment, "tools", None) or []
+        tools = getattr(environment, "tools", None)
     # This is foreign code; what it raises is why no episode can begin.
     except Exception as error:
         traceback.print_exception(error)
@@ -149,13 +173,17 @@ def _tools_of(name: str, made: type, params: dict[str, Any]) -> list[dict[str, A
         ) from error
     if (close := getattr(environment, "close", None)) is not None:
         asyncio.run(_close(close))
+    return _schemas_of(name, tools)
+
+
+def _schemas_of(name: str, tools: Any) -> tuple[dict[str, Any], ...]:
     if not tools:
-        return []
+        return ()
     # Its libraries take time that environments without tools need not spend.
     from rollout_worker.environments.tools.function_schemas import BadTool, schemas_of
 
     try:
-        return schemas_of(tools)
+        return tuple(schemas_of(tools))
     except BadTool as error:
         raise BadScorer(f"environment {name!r}: {error}") from error
 
@@ -170,21 +198,22 @@ async def _close(close: Callable[[], Any]) -> None:
         traceback.print_exception(error)
 
 
-def _load_class(name: str) -> type:
-    """The class of a name: `package.module:Class`, or `folder/file.py:Class`."""
+def _load_named(name: str) -> Callable[..., Any]:
+    """The class or the async function of a name, which may be one of a file."""
     place, colon, attribute = name.rpartition(":")
     if not colon or not attribute.isidentifier():
         raise BadScorer(
             f"environment.name={name!r} must be package.module:Class, or a file such as "
-            "my_pkg/retry.py:Retry"
+            "my_pkg/retry.py:Retry; or an async function in the place of the class"
         )
     try:
         found = load_attribute(f"{_module_of(place)}:{attribute}")
     except BadImportPath as error:
         raise BadScorer(f"environment {name!r}: {error}") from error
-    if not isinstance(found, type):
+    if not isinstance(found, type) and not inspect.iscoroutinefunction(found):
         raise BadScorer(
-            f"environment {name!r} must be a class, got {type(found).__name__} {str(found)[:80]!r}"
+            f"environment {name!r} must be a class, or an `async def rollout(policy, item)`, got "
+            f"{type(found).__name__} {str(found)[:80]!r}"
         )
     return found
 

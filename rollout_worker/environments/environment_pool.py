@@ -15,7 +15,7 @@ from typing import Any
 from rollout_worker.config.environment_config import ENVIRONMENT_REWARD, EnvironmentConfig
 from rollout_worker.config.reward_config import RewardConfig, RewardFunctionConfig
 from rollout_worker.environments.environment_use import EnvironmentUse, UseMeter
-from rollout_worker.environments.turn_values import BadTurn, Turn, digest_of, parse_turn
+from rollout_worker.environments.turn_values import BadTurn, Said, Turn, digest_of, parse_turn
 from rollout_worker.rewards.composition import Composition
 from rollout_worker.rewards.processes.reward_process import (
     START_TIMEOUT_S,
@@ -85,6 +85,8 @@ class EnvironmentPool:
             raise
         self.tools = kinds[environment.name].tools
         """JSON schemas of the functions that it offers to the model."""
+        self.wants_tokens = kinds[environment.name].wants_tokens
+        """Whether what is said to it has tokens beside the text."""
         # A lane for each: what an episode has heard so far is in one process.
         for thread in threads:
             lane = JobQueue(in_flight=reward.in_flight, patience_s=STANDSTILL_S)
@@ -153,7 +155,7 @@ class Conversation:
         self._environment = environment
         self._item = item
         self._seed = seed
-        self._said: list[str] = []
+        self._said: list[Said] = []
         self._heard: list[str] = []
         self._ended = False
         self._meter = meter
@@ -163,9 +165,9 @@ class Conversation:
         self.call = self._ask()
         """The call that was begun last."""
 
-    def say(self, text: str) -> None:
+    def say(self, said: Said) -> None:
         """Begins the next step, with what the model said; the call before must have ended."""
-        self._said.append(text)
+        self._said.append(said)
         self.call = self._ask()
 
     def answer(self) -> Turn:
@@ -206,7 +208,7 @@ class Conversation:
             "episode": self._name,
             "seed": self._seed,
             "item": dict(self._item),
-            "said": list(self._said),
+            "said": [said._asdict() for said in self._said],
             "heard": list(self._heard),
             "ends": ends,
         }

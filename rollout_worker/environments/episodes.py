@@ -28,7 +28,7 @@ from rollout_worker.environments.environment_pool import (
     EnvironmentFailed,
     EnvironmentPool,
 )
-from rollout_worker.environments.turn_values import ASSISTANT, Message, Turn
+from rollout_worker.environments.turn_values import ASSISTANT, Message, Said, Turn
 from rollout_worker.rewards.reward_pool import Score
 from services.wire.messages import FinishReason
 
@@ -186,11 +186,11 @@ class EpisodeGroup:
         episode.rows.append(row)
         if episode.error:
             episode.ended = FinishReason.ABORTED
-        elif row.finish_reason is not FinishReason.STOP:
+        elif row.finish_reason is FinishReason.ABORTED or self._is_full(episode):
             episode.end(row.finish_reason)
         else:
             episode.messages.append({"role": ASSISTANT, "content": _SAMPLED})
-            episode.conversation.say(self._tokenizer.decode_completion(row.token_ids))
+            episode.conversation.say(self._said(episode, row))
             episode.asks = True
 
     def abandon(self) -> None:
@@ -210,42 +210,58 @@ class EpisodeGroup:
             for e in self._episodes.values()
         ]
 
+    def _is_full(self, episode: _Episode) -> bool:
+        """Whether its last turn was cut off by the limit of the episode, and not by its own."""
+        cut = episode.rows[-1].finish_reason is FinishReason.LENGTH
+        return cut and len(episode.token_ids) >= self._request.max_new_tokens
+
+    def _said(self, episode: _Episode, row: FinishedRow) -> Said:
+        text = self._tokenizer.decode_completion(row.token_ids)
+        if not self._pool.wants_tokens:
+            return Said(text)
+        before = episode.answers[-1] if episode.answers else self.prompt_token_ids
+        ids, logprobs = row.token_ids.tolist(), row.logprobs.tolist()
+        return Said(text, before.tolist(), ids, logprobs, row.finish_reason.value)
+
     def _begin(self) -> list[DecodeRequest]:
         """First turns, once every reset has ended.
 
         An episode that cannot begin draws one token, so that its record is one as any other.
         """
         self._begun = True
-        prompt: list[Message] | None = None
+        first: Turn | None = None
         for episode in self._episodes.values():
             episode.asks = False
             try:
-                messages = episode.conversation.answer().messages
-                if prompt is None:
-                    self.prompt_token_ids = self._encoded_prompt(messages)
-                    prompt = messages
-                elif messages != prompt:
+                turn = episode.conversation.answer()
+                if first is None:
+                    self.prompt_token_ids = self._encoded_prompt(turn)
+                    first = turn
+                elif turn.asked != first.asked:
+                    one, other = (asked.token_ids or asked.messages for asked in (turn, first))
                     raise EnvironmentFailed(
-                        f"reset: it returned {messages!r:.200} for the item and seed for which it "
-                        f"returned {prompt!r:.200} to another completion of the group: both must "
+                        f"reset: it returned {one!r:.200} for the item and seed for which it "
+                        f"returned {other!r:.200} to another completion of the group: both must "
                         "be the same"
                     )
-                episode.messages = list(messages)
+                episode.messages = list(turn.messages)
             except EnvironmentFailed as failure:
                 episode.error = str(failure)
                 episode.conversation.end()
         good = [sample for sample, episode in self._episodes.items() if not episode.error]
         failed = [sample for sample, episode in self._episodes.items() if episode.error]
         requests = []
-        if good:
-            requests.append(self._request_for(good, self._request.max_new_tokens))
+        if good and first is not None:
+            requests.append(self._request_for(good, _limit(first, self._request.max_new_tokens)))
         if failed:
             requests.append(self._request_for(failed, 1))
         return requests
 
-    def _encoded_prompt(self, messages: list[Message]) -> np.ndarray:
+    def _encoded_prompt(self, turn: Turn) -> np.ndarray:
         try:
-            ids = np.array(self._tokenizer.encode_chat(messages), np.int32)
+            ids = self._given_ids(turn)
+            if ids is None:
+                ids = np.array(self._tokenizer.encode_chat(turn.messages), np.int32)
         except ValueError as error:
             raise EnvironmentFailed(f"reset: {error}") from None
         if len(ids) > self._max_prompt_tokens:
@@ -290,7 +306,7 @@ class EpisodeGroup:
                 request_id=f"{self._request.request_id}/{episode.sample_index}.{turns}",
                 token_ids=np.concatenate([self.prompt_token_ids, token_ids, answer]),
                 samples=(episode.sample_index,),
-                max_new_tokens=left,
+                max_new_tokens=_limit(turn, left),
                 key_data=_turn_key((first, second), turns),
                 episode=self._request.request_id,
             )
@@ -300,6 +316,8 @@ class EpisodeGroup:
         if turn.done:
             return np.zeros(0, np.int32)
         try:
+            if (given := self._given_ids(turn)) is not None:
+                return given
             ids = self._tokenizer.encode_after_turn(
                 episode.messages[:-1],
                 turn.messages,
@@ -309,3 +327,19 @@ class EpisodeGroup:
         except ValueError as error:
             raise EnvironmentFailed(f"step {len(episode.rows)}: {error}") from None
         return np.array(ids, np.int32)
+
+    def _given_ids(self, turn: Turn) -> np.ndarray | None:
+        """What the model reads next, where it was given as token ids."""
+        if turn.token_ids is None:
+            return None
+        if max(turn.token_ids) >= self._tokenizer.vocab_size:
+            raise ValueError(
+                f"token id {max(turn.token_ids)} is none of the tokenizer's, which has "
+                f"{self._tokenizer.vocab_size}"
+            )
+        return np.array(turn.token_ids, np.int32)
+
+
+def _limit(turn: Turn, left: int) -> int:
+    """Tokens of the model's next turn at most."""
+    return left if turn.max_tokens is None else min(left, turn.max_tokens)

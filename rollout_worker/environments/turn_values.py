@@ -41,11 +41,43 @@ class Turn(NamedTuple):
     done: bool
     numbers: dict[str, float] = {}  # noqa: RUF012 - never changed
     """By name, of its `info`; only logged."""
+    token_ids: list[int] | None = None
+    """That the model reads next, in the place of messages."""
+    max_tokens: int | None = None
+    """Of the model's next turn; None is what the episode has left."""
+
+    @property
+    def asked(self) -> tuple[list[Message], list[int] | None, int | None]:
+        """What the model's next turn depends on."""
+        return self.messages, self.token_ids, self.max_tokens
+
+
+class Said(NamedTuple):
+    """A turn of the model."""
+
+    text: str
+    """Without the stop token that ended it."""
+    before: list[int] = []  # noqa: RUF012 - never changed
+    """Token ids between the turn before and this one; of the first, the prompt's. These and the
+    next are given to functions alone."""
+    token_ids: list[int] = []  # noqa: RUF012 - never changed
+    logprobs: list[float] = []  # noqa: RUF012 - never changed
+    finish_reason: str = "stop"
 
 
 def digest_of(turn: Turn) -> str:
     """By which an answer is recognised when an episode is played again."""
-    return hashlib.sha256(json.dumps(turn[:3]).encode()).hexdigest()
+    known = (turn.asked, turn.reward, turn.done)
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+
+
+def begun_turn(result: Any) -> Turn:
+    """Reads what `reset` returned: messages.
+
+    Raises:
+        BadTurn: if it is none.
+    """
+    return Turn(messages_of(result, "what reset returns"), 0.0, False)
 
 
 def turn_of(result: Any) -> Turn:
@@ -86,19 +118,7 @@ def messages_of(value: Any, what: str) -> list[Message]:
     rule = f"{what} must be a list of messages such as {{'role': 'user', 'content': 'Higher.'}}"
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence) or not value:
         raise BadTurn(f"{rule}, got {_shown(value)}")
-    messages = []
-    for place, message in enumerate(value):
-        fields = dict(message) if isinstance(message, Mapping) else {"": message}
-        calls = fields.pop(CALLS, None) or []
-        if calls and fields.get("content") is None:
-            fields["content"] = ""
-        if not all(isinstance(field, str) for pair in fields.items() for field in pair):
-            raise BadTurn(f"{rule}, with texts alone; message {place} is {_shown(message)}")
-        if not fields.get("role") or "content" not in fields:
-            raise BadTurn(f"{rule}; message {place} has no role or no content: {_shown(message)}")
-        messages.append({str(key): str(field) for key, field in fields.items()})
-        if calls:
-            messages[-1][CALLS] = _calls_of(calls, f"{CALLS} of message {place} of {what}")
+    messages = [message_of(one, rule, f"message {n} of {what}") for n, one in enumerate(value)]
     if messages[-1]["role"] == ASSISTANT:
         raise BadTurn(f"{rule}; the last one has the role {ASSISTANT!r}, which is the model's own")
     text = json.dumps(messages, ensure_ascii=False)
@@ -109,6 +129,28 @@ def messages_of(value: Any, what: str) -> list[Message]:
     if size > MOST_OBSERVATION_BYTES:
         raise BadTurn(f"{what} has {size:,} bytes, at most {MOST_OBSERVATION_BYTES:,} are taken")
     return messages
+
+
+def message_of(value: Any, rule: str, place: str) -> Message:
+    """Reads one message.
+
+    Args:
+        rule: what an error says that it breaks.
+        place: how an error names it.
+
+    Raises:
+        BadTurn: if it is none.
+    """
+    fields = dict(value) if isinstance(value, Mapping) else {"": value}
+    calls = fields.pop(CALLS, None) or []
+    if calls and fields.get("content") is None:
+        fields["content"] = ""
+    if not all(isinstance(field, str) for pair in fields.items() for field in pair):
+        raise BadTurn(f"{rule}, with texts alone; {place} is {_shown(value)}")
+    if not fields.get("role") or "content" not in fields:
+        raise BadTurn(f"{rule}; {place} has no role or no content: {_shown(value)}")
+    message: Message = {str(key): str(field) for key, field in fields.items()}
+    return message | {CALLS: _calls_of(calls, f"{CALLS} of {place}")} if calls else message
 
 
 def _calls_of(calls: Any, what: str) -> list[dict[str, Any]]:
@@ -159,7 +201,22 @@ def parse_turn(answer: Mapping[str, Any]) -> Turn:
     """
     if set(answer) != set(Turn._fields):
         raise BadTurn(f"its process sent {_shown(dict(answer))}, which is no turn")
-    return turn_of((answer["messages"], answer["reward"], answer["done"], answer["numbers"]))
+    token_ids, max_tokens = answer["token_ids"], answer["max_tokens"]
+    if not _is_list_of_ids(token_ids) or not (max_tokens is None or _is_id(max_tokens)):
+        raise BadTurn(f"its process sent {_shown(dict(answer))}, which is no turn")
+    if token_ids is not None:
+        return Turn([], 0.0, False, token_ids=token_ids, max_tokens=max_tokens)
+    turn = turn_of((answer["messages"], answer["reward"], answer["done"], answer["numbers"]))
+    return turn._replace(max_tokens=max_tokens)
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**31
+
+
+def _is_list_of_ids(value: Any) -> bool:
+    """Also where there is none."""
+    return value is None or (isinstance(value, list) and bool(value) and all(map(_is_id, value)))
 
 
 def _shown(value: Any) -> str:

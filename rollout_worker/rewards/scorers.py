@@ -192,6 +192,8 @@ class ScorerKind:
     """It sees all completions of a prompt, and not one."""
     tools: tuple[dict[str, Any], ...] = ()
     """JSON schemas of the functions that an environment offers; scorers have none."""
+    wants_tokens: bool = False
+    """Whether an environment reads the tokens of a turn beside its text."""
 
 
 @dataclasses.dataclass(frozen=True)

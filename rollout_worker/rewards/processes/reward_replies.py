@@ -62,7 +62,7 @@ def parse_load_reply(line: bytes, request_id: str) -> LoadReply:
     match _fields(line, request_id):
         case {"ready": dict(kinds), **rest} if not rest and all(map(_is_kind, kinds.values())):
             read = {
-                name: ScorerKind(kind["is_async"], kind["is_group"], tuple(kind["tools"]))
+                name: ScorerKind(**kind | {"tools": tuple(kind["tools"])})
                 for name, kind in kinds.items()
             }
             return LoadReply("ready", "", read)
@@ -141,9 +141,8 @@ def _read(line: bytes) -> dict[str, Any]:
 def _is_kind(value: Any) -> bool:
     return (
         isinstance(value, dict)
-        and set(value) == {"is_async", "is_group", "tools"}
-        and isinstance(value["is_async"], bool)
-        and isinstance(value["is_group"], bool)
+        and set(value) == {"is_async", "is_group", "tools", "wants_tokens"}
+        and all(isinstance(value[one], bool) for one in ("is_async", "is_group", "wants_tokens"))
         and isinstance(value["tools"], list)
         and all(isinstance(one, dict) for one in value["tools"])
     )

@@ -15,6 +15,7 @@ from rollout_worker.environments.environment_pool import (
     EnvironmentPool,
     validate_environment,
 )
+from rollout_worker.environments.turn_values import Said
 from tests.deadlines import HANG_S
 
 KINDS = "tests.rollout_worker.environments.kinds"
@@ -39,7 +40,7 @@ def heard(pool, texts, item=None, seed=1):
     conversation = pool.begin_episode({} if item is None else item, seed)
     turns = [answer(conversation)]
     for text in texts:
-        conversation.say(text)
+        conversation.say(Said(text))
         turns.append(answer(conversation))
     return turns
 
@@ -79,7 +80,7 @@ def test_the_seed_decides_the_game_and_episodes_do_not_mix(guessing):
     answers = [[answer(conversation)] for conversation in conversations]
     for guess in ("10", "20", "30", "40"):
         for conversation in conversations:
-            conversation.say(guess)
+            conversation.say(Said(guess))
         for conversation, its in zip(conversations, answers, strict=True):
             its.append(answer(conversation))
     assert answers[0] == answers[2] != answers[1]
@@ -117,7 +118,7 @@ def test_bad_environment_ends_its_episode_with_an_error(bad, does):
 def test_environment_that_never_answers_ends_its_episode_with_an_error(hasty, does):
     conversation = hasty.begin_episode({"does": does}, 1)
     answer(conversation)
-    conversation.say("3")
+    conversation.say(Said("3"))
     with pytest.raises(EnvironmentFailed, match="step 1: no result within 1 s"):
         answer(conversation)
 
@@ -148,14 +149,14 @@ def recording(path, kind="Recording", **changes):
 def test_an_episode_survives_the_loss_of_its_process_by_another_one(tmp_path):
     path = tmp_path / "calls"
     with recording(path) as (one, other):
-        one.say("3")
+        one.say(Said("3"))
         answer(one)
-        other.say("die")  # alone, so it is tried twice
+        other.say(Said("die"))  # alone, so it is tried twice
         with pytest.raises(EnvironmentFailed, match="step 1: child exited with code 3"):
             answer(other)
-        one.say("9")
+        one.say(Said("9"))
         assert answer(one).messages[0]["content"] == "lower"
-        one.say("5")
+        one.say(Said("5"))
         assert answer(one).done
     calls = [line.split() for line in path.read_text().splitlines()]
     first, last = calls[0][0], calls[-1][0]
@@ -166,8 +167,8 @@ def test_an_episode_survives_the_loss_of_its_process_by_another_one(tmp_path):
 
 def test_calls_in_flight_beside_the_one_that_kills_are_answered(tmp_path):
     with recording(tmp_path / "calls", timeout_s=2.0) as (waiting, killing):
-        waiting.say("wait")
-        killing.say("die")
+        waiting.say(Said("wait"))
+        killing.say(Said("die"))
         with pytest.raises(EnvironmentFailed, match="child exited with code 3"):
             answer(killing)
         with pytest.raises(EnvironmentFailed, match="no result within 2 s"):
@@ -177,10 +178,10 @@ def test_calls_in_flight_beside_the_one_that_kills_are_answered(tmp_path):
 def test_environment_that_goes_another_way_when_played_again_ends_with_an_error(tmp_path):
     path = tmp_path / "calls"
     with recording(path, "Unsteady") as (one, _):
-        one.say("3")
+        one.say(Said("3"))
         answer(one)
         os.kill(int(path.read_text().split()[0]), signal.SIGKILL)
-        one.say("4")
+        one.say(Said("4"))
         with pytest.raises(EnvironmentFailed, match=r"step 2: .* played again, answer 1 "):
             answer(one)
 
@@ -190,9 +191,9 @@ def test_episode_that_the_worker_ends_is_closed(tmp_path):
     with recording(path) as (one, other):
         one.end()
         one.end()
-        other.say("4")  # answered after the end of the first
+        other.say(Said("4"))  # answered after the end of the first
         answer(other)
-        other.say("5")
+        other.say(Said("5"))
         answer(other)
     closed = [line.split()[1] for line in path.read_text().splitlines()].count("close")
     assert closed == 3, "two episodes, and the one that was made to see its tools"
@@ -204,7 +205,7 @@ def test_episode_that_the_worker_ends_is_closed(tmp_path):
         (f"{KINDS}:Gessing", {}, "nearest: 'Guessing'"),
         (f"{KINDS}:NoStep", {}, "needs `async def step`"),
         (f"{KINDS}:PlainStep", {}, "needs `async def step`"),
-        (f"{KINDS}:NOT_A_CLASS", {}, "must be a class, got int"),
+        (f"{KINDS}:NOT_A_CLASS", {}, "must be a class, or an .* got int"),
         (f"{KINDS}:Guessing", {"mst": 3}, "nearest: 'most'"),
         ("no_such_folder/game.py:Game", {}, "does not exist"),
         ("Guessing", {}, r"must be package.module:Class, or a file"),
@@ -241,6 +242,6 @@ def test_the_numbers_of_info_are_summed_over_an_episode(bad):
     conversation = bad.begin_episode({"does": "counts"}, 1)
     answer(conversation)
     for turn in range(3):
-        conversation.say("3")
+        conversation.say(Said("3"))
         assert answer(conversation).numbers == {"calls": 2.0, "share": 0.5}
         assert conversation.numbers == {"calls": 2.0 * (turn + 1), "share": 0.5 * (turn + 1)}

@@ -5,6 +5,7 @@ import concurrent.futures
 import pytest
 
 from rollout_worker.environments.environment_use import NO_USE, EnvironmentUse, UseMeter
+from rollout_worker.environments.turn_values import Said
 from tests.deadlines import HANG_S
 from tests.rollout_worker.environments.test_environment_pool import answer, make_pool
 
@@ -55,7 +56,7 @@ def test_no_episode_is_counted_after_its_end_however_it_ends(pool):
     assert pool._meter._episodes == 4
     for one in (over, failed[1], left):
         answer(one)
-        one.say("3")
+        one.say(Said("3"))
     concurrent.futures.wait([over.call, failed[1].call], HANG_S)
     with pytest.raises(Exception, match="fell over"):
         failed[1].answer()

@@ -54,7 +54,7 @@ def test_the_tools_of_the_document_answer_calls(tmp_path, monkeypatch):
         call("price", item="coffee"),
         "6",
     ]
-    with shown(1, tmp_path, monkeypatch) as pool:
+    with shown(2, tmp_path, monkeypatch) as pool:
         begun, *answered, over = heard(pool, turns, {"question": "Two teas?", "answer": "6"})
         schemas = {one["function"]["name"]: one["function"] for one in pool.tools}
     assert (
@@ -75,3 +75,11 @@ def test_the_environment_of_the_document_plays(pool):
     assert (wrong.messages[0]["content"], wrong.done) == ("That is wrong. Try again.", False)
     assert (right.reward, right.done) == (1.0, True)
     assert [turn.done for turn in heard(pool, ["1"] * 4, item)] == [False] * 4 + [True]
+
+
+def test_the_function_of_the_document_asks_twice(tmp_path, monkeypatch):
+    with shown(1, tmp_path, monkeypatch) as pool:
+        begun, again, right = heard(pool, ["7", " 8\n"], {"question": "4 + 4 =", "answer": 8})
+    assert (begun.messages[0]["content"], begun.max_tokens) == ("4 + 4 =", 64)
+    assert again.messages[0]["content"].startswith("Check it")
+    assert (right.reward, right.done) == (1.0, True)

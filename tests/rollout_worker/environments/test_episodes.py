@@ -1,5 +1,7 @@
 """Episodes token for token: what is trained is what was sampled, whatever the environment says."""
 
+import functools
+import os
 from concurrent.futures import Future
 
 import jax
@@ -34,8 +36,10 @@ from services.trajectories.group_check import check_group
 from services.weights.digest import tree_digest
 from services.wire.messages import Completion, FinishReason, Lease, WeightManifest
 from tests.deadlines import HANG_S
+from tests.models.test_assistant_turns import MARKS, OPENS, THINKS, bytes_tokenizer
 from tests.rollout_worker.environments.test_environment_pool import KINDS, REWARD
 from tests.services.group_rules import group_rules
+from tests.tiny_model import CHAT_TEMPLATE
 
 DEMO = "deploy/demo/model"
 KEY = np.array([3, 4], np.uint32)
@@ -56,8 +60,8 @@ class Told(Conversation):
         self.numbers = {}
         self.call = self._ask()
 
-    def say(self, text):
-        self.said.append(text)
+    def say(self, said):
+        self.said.append(said)
         self.call = self._ask()
 
     def _ask(self, *, ends=False):
@@ -84,6 +88,7 @@ class Pool(EnvironmentPool):
         self._environment = EnvironmentConfig(name="a:B", **changes)
         self._composition = Composition.of(REWARD.functions, REWARD.combine)
         self._value_names = ValueNames()
+        self.wants_tokens = True
         self.conversations = []
         self._scripts = iter(scripts)
 
@@ -93,8 +98,12 @@ class Pool(EnvironmentPool):
         return self.conversations[-1]
 
 
-def said(text, reward=0.0):
-    return Turn([{"role": "user", "content": text}], reward, False)
+def said(text, reward=0.0, max_tokens=None):
+    return Turn([{"role": "user", "content": text}], reward, False, max_tokens=max_tokens)
+
+
+def given_ids(token_ids, max_tokens=None):
+    return Turn([], 0.0, False, token_ids=token_ids, max_tokens=max_tokens)
 
 
 OVER = Turn([], 1.0, True)
@@ -145,13 +154,33 @@ def as_completion(row):
 TEXT = st.text(max_size=12) | st.sampled_from(
     ["<|im_end|>", "a<|im_start|>user\nb", "日本 é", "12"]
 )
-ANSWER = st.builds(said, TEXT, st.floats(-1, 1)) | st.just(OVER) | st.just("step: it fell")
+LIMIT = st.none() | st.integers(1, 9)
+ANSWER = (
+    st.builds(said, TEXT, st.floats(-1, 1), LIMIT)
+    | st.builds(given_ids, st.lists(st.integers(0, 400), min_size=1, max_size=9), LIMIT)
+    | st.just(OVER)
+    | st.just("step: it fell")
+)
 SCRIPT = st.lists(ANSWER, min_size=8, max_size=8)
 
 
-@settings(deadline=None)
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+OFFERS = "{% if tools %}{{ '<s>tools:' + (tools | tojson) + '</s>' }}{% endif %}" + CHAT_TEMPLATE
+
+
+@functools.cache
+def some_tokenizers():
+    """Of several chat templates, with tools and without, and one that rewrites earlier turns."""
+    small = [bytes_tokenizer(template) for template in (CHAT_TEMPLATE, OPENS, MARKS)]
+    thinks = bytes_tokenizer(THINKS)
+    offers = bytes_tokenizer(OFFERS).with_tools(TOOLS)
+    return [load_tokenizer(DEMO), *small, offers, thinks]
+
+
+@settings(deadline=None, max_examples=int(os.environ.get("TANDEM_EPISODES", "100")))
 @given(
     data=st.data(),
+    tokenizer=st.sampled_from(range(6)),
     scripts=st.lists(SCRIPT, min_size=1, max_size=3),
     longest=st.integers(1, 60),
     max_turns=st.integers(1, 6),
@@ -159,12 +188,15 @@ SCRIPT = st.lists(ANSWER, min_size=8, max_size=8)
 def test_trained_ids_are_sampled_ids_whatever_the_environment_says(
     tokenizer, data, scripts, longest, max_turns
 ):
+    tokenizer = some_tokenizers()[tokenizer]
     first = said("Guess.")
     group, _ = begin(
         [[first, *script] for script in scripts],
         tokenizer,
         max_new_tokens=longest,
         max_turns=max_turns,
+        max_prompt_tokens=200,
+        history="keep",
     )
     [stop] = tokenizer.stop_ids
     ids = st.lists(st.integers(0, tokenizer.vocab_size - 1).filter(lambda i: i != stop), max_size=9)
@@ -217,7 +249,11 @@ def test_an_answer_is_what_the_template_would_have_written(tokenizer):
     ]
     written = tokenizer.template.render(messages, add_generation_prompt=False).rstrip("\n")
     assert tokenizer.decode([*group.prompt_token_ids, *row.token_ids]) == written
-    assert pool.conversations[0].said == ["12", "12"]
+    first, second = pool.conversations[0].said
+    assert first.text == second.text == "12"
+    assert first.before == list(group.prompt_token_ids) and second.token_ids == [*turn, stop]
+    assert [*first.token_ids, *second.before, *second.token_ids] == row.token_ids.tolist()
+    assert [*first.logprobs, *second.logprobs] == row.logprobs.tolist()
     assert score.rewards == {"environment": 1.25, "environment/guesses": 2.0}
     assert (row.finish_reason, score.total) == (FinishReason.STOP, 1.25)
 
@@ -287,7 +323,7 @@ def policy(programs_compiled_once):
     return loaded, named, manifest
 
 
-def make_core(policy, kind="Dialog", timeout_s=HANG_S, **params):
+def make_core(policy, kind="Dialog", timeout_s=HANG_S, module=KINDS, **params):
     from services.wire.tls import RunAuthority
     from tests.rollout_worker.test_actor import worker_spec
 
@@ -310,7 +346,7 @@ def make_core(policy, kind="Dialog", timeout_s=HANG_S, **params):
         ),
         reward=REWARD,
         environment=EnvironmentConfig(
-            name=f"{KINDS}:{kind}", params=params, max_turns=4, timeout_s=timeout_s
+            name=f"{module}:{kind}", params=params, max_turns=4, timeout_s=timeout_s
         ),
         weights_dtype="bfloat16",
     )

@@ -7,6 +7,7 @@ import pytest
 from models.tokenizer import load_tokenizer
 from rollout_worker.environments.turn_values import (
     BadTurn,
+    Turn,
     digest_of,
     messages_of,
     parse_turn,
@@ -23,7 +24,7 @@ ANSWER = {"role": "tool", "name": "add", "tool_call_id": "1", "content": "3"}
 def test_calls_and_answers_of_tools_are_messages():
     read = messages_of([ASKED, CALLING, ANSWER], "what reset returns")
     assert read == [ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}, ANSWER]
-    answer = {"messages": read, "reward": 0.0, "done": False, "numbers": {}}
+    answer = Turn(read, 0.0, False)._asdict()
     assert parse_turn(json.loads(json.dumps(answer))).messages == read
     assert messages_of([{**ASKED, "tool_calls": None}], "it") == [ASKED]
     assert messages_of([{**CALLING, "tool_calls": ({"name": "add"},)}, ANSWER], "it")[0] == {
@@ -46,13 +47,13 @@ def test_calls_and_answers_of_tools_are_messages():
         ({**CALLING, "tool_calls": [{"name": 3}]}, "got the call dict"),
         ({**CALLING, "tool_calls": [{"name": "a", "x": object()}]}, "of JSON values: Object of"),
         ({**CALLING, "tool_calls": [{"name": "a", "x": float("nan")}]}, "of JSON values: "),
-        ({**CALLING, "content": 3}, "with texts alone; message 0 is dict"),
-        ({**CALLING, "tool_calls": []}, "with texts alone; message 0 is dict"),
-        ({"role": "tool", "content": None}, "with texts alone; message 0 is dict"),
-        ({"role": "tool", "content": ["3"]}, "with texts alone; message 0 is dict"),
-        ({"role": "tool"}, "message 0 has no role or no content"),
-        ("text", "message 0 has no role or no content|with texts alone"),
-        (3, "with texts alone; message 0 is int '3'"),
+        ({**CALLING, "content": 3}, "with texts alone; message 0 of it is dict"),
+        ({**CALLING, "tool_calls": []}, "with texts alone; message 0 of it is dict"),
+        ({"role": "tool", "content": None}, "with texts alone; message 0 of it is dict"),
+        ({"role": "tool", "content": ["3"]}, "with texts alone; message 0 of it is dict"),
+        ({"role": "tool"}, "message 0 of it has no role or no content"),
+        ("text", "message 0 of it has no role or no content|with texts alone"),
+        (3, "with texts alone; message 0 of it is int '3'"),
     ],
 )
 def test_what_is_no_message_is_refused(message, error):
@@ -178,3 +179,29 @@ def test_a_turn_that_ended_with_another_stop_token_is_not_ended_twice():
         assert tokenizer.decode(ids) == after
     ids = tokenizer.encode_after_turn([ASKED], told, last_id=7, history="as_rendered")
     assert tokenizer.decode(ids) == "<|im_end|>" + after
+
+
+def test_token_ids_take_the_place_of_messages():
+    turn = Turn([], 0.0, False, token_ids=[5, 0, 7], max_tokens=3)
+    assert parse_turn(json.loads(json.dumps(turn._asdict()))) == turn
+    assert len({digest_of(turn), digest_of(turn._replace(max_tokens=4))}) == 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"token_ids": []},
+        {"token_ids": "5"},
+        {"token_ids": [5.0]},
+        {"token_ids": [True]},
+        {"token_ids": [-1]},
+        {"token_ids": [2**31]},
+        {"max_tokens": 2.5},
+        {"max_tokens": -1},
+        {"max_tokens": "3"},
+    ],
+)
+def test_token_ids_of_another_form_are_refused(wrong):
+    answer = Turn([], 0.0, False, token_ids=[5], max_tokens=3)._asdict() | wrong
+    with pytest.raises(BadTurn, match="which is no turn"):
+        parse_turn(answer)

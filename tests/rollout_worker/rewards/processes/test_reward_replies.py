@@ -29,9 +29,10 @@ def test_replies_of_the_expected_form_are_read():
     assert parse_load_reply(b'{"id": "a", "loading": "f"}', "a") == LoadReply("loading", "f")
     assert parse_load_reply(b'{"id": "a", "refused": "no"}', "a") == LoadReply("refused", "no")
     ready = (
-        b'{"id": "a", "ready": {"f": {"is_async": true, "is_group": false, "tools": [{"a": 1}]}}}'
+        b'{"id": "a", "ready": {"f": {"is_async": true, "is_group": false, "tools": [{"a": 1}], '
+        b'"wants_tokens": true}}}'
     )
-    kinds = {"f": ScorerKind(is_async=True, is_group=False, tools=({"a": 1},))}
+    kinds = {"f": ScorerKind(is_async=True, is_group=False, tools=({"a": 1},), wants_tokens=True)}
     assert parse_load_reply(ready, "a") == LoadReply("ready", "", kinds)
 
 

@@ -1,0 +1,170 @@
+"""Agents of every kind, good and bad, that the tests of this folder name."""
+
+import asyncio
+import json
+import os
+import random
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def said(turn):
+    return {"role": "assistant", "content": turn.text}
+
+
+async def revises(policy, item, tries=2, log=""):
+    """Asks again; its reward is the number of tries that it took. Notes all that it was given."""
+    messages = [{"role": "system", "content": "Count."}, user(f"{policy.seed % 90 + 10} + 1")]
+    turns = []
+    for left in reversed(range(tries)):
+        turn = await policy.generate(messages, max_tokens=9 + left)
+        turns.append(turn._asdict())
+        messages += [said(turn), user(f"then {left}")]
+    if log:
+        with open(log, "a") as file:
+            file.write(json.dumps(turns) + "\n")
+    return len(turns), {"tries": len(turns)}
+
+
+async def by_ids(policy, item, log=""):
+    """Goes on with token ids that no template has written."""
+    ids, turns = [5, 6, 7], []
+    for _ in range(3):
+        turn = await policy.generate(ids, max_tokens=6)
+        turns.append(turn._asdict())
+        ids = [*turn.prompt_token_ids, *turn.token_ids, 8, 9]
+    with open(log, "a") as file:
+        file.write(json.dumps(turns) + "\n")
+    return random.Random(policy.seed).random()
+
+
+async def dies_once(policy, item, mark):
+    first = await policy.generate([user("Guess.")])
+    if not os.path.exists(mark):
+        with open(mark, "w"):
+            os._exit(5)
+    await policy.generate([user("Guess."), said(first), user("Sure?")])
+    return 1.0
+
+
+async def bad(policy, item):
+    """Does what the item says."""
+    return await DOES[item["does"]](policy)
+
+
+async def never_asks(policy):
+    return 1.0
+
+
+async def asks_twice_at_once(policy):
+    await asyncio.gather(*[policy.generate(GUESS) for _ in range(2)])
+
+
+async def changes_the_past(policy):
+    first = await policy.generate(GUESS)
+    await policy.generate([user("Guess!"), said(first), user("Sure?")])
+
+
+async def changes_what_was_said(policy):
+    await policy.generate(GUESS)
+    await policy.generate([*GUESS, {"role": "assistant", "content": "another"}, user("Sure?")])
+
+
+async def asks_again(policy):
+    await policy.generate(GUESS)
+    await policy.generate(GUESS)
+
+
+async def says_nothing(policy):
+    first = await policy.generate(GUESS)
+    await policy.generate([*GUESS, said(first)])
+
+
+async def turns_to_token_ids(policy):
+    first = await policy.generate(GUESS)
+    await policy.generate([*first.prompt_token_ids, *first.token_ids, 5])
+
+
+async def drops_token_ids(policy):
+    first = await policy.generate([5, 6])
+    await policy.generate([*first.token_ids, 5])
+
+
+async def gives_up(policy):
+    first = await policy.generate(GUESS)
+    asking = asyncio.create_task(policy.generate([*GUESS, said(first), user("Sure?")]))
+    await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.wait([asking])
+    await policy.generate([*GUESS, said(first), user("Sure?"), user("Really?")])
+
+
+async def raises(policy):
+    await policy.generate(GUESS)
+    raise ValueError("the table fell over")
+
+
+def asks(messages, **changes):
+    async def run(policy):
+        await policy.generate(messages, **changes)
+
+    return run
+
+
+def returns(value):
+    async def run(policy):
+        await policy.generate(GUESS)
+        return value
+
+    return run
+
+
+GUESS = [user("Guess.")]
+DOES = {
+    "never asks": never_asks,
+    "asks nothing": asks([]),
+    "asks a text": asks("Guess."),
+    "asks for no tokens": asks(GUESS, max_tokens=0),
+    "asks for the model": asks([{"role": "assistant", "content": "4"}]),
+    "asks for half a token": asks([5, 1.5]),
+    "asks for a token below 0": asks([5, -1]),
+    "asks twice at once": asks_twice_at_once,
+    "changes the past": changes_the_past,
+    "changes what was said": changes_what_was_said,
+    "asks again": asks_again,
+    "says nothing": says_nothing,
+    "turns to token ids": turns_to_token_ids,
+    "drops token ids": drops_token_ids,
+    "gives up": gives_up,
+    "raises": raises,
+    "returns a text": returns("won"),
+    "returns a nan": returns(float("nan")),
+    "returns nothing": returns(None),
+    "ends well": returns((0.5, {"turns": 1})),
+}
+
+
+def plain(policy, item):
+    return 1.0
+
+
+async def lacks_the_item(policy):
+    return 1.0
+
+
+async def pays(policy, item):
+    return len(policy.tools)
+
+
+def price(item: str) -> int:
+    """Looks up a price.
+
+    Args:
+        item: Its name.
+    """
+    return len(item)
+
+
+pays.tools = [price]
