@@ -184,7 +184,7 @@ class WorkLoop:
                 memory=self._memory(),
                 spent=self._worker.take_spending(),
                 environment=self._worker.take_environment_use(),
-                kept=self._worker.take_kept_turns(),
+                engine=self._worker.take_engine_use(),
                 learner_silent_s=0.0 if self._probe is None else self._probe.silent_s,
                 activity=self._activity(),
             )

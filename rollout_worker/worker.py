@@ -19,7 +19,7 @@ from models.transformer import Params
 from rollout_worker.canary import CanaryCheck
 from rollout_worker.data.prompts import Prompt
 from rollout_worker.engine.decode_request import DecodeRequest, FinishedRow, SamplingSettings
-from rollout_worker.engine.engine import Engine
+from rollout_worker.engine.engine import Engine, EngineCounts
 from rollout_worker.environments.environment_pool import EnvironmentPool
 from rollout_worker.environments.environment_use import EnvironmentUse
 from rollout_worker.environments.episodes import EpisodeGroup
@@ -29,7 +29,7 @@ from rollout_worker.leased_group import LeasedGroup
 from rollout_worker.prompt_tasks import PromptTask, PromptTasks, ScoredGroup
 from rollout_worker.rewards.reward_pool import RewardPool, Score
 from rollout_worker.rewards.spending import Spending
-from rollout_worker.worker_records import EvalItem, KeptTurns
+from rollout_worker.worker_records import EngineUse, EvalItem
 from services.process.phase_clock import PhaseClock
 from services.weights.digest import tree_digest
 from services.wire.messages import NO_VERSION, Completion, Group, WeightManifest
@@ -112,8 +112,8 @@ class RolloutWorker:
         """-1 until the first weights arrive."""
         self.weight_digest = ""
         self._swaps = 0
-        self._prompt_tokens = (0, 0)
-        """Prefilled and reused, as `take_kept_turns` reported last."""
+        self._counts = EngineCounts()
+        """Of the engine, as `take_engine_use` reported last."""
         self._current: _Policy | None = None
         """Of `policy_version`."""
         self._kept: _Policy | None = None
@@ -211,20 +211,18 @@ class RolloutWorker:
         pools = [pool for pool in self._pools if isinstance(pool, EnvironmentPool)]
         return sum((pool.take_use() for pool in pools), EnvironmentUse())
 
-    def take_kept_turns(self) -> KeptTurns | None:
-        """What the engine keeps of episodes, and prompt tokens since the last call; None where it
-        keeps none. For any thread.
-        """
-        if not self._engine.programs.geometry.parked:
-            return None
-        counts = self._engine.counts
-        prefilled, reused = counts.prefilled_tokens, counts.reused_tokens
-        before, self._prompt_tokens = self._prompt_tokens, (prefilled, reused)
-        return KeptTurns(
-            parked=self._engine.parked,
-            parked_bytes=self._engine.parked_bytes,
-            prefilled_tokens=prefilled - before[0],
-            reused_tokens=reused - before[1],
+    def take_engine_use(self) -> EngineUse:
+        """What the engine did since the last call, and what it keeps. For any thread."""
+        engine, before = self._engine, self._counts
+        now = self._counts = dataclasses.replace(engine.counts)
+        several_turns = engine.programs.geometry.parked > 0
+        return EngineUse(
+            tokens=now.tokens - before.tokens,
+            slot_steps=now.slot_steps - before.slot_steps,
+            prefilled_tokens=now.prefilled_tokens - before.prefilled_tokens,
+            reused_tokens=now.reused_tokens - before.reused_tokens,
+            parked=engine.parked if several_turns else None,
+            parked_bytes=engine.parked_bytes,
         )
 
     def stop_spending(self, why: str) -> None:

@@ -199,17 +199,31 @@ class LeaseResult:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KeptTurns:
-    """What a worker's engine keeps of episodes between their turns, and what that spared."""
+class EngineUse:
+    """What a worker's engine did since the worker was last asked, and what it keeps now."""
 
-    parked: int
-    """Episodes that are kept now."""
-    parked_bytes: int
+    tokens: int = 0
+    """Drawn."""
+    slot_steps: int = 0
+    """Token steps x slots: so many could have been drawn."""
+    prefilled_tokens: int = 0
+    """Of prompts."""
+    reused_tokens: int = 0
+    """Of prompts that were not prefilled, since they were parked."""
+    parked: int | None = None
+    """Episodes that are kept between their turns; None where there are none of several turns."""
+    parked_bytes: int = 0
     """Device memory of these."""
-    prefilled_tokens: int
-    """Of prompts, since the worker was last asked."""
-    reused_tokens: int
-    """Of prompts that were not prefilled, since then."""
+
+    def __add__(self, later: "EngineUse") -> "EngineUse":
+        return EngineUse(
+            tokens=self.tokens + later.tokens,
+            slot_steps=self.slot_steps + later.slot_steps,
+            prefilled_tokens=self.prefilled_tokens + later.prefilled_tokens,
+            reused_tokens=self.reused_tokens + later.reused_tokens,
+            parked=later.parked,
+            parked_bytes=later.parked_bytes,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -237,7 +251,7 @@ class News:
     """By scorers, training and evaluation together."""
     environment: EnvironmentUse = NO_USE
     """Of environments, training and evaluation together."""
-    kept: KeptTurns | None = None
+    engine: EngineUse = EngineUse()
     """None where the engine keeps no episodes."""
     learner_silent_s: float = 0.0
     """For how long the learner has not answered this worker; 0 where it does."""

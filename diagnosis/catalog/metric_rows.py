@@ -317,6 +317,10 @@ environment/reused_tokens | tokens | prompt tokens reused
 [breakdown environment_calls-]
 environment/calls | | calls of environments
     that have ended in the step, those that begin an episode included
+[breakdown slots]
+throughput/train/slot_occupancy | | share of slots in use
+    tokens drawn over token steps x slots, of all workers, evaluations included; low where too few
+    completions are under way, or environments are slow: see rollout.held_per_slot
 [breakdown throughput]
 throughput/train/decode_tokens_per_s | tokens/s | tokens decoded per second
     completion tokens over the prefill and decode seconds of the slowest worker

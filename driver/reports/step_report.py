@@ -25,7 +25,7 @@ from learner.learner_records import LearnerInfo, UpdateReport
 from rollout_worker.environments.environment_use import EnvironmentUse
 from rollout_worker.rewards.spending import NOTHING, Spending
 from rollout_worker.sample_record import FIRST, Sample
-from rollout_worker.worker_records import EvalItem, News, WorkerInfo
+from rollout_worker.worker_records import EngineUse, EvalItem, News, WorkerInfo
 from services.process.process_memory import ProcessMemory
 from services.weights.replica import PullStats
 
@@ -98,7 +98,7 @@ class StepReports:
         self._transfers: list[PullStats] = []
         self._canary_gaps: list[float] = []
         self._background_s: dict[str, float] = {}
-        self._kept_turns: dict[str, float] = {}
+        self._engines: dict[str, EngineUse] = {}
         self._environment = EnvironmentUse()
         self.queues = QueueGauges()
         """Receives the queue lengths from the step loop."""
@@ -124,14 +124,7 @@ class StepReports:
         for thread, seconds in news.background_s.items():
             name = f"time/{worker}/background_{thread}_s"
             self._background_s[name] = self._background_s.get(name, 0.0) + seconds
-        if (kept := news.kept) is not None:
-            self._kept_turns[f"mem/{worker}/parked_episodes"] = float(kept.parked)
-            self._kept_turns[f"mem/{worker}/parked_bytes"] = float(kept.parked_bytes)
-            for name, tokens in (
-                ("environment/prefilled_tokens", kept.prefilled_tokens),
-                ("environment/reused_tokens", kept.reused_tokens),
-            ):
-                self._kept_turns[name] = self._kept_turns.get(name, 0.0) + tokens
+        self._engines[worker] = self._engines.get(worker, EngineUse()) + news.engine
 
     def show_divergence(self, step: int, report: UpdateReport) -> None:
         """Shows that a recorded update did not reproduce its policy version."""
@@ -221,8 +214,8 @@ class StepReports:
         gauges = self.queues.take_gauges()
         self._timeline.record_step(state.step, timings, gauges, start_s=started_s)
         metrics = metrics | {"time/train/step_s": wall_s} | self._take_background()
-        metrics |= queue_metrics(gauges, timings.at_s) | self._kept_turns
-        self._kept_turns = {}
+        metrics |= queue_metrics(gauges, timings.at_s) | engine_metrics(self._engines)
+        self._engines = {}
         environment, self._environment = self._environment, EnvironmentUse()
         metrics |= environment.metrics(wall_s)
         for process, held in memory.items():
@@ -330,3 +323,20 @@ def choose_samples(samples: Sequence[Sample], count: int) -> list[Sample]:
     telling = [sample for sample in samples if sample["why"] != FIRST]
     room = max(count - len(plain), count - count // 2)
     return [*telling[:room], *plain][:count]
+
+
+def engine_metrics(engines: Mapping[str, EngineUse]) -> dict[str, float]:
+    """Of the engines of a step, by worker; those of what is parked only for several turns."""
+    metrics: dict[str, float] = {}
+    if slot_steps := sum(use.slot_steps for use in engines.values()):
+        drawn = sum(use.tokens for use in engines.values())
+        metrics["throughput/train/slot_occupancy"] = drawn / slot_steps
+    parking = {worker: use for worker, use in engines.items() if use.parked is not None}
+    for worker, use in parking.items():
+        metrics[f"mem/{worker}/parked_episodes"] = float(use.parked or 0)
+        metrics[f"mem/{worker}/parked_bytes"] = float(use.parked_bytes)
+    if parking:
+        uses = list(parking.values())
+        metrics["environment/prefilled_tokens"] = float(sum(u.prefilled_tokens for u in uses))
+        metrics["environment/reused_tokens"] = float(sum(u.reused_tokens for u in uses))
+    return metrics

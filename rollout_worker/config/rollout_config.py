@@ -141,6 +141,10 @@ class RolloutConfig(Section):
     (max_staleness + 1) * prompts_per_step groups are under way, in the workers or waiting to be
     trained on. A group that is dropped, as for equal rewards under zero_variance=resample, gives
     its place to the next prompt."""
+    held_per_slot: float = Field(default=1.25, ge=1, le=64)
+    """Completions that a worker holds for each of its decode slots; at least one group more than
+    fills them. Those beyond wait for a slot or, in episodes of several turns, for their
+    environments: 1 + environment seconds / model seconds of a turn keep the slots busy."""
     stop_strings: tuple[str, ...] = ()
     """Texts that end a completion once it contains one, beside the stop tokens; it keeps them. A
     special token counts as the text that its vocabulary has for it."""
@@ -155,7 +159,7 @@ class RolloutConfig(Section):
     def worker_groups(self) -> int:
         """Groups that a worker may hold: they fill its slots, and some wait for a slot."""
         filling = -(-self.decode.slots // self.completions_per_prompt)
-        return filling + max(1, filling // 4)
+        return filling + max(1, int(filling * (self.held_per_slot - 1)))
 
     @property
     def cache_tokens(self) -> int:

@@ -111,3 +111,19 @@ def test_the_kernel_gets_one_cache_of_whole_blocks():
     )
     assert widths("bf16") == (53,)
     assert widths("pallas") == (128,)
+
+
+@pytest.mark.parametrize(
+    ("slots", "group", "held", "groups"),
+    [
+        (64, 8, {}, 10),
+        (40, 8, {}, 6),
+        (4, 8, {}, 2),
+        (64, 8, {"held_per_slot": 1.0}, 9),
+        (16, 4, {"held_per_slot": 4}, 16),
+        (15, 4, {"held_per_slot": 2.5}, 10),
+    ],
+)
+def test_a_worker_holds_what_fills_its_slots_and_more(slots, group, held, groups):
+    rollout = RolloutConfig(completions_per_prompt=group, decode=DecodeConfig(slots=slots), **held)
+    assert rollout.worker_groups == groups

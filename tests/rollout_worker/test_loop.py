@@ -19,7 +19,7 @@ from rollout_worker.fetcher import Fetcher, pull_shared
 from rollout_worker.loop import WorkLoop
 from rollout_worker.rewards.spending import Spending
 from rollout_worker.worker import CanaryFailed
-from rollout_worker.worker_records import EvalRequest, LeaseOutcome, LeaseResult, Orders
+from rollout_worker.worker_records import EngineUse, EvalRequest, LeaseOutcome, LeaseResult, Orders
 from services.process import failpoints
 from services.process.activity import HangWatch
 from services.process.background import BackgroundFailed
@@ -69,8 +69,8 @@ class Core:
     def take_environment_use(self):
         return EnvironmentUse()
 
-    def take_kept_turns(self):
-        return None
+    def take_engine_use(self):
+        return EngineUse()
 
     def stop_spending(self, why):
         self.stopped = why

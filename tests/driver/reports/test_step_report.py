@@ -19,7 +19,7 @@ from driver.reports.status import StatusFile
 from driver.reports.step_report import StepReports
 from driver.reports.timeline import Timeline
 from driver.terminal.step_table import StepView
-from rollout_worker.worker_records import KeptTurns, News
+from rollout_worker.worker_records import EngineUse, News
 from services.process.activity import Activity
 from services.process.phase_clock import PhaseClock
 from services.process.process_memory import ProcessMemory
@@ -164,9 +164,11 @@ def news_of(*, prefilled, reused, parked):
         background_s={},
         transfers=(),
         memory=ProcessMemory(host_bytes=7),
-        kept=KeptTurns(
+        engine=EngineUse(
+            tokens=prefilled,
+            slot_steps=2 * prefilled + 16,
             parked=parked,
-            parked_bytes=100 * parked,
+            parked_bytes=0 if parked is None else 100 * parked,
             prefilled_tokens=prefilled,
             reused_tokens=reused,
         ),
@@ -188,7 +190,18 @@ def test_kept_turns_are_summed_over_workers_and_news_of_the_step(driver):
     assert first["environment/reused_tokens"] == 52
     assert (first["mem/a/parked_episodes"], first["mem/a/parked_bytes"]) == (4, 400)
     assert first["mem/b/parked_episodes"] == 3
-    assert not any("parked" in name or "reused" in name for name in second)
+    assert first["throughput/train/slot_occupancy"] == 16 / (32 + 48)
+    assert not any(("parked" in n or "reused" in n or "slot" in n) for n in second)
+
+
+def test_runs_of_one_turn_have_no_numbers_of_kept_turns(driver):
+    driver.start("learner")
+    driver.reports.record_news("a", news_of(prefilled=8, reused=0, parked=None))
+    driver.work(1.0, "idle", "learner")
+    driver.close(["learner"])
+    line = driver.line("metrics")
+    assert line["throughput/train/slot_occupancy"] == 0.25
+    assert not any("parked" in name or name.startswith("environment/") for name in line)
 
 
 def test_what_is_decoded_before_the_first_step_counts_in_its_rate(driver):

@@ -30,7 +30,7 @@ from rollout_worker.leased_group import LeasedGroup
 from rollout_worker.rewards.composition import Composition
 from rollout_worker.rewards.reward_values import ValueNames
 from rollout_worker.worker_core import WorkerCore
-from rollout_worker.worker_records import EvalRequest
+from rollout_worker.worker_records import EngineUse, EvalRequest
 from services.process.phase_clock import PhaseClock
 from services.trajectories.group_check import check_group
 from services.weights.digest import tree_digest
@@ -393,10 +393,10 @@ def groups(policy):
         engine = core.worker._engine
         later_turns = sum(c.turns - 1 for group in found if group for c in group.completions)
         assert engine.counts.reused_tokens > 20 * later_turns > 0 == engine.parked
-        kept = core.worker.take_kept_turns()
-        assert kept is not None and kept.reused_tokens == engine.counts.reused_tokens
-        again = core.worker.take_kept_turns()
-        assert again is not None and (again.prefilled_tokens, again.reused_tokens) == (0, 0)
+        use = core.worker.take_engine_use()
+        assert use.reused_tokens == engine.counts.reused_tokens
+        assert (use.tokens, use.slot_steps) == (engine.counts.tokens, engine.counts.slot_steps)
+        assert core.worker.take_engine_use() == EngineUse(parked=0)
         yield found
     finally:
         core.close()
