@@ -58,6 +58,10 @@ class ScoredGroup:
         """Whether all are scored."""
         return self._pending is not None and self._pending.done
 
+    def drop_late(self) -> list[str]:
+        """None: all completions end."""
+        return []
+
     def take_requests(self) -> list[DecodeRequest]:
         """What is to be decoded; to be called once."""
         self.in_engine.add(self._request.request_id)
@@ -160,6 +164,7 @@ class PromptTasks:
             wait_s: where there is nothing to decode and none is complete: how long to wait for
                 scores and environments; None as long as their own bounds allow.
         """
+        self._drop_late()
         self._take_answers(account)
         if self.decoding and self._engine.pending:
             with self._clock.phase(account or "decode"):
@@ -193,6 +198,12 @@ class PromptTasks:
     @property
     def _done(self) -> list[PromptTask]:
         return [task for task in self if task.group.done]
+
+    def _drop_late(self) -> None:
+        """Ends the episodes that their groups wait for no longer."""
+        for task in self:
+            for request_id in task.group.drop_late():
+                self._engine.abort_request(request_id)
 
     def _take_answers(self, account: str | None) -> None:
         """Gives the engine the turns whose environments have answered."""

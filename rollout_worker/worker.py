@@ -263,8 +263,8 @@ class RolloutWorker:
                 key_data=self._train_key,
                 sampling=self._settings.sampling,
                 rewards=self._rewards,
+                leased=leased,
             )
-            task.leased = leased
             tasks.append(task)
         self._tasks.begin(tasks)
 
@@ -363,6 +363,7 @@ class RolloutWorker:
         key_data: np.ndarray,
         sampling: SamplingSettings,
         rewards: RewardPool | EnvironmentPool,
+        leased: LeasedGroup | None = None,
     ) -> PromptTask:
         request = DecodeRequest(
             request_id=request_id,
@@ -382,6 +383,7 @@ class RolloutWorker:
                 rewards,
                 self._tokenizer,
                 max_prompt_tokens=self._settings.max_prompt_tokens,
+                waits_for_all=leased is None,
             )
             if isinstance(rewards, EnvironmentPool)
             else ScoredGroup(request, prompt, rewards, self._tokenizer)
@@ -394,6 +396,7 @@ class RolloutWorker:
             self._loaded.version,
             self._loaded.digest,
             self._clock.total(),
+            leased,
         )
 
     def _complete(self, task: PromptTask) -> LeasedGroup:

@@ -358,7 +358,18 @@ class RunConfig(Section):
                 f"{sorted(names - {ENVIRONMENT_REWARD})} would score nothing: leave "
                 "reward.functions and the scorers of data.eval out"
             )
+        least, group = self.close_at_least, self.rollout.completions_per_prompt
+        if least is not None and least > group:
+            raise ValueError(
+                f"environment.close_at_least={least} is more than the {group} of "
+                "rollout.completions_per_prompt: lower it, or null waits for all"
+            )
         return self
+
+    @property
+    def close_at_least(self) -> int | None:
+        """`environment.close_at_least`; None without an environment."""
+        return None if self.environment is None else self.environment.close_at_least
 
     @model_validator(mode="after")
     def _check_group(self):

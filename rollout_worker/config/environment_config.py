@@ -29,6 +29,13 @@ class EnvironmentConfig(Section):
     and the episode ends with an `environment_error`."""
     memory_gb: float | None = Field(default=None, ge=0.5, le=1e6)
     """Memory of one child process, in GiB, as `reward.memory_gb`."""
+    close_at_least: int | None = Field(default=None, ge=2, le=65_536)
+    """Episodes with which a group is complete once `close_after_s` have passed, where the others
+    wait for a slow environment or go on and on. These have an `environment_error` that says so, and
+    count in no statistics of their group. null waits for all; evaluations do so always. A run that
+    closes groups is not the same when it is repeated."""
+    close_after_s: float = Field(default=60.0, ge=0.01, le=86_400)
+    """Since the group began."""
     history: Literal["as_rendered", "keep"] = "as_rendered"
     """What a turn continues where the chat template writes earlier turns of the assistant in
     another way than they were sampled, such as without their reasoning. `as_rendered` refuses

@@ -13,7 +13,8 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -115,6 +116,8 @@ class EpisodeGroup:
         tokenizer: Tokenizer,
         *,
         max_prompt_tokens: int,
+        waits_for_all: bool = False,
+        now: Callable[[], float] = time.monotonic,
     ):
         """Has every environment begin.
 
@@ -122,6 +125,8 @@ class EpisodeGroup:
             request: its prompt is that of the record, `max_new_tokens` bounds a whole episode.
             item: the record.
             max_prompt_tokens: bound on what reset returns.
+            waits_for_all: whatever `environment.close_at_least` says.
+            now: in seconds, from any moment on.
         """
         self._request = request
         self._pool = pool
@@ -129,6 +134,8 @@ class EpisodeGroup:
         self._settings = pool.environment
         self._max_prompt_tokens = max_prompt_tokens
         self._begun = False
+        self._waits_for_all = waits_for_all or pool.environment.close_at_least is None
+        self._now, self._began_s = now, now()
         seed = seed_of(request.key_data, request.prompt_id, request.epoch)
         self._episodes = {
             sample: _Episode(sample, pool.begin_episode(item, seed)) for sample in request.samples
@@ -177,6 +184,32 @@ class EpisodeGroup:
             self._rows_left[request.request_id] = len(request.samples)
         return found
 
+    def drop_late(self) -> list[str]:
+        """Ends the episodes that the group waits for no longer, by `environment.close_at_least`.
+
+        What the model was at in them is not recorded; a group with one that has no turn waits.
+
+        Returns:
+            the requests that are to be aborted.
+        """
+        after_s, least = self._settings.close_after_s, self._settings.close_at_least
+        if self._waits_for_all or least is None or self._now() - self._began_s < after_s:
+            return []
+        late = [episode for episode in self._episodes.values() if episode.ended is None]
+        ended = sum(e.ended is not None and not e.error for e in self._episodes.values())
+        if ended < least or not late or not all(episode.rows for episode in late):
+            return []
+        error = f"its group closed with {ended} of {len(self._episodes)} after {after_s:g} s"
+        decoding = [episode for episode in late if not episode.asks]
+        requests = [self._turn_name(episode) for episode in decoding]
+        for episode in decoding:
+            del episode.answers[-1]
+        for episode in late:
+            episode.end(FinishReason.ABORTED, error)
+            episode.asks = False
+        self.in_engine.difference_update(requests)
+        return requests
+
     def add_row(self, row: FinishedRow) -> None:
         """Takes a turn of the model, and has the environment answer it."""
         self._rows_left[row.request_id] -= 1
@@ -209,6 +242,10 @@ class EpisodeGroup:
             self._pool.score_of(e.reward, e.error, e.conversation.numbers)
             for e in self._episodes.values()
         ]
+
+    def _turn_name(self, episode: _Episode) -> str:
+        """Id of the request of its next turn, or of the one that is decoded."""
+        return f"{self._request.request_id}/{episode.sample_index}.{len(episode.rows)}"
 
     def _is_full(self, episode: _Episode) -> bool:
         """Whether its last turn was cut off by the limit of the episode, and not by its own."""
@@ -303,7 +340,7 @@ class EpisodeGroup:
             first, second = self._request.key_data.tolist()
             return dataclasses.replace(
                 self._request,
-                request_id=f"{self._request.request_id}/{episode.sample_index}.{turns}",
+                request_id=self._turn_name(episode),
                 token_ids=np.concatenate([self.prompt_token_ids, token_ids, answer]),
                 samples=(episode.sample_index,),
                 max_new_tokens=_limit(turn, left),

@@ -183,6 +183,11 @@ CONDITIONS = (
         lambda run: run.environment is not None or _has_async_scorer(run),
     ),
     Condition(
+        ("environment.close_after_s",),
+        "environment.close_at_least",
+        lambda run: run.close_at_least is not None,
+    ),
+    Condition(
         ("reward.timeout_s",),
         "scorers in place of the environment, which environment.timeout_s bounds",
         lambda run: run.environment is None,

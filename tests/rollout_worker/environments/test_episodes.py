@@ -109,7 +109,7 @@ def given_ids(token_ids, max_tokens=None):
 OVER = Turn([], 1.0, True)
 
 
-def begin(scripts, tokenizer, *, max_new_tokens=64, max_prompt_tokens=64, **changes):
+def begin(scripts, tokenizer, *, max_new_tokens=64, max_prompt_tokens=64, how=None, **changes):
     pool = Pool(scripts, **changes)
     request = DecodeRequest(
         request_id="g1/0",
@@ -120,7 +120,9 @@ def begin(scripts, tokenizer, *, max_new_tokens=64, max_prompt_tokens=64, **chan
         max_new_tokens=max_new_tokens,
         key_data=KEY,
     )
-    group = EpisodeGroup(request, {}, pool, tokenizer, max_prompt_tokens=max_prompt_tokens)
+    group = EpisodeGroup(
+        request, {}, pool, tokenizer, max_prompt_tokens=max_prompt_tokens, **(how or {})
+    )
     return group, pool
 
 
@@ -293,6 +295,58 @@ def test_episodes_that_cannot_begin_draw_one_token_each(tokenizer):
     assert [conversation.ended for conversation in pool.conversations] == [1, 1, 1]
 
 
+def test_a_group_closes_without_those_that_it_waits_for_no_longer(tokenizer):
+    [stop] = tokenizer.stop_ids
+    now = [100.0]
+    scripts = [
+        [said("Guess."), OVER],
+        [said("Guess."), said("higher", 0.5), None],  # decodes a second turn
+        [said("Guess."), None],  # is never answered
+        [said("Guess."), "step 1: it fell"],
+        [said("Guess."), OVER],
+    ]
+    group, pool = begin(
+        scripts, tokenizer, close_at_least=2, close_after_s=30, how={"now": lambda: now[0]}
+    )
+    [first] = group.take_requests()
+    group.add_row(drawn(first, 0, [40], stop))
+    group.add_row(drawn(first, 1, [41, 42], stop))
+    [second] = group.take_requests()
+    now[0] += 31
+    assert group.drop_late() == [], "two have no turn, and one alone has ended well"
+    group.add_row(drawn(first, 2, [43], stop))
+    group.add_row(drawn(first, 3, [44], stop))
+    assert group.take_requests() == [] and group.drop_late() == []
+    group.add_row(drawn(first, 4, [45], stop))
+    assert group.take_requests() == [] and not group.done
+    now[0] -= 2
+    assert group.drop_late() == [], "not yet"
+    now[0] += 2
+    assert group.drop_late() == [second.request_id]
+    assert group.done and not group.in_engine and not group.calls and group.drop_late() == []
+    reasons = [FinishReason.STOP, *[FinishReason.ABORTED] * 3, FinishReason.STOP]
+    for row, reason, ids in zip(
+        group.completions(), reasons, ([40], [41, 42], [43], [44], [45]), strict=True
+    ):
+        assert row.finish_reason is reason and row.token_ids.tolist() == [*ids, stop]
+        as_completion(row).check_segments()
+    errors = [score.error for score in group.scores()]
+    late = "environment_error: its group closed with 2 of 5 after 30 s"
+    assert errors == ["", late, late, "environment_error: step 1: it fell", ""]
+    assert [conversation.ended for conversation in pool.conversations] == [1] * 5
+
+
+def test_an_evaluation_waits_for_all(tokenizer):
+    [stop] = tokenizer.stop_ids
+    scripts = [[said("Guess."), OVER], [said("Guess."), OVER], [said("Guess."), None]]
+    how = {"now": iter([0.0, 1e9]).__next__, "waits_for_all": True}
+    group, _ = begin(scripts, tokenizer, close_at_least=2, how=how)
+    [first] = group.take_requests()
+    for sample in first.samples:
+        group.add_row(drawn(first, sample, [40], stop))
+    assert group.take_requests() == [] and group.drop_late() == [] and not group.done
+
+
 def test_where_no_episode_can_begin_the_prompt_is_that_of_the_record(tokenizer):
     group, _ = begin([["reset: no"], [said("x" * 500)]], tokenizer)
     [request] = group.take_requests()
@@ -323,7 +377,7 @@ def policy(programs_compiled_once):
     return loaded, named, manifest
 
 
-def make_core(policy, kind="Dialog", timeout_s=HANG_S, module=KINDS, **params):
+def make_core(policy, kind="Dialog", timeout_s=HANG_S, module=KINDS, closes=None, **params):
     from services.wire.tls import RunAuthority
     from tests.rollout_worker.test_actor import worker_spec
 
@@ -346,7 +400,11 @@ def make_core(policy, kind="Dialog", timeout_s=HANG_S, module=KINDS, **params):
         ),
         reward=REWARD,
         environment=EnvironmentConfig(
-            name=f"{module}:{kind}", params=params, max_turns=4, timeout_s=timeout_s
+            name=f"{module}:{kind}",
+            params=params,
+            max_turns=4,
+            timeout_s=timeout_s,
+            **(closes or {}),
         ),
         weights_dtype="bfloat16",
     )
@@ -473,6 +531,35 @@ def test_an_environment_that_hangs_in_a_run_ends_its_own_episodes_alone(groups, 
             np.testing.assert_array_equal(after.token_ids, before.token_ids)
             np.testing.assert_array_equal(after.behavior_logprobs, before.behavior_logprobs)
             assert after.total_reward == before.total_reward
+
+
+@pytest.mark.slow
+def test_groups_of_a_run_close_without_environments_that_hang(groups, policy):
+    closes = {"close_at_least": 2, "close_after_s": 0.01}
+    core = make_core(policy, "Stuck", closes=closes)
+    try:
+        again = played(core)
+        assert core.worker._engine.parked == 0
+    finally:
+        core.close()
+    pairs = [
+        pair
+        for one, other in zip(groups, again, strict=True)
+        for pair in zip(one.completions, other.completions, strict=True)
+    ]
+    late = [(before, after) for before, after in pairs if after.reward_error]
+    assert 0 < len(late) < len(pairs)
+    for before, after in late:
+        assert " of 4 after 0.01 s" in after.reward_error
+        np.testing.assert_array_equal(after.token_ids, before.token_ids[: len(after.token_ids)])
+    for group in again:
+        assert sum(not c.reward_error for c in group.completions) >= 2
+        check_group(
+            group,
+            group_rules(
+                "run", group_size=4, max_prompt_tokens=64, max_completion_tokens=96, order=None
+            ),
+        )
 
 
 @pytest.mark.slow

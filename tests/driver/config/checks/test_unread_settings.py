@@ -78,6 +78,11 @@ GIVEN = {
         ("rollout.workers={min: 1, max: 2}",),
     ),
     "reward.in_flight": ("4", (), ("reward.functions=[{name: 'my.rewards:score'}]",)),
+    "environment.close_after_s": (
+        "3",
+        (ENVIRONMENT,),
+        (ENVIRONMENT[:-1] + ", close_at_least: 2}",),
+    ),
     "reward.timeout_s": ("3", (ENVIRONMENT,), ()),
     "reward.memory_gb": ("2", (ENVIRONMENT,), ()),
 }
