@@ -131,9 +131,11 @@ THIRD_PARTY = {
         "math_verify": "rewards/*",
         "referencing": "rewards/* environments/tools/*",
         "rank_bm25": "environments/tools/folder_search.py",
+        "starlette": "environments/openai_endpoint/http_app.py",
         "sympy": "rewards/*",
         "pydantic": "config/* environments/tools/*",
         "psutil": "*",
+        "uvicorn": "environments/openai_endpoint/http_app.py",
     },
     "driver": {
         "psutil": "*",

@@ -24,6 +24,7 @@ with semicolons between, or begins with `<|python_tag|>` and then such objects o
 as Llama 3 writes it."""
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_THINK_END = "</think>"
 _TAG = re.compile(f"{_OPEN}|{_CLOSE}")
 _PYTHON_TAG = "<|python_tag|>"
 _LLAMA_BEGINS = re.compile(r'\{\s*"(?:name|type|parameters)"\s*:')
@@ -57,6 +58,7 @@ class CallReader:
         schemas: as `function_schemas.py` makes them.
         call_format: in which the model writes calls.
         """
+        self._call_format = call_format
         self._read = {"hermes": self._read_hermes, "llama": self._read_llama}[call_format]
         functions = [schema["function"] for schema in schemas]
         self._validators = {one["name"]: _validator(one.get("parameters")) for one in functions}
@@ -66,7 +68,13 @@ class CallReader:
 
         What stands in front of `</think>` is reasoning and calls nothing.
         """
-        return list(self._read(text.rpartition("</think>")[2]))
+        return list(self._read(text.rpartition(_THINK_END)[2]))
+
+    def text_before_calls(self, text: str) -> str:
+        """What a turn with calls says before the first of them, its reasoning included."""
+        reasoning, end, answer = text.rpartition(_THINK_END)
+        is_call_alone = self._call_format == "llama"
+        return reasoning + end + ("" if is_call_alone else answer.partition(_OPEN)[0])
 
     def _read_hermes(self, text: str) -> Iterator[ToolCall | BadCall]:
         place = 0

@@ -1,0 +1,208 @@
+"""An endpoint of OpenAI's API for agents in the process of environments.
+
+An agent that was written for the `openai` client asks here for its turns. The key that it sends
+says which episode it plays; each turn is one `generate` of that episode's policy. The server is in
+`http_app.py`, whose libraries a process without such agents does not import.
+"""
+
+import asyncio
+import dataclasses
+import functools
+import hashlib
+import secrets
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rollout_worker.environments.openai_endpoint.chat_answer import SampledTurn
+from rollout_worker.environments.openai_endpoint.chat_messages import (
+    AssistantTurn,
+    assistant_turn,
+)
+from rollout_worker.environments.openai_endpoint.chat_request import RunSampling
+from rollout_worker.environments.turn_values import Message
+
+if TYPE_CHECKING:
+    from rollout_worker.environments.openai_endpoint.http_app import EndpointServer
+    from rollout_worker.environments.tools.tool_calls import CallFormat, CallReader
+
+HOST = "127.0.0.1"
+_BACKLOG = 256
+"""Connections that may wait to be accepted."""
+
+
+class ChatPolicy(Protocol):
+    """The model in one episode."""
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """JSON schemas of the functions that it is offered."""
+        ...
+
+    async def generate(
+        self, messages: Sequence[Mapping[str, Any]], *, max_tokens: int | None = None
+    ) -> SampledTurn:
+        """Samples the next turn of the conversation, which goes on from the one before.
+
+        Raises:
+            BadTurn: if it does not, or a turn is being sampled.
+        """
+        ...
+
+
+class TurnRequest(Protocol):
+    """What decides a turn: a request that repeats it asks for the same one."""
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Most tokens of the turn."""
+        ...
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether calls of tools are read."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class PendingTurn:
+    """A turn that is sampled for a client."""
+
+    asked: tuple[list[Message], int | None, bool]
+    task: asyncio.Task[tuple[SampledTurn, AssistantTurn]]
+
+
+class ServedEpisode:
+    """One episode: its policy, and the turns that clients got of it.
+
+    A client that goes away in mid-turn does not cancel the turn, which has been said in the
+    conversation and cannot be taken back. It is kept for the client that asks the same again, as
+    OpenAI's does after a lost connection.
+    """
+
+    def __init__(self, policy: ChatPolicy, call_format: "CallFormat"):
+        self.policy = policy
+        self.turns: dict[int, AssistantTurn] = {}
+        """Of the model, by their place in the conversation."""
+        self._call_format: CallFormat = call_format
+        self._running: set[asyncio.Task] = set()
+        self._left: PendingTurn | None = None
+        """Whose client went away."""
+
+    def begin_turn(self, messages: list[Message], request: TurnRequest) -> PendingTurn:
+        """Has a turn sampled, or takes up the one that a client left.
+
+        Args:
+            messages: as the policy takes them.
+            request: that asks for it.
+        """
+        asked = (messages, request.max_tokens, request.reads_calls)
+        left = self._left
+        if left is not None and left.asked == asked:
+            self._left = None
+            return left
+        task = asyncio.get_running_loop().create_task(self._sample(*asked))
+        self._running.add(task)
+        task.add_done_callback(self._end_turn)
+        return PendingTurn(asked, task)
+
+    def leave_turn(self, turn: PendingTurn) -> None:
+        """Keeps a turn whose client has gone away."""
+        self._left = turn
+
+    def end(self) -> None:
+        """Cancels what is still being sampled."""
+        for task in self._running:
+            task.cancel()
+
+    async def _sample(
+        self, messages: list[Message], max_tokens: int | None, reads_calls: bool
+    ) -> tuple[SampledTurn, AssistantTurn]:
+        sampled = await self.policy.generate(messages, max_tokens=max_tokens)
+        reader = self._reader if reads_calls else None
+        turn = assistant_turn(sampled.text, len(self.turns), reader)
+        self.turns[len(messages)] = turn
+        return sampled, turn
+
+    @functools.cached_property
+    def _reader(self) -> "CallReader":
+        # Its libraries take time that an episode without tools need not spend.
+        from rollout_worker.environments.tools.tool_calls import CallReader
+
+        return CallReader(self.policy.tools, self._call_format)
+
+    def _end_turn(self, task: asyncio.Task) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # it is raised where a client waits, who may have gone away
+
+
+class OpenAIEndpoint:
+    """Serves OpenAI's API on a port of 127.0.0.1, in the running event loop.
+
+    A client that blocks this loop waits for itself: agents await `AsyncOpenAI`, or run in
+    `asyncio.to_thread`.
+    """
+
+    def __init__(
+        self,
+        *,
+        temperature: float = 1.0,
+        stop_strings: Sequence[str] = (),
+        call_format: "CallFormat" = "hermes",
+        token_text: Callable[[int], str] | None = None,
+    ):
+        """Args:
+        temperature, stop_strings: of the run; a request may say the same or nothing.
+        call_format: in which the model writes calls of tools.
+        token_text: returns the text of a token; None names tokens by their id.
+        """
+        self.sampling = RunSampling(temperature, tuple(stop_strings))
+        self.token_text = token_text
+        self._call_format: CallFormat = call_format
+        self._episodes: dict[bytes, ServedEpisode] = {}
+        """By digest of their keys, so that a look-up's time says nothing of a key."""
+        self._listener: socket.socket | None = None
+        self._server: EndpointServer | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def base_url(self) -> str:
+        """The `base_url` of clients; when it is first asked for, in the loop, the server starts."""
+        if self._listener is None:
+            # Its libraries take time that a process without such agents need not spend.
+            from rollout_worker.environments.openai_endpoint.http_app import EndpointServer
+
+            loop = asyncio.get_running_loop()
+            self._listener = socket.create_server((HOST, 0), backlog=_BACKLOG)
+            self._server = EndpointServer(self)
+            self._serving = loop.create_task(self._server.serve([self._listener]))
+        return f"http://{HOST}:{self._listener.getsockname()[1]}/v1"
+
+    def register(self, policy: ChatPolicy) -> str:
+        """Returns the key with which clients play the episode of this policy."""
+        api_key = secrets.token_urlsafe(32)
+        self._episodes[_digest(api_key)] = ServedEpisode(policy, self._call_format)
+        return api_key
+
+    def forget(self, api_key: str) -> None:
+        """Ends an episode: what is being sampled is cancelled, and its key is refused."""
+        if episode := self._episodes.pop(_digest(api_key), None):
+            episode.end()
+
+    def find_episode(self, api_key: str) -> ServedEpisode | None:
+        """The episode of a key; None if there is none, or it has ended."""
+        return self._episodes.get(_digest(api_key))
+
+    async def aclose(self) -> None:
+        """Ends all episodes and the server."""
+        for episode in self._episodes.values():
+            episode.end()
+        self._episodes.clear()
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await self._serving
+
+
+def _digest(api_key: str) -> bytes:
+    return hashlib.sha256(api_key.encode("utf-8", "surrogatepass")).digest()
