@@ -18,7 +18,7 @@ MODEL = "policy"
 """Name of the one model that there is; requests may give it any other."""
 
 
-class SampledTurn(Protocol):
+class TokenRecord(Protocol):
     """What the policy returns for a turn."""
 
     @property
@@ -52,7 +52,7 @@ class ChatAnswer:
     """The answer to one request."""
 
     request: ChatRequest
-    sampled: SampledTurn
+    sampled: TokenRecord
     turn: AssistantTurn
     """The same, as the client gets it."""
     token_text: Callable[[int], str] | None

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rollout_worker.environments.openai_endpoint.chat_answer import SampledTurn
+from rollout_worker.environments.openai_endpoint.chat_answer import TokenRecord
 from rollout_worker.environments.openai_endpoint.chat_messages import (
     AssistantTurn,
     assistant_turn,
@@ -41,7 +41,7 @@ class ChatPolicy(Protocol):
 
     async def generate(
         self, messages: Sequence[Mapping[str, Any]], *, max_tokens: int | None = None
-    ) -> SampledTurn:
+    ) -> TokenRecord:
         """Samples the next turn of the conversation, which goes on from the one before.
 
         Raises:
@@ -64,19 +64,21 @@ class TurnRequest(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class PendingTurn:
     """A turn that is sampled for a client."""
 
     asked: tuple[list[Message], int | None, bool]
-    task: asyncio.Task[tuple[SampledTurn, AssistantTurn]]
+    task: asyncio.Task[tuple[TokenRecord, AssistantTurn]]
+    is_left: bool = False
+    """Its client went away before it was sampled."""
 
 
 class ServedEpisode:
     """One episode: its policy, and the turns that clients got of it.
 
     A client that goes away in mid-turn does not cancel the turn, which has been said in the
-    conversation and cannot be taken back. It is kept for the client that asks the same again, as
+    conversation and cannot be taken back. It is kept for a client that asks the same again, as
     OpenAI's does after a lost connection.
     """
 
@@ -85,39 +87,37 @@ class ServedEpisode:
         self.turns: dict[int, AssistantTurn] = {}
         """Of the model, by their place in the conversation."""
         self._call_format: CallFormat = call_format
-        self._running: set[asyncio.Task] = set()
-        self._left: PendingTurn | None = None
-        """Whose client went away."""
+        self._kept: list[PendingTurn] = []
+        """The last that was sampled, and what is being sampled."""
 
-    def begin_turn(self, messages: list[Message], request: TurnRequest) -> PendingTurn:
-        """Has a turn sampled, or takes up the one that a client left.
+    def begin_turn(
+        self, messages: list[Message], request: TurnRequest, *, is_retry: bool
+    ) -> PendingTurn:
+        """Has a turn sampled, or finds the one that a repeated request has not received.
 
         Args:
             messages: as the policy takes them.
             request: that asks for it.
+            is_retry: whether the client says that it repeats it.
         """
         asked = (messages, request.max_tokens, request.reads_calls)
-        left = self._left
-        if left is not None and left.asked == asked:
-            self._left = None
-            return left
-        task = asyncio.get_running_loop().create_task(self._sample(*asked))
-        self._running.add(task)
-        task.add_done_callback(self._end_turn)
-        return PendingTurn(asked, task)
-
-    def leave_turn(self, turn: PendingTurn) -> None:
-        """Keeps a turn whose client has gone away."""
-        self._left = turn
+        for pending in self._kept:
+            if pending.asked == asked and (is_retry or pending.is_left):
+                pending.is_left = False
+                return pending
+        pending = PendingTurn(asked, asyncio.get_running_loop().create_task(self._sample(*asked)))
+        self._kept.append(pending)
+        pending.task.add_done_callback(functools.partial(self._end_turn, pending))
+        return pending
 
     def end(self) -> None:
         """Cancels what is still being sampled."""
-        for task in self._running:
-            task.cancel()
+        for pending in self._kept:
+            pending.task.cancel()
 
     async def _sample(
         self, messages: list[Message], max_tokens: int | None, reads_calls: bool
-    ) -> tuple[SampledTurn, AssistantTurn]:
+    ) -> tuple[TokenRecord, AssistantTurn]:
         sampled = await self.policy.generate(messages, max_tokens=max_tokens)
         reader = self._reader if reads_calls else None
         turn = assistant_turn(sampled.text, len(self.turns), reader)
@@ -131,10 +131,12 @@ class ServedEpisode:
 
         return CallReader(self.policy.tools, self._call_format)
 
-    def _end_turn(self, task: asyncio.Task) -> None:
-        self._running.discard(task)
-        if not task.cancelled():
-            task.exception()  # it is raised where a client waits, who may have gone away
+    def _end_turn(self, pending: PendingTurn, task: asyncio.Task) -> None:
+        # What it raised is raised where its client waits, who may have gone away.
+        if task.cancelled() or task.exception() is not None:
+            self._kept.remove(pending)
+        else:
+            self._kept = [one for one in self._kept if one is pending or not one.task.done()]
 
 
 class OpenAIEndpoint:
@@ -175,6 +177,9 @@ class OpenAIEndpoint:
 
             loop = asyncio.get_running_loop()
             self._listener = socket.create_server((HOST, 0), backlog=_BACKLOG)
+            # Its connections inherit this, which asyncio leaves out for a socket of this kind: else
+            # each body would wait 40 ms for the client to acknowledge the headers.
+            self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._server = EndpointServer(self)
             self._serving = loop.create_task(self._server.serve([self._listener]))
         return f"http://{HOST}:{self._listener.getsockname()[1]}/v1"

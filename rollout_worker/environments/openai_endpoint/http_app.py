@@ -36,6 +36,8 @@ from rollout_worker.environments.turn_values import BadTurn
 _IDLE_S = 60
 """A connection without requests is kept this long: the client, which keeps it 5 s, is to be the one
 that closes it, and not to send a request into one that is being closed."""
+_RETRIES = "x-stainless-retry-count"
+"""Header in which OpenAI's client says how often it has repeated a request."""
 _CLIENT_GONE = 499
 """Status of an answer that no client reads."""
 
@@ -102,8 +104,9 @@ class _Handlers:
         episode = self._episode_of(request)
         asked = parse_chat_request(body, self._endpoint.sampling, episode.policy.tools)
         messages = policy_messages(asked.messages, episode.turns)
-        pending = episode.begin_turn(messages, asked)
-        if not await _is_sampled(request, pending, episode):
+        is_retry = request.headers.get(_RETRIES, "0") != "0"
+        pending = episode.begin_turn(messages, asked, is_retry=is_retry)
+        if not await _is_sampled(request, pending):
             return Response(status_code=_CLIENT_GONE)
         if pending.task.cancelled():
             raise _BadKey
@@ -133,7 +136,7 @@ async def _read_body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def _is_sampled(request: Request, pending: PendingTurn, episode: ServedEpisode) -> bool:
+async def _is_sampled(request: Request, pending: PendingTurn) -> bool:
     """Waits for a turn; false if the client went away before it got it."""
     gone = asyncio.ensure_future(request.receive())  # after the body nothing else comes
     try:
@@ -141,8 +144,7 @@ async def _is_sampled(request: Request, pending: PendingTurn, episode: ServedEpi
     finally:
         is_gone = gone.done()
         gone.cancel()
-        if is_gone or not pending.task.done():
-            episode.leave_turn(pending)
+        pending.is_left = is_gone or not pending.task.done()
     return not is_gone
 
 

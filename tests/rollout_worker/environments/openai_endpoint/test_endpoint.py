@@ -216,6 +216,22 @@ def test_a_client_that_goes_away_gets_its_turn_when_it_asks_again():
     run(play())
 
 
+def test_a_repeated_request_gets_the_turn_that_was_sent_and_not_received():
+    async def play():
+        async with playing("Hi.", "Bye.") as (policy, client):
+            first = await ask(client, user("Hello"))
+            again = {"x-stainless-retry-count": "1"}
+            second = await ask(client, user("Hello"), extra_headers=again)
+            assert second.choices[0] == first.choices[0]
+            found = await ask(client, *policy.said, user("More"), extra_headers=again)
+            assert found.choices[0].message.content == "Bye."
+            with pytest.raises(openai.BadRequestError, match="the messages must begin with"):
+                await ask(client, user("Hello"), extra_headers=again)
+            assert policy.turns == 2
+
+    run(play())
+
+
 def test_a_second_request_beside_the_first_is_refused():
     async def play():
         async with playing("Hi.") as (policy, client):
