@@ -19,6 +19,7 @@ TARGET = re.compile(r"`make ([a-z-]+)`")
 WALK = re.compile(r"^\| `([\w/]+\.py)`: `(\w+)\.(\w+)`", re.MULTILINE)
 OF_READERS = {
     *("my_pkg/rewards.py", "my_pkg/judge.py", "my_pkg/diversity.py", "my_pkg/losses.py"),
+    "my_pkg/agent.py",
     "my_pkg/retry.py",
     "my_pkg/checking.py",
     "my_pkg/tools.py",

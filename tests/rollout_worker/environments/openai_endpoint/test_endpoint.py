@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 
@@ -180,6 +181,17 @@ def test_the_server_ends_while_a_turn_is_sampled():
     run(play())
 
 
+def test_signals_stay_those_of_the_process():
+    async def play():
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = [signal.getsignal(number) for number in numbers]
+        async with playing("Hi.") as (_, client):
+            await ask(client, user("Hello"))
+            assert [signal.getsignal(number) for number in numbers] == before
+
+    run(play())
+
+
 def test_an_endpoint_that_no_agent_asked_for_closes():
     async def play():
         async with serving() as endpoint:
@@ -266,9 +278,10 @@ def test_a_conversation_that_does_not_go_on_is_refused():
 
 def test_a_failure_of_the_policy_is_not_repeated():
     async def play():
-        async with playing("no") as (_, client):
+        async with playing("no") as (policy, client):
             with pytest.raises(openai.InternalServerError, match="RuntimeError: the engine is gon"):
                 await ask(client, user("fail"))
+            assert policy.failures == 1
 
     run(play())
 
