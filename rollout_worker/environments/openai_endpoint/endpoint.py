@@ -19,7 +19,7 @@ from rollout_worker.environments.openai_endpoint.chat_messages import (
     AssistantTurn,
     assistant_turn,
 )
-from rollout_worker.environments.openai_endpoint.chat_request import RunSampling
+from rollout_worker.environments.openai_endpoint.chat_request import ChatRequest, RunSampling
 from rollout_worker.environments.turn_values import Message
 
 if TYPE_CHECKING:
@@ -50,20 +50,6 @@ class ChatPolicy(Protocol):
         ...
 
 
-class TurnRequest(Protocol):
-    """What decides a turn: a request that repeats it asks for the same one."""
-
-    @property
-    def max_tokens(self) -> int | None:
-        """Most tokens of the turn."""
-        ...
-
-    @property
-    def reads_calls(self) -> bool:
-        """Whether calls of tools are read."""
-        ...
-
-
 @dataclasses.dataclass(eq=False)
 class PendingTurn:
     """A turn that is sampled for a client."""
@@ -91,12 +77,12 @@ class ServedEpisode:
         """The last that was sampled, and what is being sampled."""
 
     def begin_turn(
-        self, messages: list[Message], request: TurnRequest, *, is_retry: bool
+        self, messages: list[Message], request: ChatRequest, *, is_retry: bool
     ) -> PendingTurn:
         """Has a turn sampled, or finds the one that a repeated request has not received.
 
         Args:
-            messages: as the policy takes them.
+            messages: of the request, as the policy takes them.
             request: that asks for it.
             is_retry: whether the client says that it repeats it.
         """
