@@ -120,7 +120,7 @@ class ServedEpisode:
     def _end_turn(self, pending: PendingTurn, task: asyncio.Task) -> None:
         # What it raised is raised where its client waits, who may have gone away.
         if task.cancelled() or task.exception() is not None:
-            self._kept.remove(pending)
+            self._kept = [one for one in self._kept if one is not pending]
         else:
             self._kept = [one for one in self._kept if one is pending or not one.task.done()]
 
