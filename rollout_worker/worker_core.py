@@ -56,7 +56,7 @@ class WorkerCore:
         longest = spec.rollout.max_prompt_tokens
         self._train = load_training(spec.data, tokenizer=tokenizer, max_prompt_tokens=longest)
         self._held_out = load_held_out(spec.data, tokenizer=tokenizer, max_prompt_tokens=longest)
-        self._environment = spec.environment
+        self._environment, self._rollout = spec.environment, spec.rollout
         self._pools: list[tuple[RewardConfig, RewardPool | EnvironmentPool]] = []
         self._account = SpendingAccount(spec.reward.budget)
         rewards = self._pool(spec.reward)
@@ -133,7 +133,13 @@ class WorkerCore:
             if before == reward:
                 return pool
         if self._environment is not None:
-            pool = EnvironmentPool(self._environment, reward, account=self._account)
+            pool = EnvironmentPool(
+                self._environment,
+                reward,
+                account=self._account,
+                temperature=self._rollout.temperature,
+                stop_strings=self._rollout.stop_strings,
+            )
         else:
             pool = RewardPool(
                 reward.functions,

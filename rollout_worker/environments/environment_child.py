@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rollout_worker.environments.openai_endpoint.endpoint import OpenAIEndpoint
 from rollout_worker.environments.rollout_function import FunctionEnvironment
 from rollout_worker.environments.turn_values import (
     ASSISTANT,
@@ -60,18 +61,22 @@ class LiveEnvironments:
         self._closing: set[asyncio.Task] = set()
 
     @classmethod
-    def load(cls, name: str, params: dict[str, Any]) -> "LiveEnvironments":
+    def load(cls, name: str, given: dict[str, Any]) -> "LiveEnvironments":
         """Finds a class or a function, and checks it; an instance is made to see its tools.
+
+        Args:
+            given: its `params`, and the `sampling` of the run.
 
         Raises:
             BadScorer: if it cannot be used; with the reason and what to do.
         """
-        made = _load_named(name)
+        made, params = _load_named(name), given["params"]
         if not isinstance(made, type):
             _check_params(name, made, params, given=("policy", "item"))
             tools = _schemas_of(name, getattr(made, "tools", ()))
             kind = ScorerKind(is_async=True, is_group=False, tools=tools, wants_tokens=True)
-            return cls(lambda: FunctionEnvironment(made, params, tools), kind)
+            endpoint = OpenAIEndpoint(call_format=_call_format_of(name, made), **given["sampling"])
+            return cls(lambda: FunctionEnvironment(made, params, tools, endpoint), kind)
         _check_params(name, made, params)
         for method in ("reset", "step"):
             if not inspect.iscoroutinefunction(getattr(made, method, None)):
@@ -186,6 +191,15 @@ def _schemas_of(name: str, tools: Any) -> tuple[dict[str, Any], ...]:
         return tuple(schemas_of(tools))
     except BadTool as error:
         raise BadScorer(f"environment {name!r}: {error}") from error
+
+
+def _call_format_of(name: str, rollout: Callable[..., Any]) -> Any:
+    """In which the model of an agent of OpenAI's client writes calls."""
+    known = ("hermes", "llama")
+    found = getattr(rollout, "call_format", known[0])
+    if found not in known:
+        raise BadScorer(f"environment {name!r}: call_format must be one of {known}, got {found!r}")
+    return found
 
 
 async def _close(close: Callable[[], Any]) -> None:

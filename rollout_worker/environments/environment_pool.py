@@ -9,7 +9,8 @@ and only the episode whose call was the cause ends with an error.
 import concurrent.futures
 import itertools
 import math
-from collections.abc import Mapping
+import types
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollout_worker.config.environment_config import ENVIRONMENT_REWARD, EnvironmentConfig
@@ -52,6 +53,8 @@ class EnvironmentPool:
         reward: RewardConfig,
         *,
         account: SpendingAccount | None = None,
+        temperature: float = 1.0,
+        stop_strings: Sequence[str] = (),
     ):
         """Starts the processes and waits until each has loaded the class.
 
@@ -59,6 +62,7 @@ class EnvironmentPool:
             reward: says how many processes, what they get, and what the reward of an episode
                 weighs.
             account: as the one of a reward pool; environments spend nothing.
+            temperature, stop_strings: of training, which agents of OpenAI's client may ask for.
 
         Raises:
             ValueError: if the class cannot be loaded.
@@ -69,11 +73,12 @@ class EnvironmentPool:
         self._value_names = ValueNames()
         self._composition = Composition.of(reward.functions, reward.combine)
         allowance, output = allowance_of(environment, reward), ScorerOutput()
+        sampling = {"temperature": temperature, "stop_strings": list(stop_strings)}
         self._numbers = itertools.count()
         self._meter = UseMeter()
         self._threads = ScorerThreads(
             "environment",
-            lambda: _process(environment, allowance, output),
+            lambda: _process(environment, allowance, output, sampling),
             timeout_s=environment.timeout_s,
             start_timeout_s=START_TIMEOUT_S,
             account=self.account,
@@ -244,7 +249,11 @@ def validate_environment(
 
 
 def _process(
-    environment: EnvironmentConfig, allowance: Allowance, output: ScorerOutput | None
+    environment: EnvironmentConfig,
+    allowance: Allowance,
+    output: ScorerOutput | None,
+    sampling: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> RewardProcess:
-    function = RewardFunctionConfig(name=environment.name, params=environment.params)
+    given = {"params": environment.params, "sampling": dict(sampling)}
+    function = RewardFunctionConfig(name=environment.name, params=given)
     return RewardProcess([function], allowance, output, CHILD)

@@ -7,10 +7,12 @@ asks for next is an observation, and its end is the end of the episode.
 
 import asyncio
 import contextlib
+import functools
 import operator
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from rollout_worker.environments.openai_endpoint.endpoint import OpenAIEndpoint
 from rollout_worker.environments.turn_values import (
     ASSISTANT,
     BadTurn,
@@ -44,7 +46,8 @@ class SampledTurn(NamedTuple):
 class Policy:
     """The model in one episode."""
 
-    def __init__(self, seed: int, tools: Sequence[dict[str, Any]] = ()):
+    def __init__(self, seed: int, tools: Sequence[dict[str, Any]], endpoint: OpenAIEndpoint):
+        self._endpoint = endpoint
         self.seed = seed
         """Of all completions of a prompt the same, below 2**63."""
         self.tools = tuple(tools)
@@ -57,6 +60,21 @@ class Policy:
         """The same as the model has read and sampled it."""
         self._by_ids: bool | None = None
         self._given_up = False
+
+    @property
+    def base_url(self) -> str:
+        """Of OpenAI's API, which samples this policy for `api_key`; to be read in the loop."""
+        return self._endpoint.base_url
+
+    @functools.cached_property
+    def api_key(self) -> str:
+        """Of this episode."""
+        return self._endpoint.register(self)
+
+    def end(self) -> None:
+        """Refuses its key from here on."""
+        if "api_key" in vars(self):
+            self._endpoint.forget(self.api_key)
 
     async def generate(
         self,
@@ -152,14 +170,16 @@ class FunctionEnvironment:
         rollout: Callable[..., Coroutine[Any, Any, Any]],
         params: Mapping[str, Any],
         tools: Sequence[dict[str, Any]],
+        endpoint: OpenAIEndpoint,
     ):
         self._rollout, self._params, self._tools = rollout, params, tools
+        self._endpoint = endpoint
         self._policy: Policy | None = None
         self._run: asyncio.Task | None = None
 
     async def reset(self, item: dict[str, Any], seed: int) -> Turn:
         """Begins it; returns what it asks for first."""
-        self._policy = Policy(seed, self._tools)
+        self._policy = Policy(seed, self._tools, self._endpoint)
         self._run = asyncio.create_task(self._rollout(self._policy, item, **self._params))
         turn = await self._next()
         if turn.done:
@@ -174,6 +194,8 @@ class FunctionEnvironment:
 
     def close(self) -> None:
         """Cancels what is left of it."""
+        if self._policy is not None:
+            self._policy.end()
         if self._run is not None:
             self._run.cancel()
             self._run.add_done_callback(lambda run: run.cancelled() or run.exception())

@@ -40,6 +40,35 @@ async def by_ids(policy, item, log=""):
     return random.Random(policy.seed).random()
 
 
+async def by_openai(policy, item, log=""):
+    """An agent of OpenAI's client, which asks for the tokens too."""
+    from openai import AsyncOpenAI
+
+    client = AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key)
+    messages, turns = [user(f"{policy.seed % 90 + 10} + 1")], []
+    for _ in range(3):
+        answer = await client.chat.completions.create(
+            model="policy",
+            messages=messages,
+            max_tokens=6,
+            temperature=1.0,
+            logprobs=True,
+            extra_body={"return_token_ids": True},
+        )
+        [choice] = answer.choices
+        turns.append(
+            {
+                "prompt_token_ids": answer.prompt_token_ids,
+                "token_ids": choice.token_ids,
+                "logprobs": [one.logprob for one in choice.logprobs.content],
+            }
+        )
+        messages += [choice.message, user("then 1")]
+    with open(log, "a") as file:
+        file.write(json.dumps(turns) + "\n")
+    return random.Random(policy.seed).random()
+
+
 async def dies_once(policy, item, mark):
     first = await policy.generate([user("Guess.")])
     if not os.path.exists(mark):
@@ -168,3 +197,10 @@ def price(item: str) -> int:
 
 
 pays.tools = [price]
+
+
+async def miscalls(policy, item):
+    return 1.0
+
+
+miscalls.call_format = "hermess"

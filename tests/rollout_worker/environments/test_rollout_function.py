@@ -93,6 +93,7 @@ def test_an_agent_whose_process_dies_is_played_again(tmp_path):
         ("plain", {}, r"must be a class, or an `async def rollout\(policy, item\)`, got function"),
         ("lacks_the_item", {}, "cannot be called with params={} behind policy and item: too many"),
         ("revises", {"trys": 3}, r"nearest: 'tries'.*it takes \['tries', 'log'\]"),
+        ("miscalls", {}, "call_format must be one of .'hermes', 'llama'., got 'hermess'"),
         ("reviser", {}, "nearest: 'revises'"),
     ],
 )
@@ -120,7 +121,7 @@ def turns_of(group, completion):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("agent", ["revises", "by_ids"])
+@pytest.mark.parametrize("agent", ["revises", "by_ids", "by_openai"])
 def test_an_agent_is_given_exactly_what_is_trained(policy, agent, tmp_path, request):
     log = tmp_path / "turns"
     core = make_core(policy, agent, module=AGENTS, log=str(log))

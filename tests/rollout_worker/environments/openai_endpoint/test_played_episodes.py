@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from rollout_worker.environments.rollout_function import FunctionEnvironment, Policy
+from rollout_worker.environments.rollout_function import FunctionEnvironment
 from rollout_worker.environments.tools.function_schemas import schemas_of
 from rollout_worker.environments.turn_values import Said
 from tests.rollout_worker.environments.openai_endpoint.scripted import run, serving
@@ -34,18 +34,8 @@ def agent(tmp_path):
     return module
 
 
-class ServedPolicy:
-    """The policy of an episode, with the address and the key of its endpoint."""
-
-    def __init__(self, policy: Policy, endpoint):
-        self.base_url, self.api_key = endpoint.base_url, endpoint.register(policy)
-
-
 def environment_of(agent, endpoint):
-    async def rollout(policy, item):
-        return await agent.rollout(ServedPolicy(policy, endpoint), item)
-
-    return FunctionEnvironment(rollout, {}, schemas_of(agent.rollout.tools))
+    return FunctionEnvironment(agent.rollout, {}, schemas_of(agent.rollout.tools), endpoint)
 
 
 def test_the_agent_of_the_document_is_an_environment_that_says_the_same_again(agent):
