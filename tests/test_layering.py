@@ -132,6 +132,7 @@ THIRD_PARTY = {
         "referencing": "rewards/* environments/tools/*",
         "rank_bm25": "environments/tools/folder_search.py",
         "starlette": "environments/openai_endpoint/http_app.py",
+        "gymnasium": "environments/adapters/gymnasium_text.py",
         "sympy": "rewards/*",
         "pydantic": "config/* environments/tools/*",
         "psutil": "*",
@@ -153,7 +154,7 @@ THIRD_PARTY = {
 }
 """Package -> module from outside -> which files of the package may import it."""
 
-LAZY = {"datasets", "playwright", "rank_bm25", "tensorboardX", "torch", "wandb"}
+LAZY = {"datasets", "gymnasium", "playwright", "rank_bm25", "tensorboardX", "torch", "wandb"}
 """Modules from outside that an installation may lack: imported in functions only."""
 
 FILES_IN_A_FOLDER = 15

@@ -63,8 +63,9 @@ class ReasoningGymRetries:
         check_template("again", again, ("score", "left"))
         if system_prompt is not None:
             check_text("system_prompt", system_prompt)
-        self._tries, self._extract, self._right_from = tries, extract, right_from
+        self._tries, self._right_from = tries, right_from
         self._discount, self._again = discount, again
+        self._extract: Extract = extract
         self._system = [] if system_prompt is None else say(system_prompt, "system")
         _filled(again, 0.5, tries)
 
