@@ -133,6 +133,7 @@ THIRD_PARTY = {
         "rank_bm25": "environments/tools/folder_search.py",
         "starlette": "environments/openai_endpoint/http_app.py",
         "gymnasium": "environments/adapters/gymnasium_text.py",
+        "verifiers": "environments/adapters/verifiers_environment.py",
         "sympy": "rewards/*",
         "pydantic": "config/* environments/tools/*",
         "psutil": "*",
@@ -154,7 +155,10 @@ THIRD_PARTY = {
 }
 """Package -> module from outside -> which files of the package may import it."""
 
-LAZY = {"datasets", "gymnasium", "playwright", "rank_bm25", "tensorboardX", "torch", "wandb"}
+LAZY = {
+    *("datasets", "gymnasium", "playwright", "rank_bm25", "tensorboardX", "torch", "verifiers"),
+    "wandb",
+}
 """Modules from outside that an installation may lack: imported in functions only."""
 
 FILES_IN_A_FOLDER = 15

@@ -1,0 +1,268 @@
+"""Environments of verifiers, which drive a rollout themselves and ask a client for each turn.
+
+Here the client is the conversation: what the environment asks it for is what the model reads, and
+what it answers is the model's turn. So every method that an environment overrides is used. These
+are the classes of `verifiers.legacy`, which releases from 0.4 on no longer have.
+"""
+
+import asyncio
+import functools
+import json
+import signal
+import threading
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollout_worker.environments.adapters.parameter_checks import (
+    BadAdapter,
+    check_choice,
+    check_text,
+    json_of,
+    say,
+)
+from rollout_worker.environments.tools.function_schemas import schemas_of
+from rollout_worker.environments.tools.tool_calls import CallFormat, CallReader, ToolCall
+from services.user_code.import_path import load_attribute
+
+Message = dict[str, str]
+
+
+class VerifiersEnvironment:
+    """A `SingleTurnEnv`, `MultiTurnEnv` or `ToolEnv` of verifiers, with the reward of its rubric.
+
+    The reward comes with the last step, and what the rubric measures beside it is in its `info`.
+    As the package has it, a reward function that raises counts 0 and is logged. All episodes of a
+    process share one environment.
+
+    The package knows no seed: the seed of an episode is not read, and an environment that draws
+    numbers, or has a `timeout_seconds`, may answer otherwise when its episode is played again,
+    which ends the episode with an error.
+    """
+
+    def __init__(
+        self,
+        env_id: str,
+        env_args: Mapping[str, Any] | None = None,
+        *,
+        call_format: CallFormat = "hermes",
+    ):
+        """Args:
+        env_id: as of `verifiers.load_environment`, the name of an installed environment; or an
+            import path `package.module:name` of a class or function that returns one.
+        env_args: its keyword arguments.
+        call_format: in which the model writes calls, `hermes` or `llama`; where there are tools.
+
+        Raises:
+            BadAdapter: if it cannot be loaded or compares the completions of a group.
+        """
+        check_text("env_id", env_id)
+        check_choice("call_format", call_format, typing.get_args(CallFormat))
+        self._env, self.tools = _loaded(env_id, json_of("env_args", env_args))
+        self._reader = CallReader(_of_any_arguments(self.tools), call_format)
+        self._asked: asyncio.Queue[list[Message]] = asyncio.Queue()
+        self._said: asyncio.Queue[str] = asyncio.Queue()
+        self._rollout: asyncio.Task | None = None
+        self._read: list[Message] = []
+
+    async def reset(self, item: dict[str, Any], seed: int) -> list[Message]:
+        """Begins the rollout of a row of the environment's own data.
+
+        Args:
+            item: a row with `prompt`, or with `question`, which then follows system prompt and
+                examples of the environment; `answer` and `info` go to the rubric.
+            seed: not read.
+        """
+        row = {"example_id": 0, **item}
+        if not row.get("prompt"):
+            row["prompt"] = _prompt(self._env, item)
+        if isinstance(info := row.get("info"), Mapping) and "tool_defs" in info:
+            raise ValueError("the record has tools in info.tool_defs: all must have the same")
+        client = _client_class()(self._answer)
+        self._rollout = asyncio.create_task(self._env.rollout(row, client, "policy", {}))
+        asked = await self._wait()
+        if asked is None:
+            state = await self._finished()
+            raise RuntimeError(
+                "the rollout ended before the first turn, with the stop condition "
+                f"{state.get('stop_condition')}"
+            )
+        self._read = asked
+        return asked
+
+    async def step(
+        self, message: Mapping[str, str]
+    ) -> tuple[list[Message], float, bool, dict[str, float]]:
+        """Gives the turn to the rollout, and answers with what it asks next, or with the reward."""
+        self._said.put_nowait(message["content"])
+        asked = await self._wait()
+        if asked is not None:
+            return self._new_messages(asked, message["content"]), 0.0, False, {}
+        state = await self._finished()
+        await self._env.rubric.score_rollout(state)
+        await self._env.rubric.cleanup(state)
+        return [], state["reward"], True, state["metrics"] or {}
+
+    async def close(self) -> None:
+        """Ends a rollout that has not ended; its environment cleans up."""
+        if self._rollout is not None and not self._rollout.done():
+            self._rollout.cancel()
+            await asyncio.wait([self._rollout])
+
+    async def _wait(self) -> list[Message] | None:
+        """What the rollout asks next; None where it has ended."""
+        assert self._rollout is not None
+        asks = asyncio.create_task(self._asked.get())
+        try:
+            await asyncio.wait([asks, self._rollout], return_when=asyncio.FIRST_COMPLETED)
+            return asks.result() if asks.done() else None
+        finally:
+            asks.cancel()
+
+    async def _finished(self) -> Any:
+        """The state of a rollout that has ended."""
+        assert self._rollout is not None
+        state = await self._rollout
+        if (error := state.get("error")) is not None:
+            cause = error.__cause__
+            more = f" ({type(cause).__name__}: {cause})" if cause else ""
+            raise RuntimeError(f"the rollout failed: {error!r}{more}") from error
+        return state
+
+    async def _answer(self, messages: Sequence[Any]) -> dict[str, Any]:
+        """Called by the rollout for each turn: the fields of the model's message."""
+        self._asked.put_nowait([_plain(message) for message in messages])
+        text = await self._said.get()
+        # As a server of models does, this leaves what is no call of a tool in the text.
+        calls = self._reader.read(text) if self.tools else []
+        right = [call for call in calls if isinstance(call, ToolCall)]
+        made = [
+            {"id": f"call_{place}", "name": call.name, "arguments": json.dumps(call.arguments)}
+            for place, call in enumerate(right)
+        ]
+        return {"content": text, "tool_calls": made or None}
+
+    def _new_messages(self, asked: list[Message], said: str) -> list[Message]:
+        """What follows the model's turn in a conversation that only grows."""
+        before = [*self._read, *say(said, "assistant")]
+        if asked[: len(before)] != before or len(asked) == len(before):
+            raise ValueError(
+                "the environment does not go on behind the model's turn: only conversations that "
+                "grow by messages can be trained on, and its get_prompt_messages makes another one"
+            )
+        self._read = asked
+        return asked[len(before) :]
+
+
+def _of_any_arguments(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Schemas of the tools by which all arguments are right: the environment judges them."""
+    anything = {"type": "object", "additionalProperties": True}
+    return [
+        {"function": {"name": one["function"]["name"], "parameters": anything}} for one in tools
+    ]
+
+
+def _plain(message: Any) -> Message:
+    """A message as texts: role and content."""
+    fields = message if isinstance(message, Mapping) else message.model_dump()
+    content = fields.get("content") or ""
+    if not isinstance(content, str):
+        if any(part.get("type") != "text" for part in content):
+            raise ValueError("a message has a part that is no text, such as an image")
+        content = "".join(part["text"] for part in content)
+    return {"role": fields["role"], "content": content}
+
+
+def _prompt(env: Any, item: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The prompt of a row without one, as `Environment` makes it for its own data."""
+    if not isinstance(question := item.get("question"), str):
+        raise ValueError(f"the record has neither prompt nor question (it has {sorted(item)})")
+    system = say(env.system_prompt, "system") if env.system_prompt else []
+    return [*system, *(env.few_shot or []), *say(question)]
+
+
+@functools.lru_cache(maxsize=16)
+def _loaded(env_id: str, env_args: str) -> tuple[Any, list[dict[str, Any]]]:
+    """An environment, given its arguments as JSON, and the schemas of its tools."""
+    vf = _verifiers()
+    args = json.loads(env_args)
+    made = load_attribute(env_id) if ":" in env_id else functools.partial(_load, vf, env_id)
+    with _Signals():
+        try:
+            env = made(**args)
+        except (ImportError, TypeError, ValueError, RuntimeError) as error:
+            raise BadAdapter(
+                f"verifiers cannot load {env_id=} with env_args={args}: {error}"
+            ) from error
+    if not isinstance(env, vf.Environment):
+        raise BadAdapter(
+            f"{env_id=} must be an environment of verifiers.legacy, got {type(env).__name__}"
+        )
+    if env.requires_group_rollouts or env.provides_advantages:
+        raise BadAdapter(
+            f"{env_id=} has a rubric that compares the completions of a group, of which an "
+            "environment sees one: give it reward functions of one completion"
+        )
+    definitions = [tool.model_dump(exclude_none=True) for tool in env.tool_defs or []]
+    return env, schemas_of(definitions)
+
+
+def _load(vf: Any, env_id: str, **args: Any) -> Any:
+    return vf.load_environment(env_id, **args)
+
+
+class _Signals:
+    """Keeps the handlers of this process, which an environment would replace by its own."""
+
+    _NUMBERS = (signal.SIGINT, signal.SIGTERM)
+
+    def __enter__(self) -> None:
+        self._handlers = [signal.getsignal(number) for number in self._NUMBERS]
+
+    def __exit__(self, *_: object) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in zip(self._NUMBERS, self._handlers, strict=True):
+                signal.signal(number, handler)
+
+
+def _verifiers() -> Any:
+    try:
+        import verifiers.legacy  # pyright: ignore[reportMissingImports] - an extra
+    except ImportError as error:
+        raise BadAdapter(
+            "VerifiersEnvironment needs the package verifiers before 0.4, which does not import "
+            f"({error}): pip install 'tandem[verifiers]'"
+        ) from error
+    return verifiers.legacy
+
+
+@functools.lru_cache(maxsize=1)
+def _client_class() -> Any:
+    """The client of a rollout: it is made of a coroutine that answers messages."""
+    vf = _verifiers()
+    import verifiers.legacy.types as types  # pyright: ignore[reportMissingImports] - an extra
+
+    class ConversationClient(vf.Client):
+        def setup_client(self, config):
+            raise NotImplementedError("it is made of a coroutine, and no configuration")
+
+        async def to_native_tool(self, tool):
+            return tool
+
+        async def to_native_prompt(self, messages):
+            return messages, {}
+
+        async def get_native_response(self, prompt, model, sampling_args, tools=None, **kwargs):
+            return await self.client(prompt)
+
+        async def raise_from_native_response(self, response):
+            pass
+
+        async def from_native_response(self, response):
+            message = types.ResponseMessage(finish_reason="stop", is_truncated=False, **response)
+            return types.Response(id="turn", created=0, model="policy", message=message)
+
+        async def close(self):
+            pass
+
+    return ConversationClient
