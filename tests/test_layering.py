@@ -134,6 +134,7 @@ THIRD_PARTY = {
         "starlette": "environments/openai_endpoint/http_app.py",
         "gymnasium": "environments/adapters/gymnasium_text.py",
         "verifiers": "environments/adapters/verifiers_environment.py",
+        "websockets": "environments/adapters/openenv_session.py",
         "sympy": "rewards/*",
         "pydantic": "config/* environments/tools/*",
         "psutil": "*",
@@ -157,7 +158,7 @@ THIRD_PARTY = {
 
 LAZY = {
     *("datasets", "gymnasium", "playwright", "rank_bm25", "tensorboardX", "torch", "verifiers"),
-    "wandb",
+    *("wandb", "websockets"),
 }
 """Modules from outside that an installation may lack: imported in functions only."""
 

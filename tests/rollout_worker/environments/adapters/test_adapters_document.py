@@ -37,7 +37,7 @@ def running(section):
 def test_the_document_is_short_and_has_an_example_of_each_adapter():
     assert len(TEXT.splitlines()) <= MOST_LINES
     named = re.findall(r"^\| `(\w+:\w+)`", TEXT, re.MULTILINE)
-    assert len(named) == 3
+    assert len(named) == 4
     for name in named:
         assert example(name)["environment"]["name"].endswith(f".{name}")
 
@@ -68,12 +68,28 @@ def test_the_frozen_lake_is_drawn_and_walked_on():
     assert f"`info`: {', '.join(f'`{name}`' for name in turns[-1].numbers)}" in TEXT
 
 
+def test_a_session_of_a_server_is_played():
+    pytest.importorskip("openenv.core.env_server.http_server")
+    from tests.rollout_worker.environments.adapters.openenv_kinds import serving
+
+    section = example("OpenEnvSession")["environment"]
+    with serving() as url:
+        section["params"]["url"] = url
+        with running(section) as pool:
+            begun, low, over = heard(pool, ["#### 3", "#### 7"], {"question": "Q?", "secret": 7})
+    assert begun.messages == [{"role": "user", "content": "Q?\n\nGuess."}]
+    assert low.messages == [{"role": "user", "content": "higher"}]
+    assert (over.reward, over.done) == (1.0, True)
+
+
 @pytest.mark.slow
 def test_rows_of_verifiers_are_written_and_scored(tmp_path, monkeypatch):
     pytest.importorskip("verifiers.legacy")
-    [code] = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+    from verifiers.legacy.envs.integrations.reasoninggym_env import ReasoningGymEnv
+
+    [code] = re.findall(r"^`(ReasoningGymEnv\(.*)` writes", TEXT, re.MULTILINE)
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, "environment_adapters.md", "exec"), {})
+    eval(code, {"ReasoningGymEnv": ReasoningGymEnv})
     found = example("VerifiersEnvironment")
     [*_, (_, _, row)] = records(SourceConfig(**found["data"]["train"], size=2))
     terms = re.findall(r"-?\d+", row["question"].replace("- ", "-").replace("+ ", ""))
