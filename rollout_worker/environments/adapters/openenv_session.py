@@ -3,6 +3,7 @@
 Each episode has a connection, and so an environment of its own in the server.
 """
 
+import asyncio
 import contextlib
 import json
 import typing
@@ -31,6 +32,7 @@ _MOST_BYTES = 2**24
 """Of a message; what the model reads of it may be 1 MiB."""
 _SEEDS = 2**31
 """Environments often draw from generators that take no larger seed."""
+_CLOSING_S = 10.0
 _NO_ACTION = "VALIDATION_ERROR"
 """The code of the server's error where it cannot read an action."""
 
@@ -120,9 +122,15 @@ class OpenEnvSession:
         return say(f"That is no action: {problem}"), 0.0, done, info
 
     async def close(self) -> None:
-        """Ends the session."""
-        if self._connection is not None:
-            await self._connection.close()
+        """Ends the session; the server closes its connection then, and logs an error otherwise."""
+        if self._connection is None:
+            return
+        with contextlib.suppress(_websockets().ConnectionClosed):
+            await self._connection.send(json.dumps({"type": "close"}))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSING_S):
+                await self._connection.wait_closed()
+        await self._connection.close()
 
     def _action_of(self, text: str) -> tuple[dict[str, Any], str]:
         """The action that a turn has, and what is wrong with it; empty if nothing is."""
