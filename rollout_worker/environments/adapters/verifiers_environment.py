@@ -69,12 +69,13 @@ class VerifiersEnvironment:
         """Begins the rollout of a row of the environment's own data.
 
         Args:
-            item: a row with `prompt`, or with `question`, which then follows system prompt and
-                examples of the environment; `answer` and `info` go to the rubric.
+            item: a row with messages in `prompt`, or with a text there or in `question`, which then
+                follows system prompt and examples of the environment; `answer` and `info` go to
+                the rubric.
             seed: not read.
         """
         row = {"example_id": 0, **item}
-        if not row.get("prompt"):
+        if not row.get("prompt") or isinstance(row["prompt"], str):
             row["prompt"] = _prompt(self._env, item)
         if isinstance(info := row.get("info"), Mapping) and "tool_defs" in info:
             raise ValueError("the record has tools in info.tool_defs: all must have the same")
@@ -174,8 +175,8 @@ def _plain(message: Any) -> Message:
 
 
 def _prompt(env: Any, item: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The prompt of a row without one, as `Environment` makes it for its own data."""
-    if not isinstance(question := item.get("question"), str):
+    """The messages of a row with a text, as `Environment` makes them for its own data."""
+    if not isinstance(question := item.get("prompt") or item.get("question"), str):
         raise ValueError(f"the record has neither prompt nor question (it has {sorted(item)})")
     system = say(env.system_prompt, "system") if env.system_prompt else []
     return [*system, *(env.few_shot or []), *say(question)]

@@ -8,8 +8,10 @@ from rollout_worker.config.environment_config import EnvironmentConfig
 from rollout_worker.environments.adapters.gymnasium_text import GymnasiumText
 from rollout_worker.environments.adapters.parameter_checks import BadAdapter
 from rollout_worker.environments.environment_pool import EnvironmentPool, validate_environment
+from rollout_worker.environments.turn_values import Said
 from tests.deadlines import HANG_S
-from tests.rollout_worker.environments.test_environment_pool import REWARD, heard
+from tests.rollout_worker.environments.adapters.lost_processes import kill_children
+from tests.rollout_worker.environments.test_environment_pool import REWARD, answer, heard
 
 gymnasium = pytest.importorskip("gymnasium")
 
@@ -122,6 +124,24 @@ def test_blackjack_is_that_of_its_seed():
     finally:
         pool.close()
     assert len(ends) > 3
+
+
+def test_an_episode_goes_on_in_another_process_where_its_own_is_lost():
+    params = LAKE | {"env_params": {"is_slippery": True, "map_name": "8x8"}}
+    ways = ["right", "right", "down", "right", "up", "right"]
+    pool = EnvironmentPool(configured(**params), REWARD)
+    try:
+        expected = [turn.messages for turn in heard(pool, ways, {}, 5)]
+        conversation = pool.begin_episode({}, 5)
+        turns = [answer(conversation).messages]
+        for place, way in enumerate(ways):
+            if place == 3:
+                kill_children()
+            conversation.say(Said(way))
+            turns.append(answer(conversation).messages)
+        assert turns == expected and len({str(turn) for turn in turns}) > 4
+    finally:
+        pool.close()
 
 
 def test_numbers_of_a_box_have_four_digits():

@@ -13,6 +13,7 @@ from rollout_worker.environments.adapters.parameter_checks import BadAdapter
 from rollout_worker.environments.environment_pool import EnvironmentFailed, EnvironmentPool
 from rollout_worker.environments.turn_values import Said
 from tests.deadlines import HANG_S
+from tests.rollout_worker.environments.adapters.lost_processes import kill_children
 from tests.rollout_worker.environments.test_environment_pool import REWARD, answer, heard
 
 pytest.importorskip("openenv.core.env_server.http_server")
@@ -85,6 +86,19 @@ def test_the_seed_decides_what_the_environment_draws(url):
         for seed in (3, 2**62 + 3):
             secret = random.Random(seed % 2**31).randint(1, 99)
             assert heard(pool, [str(secret)], {}, seed)[-1].reward == 1.0
+
+
+def test_an_episode_goes_on_in_a_new_session_where_its_process_is_lost(url):
+    with running(url, **SAYS | {"describe": "{observation}"}) as pool:
+        conversation = pool.begin_episode({}, 3)
+        answer(conversation)
+        for guess in ("0", "100"):
+            conversation.say(Said(guess))
+            answer(conversation)
+        kill_children()
+        conversation.say(Said("-1"))
+        [said] = contents([answer(conversation)])
+    assert json.loads(said) == {"text": "higher", "guesses": [0, 100, -1]}
 
 
 def test_actions_may_be_json_objects_after_the_marker(url):

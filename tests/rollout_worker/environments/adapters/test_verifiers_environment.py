@@ -81,6 +81,8 @@ def test_turns_alternate_until_a_stop_condition_of_the_environment(guessing):
     assert [turn.reward for turn in (low, high, over)] == [0.0, 0.0, 1.0]
     assert (over.messages, over.done) == ([], True)
     assert over.numbers == {"right": 1.0, "length": 5.0, "num_turns": 3.0}
+    [again] = heard(guessing, [], {"prompt": ROW["question"], "answer": "7"})
+    assert again.messages == begun.messages
 
 
 def test_the_turns_of_the_environment_and_its_last_word_end_an_episode(guessing):
