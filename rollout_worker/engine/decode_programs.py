@@ -45,8 +45,10 @@ class Geometry:
     """Entries of the prefix pool for prompts whose rows wait for a slot."""
     parked: int
     """Further entries of the pool, for episodes between their turns; 0 parks none."""
+    longest_prefix: int
+    """Tokens of the longest prompt without its last one."""
     pool_width: int
-    """Columns of the pool: the longest prompt without its last token."""
+    """Columns of the pool, which hold the longest prefix."""
     widths: tuple[int, ...]
     """Columns that the cache may have, rising; the last holds the longest sequence."""
     chunks: tuple[int, ...]
@@ -70,7 +72,7 @@ class Geometry:
     @property
     def has_later_chunks(self) -> bool:
         """Whether a prompt may need more than one chunk, or a chunk behind what was parked."""
-        return self.pool_width > self.chunks[-1] or self.parked > 0
+        return self.longest_prefix > self.chunks[-1] or self.parked > 0
 
 
 class DecodePrograms:

@@ -18,6 +18,8 @@ PLACES_PER_SLOT = 4
 """Rows in the device's table: a slot can finish several short completions within a segment."""
 KERNEL_TILE = 128
 """The Pallas kernel reads the cache in blocks of this many columns; the width is a multiple."""
+POOL_TILE = 16
+"""Columns of a tile of a TPU's memory; the width of the prefix pool is a multiple."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,10 +161,13 @@ def geometry_of(
         max_position_embeddings=spec.layout.config.max_position_embeddings,
     )
     goes_on = limits.on_swap is OnSwap.CONTINUE
-    pool_width = max(1, (limits.cache_tokens if goes_on else _longest_prompt(limits)) - 1)
+    prefix = max(1, (limits.cache_tokens if goes_on else _longest_prompt(limits)) - 1)
+    pool_width = prefix
     if spec.attention_impl.startswith("pallas"):
         # The kernel reads no more than each row holds: it needs no narrower cache.
         widths = (-(-limits.cache_tokens // KERNEL_TILE) * KERNEL_TILE,)
+        # XLA for TPU copies a whole pool twice in each segment where it has no whole tiles.
+        pool_width = -(-prefix // POOL_TILE) * POOL_TILE
     elif limits.invariant:
         # A compiler orders the sums of attention by their length, which is the width.
         widths = (limits.cache_tokens,)
@@ -172,9 +177,10 @@ def geometry_of(
         places=PLACES_PER_SLOT * spec.slots,
         prefixes=max(1, spec.slots // 2) if limits.prefixes is None else limits.prefixes,
         parked=limits.parked,
+        longest_prefix=prefix,
         pool_width=pool_width,
         widths=widths,
-        chunks=chunk_sizes(min(limits.prefill_tokens, pool_width)),
+        chunks=chunk_sizes(min(limits.prefill_tokens, prefix)),
         chunk_tokens=limits.prefill_tokens,
         stop_ids=limits.stop_ids,
         stop_states=0 if stops is None else len(stops.next_SV),
