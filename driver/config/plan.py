@@ -51,7 +51,9 @@ class WorkerPlan:
     cache_bytes: int
     """Of the slots' cache at its widest."""
     pool_bytes: int
-    """Of the prefilled prompts."""
+    """Of the prefilled prompts and the parked episodes."""
+    parked: int
+    """Episodes that a lane keeps between their turns."""
     programs: int
     """That can be compiled at most."""
 
@@ -240,6 +242,7 @@ def plan_worker(setup: EngineSetup, devices: int) -> WorkerPlan:
         cache_tokens=widest,
         cache_bytes=programs.cache_bytes(widest),
         pool_bytes=programs.pool_bytes(),
+        parked=programs.geometry.parked,
         programs=sum(1 for _ in programs.planned()),
     )
 
@@ -248,6 +251,7 @@ def format_plan(plan: Plan) -> str:
     """The derived sizes as lines of `what: number`."""
     (data, fsdp), worker = plan.mesh, plan.worker
     kept = " and once more during an evaluation" * plan.keeps_policy
+    parked = f" and {counted(worker.parked * worker.lanes, 'parked episode')}" * bool(worker.parked)
     lines = [
         f"step: {counted(plan.completions_per_step, 'completion')}, at most "
         f"{counted(plan.completion_tokens_per_step, 'sampled token')} and "
@@ -266,7 +270,7 @@ def format_plan(plan: Plan) -> str:
         f"worker: {counted(plan.devices.worker, 'device')}; policy "
         f"{say_bytes(worker.policy_bytes)} a device, twice that while versions change{kept}; KV "
         f"cache at most {say_bytes(worker.cache_bytes)} for {worker.cache_tokens:,} columns a "
-        f"slot, and {say_bytes(worker.pool_bytes)} of prefilled prompts",
+        f"slot, and {say_bytes(worker.pool_bytes)} of prefilled prompts{parked}",
     ]
     version = say_bytes(plan.wire_bytes_per_version)
     if plan.shared_bytes_per_device is None:

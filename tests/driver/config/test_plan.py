@@ -359,6 +359,14 @@ def test_plan_is_shown_with_its_numbers():
     assert "mesh data=1 x fsdp=1" in text
     assert "up to 6 micro-batches of 6 rows x 64 tokens; 100 updates in the run" in text
     assert "wire: 3.02 kB to each worker" in text
+    assert "of prefilled prompts\n" in text
+
+
+def test_the_plan_counts_the_episodes_that_are_parked():
+    config = config_of(environment={"name": "my.games:Game"}, rollout={"held_per_slot": 4})
+    plan = derive(config, TINY, ONE)
+    parked = config.rollout.worker_groups * config.rollout.completions_per_prompt
+    assert f"of prefilled prompts and {parked} parked episodes" in format_plan(plan)
 
 
 TEMPLATE = (
