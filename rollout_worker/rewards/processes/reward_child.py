@@ -114,7 +114,8 @@ class Pipes:
         """Writes one line."""
         if spent := METER.take_spending():
             message = {**message, "spent": dataclasses.asdict(spent)}
-        data = json.dumps(message, allow_nan=False).encode() + b"\n"
+        text = json.dumps(message, allow_nan=False, ensure_ascii=False)
+        data = text.encode("utf-8", "backslashreplace") + b"\n"  # half a surrogate as JSON has it
         while data:
             data = data[os.write(self._replies_fd, data) :]
 

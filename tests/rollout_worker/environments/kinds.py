@@ -116,6 +116,9 @@ class Bad:
     async def says_10_mb(self):
         return say("x" * 10_000_000), 0.0, False, {}
 
+    async def says_1_mb_of_chinese(self):
+        return say("\u4f60" * 349_000), 0.0, False, {}
+
     async def takes_memory(self):
         return say(str(len(bytearray(8 * 2**30)))), 0.0, False, {}
 

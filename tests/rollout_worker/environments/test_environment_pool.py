@@ -128,6 +128,11 @@ def test_environment_that_prints_or_forks_goes_on(bad, does):
     assert heard(bad, ["3"], {"does": does})[-1].done
 
 
+def test_an_observation_within_its_bound_is_taken_in_any_alphabet(bad):
+    [_, said] = heard(bad, ["3"], {"does": "says 1 mb of chinese"})
+    assert said.messages == [{"role": "user", "content": "\u4f60" * 349_000}]
+
+
 def test_step_may_return_an_object(bad):
     turn = heard(bad, ["3"], {"does": "an object"})[-1]
     assert (turn.messages[0]["content"], turn.reward, turn.done) == ("higher", 0.5, False)
