@@ -8,6 +8,7 @@ asks for next is an observation, and its end is the end of the episode.
 import asyncio
 import contextlib
 import functools
+import json
 import operator
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple
 from rollout_worker.environments.openai_endpoint.endpoint import OpenAIEndpoint
 from rollout_worker.environments.turn_values import (
     ASSISTANT,
+    MOST_ID,
+    MOST_OBSERVATION_BYTES,
     BadTurn,
     Message,
     Said,
@@ -148,6 +151,11 @@ class Policy:
                 f"the token ids must begin with the {known} of this episode so far and go on, got "
                 f"{len(ids)}: put new ones behind prompt_token_ids and token_ids"
             )
+        if (size := len(json.dumps(ids[known:]))) > MOST_OBSERVATION_BYTES:
+            raise BadTurn(
+                f"{_ASKED} adds {len(ids) - known:,} token ids of {size:,} bytes, at most "
+                f"{MOST_OBSERVATION_BYTES:,} are taken"
+            )
         return ids[known:]
 
     def _new_messages(self, asked: Sequence[Any]) -> Sequence[Any]:
@@ -180,7 +188,7 @@ class FunctionEnvironment:
     async def reset(self, item: dict[str, Any], seed: int) -> Turn:
         """Begins it; returns what it asks for first."""
         self._policy = Policy(seed, self._tools, self._endpoint)
-        self._run = asyncio.create_task(self._rollout(self._policy, item, **self._params))
+        self._run = asyncio.create_task(_played(self._rollout(self._policy, item, **self._params)))
         turn = await self._next()
         if turn.done:
             raise BadTurn("the rollout ended without a generate: an episode has at least one turn")
@@ -206,8 +214,25 @@ class FunctionEnvironment:
         try:
             await asyncio.wait({asked, self._run}, return_when=asyncio.FIRST_COMPLETED)
             return _end_of(self._run.result()) if self._run.done() else asked.result()
+        except _Exited as exited:
+            raise exited.error from None
         finally:
             asked.cancel()
+
+
+class _Exited(Exception):
+    """Carries what would end the event loop, and with it all episodes, out of its task."""
+
+    def __init__(self, error: BaseException):
+        super().__init__()
+        self.error = error
+
+
+async def _played(rollout: Coroutine[Any, Any, Any]) -> Any:
+    try:
+        return await rollout
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise _Exited(error) from None
 
 
 def _end_of(result: Any) -> Turn:
@@ -218,13 +243,13 @@ def _end_of(result: Any) -> Turn:
 def _bound(max_tokens: Any) -> int | None:
     if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
         raise BadTurn(f"max_tokens must be a whole number of at least 1, got {max_tokens!r:.80}")
-    return max_tokens
+    return max_tokens if max_tokens is None else min(max_tokens, MOST_ID)
 
 
 def _ids(values: Sequence[Any]) -> list[int]:
     with contextlib.suppress(TypeError):
         ids = [operator.index(value) for value in values]
-        if min(ids) >= 0:
+        if min(ids) >= 0 and max(ids) <= MOST_ID:
             return ids
     raise BadTurn(f"{_ASKED} holds neither messages nor token ids: {values!r:.80}")
 

@@ -19,6 +19,8 @@ from rollout_worker.rewards.reward_values import (
 
 MOST_OBSERVATION_BYTES = 2**20
 """Of the messages of one turn, as JSON."""
+MOST_ID = 2**31 - 1
+"""A token id, or a number of tokens."""
 ASSISTANT = "assistant"
 """The role of the model's messages."""
 CALLS = "tool_calls"
@@ -211,7 +213,7 @@ def parse_turn(answer: Mapping[str, Any]) -> Turn:
 
 
 def _is_id(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**31
+    return type(value) is int and 0 <= value <= MOST_ID
 
 
 def _is_list_of_ids(value: Any) -> bool:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import random
+import sys
 
 
 def user(text):
@@ -135,6 +136,16 @@ async def raises(policy):
     raise ValueError("the table fell over")
 
 
+async def exits(policy):
+    await policy.generate(GUESS)
+    sys.exit(4)
+
+
+async def is_interrupted(policy):
+    await policy.generate(GUESS)
+    raise KeyboardInterrupt
+
+
 def asks(messages, **changes):
     async def run(policy):
         await policy.generate(messages, **changes)
@@ -159,6 +170,9 @@ DOES = {
     "asks for the model": asks([{"role": "assistant", "content": "4"}]),
     "asks for half a token": asks([5, 1.5]),
     "asks for a token below 0": asks([5, -1]),
+    "asks for a token beyond all": asks([5, 2**31]),
+    "asks for a million tokens": asks([5] * 1_000_000),
+    "asks for all there is": asks(GUESS, max_tokens=sys.maxsize),
     "asks twice at once": asks_twice_at_once,
     "changes the past": changes_the_past,
     "changes what was said": changes_what_was_said,
@@ -168,6 +182,8 @@ DOES = {
     "drops token ids": drops_token_ids,
     "gives up": gives_up,
     "raises": raises,
+    "exits": exits,
+    "is interrupted": is_interrupted,
     "returns a text": returns("won"),
     "returns a nan": returns(float("nan")),
     "returns nothing": returns(None),

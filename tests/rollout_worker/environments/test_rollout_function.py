@@ -41,6 +41,8 @@ FAULTS = {
     "asks for the model": "reset: .* the role 'assistant', which is the model's own",
     "asks for half a token": "reset: what generate is asked for holds neither messages nor token",
     "asks for a token below 0": r"neither messages nor token ids: \[5, -1\]",
+    "asks for a token beyond all": r"neither messages nor token ids: \[5, 2147483648\]",
+    "asks for a million tokens": "adds 1,000,000 token ids of 3,000,000 bytes, at most 1,048,576",
     "asks twice at once": "(reset|step 1): an episode is one conversation: await a generate",
     "changes the past": r"step 1: the messages must begin with the 2 .* message 0 was .*Guess\.",
     "changes what was said": "step 1: the messages must begin .* message 1 was .*'9'.*'another'",
@@ -50,6 +52,8 @@ FAULTS = {
     "drops token ids": "step 1: the token ids must begin with the 4 of this episode so far",
     "gives up": "step [12]: no generate can follow one that was cancelled",
     "raises": "step 1: ValueError: the table fell over",
+    "exits": "step 1: SystemExit: 4",
+    "is interrupted": "step 1: KeyboardInterrupt",
     "returns a text": "step 1: the reward must be a number, got str",
     "returns a nan": "step 1: the reward must be finite, got nan",
     "returns nothing": "step 1: the reward must be a number, got NoneType",
@@ -63,6 +67,11 @@ def test_a_bad_agent_ends_its_episode_with_an_error(bad, does):
         for _ in range(3):
             answer(conversation)
             conversation.say(Said("9", [3, 4], [9, 2], [-0.5, -0.25]))
+
+
+def test_a_turn_may_be_asked_for_all_tokens_there_are(bad):
+    turn = answer(bad.begin_episode({"does": "asks for all there is"}, 1))
+    assert turn.max_tokens == 2**31 - 1
 
 
 def test_what_it_returns_is_the_reward(bad):
