@@ -126,7 +126,7 @@ def read_arguments(arguments: argparse.Namespace) -> tuple[Case, list[Competitor
     if len(set(specs)) < len(specs):
         raise ValueError(f"--compare names an implementation twice: {arguments.compare!r}")
     if _wants_wandb(arguments) and importlib.util.find_spec("wandb") is None:
-        raise ValueError("--wandb-project needs W&B: pip install 'tandem[wandb]'")
+        raise ValueError("--wandb-project needs W&B: pip install '.[wandb]'")
     check_report_file(arguments.json)
     return case, specs, effort
 

@@ -129,7 +129,7 @@ class Tracker(abc.ABC):
             errors = self._errors()
         except ImportError:
             self._warn_once(
-                "import", f"{self._name} is not installed: pip install 'tandem[{self._extra}]'"
+                "import", f"{self._name} is not installed: pip install '.[{self._extra}]'"
             )
             return None
         try:

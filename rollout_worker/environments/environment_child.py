@@ -10,8 +10,6 @@ import asyncio
 import dataclasses
 import inspect
 import json
-import pathlib
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,7 +28,7 @@ from rollout_worker.environments.turn_values import (
 from rollout_worker.rewards.processes.concurrent_requests import ConcurrentRequests
 from rollout_worker.rewards.processes.reward_child import describe_error, start_child
 from rollout_worker.rewards.scorers import BadScorer, ScorerKind
-from services.user_code.import_path import BadImportPath, load_attribute, nearest_hint
+from services.user_code.import_path import BadImportPath, load_named, nearest_hint
 
 
 @dataclasses.dataclass
@@ -152,7 +150,10 @@ def _check_params(
     """Args:
     given: further arguments, before the parameters.
     """
-    signature = inspect.signature(made)
+    try:
+        signature = inspect.signature(made)
+    except (TypeError, ValueError) as error:
+        raise BadScorer(f"environment {name!r} cannot be made: {error}") from error
     try:
         signature.bind(*given, **params)
     except (TypeError, ValueError) as error:
@@ -170,6 +171,8 @@ def _tools_of(name: str, made: type, params: dict[str, Any]) -> tuple[dict[str, 
     try:
         environment = made(**params)
         tools = getattr(environment, "tools", None)
+    except BadScorer as error:
+        raise BadScorer(f"environment {name!r}: {error}") from error
     # This is foreign code; what it raises is why no episode can begin.
     except Exception as error:
         traceback.print_exception(error)
@@ -214,14 +217,14 @@ async def _close(close: Callable[[], Any]) -> None:
 
 def _load_named(name: str) -> Callable[..., Any]:
     """The class or the async function of a name, which may be one of a file."""
-    place, colon, attribute = name.rpartition(":")
+    _, colon, attribute = name.rpartition(":")
     if not colon or not attribute.isidentifier():
         raise BadScorer(
             f"environment.name={name!r} must be package.module:Class, or a file such as "
             "my_pkg/retry.py:Retry; or an async function in the place of the class"
         )
     try:
-        found = load_attribute(f"{_module_of(place)}:{attribute}")
+        found = load_named(name)
     except BadImportPath as error:
         raise BadScorer(f"environment {name!r}: {error}") from error
     if not isinstance(found, type) and not inspect.iscoroutinefunction(found):
@@ -230,21 +233,6 @@ def _load_named(name: str) -> Callable[..., Any]:
             f"{type(found).__name__} {str(found)[:80]!r}"
         )
     return found
-
-
-def _module_of(place: str) -> str:
-    """The name under which a module can be imported; that of a file is made importable."""
-    if not place.endswith(".py"):
-        return place
-    path = pathlib.Path(place)
-    if not path.is_file():
-        there = [str(one) for one in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        raise BadScorer(
-            f"environment file {place!r} does not exist (looked in {path.absolute().parent})"
-            f"{nearest_hint(place, there)}"
-        )
-    sys.path.insert(0, str(path.absolute().parent))
-    return path.stem
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Functions that users name by an import path: `package.module:function`.
+"""Functions that users name by an import path, `package.module:function`, or by a file.
 
 A process that loads one runs foreign code: it may raise, print, or never return.
 """
@@ -6,6 +6,8 @@ A process that loads one runs foreign code: it may raise, print, or never return
 import difflib
 import importlib
 import os
+import pathlib
+import sys
 import traceback
 from typing import Any
 
@@ -44,6 +46,36 @@ def load_attribute(path: str) -> Any:
             f"{nearest_hint(attribute, public)}"
         )
     return found
+
+
+def load_named(name: str) -> Any:
+    """The same as `load_attribute`, but the module may be a file, `my_pkg/retry.py:attribute`.
+
+    The folder of the file is on the import path from then on, as that of a script is.
+
+    Raises:
+        BadImportPath: also if there is no such file, or another module has its name.
+    """
+    place, _, attribute = name.rpartition(":")
+    if not place.endswith(".py"):
+        return load_attribute(name)
+    path = pathlib.Path(place)
+    if not path.is_file():
+        there = [str(one) for one in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise BadImportPath(
+            f"file {place!r} does not exist (looked in {path.absolute().parent})"
+            f"{nearest_hint(place, there)}"
+        )
+    folder = str(path.absolute().parent)
+    if folder not in sys.path[:1]:
+        sys.path.insert(0, folder)
+    found = getattr(_import(path.stem), "__file__", None) or "built in"
+    if not os.path.exists(found) or not path.samefile(found):
+        raise BadImportPath(
+            f"file {place!r} is imported as {path.stem!r}, but that is another module here "
+            f"({found}): give the file another name"
+        )
+    return load_attribute(f"{path.stem}:{attribute}")
 
 
 def _import(module_name: str):

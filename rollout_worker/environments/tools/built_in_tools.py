@@ -8,7 +8,7 @@ from rollout_worker.environments.tools.calculator import calculator
 from rollout_worker.environments.tools.folder_search import make_search
 from rollout_worker.environments.tools.function_schemas import BadTool
 from rollout_worker.environments.tools.python_tool import make_python
-from services.user_code.import_path import BadImportPath, load_attribute, nearest_hint
+from services.user_code.import_path import BadImportPath, load_named, nearest_hint
 
 BUILT_IN: dict[str, Callable[..., Callable[..., Any]]] = {
     "calculator": lambda: calculator,
@@ -23,7 +23,7 @@ def load_tool(given: str | Mapping[str, Any]) -> Callable[..., Any]:
 
     Args:
         given: its name, or a mapping of `name` and its parameters: one of `BUILT_IN`, or an import
-            path `package.module:function`, which has none.
+            path `package.module:function` or a function of a file, which have none.
 
     Raises:
         BadTool: if there is none, or it does not take the parameters.
@@ -43,11 +43,12 @@ def load_tool(given: str | Mapping[str, Any]) -> Callable[..., Any]:
     if ":" not in name:
         raise BadTool(
             f"unknown tool {name!r}{nearest_hint(name, list(BUILT_IN))}: built in are "
-            f"{', '.join(BUILT_IN)}; your own is written package.module:function"
+            f"{', '.join(BUILT_IN)}; your own is written package.module:function, or "
+            "as one of a file, my_pkg/tools.py:function"
         )
     if params:
         raise BadTool(f"tool {name!r} takes no parameters, got {sorted(params)}")
     try:
-        return load_attribute(name)
+        return load_named(name)
     except BadImportPath as error:
         raise BadTool(f"tool {name!r}: {error}") from error

@@ -60,7 +60,7 @@ def _index(folder: str) -> tuple[list[str], Any]:
     except ImportError as error:
         raise BadTool(
             f"tool 'search' needs the package rank-bm25, which does not import ({error}): "
-            "pip install 'tandem[search]'"
+            "pip install '.[search]'"
         ) from error
     root = pathlib.Path(folder)
     if not root.is_dir():

@@ -14,6 +14,8 @@ from typing import Any
 import jsonschema
 import pydantic
 
+from rollout_worker.rewards.scorers import BadScorer
+
 MOST_BYTES = 2**18
 """Of the schemas of one environment, as JSON."""
 _SECTION = re.compile(r"^(\w+):[ \t]*$", re.MULTILINE)
@@ -21,7 +23,7 @@ _ARGUMENT = re.compile(r"(\w+)(?: *\([^)]*\))?: *(.*)")
 _KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-class BadTool(ValueError):
+class BadTool(BadScorer):
     """What is to be a tool cannot be one; the message says which, why, and what to do."""
 
 

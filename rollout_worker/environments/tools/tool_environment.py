@@ -40,8 +40,9 @@ class ToolEnvironment:
         result_chars: int = 4000,
     ):
         """Args:
-        tools: each `calculator`, `python`, `search`, an import path `package.module:function`, or
-            a mapping with such a `name` and the parameters of a built-in one.
+        tools: each `calculator`, `python`, `search`, an import path `package.module:function`, a
+            function of a file, `my_pkg/tools.py:function`, or a mapping with such a `name` and the
+            parameters of a built-in one.
         scorer: of the answer, a name as in `reward.functions`; one that judges single completions.
         scorer_params: its keyword arguments.
         call_format: in which the model writes calls, `hermes` or `llama`.

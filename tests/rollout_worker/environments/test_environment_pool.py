@@ -215,6 +215,7 @@ def test_episode_that_the_worker_ends_is_closed(tmp_path):
         ("no_such_folder/game.py:Game", {}, "does not exist"),
         ("Guessing", {}, r"must be package.module:Class, or a file"),
         ("no_such_package:Game", {}, "cannot import 'no_such_package'"),
+        ("builtins:dict", {}, "environment 'builtins:dict' cannot be made: no signature"),
     ],
 )
 def test_environment_that_cannot_be_used_is_refused_before_the_run(name, params, message):

@@ -8,6 +8,7 @@ from services.user_code.import_path import (
     BadImportPath,
     NoSuchModule,
     load_attribute,
+    load_named,
     nearest_hint,
 )
 
@@ -62,3 +63,31 @@ def test_a_module_that_is_not_there_is_told_apart(path):
 def test_a_near_name_is_offered_and_a_far_one_is_not():
     assert nearest_hint("scor", ["score", "limit"]) == " (nearest: 'score')"
     assert nearest_hint("zzz", ["score"]) == ""
+
+
+def test_a_function_of_a_file_is_returned(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "uc_file.py").write_text("import uc_beside\nfind = uc_beside.find\n")
+    (tmp_path / "deep" / "uc_beside.py").write_text("def find(): return 5\n")
+    monkeypatch.chdir(tmp_path)
+    assert load_named("deep/uc_file.py:find")() == 5
+    assert load_named(f"{tmp_path}/deep/uc_file.py:find") is load_named("uc_file:find")
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("uc_god.py:score", r"file 'uc_god.py' does not exist .*nearest: 'uc_good.py'"),
+        ("no_folder/uc_good.py:score", "does not exist .looked in .*/no_folder"),
+        ("json.py:loads", "imported as 'json', but that is another module here .*json/__init__.py"),
+        ("sys.py:exit", "imported as 'sys', .*built in.: give the file another name"),
+    ],
+)
+def test_a_file_that_cannot_be_loaded_says_why(tmp_path, monkeypatch, name, message):
+    for shadowed in ("json", "sys"):
+        (tmp_path / f"{shadowed}.py").write_text("def loads(): return 1\n")
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadImportPath, match=message):
+        load_named(name)

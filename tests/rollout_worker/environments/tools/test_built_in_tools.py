@@ -1,6 +1,7 @@
 """Tools by name: Python in its sandbox, search in a folder, and functions of one's own."""
 
 import builtins
+import sys
 
 import pytest
 
@@ -22,6 +23,12 @@ def test_a_function_of_ones_own_is_found():
     assert load_tool(f"{KINDS}:weather") is tool_kinds.weather
 
 
+def test_a_function_of_a_file_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    (tmp_path / "my_prices.py").write_text("def price(): return 3\n")
+    assert load_tool(f"{tmp_path}/my_prices.py:price")() == 3
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -32,6 +39,7 @@ def test_a_function_of_ones_own_is_found():
         (3, "a tool is a name, or a mapping with a name, got 3"),
         (f"{KINDS}:wether", "wether.*nearest: 'weather'"),
         ("no_such_package:f", "cannot import 'no_such_package'"),
+        ("no_such_file.py:f", "tool 'no_such_file.py:f': file 'no_such_file.py' does not exist"),
         ({"name": f"{KINDS}:weather", "city": "Rome"}, r"takes no parameters, got \['city'\]"),
     ],
 )
@@ -132,9 +140,7 @@ def test_search_needs_its_package_and_says_how_to_install_it(tmp_path, monkeypat
         return real(name, *arguments, **named)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(
-        BadTool, match=r"needs the package rank-bm25.*pip install 'tandem\[search\]'"
-    ):
+    with pytest.raises(BadTool, match=r"needs the package rank-bm25.*pip install '\.\[search\]'"):
         load_tool({"name": "search", "folder": str(tmp_path)})
 
 

@@ -165,7 +165,7 @@ def test_a_record_that_cannot_be_played_ends_its_episode_with_an_error(pool, ite
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"tools": ["calculater"]}, "unknown tool 'calculater' .nearest: 'calculator'."),
+        ({"tools": ["calculater"]}, "Environment': unknown tool 'calculater' .nearest: 'calcul"),
         ({"tools": ["calculator", "calculator"]}, "the names of tools must differ"),
         ({"tools": "calculator"}, "tools must be a list with the name of a tool, got 'calculator'"),
         ({"tools": []}, r"tools must be a list with the name of a tool, got \[\]"),
