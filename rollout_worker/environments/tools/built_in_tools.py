@@ -7,6 +7,7 @@ from typing import Any
 from rollout_worker.environments.tools.calculator import calculator
 from rollout_worker.environments.tools.folder_search import make_search
 from rollout_worker.environments.tools.function_schemas import BadTool
+from rollout_worker.environments.tools.given_values import check_values
 from rollout_worker.environments.tools.python_tool import make_python
 from services.user_code.import_path import BadImportPath, load_named, nearest_hint
 
@@ -39,6 +40,7 @@ def load_tool(given: str | Mapping[str, Any]) -> Callable[..., Any]:
         except TypeError as error:
             takes = list(inspect.signature(make).parameters)
             raise BadTool(f"tool {name!r}: {error}; it takes {takes or 'no parameters'}") from error
+        check_values(f"tool {name!r}: ", make, params)
         return make(**params)
     if ":" not in name:
         raise BadTool(

@@ -4,7 +4,9 @@ import functools
 import pathlib
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from rollout_worker.environments.tools.function_schemas import BadTool
 
@@ -17,7 +19,7 @@ _MOST_WORDS = 64
 _WORD = re.compile(r"\w+")
 
 
-def make_search(folder: str, results: int = 3) -> Callable[[str], str]:
+def make_search(folder: str, results: Annotated[int, Field(ge=1)] = 3) -> Callable[[str], str]:
     """The tool, over the .md, .rst and .txt files of a folder and the folders in it.
 
     Args:

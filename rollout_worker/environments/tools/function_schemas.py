@@ -8,11 +8,15 @@ import inspect
 import json
 import re
 import textwrap
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jsonschema
 import pydantic
+from jsonschema.exceptions import best_match
+from pydantic.fields import FieldInfo
+from pydantic.json_schema import PydanticJsonSchemaWarning
 
 from rollout_worker.rewards.scorers import BadScorer
 
@@ -93,7 +97,8 @@ def _parameters(function: Callable[..., Any]) -> tuple[dict[str, Any], list[str]
             raise BadTool(f"tool {name!r}: its argument {one.name!r} needs a type hint")
     try:
         adapter: Any = pydantic.TypeAdapter  # its stub takes types alone
-        schema = adapter(function).json_schema()
+        with warnings.catch_warnings(action="ignore", category=PydanticJsonSchemaWarning):
+            schema = adapter(function).json_schema()
     except (pydantic.errors.PydanticUserError, NameError, TypeError) as error:
         text = str(error).partition("\n")[0]
         raise BadTool(
@@ -102,12 +107,30 @@ def _parameters(function: Callable[..., Any]) -> tuple[dict[str, Any], list[str]
         ) from error
     schema = _without_titles(schema)
     properties = schema.get("properties", {})
+    _check_defaults(function, properties)
     if "$defs" in schema:
         raise BadTool(
             f"tool {name!r}: a type hint names the class {', '.join(schema['$defs'])}: give the "
             "tool as a JSON schema, or take its fields as arguments"
         )
     return properties, schema.get("required", [])
+
+
+def _check_defaults(function: Callable[..., Any], properties: Mapping[str, Any]) -> None:
+    """Refuses a default that is no JSON value, or that the model could not give itself."""
+    for name, one in inspect.signature(function).parameters.items():
+        schema = properties.get(name)  # none where a field gives it another name
+        if schema is None or one.default is one.empty or isinstance(one.default, FieldInfo):
+            continue
+        what = f"tool {function.__name__!r}: the default of {name!r}"
+        if "default" not in schema:
+            raise BadTool(f"{what} is no JSON value, {one.default!r:.80}: take null, or a text")
+        error = best_match(jsonschema.Draft202012Validator(schema).iter_errors(schema["default"]))
+        if error is not None:
+            raise BadTool(
+                f"{what} is not of its type hint ({error.message[:200]}): correct one of them, as "
+                "`int | None` for a default of None"
+            )
 
 
 def _without_titles(schema: Any) -> Any:

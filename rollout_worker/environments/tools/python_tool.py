@@ -3,7 +3,9 @@
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from rollout_worker.environments.tools.function_schemas import BadTool
 from rollout_worker.environments.tools.toolbox import ToolFailed
@@ -19,8 +21,8 @@ _ERRORS_SHOWN = 2000
 
 
 def make_python(
-    seconds: float = 3.0,
-    memory_mb: int = 512,
+    seconds: Annotated[float, Field(gt=0, le=3600)] = 3.0,
+    memory_mb: Annotated[int, Field(ge=1)] = 512,
     sandbox: Literal["required", "best_effort"] = "required",
 ) -> Callable[[str], str]:
     """The tool, with limits of one call.

@@ -3,14 +3,16 @@
 import asyncio
 import functools
 import json
-import typing
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from rollout_worker.config.data_config import SourceConfig
 from rollout_worker.data.chat_rows import read_row
 from rollout_worker.environments.tools.built_in_tools import load_tool
 from rollout_worker.environments.tools.function_schemas import BadTool
+from rollout_worker.environments.tools.given_values import check_values
 from rollout_worker.environments.tools.tool_calls import BadCall, CallFormat, CallReader
 from rollout_worker.environments.tools.toolbox import Toolbox
 from rollout_worker.rewards.processes.loaded_scorer import LoadedScorer
@@ -36,8 +38,8 @@ class ToolEnvironment:
         system_prompt: str | None = None,
         question: str | None = None,
         answer: str | None = None,
-        calls_per_turn: int = 8,
-        result_chars: int = 4000,
+        calls_per_turn: Annotated[int, Field(ge=1)] = 8,
+        result_chars: Annotated[int, Field(ge=1)] = 4000,
     ):
         """Args:
         tools: each `calculator`, `python`, `search`, an import path `package.module:function`, a
@@ -56,8 +58,10 @@ class ToolEnvironment:
         """
         if isinstance(tools, str | Mapping) or not tools:
             raise BadTool(f"tools must be a list with the name of a tool, got {tools!r:.80}")
-        if call_format not in (formats := typing.get_args(CallFormat)):
-            raise BadTool(f"{call_format=} must be one of {', '.join(formats)}")
+        given = {"scorer": scorer, "scorer_params": scorer_params, "call_format": call_format}
+        given |= {"system_prompt": system_prompt, "question": question, "answer": answer}
+        given |= {"calls_per_turn": calls_per_turn, "result_chars": result_chars}
+        check_values("", ToolEnvironment.__init__, given)
         self._toolbox, self._reader = _loaded_tools(json.dumps(list(tools)), call_format)
         self._scorer = _loaded_scorer(scorer, json.dumps(dict(scorer_params or {})))
         self.tools = self._toolbox.schemas

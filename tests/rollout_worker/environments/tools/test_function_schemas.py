@@ -147,9 +147,29 @@ def unknown_hint(a: "Nothing") -> str:  # noqa: F821
     return ""
 
 
+def wrong_default(a: int = "five") -> str:  # pyright: ignore[reportArgumentType]
+    """Does.
+
+    Args:
+        a: One.
+    """
+    return ""
+
+
+def default_of_no_json(a: object = object()) -> str:
+    """Does.
+
+    Args:
+        a: One.
+    """
+    return ""
+
+
 @pytest.mark.parametrize(
     ("tools", "message"),
     [
+        ([wrong_default], "'wrong_default': the default of 'a' is not of its type hint .'five' is"),
+        ([default_of_no_json], "the default of 'a' is no JSON value, <object object"),
         ([no_docstring], "'no_docstring' needs a docstring"),
         ([no_hint], "'no_hint': its argument 'a' needs a type hint"),
         ([undescribed], "must describe the argument 'b' for the model, under `Args:`"),
