@@ -67,6 +67,13 @@ class Policy:
     @property
     def base_url(self) -> str:
         """Of OpenAI's API, which samples this policy for `api_key`; to be read in the loop."""
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            raise RuntimeError(
+                "policy.base_url is read outside the event loop: read it, and policy.api_key, "
+                "before asyncio.to_thread"
+            ) from None
         return self._endpoint.base_url
 
     @functools.cached_property

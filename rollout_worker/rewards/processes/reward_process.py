@@ -135,6 +135,11 @@ class RewardProcess:
         self.kinds: dict[str, ScorerKind] = {}
         """Of the scorers, by name; known once it is ready."""
         self._killed = False
+        self._loads, self._takes = "reward function", "the import of its module"
+        if module != SCORERS:
+            self._loads = "environment"
+            self._takes += ", and one that is made for its tools and closed,"
+        self._name = f"{self._loads.partition(' ')[0]} process"
         self._names = {function.name for function in functions}
         path = [entry for entry in sys.path if isinstance(entry, str)]
         self._setup = {
@@ -169,7 +174,7 @@ class RewardProcess:
             self.send(self._setup, request_id, deadline_s)
             while True:
                 if notice_s < deadline_s and not self._has_reply_by(notice_s):
-                    log.warning("reward process: still %s; killed after %g s in all", at, timeout_s)
+                    log.warning("%s: still %s; killed after %g s in all", self._name, at, timeout_s)
                     notice_s = math.inf
                 reply = parse_load_reply(self.read_line(deadline_s), request_id)
                 if reply.kind == "ready" and set(reply.kinds) != self._names:
@@ -179,19 +184,19 @@ class RewardProcess:
                     return
                 if reply.kind == "refused":
                     raise ValueError(reply.text)
-                at = f"loading reward function {reply.text!r}"
+                at = f"loading {self._loads} {reply.text!r}"
         except TimeoutError:
             self.kill()
             raise RuntimeError(
-                f"reward process: not ready within {timeout_s:g} s, killed while {at}: the import "
-                "of its module must end"
+                f"{self._name}: not ready within {timeout_s:g} s, killed while {at}: {self._takes} "
+                "must end"
             ) from None
         except BadReply as error:
             self.kill()
-            raise RuntimeError(f"reward process: child sent {error} while {at}") from error
+            raise RuntimeError(f"{self._name}: child sent {error} while {at}") from error
         except ChildFailed as failure:
             self.kill()
-            raise RuntimeError(f"reward process: {failure} while {at}") from failure
+            raise RuntimeError(f"{self._name}: {failure} while {at}") from failure
         except ValueError:
             self.kill()
             raise

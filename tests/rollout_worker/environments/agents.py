@@ -141,6 +141,10 @@ async def exits(policy):
     sys.exit(4)
 
 
+async def reads_its_address_in_a_thread(policy):
+    await asyncio.to_thread(lambda: policy.base_url)
+
+
 async def is_interrupted(policy):
     await policy.generate(GUESS)
     raise KeyboardInterrupt
@@ -184,6 +188,7 @@ DOES = {
     "raises": raises,
     "exits": exits,
     "is interrupted": is_interrupted,
+    "reads its address in a thread": reads_its_address_in_a_thread,
     "returns a text": returns("won"),
     "returns a nan": returns(float("nan")),
     "returns nothing": returns(None),

@@ -155,6 +155,11 @@ class NoStep:
         return say("Guess.")
 
 
+class NeverCloses(Guessing):
+    async def close(self):
+        await asyncio.sleep(1000)
+
+
 class PlainStep(NoStep):
     def step(self, message):
         return [], 0.0, True, {}

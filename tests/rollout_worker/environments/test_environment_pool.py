@@ -223,6 +223,15 @@ def test_environment_that_cannot_be_used_is_refused_before_the_run(name, params,
         validate_environment(EnvironmentConfig(name=name, params=params), REWARD)
 
 
+def test_an_environment_whose_close_hangs_is_refused_before_the_run(monkeypatch):
+    monkeypatch.setattr("rollout_worker.environments.environment_pool.START_TIMEOUT_S", 5)
+    hangs = (
+        "environment process: .* while loading environment '.*': .*made for its tools and closed"
+    )
+    with pytest.raises(RuntimeError, match=hangs):
+        validate_environment(configured("NeverCloses"), REWARD)
+
+
 def test_environment_may_be_a_file():
     path = pathlib.Path(__file__).with_name("kinds.py")
     validate_environment(EnvironmentConfig(name=f"{path}:Guessing"), REWARD)

@@ -54,6 +54,7 @@ FAULTS = {
     "raises": "step 1: ValueError: the table fell over",
     "exits": "step 1: SystemExit: 4",
     "is interrupted": "step 1: KeyboardInterrupt",
+    "reads its address in a thread": "reset: RuntimeError: policy.base_url is read outside the ev",
     "returns a text": "step 1: the reward must be a number, got str",
     "returns a nan": "step 1: the reward must be finite, got nan",
     "returns nothing": "step 1: the reward must be a number, got NoneType",
