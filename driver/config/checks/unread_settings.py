@@ -188,6 +188,11 @@ CONDITIONS = (
         lambda run: run.close_at_least is not None,
     ),
     Condition(
+        _keys("data", "system_prompt question_template"),
+        "prompts in place of the environment, which writes all messages of its episodes",
+        lambda run: run.environment is None,
+    ),
+    Condition(
         ("reward.timeout_s",),
         "scorers in place of the environment, which environment.timeout_s bounds",
         lambda run: run.environment is None,

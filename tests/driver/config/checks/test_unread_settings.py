@@ -83,6 +83,8 @@ GIVEN = {
         (ENVIRONMENT,),
         (ENVIRONMENT[:-1] + ", close_at_least: 2}",),
     ),
+    "data.system_prompt": ("Think.", (ENVIRONMENT,), ()),
+    "data.question_template": ("'{question}!'", (ENVIRONMENT,), ()),
     "reward.timeout_s": ("3", (ENVIRONMENT,), ()),
     "reward.memory_gb": ("2", (ENVIRONMENT,), ()),
 }
