@@ -6,6 +6,7 @@ A turn with no mark of a call is an answer. What has such a mark and is no right
 
 import ast
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ _TAG = re.compile(f"{_OPEN}|{_CLOSE}")
 _PYTHON_TAG = "<|python_tag|>"
 _LLAMA_BEGINS = re.compile(r'\{\s*"(?:name|type|parameters)"\s*:')
 _SPACE = re.compile(r"\s*")
+MOST_CALLS = 256
+"""Of a turn; a model that repeats the mark of a call does not keep others waiting."""
 _SHOWN = 200
 _MOST_CODE = 10_000
 """Characters of `name.call(...)`."""
@@ -68,7 +71,11 @@ class CallReader:
 
         What stands in front of `</think>` is reasoning and calls nothing.
         """
-        return list(self._read(text.rpartition(_THINK_END)[2]))
+        calls = self._read(text.rpartition(_THINK_END)[2])
+        found = list(itertools.islice(calls, MOST_CALLS))
+        if next(calls, None) is not None:
+            found.append(BadCall(f"a turn has at most {MOST_CALLS} calls: the rest is not read"))
+        return found
 
     def text_before_calls(self, text: str) -> str:
         """What a turn with calls says before the first of them, its reasoning included."""

@@ -13,7 +13,12 @@ from rollout_worker.data.chat_rows import read_row
 from rollout_worker.environments.tools.built_in_tools import load_tool
 from rollout_worker.environments.tools.function_schemas import BadTool
 from rollout_worker.environments.tools.given_values import check_values
-from rollout_worker.environments.tools.tool_calls import BadCall, CallFormat, CallReader
+from rollout_worker.environments.tools.tool_calls import (
+    MOST_CALLS,
+    BadCall,
+    CallFormat,
+    CallReader,
+)
 from rollout_worker.environments.tools.toolbox import Toolbox
 from rollout_worker.rewards.processes.loaded_scorer import LoadedScorer
 from rollout_worker.rewards.scorers import BUILT_INS, BadScorer
@@ -38,7 +43,7 @@ class ToolEnvironment:
         system_prompt: str | None = None,
         question: str | None = None,
         answer: str | None = None,
-        calls_per_turn: Annotated[int, Field(ge=1)] = 8,
+        calls_per_turn: Annotated[int, Field(ge=1, le=MOST_CALLS)] = 8,
         result_chars: Annotated[int, Field(ge=1)] = 4000,
     ):
         """Args:

@@ -200,6 +200,16 @@ def test_what_is_wrong_with_llama_calls_is_said(text, problems):
     check(LLAMA.read(text), problems)
 
 
+@pytest.mark.parametrize(
+    ("reader", "text"),
+    [(HERMES, "<tool_call>"), (HERMES, tag(GOOD)), (LLAMA, '{"name": "now", "parameters": {}};')],
+)
+def test_a_turn_that_repeats_a_call_without_end_is_not_read_to_its_end(reader, text):
+    calls = reader.read(text * 20_000)
+    assert len(calls) == 257 and type(calls[0]) is type(calls[255])
+    assert calls[-1] == BadCall("a turn has at most 256 calls: the rest is not read")
+
+
 def test_a_schema_that_allows_further_arguments_takes_them():
     schema = {"name": "f", "parameters": {"type": "object", "additionalProperties": True}}
     reader = CallReader(schemas_of([schema]), "hermes")
