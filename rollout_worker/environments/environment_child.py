@@ -211,7 +211,7 @@ async def _close(close: Callable[[], Any]) -> None:
         if inspect.isawaitable(found):
             await found
     # The episode has ended, so that there is nothing left for this to spoil.
-    except Exception as error:
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
         traceback.print_exception(error)
 
 

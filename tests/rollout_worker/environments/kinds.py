@@ -155,6 +155,11 @@ class NoStep:
         return say("Guess.")
 
 
+class ExitsAtClose(Guessing):
+    def close(self):
+        sys.exit(7)
+
+
 class NeverCloses(Guessing):
     async def close(self):
         await asyncio.sleep(1000)

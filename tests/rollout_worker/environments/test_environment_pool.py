@@ -191,6 +191,18 @@ def test_environment_that_goes_another_way_when_played_again_ends_with_an_error(
             answer(one)
 
 
+def test_an_environment_that_exits_at_its_close_ends_no_episode():
+    pool = make_pool("ExitsAtClose")
+    try:
+        other = pool.begin_episode({"secret": 5}, 1)
+        answer(other)
+        assert heard(pool, ["5"], {"secret": 5})[-1].reward == 1.0
+        other.say(Said("5"))
+        assert answer(other).reward == 1.0
+    finally:
+        pool.close()
+
+
 def test_episode_that_the_worker_ends_is_closed(tmp_path):
     path = tmp_path / "calls"
     with recording(path) as (one, other):
