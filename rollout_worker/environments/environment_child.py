@@ -76,13 +76,7 @@ class LiveEnvironments:
             endpoint = OpenAIEndpoint(call_format=_call_format_of(name, made), **given["sampling"])
             return cls(lambda: FunctionEnvironment(made, params, tools, endpoint), kind)
         _check_params(name, made, params)
-        for method in ("reset", "step"):
-            if not inspect.iscoroutinefunction(getattr(made, method, None)):
-                raise BadScorer(
-                    f"environment {name!r} needs `async def {method}`: "
-                    "async reset(item, seed) -> messages, async step(message) -> observation, "
-                    "reward, done, info"
-                )
+        _check_methods(name, made)
         tools = _tools_of(name, made, params)
         kind = ScorerKind(is_async=True, is_group=False, tools=tools)
         return cls(lambda: made(**params), kind)
@@ -164,6 +158,24 @@ def _check_params(
             f"{' behind policy and item' if given else ''}: {error}{nearest_hint(wrong, known)}; "
             f"it takes {known or 'none'}"
         ) from error
+
+
+def _check_methods(name: str, made: type) -> None:
+    for method, given in (("reset", ("item", "seed")), ("step", ("message",))):
+        found = getattr(made, method, None)
+        problem = ""
+        if not inspect.iscoroutinefunction(found):
+            problem = f"needs `async def {method}`"
+        elif inspect.isfunction(found):  # with self, which a method of the class has already
+            try:
+                inspect.signature(found).bind("self", *given)
+            except TypeError as error:
+                problem = f"cannot be called as {method}({', '.join(given)}): {error}"
+        if problem:
+            raise BadScorer(
+                f"environment {name!r} {problem}: async reset(item, seed) -> messages, async "
+                "step(message) -> observation, reward, done, info"
+            )
 
 
 def _tools_of(name: str, made: type, params: dict[str, Any]) -> tuple[dict[str, Any], ...]:

@@ -165,6 +165,16 @@ class NeverCloses(Guessing):
         await asyncio.sleep(1000)
 
 
+class NoSeed(Guessing):
+    async def reset(self, item):
+        return say("Guess.")
+
+
+class TwoMessages(Guessing):
+    async def step(self, message, last):
+        return [], 0.0, True, {}
+
+
 class PlainStep(NoStep):
     def step(self, message):
         return [], 0.0, True, {}

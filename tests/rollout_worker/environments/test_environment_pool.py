@@ -222,6 +222,8 @@ def test_episode_that_the_worker_ends_is_closed(tmp_path):
         (f"{KINDS}:Gessing", {}, "nearest: 'Guessing'"),
         (f"{KINDS}:NoStep", {}, "needs `async def step`"),
         (f"{KINDS}:PlainStep", {}, "needs `async def step`"),
+        (f"{KINDS}:NoSeed", {}, r"called as reset\(item, seed\): too many positional arguments"),
+        (f"{KINDS}:TwoMessages", {}, r"called as step\(message\): missing .* 'last'"),
         (f"{KINDS}:NOT_A_CLASS", {}, "must be a class, or an .* got int"),
         (f"{KINDS}:Guessing", {"mst": 3}, "nearest: 'most'"),
         ("no_such_folder/game.py:Game", {}, "does not exist"),
