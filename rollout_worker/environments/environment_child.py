@@ -38,6 +38,8 @@ class _Episode:
     environment: Any
     turns: int = 0
     """Answers given, that of reset included."""
+    call: asyncio.Task | None = None
+    """That is answered, or was last."""
 
 
 class LiveEnvironments:
@@ -93,6 +95,7 @@ class LiveEnvironments:
         if episode is None or episode.turns != len(said):
             self._end(name)
             episode = self._live[name] = _Episode(self._make())
+        episode.call = asyncio.current_task()
         try:
             while True:
                 turn = await self._next(episode, call, said)
@@ -107,7 +110,9 @@ class LiveEnvironments:
         except BadTurn as error:
             self._end(name)
             raise BadScorer(str(error)) from error
-        except BaseException:
+        except BaseException as error:
+            if self._live.get(name) is not episode:
+                raise BadScorer("its episode was ended meanwhile") from error
             self._end(name)
             raise
         if turn.done:
@@ -129,8 +134,10 @@ class LiveEnvironments:
         return turn
 
     def _end(self, name: str) -> None:
-        """Closes an environment, in the background: no episode waits for it."""
+        """Cancels what an environment is at, and closes it in the background: no episode waits."""
         episode = self._live.pop(name, None)
+        if episode and episode.call and episode.call is not asyncio.current_task():
+            episode.call.cancel()  # else it would keep others waiting, up to the time limit
         close = getattr(episode and episode.environment, "close", None)
         if close is not None:
             task = asyncio.get_running_loop().create_task(_close(close))

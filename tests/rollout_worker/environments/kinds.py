@@ -53,7 +53,11 @@ class Recording(Guessing):
         if message["content"] == "die":
             os._exit(3)
         if message["content"] == "wait":
-            await asyncio.sleep(1000)
+            try:
+                await asyncio.sleep(1000)
+            except asyncio.CancelledError:
+                self._write("cancelled")
+                raise
         return await super().step(message)
 
     def close(self):

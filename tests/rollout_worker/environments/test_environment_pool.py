@@ -216,6 +216,19 @@ def test_episode_that_the_worker_ends_is_closed(tmp_path):
     assert closed == 3, "two episodes, and the one that was made to see its tools"
 
 
+def test_the_call_of_an_episode_that_the_worker_ends_is_cancelled(tmp_path):
+    path = tmp_path / "calls"
+    with recording(path, timeout_s=5.0) as (one, other):
+        one.say(Said("wait"))
+        one.end()
+        found = one.call.result(HANG_S)
+        other.say(Said("4"))  # its lane is free of the other's call
+        answer(other)
+    assert found.errors == {f"{KINDS}:Recording": "its episode was ended meanwhile"}
+    called = [line.split()[1] for line in path.read_text().splitlines()]
+    assert called.index("wait") < called.index("cancelled") < called.index("close", 1)
+
+
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
