@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from rollout_worker.environments.openai_endpoint.endpoint import OpenAIEndpoint
 from rollout_worker.environments.turn_values import (
     ASSISTANT,
+    CALLS,
     MOST_ID,
     MOST_OBSERVATION_BYTES,
     BadTurn,
@@ -111,7 +112,8 @@ class Policy:
             )
         if self._given_up:
             raise BadTurn("no generate can follow one that was cancelled: end the rollout there")
-        turn = self._turn(messages)._replace(max_tokens=_bound(max_tokens))
+        bound = _bound(max_tokens)  # first: what is refused leaves the conversation as it was
+        turn = self._turn(messages)._replace(max_tokens=bound)
         self._answer = asyncio.get_running_loop().create_future()
         self._asked.put_nowait(turn)
         try:
@@ -144,11 +146,12 @@ class Policy:
         by_ids = len(asked) > 0 and not isinstance(asked[0], Mapping)
         if self._by_ids not in (None, by_ids):
             raise BadTurn("an episode asks either by messages or by token ids, got both")
-        self._by_ids = by_ids
         if by_ids:
-            return Turn([], 0.0, False, token_ids=self._new_ids(asked))
-        turn = Turn(messages_of(self._new_messages(asked), _ASKED), 0.0, False)
-        self._messages += turn.messages
+            turn = Turn([], 0.0, False, token_ids=self._new_ids(asked))
+        else:
+            turn = Turn(self._new_messages(asked), 0.0, False)
+            self._messages += turn.messages
+        self._by_ids = by_ids
         return turn
 
     def _new_ids(self, asked: Sequence[Any]) -> list[int]:
@@ -165,16 +168,20 @@ class Policy:
             )
         return ids[known:]
 
-    def _new_messages(self, asked: Sequence[Any]) -> Sequence[Any]:
-        for place, known in enumerate(self._messages):
-            if place >= len(asked) or not _says(asked[place], known):
-                got = "nothing" if place >= len(asked) else f"{asked[place]!r:.100}"
+    def _new_messages(self, asked: Sequence[Any]) -> list[Message]:
+        known = len(self._messages)
+        rule = f"the messages must begin with the {known} of this episode so far"
+        for place, message in enumerate(self._messages):
+            if place >= len(asked) or not _says(asked[place], message, place):
+                got = "nothing" if place >= len(asked) else f"{asked[place]!r:.200}"
                 raise BadTurn(
-                    f"the messages must begin with the {len(self._messages)} of this episode so "
-                    f"far, since what was sampled cannot be changed: message {place} was "
-                    f"{known!r:.100}, got {got}"
+                    f"{rule}, since what was sampled cannot be changed: message {place} was "
+                    f"{message!r:.200}, got {got}"
                 )
-        return asked[len(self._messages) :]
+        if known and len(asked) == known:
+            raise BadTurn(f"{rule} and go on, got these alone: put a new one behind them")
+        what = f"{_ASKED} behind the {known} messages so far" if known else _ASKED
+        return messages_of(asked[known:], what)
 
 
 class FunctionEnvironment:
@@ -261,8 +268,8 @@ def _ids(values: Sequence[Any]) -> list[int]:
     raise BadTurn(f"{_ASKED} holds neither messages nor token ids: {values!r:.80}")
 
 
-def _says(message: Any, known: Message) -> bool:
+def _says(message: Any, known: Message, place: int) -> bool:
     """Whether it is the same message; of the model's, the text decides."""
-    if known["role"] == ASSISTANT and isinstance(message, Mapping):
+    if known["role"] == ASSISTANT and CALLS not in known and isinstance(message, Mapping):
         return (message.get("role"), message.get("content")) == (ASSISTANT, known["content"])
-    return message_of(message, f"{_ASKED} must be messages", "one") == known
+    return message_of(message, f"{_ASKED} must be messages", f"message {place}") == known

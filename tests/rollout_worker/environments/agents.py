@@ -1,6 +1,7 @@
 """Agents of every kind, good and bad, that the tests of this folder name."""
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -131,6 +132,35 @@ async def gives_up(policy):
     await policy.generate([*GUESS, said(first), user("Sure?"), user("Really?")])
 
 
+async def speaks_for_the_model_later(policy):
+    first = await policy.generate(GUESS)
+    await policy.generate([*GUESS, said(first), user("Sure?"), said(first)])
+
+
+async def corrects_itself(policy):
+    """What was refused is not said."""
+    for messages, changes in (([5, -1], {}), (GUESS, {"max_tokens": 0})):
+        with contextlib.suppress(ValueError):
+            await policy.generate(messages, **changes)
+    await policy.generate(GUESS)
+    return 0.5, {"turns": 1}
+
+
+async def shows_a_call(policy, other=None):
+    """Begins with a call of a tool that the model did not make."""
+    call = {"function": {"name": "price", "arguments": {"item": "tea"}}}
+    shown = {"role": "assistant", "content": None, "tool_calls": [call]}
+    messages = [user("Tea?"), shown, {"role": "tool", "content": "3"}]
+    first = await policy.generate(messages)
+    messages[1] = other or shown
+    await policy.generate([*messages, said(first), user("Sure?")])
+
+
+async def changes_a_call(policy):
+    call = {"function": {"name": "price", "arguments": {"item": "milk"}}}
+    await shows_a_call(policy, {"role": "assistant", "content": None, "tool_calls": [call]})
+
+
 async def raises(policy):
     await policy.generate(GUESS)
     raise ValueError("the table fell over")
@@ -185,6 +215,10 @@ DOES = {
     "turns to token ids": turns_to_token_ids,
     "drops token ids": drops_token_ids,
     "gives up": gives_up,
+    "speaks for the model later": speaks_for_the_model_later,
+    "corrects itself": corrects_itself,
+    "shows a call": shows_a_call,
+    "changes a call": changes_a_call,
     "raises": raises,
     "exits": exits,
     "is interrupted": is_interrupted,

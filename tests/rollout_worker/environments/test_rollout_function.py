@@ -47,7 +47,9 @@ FAULTS = {
     "changes the past": r"step 1: the messages must begin with the 2 .* message 0 was .*Guess\.",
     "changes what was said": "step 1: the messages must begin .* message 1 was .*'9'.*'another'",
     "asks again": "step 1: the messages must begin with the 2 .* message 1 was .* got nothing",
-    "says nothing": "step 1: what generate is asked for must be a list of messages",
+    "says nothing": "step 1: the messages must begin with the 2 .* and go on, got these alone: put",
+    "speaks for the model later": "step 1: .* behind the 2 messages so far must .* 'assistant'",
+    "changes a call": "step 1: the messages must begin .* message 1 was .*'tea'.*got .*'milk'",
     "turns to token ids": "step 1: an episode asks either by messages or by token ids",
     "drops token ids": "step 1: the token ids must begin with the 4 of this episode so far",
     "gives up": "step [12]: no generate can follow one that was cancelled",
@@ -75,12 +77,20 @@ def test_a_turn_may_be_asked_for_all_tokens_there_are(bad):
     assert turn.max_tokens == 2**31 - 1
 
 
-def test_what_it_returns_is_the_reward(bad):
-    conversation = bad.begin_episode({"does": "ends well"}, 1)
+@pytest.mark.parametrize("does", ["ends well", "corrects itself"])
+def test_what_it_returns_is_the_reward(bad, does):
+    conversation = bad.begin_episode({"does": does}, 1)
     assert answer(conversation).messages == [{"role": "user", "content": "Guess."}]
     conversation.say(Said("9", [3, 4], [9, 2], [-0.5, -0.25]))
     over = answer(conversation)
     assert (over.reward, over.done, over.numbers) == (0.5, True, {"turns": 1.0})
+
+
+def test_messages_that_it_began_with_may_hold_calls(bad):
+    conversation = bad.begin_episode({"does": "shows a call"}, 1)
+    assert answer(conversation).messages[1]["content"] == ""
+    conversation.say(Said("9", [3, 4], [9, 2], [-0.5, -0.25]))
+    assert answer(conversation).messages == [{"role": "user", "content": "Sure?"}]
 
 
 def test_an_agent_whose_process_dies_is_played_again(tmp_path):
