@@ -164,8 +164,8 @@ class PromptTasks:
             wait_s: where there is nothing to decode and none is complete: how long to wait for
                 scores and environments; None as long as their own bounds allow.
         """
-        self._drop_late()
         self._take_answers(account)
+        self._drop_late()  # after the answers: what has ended meanwhile counts, and is kept
         if self.decoding and self._engine.pending:
             with self._clock.phase(account or "decode"):
                 finished = self._engine.step(account)

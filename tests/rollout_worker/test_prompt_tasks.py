@@ -92,8 +92,16 @@ def task(group, name):
     return PromptTask(name, PROMPT, group, policy_version=0, weight_digest="", clock_s={})
 
 
-def played(name, script, tokenizer):
-    group = EpisodeGroup(request(name), {}, Pool([script]), tokenizer, max_prompt_tokens=64)
+def played(name, script, tokenizer, *others, now=lambda: 0.0, **changes):
+    scripts = [script, *others]
+    group = EpisodeGroup(
+        request(name, len(scripts)),
+        {},
+        Pool(scripts, **changes),
+        tokenizer,
+        max_prompt_tokens=64,
+        now=now,
+    )
     return task(group, name)
 
 
@@ -133,6 +141,20 @@ def test_the_wait_for_environments_is_a_phase_of_its_own(tokenizer, monkeypatch)
         tasks.advance(account)
     spent = {phase: seconds for phase, seconds in clock.total().items() if seconds}
     assert spent == {"environment": 5.0, "eval": 5.0}
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_a_group_closes_with_the_answers_that_have_come(tasks, tokenizer):
+    moment = [0.0]
+    scripts = [[said("Guess."), OVER], [said("Guess."), OVER], [said("Guess."), None]]
+    closing = {"close_at_least": 2, "close_after_s": 30, "now": lambda: moment[-1]}
+    group = played("a/0", scripts[0], tokenizer, *scripts[1:], **closing)
+    tasks.begin([group])
+    assert tasks.advance(None) == []
+    moment.append(31.0)  # the answers come with the end of the time
+    assert tasks.advance(None) == [group]
+    errors = [bool(score.error) for score in group.group.scores()]
+    assert errors == [False, False, True]
 
 
 @pytest.mark.usefixtures("no_wait")
