@@ -217,9 +217,10 @@ class PromptTasks:
         if not rows:
             return
         groups = {request: task.group for task in self for request in task.group.in_engine}
-        with self._clock.phase(account or "reward"):
-            for row in rows:
-                if (group := groups.get(row.request_id)) is not None:
+        taken = [(group, row) for row in rows if (group := groups.get(row.request_id))]
+        if taken:
+            with self._clock.phase(account or taken[0][0].phase):  # all groups are of one kind
+                for group, row in taken:
                     group.add_row(row)
 
     def _wait(self, account: str | None, wait_s: float | None) -> None:

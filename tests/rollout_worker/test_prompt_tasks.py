@@ -1,6 +1,7 @@
 """Prompts that are under way: which are complete, and what is waited for."""
 
 import concurrent.futures
+import itertools
 
 import numpy as np
 import pytest
@@ -141,6 +142,16 @@ def test_the_wait_for_environments_is_a_phase_of_its_own(tokenizer, monkeypatch)
         tasks.advance(account)
     spent = {phase: seconds for phase, seconds in clock.total().items() if seconds}
     assert spent == {"environment": 5.0, "eval": 5.0}
+
+
+def test_the_turns_of_episodes_take_no_time_of_scorers(tokenizer):
+    clock = PhaseClock(now=itertools.count(0.0).__next__)  # no phase is too short to see
+    tasks = PromptTasks(QuickEngine(*tokenizer.stop_ids), clock)
+    tasks.begin([played("a/0", [said("Guess."), OVER], tokenizer)])
+    while tasks:
+        tasks.advance(None)
+    phases = {phase for phase, seconds in clock.total().items() if seconds}
+    assert phases == {"environment", "decode", "unexplained"}
 
 
 @pytest.mark.usefixtures("no_wait")
