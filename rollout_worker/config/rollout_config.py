@@ -159,7 +159,8 @@ class RolloutConfig(Section):
     def worker_groups(self) -> int:
         """Groups that a worker may hold: they fill its slots, and some wait for a slot."""
         filling = -(-self.decode.slots // self.completions_per_prompt)
-        return filling + max(1, int(filling * (self.held_per_slot - 1)))
+        # Rounded, since products such as 20 * 1.15 may come out below a whole number.
+        return max(filling + 1, int(round(filling * self.held_per_slot, 6)))
 
     @property
     def cache_tokens(self) -> int:

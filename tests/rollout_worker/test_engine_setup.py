@@ -122,6 +122,8 @@ def test_the_kernel_gets_one_cache_of_whole_blocks():
         (64, 8, {"held_per_slot": 1.0}, 9),
         (16, 4, {"held_per_slot": 4}, 16),
         (15, 4, {"held_per_slot": 2.5}, 10),
+        (40, 4, {"held_per_slot": 1.2}, 12),
+        (80, 4, {"held_per_slot": 1.15}, 23),
     ],
 )
 def test_a_worker_holds_what_fills_its_slots_and_more(slots, group, held, groups):
