@@ -204,7 +204,8 @@ def parse_turn(answer: Mapping[str, Any]) -> Turn:
     if set(answer) != set(Turn._fields):
         raise BadTurn(f"its process sent {_shown(dict(answer))}, which is no turn")
     token_ids, max_tokens = answer["token_ids"], answer["max_tokens"]
-    if not _is_list_of_ids(token_ids) or not (max_tokens is None or _is_id(max_tokens)):
+    is_limit = max_tokens is None or (_is_id(max_tokens) and max_tokens > 0)
+    if not is_limit or not _is_list_of_ids(token_ids):
         raise BadTurn(f"its process sent {_shown(dict(answer))}, which is no turn")
     if token_ids is not None:
         return Turn([], 0.0, False, token_ids=token_ids, max_tokens=max_tokens)

@@ -197,6 +197,7 @@ def test_token_ids_take_the_place_of_messages():
         {"token_ids": [-1]},
         {"token_ids": [2**31]},
         {"max_tokens": 2.5},
+        {"max_tokens": 0},
         {"max_tokens": -1},
         {"max_tokens": "3"},
     ],
