@@ -199,7 +199,10 @@ class EpisodeGroup:
         ended = sum(e.ended is not None and not e.error for e in self._episodes.values())
         if ended < least or not late or not all(episode.rows for episode in late):
             return []
-        error = f"its group closed with {ended} of {len(self._episodes)} after {after_s:g} s"
+        error = (
+            f"its group closed with {ended} of {len(self._episodes)} after {after_s:g} s "
+            f"(environment.close_at_least={least})"
+        )
         decoding = [episode for episode in late if not episode.asks]
         requests = [self._turn_name(episode) for episode in decoding]
         for episode in decoding:
@@ -275,10 +278,9 @@ class EpisodeGroup:
                     self.prompt_token_ids = self._encoded_prompt(turn)
                     first = turn
                 elif turn.asked != first.asked:
-                    one, other = (asked.token_ids or asked.messages for asked in (turn, first))
                     raise EnvironmentFailed(
-                        f"reset: it returned {one!r:.200} for the item and seed for which it "
-                        f"returned {other!r:.200} to another completion of the group: both must "
+                        f"reset: it returned {_shown(turn)} for the item and seed for which it "
+                        f"returned {_shown(first)} to another completion of the group: both must "
                         "be the same"
                     )
                 episode.messages = list(turn.messages)
@@ -380,3 +382,9 @@ class EpisodeGroup:
 def _limit(turn: Turn, left: int) -> int:
     """Tokens of the model's next turn at most."""
     return left if turn.max_tokens is None else min(left, turn.max_tokens)
+
+
+def _shown(turn: Turn) -> str:
+    """What it asks for."""
+    limit = "" if turn.max_tokens is None else f" with max_tokens={turn.max_tokens}"
+    return f"{turn.token_ids or turn.messages!r:.200}{limit}"

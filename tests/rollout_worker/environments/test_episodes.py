@@ -295,6 +295,15 @@ def test_episodes_that_cannot_begin_draw_one_token_each(tokenizer):
     assert [conversation.ended for conversation in pool.conversations] == [1, 1, 1]
 
 
+def test_completions_of_a_group_begin_with_the_same_limit(tokenizer):
+    scripts = [[said("Guess.", max_tokens=9), OVER], [said("Guess.", max_tokens=8), OVER]]
+    group, _ = begin(scripts, tokenizer)
+    for request in group.take_requests():
+        for sample in request.samples:
+            group.add_row(drawn(request, sample, [], 41))
+    assert "with max_tokens=8 for the item and seed for which" in group.scores()[1].error
+
+
 def test_a_group_closes_without_those_that_it_waits_for_no_longer(tokenizer):
     [stop] = tokenizer.stop_ids
     now = [100.0]
@@ -331,7 +340,9 @@ def test_a_group_closes_without_those_that_it_waits_for_no_longer(tokenizer):
         assert row.finish_reason is reason and row.token_ids.tolist() == [*ids, stop]
         as_completion(row).check_segments()
     errors = [score.error for score in group.scores()]
-    late = "environment_error: its group closed with 2 of 5 after 30 s"
+    late = (
+        "environment_error: its group closed with 2 of 5 after 30 s (environment.close_at_least=2)"
+    )
     assert errors == ["", late, late, "environment_error: step 1: it fell", ""]
     assert [conversation.ended for conversation in pool.conversations] == [1] * 5
 
