@@ -53,7 +53,7 @@ class ToolEnvironment:
         scorer: of the answer, a name as in `reward.functions`; one that judges single completions.
         scorer_params: its keyword arguments.
         call_format: in which the model writes calls, `hermes` or `llama`.
-        system_prompt: the first message; None sends none.
+        system_prompt: the first message, unless the record has one; None sends none.
         question, answer: fields of the record; None takes those that a data source takes.
         calls_per_turn: further calls of a turn are not run.
         result_chars: of what a call returns; the rest is cut off.
@@ -86,7 +86,7 @@ class ToolEnvironment:
         if (check := BUILT_INS.get(self._scorer.name)) and check.check_gold:
             check.check_gold(self._row.answer, item, self._scorer.params)
         asked = self._row.messages or (_message("user", self._row.question),)
-        return [*self._system, *asked]
+        return [*([] if self._row.has_system else self._system), *asked]
 
     async def step(
         self, message: Mapping[str, str]

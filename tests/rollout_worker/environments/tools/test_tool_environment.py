@@ -128,6 +128,8 @@ def test_formats_scorers_and_fields_are_those_of_the_configuration():
         assert begun.messages == [{"role": "system", "content": "Use tools."}, *said]
         assert contents(answered) == ["5"]
         assert (over.reward, over.done) == (1.0, True)
+        own = [{"role": "system", "content": "Be brief."}, *said]
+        assert heard(pool, [], {"q": own, "a": "five"})[0].messages == own, "as data sources do"
     finally:
         pool.close()
 
