@@ -211,7 +211,7 @@ class EngineUse:
     reused_tokens: int = 0
     """Of prompts that were not prefilled, since they were parked."""
     parked: int | None = None
-    """Episodes that are kept between their turns; None where there are none of several turns."""
+    """Episodes that are kept between their turns; None where the engine keeps none."""
     parked_bytes: int = 0
     """Device memory of these."""
 
@@ -252,7 +252,7 @@ class News:
     environment: EnvironmentUse = NO_USE
     """Of environments, training and evaluation together."""
     engine: EngineUse = EngineUse()
-    """None where the engine keeps no episodes."""
+    """Of all that it decoded, evaluations included."""
     learner_silent_s: float = 0.0
     """For how long the learner has not answered this worker; 0 where it does."""
     activity: Activity

@@ -19,7 +19,7 @@ class EnvironmentConfig(Section):
     """A class: `package.module:Class`, or an async function in its place; or one of a file, as
     `deploy/demo/guessing.py:Guessing`."""
     params: dict[str, Any] = Field(default={})
-    """Keyword arguments of the class."""
+    """Keyword arguments of the class, or of the function behind `policy` and `item`."""
     max_turns: int = Field(default=8, ge=1, le=1000)
     """Turns of the model. An episode that the environment has not ended by then counts as
     truncated, as one does whose tokens, those of the environment included, reach
