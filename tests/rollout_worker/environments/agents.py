@@ -42,7 +42,7 @@ async def by_ids(policy, item, log=""):
     return random.Random(policy.seed).random()
 
 
-async def by_openai(policy, item, log=""):
+async def by_openai(policy, item, log="", says=1.0):
     """An agent of OpenAI's client, which asks for the tokens too."""
     from openai import AsyncOpenAI
 
@@ -53,7 +53,7 @@ async def by_openai(policy, item, log=""):
             model="policy",
             messages=messages,
             max_tokens=6,
-            temperature=1.0,
+            temperature=says,
             logprobs=True,
             extra_body={"return_token_ids": True},
         )

@@ -388,7 +388,15 @@ def policy(programs_compiled_once):
     return loaded, named, manifest
 
 
-def make_core(policy, kind="Dialog", timeout_s=HANG_S, module=KINDS, closes=None, **params):
+def make_core(
+    policy,
+    kind="Dialog",
+    timeout_s=HANG_S,
+    module=KINDS,
+    closes=None,
+    temperature=1.0,
+    **params,
+):
     from services.wire.tls import RunAuthority
     from tests.rollout_worker.test_actor import worker_spec
 
@@ -406,6 +414,7 @@ def make_core(policy, kind="Dialog", timeout_s=HANG_S, module=KINDS, closes=None
             completions_per_prompt=4,
             max_prompt_tokens=64,
             max_completion_tokens=96,
+            temperature=temperature,
             # All that a test begins is parked: no draw depends on how long an environment takes.
             decode=DecodeConfig(slots=4, segment_tokens=8, compute_dtype="float32", parked=12),
         ),

@@ -144,7 +144,8 @@ def turns_of(group, completion):
 @pytest.mark.parametrize("agent", ["revises", "by_ids", "by_openai"])
 def test_an_agent_is_given_exactly_what_is_trained(policy, agent, tmp_path, request):
     log = tmp_path / "turns"
-    core = make_core(policy, agent, module=AGENTS, log=str(log))
+    says = {"says": 0.9} if agent == "by_openai" else {}
+    core = make_core(policy, agent, module=AGENTS, temperature=0.9, log=str(log), **says)
     try:
         groups = played(core, (0, 1))
         log.rename(tmp_path / "first")
