@@ -217,7 +217,7 @@ class Conversation:
             "heard": list(self._heard),
             "ends": ends,
         }
-        job = Job((self._environment,), ("",), "", "", call)
+        job = Job((self._environment,), ("",), "", "", call, ends_another=ends)
         if not ends:
             job.future.add_done_callback(self._meter.begin_call())
         self._lane.jobs.put(job)

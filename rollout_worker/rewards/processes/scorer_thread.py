@@ -61,6 +61,8 @@ class Job:
     future: Future[Outcome] = dataclasses.field(default_factory=Future)
     apart: bool = False
     """Nothing else may be in flight beside it."""
+    ends_another: bool = False
+    """It has the child end another job, so that it is sent while the pool closes as well."""
     deaths: int = 0
     """Children that have died while they had this job alone."""
 
@@ -204,7 +206,7 @@ class ScorerThread(threading.Thread):
             job.future.set_result(outcome)
             return
         try:
-            if self._closed.is_set():
+            if self._closed.is_set() and not (job.ends_another and self._flights):
                 raise RuntimeError("the reward pool was closed before this completion was scored")
             child = self.child
             if not self._flights and (child is None or self._worn or not child.alive):

@@ -16,7 +16,7 @@ from rollout_worker.environments.environment_pool import (
     validate_environment,
 )
 from rollout_worker.environments.turn_values import Said
-from tests.deadlines import HANG_S
+from tests.deadlines import HANG_S, wait_until
 
 KINDS = "tests.rollout_worker.environments.kinds"
 REWARD = RewardConfig(functions=(RewardFunctionConfig(name="environment"),))
@@ -214,6 +214,15 @@ def test_episode_that_the_worker_ends_is_closed(tmp_path):
         answer(other)
     closed = [line.split()[1] for line in path.read_text().splitlines()].count("close")
     assert closed == 3, "two episodes, and the one that was made to see its tools"
+
+
+def test_a_pool_that_closes_does_not_wait_for_episodes_that_were_ended(tmp_path):
+    path = tmp_path / "calls"
+    with recording(path, timeout_s=20.0) as (one, _):
+        one.say(Said("wait"))
+        wait_until(lambda: "wait" in path.read_text(), "the environment to wait")
+        one.end()
+    assert one.call.result(0).errors == {f"{KINDS}:Recording": "its episode was ended meanwhile"}
 
 
 def test_the_call_of_an_episode_that_the_worker_ends_is_cancelled(tmp_path):
