@@ -631,3 +631,15 @@ def test_an_evaluation_beside_training_plays_the_games_of_one_that_is_alone(grou
     assert [item.sample_index for item in alone] == [0, 1, 0, 1]
     assert all(set(item.rewards) == {"environment"} for item in alone)
     assert len({item.total_reward for item in alone}) > 1
+
+
+@pytest.mark.slow
+def test_an_evaluation_of_a_run_that_closes_groups_waits_for_all(policy):
+    closes = {"close_at_least": 2, "close_after_s": 0.01}
+    core = make_core(policy, pause_s=0.05, closes=closes)
+    try:
+        how = {"samples": 4, "sampling": SamplingSettings(temperature=1.0)}
+        items = core.worker.evaluate(0, (0, 1, 2), **how)
+    finally:
+        core.close()
+    assert [item.reward_error for item in items] == [""] * 12
