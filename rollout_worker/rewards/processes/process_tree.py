@@ -62,6 +62,33 @@ def orphans_with(variable: str, value: str) -> list[psutil.Process]:
     return found
 
 
+def has_ending_child() -> bool:
+    """Whether a child of this process has given back its memory, and its own children not yet.
+
+    Its environment cannot be read any more, and its descriptors may be closed already.
+    """
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.status() != psutil.STATUS_ZOMBIE and not process.memory_info().rss:
+                return True
+    return False
+
+
+def end_orphans_with(variable: str, value: str, timeout_s: float) -> None:
+    """Kills the children of this process whose environment has a variable of that value, and those
+    that come when their parents end.
+    """
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if strays := orphans_with(variable, value):
+            end_processes(strays)
+            psutil.wait_procs(strays, timeout_s)
+        elif has_ending_child():
+            time.sleep(_PAUSE_S)
+        else:
+            return
+
+
 def reap_session(session: int) -> None:
     """Collects the children of this process that have ended in a session: nobody else would."""
     for process in psutil.Process().children():

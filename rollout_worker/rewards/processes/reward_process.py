@@ -20,8 +20,7 @@ from rollout_worker.config.reward_config import RewardConfig, RewardFunctionConf
 from rollout_worker.rewards.processes.process_tree import (
     adopt_orphans,
     end_descendants,
-    end_processes,
-    orphans_with,
+    end_orphans_with,
     reap_session,
 )
 from rollout_worker.rewards.processes.reward_replies import (
@@ -259,10 +258,7 @@ class RewardProcess:
             self._process.kill()
             self._process.wait(STOP_TIMEOUT_S)
         # Left over only where a scorer has killed the process that would have ended them.
-        deadline = time.monotonic() + STOP_TIMEOUT_S
-        while (strays := orphans_with(_MARK, self._mark)) and time.monotonic() < deadline:
-            end_processes(strays)
-            psutil.wait_procs(strays, STOP_TIMEOUT_S)
+        end_orphans_with(_MARK, self._mark, STOP_TIMEOUT_S)
         reap_session(self._process.pid)
         self._shown.join(STOP_TIMEOUT_S)
         for pipe in (self._process.stdin, self._process.stdout):
