@@ -215,7 +215,7 @@ class RolloutWorker:
         """What the engine did since the last call, and what it keeps. For any thread."""
         engine, before = self._engine, self._counts
         now = self._counts = dataclasses.replace(engine.counts)
-        several_turns = engine.programs.geometry.parked > 0
+        several_turns = isinstance(self._rewards, EnvironmentPool)
         return EngineUse(
             tokens=now.tokens - before.tokens,
             slot_steps=now.slot_steps - before.slot_steps,

@@ -359,9 +359,9 @@ class RunConfig(Section):
                 "reward.functions and the scorers of data.eval out"
             )
         least, group = self.close_at_least, self.rollout.completions_per_prompt
-        if least is not None and least > group:
+        if least is not None and least >= group:
             raise ValueError(
-                f"environment.close_at_least={least} is more than the {group} of "
+                f"environment.close_at_least={least} must be less than the {group} of "
                 "rollout.completions_per_prompt: lower it, or null waits for all"
             )
         return self

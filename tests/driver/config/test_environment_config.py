@@ -42,7 +42,7 @@ def test_the_reward_of_an_environment_takes_the_place_of_the_default():
         ),
         ({"environment": GAME | {"max_turns": 0}}, "max_turns"),
         ({"environment": GAME | {"close_at_least": 1}}, "close_at_least"),
-        ({"environment": GAME | {"close_at_least": 9}}, "close_at_least=9 is more than the 8"),
+        ({"environment": GAME | {"close_at_least": 8}}, "close_at_least=8 must be less than the 8"),
         ({"environment": GAME | {"history": "drop"}}, "as_rendered"),
     ],
 )
