@@ -67,9 +67,11 @@ class Scaler:
 
     def turn(self, step: int, queues: Gauge) -> None:
         """Answers requests, and takes the next step towards the target; never waits."""
-        for request in self._box.take_requests():
+        requests = self._box.take_requests()
+        for request in requests:
             self._answer(request, step, queues)
-        if time.monotonic() - self._shown_at < SHOW_S:
+        # A wish is followed at once: a worker that is to leave gets no lease of the next step.
+        if not requests and time.monotonic() - self._shown_at < SHOW_S:
             return
         self._shown_at = time.monotonic()
         self._follow()
@@ -132,10 +134,12 @@ class Scaler:
         if len(staying) >= self.target and self._asked is not None:
             release(self._asked.group)
             self._asked = None
-        if len(staying) > self.target:
-            self._fleet.drain(_first_to_go(staying).name)
-        elif len(staying) < self.target:
+        if len(staying) < self.target:
             self._add(len(staying))
+        while len(staying) > self.target:
+            leaving = _first_to_go(staying)
+            staying.remove(leaving)
+            self._fleet.drain(leaving.name)
 
     def _add(self, there: int) -> None:
         if self._free:

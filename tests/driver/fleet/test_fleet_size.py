@@ -139,3 +139,13 @@ def test_a_colocated_run_is_not_scaled_and_says_what_to_do(monkeypatch):
     with pytest.raises(OutOfBounds, match="one rollout worker.*placement.mode=separate"):
         request.answer.result(0.0)
     assert run.scaler.target == 1
+
+
+def test_all_that_are_to_leave_are_drained_when_it_is_asked_for(monkeypatch):
+    run = Run(monkeypatch, count=4, policy="fixed")
+    run.scaler.turn(1, Gauge(run.now_s, 0, 0, 0))
+    requests = [FleetRequest(Scale(target=2))]
+    monkeypatch.setattr(run.box, "take_requests", lambda: [requests.pop()] if requests else [])
+    run.scaler.turn(1, Gauge(run.now_s, 0, 0, 0))
+    assert run.said == ["asked for: 2 rollout workers"]
+    assert run.fleet.drained == ["rollout-3", "rollout-2"], "before any lease is granted"
