@@ -38,7 +38,7 @@ ALLOWED = {
     "driver/sft/sft_run.py": "the moment a line of metrics was written, for people",
     "driver/config/paths.py": "{time} in the name of a new folder",
     "driver/reports/tensorboard.py": "the wall time of an event, for people",
-    "rollout_worker/environments/openai_endpoint/chat_answer.py": "`created` of an answer, which OpenAI's API has",
+    "rollout_worker/environments/openai_endpoint/chat_answer.py": "`created` of OpenAI's API",
     "driver/reports/timeline.py": "the moments in timeline.jsonl, for people",
     "driver/terminal/top.py": "how long ago the last step was, for people",
     "dashboard/runs/run_follower.py": "how long ago the last step was, for people",
