@@ -11,7 +11,7 @@ import functools
 import json
 import operator
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from rollout_worker.environments.openai_endpoint.endpoint import OpenAIEndpoint
 from rollout_worker.environments.turn_values import (
@@ -22,6 +22,7 @@ from rollout_worker.environments.turn_values import (
     BadTurn,
     Message,
     Said,
+    SampledTurn,
     Turn,
     message_of,
     messages_of,
@@ -30,21 +31,6 @@ from rollout_worker.environments.turn_values import (
 )
 
 _ASKED = "what generate is asked for"
-
-
-class SampledTurn(NamedTuple):
-    """One turn of the model, exactly as it is trained."""
-
-    text: str
-    """Without the stop token that ended it."""
-    token_ids: list[int]
-    """As sampled."""
-    logprobs: list[float]
-    """Natural log of the probability that each was drawn with."""
-    finish_reason: str
-    """`stop`, or `length` where `max_tokens` cut it off."""
-    prompt_token_ids: list[int]
-    """All tokens that it was sampled after."""
 
 
 class Policy:

@@ -67,6 +67,21 @@ class Said(NamedTuple):
     finish_reason: str = "stop"
 
 
+class SampledTurn(NamedTuple):
+    """One turn of the model, exactly as it is trained."""
+
+    text: str
+    """Without the stop token that ended it."""
+    token_ids: list[int]
+    """As sampled."""
+    logprobs: list[float]
+    """Natural log of the probability that each was drawn with."""
+    finish_reason: str
+    """`stop`, or `length` where `max_tokens` cut it off."""
+    prompt_token_ids: list[int]
+    """All tokens that it was sampled after."""
+
+
 def digest_of(turn: Turn) -> str:
     """By which an answer is recognised when an episode is played again."""
     known = (turn.asked, turn.reward, turn.done)

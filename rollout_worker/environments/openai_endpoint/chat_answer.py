@@ -8,43 +8,15 @@ import dataclasses
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
 from rollout_worker.environments.openai_endpoint.chat_messages import AssistantTurn
 from rollout_worker.environments.openai_endpoint.chat_request import ChatRequest
+from rollout_worker.environments.turn_values import SampledTurn
 
 MODEL = "policy"
 """Name of the one model that there is; requests may give it any other."""
-
-
-class TokenRecord(Protocol):
-    """What the policy returns for a turn."""
-
-    @property
-    def text(self) -> str:
-        """Without the stop token."""
-        ...
-
-    @property
-    def token_ids(self) -> list[int]:
-        """As sampled."""
-        ...
-
-    @property
-    def logprobs(self) -> list[float]:
-        """Natural log, one for each token."""
-        ...
-
-    @property
-    def finish_reason(self) -> str:
-        """`stop` or `length`."""
-        ...
-
-    @property
-    def prompt_token_ids(self) -> list[int]:
-        """All tokens that the turn was sampled after."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +24,9 @@ class ChatAnswer:
     """The answer to one request."""
 
     request: ChatRequest
-    sampled: TokenRecord
+    sampled: SampledTurn
     turn: AssistantTurn
     """The same, as the client gets it."""
-    token_text: Callable[[int], str] | None
-    """Text of a token; None where there is no tokenizer."""
 
     def body(self) -> bytes:
         """JSON, or the whole stream of a request that asks for one."""
@@ -112,19 +82,11 @@ class ChatAnswer:
         found: dict[str, Any] = {"logprobs": None}
         if self.request.logprobs:
             pairs = zip(self.sampled.token_ids, self.sampled.logprobs, strict=True)
-            content = [self._token(token_id, logprob) for token_id, logprob in pairs]
+            content = [_token(token_id, logprob) for token_id, logprob in pairs]
             found["logprobs"] = {"content": content, "refusal": None}
         if self.request.return_token_ids:
             found["token_ids"] = self.sampled.token_ids
         return found
-
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        """A token; without its text in the form of vLLM's `return_tokens_as_token_ids`."""
-        text = f"token_id:{token_id}" if self.token_text is None else self.token_text(token_id)
-        # A part of a character has bytes, but no text that says which.
-        known = self.token_text is not None and "\N{REPLACEMENT CHARACTER}" not in text
-        as_bytes = list(text.encode()) if known else None
-        return {"token": text, "bytes": as_bytes, "logprob": logprob, "top_logprobs": []}
 
     def _usage(self) -> dict[str, int]:
         prompt, completion = len(self.sampled.prompt_token_ids), len(self.sampled.token_ids)
@@ -133,6 +95,12 @@ class ChatAnswer:
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
         }
+
+
+def _token(token_id: int, logprob: float) -> dict[str, Any]:
+    """A token in the form of vLLM's `return_tokens_as_token_ids`: no tokenizer is here."""
+    text = f"token_id:{token_id}"
+    return {"token": text, "bytes": None, "logprob": logprob, "top_logprobs": []}
 
 
 def error_body(message: str, field: str | None = None, code: str | None = None) -> bytes:

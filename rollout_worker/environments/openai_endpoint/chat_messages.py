@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rollout_worker.environments.openai_endpoint.chat_request import BadChatRequest
+from rollout_worker.environments.openai_endpoint.chat_request import BadChatRequest, shown
 from rollout_worker.environments.turn_values import ASSISTANT, CALLS, Message
 
 if TYPE_CHECKING:
@@ -107,14 +107,14 @@ def _checked_fields(message: Any, place: int) -> dict[str, Any]:
     """A message with its role, without fields that say nothing."""
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(role, str) or role not in _ROLES:
-        _refuse(place, f"must have one of the roles {', '.join(_ROLES)}, got {_shown(message)}")
+        _refuse(place, f"must have one of the roles {', '.join(_ROLES)}, got {shown(message)}")
     known = ("role", "content", *_FIELDS.get(role, ("name",)))
     fields = {name: value for name, value in message.items() if value not in (None, [])}
     for name, value in fields.items():
         if name not in known:
             _refuse(place, f"has the field {name!r:.80}, but {role} takes {', '.join(known)} alone")
         if name in ("name", "tool_call_id") and not isinstance(value, str):
-            _refuse(place, f"has {name}={_shown(value)}, which must be a text")
+            _refuse(place, f"has {name}={shown(value)}, which must be a text")
     return fields | {"role": _ROLES[role]}
 
 
@@ -129,8 +129,8 @@ def _sampled_text(turn: AssistantTurn, fields: Mapping[str, Any], place: int) ->
     if [_comparable(call) for call in calls] != [_comparable(call) for call in turn.calls]:
         _refuse(
             place,
-            f"must have the tool_calls that were returned, {_shown(list(turn.calls))}, got "
-            f"{_shown(calls)}: send messages of the assistant back unchanged",
+            f"must have the tool_calls that were returned, {shown(list(turn.calls))}, got "
+            f"{shown(calls)}: send messages of the assistant back unchanged",
         )
     if content not in ("", turn.content, turn.text):
         _refuse(
@@ -144,7 +144,7 @@ def _sampled_text(turn: AssistantTurn, fields: Mapping[str, Any], place: int) ->
 def _calls(fields: Mapping[str, Any], place: int) -> list[Any]:
     calls = fields.get(CALLS, [])
     if not isinstance(calls, list):
-        _refuse(place, f"must have a list as tool_calls, got {_shown(calls)}")
+        _refuse(place, f"must have a list as tool_calls, got {shown(calls)}")
     return calls
 
 
@@ -160,7 +160,7 @@ def _known_call(call: Any, place: int) -> dict[str, Any]:
             if isinstance(arguments, dict):
                 return _call_json(name, function, arguments)
     rule = "{'id': ..., 'type': 'function', 'function': {'name': ..., 'arguments': <JSON object>}}"
-    _refuse(place, f"has a call that is not {rule}: {_shown(call)}")
+    _refuse(place, f"has a call that is not {rule}: {shown(call)}")
 
 
 def _comparable(call: Any) -> Any:
@@ -199,14 +199,9 @@ def _text(content: Any, place: int) -> str:
                 texts.append(text)
             case _:
                 rule = "must have a text as content, or a list of {'type': 'text', 'text': ...}"
-                _refuse(place, f"{rule}, got {_shown(part)}")
+                _refuse(place, f"{rule}, got {shown(part)}")
     return "".join(texts)
 
 
 def _refuse(place: int, problem: str) -> NoReturn:
     raise BadChatRequest(f"messages[{place}] {problem}", f"messages[{place}]")
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -97,12 +97,12 @@ def parse_chat_request(
             allowed, why = fixed[name]
             if not any(_is_same(value, one) for one in allowed):
                 rule = f"must be {' or '.join(map(json.dumps, allowed))} or missing"
-                _refuse(name, f"{name}={_shown(value)} {rule}: {why}")
+                _refuse(name, f"{name}={shown(value)} {rule}: {why}")
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
-        _refuse("messages", f"messages must be a list of messages, got {_shown(messages)}")
+        _refuse("messages", f"messages must be a list of messages, got {shown(messages)}")
     if not isinstance(model := fields.get("model"), str):
-        _refuse("model", f"model must be a text, any will do, got {_shown(model)}")
+        _refuse("model", f"model must be a text, any will do, got {shown(model)}")
     _check_tools(fields.get("tools"), tools)
     stream = _flag(fields, "stream")
     return ChatRequest(
@@ -148,7 +148,7 @@ def _object_of(body: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise BadChatRequest(f"the body must be a JSON object: {error}") from None
     if not isinstance(found, dict):
-        raise BadChatRequest(f"the body must be a JSON object, got {_shown(found)}")
+        raise BadChatRequest(f"the body must be a JSON object, got {shown(found)}")
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -157,7 +157,7 @@ def _check_tools(asked: Any, tools: Sequence[Mapping[str, Any]]) -> None:
     if asked is None:
         return
     if not isinstance(asked, list) or not all(isinstance(one, dict) for one in asked):
-        _refuse("tools", f"tools must be a list of JSON schemas, got {_shown(asked)}")
+        _refuse("tools", f"tools must be a list of JSON schemas, got {shown(asked)}")
     mine = {_name_of(one): _without_defaults(one) for one in tools}
     theirs = {_name_of(one): _without_defaults(one) for one in asked}
     if mine == theirs and len(theirs) == len(asked):
@@ -180,7 +180,7 @@ def _name_of(tool: Mapping[str, Any]) -> str:
     function = tool.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
-        _refuse("tools", f"a tool must be {{'function': {{'name': ...}}}}, got {_shown(tool)}")
+        _refuse("tools", f"a tool must be {{'function': {{'name': ...}}}}, got {shown(tool)}")
     return name
 
 
@@ -195,7 +195,7 @@ def _max_tokens(fields: Mapping[str, Any]) -> int | None:
     for name in found:
         if type(fields[name]) is not int or fields[name] < 1:
             rule = f"{name} must be a whole number of at least 1, or missing"
-            _refuse(name, f"{rule}, got {_shown(fields[name])}")
+            _refuse(name, f"{rule}, got {shown(fields[name])}")
     values = {fields[name] for name in found}
     if len(values) > 1:
         both = " and ".join(f"{name}={fields[name]}" for name in found)
@@ -209,7 +209,7 @@ def _include_usage(options: Any, stream: bool) -> bool:
     known = ["include_obfuscation", "include_usage"]
     if not isinstance(options, dict) or not set(options) <= set(known):
         rule = f"stream_options must be an object with {' and '.join(known)}"
-        _refuse("stream_options", f"{rule}, got {_shown(options)}")
+        _refuse("stream_options", f"{rule}, got {shown(options)}")
     if not stream:
         _refuse("stream_options", "stream_options needs stream=true: send both or neither")
     return _flag(options, "include_usage")
@@ -218,7 +218,7 @@ def _include_usage(options: Any, stream: bool) -> bool:
 def _flag(fields: Mapping[str, Any], name: str) -> bool:
     value = fields.get(name)
     if value is not None and not isinstance(value, bool):
-        _refuse(name, f"{name} must be true or false, got {_shown(value)}")
+        _refuse(name, f"{name} must be true or false, got {shown(value)}")
     return bool(value)
 
 
@@ -235,6 +235,7 @@ def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A JSON value as errors show it."""
     text = json.dumps(value)
     return text if len(text) <= 200 else f"{text[:200]}..."

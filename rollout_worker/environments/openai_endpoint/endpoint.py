@@ -11,19 +11,19 @@ import functools
 import hashlib
 import secrets
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from rollout_worker.environments.openai_endpoint.chat_answer import TokenRecord
 from rollout_worker.environments.openai_endpoint.chat_messages import (
     AssistantTurn,
     assistant_turn,
 )
 from rollout_worker.environments.openai_endpoint.chat_request import ChatRequest, RunSampling
-from rollout_worker.environments.turn_values import Message
+from rollout_worker.environments.turn_values import Message, SampledTurn
 
 if TYPE_CHECKING:
     from rollout_worker.environments.openai_endpoint.http_app import EndpointServer
+    from rollout_worker.environments.rollout_function import Policy
     from rollout_worker.environments.tools.tool_calls import CallFormat, CallReader
 
 HOST = "127.0.0.1"
@@ -31,31 +31,12 @@ _BACKLOG = 256
 """Connections that may wait to be accepted."""
 
 
-class ChatPolicy(Protocol):
-    """The model in one episode."""
-
-    @property
-    def tools(self) -> Sequence[Mapping[str, Any]]:
-        """JSON schemas of the functions that it is offered."""
-        ...
-
-    async def generate(
-        self, messages: Sequence[Mapping[str, Any]], *, max_tokens: int | None = None
-    ) -> TokenRecord:
-        """Samples the next turn of the conversation, which goes on from the one before.
-
-        Raises:
-            BadTurn: if it does not, or a turn is being sampled.
-        """
-        ...
-
-
 @dataclasses.dataclass(eq=False)
 class PendingTurn:
     """A turn that is sampled for a client."""
 
     asked: tuple[list[Message], int | None, bool]
-    task: asyncio.Task[tuple[TokenRecord, AssistantTurn]]
+    task: asyncio.Task[tuple[SampledTurn, AssistantTurn]]
     is_left: bool = False
     """Its client went away before it was sampled."""
 
@@ -68,7 +49,7 @@ class ServedEpisode:
     OpenAI's does after a lost connection.
     """
 
-    def __init__(self, policy: ChatPolicy, call_format: "CallFormat"):
+    def __init__(self, policy: "Policy", call_format: "CallFormat"):
         self.policy = policy
         self.turns: dict[int, AssistantTurn] = {}
         """Of the model, by their place in the conversation."""
@@ -103,7 +84,7 @@ class ServedEpisode:
 
     async def _sample(
         self, messages: list[Message], max_tokens: int | None, reads_calls: bool
-    ) -> tuple[TokenRecord, AssistantTurn]:
+    ) -> tuple[SampledTurn, AssistantTurn]:
         sampled = await self.policy.generate(messages, max_tokens=max_tokens)
         reader = self._reader if reads_calls else None
         turn = assistant_turn(sampled.text, len(self.turns), reader)
@@ -138,15 +119,12 @@ class OpenAIEndpoint:
         temperature: float = 1.0,
         stop_strings: Sequence[str] = (),
         call_format: "CallFormat" = "hermes",
-        token_text: Callable[[int], str] | None = None,
     ):
         """Args:
         temperature, stop_strings: of the run; a request may say the same or nothing.
         call_format: in which the model writes calls of tools.
-        token_text: returns the text of a token; None names tokens by their id.
         """
         self.sampling = RunSampling(temperature, tuple(stop_strings))
-        self.token_text = token_text
         self._call_format: CallFormat = call_format
         self._episodes: dict[bytes, ServedEpisode] = {}
         """By digest of their keys, so that a look-up's time says nothing of a key."""
@@ -170,7 +148,7 @@ class OpenAIEndpoint:
             self._serving = loop.create_task(self._server.serve([self._listener]))
         return f"http://{HOST}:{self._listener.getsockname()[1]}/v1"
 
-    def register(self, policy: ChatPolicy) -> str:
+    def register(self, policy: "Policy") -> str:
         """Returns the key with which clients play the episode of this policy."""
         api_key = secrets.token_urlsafe(32)
         self._episodes[_digest(api_key)] = ServedEpisode(policy, self._call_format)

@@ -110,7 +110,7 @@ class _Handlers:
             return Response(status_code=_CLIENT_GONE)
         if pending.task.cancelled():
             raise _BadKey
-        answer = ChatAnswer(asked, *pending.task.result(), self._endpoint.token_text)
+        answer = ChatAnswer(asked, *pending.task.result())
         kind = "text/event-stream" if asked.stream else "application/json"
         return Response(answer.body(), media_type=kind)
 

@@ -2,13 +2,13 @@
 
 import asyncio
 import contextlib
-from typing import Any, NamedTuple
+from typing import Any
 
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from rollout_worker.environments.openai_endpoint.endpoint import OpenAIEndpoint
 from rollout_worker.environments.tools.function_schemas import schemas_of
-from rollout_worker.environments.turn_values import BadTurn
+from rollout_worker.environments.turn_values import BadTurn, SampledTurn
 from tests.deadlines import HANG_S
 
 STOP = 0
@@ -35,14 +35,6 @@ def call(a, b):
 
 def user(text) -> Any:
     return {"role": "user", "content": text}
-
-
-class Sampled(NamedTuple):
-    text: str
-    token_ids: list[int]
-    logprobs: list[float]
-    finish_reason: str
-    prompt_token_ids: list[int]
 
 
 class ScriptedPolicy:
@@ -94,7 +86,7 @@ class ScriptedPolicy:
         self.said = [*messages, {"role": "assistant", "content": text}]
         ids = [*map(ord, text), STOP]
         logprobs = [-0.5 - place for place in range(len(ids))]
-        return Sampled(text, ids, logprobs, self._finish_reason, list(map(ord, prompt)))
+        return SampledTurn(text, ids, logprobs, self._finish_reason, list(map(ord, prompt)))
 
 
 def run(coroutine):

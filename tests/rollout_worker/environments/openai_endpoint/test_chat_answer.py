@@ -29,25 +29,6 @@ def test_tokens_are_returned_as_sampled():
     run(play())
 
 
-def test_tokens_have_their_texts_where_there_is_a_tokenizer():
-    def token_text(token_id):
-        return {STOP: "<end>", ord("i"): "\N{REPLACEMENT CHARACTER}"}.get(token_id, chr(token_id))
-
-    async def play():
-        async with playing("éi", token_text=token_text) as (_, client):
-            found = await ask(client, user("Hello"), logprobs=True, top_logprobs=0)
-            logprobs = found.choices[0].logprobs
-            assert logprobs is not None and logprobs.content is not None
-            texts = [(one.token, one.bytes) for one in logprobs.content]
-            assert texts == [
-                ("é", [0xC3, 0xA9]),
-                ("\N{REPLACEMENT CHARACTER}", None),
-                ("<end>", list(b"<end>")),
-            ]
-
-    run(play())
-
-
 def test_a_stream_adds_up_to_the_turn():
     async def play():
         async with playing("Hi.", "Bye.") as (policy, client):
