@@ -1,11 +1,10 @@
 """Environments of verifiers, which drive a rollout themselves and ask a client for each turn.
 
-Here the client is the conversation: what the environment asks it for is what the model reads, and
-what it answers is the model's turn. So every method that an environment overrides is used. These
+Here the client asks the policy: what the environment asks it for is what the model reads, and what
+it answers is the model's turn. So every method that an environment overrides is used. These
 are the classes of `verifiers.legacy`, which releases from 0.4 on no longer have.
 """
 
-import asyncio
 import functools
 import json
 import signal
@@ -21,11 +20,12 @@ from rollout_worker.environments.adapters.parameter_checks import (
     json_of,
     say,
 )
+from rollout_worker.environments.openai_endpoint.endpoint import OpenAIEndpoint
+from rollout_worker.environments.rollout_function import FunctionEnvironment, Policy
 from rollout_worker.environments.tools.function_schemas import schemas_of
 from rollout_worker.environments.tools.tool_calls import CallFormat, CallReader, ToolCall
+from rollout_worker.environments.turn_values import Message, Said
 from services.user_code.import_path import load_attribute
-
-Message = dict[str, str]
 
 
 class VerifiersEnvironment:
@@ -60,10 +60,7 @@ class VerifiersEnvironment:
         check_choice("call_format", call_format, typing.get_args(CallFormat))
         self._env, self.tools = _loaded(env_id, json_of("env_args", env_args))
         self._reader = CallReader(_of_any_arguments(self.tools), call_format)
-        self._asked: asyncio.Queue[list[Message]] = asyncio.Queue()
-        self._said: asyncio.Queue[str] = asyncio.Queue()
-        self._rollout: asyncio.Task | None = None
-        self._read: list[Message] = []
+        self._episode = FunctionEnvironment(self._play, {}, self.tools, OpenAIEndpoint())
 
     async def reset(self, item: dict[str, Any], seed: int) -> list[Message]:
         """Begins the rollout of a row of the environment's own data.
@@ -74,66 +71,40 @@ class VerifiersEnvironment:
                 the rubric.
             seed: not read.
         """
-        row = {"example_id": 0, **item}
-        if not row.get("prompt") or isinstance(row["prompt"], str):
-            row["prompt"] = _prompt(self._env, item)
-        if isinstance(info := row.get("info"), Mapping) and "tool_defs" in info:
-            raise ValueError("the record has tools in info.tool_defs: all must have the same")
-        client = _client_class()(self._answer)
-        self._rollout = asyncio.create_task(self._env.rollout(row, client, "policy", {}))
-        asked = await self._wait()
-        if asked is None:
-            state = await self._finished()
-            raise RuntimeError(
-                "the rollout ended before the first turn, with the stop condition "
-                f"{state.get('stop_condition')}"
-            )
-        self._read = asked
-        return asked
+        return (await self._episode.reset(item, seed)).messages
 
     async def step(
         self, message: Mapping[str, str]
     ) -> tuple[list[Message], float, bool, dict[str, float]]:
         """Gives the turn to the rollout, and answers with what it asks next, or with the reward."""
-        self._said.put_nowait(message["content"])
-        asked = await self._wait()
-        if asked is not None:
-            return self._new_messages(asked, message["content"]), 0.0, False, {}
-        state = await self._finished()
-        await self._env.rubric.score_rollout(state)
-        await self._env.rubric.cleanup(state)
-        return [], state["reward"], True, state["metrics"] or {}
+        turn = await self._episode.say(Said(message["content"]))
+        return turn.messages, turn.reward, turn.done, turn.numbers
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Ends a rollout that has not ended; its environment cleans up."""
-        if self._rollout is not None and not self._rollout.done():
-            self._rollout.cancel()
-            await asyncio.wait([self._rollout])
+        self._episode.close()
 
-    async def _wait(self) -> list[Message] | None:
-        """What the rollout asks next; None where it has ended."""
-        assert self._rollout is not None
-        asks = asyncio.create_task(self._asked.get())
-        try:
-            await asyncio.wait([asks, self._rollout], return_when=asyncio.FIRST_COMPLETED)
-            return asks.result() if asks.done() else None
-        finally:
-            asks.cancel()
-
-    async def _finished(self) -> Any:
-        """The state of a rollout that has ended."""
-        assert self._rollout is not None
-        state = await self._rollout
+    async def _play(
+        self, policy: Policy, item: Mapping[str, Any]
+    ) -> tuple[float, dict[str, float]]:
+        row = {"example_id": 0, **item}
+        if not row.get("prompt") or isinstance(row["prompt"], str):
+            row["prompt"] = _prompt(self._env, item)
+        if isinstance(info := row.get("info"), Mapping) and "tool_defs" in info:
+            raise ValueError("the record has tools in info.tool_defs: all must have the same")
+        client = _client_class()(functools.partial(self._answer, policy))
+        state = await self._env.rollout(row, client, "policy", {})
         if (error := state.get("error")) is not None:
             cause = error.__cause__
             more = f" ({type(cause).__name__}: {cause})" if cause else ""
             raise RuntimeError(f"the rollout failed: {error!r}{more}") from error
-        return state
+        await self._env.rubric.score_rollout(state)
+        await self._env.rubric.cleanup(state)
+        return state["reward"], state["metrics"] or {}
 
-    async def _answer(self, messages: Sequence[Any]) -> dict[str, Any]:
+    async def _answer(self, policy: Policy, messages: Sequence[Any]) -> dict[str, Any]:
         """Called by the rollout for each turn: the fields of the model's message."""
-        self._asked.put_nowait([_plain(message) for message in messages])
-        text = await self._said.get()
+        text = (await policy.generate([_plain(message) for message in messages])).text
         # As a server of models does, this leaves what is no call of a tool in the text.
         calls = self._reader.read(text) if self.tools else []
         right = [call for call in calls if isinstance(call, ToolCall)]
@@ -142,17 +113,6 @@ class VerifiersEnvironment:
             for place, call in enumerate(right)
         ]
         return {"content": text, "tool_calls": made or None}
-
-    def _new_messages(self, asked: list[Message], said: str) -> list[Message]:
-        """What follows the model's turn in a conversation that only grows."""
-        before = [*self._read, *say(said, "assistant")]
-        if asked[: len(before)] != before or len(asked) == len(before):
-            raise ValueError(
-                "the environment does not go on behind the model's turn: only conversations that "
-                "grow by messages can be trained on, and its get_prompt_messages makes another one"
-            )
-        self._read = asked
-        return asked[len(before) :]
 
 
 def _of_any_arguments(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -115,7 +115,7 @@ def test_what_fails_ends_the_episode_with_an_error(guessing):
 def test_a_conversation_that_does_not_only_grow_ends_with_an_error():
     with (
         running(f"{KINDS}:guessing", env_args={"kind": "Forgetful"}) as pool,
-        pytest.raises(EnvironmentFailed, match="step 1: .*does not go on behind the model's turn"),
+        pytest.raises(EnvironmentFailed, match="step 1: .*ModelError.*must begin with the 2"),
     ):
         heard(pool, ["3"], ROW)
 
