@@ -136,7 +136,8 @@ THIRD_PARTY = {
         "verifiers": "environments/adapters/verifiers_environment.py",
         "websockets": "environments/adapters/openenv_session.py",
         "sympy": "rewards/*",
-        "pydantic": "config/* environments/tools/*",
+        "pydantic": "config/* environments/tools/* environments/adapters/* "
+        "environments/given_values.py",
         "psutil": "*",
         "uvicorn": "environments/openai_endpoint/http_app.py",
     },

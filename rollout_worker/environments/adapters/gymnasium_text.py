@@ -5,26 +5,25 @@ import functools
 import inspect
 import json
 import re
-import typing
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from rollout_worker.environments.adapters.parameter_checks import (
     BadAdapter,
-    check_choice,
-    check_count,
-    check_number,
+    Extract,
+    NonEmpty,
     check_template,
-    check_text,
     json_of,
     say,
 )
+from rollout_worker.environments.given_values import check_values
 from rollout_worker.rewards.answers import answer_text
 from rollout_worker.rewards.text_scorers import normalised
 from services.user_code.import_path import nearest_hint
 
 Message = dict[str, str]
-Extract = Literal["marker", "whole"]
 
 _NUMBER = re.compile(r"[+-]?\d{1,18}")
 _COLOURED = re.compile(r"\x1b\[([\d;]*)m(.*?)\x1b\[0?m", re.DOTALL)
@@ -50,15 +49,15 @@ class GymnasiumText:
 
     def __init__(
         self,
-        env_id: str,
+        env_id: NonEmpty,
         env_params: Mapping[str, Any] | None = None,
         *,
         actions: Mapping[str, int] | None = None,
-        describe: str = "{observation}",
+        describe: NonEmpty = "{observation}",
         extract: Extract = "marker",
-        most_invalid: int = 3,
-        invalid_reward: float = 0.0,
-        system_prompt: str | None = None,
+        most_invalid: Annotated[int, Field(ge=1)] = 3,
+        invalid_reward: Annotated[float, Field(ge=-1e6, le=1e6)] = 0.0,
+        system_prompt: NonEmpty | None = None,
     ):
         """Args:
         env_id: as of `gymnasium.make`, `FrozenLake-v1`; `package:Name-v0` imports the package.
@@ -72,15 +71,13 @@ class GymnasiumText:
         system_prompt: the first message; None sends none.
 
         Raises:
-            BadAdapter: if gymnasium cannot make it, or one of the others breaks a rule.
+            BadScorer: if gymnasium cannot make it, or one of the others breaks a rule.
         """
-        check_text("env_id", env_id)
+        given = {"env_id": env_id, "env_params": env_params, "actions": actions}
+        given |= {"describe": describe, "extract": extract, "most_invalid": most_invalid}
+        given |= {"invalid_reward": invalid_reward, "system_prompt": system_prompt}
+        check_values("", GymnasiumText.__init__, given)
         check_template("describe", describe, ("observation", "render"))
-        check_choice("extract", extract, typing.get_args(Extract))
-        check_count("most_invalid", most_invalid)
-        check_number("invalid_reward", invalid_reward, -1e6, 1e6)
-        if system_prompt is not None:
-            check_text("system_prompt", system_prompt)
         self._env_id, self._describe, self._extract = env_id, describe, extract
         self._env_params = json_of("env_params", env_params)
         self._space = _checked_actions(env_id, self._env_params, describe)
@@ -204,7 +201,7 @@ def _gymnasium() -> Any:
     except ImportError as error:
         raise BadAdapter(
             f"GymnasiumText needs the package gymnasium, which does not import ({error}): "
-            "pip install 'tandem[gymnasium]'"
+            "pip install '.[gymnasium]'"
         ) from error
     return gymnasium
 
@@ -229,7 +226,7 @@ def _actions_by_word(actions: Mapping[str, int] | None, space: Any) -> dict[str,
         return None
     if not _is_discrete(space):
         raise BadAdapter(f"actions must be left out: the action space is {space}, not Discrete")
-    if not isinstance(actions, Mapping) or not actions:
+    if not actions:
         raise BadAdapter(f"{actions=} must be a mapping such as {{'left': 0, 'right': 1}}")
     found: dict[str, int] = {}
     for word, action in actions.items():

@@ -6,24 +6,24 @@ Each episode has a connection, and so an environment of its own in the server.
 import asyncio
 import contextlib
 import json
-import typing
 import urllib.parse
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from rollout_worker.environments.adapters.parameter_checks import (
     BadAdapter,
-    check_choice,
-    check_count,
+    Extract,
+    NonEmpty,
     check_template,
-    check_text,
     json_of,
     say,
 )
+from rollout_worker.environments.given_values import check_values
 from rollout_worker.rewards.answers import answer_text
 
 Message = dict[str, str]
-Extract = Literal["marker", "whole"]
 
 TEXT = "{text}"
 """The value in `action` that stands for what the model writes."""
@@ -48,14 +48,14 @@ class OpenEnvSession:
 
     def __init__(
         self,
-        url: str,
+        url: NonEmpty,
         *,
         action: Mapping[str, Any] | None = None,
-        describe: str = "{observation}",
+        describe: NonEmpty = "{observation}",
         reset_fields: Sequence[str] = (),
         extract: Extract = "marker",
-        most_invalid: int = 3,
-        system_prompt: str | None = None,
+        most_invalid: Annotated[int, Field(ge=1)] = 3,
+        system_prompt: NonEmpty | None = None,
     ):
         """Args:
         url: of the server, `http://host:port` or with `https`, `ws` or `wss`.
@@ -69,18 +69,15 @@ class OpenEnvSession:
         system_prompt: the first message; None sends none.
 
         Raises:
-            BadAdapter: if one of them breaks a rule, or the package websockets is not installed.
+            BadScorer: if one of them breaks a rule, or the package websockets is not installed.
         """
         _websockets()
+        given = {"url": url, "action": action, "describe": describe, "reset_fields": reset_fields}
+        given |= {"extract": extract, "most_invalid": most_invalid, "system_prompt": system_prompt}
+        check_values("", OpenEnvSession.__init__, given)
         self._url = _checked_url(url)
         self._action = None if action is None else _checked_action(action)
         check_template("describe", describe, ("observation",))
-        if isinstance(reset_fields, str) or not all(isinstance(one, str) for one in reset_fields):
-            raise BadAdapter(f"{reset_fields=} must be a list of names")
-        check_choice("extract", extract, typing.get_args(Extract))
-        check_count("most_invalid", most_invalid)
-        if system_prompt is not None:
-            check_text("system_prompt", system_prompt)
         self._describe, self._extract, self._most_invalid = describe, extract, most_invalid
         self._reset_fields = reset_fields
         self._system = [] if system_prompt is None else say(system_prompt, "system")
@@ -200,9 +197,8 @@ def _named_problems(answer: Mapping[str, Any]) -> str:
     return "; ".join(named) or str(answer["data"].get("message"))
 
 
-def _checked_url(url: Any) -> str:
+def _checked_url(url: str) -> str:
     """The address of the WebSocket of a server."""
-    check_text("url", url)
     refused = BadAdapter(f"{url=} must be the address of a server, such as http://127.0.0.1:8000")
     try:
         parts = urllib.parse.urlsplit(url)
@@ -214,7 +210,7 @@ def _checked_url(url: Any) -> str:
     return f"{_SCHEMES[parts.scheme]}://{parts.netloc}{parts.path.rstrip('/')}/ws"
 
 
-def _checked_action(action: Any) -> dict[str, Any]:
+def _checked_action(action: Mapping[str, Any]) -> dict[str, Any]:
     fields = json.loads(json_of("action", action))
     if TEXT not in fields.values():
         raise BadAdapter(
@@ -229,6 +225,6 @@ def _websockets() -> Any:
     except ImportError as error:
         raise BadAdapter(
             "OpenEnvSession needs the package websockets, which does not import "
-            f"({error}): pip install 'tandem[openenv]'"
+            f"({error}): pip install '.[openenv]'"
         ) from error
     return websockets

@@ -1,53 +1,26 @@
 """Checks of what a configuration gives to an adapter: one error with the value and the rule."""
 
 import json
-import math
 import string
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
+
+from rollout_worker.rewards.scorers import BadScorer
 from services.user_code.import_path import nearest_hint
 
+Extract = Literal["marker", "whole"]
+"""What counts of a turn: the line after the last `####`, or all of it."""
+NonEmpty = Annotated[str, Field(min_length=1)]
 
-class BadAdapter(ValueError):
+
+class BadAdapter(BadScorer):
     """An adapter cannot be used with its parameters; the message says why and what to do."""
 
 
-def check_count(name: str, value: Any, least: int = 1) -> None:
-    """Refuses what is no whole number from `least` on."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise BadAdapter(f"{name}={value!r:.80} must be a whole number, at least {least}")
-
-
-def check_number(name: str, value: Any, low: float, high: float) -> None:
-    """Refuses what is no number between two, which are allowed."""
-    if (
-        not isinstance(value, int | float)
-        or isinstance(value, bool)
-        or not math.isfinite(value)
-        or not low <= value <= high
-    ):
-        raise BadAdapter(f"{name}={value!r:.80} must be a number from {low:g} to {high:g}")
-
-
-def check_text(name: str, value: Any) -> None:
-    """Refuses what is no text; an empty one too."""
-    if not isinstance(value, str) or not value:
-        raise BadAdapter(f"{name}={value!r:.80} must be a text")
-
-
-def check_choice(name: str, value: Any, known: Sequence[str]) -> None:
-    """Refuses what is not one of some names."""
-    if value not in known:
-        raise BadAdapter(
-            f"{name}={value!r:.80} must be one of {', '.join(known)}"
-            f"{nearest_hint(str(value), list(known))}"
-        )
-
-
-def check_template(name: str, value: Any, known: Sequence[str]) -> None:
-    """Refuses what is no text for `str.format`, or has other fields than those."""
-    check_text(name, value)
+def check_template(name: str, value: str, known: Sequence[str]) -> None:
+    """Refuses a text that is none for `str.format`, or has other fields than those."""
     try:
         fields = [field for _, field, _, _ in string.Formatter().parse(value) if field is not None]
     except ValueError as error:
@@ -65,10 +38,8 @@ def check_template(name: str, value: Any, known: Sequence[str]) -> None:
             )
 
 
-def json_of(name: str, value: Any) -> str:
+def json_of(name: str, value: Mapping[str, Any] | None) -> str:
     """A mapping of JSON values as a text, the same for equal mappings; None is an empty one."""
-    if value is not None and not isinstance(value, Mapping):
-        raise BadAdapter(f"{name}={value!r:.80} must be a mapping")
     try:
         return json.dumps(dict(value or {}), sort_keys=True)
     except (TypeError, ValueError) as error:

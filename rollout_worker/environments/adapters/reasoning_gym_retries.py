@@ -5,23 +5,22 @@ follows a wrong answer is said here.
 """
 
 import asyncio
-import typing
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from rollout_worker.environments.adapters.parameter_checks import (
     BadAdapter,
-    check_choice,
-    check_count,
-    check_number,
+    Extract,
+    NonEmpty,
     check_template,
-    check_text,
     say,
 )
+from rollout_worker.environments.given_values import check_values
 from rollout_worker.rewards.scorers import reasoning_gym_answer
 
 Message = dict[str, str]
-Extract = Literal["marker", "whole"]
 
 AGAIN = "That is not right. Try again."
 
@@ -37,13 +36,13 @@ class ReasoningGymRetries:
 
     def __init__(
         self,
-        tries: int = 3,
+        tries: Annotated[int, Field(ge=1)] = 3,
         *,
         extract: Extract = "marker",
-        right_from: float = 1.0,
-        discount: float = 1.0,
-        again: str = AGAIN,
-        system_prompt: str | None = None,
+        right_from: Annotated[float, Field(ge=0, le=1)] = 1.0,
+        discount: Annotated[float, Field(ge=0, le=1)] = 1.0,
+        again: NonEmpty = AGAIN,
+        system_prompt: NonEmpty | None = None,
     ):
         """Args:
         tries: answers that the model may give; `environment.max_turns` must be no less.
@@ -54,15 +53,12 @@ class ReasoningGymRetries:
         system_prompt: the first message; None sends none.
 
         Raises:
-            BadAdapter: if one of them breaks a rule.
+            BadScorer: if one of them breaks a rule.
         """
-        check_count("tries", tries)
-        check_choice("extract", extract, typing.get_args(Extract))
-        check_number("right_from", right_from, 0, 1)
-        check_number("discount", discount, 0, 1)
+        given = {"tries": tries, "extract": extract, "right_from": right_from}
+        given |= {"discount": discount, "again": again, "system_prompt": system_prompt}
+        check_values("", ReasoningGymRetries.__init__, given)
         check_template("again", again, ("score", "left"))
-        if system_prompt is not None:
-            check_text("system_prompt", system_prompt)
         self._tries, self._right_from = tries, right_from
         self._discount, self._again = discount, again
         self._extract: Extract = extract

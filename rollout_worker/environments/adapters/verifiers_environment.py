@@ -9,17 +9,16 @@ import functools
 import json
 import signal
 import threading
-import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollout_worker.environments.adapters.parameter_checks import (
     BadAdapter,
-    check_choice,
-    check_text,
+    NonEmpty,
     json_of,
     say,
 )
+from rollout_worker.environments.given_values import check_values
 from rollout_worker.environments.openai_endpoint.endpoint import OpenAIEndpoint
 from rollout_worker.environments.rollout_function import FunctionEnvironment, Policy
 from rollout_worker.environments.tools.function_schemas import schemas_of
@@ -42,7 +41,7 @@ class VerifiersEnvironment:
 
     def __init__(
         self,
-        env_id: str,
+        env_id: NonEmpty,
         env_args: Mapping[str, Any] | None = None,
         *,
         call_format: CallFormat = "hermes",
@@ -54,10 +53,10 @@ class VerifiersEnvironment:
         call_format: in which the model writes calls, `hermes` or `llama`; where there are tools.
 
         Raises:
-            BadAdapter: if it cannot be loaded or compares the completions of a group.
+            BadScorer: if it cannot be loaded or compares the completions of a group.
         """
-        check_text("env_id", env_id)
-        check_choice("call_format", call_format, typing.get_args(CallFormat))
+        given = {"env_id": env_id, "env_args": env_args, "call_format": call_format}
+        check_values("", VerifiersEnvironment.__init__, given)
         self._env, self.tools = _loaded(env_id, json_of("env_args", env_args))
         self._reader = CallReader(_of_any_arguments(self.tools), call_format)
         self._episode = FunctionEnvironment(self._play, {}, self.tools, OpenAIEndpoint())
@@ -192,7 +191,7 @@ def _verifiers() -> Any:
     except ImportError as error:
         raise BadAdapter(
             "VerifiersEnvironment needs the package verifiers before 0.4, which does not import "
-            f"({error}): pip install 'tandem[verifiers]'"
+            f"({error}): pip install '.[verifiers]'"
         ) from error
     return verifiers.legacy
 

@@ -4,10 +4,10 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rollout_worker.environments.given_values import check_values
 from rollout_worker.environments.tools.calculator import calculator
 from rollout_worker.environments.tools.folder_search import make_search
 from rollout_worker.environments.tools.function_schemas import BadTool
-from rollout_worker.environments.tools.given_values import check_values
 from rollout_worker.environments.tools.python_tool import make_python
 from services.user_code.import_path import BadImportPath, load_named, nearest_hint
 

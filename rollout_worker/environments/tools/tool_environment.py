@@ -10,9 +10,9 @@ from pydantic import Field
 
 from rollout_worker.config.data_config import SourceConfig
 from rollout_worker.data.chat_rows import read_row
+from rollout_worker.environments.given_values import check_values
 from rollout_worker.environments.tools.built_in_tools import load_tool
 from rollout_worker.environments.tools.function_schemas import BadTool
-from rollout_worker.environments.tools.given_values import check_values
 from rollout_worker.environments.tools.tool_calls import (
     MOST_CALLS,
     BadCall,

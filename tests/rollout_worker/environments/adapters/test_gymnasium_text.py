@@ -9,6 +9,7 @@ from rollout_worker.environments.adapters.gymnasium_text import GymnasiumText
 from rollout_worker.environments.adapters.parameter_checks import BadAdapter
 from rollout_worker.environments.environment_pool import EnvironmentPool, validate_environment
 from rollout_worker.environments.turn_values import Said
+from rollout_worker.rewards.scorers import BadScorer
 from tests.deadlines import HANG_S
 from tests.rollout_worker.environments.adapters.lost_processes import kill_children
 from tests.rollout_worker.environments.test_environment_pool import REWARD, answer, heard
@@ -168,33 +169,33 @@ def test_a_space_of_texts_takes_the_text_and_a_time_limit_ends_the_episode():
     [
         ({"env_id": "FrozenLak-v1"}, "cannot make env_id='FrozenLak-v1'.*mean: `FrozenLake`"),
         ({"env_id": "no_such_package:Env-v0"}, "cannot make env_id='no_such_package:Env-v0'"),
-        ({"env_id": 3}, "env_id=3 must be a text"),
+        ({"env_id": 3}, "env_id=3 cannot be: .* a valid string"),
         ({"env_params": {"is_slipery": True}}, "nearest: 'is_slippery'.*; it takes desc, map_name"),
         ({"env_params": {"render_mode": "ansi"}}, "env_params.render_mode must be left out"),
-        ({"env_params": [1]}, r"env_params=\[1\] must be a mapping"),
+        ({"env_params": [1]}, r"env_params=\[1\] cannot be: .* a valid dictionary"),
         ({"actions": {"left": 0, "down": 4}}, "actions.down=4 must be an action of 0 to 3"),
         ({"actions": {"left": 0, "LEFT ": 1}}, "actions has 'LEFT ' twice"),
-        ({"actions": ["left"]}, r"actions=\['left'\] must be a mapping such as"),
+        ({"actions": ["left"]}, r"actions=\['left'\] cannot be: .* a valid dictionary"),
         ({"describe": "{rendr}"}, r"\{observation\}, \{render\} .nearest: 'render'"),
         ({"describe": "{observation[0]}"}, "cannot be filled from the observation 0: TypeError"),
         ({"describe": "{render}", "env_id": "CartPole-v1"}, "CartPole-v1 draws no text: its rend"),
         ({"env_id": "Pendulum-v1"}, "env_id='Pendulum-v1' has the action space Box"),
         ({"env_id": f"{KINDS}:Echo-v0", "actions": MOVES}, "actions must be left out.* not Discr"),
-        ({"extract": "last"}, "extract='last' must be one of marker, whole"),
-        ({"most_invalid": 0}, "most_invalid=0 must be a whole number, at least 1"),
-        ({"invalid_reward": "0"}, "invalid_reward='0' must be a number"),
+        ({"extract": "last"}, "extract='last' cannot be: .* 'marker' or 'whole'"),
+        ({"most_invalid": 0}, "most_invalid=0 cannot be: .* than or equal to 1"),
+        ({"invalid_reward": "0"}, "invalid_reward='0' cannot be: .* a valid number"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*render_mode='ansi'")
 def test_parameters_that_break_a_rule_are_refused(params, message):
-    with pytest.raises(BadAdapter, match=message):
+    with pytest.raises(BadScorer, match=message):
         GymnasiumText(**({"env_id": "FrozenLake-v1"} | params))
 
 
 def test_a_run_refuses_them_before_it_starts():
     with pytest.raises(ValueError, match="GymnasiumText' cannot be made.*nearest: 'describe'"):
         validate_environment(configured(env_id="Taxi-v4", descibe="x"), REWARD)
-    with pytest.raises(ValueError, match="cannot be made.*BadAdapter: most_invalid=0 must be"):
+    with pytest.raises(ValueError, match="GymnasiumText': most_invalid=0 cannot be"):
         validate_environment(configured(env_id="Taxi-v4", most_invalid=0), REWARD)
 
 
@@ -207,5 +208,5 @@ def test_it_needs_its_package_and_says_how_to_install_it(monkeypatch):
         return real(name, *arguments, **named)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(BadAdapter, match=r"pip install 'tandem\[gymnasium\]'"):
+    with pytest.raises(BadAdapter, match=r"pip install '.\[gymnasium\]'"):
         GymnasiumText("FrozenLake-v1", {"map_name": "8x8"})

@@ -8,6 +8,7 @@ import pytest
 from rollout_worker.environments.tools.built_in_tools import load_tool
 from rollout_worker.environments.tools.function_schemas import BadTool, schema_of
 from rollout_worker.rewards.code.sandbox import confinement_problem
+from rollout_worker.rewards.scorers import BadScorer
 from tests.rollout_worker.environments.tools import tool_kinds
 
 KINDS = "tests.rollout_worker.environments.tools.tool_kinds"
@@ -48,7 +49,7 @@ def test_a_function_of_a_file_is_found(tmp_path, monkeypatch):
     ],
 )
 def test_what_is_no_tool_is_refused(given, message):
-    with pytest.raises(BadTool, match=message):
+    with pytest.raises(BadScorer, match=message):
         load_tool(given)
 
 

@@ -1,4 +1,4 @@
-"""Values that a configuration gives to tools and environments, checked by type hints."""
+"""Values that a configuration gives to environments and their tools, checked by type hints."""
 
 import functools
 import typing
@@ -7,7 +7,7 @@ from typing import Any
 
 import pydantic
 
-from rollout_worker.environments.tools.function_schemas import BadTool
+from rollout_worker.rewards.scorers import BadScorer
 
 
 def check_values(what: str, function: Callable[..., Any], values: Mapping[str, Any]) -> None:
@@ -19,7 +19,7 @@ def check_values(what: str, function: Callable[..., Any], values: Mapping[str, A
         values: by name.
 
     Raises:
-        BadTool: for the first one, with the value and the rule.
+        BadScorer: for the first one, with the value and the rule.
     """
     adapters = _adapters(function)
     for name, value in values.items():
@@ -29,7 +29,7 @@ def check_values(what: str, function: Callable[..., Any], values: Mapping[str, A
             adapters[name].validate_python(value, strict=True)
         except pydantic.ValidationError as error:
             rule = error.errors()[0]["msg"]
-            raise BadTool(f"{what}{name}={value!r:.80} cannot be: {rule}") from None
+            raise BadScorer(f"{what}{name}={value!r:.80} cannot be: {rule}") from None
 
 
 @functools.cache
