@@ -394,6 +394,7 @@ def make_core(
     timeout_s=HANG_S,
     module=KINDS,
     closes=None,
+    parked=12,
     temperature=1.0,
     **params,
 ):
@@ -416,7 +417,7 @@ def make_core(
             max_completion_tokens=96,
             temperature=temperature,
             # All that a test begins is parked: no draw depends on how long an environment takes.
-            decode=DecodeConfig(slots=4, segment_tokens=8, compute_dtype="float32", parked=12),
+            decode=DecodeConfig(slots=4, segment_tokens=8, compute_dtype="float32", parked=parked),
         ),
         reward=REWARD,
         environment=EnvironmentConfig(
@@ -461,6 +462,15 @@ def essence(group):
         )
         for c in group.completions
     ] + [group.prompt_token_ids.tobytes()]
+
+
+def pairs_of(groups, again):
+    """The same completion of both."""
+    return [
+        pair
+        for one, other in zip(groups, again, strict=True)
+        for pair in zip(one.completions, other.completions, strict=True)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -534,11 +544,7 @@ def test_an_environment_that_hangs_in_a_run_ends_its_own_episodes_alone(groups, 
         again = played(core)
     finally:
         core.close()
-    pairs = [
-        pair
-        for one, other in zip(groups, again, strict=True)
-        for pair in zip(one.completions, other.completions, strict=True)
-    ]
+    pairs = pairs_of(groups, again)
     failed = [(before, after) for before, after in pairs if after.reward_error]
     assert 0 < len(failed) < len(pairs)
     for before, after in failed:
@@ -562,11 +568,7 @@ def test_groups_of_a_run_close_without_environments_that_hang(groups, policy):
         assert core.worker._engine.parked == 0
     finally:
         core.close()
-    pairs = [
-        pair
-        for one, other in zip(groups, again, strict=True)
-        for pair in zip(one.completions, other.completions, strict=True)
-    ]
+    pairs = pairs_of(groups, again)
     late = [(before, after) for before, after in pairs if after.reward_error]
     assert 0 < len(late) < len(pairs)
     for before, after in late:
@@ -580,6 +582,30 @@ def test_groups_of_a_run_close_without_environments_that_hang(groups, policy):
                 "run", group_size=4, max_prompt_tokens=64, max_completion_tokens=96, order=None
             ),
         )
+
+
+@pytest.mark.slow
+def test_a_run_that_parks_nothing_counts_what_it_prefills(groups, policy):
+    core = make_core(policy, parked=0)
+    try:
+        again = played(core)
+        use = core.worker.take_engine_use()
+    finally:
+        core.close()
+    for before, after in pairs_of(groups, again):
+        np.testing.assert_array_equal(before.token_ids, after.token_ids)
+    starts = []  # of turns: a prompt once for its group, each later turn anew
+    for group in again:
+        prompt = len(group.prompt_token_ids)
+        starts.append(prompt)
+        for completion in group.completions:
+            ends = np.cumsum(completion.segment_tokens)
+            starts += [prompt + int(end) for end in ends[1::2]]
+    assert len(starts) > len(again)
+    # The last token of a prompt is a token step.
+    expected = sum(start - 1 for start in starts)
+    assert use.prefilled_tokens == expected
+    assert (use.parked, use.parked_bytes, use.reused_tokens) == (0, 0, 0)
 
 
 @pytest.mark.slow
