@@ -382,6 +382,73 @@ BREAKS = [
         "return not all(map(math.isfinite, self.rewards))",
         "driver/test_untrainable_prompts.py",
     ),
+    Break(
+        "rollout_worker/environments/episodes.py",
+        "return cut and len(episode.token_ids) >= self._request.max_new_tokens",
+        "return cut",
+        "rollout_worker/environments/test_rollout_function.py",
+    ),
+    Break(
+        "rollout_worker/environments/episodes.py",
+        "            del episode.answers[-1]",
+        "            pass",
+        "rollout_worker/environments/test_episodes.py",
+    ),
+    Break(
+        "rollout_worker/environments/episodes.py",
+        "return left if turn.max_tokens is None else min(left, turn.max_tokens)",
+        "return left",
+        "rollout_worker/environments/test_rollout_function.py",
+    ),
+    Break(
+        "rollout_worker/environments/rollout_function.py",
+        "            self._endpoint.forget(self.api_key)",
+        "            pass",
+        "rollout_worker/environments/test_rollout_function.py "
+        "rollout_worker/environments/openai_endpoint/test_played_episodes.py",
+    ),
+    Break(
+        "rollout_worker/environments/rollout_function.py",
+        "before = [*self._token_ids, *said.before]",
+        "before = [*said.before]",
+        "rollout_worker/environments/test_rollout_function.py",
+    ),
+    Break(
+        "rollout_worker/environments/openai_endpoint/chat_request.py",
+        "return isinstance(value, bool) == isinstance(other, bool) and value == other",
+        "return value == other",
+        "rollout_worker/environments/openai_endpoint/test_chat_request.py",
+    ),
+    Break(
+        "rollout_worker/worker_core.py",
+        "temperature=self._rollout.temperature,",
+        "temperature=1.0,",
+        "rollout_worker/environments/test_rollout_function.py",
+    ),
+    Break(
+        "rollout_worker/engine/engine_limits.py",
+        "pool_width = -(-prefix // POOL_TILE) * POOL_TILE",
+        "pool_width = prefix",
+        "benchmarks/tpu/test_prefix_pool.py",
+    ),
+    Break(
+        "rollout_worker/environments/adapters/gymnasium_text.py",
+        "return _ESCAPE.sub",
+        "return _COLOURED.sub",
+        "rollout_worker/environments/adapters/test_gymnasium_text.py",
+    ),
+    Break(
+        "rollout_worker/rewards/processes/process_tree.py",
+        "elif has_ending_child():",
+        "elif False:",
+        "rollout_worker/rewards/processes/test_process_tree.py",
+    ),
+    Break(
+        "driver/fleet/fleet_size.py",
+        "if not requests and time.monotonic()",
+        "if time.monotonic()",
+        "driver/fleet/test_fleet_size.py",
+    ),
     # diagnosis
     Break(
         "diagnosis/judgement/breakdown.py",

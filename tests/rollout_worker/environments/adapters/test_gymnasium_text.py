@@ -5,6 +5,7 @@ import builtins
 import pytest
 
 from rollout_worker.config.environment_config import EnvironmentConfig
+from rollout_worker.environments.adapters import gymnasium_text
 from rollout_worker.environments.adapters.gymnasium_text import GymnasiumText
 from rollout_worker.environments.adapters.parameter_checks import BadAdapter
 from rollout_worker.environments.environment_pool import EnvironmentPool, validate_environment
@@ -210,3 +211,15 @@ def test_it_needs_its_package_and_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(BadAdapter, match=r"pip install '.\[gymnasium\]'"):
         GymnasiumText("FrozenLake-v1", {"map_name": "8x8"})
+
+
+@pytest.mark.parametrize(
+    ("drawn", "read"),
+    [
+        ("\x1b[41mS\x1b[0mF\x1b[1;32mG\x1b[m", "<red>S</red>F<green>G</green>"),
+        ("\x1b[2K\x1b[1mbold\x1b[0m", "bold"),
+        ("\x1b[38;5;7mgrey\x1b[0m", "grey"),
+    ],
+)
+def test_what_is_drawn_for_a_terminal_is_read_without_its_codes(drawn, read):
+    assert gymnasium_text._marked(drawn) == read

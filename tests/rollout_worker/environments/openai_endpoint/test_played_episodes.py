@@ -5,6 +5,7 @@ import importlib.util
 import pathlib
 import re
 
+import httpx
 import pytest
 
 from rollout_worker.environments.rollout_function import FunctionEnvironment
@@ -65,5 +66,31 @@ def test_an_agent_that_is_cancelled_leaves_no_other_without_its_turn(agent):
             cut.close()
             turns = [await other.say(said) for said in TURNS]
             assert [turn.done for turn in turns] == [False, True]
+
+    run(play())
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_the_key_of_an_episode_is_refused_after_it(ends):
+    """Whether its function returns, or is cancelled."""
+    keys = []
+
+    async def rollout(policy, item):
+        keys.append(policy.api_key)
+        await policy.generate([{"role": "user", "content": "Guess."}])
+        return 1.0
+
+    async def play():
+        async with serving() as endpoint, httpx.AsyncClient() as client:
+            environment = FunctionEnvironment(rollout, {}, (), endpoint)
+            await environment.reset(ITEM, 1)
+            headers = {"Authorization": f"Bearer {keys[0]}"}
+            answers = []
+            answers.append(await client.get(f"{endpoint.base_url}/models", headers=headers))
+            if ends:
+                assert (await environment.say(TURNS[1])).done
+            environment.close()
+            answers.append(await client.get(f"{endpoint.base_url}/models", headers=headers))
+            assert [one.status_code for one in answers] == [200, 401]
 
     run(play())
