@@ -41,14 +41,15 @@ def test_a_run_goes_on_without_a_workers_host_that_is_not_replaced_F02(note):
         run.check_finished()
 
 
-def test_a_learners_host_that_is_killed_is_replaced_by_another_F02(note):
-    with cluster_run(workers=2, steps=STEPS) as run:
+def test_a_learners_host_that_is_killed_is_replaced_by_another_three_times_F02(note):
+    with cluster_run(workers=2, steps=STEPS + 6) as run:
         run.start()
-        run.wait_for_step(FAULT_STEP)
-        fault_at_s = time.monotonic()
-        run.learner.kill()
-        run.add_learner_host("spare")
-        note("learner's host killed", run.recovery_s(fault_at_s))
+        for loss in (1, 2, 3):
+            run.wait_for_step(run.closed_step() + FAULT_STEP)
+            fault_at_s = time.monotonic()
+            run.learner.kill()
+            run.learner = run.add_learner_host(f"spare{loss}")
+            note(f"learner's host killed, loss {loss}", run.recovery_s(fault_at_s))
         run.check_finished()
 
 
