@@ -209,7 +209,8 @@ class Session:
         """Writes a checkpoint of the last closed step, with the run state."""
         state = self._state
         kept = state.checkpoint_state(self._reports.ledger_state())
-        saving = self._supervisor.learner.save(state.step, kept)
+        scores = state.evaluations.scores() if self._checkpoint.keep_best else {}
+        saving = self._supervisor.learner.save(state.step, kept, scores)
         saved = self._supervisor.wait_for(saving, timeout_s=self._wait_s)
         self._reports.record_checkpoint(state.step)
         for left in saved.not_removed:

@@ -14,7 +14,7 @@ import pathlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from learner.learner_records import LearnerHealth, LearnerInfo, Restored, Saved, UpdateReport
@@ -122,10 +122,10 @@ class LearnerActor:
         with self._working("update"):
             return self._learner.update(group_ids, dropped_ids, timeout_s)
 
-    def save(self, step: int, driver_state: dict[str, Any]) -> Saved:
+    def save(self, step: int, driver_state: dict[str, Any], scores: Mapping[int, float]) -> Saved:
         """As `RecordedLearner.save`."""
         with self._working("save"):
-            return self._learner.save(step, driver_state)
+            return self._learner.save(step, driver_state, scores)
 
     def export(self, folder: str) -> str:
         """As `RecordedLearner.export`."""

@@ -9,7 +9,7 @@ import numpy as np
 from learner.publish.snapshot import PUBLISH_DTYPES
 from models.config import ModelConfig
 from models.files.carried_files import CarriedFiles
-from models.files.checkpoint import LoadedModel, save_model
+from models.files.checkpoint import save_model
 from models.files.hf_export import cast_to_stored, dtype_names
 from models.tokenizer import Tokenizer
 
@@ -26,17 +26,22 @@ class PolicyExport:
 
     @classmethod
     def of(
-        cls, loaded: LoadedModel, tokenizer: Tokenizer, carried: CarriedFiles, dtype: str | None
+        cls,
+        model: ModelConfig,
+        dtypes: Mapping[str, np.dtype],
+        tokenizer: Tokenizer,
+        carried: CarriedFiles,
+        dtype: str | None,
     ) -> "PolicyExport":
         """Takes over the model that came in.
 
         Args:
+            dtypes: that its tensors are stored in.
             dtype: `bfloat16` or `float32`; None gives each tensor the type that it came in.
         """
-        dtypes = loaded.stored_dtypes
         if dtype is not None:
             dtypes = dict.fromkeys(dtypes, PUBLISH_DTYPES[dtype])
-        return cls(model=loaded.config, dtypes=dtypes, tokenizer=tokenizer, carried=carried)
+        return cls(model=model, dtypes=dtypes, tokenizer=tokenizer, carried=carried)
 
     @property
     def narrowest(self) -> str:

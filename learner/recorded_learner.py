@@ -6,7 +6,7 @@ checkpoint. A learner that restores both makes the same versions again.
 
 import gc
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -73,7 +73,9 @@ class RecordedLearner:
         carried = read_carried(
             spec.model_path, tokenizer=spec.tokenizer, chat_template=spec.chat_template
         )
-        self._export = PolicyExport.of(loaded, tokenizer, carried, spec.export_dtype)
+        self._export = PolicyExport.of(
+            loaded.config, loaded.stored_dtypes, tokenizer, carried, spec.export_dtype
+        )
         valid_vocab = min(tokenizer.vocab_size, loaded.config.vocab_size)
         self._header = _rollout_header(spec, loaded, valid_vocab)
         teacher = load_teacher(spec.algorithm, loaded.config, digest=spec.teacher_digest)
@@ -225,8 +227,13 @@ class RecordedLearner:
         outcomes |= dict.fromkeys(begun.unfit_ids, "dropped_error")
         return self._report(begun, group_ids, metrics, outcomes)
 
-    def save(self, step: int, driver_state: dict[str, Any]) -> Saved:
+    def save(
+        self, step: int, driver_state: dict[str, Any], scores: Mapping[int, float] | None = None
+    ) -> Saved:
         """Writes a complete checkpoint, then drops older ones.
+
+        Args:
+            scores: by step, higher is better: the best checkpoint of these steps stays.
 
         Raises:
             CheckpointFailed: if it cannot be written, as on a full disk; those before it and what
@@ -247,7 +254,7 @@ class RecordedLearner:
             certificate = make_certificate(
                 self._core.state, seed=self._spec.seed, driver_state=driver_state
             )
-            saved = self._checkpoints.save(step, self._core.state, record, certificate)
+            saved = self._checkpoints.save(step, self._core.state, record, certificate, scores)
             self._saved += 1
             self._clock.mark(f"checkpoint {step}")
             left = self._journal.rotate(step, self._core.policy_version, saved.oldest_step)

@@ -1,4 +1,4 @@
-"""Refuses to run on a platform other than the configured one."""
+"""Which platform a process computes on."""
 
 import jax
 
@@ -7,6 +7,13 @@ NAMES = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}
 
 class WrongPlatform(RuntimeError):
     """The devices of this process are not of the platform that the run wants."""
+
+
+def leave_accelerators() -> None:
+    """Has this process compute on the CPU alone: it only reads files, and an accelerator may belong
+    to a run. Has no effect once JAX has looked for devices.
+    """
+    jax.config.update("jax_platforms", "cpu")
 
 
 def require_platform(wanted: str) -> list[jax.Device]:

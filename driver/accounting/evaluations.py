@@ -77,6 +77,13 @@ class Evaluations:
         """Whether a step was evaluated."""
         return any(step in by_step for by_step in self.accuracy.values())
 
+    def scores(self) -> dict[int, float]:
+        """Accuracy of the run's first set by step, of the steps where it is known."""
+        first = next(iter(self.accuracy.values()), {})
+        return {
+            step: found.correct / found.total for step, found in first.items() if found is not None
+        }
+
     def add(
         self, name: str, step: int, accuracy: Accuracy | None, counts: RightCounts | None
     ) -> Paired | None:

@@ -91,6 +91,9 @@ class CheckpointConfig(Section):
     """0 writes one only at the end and on a signal."""
     keep: int = Field(default=2, ge=1)
     """Complete checkpoints that remain; an older one goes after the newer one is verified."""
+    keep_best: bool = True
+    """Keep one more in checkpoints/best where an older one has a better evaluation: the accuracy of
+    the first set of data.eval, or, in supervised training, the lowest held-out loss."""
     export_hf: bool = True
     """Write the final policy as an HF folder."""
     export_dtype: Literal["bfloat16", "float32"] | None = None

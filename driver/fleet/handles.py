@@ -5,7 +5,7 @@ is gone, which shows in the result. The arguments and results are those of the m
 `LearnerActor` and `RolloutActor` that have the same name.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from driver.fleet.actor_calls import Call
@@ -36,8 +36,14 @@ class LearnerHandle(Protocol):
         """Trains on groups, and starts to publish the version that comes of it."""
         ...
 
-    def save(self, step: int, driver_state: dict[str, Any]) -> Call[Saved]:
-        """Writes a checkpoint. The driver's state comes back from `restore` unread."""
+    def save(
+        self, step: int, driver_state: dict[str, Any], scores: Mapping[int, float]
+    ) -> Call[Saved]:
+        """Writes a checkpoint. The driver's state comes back from `restore` unread.
+
+        Args:
+            scores: of evaluated steps, higher is better: the best checkpoint of them stays.
+        """
         ...
 
     def export(self, folder: str) -> Call[str]:

@@ -4,7 +4,7 @@ Each actor has a process of its own, or the learner's process has the worker too
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 import ray
@@ -164,8 +164,10 @@ class _Learner(_Actor[LearnerActor]):
     ) -> Call[UpdateReport]:
         return self._call(LearnerActor.update, group_ids, dropped_ids, timeout_s)
 
-    def save(self, step: int, driver_state: dict[str, Any]) -> Call[Saved]:
-        return self._call(LearnerActor.save, step, driver_state)
+    def save(
+        self, step: int, driver_state: dict[str, Any], scores: Mapping[int, float]
+    ) -> Call[Saved]:
+        return self._call(LearnerActor.save, step, driver_state, scores)
 
     def export(self, folder: str) -> Call[str]:
         return self._call(LearnerActor.export, folder)

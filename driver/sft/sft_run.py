@@ -85,7 +85,11 @@ class SftTraining:
             about=f"model.path={model.path}",
         )
         self._export = PolicyExport.of(
-            loaded, plan.tokenizer, carried, config.checkpoint.export_dtype
+            loaded.config,
+            loaded.stored_dtypes,
+            plan.tokenizer,
+            carried,
+            config.checkpoint.export_dtype,
         )
         self._learner: SupervisedLearner = checked(
             SupervisedLearner,
@@ -224,6 +228,14 @@ class SftTraining:
         book = {"seed": self._config.run.seed, "prompt_count": plan.order.count, "cursor": index}
         return {"book": book, "prompts_digest": plan.marks["records"]}
 
+    def _scores(self) -> dict[int, float]:
+        """The first set's held-out loss by step, negative: higher is better."""
+        name = next(iter(self._held_out), None)
+        if name is None or not self._config.checkpoint.keep_best:
+            return {}
+        losses = {line["step"]: line.get(name) for line in read_lines(self._log.path)}
+        return {step: -loss for step, loss in losses.items() if isinstance(loss, float)}
+
     def _save_in_passing(self) -> None:
         """Writes a checkpoint; where that fails, says so and goes on from the one before."""
         try:
@@ -239,7 +251,11 @@ class SftTraining:
         """
         try:
             saved = self._checkpoints.save(
-                self._step, self._learner.state, self._record(), self._certificate()
+                self._step,
+                self._learner.state,
+                self._record(),
+                self._certificate(),
+                self._scores(),
             )
         except CheckpointFailed as error:
             raise RunError(str(error)) from error

@@ -9,7 +9,8 @@ One folder per step, written under another name and renamed when it is complete:
 
 A folder is complete when every file of its manifest is there, unchanged. Older checkpoints go
 only after the new one has been read back and found complete; one that cannot be removed stays, and
-the save reports it.
+the save reports it. Of those that go, the best one is moved to `best/`: it is for an export
+(`stored_policy.py`), and a run never resumes from it.
 """
 
 import contextlib
@@ -21,6 +22,7 @@ import os
 import pathlib
 import re
 import shutil
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -40,6 +42,8 @@ from services.process.whole_file import make_folder, sync_folder
 log = logging.getLogger(__name__)
 
 CERTIFICATE = "certificate.json"
+BEST = "best"
+"""Folder with the best of the checkpoints that are no longer kept for a resume."""
 _STEP = re.compile(r"step-(\d{8})")
 _WRITING = ".writing"
 _REPLACED = ".replaced"
@@ -110,6 +114,7 @@ class CheckpointFolder:
         state: TrainState,
         record: dict[str, Any],
         certificate: Certificate | None = None,
+        scores: Mapping[int, float] | None = None,
     ) -> SavedCheckpoint:
         """Writes a checkpoint, reads it back, and only then drops older ones.
 
@@ -118,6 +123,7 @@ class CheckpointFolder:
             state: on the devices; not changed.
             record: JSON values.
             certificate: of state and record.
+            scores: by step, higher is better: of the steps with one, the best checkpoint stays.
 
         Raises:
             CheckpointFailed: if it cannot be written, as on a full disk, or does not read back as
@@ -132,7 +138,7 @@ class CheckpointFolder:
             self._write(writing, step, state, record, certificate)
             verify_checkpoint(writing)
             self._put_in_place(writing, final)
-        kept = self._prune(step)
+        kept = self._prune(step, scores or {})
         not_removed, self._unreported = tuple(self._unreported), []
         return SavedCheckpoint(
             folder=final, oldest_step=min(kept, default=None), not_removed=not_removed
@@ -167,7 +173,7 @@ class CheckpointFolder:
         sync_folder(self._folder)
         self._try_to_remove(replaced)
 
-    def _prune(self, newest: int) -> list[int]:
+    def _prune(self, newest: int, scores: Mapping[int, float]) -> list[int]:
         """Keeps the newest checkpoint and those before it, `keep` in all; returns their steps.
 
         A later step is one that a resume skipped: the run has continued from an earlier one. What
@@ -176,6 +182,7 @@ class CheckpointFolder:
         try:
             failpoints.reach("learner.retention", self._folder)
             steps, complete = self._steps(), self.complete_steps()
+            best = complete_steps(self._folder / BEST)
         except OSError as error:
             self._note_stuck(
                 self._folder.name,
@@ -186,9 +193,28 @@ class CheckpointFolder:
             log.warning("removing checkpoint step-%08d: the run went on from an earlier one", later)
             self._try_to_remove(self._folder / f"step-{later:08d}")
         complete = [step for step in complete if step <= newest]
+        scored = [step for step in {*complete, *best} if step in scores and step <= newest]
+        chosen = max(scored, key=lambda step: (scores[step], step), default=None)
         for old in complete[self._keep :]:
-            self._try_to_remove(self._folder / f"step-{old:08d}")
+            if old == chosen:
+                self._move_to_best(old)
+            else:
+                self._try_to_remove(self._folder / f"step-{old:08d}")
+        for path in (self._folder / BEST).glob("step-*"):
+            if chosen is None or path.name != f"step-{chosen:08d}":
+                self._try_to_remove(path)
         return complete[: self._keep] or [newest]
+
+    def _move_to_best(self, step: int) -> None:
+        name = f"step-{step:08d}"
+        final = self._folder / BEST / name
+        self._try_to_remove(final)
+        try:
+            final.parent.mkdir(exist_ok=True)
+            (self._folder / name).rename(final)
+            sync_folder(final.parent)
+        except OSError as error:
+            self._note_stuck(name, f"{name} cannot be kept in {final.parent}: {error.strerror}")
 
     def _try_to_remove(self, path: pathlib.Path) -> None:
         """Removes a folder or link, if it is there; notes why where it cannot be removed."""
@@ -265,11 +291,10 @@ class CheckpointFolder:
 
     def complete_steps(self) -> list[int]:
         """Steps whose folder has a manifest, newest first; contents are not read."""
-        return [s for s in self._steps() if (self._folder / f"step-{s:08d}" / MANIFEST).is_file()]
+        return complete_steps(self._folder)
 
     def _steps(self) -> list[int]:
-        names = [path.name for path in self._folder.iterdir()]
-        return sorted((int(m[1]) for m in map(_STEP.fullmatch, names) if m), reverse=True)
+        return _steps_in(self._folder)
 
     def _recover_replaced(self) -> None:
         """Undoes a replacement that was interrupted between its two renames."""
@@ -307,6 +332,21 @@ class CheckpointFolder:
             raise CheckpointFailed(
                 number, f"the checkpoint of step {step} could not be written to {writing}: {reason}"
             ) from error
+
+
+def complete_steps(folder: pathlib.Path) -> list[int]:
+    """Steps whose checkpoint has a manifest, newest first; none where there is no such folder.
+
+    Only names are read: nothing is changed, and no file is checked.
+    """
+    if not folder.is_dir():
+        return []
+    return [s for s in _steps_in(folder) if (folder / f"step-{s:08d}" / MANIFEST).is_file()]
+
+
+def _steps_in(folder: pathlib.Path) -> list[int]:
+    names = [path.name for path in folder.iterdir()]
+    return sorted((int(m[1]) for m in map(_STEP.fullmatch, names) if m), reverse=True)
 
 
 def _error_number(error: Exception) -> int | None:

@@ -244,11 +244,26 @@ def check_model_files(path: str) -> None:
     Raises:
         ValueError: naming the file and the tensors at fault.
     """
+    read_stored_form(path)
+
+
+def read_stored_form(path: str) -> tuple[ModelConfig, dict[str, np.dtype]]:
+    """A model's sizes, and the type of each tensor as `LoadedModel.stored_dtypes` has it, without
+    reading tensor data.
+
+    Raises:
+        ValueError: as `check_model_files`.
+    """
     place = locate(path, weights=True)
     if is_gguf(place):
-        _checked_gguf(place)
-    else:
-        _checked_folder(place)
+        file = _checked_gguf(place)
+        return file.config, dict.fromkeys(expected_shapes(file.config), file.stored_dtype)
+    config, table = _checked_folder(place)
+    return config, _stored_dtypes(config, table)
+
+
+def _stored_dtypes(config: ModelConfig, table: dict[str, TensorEntry]) -> dict[str, np.dtype]:
+    return {name: table[name].dtype for name in expected_shapes(config)}
 
 
 def load_model(path: str) -> LoadedModel:
@@ -282,8 +297,7 @@ def load_model(path: str) -> LoadedModel:
                 HEAD,
                 EMBEDDING,
             )
-    dtypes = {name: table[name].dtype for name in expected_shapes(config)}
-    return LoadedModel(config, params, place, "folder", dtypes)
+    return LoadedModel(config, params, place, "folder", _stored_dtypes(config, table))
 
 
 def _checked_gguf(path: pathlib.Path) -> GgufFile:

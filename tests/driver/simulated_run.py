@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -475,7 +475,7 @@ class Learner(Process):
             disowned=[],
         )
 
-    def save(self, step: int, driver_state: dict[str, Any]) -> Answer:
+    def save(self, step: int, driver_state: dict[str, Any], scores: Mapping[int, float]) -> Answer:
         def keep() -> Saved:
             world = self.world
             world.saved, world.updates = (step, driver_state), []

@@ -37,8 +37,8 @@ def test_what_a_checkpoint_could_not_remove_is_reported_and_the_run_goes_on_R06(
     left = "step-00000002 cannot be removed: Device or resource busy; remove it yourself"
     save = simulated_run.Learner.save
 
-    def save_and_leave(self, step, driver_state):
-        answer = save(self, step, driver_state)
+    def save_and_leave(self, step, driver_state, scores):
+        answer = save(self, step, driver_state, scores)
         make = answer._make
         if step == 4:
             answer._make = lambda: dataclasses.replace(make(), not_removed=[left])

@@ -158,6 +158,9 @@ CONDITIONS = (
     ),
     Condition(("weights.canary_bound",), "weights.canary=true", lambda run: run.weights.canary),
     Condition(
+        ("checkpoint.keep_best",), "eval.every_steps above 0", lambda run: run.eval.every_steps > 0
+    ),
+    Condition(
         ("checkpoint.export_dtype",),
         "checkpoint.export_hf=true",
         lambda run: run.checkpoint.export_hf,

@@ -377,6 +377,49 @@ def test_what_cannot_be_removed_is_reported_once_and_fails_no_save_R06(two, monk
         verify_checkpoint(path / "step-00000001")
 
 
+def test_the_best_of_those_that_go_stays_apart_until_a_better_one_or_none_is_older(tmp_path):
+    folder, scores = CheckpointFolder(tmp_path, keep=2), {}
+    found = {}
+    for step, score in enumerate((0.1, 0.7, 0.4, 0.2, 0.7, 0.9, 0.3, 0.2), 1):
+        scores[step] = score
+        saved = folder.save(step, place(params=shifted(step))[0], RECORD, None, scores)
+        best = [p.name[-1] for p in (tmp_path / "best").glob("*")]
+        found[step] = [p.name[-1] for p in sorted(tmp_path.glob("step-*"))], best
+        assert saved.oldest_step == max(1, step - 1)  # the best one is not for a resume
+    assert found == {
+        1: (["1"], []),
+        2: (["1", "2"], []),
+        3: (["2", "3"], []),
+        4: (["3", "4"], ["2"]),
+        5: (["4", "5"], []),  # the newer of equals
+        6: (["5", "6"], []),
+        7: (["6", "7"], []),
+        8: (["7", "8"], ["6"]),
+    }
+    verify_checkpoint(tmp_path / "best" / "step-00000006")
+    assert folder.restore(place()[1]).step == 8
+
+
+def test_a_resume_never_takes_the_best_one_and_forgets_one_that_is_later(tmp_path):
+    folder = CheckpointFolder(tmp_path, keep=1)
+    for step in (4, 5):
+        folder.save(step, place()[0], RECORD, None, {4: 1.0})
+    assert [p.name for p in (tmp_path / "best").iterdir()] == ["step-00000004"]
+    shutil.rmtree(tmp_path / "step-00000005")
+    assert folder.restore(place()[1]) is None
+    folder.save(3, place()[0], RECORD, None, {3: 0.1, 4: 1.0})
+    assert not [*(tmp_path / "best").iterdir()]
+
+
+def test_where_the_best_one_cannot_be_moved_it_stays_and_the_save_says_so(two, monkeypatch):
+    folder, path = two
+    (path / "best").write_text("no folder")
+    saved = folder.save(3, place()[0], RECORD, None, {1: 1.0})
+    [why] = saved.not_removed
+    assert why.startswith("step-00000001 cannot be kept in") and (path / "step-00000001").is_dir()
+    assert saved.oldest_step == 2
+
+
 def test_where_old_checkpoints_cannot_be_listed_nothing_is_said_of_the_oldest_R06(two, monkeypatch):
     """What is recorded since the oldest checkpoint must stay while it may be needed."""
     folder, path = two

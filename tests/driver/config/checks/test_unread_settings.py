@@ -67,6 +67,7 @@ GIVEN = {
         ("rollout.max_staleness=1", "eval.every_steps=2"),
     ),
     "weights.canary_bound": ("0.1", ("weights.canary=false",), ()),
+    "checkpoint.keep_best": ("false", (), ("eval.every_steps=2",)),
     "checkpoint.export_dtype": ("float32", ("checkpoint.export_hf=false",), ()),
     "log.wandb.project": ("mine", (), ("log.wandb.mode=offline",)),
     "log.wandb.entity": ("me", (), ("log.wandb.mode=offline",)),
