@@ -33,6 +33,7 @@ from learner.update.update_metrics import (
 )
 from learner.update.value_head import policy_params, with_value_head
 from models.config import ModelConfig
+from models.flops import flops_metrics, training_flops
 from models.probe import precision
 from models.transformer import Params
 from services.process import failpoints
@@ -156,6 +157,12 @@ class LearnerCore:
             metrics["throughput/train/valid_tokens_per_s_update"] = (
                 selection.active_tokens * self._learner.updates_per_batch / update_s
             )
+            if batches:
+                lengths = [len(sequence.token_ids) for sequence in selection.sequences]
+                flops = training_flops(self._config, lengths) * self._learner.updates_per_batch
+                metrics |= flops_metrics(
+                    flops, update_s, self._devices, self._learner.compute_dtype
+                )
             metrics |= self._memory_metrics()
             self.outcomes = selection.outcomes
             if self.rejected:

@@ -328,6 +328,15 @@ throughput/train/valid_tokens_per_s_update | tokens/s | tokens trained per secon
     tokens in the loss over the seconds of the update
 throughput/train/input_tokens_per_s_update | tokens/s | tokens read per second
     prompt and completion tokens over the seconds of the update; only of supervised training
+[breakdown operations]
+throughput/train/model_tflops_per_chip_update | TFLOP/s | model operations per second of a chip
+    products of matrices that forward and backward pass of the trained sequences need, over the
+    seconds of the update and the learner's devices; what is computed again, padding, and passes
+    that only score do not count
+[breakdown mfu]
+throughput/train/mfu_update | | model FLOPs utilisation of the update
+    these operations over the bfloat16 peak of the chip; only with learner.compute_dtype=bfloat16 on
+    a chip whose peak is known
 [timeline queue]
 queue/waiting_mean | groups | groups waiting, mean
     groups that the learner holds and has not trained on, mean over the step

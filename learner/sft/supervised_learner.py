@@ -32,6 +32,7 @@ from learner.update.train_step import (
     make_score,
 )
 from models.config import ModelConfig
+from models.flops import flops_metrics, training_flops
 from models.transformer import Params
 
 
@@ -72,6 +73,7 @@ class SupervisedLearner:
             remat=config.remat,
         )
         self._model = model
+        self._devices, self._compute_dtype = devices, config.compute_dtype
         self._packing = Packing(config.microbatch_tokens, len(devices))
         self._batch_sharding = NamedSharding(mesh, P(AXES))
         self._empty = make_empty_accumulator(mesh, specs)
@@ -118,7 +120,8 @@ class SupervisedLearner:
         )
         report, entropy = jax.device_get((report, entropy))
         update_s = time.monotonic() - started - (self._compile_s - compile_s)
-        inputs = sum(len(sequence.token_ids) for sequence in sequences)
+        lengths = [len(sequence.token_ids) for sequence in sequences]
+        inputs = sum(lengths)
         return {
             "train/loss": float(report["loss"]),
             "train/entropy": float(entropy) / tokens,
@@ -132,6 +135,12 @@ class SupervisedLearner:
             "train/padding_fraction": 1.0 - inputs / sum(b.token_ids.size for b in batches),
             "throughput/train/valid_tokens_per_s_update": tokens / update_s,
             "throughput/train/input_tokens_per_s_update": inputs / update_s,
+            **flops_metrics(
+                training_flops(self._model, lengths),
+                update_s,
+                self._devices,
+                self._compute_dtype,
+            ),
         }
 
     def packed(self, sequences: Sequence[TrainSequence]) -> tuple[MicroBatch, ...]:

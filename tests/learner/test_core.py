@@ -74,6 +74,8 @@ def test_update_reports_and_makes_the_next_version(core):
     assert metrics["train/learning_rate"] == pytest.approx(1e-2)
     assert metrics["offpolicy/is_weight_raw_max"] >= metrics["offpolicy/is_weight_raw_mean"] > 0
     assert metrics["throughput/train/valid_tokens_per_s_update"] > 0
+    assert metrics["throughput/train/model_tflops_per_chip_update"] > 0
+    assert "throughput/train/mfu_update" not in metrics  # no peak is known of a CPU
     # A distribution over 22 ids, not far from uniform yet.
     assert 0.8 * np.log(22) < metrics["train/entropy"] <= np.log(22)
     assert all(np.isfinite(value) for value in metrics.values())
