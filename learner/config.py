@@ -227,10 +227,14 @@ def _check_distillation(algorithm: AlgorithmConfig, distillation: DistillationCo
 class OptimizerConfig(Section):
     """One optax chain: clip by global norm, then the named rule with a schedule."""
 
-    name: Literal["adamw", "lion", "sgd", "muon"] = "adamw"
+    name: Literal["adamw", "lion", "sgd", "muon", "adafactor"] = "adamw"
     """Update rule; sgd is without momentum. `muon` makes the update of each matrix of a layer
     orthogonal, for which rates of 1e-3 to 2e-2 are usual, and has Adam with Nesterov momentum at a
-    tenth of the rate for embedding, head, norms and biases."""
+    tenth of the rate for embedding, head, norms and biases. `adafactor` keeps a row and a column of
+    the second moment of a matrix and no first moment: next to no memory."""
+    moments_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the moments (adamw, lion, muon); bfloat16 halves their memory. They are rounded at
+    random, by a key that follows from the number of updates, so that small changes count."""
     learning_rate: float = Field(default=1e-6, ge=0, le=1)
     """The peak, reached after `warmup_steps`."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

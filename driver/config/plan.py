@@ -10,7 +10,7 @@ from driver.config.load_config import ConfigError
 from driver.config.plural import counted
 from driver.config.run_config import Resources, RunConfig
 from kernels import choose
-from learner.config import AlgorithmConfig
+from learner.config import AlgorithmConfig, OptimizerConfig
 from learner.objective.batching import row_buckets
 from learner.update.mesh import mesh_shape
 from learner.update.value_head import head_parameters
@@ -21,9 +21,9 @@ from rollout_worker.engine_setup import DecodeAttention, EngineSetup
 
 FLOAT32_BYTES = 4
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
-OPTIMIZER_MOMENTS = {"adamw": 2, "lion": 1, "sgd": 0, "muon": 2}
-"""float32 copies of the parameters that each optimiser keeps at most: muon has one of a layer's
-matrices and two of the others."""
+OPTIMIZER_MOMENTS = {"adamw": 2, "lion": 1, "sgd": 0, "muon": 2, "adafactor": 0}
+"""Copies of the parameters that each optimiser keeps at most: muon has one of a layer's matrices
+and two of the others, adafactor rows and columns only."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -186,9 +186,9 @@ def derive(
     row_tokens = min(b for b in row_buckets(learner.microbatch_tokens) if b >= longest)
     microbatch_rows = devices.learner * (learner.microbatch_tokens // row_tokens)
     parameters = _parameters(model)
-    copies = 2 + OPTIMIZER_MOMENTS[learner.optimizer.name]
+    trained_bytes = 2 * FLOAT32_BYTES + moment_bytes(learner.optimizer)
     value_head = head_parameters(model.hidden_size) if config.algorithm.has_critic else 0
-    learner_bytes = FLOAT32_BYTES * copies * (parameters + value_head)
+    learner_bytes = trained_bytes * (parameters + value_head)
     if config.algorithm.kl_coef > 0:
         learner_bytes += DTYPE_BYTES[learner.compute_dtype] * parameters
     if teacher is not None:
@@ -224,6 +224,11 @@ def derive(
             programs=worker.programs,
         ),
     )
+
+
+def moment_bytes(optimizer: OptimizerConfig) -> int:
+    """Of all moments of one parameter, at most."""
+    return OPTIMIZER_MOMENTS[optimizer.name] * DTYPE_BYTES[optimizer.moments_dtype]
 
 
 def plan_worker(setup: EngineSetup, devices: int) -> WorkerPlan:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 from driver.config.load_config import ConfigError
-from driver.config.plan import FLOAT32_BYTES, OPTIMIZER_MOMENTS, checked, say_bytes
+from driver.config.plan import FLOAT32_BYTES, checked, moment_bytes, say_bytes
 from driver.config.plural import counted
 from driver.config.prepare import check_messages
 from driver.config.shell_switches import check_xla_flags, cpu_devices
@@ -229,8 +229,8 @@ def _describe_update(
     learner = config.learner
     longest = max(len(example.token_ids) for one in train for example in one.examples) - 1
     row_tokens = min(b for b in row_buckets(learner.microbatch_tokens) if b >= longest)
-    copies = 2 + OPTIMIZER_MOMENTS[learner.optimizer.name]
-    state = say_bytes(FLOAT32_BYTES * copies * _parameters(model))
+    each_bytes = 2 * FLOAT32_BYTES + moment_bytes(learner.optimizer)
+    state = say_bytes(each_bytes * _parameters(model))
     return (
         f"update: micro-batches of up to {learner.microbatch_tokens // row_tokens:,} rows x "
         f"{row_tokens:,} tokens a device; {learner.optimizer.name}, lm_head={learner.lm_head} by "

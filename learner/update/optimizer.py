@@ -7,16 +7,22 @@ number of updates made so far, which lives in the optimiser's state and so survi
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 import optax.contrib
 
 from learner.config import OptimizerConfig
 from learner.update import value_head
+from learner.update.moments import rounded_moments
 from learner.update.sharding import own_ndim
 from models.transformer import Params
 
 ADAM_OF_MUON = 0.1
 """Learning rate of what muon leaves to Adam, as a fraction of its own."""
+_ADAFACTOR_DECAY = 0.8
+"""Exponent of the number of updates in the decay of adafactor's moment: the paper's."""
+_FACTORED_FROM = 128
+"""Smaller matrices keep their whole moment."""
 
 
 def learning_rate_schedule(config: OptimizerConfig, total_updates: int) -> optax.Schedule:
@@ -51,7 +57,7 @@ def learning_rate_schedule(config: OptimizerConfig, total_updates: int) -> optax
 def make_optimizer(
     config: OptimizerConfig, schedule: optax.Schedule, *, value_rate_factor: float | None = None
 ) -> optax.GradientTransformation:
-    """adamw, lion, sgd (without momentum) or muon; moments are float32, one per parameter.
+    """adamw, lion, sgd (without momentum), muon or adafactor.
 
     Args:
         value_rate_factor: multiplies the learning rate of a value head; None where there is none.
@@ -61,10 +67,14 @@ def make_optimizer(
         "lion": lambda: optax.scale_by_lion(config.beta1, config.beta2),
         "sgd": optax.identity,
         "muon": lambda: _muon(config),
+        "adafactor": _adafactor,
     }
+    rule = rules[config.name]()
+    if config.moments_dtype == "bfloat16":
+        rule = rounded_moments(rule)
     chain = [
         optax.clip_by_global_norm(config.clip_norm),
-        rules[config.name](),
+        rule,
         optax.add_decayed_weights(config.weight_decay, mask=matrices),
         optax.scale_by_learning_rate(schedule),
     ]
@@ -95,6 +105,34 @@ def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
         ),
         optax.scale(-1.0),  # it comes as what is added to the parameters
     )
+
+
+def _adafactor() -> optax.GradientTransformation:
+    """The second moment of a matrix as a row and a column, without a first moment.
+
+    Source: N. Shazeer and M. Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost"
+    (2018): updates are clipped to a root mean square of 1, and the decay of the moment rises with
+    the number of updates. The rate is that of the schedule, not relative to the parameters.
+    """
+    return optax.chain(
+        optax.scale_by_factored_rms(
+            min_dim_size_to_factor=_FACTORED_FROM, decay_rate=_ADAFACTOR_DECAY
+        ),
+        optax.stateless(lambda updates, _: _clipped_by_rms(updates)),
+    )
+
+
+def _clipped_by_rms(updates: Any) -> Any:
+    """The updates of each parameter, of stacked ones each layer's, with a root mean square of at
+    most 1.
+    """
+
+    def clipped(path, update):
+        axes = tuple(range(update.ndim - own_ndim(path, update), update.ndim))
+        mean = jnp.mean(update * update, axis=axes, keepdims=True)
+        return update / jnp.maximum(1.0, jnp.sqrt(mean))
+
+    return jax.tree_util.tree_map_with_path(clipped, updates)
 
 
 def _layer_matrices(params: Any) -> Any:

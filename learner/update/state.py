@@ -69,14 +69,24 @@ def state_shardings(
     specs: Params,
     entropy_bonus: EntropyBonus | None = None,
 ) -> TrainState:
-    """A TrainState of shardings: moments lie as their parameters do, counts are replicated."""
+    """A TrainState of shardings: moments lie as their parameters do; counts, and moments of
+    another shape than their parameter, are replicated.
+    """
     replicated = NamedSharding(mesh, P())
     shardings = named_shardings(mesh, specs)
+
+    def moment_sharding(leaf, sharding, param):
+        if isinstance(leaf, optax.MaskedNode):
+            return leaf
+        # A factored moment is small, and has other axes than its parameter.
+        return sharding if leaf.shape == param.shape else replicated
+
     opt_state = optax.tree.map_params(
         optimizer,
-        lambda leaf, sharding: leaf if isinstance(leaf, optax.MaskedNode) else sharding,
+        moment_sharding,
         jax.eval_shape(optimizer.init, params),
         shardings,
+        params,
         transform_non_params=lambda _: replicated,
         # A part of the optimiser may leave parameters to another part: it has no moments of them.
         is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),

@@ -123,9 +123,9 @@ CONDITIONS = (
         _has_policy_term,
     ),
     Condition(
-        _keys("learner.optimizer", "beta1 beta2"),
+        _keys("learner.optimizer", "beta1 beta2 moments_dtype"),
         "learner.optimizer.name=adamw, lion or muon",
-        lambda run: run.learner.optimizer.name != "sgd",
+        lambda run: run.learner.optimizer.name in ("adamw", "lion", "muon"),
     ),
     Condition(
         ("learner.optimizer.eps",),
