@@ -6,59 +6,15 @@ again, so that a command that was stopped goes on.
 """
 
 import argparse
-import json
 import pathlib
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 
+from benchmarks.objectives.held_out_runs import RunFailed, finish_run
 from driver.config.presets import PRESETS
 
 CONFIG = "deploy/runs/demo_cpu.yaml"
-ROOT = pathlib.Path(__file__).parents[2]
-ACCURACY = "eval/accuracy/strict"
-
-
-class RunFailed(RuntimeError):
-    """A run did not end well; the message has the last lines of its output."""
-
-
-def accuracies(folder: pathlib.Path) -> list[float]:
-    """Held-out accuracy of each evaluation of a finished run, in order.
-
-    Returns:
-        Empty where the run has not finished.
-    """
-    try:
-        if json.loads((folder / "status.json").read_text())["state"] != "finished":
-            return []
-    except FileNotFoundError:
-        return []
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [row[ACCURACY] for row in rows if ACCURACY in row]
-
-
-def run_demo(preset: str, seed: int, folder: pathlib.Path) -> list[float]:
-    """Held-out accuracy of each evaluation of the demo, which is run unless the folder has it.
-
-    Raises:
-        RunFailed: if it does not finish.
-    """
-    if found := accuracies(folder):
-        return found
-    settings = [f"run.seed={seed}", f"run.output_dir={folder}", "run.resume=auto"]
-    settings += ["log.dashboard.enabled=false"]
-    command = [sys.executable, "-m", "driver", "--config", CONFIG, "--preset", preset]
-    command += [part for one in settings for part in ("--set", one)]
-    ended = subprocess.run(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
-    found = accuracies(folder)
-    if ended.returncode or not found:
-        last = "\n".join(ended.stdout.splitlines()[-12:])
-        raise RunFailed(f"preset {preset}, seed {seed}: exit code {ended.returncode}\n{last}")
-    return found
 
 
 def table(found: Mapping[str, Mapping[int, Sequence[float]]]) -> list[str]:
@@ -83,14 +39,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:
         folder = (given.folder or pathlib.Path(scratch)).resolve()
-        found: dict[str, dict[int, list[float]]] = {}
+        found: dict[str, dict[int, Sequence[float]]] = {}
         for name in given.preset:
             for seed in given.seeds:
                 try:
-                    its = run_demo(name, seed, folder / f"{name}-{seed}")
+                    preset = ["--preset", name]
+                    run = finish_run(CONFIG, preset, seed, folder / f"{name}-{seed}")
                 except RunFailed as error:
                     print(error, file=sys.stderr)
                     return 1
+                its = run.accuracies
                 print(f"{name}, seed {seed}: {its[0]:.3f} -> {its[-1]:.3f}", flush=True)
                 found.setdefault(name, {})[seed] = its
     print("\n".join(table(found)))

@@ -25,11 +25,7 @@ def played(messages, secret):
 
 @pytest.mark.parametrize("secret", [guessing.LOWEST, 25, 33, guessing.HIGHEST])
 def test_who_halves_what_is_left_wins_and_the_answers_are_those_of_the_environment(secret):
-    draw = random.Random(0)
-    while True:
-        messages = guessing.play(secret, draw)
-        if messages[1]["content"] == "25":  # the middle: most likely one who listens
-            break
+    messages = guessing.play(secret, random.Random(0), listening=1.0)
     begun, steps = played(messages, secret)
     heard = [message for messages, *_ in steps for message in messages]
     assert begun + heard == [m for m in messages if m["role"] == "user"]
@@ -45,13 +41,26 @@ def test_a_game_is_lost_after_six_guesses_or_by_what_is_no_guess():
     assert (messages, reward, done) == ([], 0.0, True)
 
 
-def test_most_made_up_games_are_lost_and_all_fit_the_run():
+def test_a_player_who_listens_always_wins_and_the_others_seldom():
+    draw = random.Random(0)
+    for listening, least, most in ((1.0, 1.0, 1.0), (0.0, 0.1, 0.25)):
+        won = 0
+        for _ in range(500):
+            secret = draw.randint(guessing.LOWEST, guessing.HIGHEST)
+            game = guessing.play(secret, draw, listening)
+            won += game[-1]["content"] == str(secret)
+        assert least <= won / 500 <= most  # a guess of 6 finds one of 31 numbers: 0.18
+
+
+def test_the_made_up_games_begin_with_those_who_listen_and_all_fit_the_run():
     config = load_as(RunConfig, "deploy/runs/guessing_cpu.yaml", [])
     tokenizer = load_tokenizer("deploy/demo/model")
-    games = [game["messages"] for game in guessing.games(300, seed=0)]
-    won = sum(game[-1]["content"] == "25" or len(game) < 12 for game in games) / len(games)
-    assert 0.3 < won < 0.6
-    longest = max(len(tokenizer.encode_chat(game)) for game in games)
+    games = [game["messages"] for game in guessing.games()]
+    middle = [game[1]["content"] == "25" for game in games]
+    first, second = middle[: guessing.LISTENED], middle[guessing.LISTENED :]
+    # Who does not listen begins with the middle once in 31 games.
+    assert all(first) and 0.2 < sum(second) / len(second) < 0.35
     prompt = len(tokenizer.encode_chat(games[0][:1]))
     assert prompt <= config.rollout.max_prompt_tokens
+    longest = max(len(tokenizer.encode_chat(game)) for game in games[:100] + games[-500:])
     assert longest - prompt <= config.rollout.max_completion_tokens
