@@ -78,7 +78,7 @@ tpu-check: .venv/.tpu ## compile the reference run and the kernels for a TPU v6e
 	$(BIN)/python -m deploy.tpu_check
 	$(BIN)/python -m kernels.tpu_report
 
-chaos: .venv/.run ## train with 27 faults and compare with an undisturbed run (docs/chaos.md)
+chaos: .venv/.run ## train with 32 faults and compare with undisturbed runs (docs/chaos.md)
 	$(BIN)/python -m deploy.chaos
 
 soak: .venv/.run ## kill and add workers for ten minutes and look for leaks (docs/chaos.md)

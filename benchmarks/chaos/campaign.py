@@ -11,10 +11,12 @@ import psutil
 
 from benchmarks.chaos import run_checks
 from benchmarks.chaos.inject import HOSTILE, Injector, UnexpectedBehaviour
-from benchmarks.chaos.job import DriverEnded, DriverJob, WaitTimeout
+from benchmarks.chaos.job import CONFIG, DriverEnded, DriverJob, WaitTimeout
 from benchmarks.chaos.ray_head import SPREAD, Head, HostNotStarted, running_head
-from benchmarks.chaos.schedule import HOST_LOSSES, PAUSES, Fault
+from benchmarks.chaos.schedule import HOST_LOSSES, PAUSES, Fault, FaultKind
+from benchmarks.chaos.sum_episodes import write_records
 from services.process import failpoints
+from services.trajectories.data_order import prompt_at
 
 RECOVERY_S = 60.0
 """From a fault, or the end of a pause, to the next closed step."""
@@ -29,6 +31,16 @@ STALENESS = {"sync": 0, "async": 2}
 CACHE = "jax-cache"
 SCORER, SCORER_S = "benchmarks.chaos.slow_scorer:score", 0.03
 """As in `run.yaml`; in the disturbed run it may also be hostile."""
+EPISODES_CONFIG = CONFIG.with_name("episodes.yaml")
+RECORDS = "sums.jsonl"
+SEED, PROMPTS = 0, 4
+"""Of `episodes.yaml`: its seed, and the prompts of a step."""
+STEP_S = 0.15
+"""That an environment takes for a step: about as long as the model for a turn."""
+HUNG_ERROR = r"environment_error: step 1: no result within \S+ s"
+"""How an episode ends whose environment hangs (docs/environments.md)."""
+CALL_S = 4.0
+"""In which it must answer. Scheduling delays on a busy machine must not exceed it."""
 
 FAILURES = (
     DriverEnded,
@@ -50,12 +62,14 @@ class Campaign:
     mode: str
     """A key of STALENESS."""
     faults: tuple[Fault, ...]
+    episodes: bool = False
+    """Whether the runs are of episodes of several turns, or of completions of one."""
     patience: float = 1.0
     """Every bound of time is multiplied by it, for a machine that does other work as well."""
 
     @property
     def settings(self) -> list[str]:
-        """On top of `run.yaml`."""
+        """On top of `config`."""
         return [
             f"run.steps={self.steps}",
             f"checkpoint.every_steps={self.every_steps}",
@@ -63,6 +77,22 @@ class Campaign:
             f"placement.resources_timeout_s={ROOM_S * self.patience:g}",
             *(SPREAD if self.over_hosts else ()),
         ]
+
+    @property
+    def name(self) -> str:
+        """Of the folder that gets both runs."""
+        return "episodes" if self.episodes else "completions"
+
+    @property
+    def config(self) -> pathlib.Path:
+        """Of both runs."""
+        return EPISODES_CONFIG if self.episodes else CONFIG
+
+    @property
+    def hanging_steps(self) -> tuple[int, ...]:
+        """Steps in which an environment hangs, in both runs."""
+        kind = FaultKind.ENVIRONMENT_HUNG
+        return tuple(fault.step + 1 for fault in self.faults if fault.kind is kind)
 
     @property
     def over_hosts(self) -> bool:
@@ -104,6 +134,18 @@ class Outcome:
         return not (self.lost or self.duplicated or self.problems or self.parameters_equal is False)
 
 
+def sum_of_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
+    """Of several campaigns as one; parameters are equal where they are so in each."""
+    equal = {outcome.parameters_equal for outcome in outcomes}
+    return Outcome(
+        hit=sum(outcome.hit for outcome in outcomes),
+        lost=sum(outcome.lost for outcome in outcomes),
+        duplicated=sum(outcome.duplicated for outcome in outcomes),
+        parameters_equal=False if False in equal else None if None in equal else True,
+        problems=tuple(problem for outcome in outcomes for problem in outcome.problems),
+    )
+
+
 def run_campaign(
     campaign: Campaign,
     folder: pathlib.Path,
@@ -114,12 +156,17 @@ def run_campaign(
     """Runs twice and compares.
 
     Args:
-        folder: empty; everything goes there.
+        folder: new; everything goes there.
         say: receives one line at a time.
         undisturbed: folder of an earlier run that was left alone; None makes one.
     """
     points = folder / "failpoints"
     points.mkdir(parents=True)
+    if campaign.episodes:
+        count = campaign.steps * PROMPTS
+        first = [(step - 1) * PROMPTS for step in campaign.hanging_steps]
+        hanging = frozenset(prompt_at(SEED, count, index)[1] for index in first)
+        write_records(folder / RECORDS, count, hanging)
     # Programs are compiled once for all the processes that come and go; the compiler's part of a
     # restart is not measured here.
     extra = {
@@ -135,9 +182,9 @@ def run_campaign(
     with running_head(folder, extra, hosts=campaign.over_hosts) as head:
         try:
             if undisturbed is None:
-                say(f"undisturbed: {campaign.steps} steps, {campaign.mode}")
+                say(f"{campaign.name}, undisturbed: {campaign.steps} steps, {campaign.mode}")
                 undisturbed = _undisturbed(head, campaign, folder / "undisturbed")
-            say(f"disturbed: {len(campaign.faults)} faults")
+            say(f"{campaign.name}, disturbed: {len(campaign.faults)} faults")
             for recovery in _disturbed(head, campaign, folder / "disturbed", points):
                 recoveries.append(recovery)
                 say(_line(recovery, len(campaign.faults)))
@@ -191,6 +238,9 @@ def compare_runs(
             found.append(f"the last checkpoints differ in {', '.join(components)}")
         if divergence := run_checks.first_difference(undisturbed.metrics, disturbed.metrics):
             found.append(divergence)
+    if campaign.episodes and synchronous:
+        hangs = dict.fromkeys(campaign.hanging_steps, HUNG_ERROR)
+        found += run_checks.check_errors(disturbed, hangs)
     return Outcome(
         hit=hit,
         lost=len(baseline.lost) + len(accounting.lost),
@@ -201,7 +251,10 @@ def compare_runs(
 
 
 def _undisturbed(head: Head, campaign: Campaign, folder: pathlib.Path) -> pathlib.Path:
-    job = DriverJob(head, folder, campaign.settings, campaign.patience)
+    settings = [*campaign.settings, *_episode_settings(campaign, folder)]
+    if campaign.episodes:  # how many workers there are changes nothing, and one starts sooner
+        settings.append("rollout.workers=1")
+    job = DriverJob(head, folder, settings, campaign.patience, campaign.config)
     try:
         job.submit()
         _finish(job, campaign.steps)
@@ -214,10 +267,12 @@ def _disturbed(
     head: Head, campaign: Campaign, folder: pathlib.Path, points: pathlib.Path
 ) -> Iterator[Recovery]:
     """Yields as the run recovers from one fault after the other, and returns when it has ended."""
-    injected = f"{{seconds: {SCORER_S}, hostile: {points / HOSTILE}}}"
-    scorer = f"reward.functions=[{{name: '{SCORER}', params: {injected}}}]"
-    job = DriverJob(head, folder, [*campaign.settings, scorer], campaign.patience)
-    injector = Injector(job, str(points))
+    settings = [*campaign.settings, *_episode_settings(campaign, folder)]
+    if not campaign.episodes:
+        injected = f"{{seconds: {SCORER_S}, hostile: {points / HOSTILE}}}"
+        settings.append(f"reward.functions=[{{name: '{SCORER}', params: {injected}}}]")
+    job = DriverJob(head, folder, settings, campaign.patience, campaign.config)
+    injector = Injector(job, str(points), _steps_folder(folder))
     try:
         job.submit()
         for fault in campaign.faults:
@@ -229,6 +284,24 @@ def _disturbed(
         _finish(job, campaign.steps)
     finally:
         job.end()
+
+
+def _steps_folder(folder: pathlib.Path) -> pathlib.Path:
+    """In which the environments of a run say that they are at a step."""
+    return folder.with_name(f"{folder.name}.steps")
+
+
+def _episode_settings(campaign: Campaign, folder: pathlib.Path) -> list[str]:
+    """What only a run of episodes has on top of its configuration."""
+    if not campaign.episodes:
+        return []
+    steps = _steps_folder(folder)
+    steps.mkdir()
+    return [
+        f"data.train.source={folder.parent / RECORDS}",
+        f"environment.params={{folder: {steps}, seconds: {STEP_S}}}",
+        f"environment.timeout_s={CALL_S * campaign.patience:g}",
+    ]
 
 
 def _finish(job: DriverJob, steps: int) -> None:

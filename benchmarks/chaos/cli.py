@@ -1,6 +1,6 @@
 """Trains twice, the second time with faults, and compares the two runs; or soaks a run.
 
-    python -m deploy.chaos [--short] [--seed 0] [--mode sync|async] [--faults 27]
+    python -m deploy.chaos [--short] [--seed 0] [--mode sync|async] [--only KIND,...]
     python -m deploy.chaos soak [--minutes 10]
 
 docs/chaos.md lists the faults, the checks and how to read the report. Exit code: 0 if every check
@@ -19,7 +19,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from benchmarks.chaos import campaign, run_checks, soak
-from benchmarks.chaos.schedule import SHORT, FaultKind, draw_faults
+from benchmarks.chaos.schedule import (
+    IN_EPISODES,
+    OF_COMPLETIONS,
+    SHORT,
+    FaultKind,
+    draw_faults,
+)
 
 
 class Form(NamedTuple):
@@ -30,10 +36,17 @@ class Form(NamedTuple):
     every_steps: int
     """Between two checkpoints."""
     kinds: tuple[FaultKind, ...]
+    episodes: bool
+    """Of several turns, or completions of one."""
 
 
-WHOLE_FORM = Form(81, 27, 5, tuple(FaultKind))
-SHORT_FORM = Form(14, 4, 4, SHORT)
+WHOLE_FORMS = (Form(81, 27, 5, OF_COMPLETIONS, False), Form(16, 5, 5, IN_EPISODES, True))
+SHORT_FORMS = (Form(16, 6, 4, SHORT, True),)
+
+
+def count_of(forms: Sequence[Form]) -> str:
+    """Of faults and steps, in words."""
+    return f"{sum(form.faults for form in forms)} faults in {sum(f.steps for f in forms)} steps"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -43,21 +56,17 @@ def parser() -> argparse.ArgumentParser:
         description="Trains a tiny model twice, the second time with faults, and compares.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--steps", type=int, help=f"steps of both runs (default: {WHOLE_FORM.steps})"
-    )
-    parser.add_argument(
-        "--faults", type=int, help=f"faults in the second run (default: {WHOLE_FORM.faults})"
-    )
+    parser.add_argument("--steps", type=int, help="steps of each run (default: see --short)")
+    parser.add_argument("--faults", type=int, help="faults in each run that is disturbed")
     parser.add_argument("--seed", type=int, default=0, help="seed of the faults (default: 0)")
     parser.add_argument("--mode", choices=sorted(campaign.STALENESS), default="sync")
     parser.add_argument(
         "--short",
-        dest="form",
+        dest="forms",
         action="store_const",
-        const=SHORT_FORM,
-        default=WHOLE_FORM,
-        help=f"{SHORT_FORM.faults} faults in {SHORT_FORM.steps} steps",
+        const=SHORT_FORMS,
+        default=WHOLE_FORMS,
+        help=f"{count_of(SHORT_FORMS)} (default: {count_of(WHOLE_FORMS)})",
     )
     parser.add_argument(
         "--only",
@@ -69,7 +78,8 @@ def parser() -> argparse.ArgumentParser:
         "--undisturbed",
         type=pathlib.Path,
         metavar="DIR",
-        help="an earlier undisturbed run of the same steps and mode (default: one is made first)",
+        help="an earlier undisturbed run of the same steps and mode, with --only (default: one is "
+        "made first)",
     )
     parser.add_argument("--folder", type=pathlib.Path, help="kept afterwards; default: temporary")
     parser.add_argument(
@@ -103,32 +113,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _chaos(given: argparse.Namespace) -> int:
     started = time.monotonic()
-    form: Form = given.form
-    every_steps, steps = form.every_steps, given.steps or form.steps
     try:
-        faults = draw_faults(
-            given.seed,
-            given.faults or form.faults,
-            steps=steps,
-            every_steps=every_steps,
-            kinds=given.only or form.kinds,
-        )
+        planned = _campaigns(given)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if given.list:
-        for fault in faults:
+        for fault in (fault for one in planned for fault in one.faults):
             print(f"{fault.number:2}  step {fault.step:3}  {fault.kind.value}")
         return 0
     folder = _folder(given)
-    planned = campaign.Campaign(
-        steps=steps,
-        every_steps=every_steps,
-        mode=given.mode,
-        faults=faults,
-        patience=given.patience,
-    )
-    outcome = campaign.run_campaign(planned, folder, _say, undisturbed=given.undisturbed)
+    outcomes = [
+        campaign.run_campaign(one, folder / one.name, _say, undisturbed=given.undisturbed)
+        for one in planned
+    ]
+    outcome = campaign.sum_of_outcomes(outcomes)
     _end(outcome.problems, folder, kept=given.folder is not None)
     _say(
         run_checks.last_line(
@@ -140,6 +139,49 @@ def _chaos(given: argparse.Namespace) -> int:
         )
     )
     return 0 if outcome.passed else 1
+
+
+def _campaigns(given: argparse.Namespace) -> list[campaign.Campaign]:
+    """What is to be run, one after the other.
+
+    Raises:
+        ValueError: if a run is too short for its faults, or --undisturbed stands for two.
+    """
+    forms = _forms_of(given.forms, given.only) if given.only else given.forms
+    if given.undisturbed and len(forms) > 1:
+        raise ValueError("--undisturbed stands for one run, and there are two: name --only")
+    planned = []
+    for form in forms:
+        steps = given.steps or form.steps
+        faults = draw_faults(
+            given.seed,
+            given.faults or form.faults,
+            steps=steps,
+            every_steps=form.every_steps,
+            kinds=form.kinds,
+        )
+        planned.append(
+            campaign.Campaign(
+                steps=steps,
+                every_steps=form.every_steps,
+                mode=given.mode,
+                faults=faults,
+                episodes=form.episodes,
+                patience=given.patience,
+            )
+        )
+    return planned
+
+
+def _forms_of(forms: Sequence[Form], kinds: Sequence[FaultKind]) -> list[Form]:
+    """The forms with these kinds of faults alone; each kind hits the runs that it is made for."""
+    chosen = []
+    for episodes in (False, True):
+        fitting = tuple(kind for kind in kinds if (kind in IN_EPISODES) == episodes)
+        like = next((form for form in forms if form.episodes == episodes), forms[0])
+        if fitting:
+            chosen.append(like._replace(kinds=fitting, episodes=episodes))
+    return chosen
 
 
 def _soak(given: argparse.Namespace) -> int:

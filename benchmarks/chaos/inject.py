@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 import time
@@ -13,7 +12,8 @@ from collections.abc import Callable, Sequence
 import psutil
 
 from benchmarks.chaos.job import POLL_S, ROOT, DriverJob, WaitTimeout
-from benchmarks.chaos.schedule import BESIDE, POINTS, Fault, FaultKind
+from benchmarks.chaos.open_steps import OpenSteps, stopped
+from benchmarks.chaos.schedule import BESIDE, IN_EPISODES, POINTS, Fault, FaultKind
 from driver.reports.status import ExitCode
 from learner.durable.frames import frame
 from services.process import failpoints
@@ -54,13 +54,15 @@ class Hit:
 class Injector:
     """Makes every kind of fault happen."""
 
-    def __init__(self, job: DriverJob, folder: str):
+    def __init__(self, job: DriverJob, folder: str, steps: pathlib.Path):
         """Args:
         job: that the faults hit.
         folder: of its failpoints.
+        steps: folder in which its environments say when they are at a step.
         """
         self._job = job
         self._folder = folder
+        self._open_steps = OpenSteps(job, steps, FIRE_S * job.patience)
         self._scaling: _Scaling | None = None
 
     def inject(self, fault: Fault) -> Hit:
@@ -74,6 +76,9 @@ class Injector:
             self._arm(fault)
             step = self._job.closed_step() + (fault.kind in BESIDE)
             return Hit(at_s=time.monotonic(), step=step)
+        if fault.kind in IN_EPISODES:
+            self._open_steps.hit(fault)
+            return Hit(at_s=time.monotonic(), step=self._job.closed_step())
         hit = Hit(at_s=time.monotonic(), step=self._job.closed_step())
         self._actions(hit)[fault.kind](fault)
         return hit
@@ -214,14 +219,14 @@ class _Scaling:
 
 def stall(process: psutil.Process, lasts: Callable[[], bool]) -> None:
     """Stops a process while `lasts()`: its connections stay open and silent."""
-    with _stopped(process):
+    with stopped(process):
         while lasts():
             time.sleep(POLL_S)
 
 
 def pause(process: psutil.Process, seconds: float) -> None:
     """Stops a process, as a host that is moved or a lid that is closed does."""
-    with _stopped(process):
+    with stopped(process):
         time.sleep(seconds)
 
 
@@ -248,7 +253,7 @@ def starve(process: psutil.Process) -> None:
 def slow_down(process: psutil.Process, lasts: Callable[[], bool]) -> None:
     """Lets a process run for one of SLOWNESS equal intervals, while `lasts()`."""
     while lasts():
-        with _stopped(process):
+        with stopped(process):
             time.sleep(INTERVAL_S * (SLOWNESS - 1) / SLOWNESS)
         time.sleep(INTERVAL_S / SLOWNESS)
 
@@ -258,15 +263,3 @@ def _one(processes: Sequence[psutil.Process], fault: Fault) -> psutil.Process:
     if not processes:
         raise UnexpectedBehaviour(f"there is no process for: {fault.kind.value}")
     return processes[int(fault.choice * len(processes))]
-
-
-@contextlib.contextmanager
-def _stopped(process: psutil.Process):
-    """Stopped in this block; a process that ended meanwhile is no error."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process.send_signal(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(signal.SIGCONT)

@@ -35,26 +35,33 @@ class DriverJob:
     """Owns the driver's process; the run's folder and the head outlive it."""
 
     def __init__(
-        self, head: Head, folder: pathlib.Path, settings: Sequence[str], patience: float = 1.0
+        self,
+        head: Head,
+        folder: pathlib.Path,
+        settings: Sequence[str],
+        patience: float = 1.0,
+        config: pathlib.Path = CONFIG,
     ):
         """Args:
         head: that every driver joins.
         folder: of the run; the output of all its drivers goes to `driver.log` beside it.
-        settings: `section.key=value` on top of `run.yaml`.
+        settings: `section.key=value` on top of the configuration.
         patience: every bound of time of this run is multiplied by it.
+        config: of the run.
         """
         self.folder = folder
         self.log = folder.with_name(f"{folder.name}.driver.log")
         self.patience = patience
         self.starts = 0
         self._head = head
+        self._config = config
         self._settings = [*settings, f"run.output_dir={folder}"]
         self._process: subprocess.Popen | None = None
 
     def submit(self) -> None:
         """Starts a driver: a new run at first, then with --resume."""
         chosen = [part for setting in self._settings for part in ("--set", setting)]
-        command = [sys.executable, "-m", "driver", "--config", str(CONFIG), *chosen]
+        command = [sys.executable, "-m", "driver", "--config", str(self._config), *chosen]
         if self.starts:
             command.append("--resume")
         self.starts += 1

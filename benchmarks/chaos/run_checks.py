@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import json
 import pathlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,8 @@ import safetensors.numpy
 
 CERTIFIED = ("weights", "optimizer", "data_order", "keys")
 """Entries of a checkpoint's certificate that are equal after equal training."""
-COMPARED = ("reward/total/mean", "train/loss", "train/grad_norm")
+ERRORS = "reward_error/count"
+COMPARED = ("reward/total/mean", "train/loss", "train/grad_norm", ERRORS, "rollout/turns_mean")
 """Metrics that are equal to the bit after equal training: they name the step of a divergence."""
 
 
@@ -26,6 +28,7 @@ class RunFiles:
 
     ledger: list[dict[str, Any]]
     metrics: list[dict[str, Any]]
+    samples: list[dict[str, Any]]
     checkpoints: tuple[int, ...]
     """Steps with a checkpoint that was finished."""
     parameters: dict[str, np.ndarray]
@@ -55,6 +58,7 @@ def read_run(folder: pathlib.Path) -> RunFiles:
     return RunFiles(
         ledger=read_lines(folder / "ledger.jsonl"),
         metrics=read_lines(folder / "metrics.jsonl"),
+        samples=read_lines(folder / "samples.jsonl"),
         checkpoints=tuple(int(path.name.split("-")[1]) for path in complete),
         parameters=safetensors.numpy.load_file(export) if export.exists() else {},
         certificate=json.loads(certificate.read_text()) if certificate else {},
@@ -119,6 +123,27 @@ def check_staleness(metrics: Iterable[Mapping[str, Any]], bound: int) -> list[st
         for line in metrics
         if line.get("offpolicy/staleness_max", 0) > bound
     ]
+
+
+def check_errors(run: RunFiles, expected: Mapping[int, str]) -> list[str]:
+    """One line for each step with errors that should have none, or without those it should have.
+
+    Args:
+        run: as read.
+        expected: patterns of their texts, by step.
+    """
+    counts = {line["step"]: line.get(ERRORS, 0) for line in run.metrics}
+    found = []
+    for step in sorted(step for step, count in counts.items() if count or step in expected):
+        errors = {line["reward_error"] for line in run.samples if line["step"] == step} - {""}
+        wanted = expected.get(step, "")
+        right = counts[step] and errors and all(re.fullmatch(wanted, text) for text in errors)
+        if not right:
+            found.append(
+                f"step {step} has {counts[step]:g} errors of rewards, {sorted(errors)}: it should "
+                f"have {f'some like {wanted}' if wanted else 'none'}"
+            )
+    return found
 
 
 def different_tensors(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> list[str]:

@@ -47,7 +47,23 @@ class FaultKind(enum.Enum):
     WORKER_OUT_OF_MEMORY = "worker ended for lack of memory"
     WORKER_HOST_LOST = "a worker's host lost, another joins"
     LEARNER_HOST_LOST = "the learner's host lost, another joins"
+    WORKER_KILLED_WAITING = "worker killed between turns"
+    LEARNER_KILLED_WAITING = "learner killed while episodes are open"
+    ENVIRONMENT_KILLED = "environment process killed in a step"
+    ENVIRONMENT_STOPPED = "environment process hung"
+    ENVIRONMENT_HUNG = "environment hangs in a step"
 
+
+IN_EPISODES = (
+    FaultKind.WORKER_KILLED_WAITING,
+    FaultKind.LEARNER_KILLED_WAITING,
+    FaultKind.ENVIRONMENT_KILLED,
+    FaultKind.ENVIRONMENT_STOPPED,
+    FaultKind.ENVIRONMENT_HUNG,
+)
+"""Kinds that hit episodes of several turns, while an environment is at a step."""
+OF_COMPLETIONS = tuple(kind for kind in FaultKind if kind not in IN_EPISODES)
+"""Kinds that hit completions of one turn."""
 
 POINTS: dict[FaultKind, tuple[str, str]] = {
     FaultKind.WORKER_KILLED_DECODING: ("worker.decode", "kill"),
@@ -101,8 +117,10 @@ SHORT = (
     FaultKind.LEARNER_KILLED_UPDATING,
     FaultKind.DRIVER_KILLED,
     FaultKind.WEIGHTS_CORRUPT,
+    FaultKind.WORKER_KILLED_WAITING,
+    FaultKind.ENVIRONMENT_KILLED,
 )
-"""Kinds of the short form."""
+"""Kinds of the short form, whose run is one of episodes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ PATIENCE = HANG_S / RECOVERY_S
 """A busy machine is no failure: only what hangs is."""
 
 
-def test_a_run_that_loses_processes_comes_to_the_same_parameters(tmp_path):
+def test_a_run_of_episodes_that_loses_processes_comes_to_the_same_parameters(tmp_path):
     done = subprocess.run(
         [
             *(sys.executable, "-m", "deploy.chaos", "--short"),
@@ -32,5 +32,5 @@ def test_a_run_that_loses_processes_comes_to_the_same_parameters(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     last = done.stdout.strip().splitlines()[-1]
     assert re.fullmatch(
-        r"chaos: faults 4, lost 0, duplicated 0, parameters equal, seconds \d+", last
+        r"chaos: faults 6, lost 0, duplicated 0, parameters equal, seconds \d+", last
     )

@@ -9,19 +9,25 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from benchmarks.chaos import run_checks, soak
+from benchmarks.chaos import cli, run_checks, soak
 from benchmarks.chaos.campaign import (
     HOST_NOTICED_S,
     RECOVERY_S,
     Campaign,
+    Outcome,
     Recovery,
     compare_runs,
+    sum_of_outcomes,
 )
+from benchmarks.chaos.cli import SHORT_FORMS, WHOLE_FORMS
+from benchmarks.chaos.open_steps import AIMS
 from benchmarks.chaos.ray_head import SPREAD
 from benchmarks.chaos.schedule import (
     AT_CHECKPOINTS,
     FIRST_STEP,
     HOST_LOSSES,
+    IN_EPISODES,
+    OF_COMPLETIONS,
     PAUSE_S,
     PAUSES,
     POINTS,
@@ -215,6 +221,65 @@ def test_a_checkpoint_that_differs_where_an_export_cannot_show_it_is_found(folde
     assert compare_runs(campaign("async"), undisturbed, other, 0, []).passed
 
 
+def with_errors(run: run_checks.RunFiles, step: int, *errors: str) -> run_checks.RunFiles:
+    """The run as it is where episodes of a step ended with these errors."""
+    metrics = [
+        line | {run_checks.ERRORS: float(len(errors) if line["step"] == step else 0)}
+        for line in run.metrics
+    ]
+    samples = [{"step": step, "reward_error": error} for error in (*errors, "")]
+    return dataclasses.replace(run, metrics=metrics, samples=samples)
+
+
+def hanging_campaign() -> Campaign:
+    """Of episodes, one of whose environments hangs in step 2."""
+    [fault] = draw_faults(0, 1, steps=STEPS + 2, every_steps=1, kinds=(FaultKind.ENVIRONMENT_HUNG,))
+    fault = dataclasses.replace(fault, step=1)
+    return Campaign(steps=STEPS, every_steps=1, mode="sync", faults=(fault,), episodes=True)
+
+
+HUNG = "environment_error: step 1: no result within 4 s"
+
+
+def test_an_environment_that_hangs_ends_its_episodes_with_the_error_that_is_documented(folder):
+    run = with_errors(run_checks.read_run(folder), 2, HUNG, HUNG)
+    assert compare_runs(hanging_campaign(), run, run, 1, []).passed
+
+
+@pytest.mark.parametrize(
+    "step, errors",
+    [
+        (2, ()),
+        (3, (HUNG,)),
+        (2, (HUNG, "environment_error: reset: no result within 4 s")),
+        (2, ("environment_error: step 1: child was killed by SIGKILL",)),
+    ],
+)
+def test_errors_of_episodes_that_should_not_be_there_are_found(folder, step, errors):
+    run = with_errors(run_checks.read_run(folder), step, *errors)
+    outcome = compare_runs(hanging_campaign(), run, run, 1, [])
+    assert outcome.parameters_equal and not outcome.passed
+    assert all("errors of rewards" in problem for problem in outcome.problems)
+
+
+def test_a_run_with_another_number_of_errors_diverges(folder):
+    run = run_checks.read_run(folder)
+    undisturbed, other = (with_errors(run, 2, *[HUNG] * count) for count in (1, 2))
+    problems = compare_runs(hanging_campaign(), undisturbed, other, 1, []).problems
+    assert problems == ("the runs diverge at step 2: reward_error/count is 1.0 and 2.0",)
+
+
+def outcome(equal: bool | None, lost: int = 0) -> Outcome:
+    return Outcome(hit=2, lost=lost, duplicated=1, parameters_equal=equal, problems=())
+
+
+def test_several_campaigns_pass_as_one_where_each_does():
+    both = sum_of_outcomes([outcome(True, lost=3), outcome(True)])
+    assert (both.hit, both.lost, both.duplicated, both.parameters_equal) == (4, 3, 2, True)
+    assert sum_of_outcomes([outcome(True), outcome(False)]).parameters_equal is False
+    assert sum_of_outcomes([outcome(True), outcome(None)]).parameters_equal is None
+
+
 def test_a_slow_recovery_fails_a_campaign_whose_accounting_is_right(folder):
     run = run_checks.read_run(folder)
     assert not compare_runs(campaign("sync"), run, run, 1, ["fault 1: recovered in 61 s"]).passed
@@ -228,19 +293,38 @@ def test_the_last_line_is_for_machines():
 
 
 def test_equal_seeds_draw_equal_faults_and_others_draw_others():
-    drawn = [draw_faults(seed, 20, steps=60, every_steps=5) for seed in (0, 0, 1)]
+    sizes = {"steps": 60, "every_steps": 5, "kinds": OF_COMPLETIONS}
+    drawn = [draw_faults(seed, 20, **sizes) for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_kind_is_drawn_equally_often_and_there_is_time_to_recover(seed):
-    faults = draw_faults(seed, 27, steps=81, every_steps=5)
-    counts = collections.Counter(fault.kind for fault in faults)
-    assert counts == dict.fromkeys(FaultKind, 1)
-    assert [fault.number for fault in faults] == list(range(1, 28))
-    at = [fault.step for fault in faults]
-    assert at == sorted(at) and at[0] >= FIRST_STEP
-    assert recovered_by(at, [fault.kind for fault in faults], 5) < 81
+    for form in (*WHOLE_FORMS, *SHORT_FORMS):
+        steps, count, every_steps, kinds, _ = form
+        faults = draw_faults(seed, count, steps=steps, every_steps=every_steps, kinds=kinds)
+        counts = collections.Counter(fault.kind for fault in faults)
+        assert counts == dict.fromkeys(kinds, 1)
+        assert [fault.number for fault in faults] == list(range(1, count + 1))
+        at = [fault.step for fault in faults]
+        assert at == sorted(at) and at[0] >= FIRST_STEP
+        assert recovered_by(at, [fault.kind for fault in faults], every_steps) < steps
+
+
+def test_both_runs_of_the_whole_form_are_hit_by_every_kind_that_fits_them():
+    of_completions, of_episodes = WHOLE_FORMS
+    assert {*of_completions.kinds, *of_episodes.kinds} == {*FaultKind}
+    assert not {*of_completions.kinds} & {*of_episodes.kinds}
+
+
+def test_kinds_that_are_named_go_to_the_runs_that_they_are_made_for(capsys):
+    assert cli.main(["--only", "disk_full,environment_killed", "--faults", "1", "--list"]) == 0
+    assert [line.split("  ")[-1] for line in capsys.readouterr().out.splitlines()] == [
+        FaultKind.DISK_FULL.value,
+        FaultKind.ENVIRONMENT_KILLED.value,
+    ]
+    assert cli.main(["--undisturbed", "earlier", "--list"]) == 2
+    assert "there are two: name --only" in capsys.readouterr().err
 
 
 def test_pauses_are_longer_than_a_silence_that_means_death():
@@ -276,6 +360,7 @@ def test_every_kind_is_made_by_a_point_that_exists_or_by_hand(tmp_path):
     for point, action in POINTS.values():
         failpoints.arm(tmp_path, point, f"skip 2 then {action}")
     assert set(AT_CHECKPOINTS) <= POINTS.keys() and set(SHORT) <= set(FaultKind)
+    assert {*AIMS, FaultKind.ENVIRONMENT_HUNG} == {*IN_EPISODES}
 
 
 def samples(rss_mb, descriptors) -> list[soak.Sample]:
