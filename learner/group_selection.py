@@ -119,7 +119,7 @@ class GroupSelection:
             return self._estimated(groups, self._critic, clock)
         if self._kl_in_reward:
             sequences = rewarded_sequences(groups, self.rules, vocab_size=vocab_size)
-            flat = [one for its in sequences.values() for one in its if one is not None]
+            flat = [one for its in sequences.values() for records in its for one in records]
             scored = self._scorer.logprobs(flat, pack(flat, self._packing), clock, "reference")
             added, mean = kl_rewards(sequences, scored, self._kl_in_reward)
             metrics = {"train/kl": mean} if flat else {}

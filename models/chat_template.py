@@ -17,6 +17,8 @@ import jinja2.meta
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 Messages = Sequence[Mapping[str, Any]]
+History = Literal["as_rendered", "keep", "new_record"]
+"""What a turn continues where earlier turns are written in another way than they were sampled."""
 
 CLOCK = "strftime_now"
 """The function by which templates ask for the time."""
@@ -165,9 +167,7 @@ class ChatTemplate:
         """What the template writes after an assistant's turn; empty where it shows no such turn."""
         return self._around_answer()[1]
 
-    def after_turn(
-        self, messages: Messages, following: Messages, *, history: Literal["as_rendered", "keep"]
-    ) -> str:
+    def after_turn(self, messages: Messages, following: Messages, *, history: History) -> str:
         """What the template writes after a turn of the assistant: its end, the messages that follow
         it, and the beginning of the next turn.
 
@@ -201,7 +201,7 @@ class ChatTemplate:
                 raise ValueError(self._rewrites(f"{_tail(prompt)!r} becomes {_tail(before)!r}"))
         return after
 
-    def check_history(self, history: Literal["as_rendered", "keep"]) -> None:
+    def check_history(self, history: History) -> None:
         """Checks that a conversation of several turns can go on from the tokens that were sampled.
 
         Raises:
@@ -210,7 +210,7 @@ class ChatTemplate:
         """
         followed = [{"role": "user", "content": _QUESTION_END}]
         self.after_turn(_asked([]), followed, history=history)
-        if history == "keep":
+        if history != "as_rendered":
             return
         reasoned = {"role": "assistant", "content": f"<think>\n{_REASON}\n</think>\n\n{_ANSWER}"}
         text = self.render([*_asked([]), reasoned, *followed], add_generation_prompt=True)
@@ -222,7 +222,8 @@ class ChatTemplate:
             f"{self.name} writes earlier turns of the assistant in another way than they were "
             f"sampled when others follow ({how}), so that a turn would not continue what the "
             "template writes: set environment.history=keep to go on from exactly the tokens that "
-            f"were sampled, or {self.fix}"
+            "were sampled, or new_record to begin another sequence of the episode with what the "
+            f"template writes, or {self.fix}"
         )
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> "ChatTemplate":

@@ -12,7 +12,7 @@ import os
 import pathlib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,7 @@ import transformers
 from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
 
 from models.assistant_turns import assistant_pieces
-from models.chat_template import ChatTemplate
+from models.chat_template import ChatTemplate, History
 from models.files.carried_files import make_readable_by_both
 from models.files.gguf import open_gguf
 from models.files.gguf_tokenizer import build_tokenizer, special_token
@@ -212,7 +212,7 @@ class Tokenizer:
         following: Sequence[Mapping[str, Any]],
         *,
         last_id: int,
-        history: Literal["as_rendered", "keep"],
+        history: History,
     ) -> list[int]:
         """Token ids that follow a turn of the assistant that was sampled, up to the next turn.
 
@@ -235,6 +235,39 @@ class Tokenizer:
         # Some models end a call with another token than the template writes, such as <|eom_id|>.
         ended = last_id in self.stop_ids and bool(ids) and ids[0] in self.stop_ids
         return ids[1:] if ended else ids
+
+    def encode_next_turn(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        following: Sequence[Mapping[str, Any]],
+        *,
+        written: str,
+        last_id: int,
+    ) -> tuple[list[int], str, bool]:
+        """What is read before the next turn, where earlier ones may be written in another way.
+
+        Args:
+            messages: up to a turn of the assistant that was sampled, which is the last; every turn
+                of the assistant with its text.
+            following: messages of other roles; at least one.
+            written: the text that was read before that turn, and what was sampled, without a stop
+                token that ended it.
+            last_id: as in `encode_after_turn`.
+
+        Returns:
+            Token ids that follow the turn; where the template writes anything before them otherwise
+            than it is, those of the whole conversation. The text of the conversation, and whether
+            it is such another one.
+
+        Raises:
+            ValueError: as `encode_after_turn` and `encode_chat` do.
+        """
+        template, before = self.template, messages[:-1]
+        whole = template.render([*messages, *following], add_generation_prompt=True)
+        if whole != written + template.after_turn(before, following, history="keep"):
+            return self.encode_chat([*messages, *following]), whole, True
+        after = self.encode_after_turn(before, following, last_id=last_id, history="keep")
+        return after, whole, False
 
     def encode_text(self, text: str) -> TrainedText:
         """Token ids of a text that trains whole, without the chat template.

@@ -150,6 +150,8 @@ class SampleRecords:
             record["source"] = prompt.source
         if completion.segment_tokens:
             record["segments"] = list(completion.segment_tokens)
+        if completion.record_starts:
+            record["record_starts"] = list(completion.record_starts)
         if cut := len(completion.token_ids) - len(token_ids):
             record["tokens_cut"] = cut
         if self._reads_numbers:

@@ -461,6 +461,7 @@ def _completion(row: FinishedRow, score: Score) -> Completion:
         total_reward=score.total,
         reward_error=score.error,
         segment_tokens=row.segment_tokens,
+        record_starts=row.record_starts,
     )
 
 

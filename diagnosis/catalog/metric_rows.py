@@ -119,9 +119,13 @@ rollout/aborted_fraction | | completions aborted, share
 rollout/prompt_len_mean | tokens | prompt length, mean
     mean length of the prompts of the step
 rollout/environment_len_mean | tokens | tokens of the environment, mean
-    tokens that the environment wrote in an episode; absent where no episode has several turns
+    tokens that the environment wrote in an episode, and those of the conversations with which
+    further records begin; absent where no episode has several turns
 rollout/turns_mean | turns | turns of an episode, mean
     turns of the model in an episode; absent where no episode has several turns
+rollout/records_mean | records | records of an episode, mean
+    sequences that an episode trains as, under environment.history=new_record; absent where each has
+    one
 rollout/groups | | groups
     groups of completions in the update
 rollout/completions | | completions

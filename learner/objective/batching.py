@@ -25,7 +25,7 @@ from learner.objective.advantages import (
 )
 from learner.objective.length_rewards import LengthRule, length_rewards
 from learner.objective.loss import denominator, token_weight
-from services.wire.messages import Completion, FinishReason, Group
+from services.wire.messages import Completion, FinishReason, Group, Record
 
 SMALLEST_ROW_TOKENS = 64
 MAX_PADDING_ROWS = 0.25
@@ -48,13 +48,16 @@ class SelectionRules(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainSequence:
-    """One completion that trains, with its prompt; arrays are per input token, [N].
+    """One completion that trains, with its prompt, or one record of it; arrays are per input token,
+    [N].
 
     Where the target belongs to the prompt, or to an environment, `weights` is 0 and the logprobs
     mean nothing.
     """
 
     group_id: str
+    sample_index: int
+    """Of the completion in its group."""
     token_ids: np.ndarray
     target_ids: np.ndarray
     """The token after each input token."""
@@ -133,8 +136,9 @@ class MicroBatch(NamedTuple):
 
 def rewarded_sequences(
     groups: Sequence[Group], rules: SelectionRules, *, vocab_size: int
-) -> dict[str, list[TrainSequence | None]]:
-    """Every completion by group_id, without an advantage; None for one without a reward.
+) -> dict[str, list[tuple[TrainSequence, ...]]]:
+    """The records of every completion by group_id, without an advantage; none of one without a
+    reward.
 
     Raises:
         ValueError: as select_sequences does.
@@ -143,9 +147,9 @@ def rewarded_sequences(
         _check_group(group, vocab_size)
     return {
         group.group_id: [
-            _sequence(group, completion, 0.0, 0.0, rules.aggregation)
+            _sequences(group, completion, 0.0, 0.0, rules.aggregation)
             if np.isfinite(_total(completion))
-            else None
+            else ()
             for completion in group.completions
         ]
         for group in groups
@@ -190,9 +194,12 @@ def select_sequences(
     for group, its, advantage_G in zip(used, rewards, advantages, strict=True):
         each = zip(group.completions, its.total_G, advantage_G, strict=True)
         kept = [
-            _sequence(group, completion, float(reward), float(advantage), rules.aggregation)
+            sequence
             for completion, reward, advantage in each
             if np.isfinite(_total(completion)) and not _is_masked(completion, rules)
+            for sequence in _sequences(
+                group, completion, float(reward), float(advantage), rules.aggregation
+            )
         ]
         outcomes[group.group_id] = "trained" if kept else "dropped_truncated"
         sequences += kept
@@ -228,12 +235,15 @@ def sum_up(
     outcomes: dict[str, str],
     zero_variance_groups: int,
 ) -> Selection:
-    """The selection of exactly these sequences: they alone count in the denominator."""
+    """The selection of exactly these sequences: they alone count in the denominator, in which all
+    records of a completion are one.
+    """
     active_tokens = sum(int(s.active.sum()) for s in sequences)
+    completions = len({(s.group_id, s.sample_index) for s in sequences})
     return Selection(
         sequences=tuple(sequences),
         denominator=denominator(
-            active_tokens, len(sequences), rules.aggregation, rules.max_completion_tokens
+            active_tokens, completions, rules.aggregation, rules.max_completion_tokens
         ),
         active_tokens=active_tokens,
         zero_variance_groups=zero_variance_groups,
@@ -271,28 +281,40 @@ def _check_group(group: Group, vocab_size: int) -> None:
         )
 
 
-def _sequence(
+def _sequences(
     group: Group, completion: Completion, reward: float, advantage: float, aggregation: str
-) -> TrainSequence:
-    tokens = np.concatenate([group.prompt_token_ids, completion.token_ids]).astype(np.int32)
-    # Input position t scores token t + 1: the last prompt token scores the first sampled one.
-    first = len(group.prompt_token_ids) - 1
-    is_sampled = np.zeros(len(tokens) - 1, bool)
-    is_sampled[first:] = completion.is_sampled
+) -> tuple[TrainSequence, ...]:
+    """The records of a completion, whose rewards, advantages and weights are those of the whole."""
     weight = np.float32(token_weight(completion.model_tokens, aggregation))
-    weights = np.where(is_sampled, weight, np.float32(0))
-    advantages = np.where(is_sampled, np.float32(advantage), np.float32(0))
+    return tuple(
+        _sequence(group, completion, record, reward, np.float32(advantage), weight)
+        for record in completion.records(group.prompt_token_ids)
+    )
+
+
+def _sequence(
+    group: Group,
+    completion: Completion,
+    record: Record,
+    reward: float,
+    advantage: np.float32,
+    weight: np.float32,
+) -> TrainSequence:
+    tokens = record.token_ids
+    # Input position t scores token t + 1: the last prompt token scores the first sampled one.
+    is_sampled = record.is_sampled[1:]
     behavior_logprobs = np.zeros(len(tokens) - 1, np.float32)
-    behavior_logprobs[is_sampled] = completion.behavior_logprobs
+    behavior_logprobs[is_sampled] = record.behavior_logprobs
     return TrainSequence(
         group_id=group.group_id,
+        sample_index=completion.sample_index,
         token_ids=tokens[:-1],
         target_ids=tokens[1:],
         behavior_logprobs=behavior_logprobs,
         old_logprobs=behavior_logprobs,
         importance=np.ones(len(tokens) - 1, np.float32),
-        weights=weights,
-        advantages=advantages,
+        weights=np.where(is_sampled, weight, np.float32(0)),
+        advantages=np.where(is_sampled, advantage, np.float32(0)),
         reward=reward,
     )
 

@@ -30,28 +30,27 @@ class KlRewards(NamedTuple):
 
 
 def kl_rewards(
-    sequences_G: Mapping[str, Sequence[TrainSequence | None]],
+    sequences_G: Mapping[str, Sequence[Sequence[TrainSequence]]],
     reference_logprobs: Sequence[np.ndarray],
     kl_coef: float,
 ) -> KlRewards:
     """Works the penalty out.
 
     Args:
-        sequences_G: by group_id, the completions of a group; None where one has no reward.
-        reference_logprobs: [N] of each sequence that is not None, in order; float32, nats.
+        sequences_G: by group_id, the records of the completions of a group; none where one has no
+            reward.
+        reference_logprobs: [N] of each record, in order; float32, nats.
         kl_coef: weight of the penalty.
     """
     scored = iter(reference_logprobs)
     by_group, total, tokens = {}, 0.0, 0
     for group_id, sequences in sequences_G.items():
         added_G = np.zeros(len(sequences))
-        for i, sequence in enumerate(sequences):
-            if sequence is None:
-                continue
-            active, reference_N = sequence.active, next(scored)
-            log_ratio = sequence.behavior_logprobs[active].astype(np.float64) - reference_N[active]
+        for i, record in ((i, one) for i, its in enumerate(sequences) for one in its):
+            active, reference_N = record.active, next(scored)
+            log_ratio = record.behavior_logprobs[active].astype(np.float64) - reference_N[active]
             divergence = np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO).sum()
-            added_G[i] = -kl_coef * divergence
+            added_G[i] -= kl_coef * divergence
             total, tokens = total + divergence, tokens + int(active.sum())
         by_group[group_id] = added_G
     return KlRewards(by_group, total / tokens if tokens else float("nan"))

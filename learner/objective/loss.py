@@ -259,7 +259,8 @@ def denominator(
 
     Args:
         active_tokens: tokens with a weight, over all micro-batches and devices.
-        sequences: completions with at least one such token.
+        sequences: completions with at least one such token; an episode is one, whatever the number
+            of its records.
         max_completion_tokens: the constant of Dr. GRPO (arXiv:2503.20783).
     """
     per_batch = {

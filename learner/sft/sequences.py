@@ -39,6 +39,7 @@ def train_sequence(name: str, token_ids: np.ndarray, trains: np.ndarray) -> Trai
     one_N = np.ones_like(none_N)
     return TrainSequence(
         group_id=name,
+        sample_index=0,
         token_ids=token_ids[:-1],
         target_ids=token_ids[1:],
         behavior_logprobs=none_N,

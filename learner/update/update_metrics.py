@@ -23,7 +23,8 @@ def group_metrics(
             all completion tokens that lies after the first half of it.
 
     Lengths of completions are of what the model sampled. Where there are episodes of several turns,
-    their turns and the tokens of the environment are counted as well.
+    their turns and the tokens of the environment are counted as well, and their records where some
+    have several.
     """
     completions = [c for group in groups for c in group.completions]
     lengths = np.array([c.model_tokens for c in completions])
@@ -59,6 +60,10 @@ def group_metrics(
         written = [len(c.token_ids) - c.model_tokens for c in completions]
         metrics["rollout/turns_mean"] = float(np.mean([c.turns for c in completions]))
         metrics["rollout/environment_len_mean"] = float(np.mean(written))
+    if any(c.record_starts for c in completions):
+        metrics["rollout/records_mean"] = float(
+            np.mean([1 + len(c.record_starts) for c in completions])
+        )
     scored = [c for c in completions if not c.reward_error]
     for name in sorted({name for c in scored for name in c.rewards}):
         values = [c.rewards[name] for c in scored if name in c.rewards]

@@ -36,11 +36,12 @@ class EnvironmentConfig(Section):
     closes groups is not the same when it is repeated."""
     close_after_s: float = Field(default=60.0, ge=0.01, le=86_400)
     """Since the group began."""
-    history: Literal["as_rendered", "keep"] = "as_rendered"
+    history: Literal["as_rendered", "keep", "new_record"] = "as_rendered"
     """What a turn continues where the chat template writes earlier turns of the assistant in
     another way than they were sampled, such as without their reasoning. `as_rendered` refuses
     such a template before the run starts; `keep` goes on from exactly the tokens that were
-    sampled."""
+    sampled; `new_record` goes on from what the template writes, and trains the episode as several
+    sequences."""
 
 
 ENVIRONMENT_REWARD = "environment"

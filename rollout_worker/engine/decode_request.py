@@ -103,3 +103,5 @@ class FinishedRow:
     segment_tokens: tuple[int, ...] = ()
     """Of an episode of several turns, as `Completion` has it: logprobs and versions are then those
     of the model's tokens alone."""
+    record_starts: tuple[int, ...] = ()
+    """As `Completion` has them."""

@@ -2,7 +2,7 @@
 
 Token for token: a turn is sampled from all tokens of the episode so far, and what the environment
 says is encoded alone, as the chat template continues the conversation, and appended. Nothing that
-was sampled is ever encoded again.
+was sampled is ever encoded again, but in the prompt of a new record (`episode.py`).
 
 Every completion of a group plays the same game: reset gets the same item and seed, and must return
 the same messages, which are the group's prompt. Nothing here waits, touches a device, or knows the
@@ -12,11 +12,10 @@ processes: `prompt_tasks.py` steps the engine, and asks for what is to be decode
 import dataclasses
 import functools
 import hashlib
-import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +23,9 @@ import numpy as np
 
 from models.tokenizer import Tokenizer
 from rollout_worker.engine.decode_request import DecodeRequest, FinishedRow
-from rollout_worker.environments.environment_pool import (
-    Conversation,
-    EnvironmentFailed,
-    EnvironmentPool,
-)
-from rollout_worker.environments.turn_values import ASSISTANT, Message, Said, Turn
+from rollout_worker.environments.environment_pool import EnvironmentFailed, EnvironmentPool
+from rollout_worker.environments.episode import Episode
+from rollout_worker.environments.turn_values import ASSISTANT, Said, Turn
 from rollout_worker.rewards.reward_pool import Score
 from services.wire.messages import FinishReason
 
@@ -52,54 +48,13 @@ def _turn_key(key: tuple[int, int], turn: int) -> np.ndarray:
     return np.asarray(jax.random.key_data(jax.random.fold_in(stream, turn)))
 
 
-@dataclasses.dataclass(eq=False)
-class _Episode:
-    """One completion of the group: what was sampled and what was answered so far."""
+class _Answer(NamedTuple):
+    """What an environment said, as the model reads it."""
 
-    sample_index: int
-    conversation: Conversation
-    messages: list[Message] = dataclasses.field(default_factory=list)
-    """Of the conversation; the texts of the model's turns are left out."""
-    rows: list[FinishedRow] = dataclasses.field(default_factory=list)
-    """Turns of the model."""
-    answers: list[np.ndarray] = dataclasses.field(default_factory=list)
-    """Token ids between them."""
-    reward: float = 0.0
-    error: str = ""
-    ended: FinishReason | None = None
-    asks: bool = True
-    """Whether a call of the environment is under way."""
-
-    @property
-    def segments(self) -> list[np.ndarray]:
-        """Token ids after the prompt, of the model and of the environment in turn."""
-        turns = (row.token_ids for row in self.rows)
-        both = itertools.zip_longest(turns, self.answers)
-        return [part for pair in both for part in pair if part is not None]
-
-    @property
-    def token_ids(self) -> np.ndarray:
-        """All tokens after the prompt."""
-        return np.concatenate([np.zeros(0, np.int32), *self.segments])
-
-    def end(self, reason: FinishReason, error: str = "") -> None:
-        """Ends it; its environment is closed."""
-        self.ended, self.error = reason, error
-        self.conversation.end()
-
-    def whole(self, request_id: str) -> FinishedRow:
-        """All turns as one completion."""
-        assert self.ended is not None and len(self.answers) == len(self.rows) - 1
-        lengths = tuple(map(len, self.segments))
-        return FinishedRow(
-            request_id=request_id,
-            sample_index=self.sample_index,
-            token_ids=self.token_ids,
-            logprobs=np.concatenate([row.logprobs for row in self.rows]),
-            versions=np.concatenate([row.versions for row in self.rows]),
-            finish_reason=self.ended,
-            segment_tokens=lengths if self.answers else (),
-        )
+    token_ids: np.ndarray
+    written: str | None = None
+    """As `Episode` has it, with this."""
+    is_new_record: bool = False
 
 
 class EpisodeGroup:
@@ -138,7 +93,8 @@ class EpisodeGroup:
         self._now, self._began_s = now, now()
         seed = seed_of(request.key_data, request.prompt_id, request.epoch)
         self._episodes = {
-            sample: _Episode(sample, pool.begin_episode(item, seed)) for sample in request.samples
+            sample: Episode(sample, pool.begin_episode(item, seed), request.max_new_tokens)
+            for sample in request.samples
         }
         self.prompt_token_ids = request.token_ids
         """Of the group, once it has begun: what reset returned."""
@@ -206,7 +162,7 @@ class EpisodeGroup:
         decoding = [episode for episode in late if not episode.asks]
         requests = [self._turn_name(episode) for episode in decoding]
         for episode in decoding:
-            del episode.answers[-1]
+            episode.drop_turn()
         for episode in late:
             episode.end(FinishReason.ABORTED, error)
             episode.asks = False
@@ -225,8 +181,13 @@ class EpisodeGroup:
         elif row.finish_reason is FinishReason.ABORTED or self._is_full(episode):
             episode.end(row.finish_reason)
         else:
-            episode.messages.append({"role": ASSISTANT, "content": _SAMPLED})
-            episode.conversation.say(self._said(episode, row))
+            said = self._said(episode, row)
+            text = _SAMPLED
+            if episode.written is not None:
+                text = said.text
+                episode.written += text
+            episode.messages.append({"role": ASSISTANT, "content": text})
+            episode.conversation.say(said)
             episode.asks = True
 
     def abandon(self) -> None:
@@ -246,22 +207,24 @@ class EpisodeGroup:
             for e in self._episodes.values()
         ]
 
-    def _turn_name(self, episode: _Episode) -> str:
+    def _turn_name(self, episode: Episode) -> str:
         """Id of the request of its next turn, or of the one that is decoded."""
         return f"{self._request.request_id}/{episode.sample_index}.{len(episode.rows)}"
 
-    def _is_full(self, episode: _Episode) -> bool:
+    def _is_full(self, episode: Episode) -> bool:
         """Whether its last turn was cut off by the limit of the episode, and not by its own."""
-        cut = episode.rows[-1].finish_reason is FinishReason.LENGTH
-        return cut and len(episode.token_ids) >= self._request.max_new_tokens
+        last = episode.rows[-1]
+        return last.finish_reason is FinishReason.LENGTH and len(last.token_ids) >= episode.room
 
-    def _said(self, episode: _Episode, row: FinishedRow) -> Said:
+    def _said(self, episode: Episode, row: FinishedRow) -> Said:
         text = self._tokenizer.decode_completion(row.token_ids)
         if not self._pool.wants_tokens:
             return Said(text)
         before = episode.answers[-1] if episode.answers else self.prompt_token_ids
         ids, logprobs = row.token_ids.tolist(), row.logprobs.tolist()
-        return Said(text, before.tolist(), ids, logprobs, row.finish_reason.value)
+        is_new_record = episode.starts[-1:] == [len(episode.answers) - 1]
+        reason = row.finish_reason.value
+        return Said(text, before.tolist(), ids, logprobs, reason, is_new_record)
 
     def _begin(self) -> list[DecodeRequest]:
         """First turns, once every reset has ended.
@@ -284,6 +247,10 @@ class EpisodeGroup:
                         "be the same"
                     )
                 episode.messages = list(turn.messages)
+                if self._settings.history == "new_record" and turn.token_ids is None:
+                    episode.written = self._tokenizer.template.render(
+                        turn.messages, add_generation_prompt=True
+                    )
             except EnvironmentFailed as failure:
                 episode.error = str(failure)
                 episode.conversation.end()
@@ -320,7 +287,7 @@ class EpisodeGroup:
             episode=self._request.request_id,
         )
 
-    def _go_on(self, episode: _Episode) -> DecodeRequest | None:
+    def _go_on(self, episode: Episode) -> DecodeRequest | None:
         """The next turn of an episode whose environment has answered; None where it has ended."""
         episode.asks = False
         try:
@@ -330,42 +297,53 @@ class EpisodeGroup:
             episode.end(FinishReason.ABORTED, str(failure))
             return None
         episode.reward += turn.reward
-        turns, token_ids = len(episode.rows), episode.token_ids
-        left = self._request.max_new_tokens - len(token_ids) - len(answer)
+        turns, most = len(episode.rows), self._request.max_new_tokens
+        read = answer.token_ids
+        if not answer.is_new_record:
+            read = np.concatenate([episode.read_after(self.prompt_token_ids), read])
+        # A record may be as long as the prompt and a completion.
+        room = min(most, len(self.prompt_token_ids) + most - len(read))
         if turn.done:
             episode.end(FinishReason.STOP)
-        elif turns == self._settings.max_turns or left < 1:
+        elif turns == self._settings.max_turns or room < 1:
             episode.end(FinishReason.LENGTH)
         else:
             episode.messages += turn.messages
-            episode.answers.append(answer)
+            episode.written, episode.room = answer.written, room
+            episode.add_answer(answer.token_ids, is_new_record=answer.is_new_record)
             first, second = self._request.key_data.tolist()
             return dataclasses.replace(
                 self._request,
                 request_id=self._turn_name(episode),
-                token_ids=np.concatenate([self.prompt_token_ids, token_ids, answer]),
+                token_ids=read,
                 samples=(episode.sample_index,),
-                max_new_tokens=_limit(turn, left),
+                max_new_tokens=_limit(turn, room),
                 key_data=_turn_key((first, second), turns),
                 episode=self._request.request_id,
             )
         return None
 
-    def _encoded_answer(self, episode: _Episode, turn: Turn) -> np.ndarray:
+    def _encoded_answer(self, episode: Episode, turn: Turn) -> _Answer:
         if turn.done:
-            return np.zeros(0, np.int32)
+            return _Answer(np.zeros(0, np.int32))
         try:
             if (given := self._given_ids(turn)) is not None:
-                return given
+                return _Answer(given)
+            last_id = int(episode.rows[-1].token_ids[-1])
+            if episode.written is not None:
+                ids, written, is_new_record = self._tokenizer.encode_next_turn(
+                    episode.messages, turn.messages, written=episode.written, last_id=last_id
+                )
+                return _Answer(np.array(ids, np.int32), written, is_new_record)
             ids = self._tokenizer.encode_after_turn(
                 episode.messages[:-1],
                 turn.messages,
-                last_id=int(episode.rows[-1].token_ids[-1]),
+                last_id=last_id,
                 history=self._settings.history,
             )
         except ValueError as error:
             raise EnvironmentFailed(f"step {len(episode.rows)}: {error}") from None
-        return np.array(ids, np.int32)
+        return _Answer(np.array(ids, np.int32))
 
     def _given_ids(self, turn: Turn) -> np.ndarray | None:
         """What the model reads next, where it was given as token ids."""

@@ -116,7 +116,8 @@ class Policy:
 
     def give(self, said: Said) -> None:
         """Answers what it was asked for last."""
-        before = [*self._token_ids, *said.before]
+        known = [] if said.is_new_record else self._token_ids
+        before = [*known, *said.before]
         self._token_ids = [*before, *said.token_ids]
         self._messages.append({"role": ASSISTANT, "content": said.text})
         if self._answer is not None and not self._answer.done():

@@ -65,6 +65,8 @@ class Said(NamedTuple):
     token_ids: list[int] = []  # noqa: RUF012 - never changed
     logprobs: list[float] = []  # noqa: RUF012 - never changed
     finish_reason: str = "stop"
+    is_new_record: bool = False
+    """Whether `before` is all that it read, since earlier turns were written in another way."""
 
 
 class SampledTurn(NamedTuple):

@@ -79,7 +79,7 @@ class Group(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., group_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_id: _Optional[int] = ..., epoch: _Optional[int] = ..., policy_version: _Optional[int] = ..., weight_digest: _Optional[str] = ..., worker: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., completions: _Optional[_Iterable[_Union[Completion, _Mapping]]] = ..., phase_s: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class Completion(_message.Message):
-    __slots__ = ("sample_index", "token_ids", "behavior_logprobs", "finish_reason", "rewards", "total_reward", "reward_error", "segment_tokens")
+    __slots__ = ("sample_index", "token_ids", "behavior_logprobs", "finish_reason", "rewards", "total_reward", "reward_error", "segment_tokens", "record_starts")
     class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         FINISH_REASON_UNSPECIFIED: _ClassVar[Completion.FinishReason]
@@ -105,6 +105,7 @@ class Completion(_message.Message):
     TOTAL_REWARD_FIELD_NUMBER: _ClassVar[int]
     REWARD_ERROR_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RECORD_STARTS_FIELD_NUMBER: _ClassVar[int]
     sample_index: int
     token_ids: bytes
     behavior_logprobs: bytes
@@ -113,4 +114,5 @@ class Completion(_message.Message):
     total_reward: float
     reward_error: str
     segment_tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, sample_index: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., behavior_logprobs: _Optional[bytes] = ..., finish_reason: _Optional[_Union[Completion.FinishReason, str]] = ..., rewards: _Optional[_Mapping[str, float]] = ..., total_reward: _Optional[float] = ..., reward_error: _Optional[str] = ..., segment_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+    record_starts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sample_index: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., behavior_logprobs: _Optional[bytes] = ..., finish_reason: _Optional[_Union[Completion.FinishReason, str]] = ..., rewards: _Optional[_Mapping[str, float]] = ..., total_reward: _Optional[float] = ..., reward_error: _Optional[str] = ..., segment_tokens: _Optional[_Iterable[int]] = ..., record_starts: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -101,6 +101,7 @@ def _encode_completion(completion: Completion) -> trajectories_pb2.Completion:
         total_reward=completion.total_reward,
         reward_error=completion.reward_error,
         segment_tokens=completion.segment_tokens,
+        record_starts=completion.record_starts,
     )
 
 
@@ -119,4 +120,5 @@ def _decode_completion(message: trajectories_pb2.Completion) -> Completion:
         total_reward=message.total_reward,
         reward_error=message.reward_error,
         segment_tokens=tuple(message.segment_tokens),
+        record_starts=tuple(message.record_starts),
     )

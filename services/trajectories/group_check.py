@@ -64,7 +64,9 @@ def check_group(group: Group, rules: GroupRules) -> None:
             f"{_listed(indices)}"
         )
     for completion in group.completions:
-        _check_completion(completion, rules, f"{where}, sample {completion.sample_index}")
+        its = f"{where}, sample {completion.sample_index}"
+        _check_completion(completion, rules, its)
+        _check_records(completion, group.prompt_token_ids, rules, its)
     for phase, seconds in group.phase_s.items():
         if phase not in PHASES or not 0 <= seconds < math.inf:
             raise ValueError(
@@ -89,12 +91,8 @@ def _listed(indices: list[int]) -> str:
 
 def _check_completion(completion: Completion, rules: GroupRules, where: str) -> None:
     token_ids, logprobs = completion.token_ids, completion.behavior_logprobs
-    _check_ids(
-        token_ids,
-        f"{where}: token_ids",
-        vocab_size=rules.vocab_size,
-        longest=rules.max_completion_tokens,
-    )
+    longest = math.inf if completion.record_starts else rules.max_completion_tokens
+    _check_ids(token_ids, f"{where}: token_ids", vocab_size=rules.vocab_size, longest=longest)
     try:
         completion.check_segments()
     except ValueError as error:
@@ -125,6 +123,19 @@ def _check_completion(completion: Completion, rules: GroupRules, where: str) -> 
             raise ValueError(f"{where}: reward {name!r} is {reward} and reward_error is empty")
 
 
+def _check_records(
+    completion: Completion, prompt_token_ids: np.ndarray, rules: GroupRules, where: str
+) -> None:
+    """Checks that no record is longer than the prompt and a completion may be."""
+    longest = len(prompt_token_ids) + rules.max_completion_tokens
+    for number, record in enumerate(completion.records(prompt_token_ids)):
+        if len(record.token_ids) > longest:
+            raise ValueError(
+                f"{where}: record {number} may have {longest} tokens, those of the prompt and "
+                f"{rules.max_completion_tokens}, got {len(record.token_ids)}"
+            )
+
+
 def _check_place(group: Group, order: DataOrder, where: str) -> None:
     """Checks that id and epoch are those of one index of the data order."""
     index = index_of(group.group_id)
@@ -140,7 +151,7 @@ def _check_place(group: Group, order: DataOrder, where: str) -> None:
         )
 
 
-def _check_ids(ids: np.ndarray, where: str, *, vocab_size: int, longest: int) -> None:
+def _check_ids(ids: np.ndarray, where: str, *, vocab_size: int, longest: float) -> None:
     if ids.dtype != np.int32 or ids.ndim != 1 or len(ids) == 0:
         raise ValueError(f"{where} must be int32 [T] with T >= 1, got {ids.dtype} {ids.shape}")
     if ids.min() < 0:

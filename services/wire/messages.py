@@ -6,6 +6,8 @@ back; nothing here knows gRPC, JAX or files.
 
 import dataclasses
 import enum
+import itertools
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,6 +29,17 @@ class PushOutcome(enum.Enum):
 
     ACCEPTED = "accepted"
     DUPLICATE = "duplicate"
+
+
+class Record(NamedTuple):
+    """One sequence of a completion, as the model read and sampled it, the prompt included."""
+
+    token_ids: np.ndarray
+    """int32 [N]."""
+    is_sampled: np.ndarray
+    """Bool [N]: whether the model sampled the token."""
+    behavior_logprobs: np.ndarray
+    """float32, one for each token that it sampled."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +66,10 @@ class Completion:
     segment_tokens: tuple[int, ...] = ()
     """Tokens of each segment of an episode: the model's and the environment's in turn, the first
     and the last the model's. Empty where the model sampled all tokens."""
+    record_starts: tuple[int, ...] = ()
+    """Places of the segments that begin a new record, since the chat template wrote earlier turns
+    in another way than before: such a segment, one of the environment's, is the whole conversation
+    up to the next turn."""
 
     @property
     def model_tokens(self) -> int:
@@ -71,9 +88,33 @@ class Completion:
         """Turns of the model."""
         return (len(self.segment_tokens) + 1) // 2 or 1
 
+    def records(self, prompt_token_ids: np.ndarray) -> list[Record]:
+        """The sequences that the model was given and went on with: one, and one more for each time
+        that earlier turns were written in another way.
+
+        Args:
+            prompt_token_ids: int32 [P], of the group.
+        """
+        ends = np.cumsum(self.segment_tokens, dtype=np.int64)
+        cuts = [0, *(int(ends[place - 1]) for place in self.record_starts), len(self.token_ids)]
+        is_sampled, done, found = self.is_sampled, 0, []
+        for start, end in itertools.pairwise(cuts):
+            prompt = np.zeros(0, np.int32) if start else prompt_token_ids
+            own = is_sampled[start:end]
+            count = int(own.sum())
+            found.append(
+                Record(
+                    np.concatenate([prompt, self.token_ids[start:end]]).astype(np.int32),
+                    np.concatenate([np.zeros(len(prompt), bool), own]),
+                    self.behavior_logprobs[done : done + count],
+                )
+            )
+            done += count
+        return found
+
     def check_segments(self) -> None:
-        """Checks that the segments are the model's and the environment's in turn, and that each
-        token of the model has a logprob.
+        """Checks that the segments are the model's and the environment's in turn, that records
+        begin with one of the environment's, and that each token of the model has a logprob.
 
         Raises:
             ValueError: with the numbers and the rule.
@@ -88,6 +129,14 @@ class Completion:
             raise ValueError(
                 f"the segments of a completion of {T} tokens must have at least 1 token each and "
                 f"{T} together, got {min(segments)} at least and {sum(segments)} together"
+            )
+        starts = self.record_starts
+        if any(place % 2 == 0 or place >= len(segments) or place < 1 for place in starts) or any(
+            one >= next_one for one, next_one in itertools.pairwise(starts)
+        ):
+            raise ValueError(
+                f"record_starts are places of the environment's segments, odd and ascending, below "
+                f"{len(segments)}; got {list(starts)}"
             )
         sampled = sum(segments[::2]) if segments else T
         logprobs = self.behavior_logprobs

@@ -44,7 +44,15 @@ TINY = ModelConfig(
 
 
 def make_completion(
-    ids, reward, *, index=0, logprobs=None, finish=FinishReason.STOP, error="", segments=()
+    ids,
+    reward,
+    *,
+    index=0,
+    logprobs=None,
+    finish=FinishReason.STOP,
+    error="",
+    segments=(),
+    starts=(),
 ):
     ids = np.array(ids, np.int32)
     sampled = sum(segments[::2]) if segments else len(ids)
@@ -59,6 +67,7 @@ def make_completion(
         total_reward=float("nan") if error else reward,
         reward_error=error,
         segment_tokens=tuple(segments),
+        record_starts=tuple(starts),
     )
 
 
@@ -87,11 +96,14 @@ def random_segments(rng, T):
     return tuple(np.diff([0, *cuts, T]).tolist())
 
 
-def random_groups(count=4, size=4, *, seed=0, max_completion=9, vocab=20, episodes=False):
+def random_groups(
+    count=4, size=4, *, seed=0, max_completion=9, vocab=20, episodes=False, records=False
+):
     """Groups with prompts of 1-5 and completions of 1..max_completion tokens, rewards 0 or 1.
 
     Args:
         episodes: whether an environment wrote a part of some completions.
+        records: whether some of these have several records.
     """
     rng = np.random.default_rng(seed)
     groups = []
@@ -101,6 +113,8 @@ def random_groups(count=4, size=4, *, seed=0, max_completion=9, vocab=20, episod
             T = int(rng.integers(1, max_completion + 1))
             segments = random_segments(rng, T) if episodes else ()
             sampled = sum(segments[::2]) if segments else T
+            places = range(1, len(segments), 2) if records else ()
+            starts = [place for place in places if rng.random() < 0.5]
             completions.append(
                 make_completion(
                     rng.integers(0, vocab, T),
@@ -108,6 +122,7 @@ def random_groups(count=4, size=4, *, seed=0, max_completion=9, vocab=20, episod
                     index=index,
                     logprobs=-3.0 + rng.normal(0, 0.3, sampled),
                     segments=segments,
+                    starts=starts,
                 )
             )
         groups.append(make_group(number, rng.integers(0, vocab, rng.integers(1, 6)), completions))

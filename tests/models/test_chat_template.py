@@ -257,7 +257,9 @@ def test_a_template_that_rewrites_turns_is_refused_unless_they_are_kept(text, ho
     with pytest.raises(ValueError, match=f"model.chat_template writes earlier .*{how}") as error:
         template.check_history("as_rendered")
     assert "set environment.history=keep" in str(error.value) and "correct it" in str(error.value)
+    assert "or new_record to begin another sequence" in str(error.value)
     template.check_history("keep")
+    template.check_history("new_record")
     after = template.after_turn(ASKED, FOLLOWED, history="keep")
     assert after.startswith("<|end|><|user|>Again.<|end|><|assistant|>")
 

@@ -216,6 +216,9 @@ def test_tokens_of_the_environment_have_no_logprob(decode):
     assert record["completion_tokens"] == 3 and record["segments"] == [1, 3, 2]
     [record] = records(decode).of_group(group_of(completion()), PROMPT, marked=True)
     assert "segments" not in record
+    several = dataclasses.replace(episode, record_starts=(1,))
+    [record] = records(decode).of_group(group_of(several), PROMPT, marked=True)
+    assert record["record_starts"] == [1] and record["completion_tokens"] == 3
 
 
 def test_answers_are_recorded_if_a_scorer_reads_numbers(tokenizer, decode):

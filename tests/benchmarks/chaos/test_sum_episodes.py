@@ -105,17 +105,17 @@ def test_a_process_is_hit_only_in_a_step(tmp_path, process):
     (tmp_path / f"{ended.pid}.0.step").touch()  # left behind by one that was killed before
     ended.wait()
     with pytest.raises(WaitTimeout, match="steps that are under way: environment process killed"):
-        OpenSteps(Job(), tmp_path, 0.05).hit(fault(FaultKind.ENVIRONMENT_KILLED))  # pyright: ignore[reportArgumentType] - as much of one as it needs
+        OpenSteps(Job(), tmp_path, 0.05).hit(fault(FaultKind.ENVIRONMENT_KILLED))
     assert process.poll() is None
     (tmp_path / f"{process.pid}.0.step").touch()
-    OpenSteps(Job(), tmp_path, HANG_S).hit(fault(FaultKind.ENVIRONMENT_KILLED))  # pyright: ignore[reportArgumentType] - the same
+    OpenSteps(Job(), tmp_path, HANG_S).hit(fault(FaultKind.ENVIRONMENT_KILLED))
     assert not psutil.pid_exists(process.pid)
 
 
 def test_a_process_that_hangs_needs_two_steps_and_goes_on_where_it_has_fewer(tmp_path, process):
     (tmp_path / f"{process.pid}.0.step").touch()
     with pytest.raises(WaitTimeout, match="environment process hung"):
-        OpenSteps(Job(), tmp_path, 0.05).hit(fault(FaultKind.ENVIRONMENT_STOPPED))  # pyright: ignore[reportArgumentType] - the same
+        OpenSteps(Job(), tmp_path, 0.05).hit(fault(FaultKind.ENVIRONMENT_STOPPED))
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)  # which a process that is stopped does not take
     wait_until(lambda: process.poll() is not None, "the end of the process")

@@ -35,7 +35,7 @@ def test_the_penalty_is_the_sum_over_a_completion_worked_out_by_hand():
     ]
     groups = [make_group(0, [1, 2], completions)]
     sequences = rewarded_sequences(groups, RULES, vocab_size=24)
-    assert sequences["g0"][1] is None
+    assert sequences["g0"][1] == ()
     # The prompt's first token scores its second one, of which nothing may count.
     reference = [np.float32([9e9, -1.5, -2.25]), np.float32([np.nan, -0.1])]
     found = kl_rewards(sequences, reference, 0.2)
@@ -47,6 +47,17 @@ def test_the_penalty_is_the_sum_over_a_completion_worked_out_by_hand():
     rewards = np.array([0.85, 0.08])
     expected = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
     np.testing.assert_allclose([s.advantages[-1] for s in selected.sequences], expected, rtol=1e-5)
+
+
+def test_the_penalty_of_an_episode_is_that_of_all_its_records():
+    episode = make_completion(
+        [3, 7, 8, 4], 1.0, logprobs=[-1.0, -2.0], segments=(1, 2, 1), starts=(1,)
+    )
+    sequences = rewarded_sequences([make_group(0, [1, 2], [episode])], RULES, vocab_size=24)
+    reference = [np.float32([9e9, -1.5]), np.float32([9e9, -2.25])]
+    found = kl_rewards(sequences, reference, 0.2)
+    np.testing.assert_allclose(found.by_group["g0"], [-0.15], rtol=1e-6)  # 0.5 + 0.25 nats
+    assert found.mean == pytest.approx(0.75 / 2)
 
 
 def test_a_token_that_the_reference_holds_for_impossible_keeps_the_penalty_finite():

@@ -200,6 +200,15 @@ def test_lengths_are_those_of_the_model_and_turns_are_counted():
     assert set(metrics) - set(names) == {"rollout/environment_len_mean", "rollout/turns_mean"}
 
 
+def test_an_episode_of_several_records_is_one_completion():
+    episode = make_completion([1] * 6, 1.0, segments=(1, 2, 1, 1, 1), starts=(1, 3))
+    group = make_group(0, [5], [episode, make_completion([2] * 2, 0.0, index=1)])
+    metrics = group_metrics([group], policy_version=0, max_completion_tokens=8)
+    assert metrics["rollout/completions"] == 2 and metrics["rollout/completion_len_mean"] == 2.5
+    assert metrics["reward/total/mean"] == 0.5
+    assert metrics["rollout/records_mean"] == 2.0  # 3 and 1
+
+
 def test_disagreement_is_reported_for_every_scorer_with_both_variants():
     def scored(index, **rewards):
         completion = make_completion([1], 0.0, index=index)

@@ -196,7 +196,17 @@ def returns(value):
 
 
 GUESS = [user("Guess.")]
+
+
+async def tells_what_it_read(policy):
+    first = await policy.generate(GUESS)
+    second = await policy.generate([*GUESS, said(first), user("Sure?")])
+    read = second.prompt_token_ids
+    return 1.0, {f"token {place}": token for place, token in enumerate(read)}
+
+
 DOES = {
+    "tells what it read": tells_what_it_read,
     "never asks": never_asks,
     "asks nothing": asks([]),
     "asks a text": asks("Guess."),

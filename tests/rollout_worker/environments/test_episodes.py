@@ -150,6 +150,7 @@ def as_completion(row):
         rewards={},
         total_reward=0.0,
         segment_tokens=row.segment_tokens,
+        record_starts=row.record_starts,
     )
 
 
@@ -396,6 +397,8 @@ def make_core(
     closes=None,
     parked=12,
     temperature=1.0,
+    template=None,
+    history="as_rendered",
     **params,
 ):
     from services.wire.tls import RunAuthority
@@ -406,6 +409,7 @@ def make_core(
         DEMO,
         authority,
         "127.0.0.1:1",
+        chat_template=template,
         data=DataConfig(
             train=SourceConfig(source="reasoning_gym:chain_sum", size=8),
             eval=SourceConfig(source="reasoning_gym:chain_sum", size=4, seed=99),
@@ -425,6 +429,7 @@ def make_core(
             params=params,
             max_turns=4,
             timeout_s=timeout_s,
+            history=history,
             **(closes or {}),
         ),
         weights_dtype="bfloat16",

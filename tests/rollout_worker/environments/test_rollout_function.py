@@ -86,6 +86,17 @@ def test_what_it_returns_is_the_reward(bad, does):
     assert (over.reward, over.done, over.numbers) == (0.5, True, {"turns": 1.0})
 
 
+@pytest.mark.parametrize(("anew", "read"), [(False, [3, 4, 9, 2, 7]), (True, [7])])
+def test_it_is_told_what_a_turn_read_also_where_earlier_ones_are_written_anew(bad, anew, read):
+    conversation = bad.begin_episode({"does": "tells what it read"}, 1)
+    answer(conversation)
+    conversation.say(Said("9", [3, 4], [9, 2], [-0.5, -0.25]))
+    answer(conversation)
+    conversation.say(Said("8", [7], [8, 2], [-0.5, -0.25], "stop", anew))
+    numbers = answer(conversation).numbers
+    assert numbers == {f"token {place}": float(token) for place, token in enumerate(read)}
+
+
 def test_messages_that_it_began_with_may_hold_calls(bad):
     conversation = bad.begin_episode({"does": "shows a call"}, 1)
     assert answer(conversation).messages[1]["content"] == ""

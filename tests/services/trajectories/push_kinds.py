@@ -239,6 +239,7 @@ _BAD_GROUPS: list[dict] = [
     {"phase_s": {"decode": -1.0}},
     {"phase_s": {"decode": float("inf")}},
 ]
+_EPISODE = {"segment_tokens": (1, 1, 1), "behavior_logprobs": _array(-1.0, -1.0)}
 _BAD_COMPLETIONS: list[dict] = [
     {"token_ids": _array(dtype=np.int32)},
     {"token_ids": _array(7, 8, dtype=np.int32)},
@@ -259,6 +260,12 @@ _BAD_COMPLETIONS: list[dict] = [
     {"segment_tokens": (0, 2, 1), "behavior_logprobs": _array(-1.0)},
     {"segment_tokens": (1, 1, 1, 0), "behavior_logprobs": _array(-1.0, -1.0)},
     {"segment_tokens": (1, 1, 1), "behavior_logprobs": _array(-1.0)},
+    {"record_starts": (1,)},
+    {**_EPISODE, "record_starts": (0,)},
+    {**_EPISODE, "record_starts": (2,)},
+    {**_EPISODE, "record_starts": (-1,)},
+    {**_EPISODE, "record_starts": (3,)},
+    {**_EPISODE, "record_starts": (1, 1)},
     {"behavior_logprobs": _array(-1.0, -81.0, -1.0)},
     {"behavior_logprobs": _array(-1.0, -3e38, -1.0)},
     {"rewards": {f"answer/{number}": 1.0 for number in range(MOST_NAMES + 1)}},

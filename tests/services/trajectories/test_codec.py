@@ -16,6 +16,9 @@ TEXT = st.text(max_size=8)
 REWARDS = st.dictionaries(TEXT, st.floats(), max_size=3)
 
 
+INT32S = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=3).map(tuple)
+
+
 @st.composite
 def completions(draw) -> Completion:
     T, M = draw(LENGTH), draw(LENGTH)
@@ -27,7 +30,8 @@ def completions(draw) -> Completion:
         rewards=draw(REWARDS),
         total_reward=draw(st.floats()),
         reward_error=draw(TEXT),
-        segment_tokens=draw(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=3).map(tuple)),
+        segment_tokens=draw(INT32S),
+        record_starts=draw(INT32S),
     )
 
 

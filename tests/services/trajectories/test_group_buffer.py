@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from services.trajectories.data_order import DataOrder, OrderedSource
 from services.trajectories.group_buffer import BufferFull, GroupBuffer, NotStored
+from services.trajectories.group_check import check_group
 from services.trajectories.receipts import NotOpen, StaleGroup, UnknownReceipt
 from services.wire.messages import PushOutcome
 from tests.deadlines import HANG_S
@@ -218,6 +219,32 @@ def test_what_later_use_relies_on_is_checked_before_anything_is_stored_R11(
         buffer.put_group(make_group(completions=(make_completion(0), completion), **fields))
     assert not stored and buffer.counts().malformed == 1
     assert buffer.put_group(make_group("g00008191", epoch=1638)) is ACCEPTED
+
+
+def test_records_are_bounded_one_by_one(make_group, make_completion):
+    """Of a prompt of 3 tokens and a completion of 5 at most, whatever the episode has in all."""
+
+    def episode(*segments):
+        return make_completion(
+            1,
+            token_ids=np.full(sum(segments), 11, np.int32),
+            behavior_logprobs=logprobs(*[-1.0] * sum(segments[::2])),
+            segment_tokens=segments,
+            record_starts=(1,),
+        )
+
+    rules = group_rules(RUN_ID, max_prompt_tokens=3, max_completion_tokens=5)
+
+    def check(completion):
+        prompt = np.array([1, 2, 3], np.int32)
+        group = make_group(prompt_token_ids=prompt, completions=(make_completion(0), completion))
+        check_group(group, rules)
+
+    check(episode(5, 6, 2))
+    with pytest.raises(ValueError, match="sample 1: record 0 may have 8 tokens, .* 5, got 9"):
+        check(episode(6, 5, 2))
+    with pytest.raises(ValueError, match="sample 1: record 1 may have 8 tokens, .* 5, got 9"):
+        check(episode(1, 6, 3))
 
 
 def test_groups_may_lie_as_far_beyond_what_was_restored_as_beyond_what_was_used(make_group):
