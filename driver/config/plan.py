@@ -69,7 +69,7 @@ class Plan:
     completion_tokens_per_step: int
     """At most: every completion at its longest."""
     positions_per_step: int
-    """At most: prompts counted once per completion."""
+    """At most: prompts counted once per completion, or record of one."""
     worker_completions: int
     """Of a step, by the busiest worker."""
     worker: WorkerPlan
@@ -194,17 +194,18 @@ def derive(
     if teacher is not None:
         learner_bytes += DTYPE_BYTES[learner.compute_dtype] * _parameters(teacher)
     wire_bytes = DTYPE_BYTES[config.weights.dtype] * parameters
+    records = rollout.completions_per_step * config.records_per_completion
     return Plan(
         devices=devices,
         mesh=mesh,
         completions_per_step=rollout.completions_per_step,
-        completion_tokens_per_step=rollout.completions_per_step * rollout.max_completion_tokens,
-        positions_per_step=rollout.completions_per_step * config.sequence_tokens,
+        completion_tokens_per_step=records * rollout.max_completion_tokens,
+        positions_per_step=records * config.sequence_tokens,
         worker_completions=worker_prompts * rollout.completions_per_prompt,
         worker=worker,
         row_tokens=row_tokens,
         microbatch_rows=microbatch_rows,
-        microbatches_per_update=math.ceil(rollout.completions_per_step / microbatch_rows),
+        microbatches_per_update=math.ceil(records / microbatch_rows),
         updates=updates,
         loss=f"{_objective(config.algorithm)}; lm_head={learner.lm_head} by {loss_impl}",
         parameters=parameters,

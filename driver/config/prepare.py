@@ -202,7 +202,8 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
         lines.append(
             f"environment: {config.environment.name}, at most "
             f"{counted(config.environment.max_turns, 'turn')} and "
-            f"{counted(config.rollout.max_completion_tokens, 'token')} an episode"
+            f"{counted(config.rollout.max_completion_tokens, 'token')} "
+            f"{'an episode' if config.records_per_completion == 1 else 'a record'}"
         )
     lines += [f"reward: {composition}", format_plan(plan)]
     return Prepared(

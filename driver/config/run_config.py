@@ -370,6 +370,14 @@ class RunConfig(Section):
         return self
 
     @property
+    def records_per_completion(self) -> int:
+        """Sequences that a completion trains as, at most: each turn may begin one."""
+        environment = self.environment
+        if environment is None or environment.history != "new_record":
+            return 1
+        return environment.max_turns
+
+    @property
     def close_at_least(self) -> int | None:
         """`environment.close_at_least`; None without an environment."""
         return None if self.environment is None else self.environment.close_at_least

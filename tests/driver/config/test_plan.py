@@ -111,6 +111,18 @@ def test_five_prompts_over_two_workers_lose_nothing():
     assert (plan.completions_per_step, plan.worker_completions) == (20, 12)  # 3 and 2 prompts
 
 
+def test_an_episode_may_be_as_many_records_as_it_has_turns():
+    environment = {"name": "deploy/demo/guessing.py:Guessing", "max_turns": 3}
+    kept, several = (
+        derive(config_of(environment=environment | {"history": history}), TINY, ONE)
+        for history in ("keep", "new_record")
+    )
+    assert (kept.completions_per_step, kept.positions_per_step) == (32, 32 * 32)
+    assert (several.completions_per_step, several.positions_per_step) == (32, 3 * 32 * 32)
+    assert several.completion_tokens_per_step == 3 * kept.completion_tokens_per_step
+    assert (kept.microbatches_per_update, several.microbatches_per_update) == (6, 16)
+
+
 def test_sizes_by_hand():
     plan = derive(config_of(), TINY, ONE)
     # 4 prompts x 8; two workers take 2 prompts each
