@@ -114,7 +114,7 @@ def test_a_process_is_hit_only_in_a_step(tmp_path, process):
 
 def test_a_process_that_hangs_needs_two_steps_and_goes_on_where_it_has_fewer(tmp_path, process):
     (tmp_path / f"{process.pid}.0.step").touch()
-    with pytest.raises(WaitTimeout, match="environment process hung"):
+    with pytest.raises(WaitTimeout, match="under way: environment process hung"):
         OpenSteps(Job(), tmp_path, 0.05).hit(fault(FaultKind.ENVIRONMENT_STOPPED))
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)  # which a process that is stopped does not take
