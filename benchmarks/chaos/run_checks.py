@@ -18,7 +18,10 @@ import safetensors.numpy
 CERTIFIED = ("weights", "optimizer", "data_order", "keys")
 """Entries of a checkpoint's certificate that are equal after equal training."""
 ERRORS = "reward_error/count"
-COMPARED = ("reward/total/mean", "train/loss", "train/grad_norm", ERRORS, "rollout/turns_mean")
+COMPARED = (
+    *("reward/total/mean", "train/loss", "train/grad_norm", ERRORS),
+    *("rollout/turns_mean", "rollout/records_mean"),
+)
 """Metrics that are equal to the bit after equal training: they name the step of a divergence."""
 
 
