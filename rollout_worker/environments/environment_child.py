@@ -58,6 +58,8 @@ class LiveEnvironments:
         self._make = make
         self.kind = kind
         self._live: dict[str, _Episode] = {}
+        self._over: dict[str, _Episode] = {}
+        """Episodes whose last answer is on its way."""
         self._closing: set[asyncio.Task] = set()
 
     @classmethod
@@ -116,8 +118,13 @@ class LiveEnvironments:
             self._end(name)
             raise
         if turn.done:
-            self._end(name)
+            self._over[name] = self._live.pop(name)
         return {"answer": turn._asdict()}
+
+    def after_reply(self, line: bytes) -> None:
+        """Closes the environment of an episode that is over: its reward is known by then."""
+        if self._over and (over := self._over.pop(json.loads(line)["item"]["episode"], None)):
+            self._close(over)
 
     async def _next(self, episode: _Episode, call: dict[str, Any], said: Sequence[Said]) -> Turn:
         """The next answer of an episode; calls are decoded anew, so that no change is shared."""
@@ -136,9 +143,14 @@ class LiveEnvironments:
     def _end(self, name: str) -> None:
         """Cancels what an environment is at, and closes it in the background: no episode waits."""
         episode = self._live.pop(name, None)
-        if episode and episode.call and episode.call is not asyncio.current_task():
+        if episode is None:
+            return
+        if episode.call and episode.call is not asyncio.current_task():
             episode.call.cancel()  # else it would keep others waiting, up to the time limit
-        close = getattr(episode and episode.environment, "close", None)
+        self._close(episode)
+
+    def _close(self, episode: _Episode) -> None:
+        close = getattr(episode.environment, "close", None)
         if close is not None:
             task = asyncio.get_running_loop().create_task(_close(close))
             self._closing.add(task)

@@ -44,6 +44,8 @@ class _Replies(Protocol):
 class _Answers(Protocol):
     async def score_async(self, line: bytes) -> dict[str, Any]: ...
 
+    def after_reply(self, line: bytes) -> None: ...
+
 
 class _Describes(Protocol):
     def describe(self, error: BaseException) -> str: ...
@@ -107,6 +109,7 @@ class ConcurrentRequests:
             else:
                 outcome = task.result()
             self._pipes.reply({"id": request["id"], "scorer": name} | outcome)
+            self._scorers[name].after_reply(line)
             if late:
                 return
 

@@ -57,6 +57,9 @@ class LoadedScorer:
         result, completions = self._call(line)
         return self._named(await result, completions)
 
+    def after_reply(self, line: bytes) -> None:
+        """Nothing is left to be done."""
+
     def _call(self, line: bytes) -> tuple[Any, int]:
         """What it returns for a request, decoded anew so that no scorer sees another's changes."""
         request = json.loads(line)

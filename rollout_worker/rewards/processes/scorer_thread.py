@@ -3,8 +3,9 @@
 A plain scorer has one job at a time; async scorers have several in flight. A job that was alone in
 its child and ran out of time fails; one that was alone when the child died is tried once more: the
 cause may be outside, such as a lack of memory, and a reward must not depend on that. Where several
-were in flight, the end of the child or its standstill says nothing about any of them: each is
-scored again alone, by the same rule. The child is replaced, and nothing else is affected.
+were in flight, or the environment of an episode that had ended was being closed, the end of the
+child or its standstill says nothing about any of them: each is scored again alone, by the same
+rule. The child is replaced, and nothing else is affected.
 """
 
 import collections
@@ -86,7 +87,9 @@ class _Flight:
     job: Job
     deadline_s: float
     alone: bool
-    """No other was in flight at any time since it was sent."""
+    """No other was in flight at any time since it was sent, and nothing was being closed then."""
+    closings: int
+    """Episodes that had ended in the child when it was sent."""
     left: collections.deque[str]
     """Scorers that have not answered."""
     outcome: Outcome
@@ -124,6 +127,9 @@ class ScorerThread(threading.Thread):
         self._flights: dict[str, _Flight] = {}
         self._again: collections.deque[Job] = collections.deque()
         self._late = 0
+        self._closings = self._closed_by_now = 0
+        """Episodes that have ended in the child, and those of them whose environment is known not
+        to keep the child any more: it has answered what was sent later."""
         self._worn = False
         """The child is to be replaced once nothing is in flight."""
         self._ending = False
@@ -163,6 +169,7 @@ class ScorerThread(threading.Thread):
         """Kills the child, if there is one."""
         child, self.child = self.child, None
         self._late, self._worn = 0, False
+        self._closings = self._closed_by_now = 0
         if child is not None:
             child.kill()
 
@@ -216,7 +223,12 @@ class ScorerThread(threading.Thread):
                 other.alone = False
             deadline_s = time.monotonic() + self._timeout_s + lane.patience_s
             self._flights[request_id] = _Flight(
-                job, deadline_s, not self._flights, collections.deque(scorers), outcome
+                job,
+                deadline_s,
+                not self._flights and self._closed_by_now == self._closings,
+                self._closings,
+                collections.deque(scorers),
+                outcome,
             )
             message = {
                 "scorers": scorers,
@@ -278,6 +290,8 @@ class ScorerThread(threading.Thread):
             self._score_apart(job)
             return
         flight.left.popleft()
+        self._closed_by_now = max(self._closed_by_now, flight.closings)
+        self._closings += job.ends_another or bool((reply.answer or {}).get("done"))
         if reply.error:
             flight.outcome.errors[name] = reply.error
         elif reply.answer is not None:

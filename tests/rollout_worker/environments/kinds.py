@@ -169,6 +169,14 @@ class NeverCloses(Guessing):
         await asyncio.sleep(1000)
 
 
+class BlocksAtClose(Guessing):
+    """Once it has played, its end keeps the process for ever."""
+
+    def close(self):
+        if hasattr(self, "secret"):
+            time.sleep(1000)
+
+
 class NoSeed(Guessing):
     async def reset(self, item):
         return say("Guess.")

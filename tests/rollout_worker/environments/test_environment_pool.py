@@ -203,6 +203,27 @@ def test_an_environment_that_exits_at_its_close_ends_no_episode():
         pool.close()
 
 
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_close_that_blocks_costs_no_episode_its_reward(beside):
+    pool = make_pool("BlocksAtClose", timeout_s=5.0)
+    try:
+        other = pool.begin_episode({"secret": 5}, 1)
+        answer(other)
+        first = pool.begin_episode({"secret": 5}, 1)
+        answer(first)
+        first.say(Said("5"))
+        if beside:
+            other.say(Said("4"))
+        assert answer(first).reward == 1.0
+        if not beside:
+            other.say(Said("4"))  # alone in a process that does not answer
+        assert not answer(other).done
+        other.say(Said("5"))
+        assert answer(other).reward == 1.0
+    finally:
+        pool.close()
+
+
 def test_episode_that_the_worker_ends_is_closed(tmp_path):
     path = tmp_path / "calls"
     with recording(path) as (one, other):
