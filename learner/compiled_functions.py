@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kernels import choose
+from kernels.packed_attention.ops import plan_attention
 from learner.config import AlgorithmConfig, TrainingSettings
 from learner.objective.batching import MicroBatch
 from learner.objective.loss import Objective
@@ -135,6 +136,7 @@ def make_learner_functions(
             temperature=settings.temperature,
             valid_vocab=settings.valid_vocab,
         ),
+        attention=plan_attention(learner.attention, devices[0].platform),
         compute_dtype=jnp.dtype(learner.compute_dtype),
         remat=learner.remat,
     )

@@ -292,6 +292,10 @@ class LearnerConfig(Section):
     least memory, for one matrix product more."""
     loss_impl: Literal["auto", "reference", "xla", "pallas"] = "auto"
     """Implementation of head and logprob; `auto` is the fastest measured on the platform."""
+    attention: Literal["auto", "reference", "xla", "pallas"] = "auto"
+    """Implementation of attention. `reference` has the scores of a row whole, which are the square
+    of its tokens; `xla` and `pallas` go through them in blocks (docs/long-sequences.md). `auto` is
+    `pallas` on a TPU and `xla` elsewhere, and `reference` for rows that are short."""
     optimizer: OptimizerConfig = OptimizerConfig()
 
     @model_validator(mode="after")

@@ -55,17 +55,3 @@ def attention(
         preferred_element_type=jnp.float32,
     )
     return out_BTKGH.reshape(B, T, N, H).astype(query_BTNH.dtype)
-
-
-def causal_in_segment(segment_BT: jax.Array) -> jax.Array:
-    """Which tokens of a packed row see which: earlier ones of the same segment, and themselves.
-
-    Args:
-        segment_BT: int32; equal values mark one sequence, 0 marks padding.
-
-    Returns:
-        bool [B, T, T].
-    """
-    T = segment_BT.shape[1]
-    causal_TT = jnp.tril(jnp.ones((T, T), bool))
-    return causal_TT & (segment_BT[:, :, None] == segment_BT[:, None, :])

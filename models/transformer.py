@@ -26,7 +26,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.attention import attention, causal_in_segment
+from kernels.packed_attention.ops import WHOLE_SCORES, AttentionPlan, packed_attention
 from models.config import ModelConfig
 from models.rope import rotary, rotate
 
@@ -260,11 +260,16 @@ def logits(hidden_BTD: jax.Array, head_VD: jax.Array) -> jax.Array:
     )
 
 
-def packed_attend(segment_BT: jax.Array, *, operand_dtype: jnp.dtype) -> Attend:
+def packed_attend(
+    segment_BT: jax.Array, *, operand_dtype: jnp.dtype, plan: AttentionPlan = WHOLE_SCORES
+) -> Attend:
     """Attention of a forward pass without a cache, over rows that pack several sequences."""
-    visible_BTT = causal_in_segment(segment_BT)
+    impl = plan.impl_for(segment_BT.shape[1])
 
     def attend(query, key, value, layer_cache):
-        return attention(query, key, value, visible_BTT, operand_dtype=operand_dtype), layer_cache
+        out = packed_attention(
+            query, key, value, segment_BT, operand_dtype=operand_dtype, impl=impl
+        )
+        return out, layer_cache
 
     return attend

@@ -10,6 +10,7 @@ from driver.config.load_config import ConfigError
 from driver.config.plural import counted
 from driver.config.run_config import Resources, RunConfig
 from kernels import choose
+from kernels.packed_attention.ops import plan_attention
 from learner.config import AlgorithmConfig, OptimizerConfig
 from learner.objective.batching import row_buckets
 from learner.update.mesh import mesh_shape
@@ -21,6 +22,8 @@ from rollout_worker.engine_setup import DecodeAttention, EngineSetup
 
 FLOAT32_BYTES = 4
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+NOTED_SCORE_BYTES = 10**9
+"""Of the whole scores of one row, from which on a plan mentions them."""
 OPTIMIZER_MOMENTS = {"adamw": 2, "lion": 1, "sgd": 0, "muon": 2, "adafactor": 0}
 """Copies of the parameters that each optimiser keeps at most: muon has one of a layer's matrices
 and two of the others, adafactor rows and columns only."""
@@ -83,6 +86,8 @@ class Plan:
     """Optimiser updates of the whole run."""
     loss: str
     """How the head is computed, and by which implementation."""
+    attention: str
+    """Of the learner: by which implementation."""
     parameters: int
     learner_bytes_per_device: int
     """Master weights, those of a critic included, optimiser moments, gradients, reference policy
@@ -174,6 +179,12 @@ def derive(
         config.placement.platform,
         about=f"learner.loss_impl={learner.loss_impl}",
     )
+    attention = checked(
+        plan_attention,
+        learner.attention,
+        config.placement.platform,
+        about=f"learner.attention={learner.attention}",
+    )
     updates = config.run.steps * learner.updates_per_batch
     if learner.optimizer.warmup_steps >= updates:
         raise ConfigError(
@@ -208,6 +219,7 @@ def derive(
         microbatches_per_update=math.ceil(records / microbatch_rows),
         updates=updates,
         loss=f"{_objective(config.algorithm)}; lm_head={learner.lm_head} by {loss_impl}",
+        attention=str(attention),
         parameters=parameters,
         learner_bytes_per_device=math.ceil(learner_bytes / mesh[1]),
         wire_bytes_per_version=wire_bytes,
@@ -220,8 +232,12 @@ def derive(
         keeps_policy=config.evaluates_beside_training,
         notes=_notes(
             config,
-            decode_impl=worker.attention.impl,
-            loss_impl=loss_impl,
+            impls={
+                "rollout.decode.attention": worker.attention.impl,
+                "learner.loss_impl": loss_impl,
+                "learner.attention": attention.impl_for(row_tokens),
+            },
+            score_bytes=FLOAT32_BYTES * model.num_heads * row_tokens**2,
             programs=worker.programs,
         ),
     )
@@ -271,6 +287,7 @@ def format_plan(plan: Plan) -> str:
         f"{counted(plan.microbatch_rows, 'row')} x {plan.row_tokens:,} tokens; "
         f"{counted(plan.updates, 'update')} in the run",
         f"loss: {plan.loss}",
+        f"attention: {plan.attention}",
         f"learner: mesh data={data} x fsdp={fsdp}; state "
         f"{say_bytes(plan.learner_bytes_per_device)} a device, without activations",
         f"worker: {counted(plan.devices.worker, 'device')}; policy "
@@ -298,15 +315,21 @@ def _each_copy(worker: WorkerPlan) -> str:
 
 
 def _notes(
-    config: RunConfig, *, decode_impl: str, loss_impl: str, programs: int
+    config: RunConfig, *, impls: dict[str, str], score_bytes: int, programs: int
 ) -> tuple[str, ...]:
     """One line for each such thing.
 
     Args:
-        decode_impl, loss_impl: which implementations run, of `kernels.choose.IMPLEMENTATIONS`.
+        impls: by key, which implementation runs, of `kernels.choose.IMPLEMENTATIONS`.
+        score_bytes: of the attention of one layer and one row, where they are whole.
         programs: that a worker can come to need.
     """
-    found = [*_speed(config, decode_impl, loss_impl), *_shares(config)]
+    found = [*_speed(config, impls), *_shares(config)]
+    if config.learner.attention == choose.REFERENCE and score_bytes >= NOTED_SCORE_BYTES:
+        found.append(
+            f"learner.attention=reference holds {say_bytes(score_bytes)} of scores for each row in "
+            "each layer: `auto` goes through them in blocks"
+        )
     decode = config.rollout.decode
     if decode.compile_budget is not None and decode.compile_budget < programs:
         found.append(
@@ -323,7 +346,7 @@ def _notes(
     return tuple(found)
 
 
-def _speed(config: RunConfig, decode_impl: str, loss_impl: str) -> list[str]:
+def _speed(config: RunConfig, impls: dict[str, str]) -> list[str]:
     """What is slower, or less exact, than it need be."""
     found, decode = [], config.rollout.decode
     if decode.attention == "bf16" and decode.compute_dtype == "float32":
@@ -335,15 +358,12 @@ def _speed(config: RunConfig, decode_impl: str, loss_impl: str) -> list[str]:
         found.append(
             "rollout.decode.loop=python has the host wait for every token: `while` does not"
         )
-    for key, value, impl in (
-        ("learner.loss_impl", config.learner.loss_impl, loss_impl),
-        ("rollout.decode.attention", decode.attention, decode_impl),
-    ):
-        if impl == choose.PALLAS_INTERPRET:
-            found.append(
-                f"{key}={value} is interpreted on {config.placement.platform}: exact, and slow; "
-                "`auto` is not"
-            )
+    found += [
+        f"{key}=pallas is interpreted on {config.placement.platform}: exact, and slow; `auto` is "
+        "not"
+        for key, impl in impls.items()
+        if impl == choose.PALLAS_INTERPRET
+    ]
     if config.weights.dtype == "float32" and decode.compute_dtype == "bfloat16":
         found.append(
             "weights.dtype=float32 with rollout.decode.compute_dtype=bfloat16: every token step "

@@ -19,6 +19,7 @@ from driver.config.prepare import check_messages
 from driver.config.shell_switches import check_xla_flags, cpu_devices
 from driver.sft.sft_config import SftConfig
 from kernels import choose
+from kernels.packed_attention.ops import plan_attention
 from learner.objective.batching import TrainSequence, row_buckets
 from learner.sft.sequences import train_sequence
 from learner.update.mesh import mesh_shape
@@ -162,6 +163,8 @@ def _check_geometry(config: SftConfig, model: ModelConfig) -> str:
             f"was trained for max_position_embeddings={model.max_position_embeddings}: lower "
             "batch.max_tokens"
         )
+    attention = config.learner.attention
+    checked(plan_attention, attention, platform, about=f"learner.attention={attention}")
     loss_impl = config.learner.loss_impl
     return checked(choose.resolve, loss_impl, platform, about=f"learner.loss_impl={loss_impl}")
 

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kernels import choose
+from kernels.packed_attention.ops import plan_attention
 from learner.config import LearnerConfig
 from learner.objective.batching import MicroBatch, Packing, TrainSequence, pack
 from learner.publish.snapshot import host_weights
@@ -69,6 +70,7 @@ class SupervisedLearner:
                 temperature=1.0,
                 valid_vocab=valid_vocab,
             ),
+            attention=plan_attention(config.attention, devices[0].platform),
             compute_dtype=jnp.dtype(config.compute_dtype),
             remat=config.remat,
         )

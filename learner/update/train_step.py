@@ -20,6 +20,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from kernels.packed_attention.ops import AttentionPlan
 from learner.objective.batching import MicroBatch
 from learner.objective.loss import Objective, metric_sums, token_terms, weighted_sum
 from learner.update import value_head
@@ -57,6 +58,7 @@ class PolicyOptions(NamedTuple):
     """How the policy's distribution is computed; static while a step is compiled."""
 
     head: HeadPlan
+    attention: AttentionPlan
     compute_dtype: jnp.dtype
     remat: bool
 
@@ -247,7 +249,9 @@ def _policy(mesh, specs, config, options):
             config,
             batch.token_ids,
             batch.positions,
-            packed_attend(batch.segments, operand_dtype=options.compute_dtype),
+            packed_attend(
+                batch.segments, operand_dtype=options.compute_dtype, plan=options.attention
+            ),
             compute_dtype=options.compute_dtype,
             gather=gather,
             embed=embed,

@@ -300,6 +300,33 @@ def test_the_plan_says_what_computes_the_loss():
     assert "learner.loss_impl=pallas is interpreted on cpu" in format_plan(plan)
 
 
+def test_the_plan_says_what_attends_in_training():
+    said = format_plan(derive(config_of(), TINY, ONE))
+    assert "attention: xla, and reference for rows of up to 256 tokens" in said.splitlines()
+    plan = derive(config_of(learner={"attention": "pallas"}), TINY, ONE)
+    assert "learner.attention=pallas is interpreted on cpu" in format_plan(plan)
+    placement = {"platform": "gpu", "learner": {"gpus": 1}, "rollout": {"gpus": 1}}
+    config = config_of(learner={"attention": "pallas"}, placement=placement)
+    with pytest.raises(ConfigError, match="learner.attention=pallas: .*'gpu': take `xla`"):
+        derive(config, TINY, ONE)
+
+
+def test_whole_scores_that_fill_the_memory_get_a_note():
+    sizes = {"max_prompt_tokens": 100, "max_completion_tokens": 16000}
+    model = dataclasses.replace(TINY, max_position_embeddings=20_000)
+    plan = lambda attention: format_plan(
+        derive(
+            config_of(learner={"attention": attention, "microbatch_tokens": 16384}, rollout=sizes),
+            model,
+            ONE,
+        )
+    )
+    heads = model.num_heads
+    note = f"learner.attention=reference holds {heads * 16384**2 * 4 / 1e9:.2f} GB of scores"
+    assert note in plan("reference")
+    assert "of scores for each row" not in plan("auto")
+
+
 def test_the_reference_loss_needs_whole_logits():
     with pytest.raises(ValueError, match="lm_head=fast with loss_impl=reference: .* lm_head to"):
         config_of(learner={"loss_impl": "reference"})

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from kernels.packed_attention.ops import WHOLE_SCORES
 from kernels.token_logprob import reference
 from learner.objective import loss as loss_lib
 from learner.objective.batching import Packing, pack, select_sequences, unpack
@@ -30,7 +31,9 @@ from tests.learner.builders import TINY, host_params, random_groups
 pytestmark = pytest.mark.slow
 
 HEAD = HeadPlan(schedule="fast", impl="xla", temperature=0.8, valid_vocab=22)
-OPTIONS = PolicyOptions(head=HEAD, compute_dtype=jnp.dtype("float32"), remat=False)
+OPTIONS = PolicyOptions(
+    head=HEAD, attention=WHOLE_SCORES, compute_dtype=jnp.dtype("float32"), remat=False
+)
 OBJECTIVE = loss_lib.Objective(
     clip_low=0.2, clip_high=0.28, kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01
 )
