@@ -6,7 +6,7 @@ at a time, so that nothing here goes through an implementation that is being che
 Dimension key: that of kernels/packed_attention/reference.py.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,10 +14,10 @@ import numpy as np
 class AttentionGradients(NamedTuple):
     """The output and, for a given cotangent of it, the gradients; float64, shaped as the arrays."""
 
-    out: np.ndarray
-    query: np.ndarray
-    key: np.ndarray
-    value: np.ndarray
+    out: Any
+    query: Any
+    key: Any
+    value: Any
 
 
 def value_and_gradients(

@@ -7,7 +7,8 @@
 A summed loss has gradients of the size of one token's, whatever the number of tokens, so that
 relative bounds bind. An array passes if its relative l2 error, its cosine and its worst row are
 within the tolerances, if it is not zero throughout, and if the rows without a gradient are zero.
-With --model the same cases run on a real model. The hard case puts unusual data on 20 tokens, and
+Of attention the output and the gradients in query, key and value are checked, on packed rows.
+With --model the other cases run on a real model. The hard case puts unusual data on 20 tokens, and
 the tokens are divided among 3 sequences: hence at least 21 of them. On two cores of a CPU the
 default sizes take half a minute with XLA, and some three with Pallas, which is interpreted there.
 The JSON file of --config has the keys of the flags: impl, schedule, case, model, tolerance,
@@ -18,6 +19,7 @@ arguments are wrong.
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import pathlib
@@ -29,6 +31,7 @@ import jax
 import numpy as np
 import psutil
 
+from benchmarks.gradcheck.attention import ATTENTION_CASES, check_attention
 from benchmarks.gradcheck.cases import BATCH, CASES, head_problem, logits_problem, make_problem
 from benchmarks.gradcheck.gradient_errors import (
     TOLERANCES,
@@ -60,6 +63,7 @@ SIZE_HELP = {
     "seed": "of the random data",
 }
 LISTS = ("impl", "schedule", "case")
+CASE_NAMES = tuple(case.name for case in (*CASES, *ATTENTION_CASES))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -80,7 +84,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     say("\n".join(header(settings, device)))
     findings = []
-    for finding in run_checks(settings, at_logits, at_head, arrays):
+    impls = [choose.resolve(choice, device.platform) for choice in settings.impl]
+    checks = run_checks(settings, at_logits, at_head, arrays)
+    for finding in itertools.chain(checks, run_attention_checks(settings, impls)):
         findings.append(finding)
         if arguments.json != STDOUT:
             say(table_row(finding))
@@ -98,7 +104,7 @@ class Settings:
     impl: tuple[str, ...] = ("auto",)
     """Of `kernels.choose.CHOICES`."""
     schedule: tuple[str, ...] = SCHEDULES
-    case: tuple[str, ...] = tuple(case.name for case in CASES)
+    case: tuple[str, ...] = CASE_NAMES
     model: str | None = None
     tolerance: dict[str, Tolerance] = dataclasses.field(default_factory=lambda: TOLERANCES)
     tokens: int = 45
@@ -107,8 +113,7 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self):
-        names = tuple(case.name for case in CASES)
-        known = {"impl": choose.CHOICES, "schedule": SCHEDULES, "case": names}
+        known = {"impl": choose.CHOICES, "schedule": SCHEDULES, "case": CASE_NAMES}
         for key, allowed in known.items():
             chosen = getattr(self, key)
             if not isinstance(chosen, tuple):
@@ -199,6 +204,16 @@ def run_checks(
             for candidate in [*at_logits, *at_head]:
                 for finding in check_gradient(problem, candidate, tolerance):
                     yield finding._replace(case=f"model {case.name}")
+
+
+def run_attention_checks(settings: Settings, impls: list[str]) -> Iterator[GradientError]:
+    """Those of attention, by each of `kernels.choose.IMPLEMENTATIONS` that is asked for."""
+    for dtype, tolerance in settings.tolerance.items():
+        for case in ATTENTION_CASES:
+            if case.name in settings.case:
+                yield from check_attention(
+                    case, impls, dtype=dtype, tolerance=tolerance, seed=settings.seed
+                )
 
 
 def _model_arrays(settings: Settings) -> tuple[dict[str, np.ndarray], np.ndarray]:

@@ -1,9 +1,10 @@
-"""Times the loss over a vocabulary, value and gradient, and measures its error.
+"""Times the loss over a vocabulary, or attention, value and gradient, and measures its error.
 
     python -m kernels.bench logits --compare log_softmax,xla,pallas --json logits.json
     python -m kernels.bench lm_head --compare log_softmax,auto:fast,auto:lean
     python -m kernels.bench lm_head --impl auto --active-fraction 0.25
     python -m kernels.bench probe
+    python -m kernels.bench attention --time 4096 --segments 8 --compare reference,auto
 
 The sizes default to those of a large model on one accelerator; give small ones on a CPU: each bench
 compiles and makes its data first, which takes minutes there at the default sizes. Errors are
@@ -21,6 +22,7 @@ from typing import Any, cast
 
 import jax
 
+from benchmarks.kernels import attention
 from benchmarks.kernels.case import (
     DTYPES,
     IMPLS,
@@ -68,6 +70,8 @@ SCHEDULE = SCHEDULES[0]
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     arguments = _parser().parse_args(argv)
+    if arguments.what == "attention":
+        return attention.run(arguments)
     try:
         case, specs, effort = read_arguments(arguments)
     except ValueError as error:
@@ -222,6 +226,10 @@ def _parser() -> argparse.ArgumentParser:
         _add_competitors(command, is_head="hidden" in sizes)
         _add_problem(command, sizes)
         _add_reports(command)
+    what = "attention over rows that pack several sequences"
+    command = commands.add_parser("attention", help=what, description=f"Times {what}.")
+    attention.add_arguments(command)
+    _add_json(command)
     return parser
 
 
@@ -305,14 +313,7 @@ def _add_reports(command: argparse.ArgumentParser) -> None:
         type=int,
         default=64,
     )
-    _add(
-        command,
-        "--json",
-        "write the measurements there; without FILE to stdout, instead of the table",
-        nargs="?",
-        const=STDOUT,
-        metavar="FILE",
-    )
+    _add_json(command)
     _add(command, "--wandb-project", "log every competitor as a W&B run")
     _add(
         command,
@@ -320,4 +321,15 @@ def _add_reports(command: argparse.ArgumentParser) -> None:
         "of the runs of --wandb-project; offline keeps them on disk",
         choices=WANDB_MODES,
         default="online",
+    )
+
+
+def _add_json(command: argparse.ArgumentParser) -> None:
+    _add(
+        command,
+        "--json",
+        "write the measurements there; without FILE to stdout, instead of the table",
+        nargs="?",
+        const=STDOUT,
+        metavar="FILE",
     )

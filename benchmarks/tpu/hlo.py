@@ -106,7 +106,7 @@ def parse_program(text: str) -> Module:
         if header:
             current = computations.setdefault(header[2], {})
             entry = header[2] if header[1] else entry
-        elif line.startswith("}"):
+        elif line.startswith("}") and not line.startswith("}}"):  # two end an attribute
             current = None
         elif current is not None:
             op = _parse_op(line)

@@ -15,6 +15,10 @@ and one layer's attention from one new token per row, its cache donated:
         in and out. `_prefix` is where rows may begin alike: one round of either kind, every branch
         taken.
 
+    packed_attention/SHAPE/IMPL: of whole rows, with its gradients in query, key and value. Its
+        cycles are those of the blocks of one sequence that fills the row; loops whose rounds the
+        segments decide, as XLA's, count one.
+
 IMPL is an implementation, with a schedule where there is a head, or `log_softmax`: what one writes
 without this package, differentiated by jax. It keeps the logits whole and returns the head's
 gradient in bfloat16.
@@ -44,6 +48,7 @@ from benchmarks.random_problems import GrpoData, grpo_objective
 from kernels import choose
 from kernels.decode_attention.ops import decode_attention
 from kernels.linear_objective import schedule
+from kernels.packed_attention.ops import packed_attention
 from kernels.token_logprob.ops import token_logprob
 from kernels.token_logprob.reference import TokenLogprob
 
@@ -51,6 +56,8 @@ LOGITS_SHAPES = ((1, 4096, 151643), (4, 1024, 151643), (1, 4096, 151936), (4, 10
 """Tokens in one sequence and in four; of a tokenizer, and of a model that pads it to lanes."""
 PROBE_SHAPE = (8, 1024, 16384)
 HEAD_SHAPE = (8192, 4096, 151936)
+ATTENTION_TOKENS = (2048, 8192, 32768)
+"""Of one row; the heads are those of Qwen2.5-3B."""
 DECODE_SHAPES = ((16, 640), (128, 512))
 """Rows and positions; the heads are those of Qwen2.5-3B."""
 PREFIX = "_prefix"
@@ -103,6 +110,13 @@ def programs() -> dict[str, KernelProgram]:
             found.append(
                 KernelProgram(f"decode_attention/b{B}_s{S}/{impl}{prefix}", run, fast=True)
             )
+    for T in ATTENTION_TOKENS:
+        for impl in (choose.REFERENCE, choose.XLA, choose.PALLAS_TPU):
+            if impl == choose.REFERENCE and T > 8192:  # 64 GiB of scores
+                continue
+            run = functools.partial(lower_packed_attention, impl, (1, T, 16, 2, 128))
+            fast = T == 8192 and impl != choose.REFERENCE
+            found.append(KernelProgram(f"packed_attention/t{T}/{impl}", run, fast=fast))
     return {program.name: program for program in found}
 
 
@@ -184,6 +198,25 @@ def lower_decode_attention(
     run = functools.partial(decode_attention, impl=impl, operand_dtype=jnp.bfloat16)
     shares = {"leader_B": row, "shared_B": row} if prefix else {}
     return jax.jit(run, donate_argnums=(3, 4)).lower(query, new, new, cache, cache, row, **shares)
+
+
+def lower_packed_attention(
+    impl: str, shape: tuple[int, int, int, int, int], device: jax.Device
+) -> jax.stages.Lowered:
+    """(query [B, T, N, H], key [B, T, K, H], value, segments, d_out [B, T, N, H]) -> output and
+    the three gradients.
+    """
+    B, T, N, K, H = shape
+    struct = _structs_on(device)
+    query, key = (struct((B, T, heads, H), jnp.bfloat16) for heads in (N, K))
+
+    def run(query, key, value, segment, d_out):
+        attend = functools.partial(packed_attention, impl=impl, operand_dtype=jnp.bfloat16)
+        of = lambda query, key, value: attend(query, key, value, segment)
+        out, pull = jax.vjp(of, query, key, value)
+        return out, pull(d_out)
+
+    return jax.jit(run).lower(query, key, key, struct((B, T), jnp.int32), query)
 
 
 def _log_softmax(logits, ids) -> TokenLogprob:

@@ -193,6 +193,7 @@ def test_the_command_passes_and_lists_its_findings(capsys):
 def test_a_file_gets_the_findings_beside_the_table(capsys, tmp_path, monkeypatch):
     finding = gradcheck.GradientError("c", "float32", "x", "logits", 0.0, 0.0, 0.0, None, [])
     monkeypatch.setattr(gradcheck, "run_checks", lambda *arguments: [finding])
+    monkeypatch.setattr(gradcheck, "run_attention_checks", lambda *arguments: [])
     code, out, _ = run(capsys, "--json", str(tmp_path / "found.json"))
     assert code == 0 and "tolerances of float32: loss 1e-05" in out and "1 of 1" in out
     document = json.loads((tmp_path / "found.json").read_text())

@@ -22,6 +22,7 @@ KERNELS = (
     "decode_attention/b16_s640/pallas_tpu",
     "head/t8192_d4096_v151936/pallas_tpu_fast",
     "head/t8192_d4096_v151936/pallas_tpu_lean",
+    "packed_attention/t8192/pallas_tpu",
     "probe/b8_t1024_v16384/pallas_tpu",
     "token_logprob/b4_t1024_v151643/pallas_tpu",
 )
@@ -142,6 +143,19 @@ output_to_operand_aliasing={{}: (1, {})}, backend_config={"bytes_accessed":"STAT
 def test_a_kernel_moves_its_arrays_once_or_what_it_states_if_that_is_more(stated, bytes_):
     # 4096 of a; g is added to in place: 8192 read and 8192 written.
     assert moved(CUSTOM_CALL.replace("STATED", str(stated))) == {"k": (bytes_, 1)}
+
+
+def test_an_attribute_of_several_lines_ends_no_computation():
+    text = """
+ENTRY %main (a: f32[64]) -> f32[64] {
+  %a = f32[64]{0} parameter(0)
+  %k = f32[64]{0} custom-call(%a), frontend_attributes={kernel_metadata={
+"block": "512"
+}}, metadata={op_name="k"}
+  ROOT %b = f32[64]{0} negate(%k)
+}
+"""
+    assert moved(text) == {"k": (512, 1), "b": (512, 1)}
 
 
 def test_a_text_that_is_no_program_is_refused():
