@@ -302,7 +302,7 @@ def test_the_plan_says_what_computes_the_loss():
 
 def test_the_plan_says_what_attends_in_training():
     said = format_plan(derive(config_of(), TINY, ONE))
-    assert "attention: xla, and reference for rows of up to 256 tokens" in said.splitlines()
+    assert "attention: xla, and reference for rows of up to 64 tokens" in said.splitlines()
     plan = derive(config_of(learner={"attention": "pallas"}), TINY, ONE)
     assert "learner.attention=pallas is interpreted on cpu" in format_plan(plan)
     placement = {"platform": "gpu", "learner": {"gpus": 1}, "rollout": {"gpus": 1}}

@@ -58,8 +58,8 @@ def test_what_does_not_fit_is_refused_with_its_numbers(wrong, message):
 )
 def test_auto_keeps_the_scores_of_short_rows_whole(choice, platform, long, short):
     plan = plan_attention(choice, platform)
-    assert plan.impl_for(WHOLE_TOKENS + 1) == long
-    assert plan.impl_for(WHOLE_TOKENS) == short
+    assert plan.impl_for(WHOLE_TOKENS[platform] + 1) == long
+    assert plan.impl_for(WHOLE_TOKENS[platform]) == short
 
 
 def literal_ranges(segment_JL, window):
