@@ -53,6 +53,8 @@ class Sample(TypedDict):
     """Text and logprob (nats) of each; null where an environment wrote the token."""
     segments: NotRequired[list[int]]
     """Tokens of each segment of an episode: the model's and the environment's in turn."""
+    record_starts: NotRequired[list[int]]
+    """Places of the segments that begin a new record."""
     source: NotRequired[str]
     """Name of the prompt's source, where several are trained on."""
     tokens_cut: NotRequired[int]

@@ -1,6 +1,5 @@
 """Memory of one layer, forward and backward, grows with the row, by XLA's own count."""
 
-
 import jax
 import jax.numpy as jnp
 import pytest
