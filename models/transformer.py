@@ -39,10 +39,15 @@ Embed = Callable[[Params, jax.Array], jax.Array]
 """(tree of embed_tokens, token_ids_BT) -> float32 or narrower [B, T, D]."""
 
 _init = nn.initializers.normal(0.02)
+LORA_A, LORA_B = "lora_A", "lora_B"
+"""Beside a weight: the matrices of an adapter (models/adapter.py)."""
 
 
 class Linear(nn.Module):
-    """y = x W^T + b with W [out, in], computed in the dtype of x."""
+    """y = x W^T + b with W [out, in], computed in the dtype of x.
+
+    Where the parameters have an adapter, (x A^T) B^T is added, with A [r, in] and B [out, r].
+    """
 
     features: int
     bias: bool
@@ -53,16 +58,24 @@ class Linear(nn.Module):
     def __call__(self, x):
         """[.., in] -> [.., out], in the dtype of x."""
         weight = self.param("weight", _init, (self.features, x.shape[-1]), jnp.float32)
-        y = jnp.einsum(
-            "...i,oi->...o",
-            x,
-            weight.astype(x.dtype),
-            preferred_element_type=self.product_dtype,
-        ).astype(x.dtype)
+        y = self._product(x, weight)
+        if self.has_variable("params", LORA_A):
+            inner = self._product(x, self.get_variable("params", LORA_A)).astype(x.dtype)
+            y += self._product(inner, self.get_variable("params", LORA_B))
+        y = y.astype(x.dtype)
         if not self.bias:
             return y
         bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
         return y + bias.astype(x.dtype)
+
+    def _product(self, x, weight):
+        """X W^T in product_dtype."""
+        return jnp.einsum(
+            "...i,oi->...o",
+            x,
+            weight.astype(x.dtype),
+            preferred_element_type=self.product_dtype,
+        )
 
 
 class RMSNorm(nn.Module):

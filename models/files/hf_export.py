@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from models.files.hf_folder import CONFIG, INDEX, SINGLE
+from models.files.hf_folder import ADAPTER, ADAPTER_CONFIG, CONFIG, INDEX, SINGLE
 from models.files.safetensors_file import DTYPES, write_file
 
 MAX_SHARD_BYTES = 4 * 2**30
@@ -41,7 +41,8 @@ def refuse_unrelated(target: pathlib.Path) -> None:
     if not target.is_dir():
         raise ValueError(f"cannot save the model to {target}: it is a file")
     present = {item.name for item in target.iterdir()}
-    if present and not (CONFIG in present and present & {SINGLE, INDEX}):
+    model = CONFIG in present and present & {SINGLE, INDEX}
+    if present and not model and not {ADAPTER_CONFIG, ADAPTER} <= present:
         raise ValueError(
             f"cannot save the model to {target}: it is not empty and is no earlier export "
             f"(holds {', '.join(sorted(present)[:5])}); choose another folder"
