@@ -113,6 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             prepared.data,
             prepared.order,
             prepared.teacher and prepared.teacher.digest,
+            prepared.base_digest,
         )
         if resume:
             try:

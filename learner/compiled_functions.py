@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from kernels import choose
 from kernels.packed_attention.ops import plan_attention
-from learner.config import AlgorithmConfig, TrainingSettings
+from learner.config import AlgorithmConfig, LoraConfig, TrainingSettings
 from learner.objective.batching import MicroBatch
 from learner.objective.loss import Objective
 from learner.objective.own_policy_loss import policy_loss
@@ -28,9 +28,10 @@ from learner.update.entropy_bonus import EntropyBonus, EntropyRule, first_bonus
 from learner.update.head import HeadPlan
 from learner.update.mesh import AXES, make_mesh
 from learner.update.optimizer import learning_rate_schedule, make_optimizer
-from learner.update.sharding import param_specs
+from learner.update.sharding import named_shardings, param_specs
 from learner.update.state import TrainState, abstract_state, state_shardings
 from learner.update.train_step import (
+    FrozenBase,
     PolicyOptions,
     make_accumulate,
     make_apply,
@@ -38,6 +39,7 @@ from learner.update.train_step import (
     make_score,
     make_score_values,
 )
+from models.adapter import AdapterShape, abstract_adapter, adapter_shape, join
 from models.config import ModelConfig
 from models.transformer import Params, abstract_params
 
@@ -48,7 +50,11 @@ class LearnerFunctions:
 
     mesh: Mesh
     specs: Params
-    """PartitionSpec of every parameter."""
+    """PartitionSpec of every parameter that trains."""
+    adapter: AdapterShape | None
+    """That trains in place of the model; None where the model does."""
+    base: FrozenBase | None
+    """The model, where an adapter trains."""
     optimizer: optax.GradientTransformation
     abstract_state: TrainState
     """Shape, dtype and sharding of every leaf of the state."""
@@ -64,14 +70,21 @@ class LearnerFunctions:
     accumulate: Callable
     apply: Callable
     score: Callable
+    score_reference: Callable
     score_values: Callable
-    """These five as learner/update/train_step.py describes them; the last one with a critic."""
+    """As learner/update/train_step.py describes them: `score` of policy and reference, and
+    `score_values` with a critic."""
     teacher: TeacherPlan | None
     score_teacher: Callable | None
     """As `score`, with the teacher's parameters; None where there is no teacher."""
     snapshots: Mapping[str, Callable]
     canaries: Mapping[str, Callable]
     """By wire dtype, as learner/publish/snapshot.py and learner/publish/canary.py describe them."""
+
+    @property
+    def adapter_scale(self) -> float:
+        """What the adapter adds is multiplied by; 1 where there is none."""
+        return 1.0 if self.adapter is None else self.adapter.scale
 
     def batch_shapes(self, rows: int, row_tokens: int) -> MicroBatch:
         """A micro-batch of shape structs, its rows counted over all devices."""
@@ -112,9 +125,16 @@ def make_learner_functions(
     """
     algorithm, learner = settings.algorithm, settings.learner
     mesh = make_mesh(data=learner.mesh.data, fsdp=learner.mesh.fsdp, devices=devices)
+    adapter = None if learner.lora is None else shape_of(learner.lora, model_config)
+    base, trained = None, params
+    if adapter is not None:
+        trained = abstract_adapter(adapter, model_config)
+        base_specs = param_specs(params, mesh.shape["fsdp"])
+        base = FrozenBase(specs=base_specs, reference_specs=base_specs)
     if algorithm.has_critic:
-        params = value_head.with_value_head(params, model_config.hidden_size)
-    specs = param_specs(params, mesh.shape["fsdp"])
+        trained = value_head.with_value_head(trained, model_config.hidden_size)
+    specs = param_specs(trained, mesh.shape["fsdp"])
+    whole_specs = specs if base is None else join(base.specs, specs)
     objective = Objective(
         clip_low=algorithm.clip_low,
         clip_high=algorithm.clip_high,
@@ -139,18 +159,24 @@ def make_learner_functions(
         attention=plan_attention(learner.attention, devices[0].platform),
         compute_dtype=jnp.dtype(learner.compute_dtype),
         remat=learner.remat,
+        adapter_scale=1.0 if adapter is None else adapter.scale,
     )
-    plan = None if teacher is None else _plan_teacher(teacher, algorithm, mesh, specs)
+    plan = None if teacher is None else _plan_teacher(teacher, algorithm, mesh, whole_specs)
     in_loss = plan if algorithm.teacher_in_loss else None
     updates = settings.total_steps * learner.updates_per_batch
     schedule = learning_rate_schedule(learner.optimizer, updates)
     factor = algorithm.value_rate_factor if algorithm.has_critic else None
     optimizer = make_optimizer(learner.optimizer, schedule, value_rate_factor=factor)
     bonus, rule = _entropy_bonus(algorithm)
-    state = abstract_state(params, optimizer, mesh, specs, bonus)
+    state = abstract_state(trained, optimizer, mesh, specs, bonus)
+    policy = value_head.policy_params(state.params)
+    if base is not None:
+        policy = join(_structs(params, mesh, base.specs), policy)
     return LearnerFunctions(
         mesh=mesh,
         specs=specs,
+        adapter=adapter,
+        base=base,
         optimizer=optimizer,
         abstract_state=state,
         batch_sharding=NamedSharding(mesh, P(AXES)),
@@ -165,30 +191,53 @@ def make_learner_functions(
             objective,
             options,
             in_loss,
+            base,
         ),
         apply=make_apply(
             mesh,
-            state_shardings(params, optimizer, mesh, specs, bonus),
+            state_shardings(trained, optimizer, mesh, specs, bonus),
             optimizer,
             schedule,
             rule,
         ),
-        score=make_score(mesh, specs, model_config, options),
-        score_values=make_score_values(mesh, specs, model_config, options),
+        score=make_score(mesh, whole_specs, model_config, options),
+        score_reference=make_score(
+            mesh, whole_specs if base is None else base.reference_specs, model_config, options
+        ),
+        score_values=make_score_values(mesh, whole_specs, model_config, options),
         teacher=plan,
         score_teacher=plan and make_score(mesh, plan.specs, plan.config, options),
-        snapshots=make_snapshots(value_head.policy_params(state.params), model_config),
+        snapshots=make_snapshots(policy, model_config, options.adapter_scale),
         canaries={
             name: make_canary(
                 mesh,
-                value_head.policy_params(specs),
+                value_head.policy_params(whole_specs),
                 model_config,
                 head=options.head,
                 compute_dtype=options.compute_dtype,
+                adapter_scale=options.adapter_scale,
                 wire_dtype=dtype,
             )
             for name, dtype in PUBLISH_DTYPES.items()
         },
+    )
+
+
+def shape_of(lora: LoraConfig, model: ModelConfig) -> AdapterShape:
+    """The adapter that a configuration asks for.
+
+    Raises:
+        ValueError: if the model has no room for it, with value, rule and fix.
+    """
+    return adapter_shape(lora.targets, rank=lora.rank, alpha=lora.alpha, config=model)
+
+
+def _structs(params: Params, mesh: Mesh, specs: Params) -> Params:
+    """Shapes, dtypes and shardings of parameters."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        params,
+        named_shardings(mesh, specs),
     )
 
 

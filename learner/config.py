@@ -275,6 +275,22 @@ class MeshConfig(Section):
         return self
 
 
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA): they train, and the model itself stays as it is (docs/lora.md)."""
+
+    rank: int = Field(ge=1, le=65_536)
+    """Inner size r of the two matrices that stand beside each projection, A [r, in] and
+    B [out, r]."""
+    alpha: float = Field(default=16.0, gt=0, le=1e6)
+    """What they add is multiplied by alpha / rank, as in PEFT."""
+    targets: tuple[str, ...] = Field(
+        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        min_length=1,
+    )
+    """Which linear projections of the layers have an adapter: names such as
+    `model.layers.0.self_attn.q_proj`, or ends of them, as patterns with `*`, `?` and `[..]`."""
+
+
 class LearnerConfig(Section):
     """How one batch of groups becomes one optimiser step."""
 
@@ -297,6 +313,7 @@ class LearnerConfig(Section):
     of its tokens; `xla` and `pallas` go through them in blocks (docs/long-sequences.md). `auto` is
     `pallas` on a TPU and `xla` elsewhere, and `reference` for rows that are short."""
     optimizer: OptimizerConfig = OptimizerConfig()
+    lora: LoraConfig | None = None
 
     @model_validator(mode="after")
     def _check_head(self):
@@ -324,3 +341,5 @@ class TrainingSettings:
     """Of the rollout; the constant of aggregation `constant`."""
     reward_weights: dict[str, float] = dataclasses.field(default_factory=dict)
     """Of each reward function, by name; for advantage `reward_norm`."""
+    seed: int = 0
+    """Of the run; what a fresh adapter is drawn from."""

@@ -22,7 +22,7 @@ from learner.programs import Model, ProgramRunner, Scorer
 from learner.publish.canary import ScoredProbe
 from learner.publish.snapshot import PUBLISH_DTYPES, Snapshot, host_weights
 from learner.teacher import TeacherModel
-from learner.update.state import TrainState, init_state, place_params
+from learner.update.state import TrainState, init_state, place_frozen, place_params
 from learner.update.update_metrics import (
     combine_updates,
     group_metrics,
@@ -32,6 +32,7 @@ from learner.update.update_metrics import (
     update_metrics,
 )
 from learner.update.value_head import policy_params, with_value_head
+from models.adapter import init_adapter, join
 from models.config import ModelConfig
 from models.flops import flops_metrics, training_flops
 from models.probe import precision
@@ -42,7 +43,8 @@ from services.wire.messages import Group
 
 
 class LearnerCore:
-    """Owns the policy's master weights, their optimiser, and the devices both lie on.
+    """Owns the policy's master weights, their optimiser, and the devices both lie on; where an
+    adapter trains, its own, and the frozen model.
 
     Methods may be called from different threads; each waits for the one before, so that weights
     are never read while a step replaces them.
@@ -59,13 +61,13 @@ class LearnerCore:
     ):
         """Args:
             params: host arrays of any float dtype, layers stacked; also the reference policy
-                where algorithm.kl_coef is above 0.
+                where algorithm.kl_coef is above 0, and the model that an adapter is added to.
             devices: None takes every device of the default platform.
             teacher: as `load_teacher` gives it for the algorithm and the model.
 
         Raises:
-            ValueError: if mesh or schedule cannot work, with the numbers, or the algorithm needs a
-                teacher that is not given.
+            ValueError: if mesh, schedule or adapter cannot work, with the numbers, or the algorithm
+                needs a teacher that is not given.
         """
         algorithm, learner = settings.algorithm, settings.learner
         if (algorithm.distillation is None) != (teacher is None):
@@ -92,21 +94,22 @@ class LearnerCore:
             settings, self._packing, model_config.vocab_size, self._scorer
         )
         made = self._functions
-        self._state = init_state(
-            with_value_head(params, model_config.hidden_size) if algorithm.has_critic else params,
-            made.optimizer,
-            made.mesh,
-            made.specs,
-            made.entropy_bonus,
-        )
+        dtype = jnp.dtype(learner.compute_dtype)
+        self._base, trained = None, params
+        """What an adapter leaves as it is; None where the model itself trains."""
+        if made.adapter is not None and made.base is not None:
+            self._base = place_frozen(params, made.mesh, made.base.specs, dtype)
+            trained = init_adapter(made.adapter, model_config, settings.seed)
+        if algorithm.has_critic:
+            trained = with_value_head(trained, model_config.hidden_size)
+        self._state = init_state(trained, made.optimizer, made.mesh, made.specs, made.entropy_bonus)
         self._reference = None
-        if algorithm.kl_coef > 0:
-            self._reference = place_params(
-                params, made.mesh, policy_params(made.specs), jnp.dtype(learner.compute_dtype)
-            )
+        if algorithm.kl_coef > 0 and self._base is not None:
+            self._reference = self._base  # the policy without its adapter
+        elif algorithm.kl_coef > 0:
+            self._reference = place_params(params, made.mesh, policy_params(made.specs), dtype)
         self._teacher = None
         if teacher is not None and made.teacher is not None:
-            dtype = jnp.dtype(learner.compute_dtype)
             self._teacher = place_params(teacher.params, made.mesh, made.teacher.specs, dtype)
         self._teacher_in_loss = self._teacher if algorithm.teacher_in_loss else None
         self.policy_version = 0
@@ -225,14 +228,20 @@ class LearnerCore:
 
     @property
     def _policy(self) -> Params:
-        """The parameters that are published: without a value head."""
-        return policy_params(self._state.params)
+        """The whole policy: without a value head, and with the base of an adapter."""
+        return policy_params(self._whole)
+
+    @property
+    def _whole(self) -> Params:
+        """All parameters, those that do not train among them."""
+        trained = self._state.params
+        return trained if self._base is None else join(self._base, trained)
 
     def _params_of(self, model: Model) -> Params:
         if model == "policy":
             return self._policy
         if model == "critic":
-            return self._state.params
+            return self._whole
         frozen = self._reference if model == "reference" else self._teacher
         if frozen is None:
             raise AssertionError(f"the algorithm has no {model}")
@@ -259,6 +268,7 @@ class LearnerCore:
                 batch,
                 None if bonus is None else bonus.coef,
                 self._teacher_in_loss,
+                self._base,
             )
             logprobs.append(np.asarray(logprob_BT))
         sums = jax.device_get(accumulator.sums)
@@ -287,7 +297,8 @@ class LearnerCore:
         """
         _check_dtype(dtype)
         with self._lock:
-            return host_weights(self._policy, self._config, dtype)
+            scale = self._functions.adapter_scale
+            return host_weights(self._policy, self._config, dtype, scale)
 
     def snapshot(self, dtype: str, clock: PhaseClock, *, probe: bool = True) -> Snapshot:
         """Copies the current policy on the devices, so that later steps do not change it.

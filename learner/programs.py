@@ -94,7 +94,12 @@ class Scorer:
         made = self._functions
         tokens = jax.device_put(batch.tokens_only, made.batch_sharding)
         key = f"score {model} {tokens.token_ids.shape}"
-        score = {"critic": made.score_values, "teacher": made.score_teacher}.get(model, made.score)
+        score = {
+            "policy": made.score,
+            "reference": made.score_reference,
+            "teacher": made.score_teacher,
+            "critic": made.score_values,
+        }[model]
         params = self._params(model)
         return jax.device_get(
             self._programs.run(clock, "forward_backward", key, score, params, tokens)

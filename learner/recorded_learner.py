@@ -22,7 +22,7 @@ from learner.learner_records import Restored, Saved, UpdateReport, restored_at
 from learner.learner_spec import LearnerSpec
 from learner.policy_export import PolicyExport
 from learner.publish.publisher import Publisher, PublishFailed
-from learner.publish.snapshot import Snapshot
+from learner.publish.snapshot import Snapshot, base_digest
 from learner.teacher import load_teacher
 from models.files.carried_files import read_carried
 from models.files.checkpoint import LoadedModel, load_model
@@ -82,6 +82,9 @@ class RecordedLearner:
         self._core = LearnerCore(
             self._header, loaded.config, loaded.params, devices=devices, teacher=teacher
         )
+        self._base_digest = None
+        if spec.learner.lora is not None:
+            self._base_digest = base_digest(loaded.params, loaded.config)
         self._rejected = folder / "rejected"
         self._saved = 0
         self._recorder = None
@@ -161,6 +164,7 @@ class RecordedLearner:
         with self._clock.phase("checkpoint"):
             found, skipped = self._find_checkpoint()
             if found is not None:
+                self._check_base(found)
                 self._core.resume(found.state, policy_version=found.record["policy_version"])
                 self._check_certificate(found)
             step = found.step if found is not None else 0
@@ -250,6 +254,7 @@ class RecordedLearner:
                 "max_staleness": self._spec.max_staleness,
                 "platform": self._spec.platform,
                 "devices": len(self._devices),
+                "base_digest": self._base_digest,
             }
             certificate = make_certificate(
                 self._core.state, seed=self._spec.seed, driver_state=driver_state
@@ -303,6 +308,16 @@ class RecordedLearner:
                 raise
             return None, error.skipped
         return found, found.skipped if found is not None else []
+
+    def _check_base(self, found: RestoredCheckpoint) -> None:
+        before = found.record.get("base_digest")
+        if before != self._base_digest:
+            say = lambda digest: "none" if digest is None else digest[:12]
+            raise ValueError(
+                f"the checkpoint of step {found.step} holds an adapter of the model with digest "
+                f"{say(before)}, but the model at model.path={self._spec.model_path} has "
+                f"{say(self._base_digest)}: put back the files that the run started from"
+            )
 
     def _check_certificate(self, found: RestoredCheckpoint) -> None:
         if found.certificate is not None:

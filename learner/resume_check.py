@@ -125,7 +125,9 @@ def repeat_step(
     return RepeatedStep(
         stored=found.certificate,
         certificate=certificate,
-        digest=tree_digest(core.named_weights(recorded.weights_dtype))[1],
+        digest=tree_digest(
+            core.snapshot(recorded.weights_dtype, PhaseClock(), probe=False).tensors
+        )[1],
         devices=f"{len(devices)} x {devices[0].device_kind}",
     )
 

@@ -13,7 +13,7 @@ Dimension key:
 
 import dataclasses
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -114,6 +114,21 @@ def adapter_parameters(shape: AdapterShape, config: ModelConfig) -> int:
     return config.num_layers * shape.rank * sum(sum(sizes[module]) for module in shape.modules)
 
 
+def abstract_adapter(shape: AdapterShape, config: ModelConfig) -> Params:
+    """Shapes and dtypes of `init_adapter`, without allocating anything."""
+    sizes, L = projections(config), config.num_layers
+    struct = lambda *size: jax.ShapeDtypeStruct((L, *size), np.float32)
+    return adapter_tree(
+        {
+            module: {
+                LORA_A: struct(shape.rank, sizes[module][1]),
+                LORA_B: struct(sizes[module][0], shape.rank),
+            }
+            for module in shape.modules
+        }
+    )
+
+
 def init_adapter(shape: AdapterShape, config: ModelConfig, seed: int) -> Params:
     """A fresh adapter, float32 on the host with stacked layers, under which nothing changes yet.
 
@@ -170,21 +185,38 @@ def join(base: Any, adapter: Any) -> Any:
     return joined
 
 
-def merge(params: Any, scale: float) -> Any:
+def merge(params: Params, scale: float) -> Params:
     """Full weights of joined parameters: W + scale B A, in float32 where there is an adapter.
 
     Args:
         params: numpy or jax arrays, layers stacked or listed.
     """
-    if isinstance(params, list):
-        return [merge(tree, scale) for tree in params]
-    if not isinstance(params, Mapping):
-        return params
-    if LORA_A not in params:
-        return {name: merge(tree, scale) for name, tree in params.items()}
-    weight, a, b = (params[name].astype(np.float32) for name in ("weight", LORA_A, LORA_B))
-    kept = {name: leaf for name, leaf in params.items() if name not in (LORA_A, LORA_B)}
-    return {**kept, "weight": weight + scale * (b @ a)}
+
+    def merged(leaves):
+        weight, a, b = (leaves[name].astype(np.float32) for name in ("weight", LORA_A, LORA_B))
+        return {**_own(leaves), "weight": weight + scale * (b @ a)}
+
+    return _with_modules(params, merged)
+
+
+def without_adapter(params: Params) -> Params:
+    """The parameters of the model alone; of any kind of leaves."""
+    return _with_modules(params, _own)
+
+
+def _own(leaves: Params) -> Params:
+    return {name: leaf for name, leaf in leaves.items() if name not in (LORA_A, LORA_B)}
+
+
+def _with_modules(tree: Any, change: Callable[[Params], Params]) -> Any:
+    """The tree with every module changed that has an adapter."""
+    if isinstance(tree, list):
+        return [_with_modules(each, change) for each in tree]
+    if not isinstance(tree, Mapping):
+        return tree
+    if LORA_A in tree:
+        return change({**tree})
+    return {name: _with_modules(each, change) for name, each in tree.items()}
 
 
 def adapter_shapes(shape: AdapterShape, config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -17,7 +17,7 @@ RECORDS = "services.process.phases services.wire.strict_json"
 OURS = {
     "kernels": "",
     "models": "kernels models",
-    "models.files": "models.adapter models.config models.rope models.transformer",
+    "models.files": "models.config models.rope models.transformer models.adapter",
     "services": "services",
     "services.pb": "",
     "services.process": "",

@@ -11,10 +11,12 @@ from driver.config.plural import counted
 from driver.config.run_config import Resources, RunConfig
 from kernels import choose
 from kernels.packed_attention.ops import plan_attention
+from learner.compiled_functions import shape_of
 from learner.config import AlgorithmConfig, OptimizerConfig
 from learner.objective.batching import row_buckets
 from learner.update.mesh import mesh_shape
 from learner.update.value_head import head_parameters
+from models.adapter import AdapterShape, adapter_parameters
 from models.config import ModelConfig
 from models.files.checkpoint import expected_shapes
 from rollout_worker.engine.decode_programs import device_bytes
@@ -89,9 +91,13 @@ class Plan:
     attention: str
     """Of the learner: by which implementation."""
     parameters: int
+    adapter: AdapterShape | None
+    """That trains in place of the model."""
+    trained_parameters: int
+    """Of the adapter, or of the model."""
     learner_bytes_per_device: int
-    """Master weights, those of a critic included, optimiser moments, gradients, reference policy
-    and teacher, cut over fsdp."""
+    """Master weights, those of a critic included, optimiser moments, gradients, the model under an
+    adapter, reference policy and teacher, cut over fsdp."""
     wire_bytes_per_version: int
     shared_bytes_per_device: int | None
     """Of learner and worker together, with two copies of the policy, where they share devices."""
@@ -196,11 +202,16 @@ def derive(
     longest = config.sequence_tokens - 1  # the last token is only ever a target
     row_tokens = min(b for b in row_buckets(learner.microbatch_tokens) if b >= longest)
     microbatch_rows = devices.learner * (learner.microbatch_tokens // row_tokens)
-    parameters = _parameters(model)
+    parameters = trained = _parameters(model)
+    adapter = None
+    if learner.lora is not None:
+        adapter = checked(shape_of, learner.lora, model, about="learner.lora")
+        trained = adapter_parameters(adapter, model)
     trained_bytes = 2 * FLOAT32_BYTES + moment_bytes(learner.optimizer)
     value_head = head_parameters(model.hidden_size) if config.algorithm.has_critic else 0
-    learner_bytes = trained_bytes * (parameters + value_head)
-    if config.algorithm.kl_coef > 0:
+    learner_bytes = trained_bytes * (trained + value_head)
+    if config.algorithm.kl_coef > 0 or adapter is not None:
+        # The reference of an adapter is the model under it.
         learner_bytes += DTYPE_BYTES[learner.compute_dtype] * parameters
     if teacher is not None:
         learner_bytes += DTYPE_BYTES[learner.compute_dtype] * _parameters(teacher)
@@ -221,6 +232,8 @@ def derive(
         loss=f"{_objective(config.algorithm)}; lm_head={learner.lm_head} by {loss_impl}",
         attention=str(attention),
         parameters=parameters,
+        adapter=adapter,
+        trained_parameters=trained,
         learner_bytes_per_device=math.ceil(learner_bytes / mesh[1]),
         wire_bytes_per_version=wire_bytes,
         shared_bytes_per_device=math.ceil(learner_bytes / mesh[1])
@@ -288,6 +301,7 @@ def format_plan(plan: Plan) -> str:
         f"{counted(plan.updates, 'update')} in the run",
         f"loss: {plan.loss}",
         f"attention: {plan.attention}",
+        *_say_adapter(plan),
         f"learner: mesh data={data} x fsdp={fsdp}; state "
         f"{say_bytes(plan.learner_bytes_per_device)} a device, without activations",
         f"worker: {counted(plan.devices.worker, 'device')}; policy "
@@ -305,6 +319,18 @@ def format_plan(plan: Plan) -> str:
             f"activations; the {version} of a policy version stay there"
         )
     return "\n".join(lines + [f"note: {note}" for note in plan.notes])
+
+
+def _say_adapter(plan: Plan) -> list[str]:
+    """One line where an adapter trains."""
+    if plan.adapter is None:
+        return []
+    modules = ", ".join(module.rpartition(".")[2] for module in plan.adapter.modules)
+    return [
+        f"lora: {plan.trained_parameters:,} parameters train, "
+        f"{plan.trained_parameters / plan.parameters:.2%} of the model's: rank "
+        f"{plan.adapter.rank}, alpha {plan.adapter.alpha:g}, at {modules} of every layer"
+    ]
 
 
 def _each_copy(worker: WorkerPlan) -> str:

@@ -30,6 +30,7 @@ from driver.errors import RunError
 from learner.teacher import TeacherFiles, check_teacher
 from models.config import ModelConfig
 from models.files.checkpoint import check_model_files, read_model_config
+from models.files.fingerprint import fingerprint
 from models.tokenizer import Tokenizer, load_tokenizer
 from rollout_worker.config.data_config import DataConfig, SourceConfig
 from rollout_worker.config.rollout_config import MOST_WORKERS, WorkersConfig
@@ -72,6 +73,8 @@ class Prepared:
     """The time that the chat template reads, in every process of the run."""
     teacher: TeacherFiles | None = None
     """Of algorithm.distillation."""
+    base_digest: str | None = None
+    """Of the model's files, where an adapter is trained for them (models/files/fingerprint.py)."""
     places: tuple[tuple[str, SourceConfig, Sequence[int]], ...]
     """Of each training source: how messages name it, itself, and the indices of its prompts."""
     left_out: tuple[dict[str, Any], ...]
@@ -214,6 +217,7 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
         model=model,
         moment=moment,
         teacher=teacher,
+        base_digest=None if config.learner.lora is None else checked(fingerprint, path),
         places=tuple((one.key, one.source, one.read.indices) for one in sets[: len(train.sets)]),
         left_out=tuple(
             {

@@ -28,12 +28,14 @@ KEYS = {
     "model": "model.path",
     "optimizer": "learner.optimizer.name",
     "teacher": "algorithm.distillation.teacher and its files",
+    "adapter": "learner.lora",
+    "base": "the files of model.path, which the adapter belongs to,",
 }
 """Entry of the file -> the configuration key that decides it. The others are of DataDigests."""
 MOMENT = "moment"
 """Entry of the file that is not compared but kept: the time that chat templates read."""
 _ONE_SOURCE = "one source"
-_NO_TEACHER = "none"
+_NO_TEACHER = _NO_ADAPTER = "none"
 _DATA = tuple(field.name for field in dataclasses.fields(DataDigests))
 
 
@@ -61,12 +63,15 @@ def identity_of(
     data: DataDigests,
     order: DataOrder,
     teacher_digest: str | None = None,
+    base_digest: str | None = None,
 ) -> dict[str, str]:
     """What is compared, as short texts.
 
     Args:
         teacher_digest: of algorithm.distillation.teacher; None without one.
+        base_digest: of the files of the model that an adapter is trained for; None without one.
     """
+    lora = config.learner.lora
     shape = json.dumps(dataclasses.asdict(model), sort_keys=True)
     return {
         "seed": str(config.run.seed),
@@ -75,6 +80,8 @@ def identity_of(
         "model": hashlib.sha256(shape.encode()).hexdigest(),
         "optimizer": config.learner.optimizer.name,
         "teacher": teacher_digest or _NO_TEACHER,
+        "adapter": _NO_ADAPTER if lora is None else lora.model_dump_json(),
+        "base": base_digest or _NO_ADAPTER,
     }
 
 
@@ -168,6 +175,7 @@ def check_identity(folder: pathlib.Path, identity: dict[str, str], *, steps: int
         AlreadyFinished: if it has taken all its steps.
     """
     unless_kept = {"mixture": _ONE_SOURCE, "teacher": _NO_TEACHER}  # of older runs
+    unless_kept |= {"adapter": _NO_ADAPTER, "base": _NO_ADAPTER}
     before = check_kept(folder, identity, KEYS, unless_kept)
     recorded = {name: identity[name] for name in _DATA} | before
     data = [DataDigests(**{name: one[name] for name in _DATA}) for one in (recorded, identity)]

@@ -447,6 +447,17 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_lora(self):
+        if self.learner.lora is not None and self.algorithm.teacher_in_loss:
+            assert self.algorithm.distillation is not None
+            raise ValueError(
+                f"learner.lora with algorithm.distillation.form={self.algorithm.distillation.form}"
+                ": the gradient of that divergence is formed for a head that trains; set form to "
+                "sampled, or learner.lora to null"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_colocated(self):
         if self.placement.mode != "colocated":
             return self

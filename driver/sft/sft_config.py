@@ -92,6 +92,11 @@ class SftConfig(Section):
                 f"learner.updates_per_batch={self.learner.updates_per_batch} is for reinforcement "
                 "learning: leave it out, and set run.epochs to pass over the records again"
             )
+        if self.learner.lora is not None:
+            raise ValueError(
+                "learner.lora trains an adapter by reinforcement learning, and supervised training "
+                "has none: leave it out"
+            )
         if self.data.curriculum is not None:
             raise ValueError(
                 "data.curriculum skips prompts by the rewards of their groups, and there are "

@@ -101,8 +101,8 @@ class HeadGradients(NamedTuple):
     hidden_TD: jax.Array
     """In the dtype of hidden. With a vocab_axis float32, and one device's part of a sum over that
     axis, which is the caller's to take."""
-    head_VD: jax.Array
-    """float32; added to what was given."""
+    head_VD: jax.Array | None
+    """float32; added to what was given. None of a head that is frozen."""
 
 
 def score(
@@ -146,6 +146,7 @@ def value_and_gradients(
     options: HeadOptions,
     *,
     head_grad_VD: jax.Array | None = None,
+    frozen_head: bool = False,
 ) -> HeadGradients:
     """Scores every active token and forms the gradients of the summed objective on the way.
 
@@ -153,6 +154,8 @@ def value_and_gradients(
         hidden_TD .. objective: as `reference.linear_objective`; the dtype of hidden is that of the
             operands of every product, and sums are float32.
         head_grad_VD: float32, to be added to; None for zeros.
+        frozen_head: forms no gradient of the head, which is one product less. It is XLA then,
+            whatever `options` name.
 
     Returns:
         HeadGradients; `reference.sum_objective` makes the loss of its scores.
@@ -168,6 +171,10 @@ def value_and_gradients(
         d_logprob, d_entropy = jax.grad(value, argnums=(0, 1))(scored.logprob, scored.entropy)
         return TokenLogprob(d_logprob, jnp.zeros_like(d_logprob), d_entropy)
 
+    if frozen_head:
+        options = dataclasses.replace(options, impl=choose.XLA)
+    elif head_grad_VD is None:
+        head_grad_VD = jnp.zeros(head_VD.shape, jnp.float32)
     return _gradients(hidden_TD, head_VD, ids_T, active_T, data, pull, options, head_grad_VD)
 
 
@@ -182,16 +189,19 @@ def pull_back(
     """The gradients for given cotangents of the scores, float32 [T] each."""
     check_arrays(hidden_TD, head_VD, ids_T, active_T, cotangents)
     pull = lambda scored, cotangents_C: cotangents_C
-    return _gradients(hidden_TD, head_VD, ids_T, active_T, cotangents, pull, options, None)
+    zeros_VD = jnp.zeros(head_VD.shape, jnp.float32)
+    return _gradients(hidden_TD, head_VD, ids_T, active_T, cotangents, pull, options, zeros_VD)
 
 
 def _gradients(hidden_TD, head_VD, ids_T, active_T, data, pull, options, head_grad_VD):
-    """The loop; `pull(scores, data)` gives the cotangents of a chunk's scores."""
+    """The loop; `pull(scores, data)` gives the cotangents of a chunk's scores.
+
+    Args:
+        head_grad_VD: as `xla.gradient` takes it.
+    """
     head = _Head(head_VD, hidden_TD.dtype, options)
     chunks = head.chunks((hidden_TD, ids_T.astype(jnp.int32), data), active_T)
     hidden_dtype = hidden_TD.dtype if options.vocab_axis is None else jnp.float32
-    if head_grad_VD is None:
-        head_grad_VD = jnp.zeros(head_VD.shape, jnp.float32)
 
     def step(place, carry):
         scores, d_hidden, head_grad_VD = carry

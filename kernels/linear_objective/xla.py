@@ -111,19 +111,19 @@ def gradient(
     ids_C: jax.Array,
     slopes: Slopes,
     support: Support,
-    head_grad_VD: jax.Array,
+    head_grad_VD: jax.Array | None,
     kept: KeptBlocks | None,
     *,
     first_column: jax.Array | int = 0,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None]:
     """The gradient in hidden, over these rows of the head, and head_grad with its own added.
 
     Args:
-        head_grad_VD: float32; the sum so far.
+        head_grad_VD: float32; the sum so far. None forms no gradient of the head.
         kept: what `score` returned for the same tokens.
 
     Returns:
-        float32 [C, D] and float32 [V, D].
+        float32 [C, D] and float32 [V, D], or None in its place.
     """
     (C, _), V = hidden_CD.shape, head_VD.shape[0]
     R = block_rows(V, C)
@@ -144,9 +144,10 @@ def gradient(
             log_p_CR = block.shifted.astype(jnp.float32) + drop_C[:, None]
         d_logits_CR = xla.gradient_at(log_p_CR, column_CR, ids_C, slopes).astype(hidden_CD.dtype)
         product = lambda left, right: jnp.matmul(left, right, preferred_element_type=jnp.float32)
-        added_RD = product(d_logits_CR.T, hidden_CD)
-        added_RD += jax.lax.dynamic_slice_in_dim(head_grad_VD, start, len(head_RD))
-        head_grad_VD = jax.lax.dynamic_update_slice_in_dim(head_grad_VD, added_RD, start, 0)
+        if head_grad_VD is not None:
+            added_RD = product(d_logits_CR.T, hidden_CD)
+            added_RD += jax.lax.dynamic_slice_in_dim(head_grad_VD, start, len(head_RD))
+            head_grad_VD = jax.lax.dynamic_update_slice_in_dim(head_grad_VD, added_RD, start, 0)
         return d_hidden_CD + product(d_logits_CR, head_RD), head_grad_VD
 
     def step(i, so_far):

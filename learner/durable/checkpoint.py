@@ -399,7 +399,7 @@ def _check_tree(folder: pathlib.Path, stored: dict[str, list], wanted: TrainStat
             f"{folder.name} holds another model, optimiser or critic than the config asks for: "
             f"{len(different)} leaves differ, such as {name}: stored {stored.get(name)}, "
             f"wanted {tree.get(name)}; resume with model.path, "
-            "learner.optimizer.name and moments_dtype, algorithm.advantage and "
+            "learner.optimizer.name and moments_dtype, learner.lora, algorithm.advantage and "
             "algorithm.entropy_target as they were"
         )
 

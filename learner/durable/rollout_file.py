@@ -38,7 +38,6 @@ class RolloutHeader(TrainingSettings):
     """The run that trained on the groups: what a learner needs to do it again."""
 
     run_id: str
-    seed: int
     model_path: str
     """As the run has it: HF folder, .gguf file or hub id."""
     model_folder: str | None

@@ -34,12 +34,14 @@ def make_canary(
     head: HeadPlan,
     compute_dtype: jnp.dtype,
     wire_dtype: np.dtype,
+    adapter_scale: float = 1.0,
 ) -> Callable[[Params], ProbeScores]:
     """Builds `canary(params) -> ProbeScores`, the same on every device.
 
     Args:
         head: as in the train step; its temperature is replaced by 1.
         wire_dtype: what parameters are published as.
+        adapter_scale: as `make_gather` has it.
     """
     # XLA may drop a cast that is reversed at once; it keeps reduce_precision. Where the
     # compute dtype is the narrower one, its own cast is the same rounding.
@@ -47,7 +49,7 @@ def make_canary(
     rounds = wire.bits < jnp.finfo(compute_dtype).bits
     kept = partial(jax.lax.reduce_precision, exponent_bits=wire.nexp, mantissa_bits=wire.nmant)
     rounded = lambda tree: jax.tree.map(kept, tree) if rounds else tree
-    whole = make_gather(specs, compute_dtype)
+    whole = make_gather(specs, compute_dtype, adapter_scale)
     gather = lambda name, tree: whole(name, rounded(tree))
     look_up_cut = make_embed(specs, compute_dtype)
     embed = None

@@ -110,8 +110,40 @@ class PolicyHead:
             self._options,
             head_grad_VD=before_VD if self._adds_in_place else None,
         )
+        assert found.head_VD is not None
         scores = self._own(found.scores, ids_BT.shape)
         return scores, *self._landed(found.hidden_TD, found.head_VD, hidden_BTD, before_VD)
+
+    def hidden_gradients(
+        self,
+        params: Params,
+        hidden_BTD: jax.Array,
+        ids_BT: jax.Array,
+        active_BT: jax.Array,
+        data: Any,
+        objective: Objective,
+    ) -> tuple[TokenLogprob, jax.Array]:
+        """The first two of `gradients`, where the head does not train."""
+        if self._plan.schedule == LOGITS:
+            scores, d_hidden_BTD, _ = self._logits_gradients(
+                params, hidden_BTD, ids_BT, active_BT, data, objective
+            )
+            return scores, d_hidden_BTD
+        tokens = jax.tree.map(flat, (hidden_BTD, ids_BT, active_BT, data))
+        hidden_ND, ids_N, active_N, data = self._collected(tokens)
+        found = schedule.value_and_gradients(
+            hidden_ND,
+            self._rows(params, hidden_ND.dtype),
+            ids_N,
+            active_N,
+            data,
+            objective,
+            self._options,
+            frozen_head=True,
+        )
+        return self._own(found.scores, ids_BT.shape), self._landed_hidden(
+            found.hidden_TD, hidden_BTD
+        )
 
     @property
     def _options(self) -> HeadOptions:
@@ -145,11 +177,14 @@ class PolicyHead:
 
     def _landed(self, d_hidden_ND, head_grad_VD, hidden_BTD, before_VD):
         """The gradient in this device's own hidden states, and its shard of the head's so far."""
-        if self._by_rows:
-            d_hidden_ND = jax.lax.psum_scatter(d_hidden_ND, "fsdp", tiled=True)
         if not self._adds_in_place:
             head_grad_VD = before_VD + self._reduced(head_grad_VD)
-        return d_hidden_ND.reshape(hidden_BTD.shape).astype(hidden_BTD.dtype), head_grad_VD
+        return self._landed_hidden(d_hidden_ND, hidden_BTD), head_grad_VD
+
+    def _landed_hidden(self, d_hidden_ND, hidden_BTD):
+        if self._by_rows:
+            d_hidden_ND = jax.lax.psum_scatter(d_hidden_ND, "fsdp", tiled=True)
+        return d_hidden_ND.reshape(hidden_BTD.shape).astype(hidden_BTD.dtype)
 
     def _reduced(self, d_head_VD):
         """The sum over all devices of a local gradient, cut as the parameter is."""

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from models.transformer import Embed, Gather, Params, look_up
+from models.transformer import LORA_B, Embed, Gather, Params, look_up
 
 STACKED = "layers"
 """The tree whose leaves carry a leading layer axis."""
@@ -65,13 +65,18 @@ def named_shardings(mesh: Mesh, specs) -> Params:
     )
 
 
-def make_gather(specs: Params, compute_dtype: jnp.dtype) -> Gather:
+def make_gather(specs: Params, compute_dtype: jnp.dtype, adapter_scale: float = 1.0) -> Gather:
     """The hook for `models.transformer.forward` inside `shard_map`.
 
     Shards travel in compute_dtype: half the bytes where that is bfloat16.
+
+    Args:
+        adapter_scale: multiplies the B of every adapter, before the cast (models/adapter.py).
     """
 
-    def whole(leaf, spec, *, first):
+    def whole(path, leaf, spec, *, first):
+        if path[-1].key == LORA_B:
+            leaf = adapter_scale * leaf
         leaf = leaf.astype(compute_dtype)
         if not is_sharded(spec):
             return leaf
@@ -80,7 +85,8 @@ def make_gather(specs: Params, compute_dtype: jnp.dtype) -> Gather:
     def gather(name, tree):
         # A layer arrives without its layer axis, its spec with it.
         first = 1 if name == STACKED else 0
-        return jax.tree.map(functools.partial(whole, first=first), tree, specs[name])
+        whole_leaf = functools.partial(whole, first=first)
+        return jax.tree_util.tree_map_with_path(whole_leaf, tree, specs[name])
 
     return gather
 

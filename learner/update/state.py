@@ -40,6 +40,19 @@ def place_params(params: Params, mesh: Mesh, specs: Params, dtype: jnp.dtype) ->
     return jax.tree.map(place, params, named_shardings(mesh, specs))
 
 
+def place_frozen(params: Params, mesh: Mesh, specs: Params, compute_dtype: jnp.dtype) -> Params:
+    """As `place_params`, of parameters that never train: each in compute_dtype, or in its own dtype
+    where that is narrower, which computes the same.
+    """
+
+    def place(leaf, sharding):
+        narrow = leaf.dtype.itemsize <= jnp.dtype(compute_dtype).itemsize
+        held = np.asarray(leaf) if narrow else np.asarray(leaf).astype(compute_dtype)
+        return jax.device_put(held, sharding, may_alias=False)
+
+    return jax.tree.map(place, params, named_shardings(mesh, specs))
+
+
 def init_state(
     params: Params,
     optimizer: optax.GradientTransformation,

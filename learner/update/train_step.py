@@ -30,6 +30,7 @@ from learner.update.head import HeadPlan, PolicyHead
 from learner.update.mesh import AXES
 from learner.update.sharding import make_embed, make_gather, named_shardings, reduce_gradients
 from learner.update.state import TrainState
+from models.adapter import join
 from models.config import ModelConfig
 from models.transformer import Params, forward, packed_attend
 
@@ -61,6 +62,17 @@ class PolicyOptions(NamedTuple):
     attention: AttentionPlan
     compute_dtype: jnp.dtype
     remat: bool
+    adapter_scale: float = 1.0
+    """Of an adapter, where the parameters have one (models/adapter.py)."""
+
+
+class FrozenBase(NamedTuple):
+    """What an adapter leaves as it is; static while a step is compiled."""
+
+    specs: Params
+    """PartitionSpec of every parameter of the base."""
+    reference_specs: Params
+    """Of the reference policy: the base's, or the base's with an adapter that is frozen too."""
 
 
 class TokenData(NamedTuple):
@@ -81,21 +93,26 @@ def make_accumulate(
     objective: Objective,
     options: PolicyOptions,
     teacher: TeacherPlan | None = None,
+    base: FrozenBase | None = None,
 ) -> Callable[..., tuple[Accumulator, jax.Array]]:
     """Builds `accumulate(params, reference_params, accumulator, batch, entropy_coef=None,
-    teacher_params=None)`.
+    teacher_params=None, base_params=None)`.
 
     It returns the accumulator, the one given being donated, and the policy's logprobs, float32
     [B, T], of which only those of active tokens mean anything. Rows of the batch are divided over
     all devices; reference_params is None without a KL penalty in the loss; entropy_coef is a
     float32 scalar where it is adaptive, and None where the objective's holds; teacher_params are
     those of the teacher whose divergence is in the loss, if any. Where specs have a value head, the
-    critic's loss is added, times its coefficient.
+    critic's loss is added, times its coefficient. With a base, params are those of its adapter and
+    base_params its own, of which no gradient is formed; it excludes a teacher in the loss.
     """
-    head, hidden_states = _policy(mesh, specs, config, options)
+    whole_specs, reference = _whole_specs(specs, base)
+    head, hidden_states = _policy(mesh, whole_specs, config, options)
+    _, reference_states = _policy(mesh, reference, config, options)
     has_critic = value_head.NAME in specs
     teacher_coef = 0.0 if teacher is None else teacher.coef
     distilled = _distilled_head(mesh, specs, options, teacher)
+    head_gradients = _head_gradients(head, distilled, is_frozen=base is not None)
 
     def terms_of(logprob, entropy, data):
         return token_terms(
@@ -113,11 +130,14 @@ def make_accumulate(
     def weighted_loss(logprob, entropy, data):
         return data.weights * terms_of(logprob, entropy, data).loss
 
-    def local(params, reference_params, accumulator, batch, entropy_coef, teacher_params):
+    def local(
+        params, reference_params, accumulator, batch, entropy_coef, teacher_params, base_params
+    ):
         active_BT = batch.weights > 0
+        whole = lambda tree: tree if base is None else join(base_params, tree)
         reference_BT = None
         if reference_params is not None:
-            hidden_BTD = hidden_states(reference_params, batch)
+            hidden_BTD = reference_states(reference_params, batch)
             reference_BT = head.scores(
                 reference_params, hidden_BTD, batch.target_ids, active_BT
             ).logprob
@@ -133,16 +153,12 @@ def make_accumulate(
         # The heads form their own gradients; that in the hidden states goes on through the layers.
         own = ("lm_head", value_head.NAME)
         layers = {name: tree for name, tree in params.items() if name not in own}
-        hidden_BTD, pull = jax.vjp(lambda layers: hidden_states(layers, batch), layers)
-        ids_BT, so_far = batch.target_ids, accumulator.grads
-        given = (params, hidden_BTD, ids_BT, active_BT, data, weighted_loss, so_far)
-        divergence_BT = jnp.zeros_like(batch.weights)
-        if distilled is None:
-            policy, d_hidden_BTD, head_grad_VD = head.gradients(*given)
-        else:
-            policy, divergence_BT, d_hidden_BTD, head_grad_VD = distilled.distilled_gradients(
-                *given, batch, teacher_params
-            )
+        hidden_BTD, pull = jax.vjp(lambda layers: hidden_states(whole(layers), batch), layers)
+        so_far = accumulator.grads
+        given: Any = (whole(params), hidden_BTD, batch.target_ids, active_BT, data, weighted_loss)
+        policy, divergence_BT, d_hidden_BTD, head_grads = head_gradients(
+            given, so_far, batch, teacher_params
+        )
         critic_sums, critic_grads = {}, {}
         if has_critic:
             critic_sums, d_head, d_value_BTD = value_head.value_gradients(
@@ -161,7 +177,7 @@ def make_accumulate(
         (grads,) = pull(d_hidden_BTD)
         grads = {**grads, **critic_grads}
         grads = reduce_gradients(grads, {name: specs[name] for name in grads})
-        so_far = {**so_far, head.name: {"weight": head_grad_VD}}
+        so_far = {**so_far, **head_grads}
 
         terms = terms_of(policy.logprob, policy.entropy, data)
         sums = metric_sums(terms, policy.entropy, active_BT) | critic_sums
@@ -178,25 +194,40 @@ def make_accumulate(
         return accumulator, policy.logprob
 
     accumulated = Accumulator(specs, P())
-    frozen = value_head.policy_params(specs)
 
     def accumulate(
-        params, reference_params, accumulator, batch, entropy_coef=None, teacher_params=None
+        params,
+        reference_params,
+        accumulator,
+        batch,
+        entropy_coef=None,
+        teacher_params=None,
+        base_params=None,
     ):
-        reference_specs = P() if reference_params is None else frozen
+        reference_specs = P() if reference_params is None else reference
         teacher_specs = P() if teacher is None else teacher.specs
+        base_specs = P() if base is None else base.specs
 
         # Replication is not checked: `reduce_gradients` is what makes it true, and the tests
         # compare meshes. (The check would also insert its own reductions into the derivative.)
         over_devices = jax.shard_map(
             local,
             mesh=mesh,
-            in_specs=(specs, reference_specs, accumulated, P(AXES), P(), teacher_specs),
+            in_specs=(
+                *(specs, reference_specs, accumulated, P(AXES), P(), teacher_specs),
+                base_specs,
+            ),
             out_specs=(accumulated, P(AXES)),
             check_vma=False,
         )
         return over_devices(
-            params, reference_params, accumulator, batch, entropy_coef, teacher_params
+            params,
+            reference_params,
+            accumulator,
+            batch,
+            entropy_coef,
+            teacher_params,
+            base_params,
         )
 
     return jax.jit(accumulate, donate_argnums=2)
@@ -240,7 +271,7 @@ def make_score_values(
 
 def _policy(mesh, specs, config, options):
     """The policy's head, and `hidden_states(params, batch) -> [B, T, D]` below it."""
-    gather = make_gather(specs, options.compute_dtype)
+    gather = make_gather(specs, options.compute_dtype, options.adapter_scale)
     embed = make_embed(specs, options.compute_dtype)
 
     def hidden_states(params, batch):
@@ -260,6 +291,37 @@ def _policy(mesh, specs, config, options):
         return hidden_BTD
 
     return PolicyHead(options.head, mesh, specs, gather), hidden_states
+
+
+def _whole_specs(specs: Params, base: FrozenBase | None) -> tuple[Params, Params]:
+    """PartitionSpecs of all parameters, frozen ones among them, and of the reference policy."""
+    if base is None:
+        return specs, value_head.policy_params(specs)
+    return join(base.specs, specs), base.reference_specs
+
+
+def _head_gradients(head: PolicyHead, distilled: DistilledHead | None, *, is_frozen: bool):
+    """The head's part of `accumulate`.
+
+    Its result: scores of the tokens, divergence from the teacher, the gradient in the hidden
+    states, and that of the head by its name among the parameters, added to what was accumulated.
+    """
+
+    def gradients(given: Any, so_far: Params, batch: MicroBatch, teacher_params: Any):
+        none_BT = jnp.zeros_like(batch.weights)
+        if is_frozen:
+            policy, d_hidden_BTD = head.hidden_gradients(*given)
+            return policy, none_BT, d_hidden_BTD, {}
+        if distilled is None:
+            policy, d_hidden_BTD, head_grad_VD = head.gradients(*given, accumulated=so_far)
+            divergence_BT = none_BT
+        else:
+            policy, divergence_BT, d_hidden_BTD, head_grad_VD = distilled.distilled_gradients(
+                *given, accumulated=so_far, batch=batch, teacher_params=teacher_params
+            )
+        return policy, divergence_BT, d_hidden_BTD, {head.name: {"weight": head_grad_VD}}
+
+    return gradients
 
 
 def _distilled_head(

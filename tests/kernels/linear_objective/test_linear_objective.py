@@ -357,3 +357,16 @@ def test_support_that_does_not_fit_is_refused():
         ops.linear_objective(*problem(), objective, HeadOptions(valid_vocab=V + 1))
     with pytest.raises(ValueError, match="need a mesh"):
         ops.linear_objective(*problem(), objective, HeadOptions(), token_axes=("data",))
+
+
+@pytest.mark.parametrize("schedule", ["fast", "lean"])
+@pytest.mark.parametrize("impl", ["xla", "pallas_interpret"])
+def test_a_frozen_head_leaves_all_but_its_own_gradient(schedule, impl):
+    options = HeadOptions(**SUPPORT, schedule=schedule, impl=impl, chunk_tokens=16)
+    arguments = (*problem(), objective)
+    whole = value_and_gradients(*arguments, options)
+    frozen = value_and_gradients(*arguments, options, frozen_head=True)
+    assert frozen.head_VD is None and whole.head_VD is not None
+    assert_same(frozen.scores, whole.scores, **TIGHT)
+    assert_same(frozen.hidden_TD, whole.hidden_TD, **TIGHT)
+    assert np.abs(frozen.hidden_TD).max() > 0.1

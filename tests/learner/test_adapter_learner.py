@@ -1,0 +1,125 @@
+"""A learner of an adapter: what it keeps, how it resumes, and which base it goes on with."""
+
+import functools
+import shutil
+from unittest import mock
+
+import jax
+import pytest
+
+from driver.verify_resume import main as verify_resume
+from learner.config import LearnerConfig, LoraConfig, OptimizerConfig
+from learner.durable.checkpoint_manifest import verify_checkpoint
+from learner.recorded_learner import RecordedLearner
+from models.tokenizer import load_tokenizer
+from services.process.phase_clock import PhaseClock
+from services.wire.tls import RunAuthority
+from tests.learner.builders import functions_made_once
+from tests.learner.tiny_learner import RUN_STATE, learner_spec, train
+from tests.tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.slow
+
+LEARNER = LearnerConfig(
+    microbatch_tokens=256,
+    compute_dtype="float32",
+    optimizer=OptimizerConfig(learning_rate=1e-2),
+    lora=LoraConfig(rank=4, alpha=8.0, targets=("q_proj", "down_proj")),
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def authority():
+    return RunAuthority.create("run")
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """Programs that all learners of this file share."""
+    tokenizer = functools.cache(load_tokenizer)
+    with functions_made_once([]), mock.patch("learner.recorded_learner.load_tokenizer", tokenizer):
+        yield {}
+
+
+@pytest.fixture
+def start(model, authority, compiled):
+    started = []
+
+    def make(folder, model=model, **changes) -> RecordedLearner:
+        for other in started:
+            other._journal.close()  # it is dead
+        spec = learner_spec(model, authority, folder, **{"learner": LEARNER, **changes})
+        learner = RecordedLearner(spec, jax.devices()[:1], PhaseClock())
+        learner._core._programs.compiled = compiled
+        started.append(learner)
+        return learner
+
+    yield make
+    for learner in started:
+        learner.close()
+
+
+def test_a_checkpoint_holds_the_adapter_and_a_resume_goes_on_bit_for_bit(start, tmp_path):
+    learner = start(tmp_path)
+    learner.publish()
+    train(learner, 1)
+    saved = learner.save(1, RUN_STATE)
+    digests = train(learner, 2)
+    tree = verify_checkpoint(tmp_path / "checkpoints" / "step-00000001")["tree"]
+    assert saved.folder.endswith("step-00000001")
+    # Two matrices of each target of all layers: master weights and two moments, and two counts.
+    assert sum(len(entry) > 1 for entry in tree.values()) == 4 * 3
+
+    after = start(tmp_path)
+    restored = after.restore()
+    assert (restored.step, [update.digest for update in restored.replay]) == (1, digests)
+    after.publish()
+    report = after.update(restored.replay[0].group_ids, (), 60.0)
+    assert report.replayed == "equal" and report.digest == digests[0]
+
+
+def test_a_run_that_saved_nothing_yet_starts_from_the_same_adapter(start, tmp_path):
+    learner = start(tmp_path, seed=3)
+    learner.publish()
+    digests = train(learner, 1)
+    after = start(tmp_path, seed=3)
+    restored = after.restore()
+    after.publish()
+    assert after.update(restored.replay[0].group_ids, (), 60.0).digest == digests[0]
+
+
+def test_a_resume_with_another_base_or_adapter_is_refused(start, tmp_path):
+    learner = start(tmp_path)
+    learner.publish()
+    train(learner, 1)
+    learner.save(1, RUN_STATE)
+    other = write_tiny_model(tmp_path / "other", seed=1)
+    with pytest.raises(
+        ValueError, match=r"an adapter of the model with digest \w{12}, but .*other"
+    ):
+        start(tmp_path, model=other).restore()
+    with functions_made_once([]):
+        wider = LEARNER.model_copy(update={"lora": LoraConfig(rank=8)})
+        with pytest.raises(ValueError, match="learner.lora"):
+            start(tmp_path, learner=wider).restore()
+        whole = LEARNER.model_copy(update={"lora": None})
+    with functions_made_once([]), pytest.raises(ValueError, match="learner.lora"):
+        start(tmp_path, learner=whole).restore()
+
+
+def test_a_recorded_step_is_made_again_by_the_check(start, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("learner.resume_check.require_platform", lambda _: jax.devices()[:1])
+    learner = start(tmp_path)
+    learner.publish()
+    train(learner, 1)
+    learner.save(1, RUN_STATE)
+    train(learner, 2)
+    learner.close()
+    copy = shutil.copytree(tmp_path, tmp_path.parent / "copy")
+    assert verify_resume([str(copy)]) == 0
+    assert capsys.readouterr().out.endswith("step 2 made again, weights equal\n")
