@@ -116,6 +116,7 @@ def _run_tracked(
             order=prepared.order,
             moment=prepared.moment,
             teacher_digest=prepared.teacher and prepared.teacher.digest,
+            adapter=prepared.adapter,
         )
         supervisor = Supervisor(
             config.placement,

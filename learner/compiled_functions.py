@@ -21,14 +21,18 @@ from learner.objective.batching import MicroBatch
 from learner.objective.loss import Objective
 from learner.objective.own_policy_loss import policy_loss
 from learner.publish.canary import make_canary
-from learner.publish.snapshot import PUBLISH_DTYPES, make_snapshots
+from learner.publish.snapshot import (
+    PUBLISH_DTYPES,
+    make_adapter_snapshots,
+    make_snapshots,
+)
 from learner.update import value_head
 from learner.update.distilled_head import TeacherPlan, teacher_specs
 from learner.update.entropy_bonus import EntropyBonus, EntropyRule, first_bonus
 from learner.update.head import HeadPlan
 from learner.update.mesh import AXES, make_mesh
 from learner.update.optimizer import learning_rate_schedule, make_optimizer
-from learner.update.sharding import named_shardings, param_specs
+from learner.update.sharding import param_specs
 from learner.update.state import TrainState, abstract_state, state_shardings
 from learner.update.train_step import (
     FrozenBase,
@@ -170,8 +174,6 @@ def make_learner_functions(
     bonus, rule = _entropy_bonus(algorithm)
     state = abstract_state(trained, optimizer, mesh, specs, bonus)
     policy = value_head.policy_params(state.params)
-    if base is not None:
-        policy = join(_structs(params, mesh, base.specs), policy)
     return LearnerFunctions(
         mesh=mesh,
         specs=specs,
@@ -207,7 +209,9 @@ def make_learner_functions(
         score_values=make_score_values(mesh, whole_specs, model_config, options),
         teacher=plan,
         score_teacher=plan and make_score(mesh, plan.specs, plan.config, options),
-        snapshots=make_snapshots(policy, model_config, options.adapter_scale),
+        snapshots=make_snapshots(policy, model_config)
+        if adapter is None
+        else make_adapter_snapshots(policy, adapter.scale),
         canaries={
             name: make_canary(
                 mesh,
@@ -230,15 +234,6 @@ def shape_of(lora: LoraConfig, model: ModelConfig) -> AdapterShape:
         ValueError: if the model has no room for it, with value, rule and fix.
     """
     return adapter_shape(lora.targets, rank=lora.rank, alpha=lora.alpha, config=model)
-
-
-def _structs(params: Params, mesh: Mesh, specs: Params) -> Params:
-    """Shapes, dtypes and shardings of parameters."""
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        params,
-        named_shardings(mesh, specs),
-    )
 
 
 def _entropy_bonus(algorithm: AlgorithmConfig) -> tuple[EntropyBonus | None, EntropyRule | None]:

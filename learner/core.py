@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from learner.compiled_functions import make_learner_functions
 from learner.config import TrainingSettings
@@ -32,13 +34,14 @@ from learner.update.update_metrics import (
     update_metrics,
 )
 from learner.update.value_head import policy_params, with_value_head
-from models.adapter import init_adapter, join
+from models.adapter import BASE_DIGEST, digest_tensor, init_adapter, join
 from models.config import ModelConfig
 from models.flops import flops_metrics, training_flops
 from models.probe import precision
 from models.transformer import Params
 from services.process import failpoints
 from services.process.phase_clock import PhaseClock
+from services.weights.digest import tree_digest
 from services.wire.messages import Group
 
 
@@ -97,6 +100,7 @@ class LearnerCore:
         dtype = jnp.dtype(learner.compute_dtype)
         self._base, trained = None, params
         """What an adapter leaves as it is; None where the model itself trains."""
+        self._base_digests: dict[str, np.ndarray] = {}
         if made.adapter is not None and made.base is not None:
             self._base = place_frozen(params, made.mesh, made.base.specs, dtype)
             trained = init_adapter(made.adapter, model_config, settings.seed)
@@ -301,7 +305,8 @@ class LearnerCore:
             return host_weights(self._policy, self._config, dtype, scale)
 
     def snapshot(self, dtype: str, clock: PhaseClock, *, probe: bool = True) -> Snapshot:
-        """Copies the current policy on the devices, so that later steps do not change it.
+        """Copies the current policy on the devices, so that later steps do not change it; of an
+        adapter the adapter alone.
 
         The copy needs the device memory of the parameters in this dtype until it is deleted.
 
@@ -315,13 +320,24 @@ class LearnerCore:
         _check_dtype(dtype)
         with self._lock:
             copy = self._functions.snapshots[dtype]
+            trained = policy_params(self._state.params)
+            tensors = self._programs.run(clock, "publish", f"snapshot {dtype}", copy, trained)
+            if self._base is not None:
+                with clock.phase("publish"):
+                    tensors = tensors | {BASE_DIGEST: self._base_digest(self._base, dtype)}
             return Snapshot(
                 policy_version=self.policy_version,
-                tensors=self._programs.run(
-                    clock, "publish", f"snapshot {dtype}", copy, self._policy
-                ),
+                tensors=tensors,
                 probe=self._score_probe(dtype, clock) if probe else None,
             )
+
+    def _base_digest(self, base: Params, dtype: str) -> jax.Array:
+        """The tensor BASE_DIGEST, of the live arrays; they are read once for a wire dtype."""
+        if dtype not in self._base_digests:
+            named = host_weights(base, self._config, dtype)
+            self._base_digests[dtype] = digest_tensor(tree_digest(named)[1])
+        replicated = NamedSharding(self._functions.mesh, P())
+        return jax.device_put(self._base_digests[dtype], replicated, may_alias=False)
 
     def _score_probe(self, dtype: str, clock: PhaseClock) -> ScoredProbe:
         """Starts the canary, in the thread that starts all other programs.
@@ -333,6 +349,7 @@ class LearnerCore:
             scores=self._programs.start(clock, "publish", f"canary {dtype}", score, self._policy),
             valid_vocab=self._valid_vocab or self._config.vocab_size,
             precision=self._precision,
+            adapter=self._base is not None,
         )
 
     @property

@@ -22,15 +22,16 @@ from learner.learner_records import Restored, Saved, UpdateReport, restored_at
 from learner.learner_spec import LearnerSpec
 from learner.policy_export import PolicyExport
 from learner.publish.publisher import Publisher, PublishFailed
-from learner.publish.snapshot import Snapshot, base_digest
+from learner.publish.snapshot import Snapshot
 from learner.teacher import load_teacher
 from models.files.carried_files import read_carried
-from models.files.checkpoint import LoadedModel, load_model
+from models.files.checkpoint import LoadedModel, load_model, to_named
 from models.tokenizer import load_tokenizer
 from services.process.phase_clock import PhaseClock
 from services.trajectories.group_buffer import GroupBuffer
 from services.trajectories.group_check import GroupRules
 from services.trajectories.id_set import PlainIds
+from services.weights.digest import tree_digest
 from services.weights.store import WeightStore
 from services.wire.messages import Group, WeightManifest
 
@@ -84,7 +85,7 @@ class RecordedLearner:
         )
         self._base_digest = None
         if spec.learner.lora is not None:
-            self._base_digest = base_digest(loaded.params, loaded.config)
+            self._base_digest = tree_digest(to_named(loaded.params, loaded.config))[1]
         self._rejected = folder / "rejected"
         self._saved = 0
         self._recorder = None

@@ -13,17 +13,24 @@ Dimension key:
 
 import dataclasses
 import fnmatch
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from models.config import ModelConfig
 from models.transformer import LORA_A, LORA_B, Params, abstract_params
 
 LAYERS = "layers"
+BASE_DIGEST = "base_digest"
+"""Of the tensor, uint8 [32], that travels with an adapter: the tree digest of its base as the wire
+has it, so that the digest of a version covers both."""
 _SHOWN = 4
+_SMALLEST_RMS = 1e-20
+"""Keeps a division finite; far below that of any matrix that has trained."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +48,8 @@ class AdapterShape:
         return self.alpha / self.rank
 
 
-def projections(config: ModelConfig) -> dict[str, tuple[int, int]]:
+@functools.cache
+def projections(config: ModelConfig) -> Mapping[str, tuple[int, int]]:
     """(out, in) of every linear projection of a layer, by its name within the layer."""
     found = {}
     for part, tree in abstract_params(config)[LAYERS].items():
@@ -199,9 +207,43 @@ def merge(params: Params, scale: float) -> Params:
     return _with_modules(params, merged)
 
 
-def without_adapter(params: Params) -> Params:
-    """The parameters of the model alone; of any kind of leaves."""
-    return _with_modules(params, _own)
+def has_adapter(params: Params) -> bool:
+    """Whether any layer has one."""
+    paths = jax.tree_util.tree_flatten_with_path(params[LAYERS])[0]
+    return any(path[-1].key == LORA_A for path, _ in paths)
+
+
+def with_strong_adapter(layer: Params, strength: float) -> Params:
+    """A layer whose adapters all matter: each B, where it is not 0, is scaled to a root mean square
+    of strength / sqrt(rank), which A x of unit size turns into changes of about the strength.
+
+    Args:
+        layer: joined parameters of one layer, whole on this device.
+    """
+
+    def scaled(leaves):
+        b = leaves[LORA_B].astype(jnp.float32)
+        rms = jnp.sqrt(jnp.mean(b * b))
+        factor = strength * b.shape[-1] ** -0.5 / jnp.maximum(rms, _SMALLEST_RMS)
+        return {**leaves, LORA_B: (factor * b).astype(leaves[LORA_B].dtype)}
+
+    return _with_modules(layer, scaled)
+
+
+def adapter_of(params: Params) -> Params:
+    """The adapter alone, of joined parameters with layers listed."""
+    return {LAYERS: [_matrices(layer) for layer in params[LAYERS]]}
+
+
+def _matrices(tree: Params) -> Params:
+    kept = {name: leaf for name, leaf in tree.items() if name in (LORA_A, LORA_B)}
+    inner = {name: _matrices(each) for name, each in tree.items() if isinstance(each, Mapping)}
+    return kept | {name: each for name, each in inner.items() if each}
+
+
+def digest_tensor(digest: str) -> np.ndarray:
+    """The tensor BASE_DIGEST of a digest, hex."""
+    return np.frombuffer(bytes.fromhex(digest), np.uint8).copy()
 
 
 def _own(leaves: Params) -> Params:
@@ -238,13 +280,21 @@ def adapter_name(layer: int, module: str, matrix: str) -> str:
 
 
 def to_named_adapter(adapter: Params) -> dict[str, Any]:
-    """The matrices of an adapter with stacked layers by name; numpy leaves become views."""
-    leaves = adapter_leaves(adapter)
-    layers = len(next(iter(leaves.values()))[LORA_A])
+    """The matrices of an adapter by name, layers stacked or listed; numpy leaves become views."""
+    layers = adapter[LAYERS]
+    if not isinstance(layers, list):
+        pairs = adapter_leaves(adapter)
+        count = len(jax.tree.leaves(layers)[0])
+        return {
+            adapter_name(i, module, matrix): pair[matrix][i]
+            for i in range(count)
+            for module, pair in pairs.items()
+            for matrix in (LORA_A, LORA_B)
+        }
     return {
-        adapter_name(i, module, matrix): pair[matrix][i]
-        for i in range(layers)
-        for module, pair in leaves.items()
+        adapter_name(i, module, matrix): pair[matrix]
+        for i, layer in enumerate(layers)
+        for module, pair in adapter_leaves({LAYERS: layer}).items()
         for matrix in (LORA_A, LORA_B)
     }
 

@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from kernels import choose
 from kernels.decode_attention.ops import resolve
 from kernels.decode_attention.pallas_tpu import LANES
+from models.adapter import AdapterShape
 from models.config import ModelConfig
 from models.tokenizer import Tokenizer
 from rollout_worker.config.rollout_config import RolloutConfig
@@ -79,6 +80,8 @@ class EngineSetup:
     """Of the published policy versions."""
     several_turns: bool = False
     """Whether an environment answers, so that a prompt may hold earlier turns."""
+    adapter: AdapterShape | None = None
+    """Of the adapter that every version is; None where versions are whole models."""
 
     def lanes(self, devices: int) -> int:
         """Copies of the policy that a worker's devices hold, each with its own slots.
@@ -166,7 +169,7 @@ class EngineSetup:
             raise ValueError(f"rollout.decode.{error}") from error
         attention = self.attention
         return DecodeSpec(
-            layout=Layout(model, mesh, self.copy_dtype),
+            layout=Layout(model, mesh, self.copy_dtype, self.adapter),
             valid_vocab=valid_vocab,
             compute_dtype=jnp.dtype(decode.compute_dtype),
             attention_dtype=attention.operand_dtype,

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 
-from models.files.checkpoint import from_named
 from models.tokenizer import Tokenizer
 from models.transformer import Params
 from rollout_worker.canary import CanaryCheck
@@ -26,20 +25,16 @@ from rollout_worker.environments.episodes import EpisodeGroup
 from rollout_worker.evaluation.held_out import HeldOut
 from rollout_worker.evaluation.idle_share import IdleShare
 from rollout_worker.leased_group import LeasedGroup
+from rollout_worker.policy.live_weights import LiveWeights, WeightDigestMismatch, WholeModel
 from rollout_worker.prompt_tasks import PromptTask, PromptTasks, ScoredGroup
 from rollout_worker.rewards.reward_pool import RewardPool, Score
 from rollout_worker.rewards.spending import Spending
 from rollout_worker.worker_records import EngineUse, EvalItem
 from services.process.phase_clock import PhaseClock
-from services.weights.digest import tree_digest
 from services.wire.messages import NO_VERSION, Completion, Group, WeightManifest
 
 EVAL_STREAM = 2**31 - 1
 """Folded into the run's key for evaluation, so that it never repeats a training draw."""
-
-
-class WeightDigestMismatch(RuntimeError):
-    """The arrays on the device are not the published ones."""
 
 
 class CanaryFailed(RuntimeError):
@@ -86,9 +81,11 @@ class RolloutWorker:
         held_out: Sequence[HeldOut],
         clock: PhaseClock,
         canary: CanaryCheck | None = None,
+        weights: LiveWeights | None = None,
     ):
         """Args:
         rewards: of training: scorers, or environments.
+        weights: how versions come to the devices; None takes them as whole models.
         canary: checks every version that comes with the learner's scores of a probe.
         """
         self._name = name
@@ -103,6 +100,7 @@ class RolloutWorker:
         self._held_out = held_out
         self._clock = clock
         self._canary = canary
+        self._weights = WholeModel(engine.spec.layout) if weights is None else weights
         self._rewards = rewards
         self._pools = {rewards, *(one.rewards for one in held_out)}
         self._tasks = PromptTasks(engine, clock)
@@ -139,11 +137,8 @@ class RolloutWorker:
             WeightDigestMismatch: if the arrays on the device are not the published ones.
             CanaryFailed: if the same weights give other logprobs here than at the learner.
         """
-        layout = self._engine.spec.layout
-        tree = from_named(named, layout.published, stacked=False)
-        params = jax.block_until_ready(layout.to_inference(tree))
-        dtypes = {name: array.dtype for name, array in named.items()}
-        _, digest = tree_digest(layout.from_inference(params, dtypes))
+        params = self._weights.place(named)
+        digest = self._weights.digest(params, named)
         if digest != manifest.digest:
             raise WeightDigestMismatch(
                 f"{self._name}: live weights of version {manifest.policy_version} have digest "

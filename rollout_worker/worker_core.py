@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import jax
 
-from models.files.checkpoint import read_model_config
+from models.files.checkpoint import load_model, read_model_config
 from models.tokenizer import load_tokenizer
 from rollout_worker.canary import CanaryCheck
 from rollout_worker.config.reward_config import RewardConfig, held_out_reward
@@ -16,6 +16,7 @@ from rollout_worker.engine_setup import EngineSetup
 from rollout_worker.environments.environment_pool import EnvironmentPool
 from rollout_worker.evaluation.held_out import HeldOut
 from rollout_worker.leased_group import LeasedGroup
+from rollout_worker.policy.live_weights import AdapterOnBase
 from rollout_worker.rewards.processes.reward_process import Allowance
 from rollout_worker.rewards.reward_pool import RewardPool
 from rollout_worker.rewards.spending import SpendingAccount
@@ -50,8 +51,17 @@ class WorkerCore:
             platform=spec.platform,
             weights_dtype=spec.weights_dtype,
             several_turns=spec.environment is not None,
+            adapter=spec.adapter,
         )
         engine = setup.engine(devices, tokenizer, clock=clock, warn=log.warning)
+        weights = None
+        if spec.adapter is not None:
+            weights = AdapterOnBase(
+                engine.spec.layout,
+                load_model(spec.model_path).params,
+                base_dtype=spec.base_dtype,
+                weights_dtype=spec.weights_dtype,
+            )
 
         longest = spec.rollout.max_prompt_tokens
         self._train = load_training(spec.data, tokenizer=tokenizer, max_prompt_tokens=longest)
@@ -91,6 +101,7 @@ class WorkerCore:
             canary=CanaryCheck(engine.spec, clock, bound=spec.canary_bound)
             if spec.canary
             else None,
+            weights=weights,
         )
         self._records = SampleRecords(
             tokenizer.decode,

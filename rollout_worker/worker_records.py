@@ -8,6 +8,7 @@ import datetime
 import enum
 from collections.abc import Sequence
 
+from models.adapter import AdapterShape
 from rollout_worker.config.data_config import DataConfig
 from rollout_worker.config.environment_config import EnvironmentConfig
 from rollout_worker.config.reward_config import RewardConfig
@@ -50,6 +51,10 @@ class RolloutSpec:
     credentials: Credentials
     weights_dtype: str
     """Of the policy versions that the learner publishes."""
+    adapter: AdapterShape | None = None
+    """That every version is, of the model at model_path; None where versions are whole models."""
+    base_dtype: str = "float32"
+    """In which the learner holds that model at most."""
     bind_host: str
     """Of the run: where it is loopback, the worker serves there too, else on its own address."""
     streams: int

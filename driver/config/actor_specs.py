@@ -7,6 +7,7 @@ import pathlib
 
 from driver.config.run_config import RunConfig
 from learner.learner_spec import LearnerSpec
+from models.adapter import AdapterShape
 from rollout_worker.worker_records import RolloutSpec
 from services.process import failpoints
 from services.process.driver_lease import LEASE_S
@@ -34,6 +35,8 @@ class ActorSpecs:
     """The time that the chat template reads."""
     teacher_digest: str | None = None
     """Of algorithm.distillation.teacher; None without one."""
+    adapter: AdapterShape | None = None
+    """Of learner.lora, for the model of the run."""
 
     def learner(self, earlier_port: int | None = None) -> LearnerSpec:
         """The learner's, with a new certificate.
@@ -101,6 +104,8 @@ class ActorSpecs:
             learner_address=learner_address,
             credentials=self.authority.issue(name),
             weights_dtype=config.weights.dtype,
+            adapter=self.adapter,
+            base_dtype=config.learner.compute_dtype,
             bind_host=config.placement.bind_host,
             chunk_bytes=config.weights.chunk_bytes,
             deltas=config.weights.deltas,

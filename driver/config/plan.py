@@ -16,7 +16,7 @@ from learner.config import AlgorithmConfig, OptimizerConfig
 from learner.objective.batching import row_buckets
 from learner.update.mesh import mesh_shape
 from learner.update.value_head import head_parameters
-from models.adapter import AdapterShape, adapter_parameters
+from models.adapter import AdapterShape, adapter_of, adapter_parameters
 from models.config import ModelConfig
 from models.files.checkpoint import expected_shapes
 from rollout_worker.engine.decode_programs import device_bytes
@@ -50,7 +50,9 @@ class WorkerPlan:
     lane_slots: int
     attention: DecodeAttention
     policy_bytes: int
-    """Twice that while a new version is swapped in."""
+    """The adapter of a policy included."""
+    version_bytes: int
+    """Of what a version brings, a policy or an adapter; both are there while versions change."""
     cache_tokens: int
     """Columns of the widest cache."""
     cache_bytes: int
@@ -171,12 +173,16 @@ def derive(
             f"max_position_embeddings={model.max_position_embeddings}: lower "
             "rollout.max_prompt_tokens or rollout.max_completion_tokens"
         )
+    adapter = None
+    if learner.lora is not None:
+        adapter = checked(shape_of, learner.lora, model, about="learner.lora")
     setup = EngineSetup(
         rollout=rollout,
         model=model,
         platform=config.placement.platform,
         weights_dtype=config.weights.dtype,
         several_turns=config.environment is not None,
+        adapter=adapter,
     )
     worker = checked(plan_worker, setup, devices.worker)
     loss_impl = checked(
@@ -203,9 +209,7 @@ def derive(
     row_tokens = min(b for b in row_buckets(learner.microbatch_tokens) if b >= longest)
     microbatch_rows = devices.learner * (learner.microbatch_tokens // row_tokens)
     parameters = trained = _parameters(model)
-    adapter = None
-    if learner.lora is not None:
-        adapter = checked(shape_of, learner.lora, model, about="learner.lora")
+    if adapter is not None:
         trained = adapter_parameters(adapter, model)
     trained_bytes = 2 * FLOAT32_BYTES + moment_bytes(learner.optimizer)
     value_head = head_parameters(model.hidden_size) if config.algorithm.has_critic else 0
@@ -215,7 +219,7 @@ def derive(
         learner_bytes += DTYPE_BYTES[learner.compute_dtype] * parameters
     if teacher is not None:
         learner_bytes += DTYPE_BYTES[learner.compute_dtype] * _parameters(teacher)
-    wire_bytes = DTYPE_BYTES[config.weights.dtype] * parameters
+    wire_bytes = DTYPE_BYTES[config.weights.dtype] * trained
     records = rollout.completions_per_step * config.records_per_completion
     return Plan(
         devices=devices,
@@ -237,7 +241,8 @@ def derive(
         learner_bytes_per_device=math.ceil(learner_bytes / mesh[1]),
         wire_bytes_per_version=wire_bytes,
         shared_bytes_per_device=math.ceil(learner_bytes / mesh[1])
-        + 2 * worker.policy_bytes
+        + worker.policy_bytes
+        + worker.version_bytes
         + worker.cache_bytes
         + worker.pool_bytes
         if devices.shared
@@ -269,11 +274,14 @@ def plan_worker(setup: EngineSetup, devices: int) -> WorkerPlan:
     """
     programs = setup.programs(setup.abstract_mesh(devices))
     widest = programs.geometry.widths[-1]
+    params = programs.params_struct()
+    version = params if setup.adapter is None else adapter_of(params)
     return WorkerPlan(
         lanes=programs.spec.lanes,
         lane_slots=programs.spec.slots,
         attention=setup.attention,
-        policy_bytes=device_bytes(programs.params_struct()),
+        policy_bytes=device_bytes(params),
+        version_bytes=device_bytes(version),
         cache_tokens=widest,
         cache_bytes=programs.cache_bytes(widest),
         pool_bytes=programs.pool_bytes(),
@@ -305,7 +313,7 @@ def format_plan(plan: Plan) -> str:
         f"learner: mesh data={data} x fsdp={fsdp}; state "
         f"{say_bytes(plan.learner_bytes_per_device)} a device, without activations",
         f"worker: {counted(plan.devices.worker, 'device')}; policy "
-        f"{say_bytes(worker.policy_bytes)} a device, twice that while versions change{kept}; KV "
+        f"{say_bytes(worker.policy_bytes)} a device, {_say_change(worker)}{kept}; KV "
         f"cache at most {say_bytes(worker.cache_bytes)} for {worker.cache_tokens:,} columns a "
         f"slot, and {say_bytes(worker.pool_bytes)} of prefilled prompts{parked}",
     ]
@@ -319,6 +327,12 @@ def format_plan(plan: Plan) -> str:
             f"activations; the {version} of a policy version stay there"
         )
     return "\n".join(lines + [f"note: {note}" for note in plan.notes])
+
+
+def _say_change(worker: WorkerPlan) -> str:
+    if worker.version_bytes == worker.policy_bytes:
+        return "twice that while versions change"
+    return f"and {say_bytes(worker.version_bytes)} more while adapters change"
 
 
 def _say_adapter(plan: Plan) -> list[str]:

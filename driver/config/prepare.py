@@ -28,6 +28,7 @@ from driver.config.run_config import HeldOutSet, RunConfig
 from driver.config.shell_switches import check_xla_flags, cpu_devices, overridden
 from driver.errors import RunError
 from learner.teacher import TeacherFiles, check_teacher
+from models.adapter import AdapterShape
 from models.config import ModelConfig
 from models.files.checkpoint import check_model_files, read_model_config
 from models.files.fingerprint import fingerprint
@@ -73,6 +74,8 @@ class Prepared:
     """The time that the chat template reads, in every process of the run."""
     teacher: TeacherFiles | None = None
     """Of algorithm.distillation."""
+    adapter: AdapterShape | None = None
+    """Of learner.lora."""
     base_digest: str | None = None
     """Of the model's files, where an adapter is trained for them (models/files/fingerprint.py)."""
     places: tuple[tuple[str, SourceConfig, Sequence[int]], ...]
@@ -217,6 +220,7 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
         model=model,
         moment=moment,
         teacher=teacher,
+        adapter=plan.adapter,
         base_digest=None if config.learner.lora is None else checked(fingerprint, path),
         places=tuple((one.key, one.source, one.read.indices) for one in sets[: len(train.sets)]),
         left_out=tuple(

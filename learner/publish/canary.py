@@ -20,8 +20,9 @@ from jax.sharding import PartitionSpec as P
 
 from learner.update.head import HeadPlan, PolicyHead
 from learner.update.sharding import make_embed, make_gather
+from models.adapter import has_adapter
 from models.config import ModelConfig
-from models.probe import ProbeScores, probe_direction, probe_tokens, score_probe
+from models.probe import ProbeScores, policy_probe, probe_direction, score_probe
 from models.transformer import Params
 from services.wire.messages import Canary
 
@@ -50,7 +51,7 @@ def make_canary(
     kept = partial(jax.lax.reduce_precision, exponent_bits=wire.nexp, mantissa_bits=wire.nmant)
     rounded = lambda tree: jax.tree.map(kept, tree) if rounds else tree
     whole = make_gather(specs, compute_dtype, adapter_scale)
-    gather = lambda name, tree: whole(name, rounded(tree))
+    gather = lambda name, tree: rounded(whole(name, tree))
     look_up_cut = make_embed(specs, compute_dtype)
     embed = None
     if look_up_cut is not None:
@@ -83,7 +84,8 @@ def make_canary(
             embed=embed,
         )
 
-    token_ids = probe_tokens(head.valid_vocab or config.vocab_size)
+    adapter = has_adapter(specs)
+    token_ids = policy_probe(head.valid_vocab or config.vocab_size, adapter=adapter)
     direction = probe_direction(token_ids.shape[1], config.hidden_size)
     return jax.jit(lambda params: scored(params, token_ids, direction))
 
@@ -96,12 +98,14 @@ class ScoredProbe:
     valid_vocab: int
     """That of `make_canary`."""
     precision: str
+    adapter: bool = False
+    """Whether the policy has one."""
 
     def record(self) -> Canary:
         """What travels with the manifest; waits for the scores."""
         logprobs, fingerprints = jax.device_get(self.scores)
         return Canary(
-            token_ids=probe_tokens(self.valid_vocab),
+            token_ids=policy_probe(self.valid_vocab, adapter=self.adapter),
             logprobs=np.asarray(logprobs),
             fingerprints=np.asarray(fingerprints),
             precision=self.precision,

@@ -5,21 +5,24 @@ may be read from it for as long as that takes while the next step runs.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import tree_map_with_path
 
 from learner.publish.canary import ScoredProbe
 from learner.update.sharding import STACKED
-from models.adapter import merge, without_adapter
+from models.adapter import merge, to_named_adapter
 from models.config import ModelConfig
 from models.files.checkpoint import to_named
-from models.transformer import Params
-from services.weights.digest import tree_digest, wire_dtype
+from models.transformer import LORA_B, Params
+from services.weights.digest import wire_dtype
 
 PUBLISH_DTYPES = {name: wire_dtype(name) for name in ("bfloat16", "float32")}
 """What parameters may be published or exported as, by name; some of all that can travel."""
@@ -31,8 +34,9 @@ class Snapshot:
 
     policy_version: int
     tensors: dict[str, jax.Array]
-    """By Hugging Face's names, layers one by one, in the wire dtype. No other array shares their
-    buffers, so that the owner of the snapshot may delete them."""
+    """By Hugging Face's names, layers one by one, in the wire dtype; of an adapter its own matrices
+    and the digest of its base. No other array shares their buffers, so that the owner of the
+    snapshot may delete them."""
     probe: ScoredProbe | None = None
 
     @property
@@ -41,9 +45,7 @@ class Snapshot:
         return sum(array.nbytes for array in self.tensors.values())
 
 
-def make_snapshots(
-    params: Params, config: ModelConfig, adapter_scale: float = 1.0
-) -> Mapping[str, Callable]:
+def make_snapshots(params: Params, config: ModelConfig) -> Mapping[str, Callable]:
     """Builds, for each wire dtype, `snapshot(params) -> tensors by Hugging Face's names`.
 
     The parameters are not donated and share no buffer with what is returned. A tensor lies as its
@@ -51,21 +53,42 @@ def make_snapshots(
 
     Args:
         params: shape structs with NamedShardings, layers stacked.
-        adapter_scale: of an adapter that they have, which is merged into their weights.
     """
-    listed = without_adapter(_listed(params))
-    shardings = {name: struct.sharding for name, struct in to_named(listed, config).items()}
+    return _build(_listed(params), lambda tree: to_named(tree, config), lambda params: params)
+
+
+def make_adapter_snapshots(adapter: Params, scale: float) -> Mapping[str, Callable]:
+    """As `make_snapshots`, of an adapter alone, with its B multiplied by the scale.
+
+    Args:
+        adapter: shape structs with NamedShardings, layers stacked.
+    """
+
+    def scaled(path, leaf):
+        return scale * leaf if path[-1].key == LORA_B else leaf
+
+    return _build(_listed(adapter), to_named_adapter, functools.partial(tree_map_with_path, scaled))
+
+
+def _build(
+    listed: Params, name: Callable[[Params], dict[str, Any]], change: Callable[[Params], Params]
+) -> Mapping[str, Callable]:
+    """A snapshot for each wire dtype, of what `change` makes of parameters, under their names.
+
+    Args:
+        listed: their structs, with layers listed.
+    """
+    shardings = {key: struct.sharding for key, struct in name(listed).items()}
 
     def build(dtype: np.dtype) -> Callable:
         def snapshot(params):
             # The copy is asked for: an output that equals an input may be that very input.
             copies = lambda leaf: jnp.array(leaf, dtype, copy=True)
-            merged = merge(params, adapter_scale)
-            return {name: copies(leaf) for name, leaf in to_named(merged, config).items()}
+            return {key: copies(leaf) for key, leaf in name(change(params)).items()}
 
         return jax.jit(snapshot, out_shardings=shardings)
 
-    return {name: build(dtype) for name, dtype in PUBLISH_DTYPES.items()}
+    return {key: build(dtype) for key, dtype in PUBLISH_DTYPES.items()}
 
 
 def _listed(params: Params) -> Params:
@@ -77,32 +100,6 @@ def _listed(params: Params) -> Params:
         return jax.ShapeDtypeStruct(struct.shape[1:], struct.dtype, sharding=sharding)
 
     return {**params, STACKED: [jax.tree.map(without_layers, params[STACKED])] * L}
-
-
-def base_digest(params: Params, config: ModelConfig, dtype: str | None = None) -> str:
-    """The tree digest, hex, of a model that an adapter leaves as it is.
-
-    Args:
-        params: numpy arrays with stacked layers.
-        dtype: `bfloat16` or `float32`, to which each tensor is cast in its turn; None takes them as
-            they were stored.
-    """
-    named = to_named(params, config)
-    if dtype is not None:
-        named = {name: _Cast(leaf, PUBLISH_DTYPES[dtype]) for name, leaf in named.items()}
-    return tree_digest(named)[1]
-
-
-class _Cast:
-    """An array in another dtype, cast each time it is converted to numpy."""
-
-    def __init__(self, array: np.ndarray, dtype: np.dtype):
-        self._array = array
-        self.shape = array.shape
-        self.dtype = dtype
-
-    def __array__(self, dtype=None, copy=None) -> np.ndarray:
-        return np.asarray(self._array.astype(self.dtype, copy=False), dtype)
 
 
 def host_weights(

@@ -27,9 +27,17 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from models.adapter import (
+    AdapterShape,
+    adapter_of,
+    adapter_shapes,
+    from_named_adapter,
+    join,
+    to_named_adapter,
+)
 from models.config import ModelConfig
 from models.files.checkpoint import expected_shapes, from_named, to_named
-from models.transformer import Params
+from models.transformer import LORA_A, LORA_B, Params
 from rollout_worker.engine.device_copies import replicate_array
 
 AXES = ("data", "tensor")
@@ -170,6 +178,8 @@ class Layout:
     mesh: Mesh
     dtype: np.dtype = BFLOAT16
     """Of all arrays of the copy."""
+    adapter: AdapterShape | None = None
+    """Of the adapter that stands beside the weights in the copy, if any."""
 
     def __post_init__(self):
         inference_config(self.published, self.tensor)  # refuses sizes that do not fit
@@ -190,12 +200,18 @@ class Layout:
         return NamedSharding(self.mesh, P("data", "tensor"))
 
     def abstract_params(self) -> Params:
-        """Shapes and shardings of the copy, layers as a list."""
-        structs = {
+        """Shapes and shardings of the copy, that of an adapter included, layers as a list."""
+        base = from_named(self._structs(expected_shapes(self.config)), self.config, stacked=False)
+        if self.adapter is None:
+            return base
+        named = self._structs(adapter_shapes(self.adapter, self.config))
+        return join(base, from_named_adapter(named, self.adapter, self.config, stacked=False))
+
+    def _structs(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, jax.ShapeDtypeStruct]:
+        return {
             name: jax.ShapeDtypeStruct(shape, self.dtype, sharding=self._sharding(name))
-            for name, shape in expected_shapes(self.config).items()
+            for name, shape in shapes.items()
         }
-        return from_named(structs, self.config, stacked=False)
 
     def to_inference(self, params: Params) -> Params:
         """Makes the copy on the devices, array by array.
@@ -233,12 +249,36 @@ class Layout:
             params: a copy that `to_inference` made.
             dtypes: published dtype by name.
         """
-        shapes = expected_shapes(self.published)
+        return self._views(to_named(params, self.config), expected_shapes(self.published), dtypes)
+
+    def _views(self, named, shapes, dtypes) -> dict[str, HostView]:
         undo = lambda name: transform_of(name, self.published, self.tensor).undo
         return {
             name: HostView(leaf, undo(name), shapes[name], np.dtype(dtypes[name]))
-            for name, leaf in to_named(params, self.config).items()
+            for name, leaf in named.items()
         }
+
+    def adapter_to_inference(self, named: Mapping[str, np.ndarray | jax.Array]) -> Params:
+        """Makes the copy of an adapter on the devices, as `to_inference` does that of a model.
+
+        Args:
+            named: as published, by the names of models/adapter.py.
+
+        Raises:
+            ValueError: if names or shapes are not the adapter's.
+        """
+        assert self.adapter is not None
+        from_named_adapter(named, self.adapter, self.published, stacked=False)  # checks them
+        placed = {name: self._place(name, array) for name, array in named.items()}
+        return from_named_adapter(placed, self.adapter, self.config, stacked=False)
+
+    def adapter_from_inference(
+        self, params: Params, dtypes: Mapping[str, np.dtype]
+    ) -> dict[str, HostView]:
+        """The published matrices of the adapter in a copy, as `from_inference` gives tensors."""
+        assert self.adapter is not None
+        named = to_named_adapter(adapter_of(params))
+        return self._views(named, adapter_shapes(self.adapter, self.published), dtypes)
 
     def _sharding(self, name: str) -> NamedSharding:
         return NamedSharding(self.mesh, transform_of(name, self.published, self.tensor).spec)
@@ -262,6 +302,8 @@ def transform_of(name: str, published: ModelConfig, tensor: int) -> Transform:
     """How the tensor of this Hugging Face name is laid out for `tensor` devices."""
     *_, module, kind = name.split(".")
     same = lambda array: array
+    if module in (LORA_A, LORA_B):
+        return _adapter_transform(name.removesuffix(f".{module}.{kind}"), module, published, tensor)
     if module in BY_VOCABULARY:
         return _padded(published.vocab_size, tensor)
     if module in BY_COLUMNS:
@@ -272,6 +314,18 @@ def transform_of(name: str, published: ModelConfig, tensor: int) -> Transform:
     if module in KV_HEADS and copies > 1:
         return _copied(published, copies)
     return Transform(P("tensor"), same, same)
+
+
+def _adapter_transform(
+    projection: str, matrix: str, published: ModelConfig, tensor: int
+) -> Transform:
+    """A is cut as the projection's columns are, and B as its rows; the rank is never cut."""
+    weight = transform_of(f"{projection}.weight", published, tensor)
+    by_columns = projection.rpartition(".")[2] in BY_COLUMNS
+    if by_columns == (matrix == LORA_A):
+        return weight
+    same = lambda array: array
+    return Transform(P(), same, same)
 
 
 def _padded(vocab_size: int, tensor: int) -> Transform:

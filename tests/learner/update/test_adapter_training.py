@@ -9,11 +9,20 @@ from learner.compiled_functions import make_learner_functions
 from learner.config import AlgorithmConfig, LearnerConfig, LoraConfig, TrainingSettings
 from learner.objective.batching import Packing, pack, select_sequences
 from learner.update.value_head import policy_params
-from models.adapter import adapter_leaves, join, merge, without_adapter
+from models.adapter import (
+    BASE_DIGEST,
+    adapter_leaves,
+    adapter_parameters,
+    adapter_shape,
+    join,
+    merge,
+    to_named_adapter,
+)
 from models.config import ModelConfig
 from models.files.checkpoint import expected_shapes, to_named
 from models.transformer import abstract_params
 from services.process.phase_clock import PhaseClock
+from services.weights.digest import tree_digest
 from tests.learner import builders
 from tests.learner.builders import TINY, host_params, make_core, random_groups
 
@@ -160,18 +169,33 @@ def test_a_critic_trains_beside_the_adapter():
     assert jax.device_get(core.state.params["value_head"]["weight"]).any()
 
 
-def test_the_published_weights_are_merged():
+def test_an_export_is_merged_and_a_version_is_the_adapter_and_the_digest_of_its_base():
     core = make_core(lora=LORA, fsdp=2)
     adapter = moved_adapter(core)
-    merged = merge(join(host_params(), adapter), core._functions.adapter_scale)
-    expected = to_named(merged, TINY)
+    scale = core._functions.adapter_scale
+    expected = to_named(merge(join(host_params(), adapter), scale), TINY)
     named = core.named_weights("float32")
     assert {name: leaf.shape for name, leaf in named.items()} == expected_shapes(TINY)
-    sent = core.snapshot("float32", PhaseClock(), probe=False).tensors
     for name, leaf in expected.items():
         np.testing.assert_allclose(named[name], leaf, rtol=1e-6, atol=1e-6)
-        np.testing.assert_allclose(sent[name], leaf, rtol=1e-6, atol=1e-6)
-    assert jax.tree.structure(without_adapter(core._policy)) == jax.tree.structure(host_params())
+    sent = core.snapshot("bfloat16", PhaseClock(), probe=False).tensors
+    for name, leaf in to_named_adapter(adapter).items():
+        published = leaf * (scale if "lora_B" in name else 1)
+        np.testing.assert_array_equal(sent.pop(name), published.astype(jnp.bfloat16))
+    base = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), host_params())
+    _, digest = tree_digest(to_named(base, TINY))
+    assert [(name, np.asarray(leaf).tobytes().hex()) for name, leaf in sent.items()] == [
+        (BASE_DIGEST, digest)
+    ]
+
+
+def test_a_version_is_a_few_percent_of_the_model_at_the_shape_of_smollm2():
+    whole = sum(leaf.size for leaf in jax.tree.leaves(abstract_params(SMOLLM2)))
+    share = lambda *targets: (
+        adapter_parameters(adapter_shape(targets, rank=16, alpha=16, config=SMOLLM2), SMOLLM2)
+        / whole
+    )
+    assert share("*_proj") < 0.037 and share("self_attn.*") < 0.014 and share("[qv]_proj") < 0.007
 
 
 def test_the_same_seed_starts_the_same_adapter():
