@@ -195,6 +195,11 @@ class Session:
             chosen = self._checkpoint.export_dtype
             why = f"={chosen}" if chosen else " is null: as it came in, bfloat16 if quantised"
             self._say(f"exported the policy in {dtypes} (checkpoint.export_dtype{why})")
+        if self._prepared.adapter is not None and not self._state.failure:
+            folder = str(self._folder / "adapter")
+            written = self._supervisor.learner.export_adapter(folder)
+            self._supervisor.wait_for(written, timeout_s=self._wait_s)
+            self._say(f"wrote the adapter to {folder}, as PEFT reads it")
 
     def _save_in_passing(self) -> None:
         """Writes a checkpoint; if that fails, the run warns and goes on without it."""

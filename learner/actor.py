@@ -132,6 +132,11 @@ class LearnerActor:
         with self._working("export"):
             return self._learner.export(folder)
 
+    def export_adapter(self, folder: str) -> None:
+        """As `RecordedLearner.export_adapter`."""
+        with self._working("export"):
+            self._learner.export_adapter(folder)
+
     def take_timing(self, until_s: float | None = None) -> StepTiming:
         """What the learner did since the previous timing; as `PhaseClock.take_timing`."""
         return self._clock.take_timing(until_s)

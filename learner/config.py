@@ -289,6 +289,9 @@ class LoraConfig(Section):
     )
     """Which linear projections of the layers have an adapter: names such as
     `model.layers.0.self_attn.q_proj`, or ends of them, as patterns with `*`, `?` and `[..]`."""
+    init_from: str | None = Field(default=None, min_length=1)
+    """Folder of PEFT with the adapter to start from, of this rank, alpha and targets; null starts
+    from one that changes nothing. With `algorithm.kl_coef` it belongs to the reference."""
 
 
 class LearnerConfig(Section):

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from learner.compiled_functions import make_learner_functions
+from learner.compiled_functions import first_adapter, make_learner_functions
 from learner.config import TrainingSettings
 from learner.group_selection import GroupSelection
 from learner.objective.batching import MicroBatch, Packing, Selection, pack, unpack
@@ -34,8 +34,9 @@ from learner.update.update_metrics import (
     update_metrics,
 )
 from learner.update.value_head import policy_params, with_value_head
-from models.adapter import BASE_DIGEST, digest_tensor, init_adapter, join
+from models.adapter import BASE_DIGEST, digest_tensor, join
 from models.config import ModelConfig
+from models.files.peft_folder import PeftAdapter
 from models.flops import flops_metrics, training_flops
 from models.probe import precision
 from models.transformer import Params
@@ -101,15 +102,20 @@ class LearnerCore:
         self._base, trained = None, params
         """What an adapter leaves as it is; None where the model itself trains."""
         self._base_digests: dict[str, np.ndarray] = {}
-        if made.adapter is not None and made.base is not None:
+        if learner.lora is not None and made.base is not None:
             self._base = place_frozen(params, made.mesh, made.base.specs, dtype)
-            trained = init_adapter(made.adapter, model_config, settings.seed)
+            trained = first_adapter(learner.lora, model_config, settings.seed)
+        adapter = trained
         if algorithm.has_critic:
             trained = with_value_head(trained, model_config.hidden_size)
         self._state = init_state(trained, made.optimizer, made.mesh, made.specs, made.entropy_bonus)
         self._reference = None
         if algorithm.kl_coef > 0 and self._base is not None:
-            self._reference = self._base  # the policy without its adapter
+            # Where training starts: the policy without its adapter, or with the one it starts from.
+            self._reference = self._base
+            if learner.lora is not None and learner.lora.init_from is not None:
+                first = place_params(adapter, made.mesh, policy_params(made.specs), jnp.float32)
+                self._reference = join(self._base, first)
         elif algorithm.kl_coef > 0:
             self._reference = place_params(params, made.mesh, policy_params(made.specs), dtype)
         self._teacher = None
@@ -303,6 +309,19 @@ class LearnerCore:
         with self._lock:
             scale = self._functions.adapter_scale
             return host_weights(self._policy, self._config, dtype, scale)
+
+    def host_adapter(self) -> PeftAdapter:
+        """A copy of the adapter that trains, float32.
+
+        Raises:
+            ValueError: if the model itself trains.
+        """
+        shape = self._functions.adapter
+        if shape is None:
+            raise ValueError("there is no adapter: learner.lora is null, and the model trains")
+        with self._lock:
+            params = jax.tree.map(np.array, policy_params(self._state.params))
+        return PeftAdapter(shape=shape, params=params)
 
     def snapshot(self, dtype: str, clock: PhaseClock, *, probe: bool = True) -> Snapshot:
         """Copies the current policy on the devices, so that later steps do not change it; of an

@@ -26,6 +26,7 @@ from learner.publish.snapshot import Snapshot
 from learner.teacher import load_teacher
 from models.files.carried_files import read_carried
 from models.files.checkpoint import LoadedModel, load_model, to_named
+from models.files.peft_folder import write_peft
 from models.tokenizer import load_tokenizer
 from services.process.phase_clock import PhaseClock
 from services.trajectories.group_buffer import GroupBuffer
@@ -267,7 +268,8 @@ class RecordedLearner:
             return Saved(folder=str(saved.folder), not_removed=[*saved.not_removed, *left])
 
     def export(self, folder: str) -> str:
-        """Writes the current policy as a Hugging Face folder: the model that came in, trained.
+        """Writes the current policy as a Hugging Face folder: the model that came in, trained; an
+        adapter is merged into it.
 
         Returns:
             The types of its tensors, such as `bfloat16`.
@@ -275,6 +277,17 @@ class RecordedLearner:
         with self._clock.phase("checkpoint"):
             named = self._core.named_weights(self._export.narrowest)
             return self._export.write(pathlib.Path(folder), named)
+
+    def export_adapter(self, folder: str) -> None:
+        """Writes the adapter as PEFT has it, in float32.
+
+        Raises:
+            ValueError: if the model itself trains, or the folder holds something else.
+        """
+        with self._clock.phase("checkpoint"):
+            adapter = self._core.host_adapter()
+            path = pathlib.Path(folder)
+            write_peft(path, adapter.params, adapter.shape, base_model=self._spec.model_path)
 
     def digest(self, policy_version: int, timeout_s: float) -> str:
         """The digest under which a version was issued, once it is there for the workers.

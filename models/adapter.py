@@ -235,7 +235,7 @@ def adapter_of(params: Params) -> Params:
     return {LAYERS: [_matrices(layer) for layer in params[LAYERS]]}
 
 
-def _matrices(tree: Params) -> Params:
+def _matrices(tree: Any) -> Any:
     kept = {name: leaf for name, leaf in tree.items() if name in (LORA_A, LORA_B)}
     inner = {name: _matrices(each) for name, each in tree.items() if isinstance(each, Mapping)}
     return kept | {name: each for name, each in inner.items() if each}

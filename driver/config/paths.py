@@ -79,8 +79,12 @@ def locate(config: RunConfig) -> RunConfig:
         place, colon, attribute = environment.name.rpartition(":")
         name = f"{_located(place) or ''}{colon}{attribute}" if place.endswith(".py") else ""
         environment = environment.model_copy(update={"name": name or environment.name})
+    learner, lora = config.learner, config.learner.lora
+    if lora is not None and lora.init_from is not None:
+        lora = lora.model_copy(update={"init_from": _located(lora.init_from)})
+        learner = learner.model_copy(update={"lora": lora})
     return locate_inputs(config).model_copy(
-        update={"algorithm": algorithm, "environment": environment}
+        update={"algorithm": algorithm, "environment": environment, "learner": learner}
     )
 
 

@@ -5,7 +5,9 @@
 import bisect
 import dataclasses
 import datetime
+import hashlib
 import os
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,11 +29,13 @@ from driver.config.plural import counted
 from driver.config.run_config import HeldOutSet, RunConfig
 from driver.config.shell_switches import check_xla_flags, cpu_devices, overridden
 from driver.errors import RunError
+from learner.compiled_functions import check_first_adapter
 from learner.teacher import TeacherFiles, check_teacher
 from models.adapter import AdapterShape
 from models.config import ModelConfig
 from models.files.checkpoint import check_model_files, read_model_config
 from models.files.fingerprint import fingerprint
+from models.files.hf_folder import ADAPTER
 from models.tokenizer import Tokenizer, load_tokenizer
 from rollout_worker.config.data_config import DataConfig, SourceConfig
 from rollout_worker.config.rollout_config import MOST_WORKERS, WorkersConfig
@@ -77,7 +81,7 @@ class Prepared:
     adapter: AdapterShape | None = None
     """Of learner.lora."""
     base_digest: str | None = None
-    """Of the model's files, where an adapter is trained for them (models/files/fingerprint.py)."""
+    """Of the files of the model and of the first adapter, where an adapter trains."""
     places: tuple[tuple[str, SourceConfig, Sequence[int]], ...]
     """Of each training source: how messages name it, itself, and the indices of its prompts."""
     left_out: tuple[dict[str, Any], ...]
@@ -221,7 +225,7 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
         moment=moment,
         teacher=teacher,
         adapter=plan.adapter,
-        base_digest=None if config.learner.lora is None else checked(fingerprint, path),
+        base_digest=_digest_base(config, model),
         places=tuple((one.key, one.source, one.read.indices) for one in sets[: len(train.sets)]),
         left_out=tuple(
             {
@@ -232,6 +236,26 @@ def prepare(config: RunConfig, moment: datetime.datetime | None = None) -> Prepa
             for index, tokens in one.read.left_out
         ),
     )
+
+
+def _digest_base(config: RunConfig, model: ModelConfig) -> str | None:
+    """Checks the adapter to start from, if any.
+
+    Returns:
+        a digest of the files of the model, and of that adapter; None where the model trains.
+
+    Raises:
+        ConfigError: if it cannot be started from.
+    """
+    lora = config.learner.lora
+    if lora is None:
+        return None
+    checked(check_first_adapter, lora, model, about="learner.lora")
+    digest = checked(fingerprint, config.model.path)
+    if lora.init_from is None:
+        return digest
+    first = pathlib.Path(lora.init_from, ADAPTER).read_bytes()
+    return f"{digest} {hashlib.sha256(first).hexdigest()}"
 
 
 def _load_scorers(config: RunConfig) -> None:

@@ -29,7 +29,7 @@ KEYS = {
     "optimizer": "learner.optimizer.name",
     "teacher": "algorithm.distillation.teacher and its files",
     "adapter": "learner.lora",
-    "base": "the files of model.path, which the adapter belongs to,",
+    "base": "the files of model.path and learner.lora.init_from",
 }
 """Entry of the file -> the configuration key that decides it. The others are of DataDigests."""
 MOMENT = "moment"

@@ -50,6 +50,10 @@ class LearnerHandle(Protocol):
         """Writes the policy as a Hugging Face folder; the types of its tensors."""
         ...
 
+    def export_adapter(self, folder: str) -> Call[None]:
+        """Writes the adapter that trains as a folder of PEFT."""
+        ...
+
     def reports(self, group_ids: Sequence[str]) -> Call[list[GroupReport]]:
         """The groups that wait in the buffer, of those asked for."""
         ...

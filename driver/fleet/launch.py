@@ -172,6 +172,9 @@ class _Learner(_Actor[LearnerActor]):
     def export(self, folder: str) -> Call[str]:
         return self._call(LearnerActor.export, folder)
 
+    def export_adapter(self, folder: str) -> Call[None]:
+        return self._call(LearnerActor.export_adapter, folder)
+
     def reports(self, group_ids: Sequence[str]) -> Call[list[GroupReport]]:
         return self._call(LearnerActor.reports, group_ids)
 

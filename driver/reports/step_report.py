@@ -270,6 +270,8 @@ class StepReports:
             outputs[f"spent by scorers ({spent})"] = str(self._folder / SPENDING)
         if (self._folder / "export").exists():
             outputs["policy as a Hugging Face folder"] = str(self._folder / "export")
+        if (self._folder / "adapter").exists():
+            outputs["adapter as a PEFT folder"] = str(self._folder / "adapter")
         if self._log.dashboard.enabled:
             outputs["to show it again"] = f"python -m dashboard --run {self._folder}"
         summary = RunSummary(

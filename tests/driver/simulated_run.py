@@ -488,6 +488,9 @@ class Learner(Process):
     def export(self, folder: str) -> Answer:
         return self.call("export", 0.1, lambda: "float32")
 
+    def export_adapter(self, folder: str) -> Answer:
+        return self.call("export_adapter", 0.1, lambda: None)
+
     def reports(self, group_ids: Any) -> Answer:
         groups = self.world.groups
         return self.call("reports", 0.1, lambda: [groups[g] for g in group_ids if g in groups])

@@ -5,17 +5,30 @@ import shutil
 from unittest import mock
 
 import jax
+import numpy as np
 import pytest
 
 from driver.verify_resume import main as verify_resume
-from learner.config import LearnerConfig, LoraConfig, OptimizerConfig
+from learner.compiled_functions import check_first_adapter
+from learner.config import AlgorithmConfig, LearnerConfig, LoraConfig, OptimizerConfig
 from learner.durable.checkpoint_manifest import verify_checkpoint
 from learner.recorded_learner import RecordedLearner
+from models.adapter import AdapterShape, init_adapter, join, merge
+from models.files.checkpoint import load_model, read_model_config, to_named
+from models.files.peft_folder import load_peft, write_peft
 from models.tokenizer import load_tokenizer
 from services.process.phase_clock import PhaseClock
 from services.wire.tls import RunAuthority
-from tests.learner.builders import functions_made_once
-from tests.learner.tiny_learner import RUN_STATE, learner_spec, train
+from tests.learner.builders import functions_made_once, make_core
+from tests.learner.tiny_learner import (
+    RUN_STATE,
+    WAIT_S,
+    groups_of,
+    learner_spec,
+    names,
+    push,
+    train,
+)
 from tests.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -123,3 +136,45 @@ def test_a_recorded_step_is_made_again_by_the_check(start, tmp_path, capsys, mon
     copy = shutil.copytree(tmp_path, tmp_path.parent / "copy")
     assert verify_resume([str(copy)]) == 0
     assert capsys.readouterr().out.endswith("step 2 made again, weights equal\n")
+
+
+def test_adapter_and_merged_model_are_exported_and_the_adapter_is_a_start(start, tmp_path, model):
+    learner = start(tmp_path)
+    learner.publish()
+    train(learner, 1, 2)
+    with pytest.raises(ValueError, match="there is no adapter"):
+        make_core().host_adapter()
+    learner.export_adapter(str(tmp_path / "adapter"))
+    learner.export(str(tmp_path / "export"))
+    config = read_model_config(str(model))
+    read = load_peft(tmp_path / "adapter", config)
+    trained = jax.device_get(learner._core.state.params)
+    jax.tree.map(np.testing.assert_array_equal, read.params, trained)
+    base, merged = (load_model(str(path)).params for path in (model, tmp_path / "export"))
+    expected = to_named(merge(join(base, read.params), read.shape.scale), config)
+    for name, leaf in to_named(merged, config).items():
+        np.testing.assert_allclose(leaf, expected[name], rtol=1e-6, atol=1e-6)
+
+    lora = LEARNER.lora.model_copy(update={"init_from": str(tmp_path / "adapter")})
+    changed = LEARNER.model_copy(update={"lora": lora})
+    with functions_made_once([]):
+        again = start(tmp_path / "again", learner=changed, algorithm=AlgorithmConfig(kl_coef=0.1))
+    again._core._programs.compiled = {}
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(again._core.state.params), trained)
+    again.publish()
+    # The reference is where it starts, with that adapter: nothing has moved yet.
+    push(again, groups_of(again, 1))
+    assert abs(again.update(names(1), [], WAIT_S).metrics["train/kl"]) < 1e-6
+
+
+def test_an_adapter_of_another_shape_is_no_start(start, tmp_path, model):
+    config = read_model_config(str(model))
+    shape = AdapterShape(rank=8, alpha=8.0, modules=("mlp.up_proj",))
+    write_peft(tmp_path / "adapter", init_adapter(shape, config, 0), shape, base_model="x")
+    lora = LEARNER.lora.model_copy(update={"init_from": str(tmp_path / "adapter")})
+    with pytest.raises(
+        ValueError,
+        match="of rank 8, alpha 8, at mlp.up_proj, but learner.lora asks for rank 4, .* set rank",
+    ):
+        check_first_adapter(lora, config)
+    check_first_adapter(LEARNER.lora, config)
