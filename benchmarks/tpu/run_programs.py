@@ -36,16 +36,17 @@ from benchmarks.tpu.memory_fit import HEADER, V6E_USABLE_BYTES, RunProgram, tabl
 from driver.config.load_config import ConfigError, load
 from driver.config.plan import Plan, asked_devices, derive
 from driver.config.run_config import RunConfig
-from learner.compiled_functions import make_learner_functions
+from learner.compiled_functions import LearnerFunctions, make_learner_functions
 from learner.config import AlgorithmConfig, TrainingSettings
 from learner.objective.off_policy import Correction
 from learner.publish.snapshot import PUBLISH_DTYPES
 from learner.update.sharding import named_shardings
 from learner.update.value_head import policy_params
+from models.adapter import join
 from models.config import ModelConfig
 from models.files.checkpoint import read_model_config
 from models.files.hf_config import from_hf
-from models.transformer import abstract_params
+from models.transformer import Params, abstract_params
 from rollout_worker.engine.decode_programs import device_bytes
 from rollout_worker.engine_setup import EngineSetup
 
@@ -99,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
 def learner_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Iterator[RunProgram]:
     """`empty`, `accumulate` and `apply` of one update, on micro-batches of the longest rows,
     `score` where the objective needs logprobs or values before it, and `snapshot` and `canary` of
-    a publication. Frozen models are the reference policy and the teacher.
+    a publication. Frozen models are the base of an adapter, the reference policy and the teacher.
 
     An update is counted with two snapshots beside it, as if publications were slow.
     """
@@ -118,10 +119,15 @@ def learner_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Itera
         teacher=_teacher(config, model),
     )
     state = programs.abstract_state
-    policy = policy_params(state.params)
-    algorithm, reference = config.algorithm, None
-    if algorithm.kl_coef > 0:
-        dtype = jax.numpy.dtype(config.learner.compute_dtype)
+    trained = policy_params(state.params)
+    algorithm, dtype = config.algorithm, jax.numpy.dtype(config.learner.compute_dtype)
+    base, reference = _base(programs, model, dtype), None
+    whole = lambda params: params if base is None else join(base, params)
+    policy = whole(trained)
+    if algorithm.kl_coef > 0 and base is not None:
+        lora = config.learner.lora
+        reference = policy if lora is not None and lora.init_from is not None else base
+    elif algorithm.kl_coef > 0:
         reference = jax.tree.map(lambda leaf: _struct(leaf, dtype=dtype), policy)
     teacher = None
     if (teacher_plan := programs.teacher) is not None:
@@ -130,9 +136,10 @@ def learner_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Itera
             abstract_params(teacher_plan.config),
             named_shardings(programs.mesh, teacher_plan.specs),
         )
-    moments_bytes, frozen_bytes = device_bytes(state.opt_state), device_bytes((reference, teacher))
+    frozen_bytes = device_bytes((reference if base is None else base, teacher))
+    moments_bytes = device_bytes(state.opt_state)
     wire = config.weights.dtype
-    published = jax.tree.map(lambda leaf: _struct(leaf, dtype=PUBLISH_DTYPES[wire]), policy)
+    published = jax.tree.map(lambda leaf: _struct(leaf, dtype=PUBLISH_DTYPES[wire]), trained)
     snapshot_bytes = device_bytes(published)
     compile_ = functools.partial(compile_program, "learner")
 
@@ -149,9 +156,9 @@ def learner_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Itera
     batch = programs.batch_shapes(plan.microbatch_rows, plan.row_tokens)
     in_reward, in_loss = algorithm.kl_in == "reward", algorithm.teacher_in_loss
     of_loss = None if in_reward else reference, teacher if in_loss else None
-    idle_bytes = frozen_bytes - device_bytes(of_loss)
+    idle_bytes = frozen_bytes - device_bytes((of_loss[0] if base is None else base, of_loss[1]))
     coef = None if state.entropy_bonus is None else state.entropy_bonus.coef
-    given = (state.params, of_loss[0], accumulator, batch, coef, of_loss[1])
+    given = (state.params, of_loss[0], accumulator, batch, coef, of_loss[1], base)
     yield compile_(
         "accumulate",
         lambda: _compiled(programs.accumulate, *given),
@@ -161,14 +168,14 @@ def learner_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Itera
     if programs.has_critic:
         yield compile_(
             "score of the critic",
-            lambda: _compiled(programs.score_values, state.params, batch.tokens_only),
+            lambda: _compiled(programs.score_values, whole(state.params), batch.tokens_only),
             beside="optimiser moments, frozen models and two snapshots",
             beside_bytes=moments_bytes + frozen_bytes + 2 * snapshot_bytes,
         )[0]
     before = algorithm.ratio == "sequence" or _corrects(algorithm)
     scored = [
         ("score", programs.score, policy, before),
-        ("score of the reference", programs.score, reference, in_reward),
+        ("score of the reference", programs.score_reference, reference, in_reward),
         ("score of the teacher", programs.score_teacher, teacher, teacher and not in_loss),
     ]
     for name, score, params, _ in filter(lambda one: one[3], scored):
@@ -188,7 +195,7 @@ def learner_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Itera
     )[0]
     yield compile_(
         "snapshot",
-        lambda: _compiled(programs.snapshots[wire], policy),
+        lambda: _compiled(programs.snapshots[wire], trained),
         beside="optimiser moments, frozen models and an older snapshot",
         beside_bytes=moments_bytes + frozen_bytes + snapshot_bytes,
     )[0]
@@ -198,6 +205,17 @@ def learner_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Itera
         beside="optimiser moments, frozen models and two snapshots",
         beside_bytes=moments_bytes + frozen_bytes + 2 * snapshot_bytes,
     )[0]
+
+
+def _base(programs: LearnerFunctions, model: ModelConfig, dtype: jax.numpy.dtype) -> Params | None:
+    """The model under an adapter, if one trains."""
+    if programs.base is None:
+        return None
+    return jax.tree.map(
+        lambda leaf, at: _struct(leaf, dtype=dtype, sharding=at),
+        abstract_params(model),
+        named_shardings(programs.mesh, programs.base.specs),
+    )
 
 
 def _teacher(config: RunConfig, model: ModelConfig) -> ModelConfig | None:
@@ -229,11 +247,13 @@ def worker_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Iterat
         model=model,
         platform=config.placement.platform,
         weights_dtype=config.weights.dtype,
+        adapter=plan.adapter,
     )
     mesh = setup.mesh(topology_devices(plan.devices.worker))
     programs = setup.programs(mesh, valid_vocab=_valid_vocab(model))
     sizes = programs.geometry
     policy_bytes = device_bytes(programs.params_struct())
+    version_bytes = plan.worker.version_bytes  # of an adapter where one trains
     slot_bytes = device_bytes(programs.slots_struct(sizes.widths[-1]))
     compile_ = functools.partial(compile_program, "worker")
     yield compile_("empty", programs.compile_empty, beside="a policy", beside_bytes=policy_bytes)[0]
@@ -242,20 +262,20 @@ def worker_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Iterat
             "prefill, later" if later else "prefill",
             functools.partial(programs.compile_prefill, sizes.chunks[-1], later=later),
             beside="slots and a second policy",
-            beside_bytes=slot_bytes + policy_bytes,
+            beside_bytes=slot_bytes + version_bytes,
         )[0]
     yield compile_(
         "segment",
         functools.partial(programs.compile_segment, sizes.widths[-1]),
         beside="a second policy",
-        beside_bytes=policy_bytes,
+        beside_bytes=version_bytes,
     )[0]
     if len(sizes.widths) > 1:
         yield compile_(
             "resize",
             functools.partial(programs.compile_resize, *sizes.widths[-2:]),
             beside="prefilled prompts and two policies",
-            beside_bytes=device_bytes(programs.pool_struct()) + 2 * policy_bytes,
+            beside_bytes=device_bytes(programs.pool_struct()) + policy_bytes + version_bytes,
         )[0]
 
 

@@ -9,8 +9,10 @@ from driver.config.load_config import ConfigError, load, load_as
 from driver.config.prepare import prepare
 from driver.config.resume_identity import NotResumable, check_identity, identity_of, write_identity
 from driver.sft.sft_config import SftConfig
+from models.adapter import adapter_shape, init_adapter
 from models.files.checkpoint import load_model
 from models.files.fingerprint import fingerprint
+from models.files.peft_folder import write_peft
 
 DEMO = pathlib.Path(__file__).parents[3] / "deploy/demo/model"
 YAML = """
@@ -91,6 +93,27 @@ def test_what_cannot_work_is_one_clear_error(config_of, override, message):
     more = ["learner.lora.rank=8"] if override.startswith("algorithm") else []
     with pytest.raises(ConfigError, match=message):
         prepare(config_of(*more, override))
+
+
+def test_an_adapter_to_start_from_is_checked_and_known_again(config_of, tmp_path):
+    model = load_model(str(DEMO)).config
+
+    def written(seed):
+        shape = adapter_shape(("q_proj",), rank=4, alpha=8.0, config=model)
+        write_peft(tmp_path / "a", init_adapter(shape, model, seed), shape, base_model=str(DEMO))
+
+    written(0)
+    settings = f"rank: 4, alpha: 8, targets: [q_proj], init_from: {tmp_path / 'a'}"
+    first = prepare(config_of(f"learner.lora={{{settings}}}")).base_digest
+    written(1)
+    assert prepare(config_of(f"learner.lora={{{settings}}}")).base_digest != first
+    assert first.startswith(fingerprint(str(DEMO)))
+    for change, message in (
+        (settings.replace("alpha: 8", "alpha: 16"), "alpha 8, at .* asks for rank 4, alpha 16"),
+        (settings.replace("/a", "/none"), "learner.lora: .*none is no folder"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            prepare(config_of(f"learner.lora={{{change}}}"))
 
 
 def test_a_teacher_that_is_an_advantage_goes_with_an_adapter(config_of):

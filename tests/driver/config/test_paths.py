@@ -195,3 +195,12 @@ def test_a_teacher_becomes_absolute_as_the_model_does(config, tmp_path, monkeypa
     located = paths.locate(config.model_copy(update={"algorithm": algorithm}))
     assert located.algorithm.distillation.teacher == str(tmp_path / "teacher")
     assert paths.locate(config).algorithm.distillation is None
+
+
+def test_an_adapter_to_start_from_becomes_absolute_too(config, tmp_path, monkeypatch):
+    (tmp_path / "adapter").mkdir()
+    monkeypatch.chdir(tmp_path)
+    learner = type(config.learner).model_validate({"lora": {"rank": 8, "init_from": "adapter"}})
+    located = paths.locate(config.model_copy(update={"learner": learner}))
+    assert located.learner.lora.init_from == str(tmp_path / "adapter")
+    assert paths.locate(config).learner.lora is None
