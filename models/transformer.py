@@ -43,6 +43,23 @@ LORA_A, LORA_B = "lora_A", "lora_B"
 """Beside a weight: the matrices of an adapter (models/adapter.py)."""
 
 
+@jax.custom_vjp
+def wide_product(x, weight):
+    """The product x W^T in float32; its derivatives are products in the dtype of x."""
+    return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=jnp.float32)
+
+
+def _wide_product_backward(operands, d_y):
+    x, weight = operands
+    d_y = d_y.astype(x.dtype)
+    return jnp.einsum("...o,oi->...i", d_y, weight), jnp.einsum("...o,...i->oi", d_y, x)
+
+
+wide_product.defvjp(
+    lambda x, weight: (wide_product(x, weight), (x, weight)), _wide_product_backward
+)
+
+
 class Linear(nn.Module):
     """y = x W^T + b with W [out, in], computed in the dtype of x.
 
@@ -58,11 +75,13 @@ class Linear(nn.Module):
     def __call__(self, x):
         """[.., in] -> [.., out], in the dtype of x."""
         weight = self.param("weight", _init, (self.features, x.shape[-1]), jnp.float32)
-        y = self._product(x, weight)
         if self.has_variable("params", LORA_A):
             inner = self._product(x, self.get_variable("params", LORA_A)).astype(x.dtype)
-            y += self._product(inner, self.get_variable("params", LORA_B))
-        y = y.astype(x.dtype)
+            lora_b = self.get_variable("params", LORA_B)
+            y = wide_product(x, weight.astype(x.dtype))  # so that the sum is rounded once
+            y = (y + wide_product(inner, lora_b.astype(x.dtype))).astype(x.dtype)
+        else:
+            y = self._product(x, weight).astype(x.dtype)
         if not self.bias:
             return y
         bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)

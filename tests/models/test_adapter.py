@@ -23,7 +23,7 @@ from models.adapter import (
 from models.config import ModelConfig
 from models.files.checkpoint import from_named
 from models.files.hf_config import from_hf
-from models.transformer import Linear, forward, head_weight, logits, packed_attend
+from models.transformer import Linear, forward, head_weight, logits, packed_attend, wide_product
 from tests.models.tiny_models import HF_CONFIGS, random_named
 
 CONFIG = from_hf(HF_CONFIGS["qwen3"])
@@ -77,8 +77,26 @@ def test_bfloat16_sums_both_products_before_it_rounds():
         "lora_B": jnp.array([[0.75]]),
     }
     x = jnp.ones((1, 2), jnp.bfloat16)
-    wide = Linear(1, bias=False, product_dtype=jnp.float32).apply({"params": params}, x)
-    assert wide.dtype == jnp.bfloat16 and float(wide[0, 0]) == 258.0
+    for product_dtype in (None, jnp.float32):  # of the learner, and of a worker
+        linear = Linear(1, bias=False, product_dtype=product_dtype)
+        found = linear.apply({"params": params}, x)
+        assert found.dtype == jnp.bfloat16 and float(found[0, 0]) == 258.0
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_derivatives_of_a_wide_product_are_those_of_the_product(dtype):
+    rng = np.random.default_rng(0)
+    x, w, d_y = (jnp.asarray(rng.normal(size=s), dtype) for s in ((2, 3, 4), (5, 4), (2, 3, 5)))
+    plain = lambda x, w: jnp.einsum("...i,oi->...o", x, w)
+    ours, theirs = (jax.vjp(f, x, w)[1] for f in (wide_product, plain))
+    for one, other in zip(ours(d_y.astype(jnp.float32)), theirs(d_y), strict=True):
+        assert one.dtype == dtype
+        np.testing.assert_allclose(
+            np.float32(one),
+            np.float32(other),
+            rtol=1e-5 if dtype == jnp.float32 else 2e-2,
+            atol=1e-2,
+        )
 
 
 def test_a_fresh_adapter_changes_nothing_and_a_moved_one_does():
