@@ -17,6 +17,8 @@ from driver.config.run_config import ModelSection
 from driver.config.yaml_text import parse_yaml
 from driver.hub_upload import HubRefused, upload_model
 from driver.reports.status import ExitCode
+from learner.compiled_functions import shape_of
+from learner.config import LoraConfig
 from learner.durable.checkpoint import read_record
 from learner.durable.checkpoint_manifest import DamagedCheckpoint
 from learner.durable.stored_policy import (
@@ -27,12 +29,15 @@ from learner.durable.stored_policy import (
     read_policy,
 )
 from learner.policy_export import PolicyExport
+from models.adapter import AdapterShape, join, merge
 from models.files.carried_files import read_carried
-from models.files.checkpoint import read_stored_form, to_named
+from models.files.checkpoint import load_model, read_stored_form, to_named
 from models.platform import leave_accelerators
 from models.tokenizer import load_tokenizer
+from models.transformer import Params
 from services.process.config_section import validated
 from services.process.terminal_text import protect_terminal
+from services.weights.digest import tree_digest
 
 CHECKPOINTS = "checkpoints"
 HELD_OUT_LOSS = "loss"
@@ -132,7 +137,7 @@ def export(
     Raises:
         CannotExport, NoSuchCheckpoint, DamagedCheckpoint: saying what is missing.
     """
-    settings, configured = _recorded_settings(run)
+    settings, configured, lora = _recorded_settings(run)
     model_path = model_path or settings.path
     try:
         config, dtypes = read_stored_form(model_path)
@@ -154,7 +159,10 @@ def export(
     while True:
         stored = find_checkpoint(run / CHECKPOINTS, step)
         try:
-            params = read_policy(stored, config)
+            shape = None if lora is None else shape_of(lora, config)
+            params = read_policy(stored, config, shape)
+            if shape is not None:
+                params = _merged(stored, params, shape, model_path)
             break
         except (OSError, ValueError) as error:
             if stored.folder.is_dir():
@@ -169,6 +177,24 @@ def export(
         raise CannotExport(f"{folder} cannot be written: {error}") from error
     print(f"exported step {stored.step} in {written}: {folder}")
     return stored, folder
+
+
+def _merged(
+    stored: StoredCheckpoint, adapter: Params, shape: AdapterShape, model_path: str
+) -> Params:
+    """The model with an adapter of a checkpoint merged in.
+
+    Raises:
+        ValueError: if the model is not the one that the adapter was trained for.
+    """
+    loaded = load_model(model_path)
+    digest = tree_digest(to_named(loaded.params, loaded.config))[1]
+    if digest != read_record(stored.folder).get("base_digest"):
+        raise ValueError(
+            f"the adapter of {stored.folder.name} belongs to another model than {model_path} now "
+            "holds: give the one that the run started from by --model"
+        )
+    return merge(join(loaded.params, adapter), shape.scale)
 
 
 def best_step(run: pathlib.Path) -> int:
@@ -202,13 +228,17 @@ def _held_out_scores(run: pathlib.Path) -> dict[int, float]:
     return scores
 
 
-def _recorded_settings(run: pathlib.Path) -> tuple[ModelSection, str | None]:
-    """`model` and `checkpoint.export_dtype`, as the run wrote them when it started."""
+def _recorded_settings(
+    run: pathlib.Path,
+) -> tuple[ModelSection, str | None, LoraConfig | None]:
+    """`model`, `checkpoint.export_dtype` and `learner.lora`, as the run wrote them at its start."""
     path = run / "config.yaml"
     try:
         found = parse_yaml(path.read_text(encoding="utf-8")) or {}
         model = validated(ModelSection, found["model"])
-        return model, found.get("checkpoint", {}).get("export_dtype")
+        lora = found.get("learner", {}).get("lora")
+        lora = None if lora is None else validated(LoraConfig, lora)
+        return model, found.get("checkpoint", {}).get("export_dtype"), lora
     except FileNotFoundError:
         raise CannotExport(f"{run} has no config.yaml: give the output folder of a run") from None
     except (OSError, YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:

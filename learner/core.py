@@ -172,7 +172,8 @@ class LearnerCore:
             )
             if batches:
                 lengths = [len(sequence.token_ids) for sequence in selection.sequences]
-                flops = training_flops(self._config, lengths) * self._learner.updates_per_batch
+                flops = training_flops(self._config, lengths, frozen=self._base is not None)
+                flops *= self._learner.updates_per_batch
                 metrics |= flops_metrics(
                     flops, update_s, self._devices, self._learner.compute_dtype
                 )

@@ -29,17 +29,28 @@ makers' data sheets. Of several starts the longest counts."""
 
 def forward_flops(config: ModelConfig, lengths: Sequence[int]) -> float:
     """Of sequences with so many input tokens each."""
+    seen = sum(n * (n + 1) // 2 for n in lengths)
+    attended = 4.0 * config.num_layers * config.num_heads * config.head_dim * seen
+    return 2.0 * _matrices(config) * sum(lengths) + attended
+
+
+def _matrices(config: ModelConfig) -> int:
+    """Elements of all matrices that each token is multiplied with."""
     c = config
     query, key_value = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     projections = c.hidden_size * (2 * query + 2 * key_value + 3 * c.intermediate_size)
-    matrices = c.num_layers * projections + c.hidden_size * c.vocab_size
-    seen = sum(n * (n + 1) // 2 for n in lengths)
-    return 2.0 * matrices * sum(lengths) + 4.0 * c.num_layers * query * seen
+    return c.num_layers * projections + c.hidden_size * c.vocab_size
 
 
-def training_flops(config: ModelConfig, lengths: Sequence[int]) -> float:
-    """Of forward and backward pass."""
-    return 3.0 * forward_flops(config, lengths)
+def training_flops(config: ModelConfig, lengths: Sequence[int], *, frozen: bool = False) -> float:
+    """Of forward and backward pass.
+
+    Args:
+        frozen: an adapter trains in place of the model, so that no gradient of a matrix is formed.
+            The adapter's own thin products are not counted.
+    """
+    of_matrices = 2.0 * _matrices(config) * sum(lengths) if frozen else 0.0
+    return 3.0 * forward_flops(config, lengths) - of_matrices
 
 
 def peak_flops(device: jax.Device, compute_dtype: str) -> float | None:

@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 
 from learner.durable.checkpoint import BEST, complete_steps
 from learner.durable.checkpoint_manifest import DamagedCheckpoint, verify_checkpoint
+from models.adapter import AdapterShape, abstract_adapter
 from models.config import ModelConfig
 from models.transformer import Params, abstract_params
 
@@ -66,13 +67,18 @@ def find_checkpoint(checkpoints: pathlib.Path, step: int | None = None) -> Store
     raise DamagedCheckpoint("; ".join(reasons))
 
 
-def read_policy(stored: StoredCheckpoint, config: ModelConfig) -> Params:
+def read_policy(
+    stored: StoredCheckpoint, config: ModelConfig, adapter: AdapterShape | None = None
+) -> Params:
     """The weights of a checkpoint, without those of a critic: float32 on the host, layers stacked.
+
+    Args:
+        adapter: that has trained in place of the model, if one has; it is all that is read.
 
     Raises:
         ValueError: if they are of another model.
     """
-    wanted = abstract_params(config)
+    wanted = abstract_params(config) if adapter is None else abstract_adapter(adapter, config)
     for path, leaf in jax.tree_util.tree_flatten_with_path(wanted)[0]:
         name = f".params{jax.tree_util.keystr(path)}"
         if stored.tree.get(name, [None])[1:] != [*leaf.shape]:

@@ -13,6 +13,7 @@ from driver import export
 from driver.accounting.accuracy import Accuracy
 from driver.accounting.evaluations import Evaluations
 from driver.config.yaml_text import dump_yaml
+from learner.config import LearnerConfig, LoraConfig, OptimizerConfig
 from learner.durable.checkpoint import CheckpointFolder
 from learner.durable.checkpoint_manifest import verify_checkpoint
 from learner.recorded_learner import RecordedLearner
@@ -190,3 +191,34 @@ def test_an_upload_that_is_refused_leaves_the_folder_and_says_why(run, hub, monk
     assert files_of(run / "export-step-4") == files_of(run / "export")
     assert export.main(["--run", str(run), "--push-to-hub", "not/a/name"]) == 1
     assert "not/a/name" in capsys.readouterr().err
+
+
+def test_an_adapter_is_merged_into_the_model_that_it_belongs_to(tmp_path, capsys):
+    model = write_tiny_model(tmp_path / "tiny")
+    learner_config = LearnerConfig(
+        microbatch_tokens=256,
+        compute_dtype="float32",
+        optimizer=OptimizerConfig(learning_rate=1e-2),
+        lora=LoraConfig(rank=4, alpha=6.0, targets=("q_proj", "up_proj")),
+    )
+    run = tmp_path / "run"
+    spec = learner_spec(model, RunAuthority.create("run"), run, learner=learner_config)
+    learner = RecordedLearner(spec, jax.devices()[:1], PhaseClock())
+    learner.publish()
+    train(learner, 1, 2)
+    learner.save(2, RUN_STATE)
+    learner.export(str(run / "export"))
+    learner.close()
+    settings = {
+        "model": {"path": str(model)},
+        "learner": {"lora": learner_config.lora.model_dump(mode="json")},
+    }
+    (run / "config.yaml").write_text(dump_yaml(settings))
+    assert export.main(["--run", str(run)]) == 0
+    ours, theirs = (load_model(str(run / name)).params for name in ("export-step-2", "export"))
+    # Merged by numpy here, and by XLA there.
+    close = lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
+    jax.tree.map(close, ours, theirs)
+    other = write_tiny_model(tmp_path / "other", seed=1)
+    assert export.main(["--run", str(run), "--model", str(other)]) == 2
+    assert "belongs to another model than" in capsys.readouterr().err

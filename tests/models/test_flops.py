@@ -81,3 +81,11 @@ def test_the_share_of_the_peak_is_said_where_the_peak_is_known(kind, peak):
     if peak:
         expected["throughput/train/mfu_update"] = pytest.approx(50e12 / peak)
     assert found == expected
+
+
+def test_a_frozen_model_needs_no_gradient_of_its_matrices():
+    """Forward, and the gradient in what went in: attention as ever, each matrix twice."""
+    one = [1]  # a token that sees itself alone: its attention is two products of the query's width
+    attention = 4 * CONFIG.num_layers * CONFIG.num_heads * CONFIG.head_dim
+    matrices = forward_flops(CONFIG, one) - attention
+    assert training_flops(CONFIG, one, frozen=True) == 3 * attention + 2 * matrices
