@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.compiled_program import program_sizes
 from kernels.packed_attention import reference, xla
 from tests.kernels.tpu_compiler import needs_compiler, run_with_compiler
 
@@ -20,7 +21,7 @@ def temp_bytes(operation, T):
 
     gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
     compiled = gradient.lower(query, key, key, segment).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
+    return program_sizes(compiled)["temp_bytes"]
 
 
 def test_in_xla_it_grows_with_the_row_and_not_with_its_square():
