@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from learner.compiled_functions import first_adapter, make_learner_functions
 from learner.config import TrainingSettings
@@ -22,7 +20,7 @@ from learner.objective.off_policy import off_policy_metrics
 from learner.objective.sequence_ratio import with_sequence_ratios
 from learner.programs import Model, ProgramRunner, Scorer
 from learner.publish.canary import ScoredProbe
-from learner.publish.snapshot import PUBLISH_DTYPES, Snapshot, host_weights
+from learner.publish.snapshot import PUBLISH_DTYPES, BaseDigest, Snapshot, host_weights
 from learner.teacher import TeacherModel
 from learner.update.state import TrainState, init_state, place_frozen, place_params
 from learner.update.update_metrics import (
@@ -34,7 +32,7 @@ from learner.update.update_metrics import (
     update_metrics,
 )
 from learner.update.value_head import policy_params, with_value_head
-from models.adapter import BASE_DIGEST, digest_tensor, join
+from models.adapter import BASE_DIGEST, join
 from models.config import ModelConfig
 from models.files.peft_folder import PeftAdapter
 from models.flops import flops_metrics, training_flops
@@ -42,7 +40,6 @@ from models.probe import precision
 from models.transformer import Params
 from services.process import failpoints
 from services.process.phase_clock import PhaseClock
-from services.weights.digest import tree_digest
 from services.wire.messages import Group
 
 
@@ -101,9 +98,10 @@ class LearnerCore:
         dtype = jnp.dtype(learner.compute_dtype)
         self._base, trained = None, params
         """What an adapter leaves as it is; None where the model itself trains."""
-        self._base_digests: dict[str, np.ndarray] = {}
+        self._base_digest = None
         if learner.lora is not None and made.base is not None:
             self._base = place_frozen(params, made.mesh, made.base.specs, dtype)
+            self._base_digest = BaseDigest(self._base, model_config, made.mesh)
             trained = first_adapter(learner.lora, model_config, settings.seed)
         adapter = trained
         if algorithm.has_critic:
@@ -342,22 +340,14 @@ class LearnerCore:
             copy = self._functions.snapshots[dtype]
             trained = policy_params(self._state.params)
             tensors = self._programs.run(clock, "publish", f"snapshot {dtype}", copy, trained)
-            if self._base is not None:
+            if self._base_digest is not None:
                 with clock.phase("publish"):
-                    tensors = tensors | {BASE_DIGEST: self._base_digest(self._base, dtype)}
+                    tensors = tensors | {BASE_DIGEST: self._base_digest.tensor(dtype)}
             return Snapshot(
                 policy_version=self.policy_version,
                 tensors=tensors,
                 probe=self._score_probe(dtype, clock) if probe else None,
             )
-
-    def _base_digest(self, base: Params, dtype: str) -> jax.Array:
-        """The tensor BASE_DIGEST, of the live arrays; they are read once for a wire dtype."""
-        if dtype not in self._base_digests:
-            named = host_weights(base, self._config, dtype)
-            self._base_digests[dtype] = digest_tensor(tree_digest(named)[1])
-        replicated = NamedSharding(self._functions.mesh, P())
-        return jax.device_put(self._base_digests[dtype], replicated, may_alias=False)
 
     def _score_probe(self, dtype: str, clock: PhaseClock) -> ScoredProbe:
         """Starts the canary, in the thread that starts all other programs.

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from learner.core import LearnerCore
-from learner.durable.certificate import check_certificate, make_certificate
+from learner.durable.certificate import check_base, check_certificate, make_certificate
 from learner.durable.checkpoint import CheckpointFolder, NoCompleteCheckpoint, RestoredCheckpoint
 from learner.durable.journal import Begun, Journal
 from learner.durable.rejected_groups import write_rejected, write_unfit
@@ -166,7 +166,7 @@ class RecordedLearner:
         with self._clock.phase("checkpoint"):
             found, skipped = self._find_checkpoint()
             if found is not None:
-                self._check_base(found)
+                check_base(found.record.get("base_digest"), self._base_digest, found.step)
                 self._core.resume(found.state, policy_version=found.record["policy_version"])
                 self._check_certificate(found)
             step = found.step if found is not None else 0
@@ -322,16 +322,6 @@ class RecordedLearner:
                 raise
             return None, error.skipped
         return found, found.skipped if found is not None else []
-
-    def _check_base(self, found: RestoredCheckpoint) -> None:
-        before = found.record.get("base_digest")
-        if before != self._base_digest:
-            say = lambda digest: "none" if digest is None else digest[:12]
-            raise ValueError(
-                f"the checkpoint of step {found.step} holds an adapter of the model with digest "
-                f"{say(before)}, but the model at model.path={self._spec.model_path} has "
-                f"{say(self._base_digest)}: put back the files that the run started from"
-            )
 
     def _check_certificate(self, found: RestoredCheckpoint) -> None:
         if found.certificate is not None:

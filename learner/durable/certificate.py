@@ -96,6 +96,25 @@ def check_certificate(stored: Mapping[str, str], now: Certificate, where: str) -
         )
 
 
+def check_base(stored: str | None, now: str | None, step: int) -> None:
+    """Compares the model that a stored adapter belongs to with the one at hand.
+
+    Args:
+        stored, now: tree digests of both, hex; None where no adapter trains.
+        step: of the checkpoint, for the error.
+
+    Raises:
+        ValueError: if they differ.
+    """
+    if stored != now:
+        say = lambda digest: "none" if digest is None else digest[:12]
+        raise ValueError(
+            f"the checkpoint of step {step} holds an adapter of the model with digest "
+            f"{say(stored)}, but the model at model.path has {say(now)}: put back the files that "
+            "the run started from"
+        )
+
+
 def _of_arrays(tree: Any) -> str:
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     named = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}

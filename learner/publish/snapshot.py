@@ -12,17 +12,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import tree_map_with_path
 
 from learner.publish.canary import ScoredProbe
 from learner.update.sharding import STACKED
-from models.adapter import merge, to_named_adapter
+from models.adapter import digest_tensor, merge, to_named_adapter
 from models.config import ModelConfig
 from models.files.checkpoint import to_named
 from models.transformer import LORA_B, Params
-from services.weights.digest import wire_dtype
+from services.weights.digest import tree_digest, wire_dtype
 
 PUBLISH_DTYPES = {name: wire_dtype(name) for name in ("bfloat16", "float32")}
 """What parameters may be published or exported as, by name; some of all that can travel."""
@@ -116,3 +116,20 @@ def host_weights(
     """
     cast = lambda leaf: np.array(leaf.astype(PUBLISH_DTYPES[dtype]))
     return to_named(jax.tree.map(cast, merge(params, adapter_scale)), config)
+
+
+class BaseDigest:
+    """The digest of a model on the devices that never changes, as a tensor of a snapshot."""
+
+    def __init__(self, base: Params, config: ModelConfig, mesh: Mesh):
+        self._base = base
+        self._config = config
+        self._replicated = NamedSharding(mesh, P())
+        self._known: dict[str, np.ndarray] = {}
+
+    def tensor(self, dtype: str) -> jax.Array:
+        """The tensor BASE_DIGEST of the live arrays, which are read once for each wire dtype."""
+        if dtype not in self._known:
+            named = host_weights(self._base, self._config, dtype)
+            self._known[dtype] = digest_tensor(tree_digest(named)[1])
+        return jax.device_put(self._known[dtype], self._replicated, may_alias=False)
