@@ -136,6 +136,26 @@ def test_a_model_that_is_cut_over_the_chips_compiles_and_its_cache_grows(narrow_
     assert programs["resize"]["output_bytes"] == pytest.approx(cache_bytes, abs=1024)
 
 
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("role", ["learner", "worker"])
+def test_the_programs_of_an_adapter_compile_and_hold_the_model_once(narrow_model, tmp_path, role):
+    changes = ("learner.microbatch_tokens=128", "rollout.max_prompt_tokens=32")
+    changes += ("rollout.max_completion_tokens=96", "learner.lora.rank=8", "algorithm.kl_coef=0.1")
+    _, found, programs = check_narrow(narrow_model, tmp_path, role, 31.25, *changes)
+    assert found["fits"]
+    # Rank 8 beside q and o, k and v, and the three matrices of the MLP, in each of two layers.
+    adapter = 2 * 8 * (2 * (512 + 512) + 2 * (512 + 256) + 3 * (512 + 1024))
+    if role == "worker":
+        assert programs["segment"]["beside_bytes"] == 2 * adapter  # of a second version
+        return
+    # Two float32 moments and two snapshots in bfloat16, all of the adapter cut over four chips;
+    # the base is an argument of the program, and the reference as well.
+    moments_bytes = 2 * 4 * adapter // 4 + 2 * 4
+    assert programs["accumulate"]["beside_bytes"] == moments_bytes + 2 * 2 * adapter // 4
+    assert programs["snapshot"]["output_bytes"] == pytest.approx(2 * adapter // 4, rel=0.5)
+
+
 @pytest.fixture
 def refused(tpu_command, monkeypatch, capsys):
     """Calls the command, which ends before it asks the compiler: exit code and what it said."""
