@@ -30,6 +30,6 @@ def main(model: pathlib.Path, folder: pathlib.Path, points: pathlib.Path) -> Non
         groups = groups_of(learner._learner, step)
         push(learner._learner, [group for group in groups if group.group_id not in held])
         learner.update(names(step), [], WAIT_S)
-        learner.save(step, RUN_STATE)
+        learner.save(step, RUN_STATE, {})
     (folder / DIGEST).write_text(learner.digest(STEPS, WAIT_S))
     learner.close()
