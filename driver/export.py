@@ -28,18 +28,16 @@ from learner.durable.stored_policy import (
     kept_steps,
     read_policy,
 )
-from learner.policy_export import PolicyExport
-from models.adapter import AdapterShape, join, merge
+from learner.policy_export import PolicyExport, merged_into_model
 from models.files.carried_files import read_carried
-from models.files.checkpoint import load_model, read_stored_form, to_named
+from models.files.checkpoint import read_stored_form, to_named
 from models.platform import leave_accelerators
 from models.tokenizer import load_tokenizer
-from models.transformer import Params
 from services.process.config_section import validated
 from services.process.terminal_text import protect_terminal
-from services.weights.digest import tree_digest
 
 CHECKPOINTS = "checkpoints"
+ACCURACY = "eval/accuracy/strict"
 HELD_OUT_LOSS = "loss"
 """Last part of the names under which supervised training logs its held-out losses."""
 
@@ -87,14 +85,14 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes the folder; returns the exit code."""
-    given = parser().parse_args(arguments)
+    given = _parsed(arguments)
     leave_accelerators()
-    run = pathlib.Path(given.run)
+    run = pathlib.Path(given.run).absolute()
     try:
         stored, folder = export(
             run,
             step=best_step(run) if given.best else given.step,
-            output=given.output and pathlib.Path(given.output),
+            output=None if given.output is None else pathlib.Path(given.output),
             dtype=given.dtype,
             model_path=given.model,
         )
@@ -112,6 +110,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return ExitCode.FAILED
         print(f"uploaded: {address}")
     return ExitCode.FINISHED
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    reader = parser()
+    given = reader.parse_args(arguments)
+    if given.public and not given.push_to_hub:
+        reader.error("--public is of --push-to-hub, which is not given")
+    if given.output is not None and _holds_something(pathlib.Path(given.output)):
+        reader.error(f"--output {given.output!r} must be new or an empty folder")
+    return given
+
+
+def _holds_something(path: pathlib.Path) -> bool:
+    return path.is_file() or (path.is_dir() and any(path.iterdir()))
 
 
 def export(
@@ -162,14 +174,20 @@ def export(
             shape = None if lora is None else shape_of(lora, config)
             params = read_policy(stored, config, shape)
             if shape is not None:
-                params = _merged(stored, params, shape, model_path)
+                params = merged_into_model(
+                    model_path,
+                    params,
+                    shape,
+                    base_digest=read_record(stored.folder).get("base_digest"),
+                    where=f"the adapter of {stored.folder.name}",
+                )
             break
         except (OSError, ValueError) as error:
             if stored.folder.is_dir():
                 raise CannotExport(str(error)) from error
-            if step is not None:
+            if step is not None and step not in kept_steps(run / CHECKPOINTS):
                 raise CannotExport(f"the run removed {stored.folder.name} meanwhile") from error
-            # The run has a newer one by now.
+            # The run has a newer one by now, or has moved this one to those that are best.
     folder = output or run / f"export-step-{stored.step}"
     try:
         written = form.write(folder, to_named(params, config))
@@ -177,24 +195,6 @@ def export(
         raise CannotExport(f"{folder} cannot be written: {error}") from error
     print(f"exported step {stored.step} in {written}: {folder}")
     return stored, folder
-
-
-def _merged(
-    stored: StoredCheckpoint, adapter: Params, shape: AdapterShape, model_path: str
-) -> Params:
-    """The model with an adapter of a checkpoint merged in.
-
-    Raises:
-        ValueError: if the model is not the one that the adapter was trained for.
-    """
-    loaded = load_model(model_path)
-    digest = tree_digest(to_named(loaded.params, loaded.config))[1]
-    if digest != read_record(stored.folder).get("base_digest"):
-        raise ValueError(
-            f"the adapter of {stored.folder.name} belongs to another model than {model_path} now "
-            "holds: give the one that the run started from by --model"
-        )
-    return merge(join(loaded.params, adapter), shape.scale)
 
 
 def best_step(run: pathlib.Path) -> int:
@@ -207,15 +207,21 @@ def best_step(run: pathlib.Path) -> int:
     newest = find_checkpoint(run / CHECKPOINTS)
     driver = read_record(newest.folder).get("driver", {})
     if "evaluations" in driver:
-        scores = Evaluations.restore(driver).scores()
+        found = Evaluations.restore(driver).scores() | _later_accuracies(run)
     else:
-        scores = _held_out_scores(run)
-    scored = [step for step in kept if step in scores]
-    if not scored:
+        found = _held_out_scores(run)
+    scores = {step: score for step in kept if (score := found.get(step)) is not None}
+    if not scores:
         raise CannotExport(
             f"no step of {[*kept]} was evaluated with a known accuracy or loss: give one by --step"
         )
-    return max(scored, key=lambda step: (scores[step], step))
+    return max(scores, key=lambda step: (scores[step], step))
+
+
+def _later_accuracies(run: pathlib.Path) -> dict[int, float]:
+    """Of a run's only set by step, those that came after the newest checkpoint among them."""
+    lines = [line for line in read_lines(run / "metrics.jsonl") if ACCURACY in line]
+    return {int(line["eval/step"]): line[ACCURACY] for line in lines if "eval/step" in line}
 
 
 def _held_out_scores(run: pathlib.Path) -> dict[int, float]:

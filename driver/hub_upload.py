@@ -6,6 +6,12 @@ import httpx
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+_REFUSALS = (
+    *(HFValidationError, HfHubHTTPError, httpx.HTTPError, httpx.InvalidURL),
+    *(OSError, ValueError, RuntimeError),
+)
+"""A RuntimeError is what the upload of a large file ends with."""
+
 
 class HubRefused(OSError):
     """The hub did not take the folder; the message has its reason."""
@@ -31,7 +37,7 @@ def upload_model(folder: pathlib.Path, repository: str, *, message: str, private
     try:
         hub.create_repo(repository, private=private, exist_ok=True)
         commit = hub.upload_folder(repo_id=repository, folder_path=folder, commit_message=message)
-    except (HFValidationError, HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as error:
+    except _REFUSALS as error:
         reason = " ".join(str(error).split())
         raise HubRefused(
             f"the upload to {repository} failed: {reason}. Check the name, and HF_TOKEN, which "

@@ -189,17 +189,17 @@ class Session:
     def _finish(self) -> None:
         """Leaves the last checkpoint and the exported policy, unless it is the initial one."""
         self._save()
+        if self._prepared.adapter is not None and not self._state.failure:
+            folder = str(self._folder / "adapter")
+            written = self._supervisor.learner.export_adapter(folder)
+            self._supervisor.wait_for(written, timeout_s=self._wait_s)
+            self._say(f"wrote the adapter to {folder}, as PEFT reads it")
         if self._checkpoint.export_hf and not self._state.failure:
             exported = self._supervisor.learner.export(str(self._folder / "export"))
             dtypes = self._supervisor.wait_for(exported, timeout_s=self._wait_s)
             chosen = self._checkpoint.export_dtype
             why = f"={chosen}" if chosen else " is null: as it came in, bfloat16 if quantised"
             self._say(f"exported the policy in {dtypes} (checkpoint.export_dtype{why})")
-        if self._prepared.adapter is not None and not self._state.failure:
-            folder = str(self._folder / "adapter")
-            written = self._supervisor.learner.export_adapter(folder)
-            self._supervisor.wait_for(written, timeout_s=self._wait_s)
-            self._say(f"wrote the adapter to {folder}, as PEFT reads it")
 
     def _save_in_passing(self) -> None:
         """Writes a checkpoint; if that fails, the run warns and goes on without it."""

@@ -122,7 +122,9 @@ class LearnerActor:
         with self._working("update"):
             return self._learner.update(group_ids, dropped_ids, timeout_s)
 
-    def save(self, step: int, driver_state: dict[str, Any], scores: Mapping[int, float]) -> Saved:
+    def save(
+        self, step: int, driver_state: dict[str, Any], scores: Mapping[int, float | None]
+    ) -> Saved:
         """As `RecordedLearner.save`."""
         with self._working("save"):
             return self._learner.save(step, driver_state, scores)

@@ -7,11 +7,36 @@ from collections.abc import Mapping
 import numpy as np
 
 from learner.publish.snapshot import PUBLISH_DTYPES
+from models.adapter import AdapterShape, join, merge
 from models.config import ModelConfig
 from models.files.carried_files import CarriedFiles
-from models.files.checkpoint import save_model
+from models.files.checkpoint import load_model, save_model, to_named
 from models.files.hf_export import cast_to_stored, dtype_names
 from models.tokenizer import Tokenizer
+from models.transformer import Params
+from services.weights.digest import tree_digest
+
+
+def merged_into_model(
+    model_path: str, adapter: Params, shape: AdapterShape, *, base_digest: str | None, where: str
+) -> Params:
+    """A model as its files have it, with an adapter merged in; on the host, layers stacked.
+
+    Args:
+        adapter: numpy arrays, layers stacked.
+        base_digest: of the model that it was trained for.
+        where: the adapter, for the error.
+
+    Raises:
+        ValueError: if the model is another one.
+    """
+    loaded = load_model(model_path)
+    if tree_digest(to_named(loaded.params, loaded.config))[1] != base_digest:
+        raise ValueError(
+            f"{where} belongs to another model than {model_path} now holds: give the one that the "
+            "run started from"
+        )
+    return merge(join(loaded.params, adapter), shape.scale)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from learner.core import LearnerCore
 from learner.durable.certificate import check_base, check_certificate, make_certificate
@@ -20,7 +21,7 @@ from learner.durable.rollout_file import RolloutHeader, RolloutRecorder, plain_h
 from learner.durable.segment_file import NOTHING_OPEN
 from learner.learner_records import Restored, Saved, UpdateReport, restored_at
 from learner.learner_spec import LearnerSpec
-from learner.policy_export import PolicyExport
+from learner.policy_export import PolicyExport, merged_into_model
 from learner.publish.publisher import Publisher, PublishFailed
 from learner.publish.snapshot import Snapshot
 from learner.teacher import load_teacher
@@ -234,12 +235,15 @@ class RecordedLearner:
         return self._report(begun, group_ids, metrics, outcomes)
 
     def save(
-        self, step: int, driver_state: dict[str, Any], scores: Mapping[int, float] | None = None
+        self,
+        step: int,
+        driver_state: dict[str, Any],
+        scores: Mapping[int, float | None] | None = None,
     ) -> Saved:
         """Writes a complete checkpoint, then drops older ones.
 
         Args:
-            scores: by step, higher is better: the best checkpoint of these steps stays.
+            scores: as `CheckpointFolder.save`.
 
         Raises:
             CheckpointFailed: if it cannot be written, as on a full disk; those before it and what
@@ -275,8 +279,23 @@ class RecordedLearner:
             The types of its tensors, such as `bfloat16`.
         """
         with self._clock.phase("checkpoint"):
-            named = self._core.named_weights(self._export.narrowest)
-            return self._export.write(pathlib.Path(folder), named)
+            return self._export.write(pathlib.Path(folder), self._whole_weights())
+
+    def _whole_weights(self) -> Mapping[str, np.ndarray]:
+        """Of the current policy. The model under an adapter is read again: what the devices have of
+        it may be rounded, and they need no room for a merged one.
+        """
+        if self._base_digest is None:
+            return self._core.named_weights(self._export.narrowest)
+        adapter = self._core.host_adapter()
+        merged = merged_into_model(
+            self._spec.model_path,
+            adapter.params,
+            adapter.shape,
+            base_digest=self._base_digest,
+            where="the adapter",
+        )
+        return to_named(merged, self._export.model)
 
     def export_adapter(self, folder: str) -> None:
         """Writes the adapter as PEFT has it, in float32.

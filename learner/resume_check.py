@@ -9,12 +9,12 @@ import pathlib
 from collections.abc import Sequence
 
 from learner.core import LearnerCore
-from learner.durable.certificate import Certificate, make_certificate
+from learner.durable.certificate import Certificate, check_base, make_certificate
 from learner.durable.checkpoint import CheckpointFolder, DamagedCheckpoint, read_record
 from learner.durable.rollout_file import RolloutHeader, header_of
 from learner.durable.segment_file import OpenWork, find_segments, read_segments, segments_since
 from learner.teacher import load_teacher
-from models.files.checkpoint import load_model
+from models.files.checkpoint import load_model, to_named
 from models.platform import require_platform
 from services.process.phase_clock import PhaseClock
 from services.trajectories.id_set import IdSet
@@ -112,11 +112,20 @@ def repeat_step(
         teacher = load_teacher(header.algorithm, loaded.config)
     except ValueError as error:
         raise NothingToCheck(f"{error}: put the teacher back there") from error
-    core = LearnerCore(header, loaded.config, loaded.params, devices=devices, teacher=teacher)
+    try:
+        core = LearnerCore(header, loaded.config, loaded.params, devices=devices, teacher=teacher)
+    except ValueError as error:
+        raise NothingToCheck(f"{error}: put back what the run started from") from error
     checkpoints = CheckpointFolder(run_folder / CHECKPOINTS, keep=1)
     found = checkpoints.restore(core.abstract_state, only_step=recorded.step)
     if found is None:
         raise NothingToCheck(f"the checkpoint of step {recorded.step} is gone")
+    if header.learner.lora is not None:
+        digest = tree_digest(to_named(loaded.params, loaded.config))[1]
+        try:
+            check_base(found.record.get("base_digest"), digest, recorded.step)
+        except ValueError as error:
+            raise NothingToCheck(f"{error}; give it by --model") from error
     core.resume(found.state, policy_version=recorded.policy_version)
     certificate = make_certificate(
         core.state, seed=recorded.seed, driver_state=found.record["driver"]

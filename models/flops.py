@@ -16,12 +16,16 @@ from models.config import ModelConfig
 PEAK_FLOPS = {
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
     "TPU v5": 459e12,
     "TPU v5p": 459e12,
     "TPU v6 lite": 918e12,
     "NVIDIA A100": 312e12,
     "NVIDIA H100": 989e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H100 PCIe": 756e12,
     "NVIDIA H200": 989e12,
+    "NVIDIA H200 NVL": 835e12,
 }
 """bfloat16 operations a second of a chip, dense, by the start of JAX's name of the device: of their
 makers' data sheets. Of several starts the longest counts."""

@@ -145,11 +145,16 @@ def _campaigns(given: argparse.Namespace) -> list[campaign.Campaign]:
     """What is to be run, one after the other.
 
     Raises:
-        ValueError: if a run is too short for its faults, or --undisturbed stands for two.
+        ValueError: if a run is too short for its faults, or what is of one campaign is given for
+            two.
     """
     forms = _forms_of(given.forms, given.only) if given.only else given.forms
-    if given.undisturbed and len(forms) > 1:
-        raise ValueError("--undisturbed stands for one run, and there are two: name --only")
+    for name in ("undisturbed", "steps", "faults"):
+        if getattr(given, name) and len(forms) > 1:
+            raise ValueError(
+                f"--{name} is of one campaign, and there are two, of completions and of episodes: "
+                "name the kinds of one with --only"
+            )
     planned = []
     for form in forms:
         steps = given.steps or form.steps

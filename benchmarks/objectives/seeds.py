@@ -37,13 +37,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=pathlib.Path, help="kept; default: temporary")
     parser.add_argument("--least-gain", type=float, default=0.3, help="that each must reach")
     given = parser.parse_args(arguments)
-    name = pathlib.Path(given.config).stem
+    if not (config := pathlib.Path(given.config)).is_file():
+        parser.error(f"--config {given.config!r}: there is no such file")
+    name = config.stem
     runs: dict[int, HeldOutRun] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = (given.folder or pathlib.Path(scratch)).resolve()
         for seed in given.seeds:
             try:
-                runs[seed] = finish_run(given.config, [], seed, folder / f"{name}-{seed}")
+                runs[seed] = finish_run(str(config.absolute()), [], seed, folder / f"{name}-{seed}")
             except RunFailed as error:
                 print(error, file=sys.stderr)
                 return 1

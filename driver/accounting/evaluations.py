@@ -77,12 +77,15 @@ class Evaluations:
         """Whether a step was evaluated."""
         return any(step in by_step for by_step in self.accuracy.values())
 
-    def scores(self) -> dict[int, float]:
-        """Accuracy of the run's first set by step, of the steps where it is known."""
+    def scores(self) -> dict[int, float | None]:
+        """Accuracy of the run's first set by step, of the steps where it is known; None while an
+        evaluation is under way.
+        """
         first = next(iter(self.accuracy.values()), {})
-        return {
+        known: dict[int, float | None] = {
             step: found.correct / found.total for step, found in first.items() if found is not None
         }
+        return known if self.pending is None else {self.pending: None, **known}
 
     def add(
         self, name: str, step: int, accuracy: Accuracy | None, counts: RightCounts | None

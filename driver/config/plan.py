@@ -211,7 +211,8 @@ def derive(
     parameters = trained = _parameters(model)
     if adapter is not None:
         trained = adapter_parameters(adapter, model)
-    trained_bytes = 2 * FLOAT32_BYTES + moment_bytes(learner.optimizer)
+    thin = adapter is not None
+    trained_bytes = 2 * FLOAT32_BYTES + moment_bytes(learner.optimizer, thin=thin)
     value_head = head_parameters(model.hidden_size) if config.algorithm.has_critic else 0
     learner_bytes = trained_bytes * (trained + value_head)
     if config.algorithm.kl_coef > 0 or adapter is not None:
@@ -261,8 +262,14 @@ def derive(
     )
 
 
-def moment_bytes(optimizer: OptimizerConfig) -> int:
-    """Of all moments of one parameter, at most."""
+def moment_bytes(optimizer: OptimizerConfig, *, thin: bool = False) -> int:
+    """Of all moments of one parameter, at most.
+
+    Args:
+        thin: whether the parameters are those of an adapter: adafactor factors no thin matrix.
+    """
+    if thin and optimizer.name == "adafactor":
+        return FLOAT32_BYTES
     return OPTIMIZER_MOMENTS[optimizer.name] * DTYPE_BYTES[optimizer.moments_dtype]
 
 
@@ -404,6 +411,11 @@ def _speed(config: RunConfig, impls: dict[str, str]) -> list[str]:
         for key, impl in impls.items()
         if impl == choose.PALLAS_INTERPRET
     ]
+    if config.learner.lora is not None and impls["learner.loss_impl"] != choose.XLA:
+        found.append(
+            "learner.lora: updates compute the head by xla, whatever learner.loss_impl says: it is "
+            "what can leave out the gradient of a head that stays as it is"
+        )
     if config.weights.dtype == "float32" and decode.compute_dtype == "bfloat16":
         found.append(
             "weights.dtype=float32 with rollout.decode.compute_dtype=bfloat16: every token step "

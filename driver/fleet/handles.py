@@ -37,7 +37,7 @@ class LearnerHandle(Protocol):
         ...
 
     def save(
-        self, step: int, driver_state: dict[str, Any], scores: Mapping[int, float]
+        self, step: int, driver_state: dict[str, Any], scores: Mapping[int, float | None]
     ) -> Call[Saved]:
         """Writes a checkpoint. The driver's state comes back from `restore` unread.
 

@@ -165,7 +165,7 @@ class _Learner(_Actor[LearnerActor]):
         return self._call(LearnerActor.update, group_ids, dropped_ids, timeout_s)
 
     def save(
-        self, step: int, driver_state: dict[str, Any], scores: Mapping[int, float]
+        self, step: int, driver_state: dict[str, Any], scores: Mapping[int, float | None]
     ) -> Call[Saved]:
         return self._call(LearnerActor.save, step, driver_state, scores)
 

@@ -22,7 +22,7 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -114,7 +114,7 @@ class CheckpointFolder:
         state: TrainState,
         record: dict[str, Any],
         certificate: Certificate | None = None,
-        scores: Mapping[int, float] | None = None,
+        scores: Mapping[int, float | None] | None = None,
     ) -> SavedCheckpoint:
         """Writes a checkpoint, reads it back, and only then drops older ones.
 
@@ -123,7 +123,8 @@ class CheckpointFolder:
             state: on the devices; not changed.
             record: JSON values.
             certificate: of state and record.
-            scores: by step, higher is better: of the steps with one, the best checkpoint stays.
+            scores: by step, higher is better: of the steps with one, the best checkpoint stays, and
+                those whose score is not known yet.
 
         Raises:
             CheckpointFailed: if it cannot be written, as on a full disk, or does not read back as
@@ -173,7 +174,7 @@ class CheckpointFolder:
         sync_folder(self._folder)
         self._try_to_remove(replaced)
 
-    def _prune(self, newest: int, scores: Mapping[int, float]) -> list[int]:
+    def _prune(self, newest: int, scores: Mapping[int, float | None]) -> list[int]:
         """Keeps the newest checkpoint and those before it, `keep` in all; returns their steps.
 
         A later step is one that a resume skipped: the run has continued from an earlier one. What
@@ -193,15 +194,15 @@ class CheckpointFolder:
             log.warning("removing checkpoint step-%08d: the run went on from an earlier one", later)
             self._try_to_remove(self._folder / f"step-{later:08d}")
         complete = [step for step in complete if step <= newest]
-        scored = [step for step in {*complete, *best} if step in scores and step <= newest]
-        chosen = max(scored, key=lambda step: (scores[step], step), default=None)
+        apart = _best_of([step for step in {*complete, *best} if step <= newest], scores)
         for old in complete[self._keep :]:
-            if old == chosen:
+            if old in apart:
                 self._move_to_best(old)
             else:
                 self._try_to_remove(self._folder / f"step-{old:08d}")
+        names = {f"step-{step:08d}" for step in apart}
         for path in (self._folder / BEST).glob("step-*"):
-            if chosen is None or path.name != f"step-{chosen:08d}":
+            if path.name not in names:
                 self._try_to_remove(path)
         return complete[: self._keep] or [newest]
 
@@ -332,6 +333,13 @@ class CheckpointFolder:
             raise CheckpointFailed(
                 number, f"the checkpoint of step {step} could not be written to {writing}: {reason}"
             ) from error
+
+
+def _best_of(steps: Sequence[int], scores: Mapping[int, float | None]) -> set[int]:
+    """The step with the best score, the newest of equals, and those whose score is to come."""
+    known = {step: found for step in steps if (found := scores.get(step)) is not None}
+    best = {max(known, key=lambda step: (known[step], step))} if known else set()
+    return best | {step for step in steps if step in scores and step not in known}
 
 
 def complete_steps(folder: pathlib.Path) -> list[int]:

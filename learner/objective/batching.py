@@ -211,9 +211,12 @@ def _rewards_of(
 ) -> GroupRewards:
     """The rewards that advantages are made of, what lengths cost among them."""
     if rules.length.is_on:
-        tokens_G = np.array([c.model_tokens for c in group.completions])
         added_G = added_G + length_rewards(
-            tokens_G, total_G, rules.length, max_completion_tokens=rules.max_completion_tokens
+            np.array([c.model_tokens for c in group.completions]),
+            np.array([c.record_model_tokens for c in group.completions]),
+            total_G,
+            rules.length,
+            max_completion_tokens=rules.max_completion_tokens,
         )
     if rules.advantage.kind != "reward_norm":
         return GroupRewards(total_G + added_G)

@@ -26,7 +26,12 @@ class LengthRule(NamedTuple):
 
 
 def length_rewards(
-    tokens_G: np.ndarray, total_G: np.ndarray, rule: LengthRule, *, max_completion_tokens: int
+    tokens_G: np.ndarray,
+    record_tokens_G: np.ndarray,
+    total_G: np.ndarray,
+    rule: LengthRule,
+    *,
+    max_completion_tokens: int,
 ) -> np.ndarray:
     """What is added to the total reward of each completion; float64 [G].
 
@@ -38,6 +43,7 @@ def length_rewards(
 
     Args:
         tokens_G: lengths of the completions.
+        record_tokens_G: of each one's longest record, which `max_completion_tokens` bounds.
         total_G: float64; not finite where a completion has no reward: it is left out of shortest
             and longest.
         max_completion_tokens: of the rollout.
@@ -46,7 +52,7 @@ def length_rewards(
     added_G = np.zeros(tokens_G.shape)
     if rule.overlong_share is not None:
         buffer = rule.overlong_share * max_completion_tokens
-        beyond_G = tokens_G - (max_completion_tokens - buffer)
+        beyond_G = record_tokens_G - (max_completion_tokens - buffer)
         added_G -= np.clip(beyond_G / buffer, 0.0, 1.0)
     rewarded_G = np.isfinite(total_G)
     if rule.length_coef > 0 and rewarded_G.any():

@@ -6,6 +6,7 @@ probability of what is cut off, it is right in the mean (stochastic rounding, as
 "Stochastic rounding: implementation, error analysis and applications", 2022, describe it).
 """
 
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -29,22 +30,33 @@ def rounded_moments(inner: optax.GradientTransformation) -> optax.GradientTransf
     """The same optimiser, which computes in float32 and keeps its moments in bfloat16.
 
     Args:
-        inner: every floating leaf of its state is a moment.
+        inner: floating leaves of its state that belong to a parameter are moments.
     """
 
+    def map_moments(change, state):
+        """The state with its moments changed."""
+
+        def changed(leaf):
+            return change(leaf) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+        return optax.tree.map_params(inner, changed, state)
+
     def init(params):
-        return RoundedState(jnp.zeros((), jnp.int32), _map_moments(_narrow, inner.init(params)))
+        state = inner.init(params)
+        # optax asks for the state of a mark in the place of parameters: it has no moments.
+        if all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(params)):
+            state = map_moments(lambda leaf: leaf.astype(jnp.bfloat16), state)
+        return RoundedState(jnp.zeros((), jnp.int32), state)
 
     def update(updates, state, params=None):
         key = jax.random.fold_in(jax.random.key(_SEED), state.count)
-        moments = _map_moments(lambda leaf: leaf.astype(jnp.float32), state.inner)
+        numbers = itertools.count()
+        moments = map_moments(lambda leaf: leaf.astype(jnp.float32), state.inner)
         updates, moments = inner.update(updates, moments, params)
-        leaves, tree = jax.tree.flatten(moments)
-        rounded = [
-            round_at_random(leaf, jax.random.fold_in(key, place)) if _is_moment(leaf) else leaf
-            for place, leaf in enumerate(leaves)
-        ]
-        return updates, RoundedState(state.count + 1, jax.tree.unflatten(tree, rounded))
+        rounded = map_moments(
+            lambda leaf: round_at_random(leaf, jax.random.fold_in(key, next(numbers))), moments
+        )
+        return updates, RoundedState(state.count + 1, rounded)
 
     return optax.GradientTransformation(init, update)
 
@@ -59,16 +71,3 @@ def round_at_random(value: jax.Array, key: jax.Array) -> jax.Array:
     raised = jnp.where(jnp.isfinite(value), bits + added, bits)
     upper = (raised >> _CUT_BITS).astype(jnp.uint16)
     return jax.lax.bitcast_convert_type(upper, jnp.bfloat16)
-
-
-def _narrow(leaf: jax.Array) -> jax.Array:
-    return leaf.astype(jnp.bfloat16)
-
-
-def _map_moments(change, state: Any) -> Any:
-    return jax.tree.map(lambda leaf: change(leaf) if _is_moment(leaf) else leaf, state)
-
-
-def _is_moment(leaf: Any) -> bool:
-    """Whether it is a floating array; optax also passes marks in the place of arrays."""
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)

@@ -41,8 +41,12 @@ _PLAIN: Mapping[str, Sequence[Any]] = {
     "alora_invocation_tokens": (None, []),
     "trainable_token_indices": (None, []),
     "target_parameters": (None, []),
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
+    "lora_bias": (False, None),
+    "use_qalora": (False, None),
 }
-"""Keys of adapter_config.json that change the result, and the values that plain LoRA has."""
+"""Keys of adapter_config.json that change the result, and the values that plain LoRA has; other
+starts than these, such as PiSSA's, change the model as well."""
 _MATRIX = re.compile(r"model\.layers\.(\d+)\.(\w+\.\w+)\.lora_[AB]\.weight")
 _SHOWN = 4
 

@@ -88,6 +88,17 @@ class Completion:
         """Turns of the model."""
         return (len(self.segment_tokens) + 1) // 2 or 1
 
+    @property
+    def record_model_tokens(self) -> int:
+        """Tokens that the model sampled in that record in which they are the most."""
+        if not self.record_starts:
+            return self.model_tokens
+        cuts = [0, *self.record_starts, len(self.segment_tokens)]
+        return max(
+            sum(self.segment_tokens[place] for place in range(start, end) if place % 2 == 0)
+            for start, end in itertools.pairwise(cuts)
+        )
+
     def records(self, prompt_token_ids: np.ndarray) -> list[Record]:
         """The sequences that the model was given and went on with: one, and one more for each time
         that earlier turns were written in another way.

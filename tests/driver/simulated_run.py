@@ -475,7 +475,9 @@ class Learner(Process):
             disowned=[],
         )
 
-    def save(self, step: int, driver_state: dict[str, Any], scores: Mapping[int, float]) -> Answer:
+    def save(
+        self, step: int, driver_state: dict[str, Any], scores: Mapping[int, float | None]
+    ) -> Answer:
         def keep() -> Saved:
             world = self.world
             world.saved, world.updates = (step, driver_state), []
@@ -554,6 +556,7 @@ class SimulatedRun:
             place_of=lambda position: f"none.jsonl, line {position + 1}",
             left_out=({"why": "too long", "where": "none.jsonl, line 9"},),
             teacher=None,
+            adapter=None,
         )
         say = driver_run.StepView.say
         with monkeypatch.context() as patched:

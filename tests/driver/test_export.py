@@ -167,6 +167,37 @@ def test_of_supervised_training_the_lowest_held_out_loss_is_the_best(trained, tm
     assert export.best_step(run) == 6
 
 
+def test_a_folder_that_holds_something_is_never_replaced_by_a_given_output(run, capsys):
+    other = run.parent / "mine"
+    shutil.copytree(run / "export", other)
+    for arguments, said in (
+        (["--output", str(other)], "must be new or an empty folder"),
+        (["--public"], "--public is of --push-to-hub"),
+        (["--output", ""], "must be new or an empty folder"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            export.main(["--run", str(run), *arguments])
+        assert said in capsys.readouterr().err
+    assert files_of(other) == files_of(run / "export")
+
+
+def test_an_evaluation_after_the_newest_checkpoint_counts_for_the_best(run):
+    assert export.best_step(run) == 2
+    line = {"step": 5, "eval/step": 4, "eval/accuracy/strict": 0.95}
+    (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    assert export.best_step(run) == 4
+
+
+def test_an_upload_that_breaks_off_says_where_the_folder_is(run, hub, monkeypatch, capsys):
+    def broken(*_, **__):
+        raise RuntimeError("Error while uploading 'model.safetensors' to the Hub.")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", broken)
+    assert export.main(["--run", str(run), "--push-to-hub", "me/tiny"]) == 1
+    said = capsys.readouterr().err
+    assert "Error while uploading" in said and f"the folder is {run}/export-step-4" in said
+
+
 @pytest.fixture
 def hub(monkeypatch):
     server = HubServer()

@@ -67,6 +67,9 @@ def test_sequences_add_up_and_see_no_other():
     [
         ("TPU v5", 459e12),
         ("TPU v5 lite", 197e12),
+        ("TPU v5e", 197e12),
+        ("TPU v5p", 459e12),
+        ("NVIDIA H100 PCIe", 756e12),
         ("TPU v6 lite", 918e12),
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("cpu", None),

@@ -153,4 +153,4 @@ def assert_close_logits(ours, theirs, ids_BT):
     )
     np.testing.assert_allclose(logprob(ours), logprob(theirs), atol=1e-4, rtol=0)
     difference = np.abs(ours - theirs)
-    assert (difference > 1e-4).mean() < 1e-3 and difference.max() < 3e-4
+    assert (difference > 1e-4).mean() < 3e-3 and difference.max() < 3e-4

@@ -436,17 +436,19 @@ def test_ids_are_never_encoded_again(folder):
     assert loaded.decode([a, b]) == loaded.decode([ab]) == "ab"
     assert ab in loaded.encode_chat([{"role": "user", "content": "ab"}])
     encoders = {name for name in dir(loaded) if "encode" in name}
-    assert encoders == {"encode_chat", "encode_after_turn", "encode_text", "encode_turns"}
+    of_episodes = {"encode_after_turn", "encode_next_turn"}
+    assert encoders == {"encode_chat", "encode_text", "encode_turns"} | of_episodes
     # Whole texts are encoded for supervised data, and what an environment says after a turn;
     # nothing that was sampled goes through either.
     sources = [path for name in ("driver", "learner", "rollout_worker") for path in modules(name)]
     users = {
         (name, path.name)
         for path in sources
-        for name in re.findall(r"\.(encode_[at]\w+)\(", path.read_text())
+        for name in re.findall(r"\.(encode_[ant]\w+)\(", path.read_text())
     }
     assert users == {
         ("encode_after_turn", "episodes.py"),
+        ("encode_next_turn", "episodes.py"),
         ("encode_text", "examples.py"),
         ("encode_turns", "examples.py"),
     }

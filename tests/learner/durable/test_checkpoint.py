@@ -400,6 +400,16 @@ def test_the_best_of_those_that_go_stays_apart_until_a_better_one_or_none_is_old
     assert folder.restore(place()[1]).step == 8
 
 
+def test_a_checkpoint_whose_evaluation_is_under_way_stays_beside_the_best(tmp_path):
+    folder = CheckpointFolder(tmp_path, keep=1)
+    best = lambda: sorted(p.name[-1] for p in (tmp_path / "best").iterdir())
+    for step in (1, 2, 3, 4):
+        folder.save(step, place()[0], RECORD, None, {1: 0.5} | ({2: None} if step > 1 else {}))
+    assert best() == ["1", "2"]
+    folder.save(5, place()[0], RECORD, None, {1: 0.5, 2: 0.6})
+    assert best() == ["2"]
+
+
 def test_a_resume_never_takes_the_best_one_and_forgets_one_that_is_later(tmp_path):
     folder = CheckpointFolder(tmp_path, keep=1)
     for step in (4, 5):

@@ -287,3 +287,20 @@ def close(one, other):
     np.testing.assert_allclose(
         np.asarray(one, np.float64), np.asarray(other, np.float64), rtol=2e-2, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
+def test_only_moments_are_rounded_and_the_first_step_has_none(name):
+    params, grads = layer_tree(0), layer_tree(1)
+    steps, states = [], []
+    for moments_dtype in ("float32", "bfloat16"):
+        config = OptimizerConfig(name=name, clip_norm=1e6, moments_dtype=moments_dtype)
+        optimizer = make_optimizer(config, optax.constant_schedule(0.1))
+        updates, state = optimizer.update(grads, optimizer.init(params), params)
+        steps.append(updates)
+        states.append(jax.tree.leaves(state))
+    jax.tree.map(np.testing.assert_array_equal, *steps)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
+    narrow = [leaf.shape for leaf in states[1] if leaf.dtype == jnp.bfloat16]
+    wide = [leaf.shape for leaf in states[1] if leaf.dtype == jnp.float32]
+    assert set(narrow) <= set(shapes) and not set(wide) & set(shapes), "such as muon's constants"
