@@ -17,7 +17,6 @@ from driver.config.run_config import ModelSection
 from driver.config.yaml_text import parse_yaml
 from driver.hub_upload import HubRefused, upload_model
 from driver.reports.status import ExitCode
-from learner.compiled_functions import shape_of
 from learner.config import LoraConfig
 from learner.durable.checkpoint import read_record
 from learner.durable.checkpoint_manifest import DamagedCheckpoint
@@ -28,7 +27,8 @@ from learner.durable.stored_policy import (
     kept_steps,
     read_policy,
 )
-from learner.policy_export import PolicyExport, merged_into_model
+from learner.first_adapter import shape_of
+from learner.publish.policy_export import PolicyExport, merged_into_model
 from models.files.carried_files import read_carried
 from models.files.checkpoint import read_stored_form, to_named
 from models.platform import leave_accelerators

@@ -6,7 +6,6 @@ that this machine lacks (benchmarks/tpu/run_programs.py).
 
 import dataclasses
 import functools
-import pathlib
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -17,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from kernels import choose
 from kernels.packed_attention.ops import plan_attention
-from learner.config import AlgorithmConfig, LoraConfig, TrainingSettings
+from learner.config import AlgorithmConfig, TrainingSettings
+from learner.first_adapter import shape_of
 from learner.objective.batching import MicroBatch
 from learner.objective.loss import Objective
 from learner.objective.own_policy_loss import policy_loss
@@ -44,9 +44,8 @@ from learner.update.train_step import (
     make_score,
     make_score_values,
 )
-from models.adapter import AdapterShape, abstract_adapter, adapter_shape, init_adapter, join
+from models.adapter import AdapterShape, abstract_adapter, join
 from models.config import ModelConfig
-from models.files.peft_folder import load_peft, read_peft_shape
 from models.transformer import Params, abstract_params
 
 
@@ -230,45 +229,6 @@ def make_learner_functions(
             for name, dtype in PUBLISH_DTYPES.items()
         },
     )
-
-
-def shape_of(lora: LoraConfig, model: ModelConfig) -> AdapterShape:
-    """The adapter that a configuration asks for.
-
-    Raises:
-        ValueError: if the model has no room for it, with value, rule and fix.
-    """
-    return adapter_shape(lora.targets, rank=lora.rank, alpha=lora.alpha, config=model)
-
-
-def first_adapter(lora: LoraConfig, model: ModelConfig, seed: int) -> Params:
-    """The adapter that training starts with, float32 on the host: a fresh one, or one from a file.
-
-    Raises:
-        ValueError: as `check_first_adapter`.
-    """
-    shape = shape_of(lora, model)
-    if lora.init_from is None:
-        return init_adapter(shape, model, seed)
-    check_first_adapter(lora, model)
-    return load_peft(pathlib.Path(lora.init_from), model).params
-
-
-def check_first_adapter(lora: LoraConfig, model: ModelConfig) -> None:
-    """Checks that the folder of `init_from`, if any, holds an adapter as configured.
-
-    Raises:
-        ValueError: if it cannot be read, or is of another shape, with both and the fix.
-    """
-    if lora.init_from is None:
-        return
-    wanted, found = shape_of(lora, model), read_peft_shape(pathlib.Path(lora.init_from), model)
-    if found != wanted:
-        say = lambda one: f"rank {one.rank}, alpha {one.alpha:g}, at {', '.join(one.modules)}"
-        raise ValueError(
-            f"init_from={lora.init_from} holds an adapter of {say(found)}, but learner.lora asks "
-            f"for {say(wanted)}: set rank, alpha and targets to those of the folder"
-        )
 
 
 def _entropy_bonus(algorithm: AlgorithmConfig) -> tuple[EntropyBonus | None, EntropyRule | None]:

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from learner.compiled_functions import first_adapter, make_learner_functions
+from learner.compiled_functions import make_learner_functions
 from learner.config import TrainingSettings
+from learner.first_adapter import first_adapter
 from learner.group_selection import GroupSelection
 from learner.objective.batching import MicroBatch, Packing, Selection, pack, unpack
 from learner.objective.off_policy import off_policy_metrics

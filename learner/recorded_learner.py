@@ -21,7 +21,7 @@ from learner.durable.rollout_file import RolloutHeader, RolloutRecorder, plain_h
 from learner.durable.segment_file import NOTHING_OPEN
 from learner.learner_records import Restored, Saved, UpdateReport, restored_at
 from learner.learner_spec import LearnerSpec
-from learner.policy_export import PolicyExport, merged_into_model
+from learner.publish.policy_export import PolicyExport, merged_into_model
 from learner.publish.publisher import Publisher, PublishFailed
 from learner.publish.snapshot import Snapshot
 from learner.teacher import load_teacher

@@ -149,7 +149,8 @@ def _campaigns(given: argparse.Namespace) -> list[campaign.Campaign]:
             two.
     """
     forms = _forms_of(given.forms, given.only) if given.only else given.forms
-    for name in ("undisturbed", "steps", "faults"):
+    of_one = ("undisturbed",) if given.only else ("undisturbed", "steps", "faults")
+    for name in of_one:
         if getattr(given, name) and len(forms) > 1:
             raise ValueError(
                 f"--{name} is of one campaign, and there are two, of completions and of episodes: "

@@ -11,8 +11,8 @@ from driver.config.plural import counted
 from driver.config.run_config import Resources, RunConfig
 from kernels import choose
 from kernels.packed_attention.ops import plan_attention
-from learner.compiled_functions import shape_of
 from learner.config import AlgorithmConfig, OptimizerConfig
+from learner.first_adapter import shape_of
 from learner.objective.batching import row_buckets
 from learner.update.mesh import mesh_shape
 from learner.update.value_head import head_parameters

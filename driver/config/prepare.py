@@ -29,7 +29,7 @@ from driver.config.plural import counted
 from driver.config.run_config import HeldOutSet, RunConfig
 from driver.config.shell_switches import check_xla_flags, cpu_devices, overridden
 from driver.errors import RunError
-from learner.compiled_functions import check_first_adapter
+from learner.first_adapter import check_first_adapter
 from learner.teacher import TeacherFiles, check_teacher
 from models.adapter import AdapterShape
 from models.config import ModelConfig

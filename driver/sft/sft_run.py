@@ -22,7 +22,7 @@ from driver.sft.sft_plan import SftPlan
 from driver.signals import Interrupted, StopSignal
 from learner.durable.certificate import Certificate, check_certificate, make_certificate
 from learner.durable.checkpoint import CheckpointFailed, CheckpointFolder
-from learner.policy_export import PolicyExport
+from learner.publish.policy_export import PolicyExport
 from learner.sft.supervised_learner import SupervisedLearner
 from models.files.carried_files import read_carried
 from models.files.checkpoint import load_model

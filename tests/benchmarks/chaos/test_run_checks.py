@@ -323,8 +323,9 @@ def test_kinds_that_are_named_go_to_the_runs_that_they_are_made_for(capsys):
         FaultKind.DISK_FULL.value,
         FaultKind.ENVIRONMENT_KILLED.value,
     ]
-    assert cli.main(["--undisturbed", "earlier", "--list"]) == 2
-    assert "there are two: name --only" in capsys.readouterr().err
+    for given in (["--undisturbed", "earlier"], ["--faults", "27"], ["--steps", "40"]):
+        assert cli.main([*given, "--list"]) == 2
+        assert f"{given[0]} is of one campaign, and there are two" in capsys.readouterr().err
 
 
 def test_pauses_are_longer_than_a_silence_that_means_death():
