@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from driver.verify_resume import main as verify_resume
-from learner.compiled_functions import check_first_adapter
 from learner.config import AlgorithmConfig, LearnerConfig, LoraConfig, OptimizerConfig
 from learner.durable.checkpoint_manifest import verify_checkpoint
+from learner.first_adapter import check_first_adapter
 from learner.recorded_learner import RecordedLearner
 from models.adapter import AdapterShape, init_adapter, join, merge
 from models.files.checkpoint import load_model, read_model_config, to_named

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from benchmarks.objectives import seeds
 from benchmarks.objectives.held_out_runs import HeldOutRun
 
@@ -11,7 +13,10 @@ def finished(folder, *accuracies):
     folder.mkdir()
     status = {"state": "finished", "started": 0.0, "ended": 120.0}
     (folder / "status.json").write_text(json.dumps(status))
-    rows = [json.dumps({"eval/accuracy/strict": one}) for one in accuracies]
+    rows = [
+        json.dumps({"eval/step": step, "eval/accuracy/strict": one})
+        for step, one in enumerate(accuracies)
+    ]
     (folder / "metrics.jsonl").write_text("\n".join(rows))
 
 
@@ -26,9 +31,16 @@ def test_the_table_has_a_line_for_each_seed():
 
 
 def test_a_seed_that_gains_too_little_is_named(tmp_path, capsys):
-    finished(tmp_path / "game-0", 0.2, 0.9)
-    finished(tmp_path / "game-1", 0.2, 0.45)
-    given = ["--config", "game.yaml", "--folder", str(tmp_path)]
+    config = tmp_path / "game.yaml"
+    config.write_text("run: {steps: 1}")
+    for seed, after in enumerate((0.9, 0.45)):
+        finished(tmp_path / f"game-{seed}", 0.2, after)
+        note = json.dumps([config.read_text()])
+        (tmp_path / f"game-{seed}.given.json").write_text(note)
+    given = ["--config", str(config), "--folder", str(tmp_path)]
     assert seeds.main([*given, "--seeds", "0"]) == 0
     assert seeds.main([*given, "--seeds", "0", "1"]) == 1
     assert capsys.readouterr().err == "gain below 0.3: seed 1\n"
+    with pytest.raises(SystemExit):
+        seeds.main(["--config", str(tmp_path / "none.yaml")])
+    assert "there is no such file" in capsys.readouterr().err
