@@ -167,6 +167,18 @@ def test_adapter_and_merged_model_are_exported_and_the_adapter_is_a_start(start,
     assert abs(again.update(names(1), [], WAIT_S).metrics["train/kl"]) < 1e-6
 
 
+def test_what_no_adapter_touches_is_exported_as_it_came_in(start, tmp_path, model):
+    """The devices hold the model in the type of the products, which may be narrower."""
+    narrow = LEARNER.model_copy(update={"compute_dtype": "bfloat16"})
+    with functions_made_once([]):
+        learner = start(tmp_path, learner=narrow)
+    learner.export(str(tmp_path / "export"))
+    before, after = (load_model(str(path)) for path in (model, tmp_path / "export"))
+    assert set(before.stored_dtypes.values()) == {np.dtype(np.float32)}
+    # B is 0 before the first step, so that nothing has changed at all.
+    jax.tree.map(np.testing.assert_array_equal, before.params, after.params)
+
+
 def test_an_adapter_of_another_shape_is_no_start(start, tmp_path, model):
     config = read_model_config(str(model))
     shape = AdapterShape(rank=8, alpha=8.0, modules=("mlp.up_proj",))

@@ -58,6 +58,8 @@ def test_an_earlier_adapter_is_replaced_and_nothing_else_is(tmp_path):
         ({"bias": "all"}, "bias='all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
         ({"layers_to_transform": [0]}, "layers_to_transform="),
+        ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights='pissa_niter_16'"),
+        ({"lora_bias": True}, "lora_bias=True"),
         ({"r": 0}, "r=0 and lora_alpha=6.0 must be numbers above 0"),
         ({"lora_alpha": None}, "lora_alpha=None must be"),
         ({"r": 8}, r"wrong shape: .* \[4, 32\] instead of \[8, 32\]"),
