@@ -371,7 +371,7 @@ def _notes(
         score_bytes: of the attention of one layer and one row, where they are whole.
         programs: that a worker can come to need.
     """
-    found = [*_speed(config, impls), *_shares(config)]
+    found = [*_speed(config, impls), *_shares(config), *_best(config)]
     if config.learner.attention == choose.REFERENCE and score_bytes >= NOTED_SCORE_BYTES:
         found.append(
             f"learner.attention=reference holds {say_bytes(score_bytes)} of scores for each row in "
@@ -422,6 +422,19 @@ def _speed(config: RunConfig, impls: dict[str, str]) -> list[str]:
             "reads the float32 weights, twice the bytes; bfloat16 weights are read as they are"
         )
     return found
+
+
+def _best(config: RunConfig) -> list[str]:
+    """Where no checkpoint can be the best one."""
+    evaluated, saved = config.eval.every_steps, config.checkpoint.every_steps
+    if not (config.checkpoint.keep_best and evaluated and saved):
+        return []
+    if math.lcm(evaluated, saved) < config.run.steps:
+        return []
+    return [
+        f"eval.every_steps={evaluated} and checkpoint.every_steps={saved} have no step before the "
+        "last in common: checkpoint.keep_best has nothing to compare"
+    ]
 
 
 def _shares(config: RunConfig) -> list[str]:

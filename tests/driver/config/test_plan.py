@@ -381,6 +381,14 @@ def test_a_cpu_is_as_many_devices_as_jax_makes_of_it():
             {"eval": {"top_k": 5}, "data": {"eval": {"source": "eval.jsonl"}}},
             "eval.temperature=0 takes the likeliest token",
         ),
+        (
+            {
+                "eval": {"every_steps": 7},
+                "data": {"eval": {"source": "eval.jsonl"}},
+                "checkpoint": {"every_steps": 20},
+            },
+            "eval.every_steps=7 and checkpoint.every_steps=20 have no step before the last",
+        ),
         ({"decode": {"attention": "pallas"}}, "rollout.decode.attention=pallas is interpreted"),
         ({"decode": {"compile_budget": 2}}, "compile_budget=2 is below the 3 programs"),
     ],
