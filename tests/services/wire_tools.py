@@ -42,11 +42,17 @@ class TcpProxy:
     """Forwards connections to a port, and stops each after a given number of bytes from there.
 
     `limits` gives one number to every connection, in order; None lets it live. At the limit both
-    ends are cut: by `reset`, `finish` or `hold`.
+    ends are cut: by `reset`, `finish` or `hold`. Before the first cut, only a connection that got
+    past `question_bytes` takes a limit: how many connections a client opens for its questions
+    depends on how busy the machine is.
     """
 
     def __init__(
-        self, target_port: int, limits: Iterable[int | None], cut: Callable[[socket.socket], None]
+        self,
+        target_port: int,
+        limits: Iterable[int | None],
+        cut: Callable[[socket.socket], None],
+        question_bytes: int = 0,
     ):
         self.target_port = target_port
         self.limits = iter(limits)
@@ -55,6 +61,7 @@ class TcpProxy:
         self.forwarded_bytes = 0  # from there
         self.connections = 0
         self._cut = cut
+        self._question_bytes = question_bytes
         self._sockets: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
@@ -87,21 +94,33 @@ class TcpProxy:
                     reset(client)
                     continue
                 self._sockets += [client, server]
-                limit = next(self.limits)
-                down = (server, client, math.inf if limit is None else limit, True)
-                for pipe in (down, (client, server, math.inf, False)):
+                asks = self._question_bytes and not self.reached.is_set()
+                limit = self._question_bytes if asks else self._next_limit()
+                for pipe in (
+                    (server, client, limit, bool(asks), True),
+                    (client, server, math.inf, False, False),
+                ):
                     threading.Thread(target=self._pump, args=pipe, daemon=True).start()
 
-    def _pump(self, source: socket.socket, sink: socket.socket, left: float, counted: bool) -> None:
+    def _next_limit(self) -> float:
+        limit = next(self.limits)
+        return math.inf if limit is None else limit
+
+    def _pump(
+        self, source: socket.socket, sink: socket.socket, limit: float, asks: bool, counted: bool
+    ) -> None:
+        sent = 0
         try:
-            while left > 0 and (data := source.recv(int(min(left, 16384)))):
+            while sent < limit and (data := source.recv(int(min(limit - sent, 16384)))):
                 sink.sendall(data)
-                left -= len(data)
+                sent += len(data)
                 self.forwarded_bytes += len(data) if counted else 0
+                if asks and sent >= limit:
+                    limit, asks = self._next_limit(), False
         except OSError:
             reset(sink)
             return
-        if left > 0:
+        if sent < limit:
             finish(sink)
             return
         self.on_limit()

@@ -1,5 +1,7 @@
 """Deltas over real sockets: the same bits for fewer bytes, or all of them."""
 
+import itertools
+
 import grpc
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from services.weights.store import HeldVersion, WeightStore
 from services.wire.channel import open_channel
 from tests.deadlines import HANG_S
 from tests.services.weights.weight_tools import (
+    QUESTION_BYTES,
     RUN_ID,
     TENSORS,
     VERSION_BYTES,
@@ -135,8 +138,9 @@ def test_delta_goes_on_after_a_cut(family, after_tensor):
     server, store, parent, _ = family
     store.publish(6, nudged(5, 1))
     delta_bytes = store.delta(6, 5, store.held(5).manifest.digest, 10.0).nbytes
-    limit = 4200 + after_tensor * delta_bytes // TENSORS
-    with TcpProxy(server.port, [None, limit, *[None] * 9], reset) as proxy:
+    limit = QUESTION_BYTES + after_tensor * delta_bytes // TENSORS
+    limits = itertools.chain([limit], itertools.repeat(None))
+    with TcpProxy(server.port, limits, reset, QUESTION_BYTES) as proxy:
         stats = parent.pull(6, [proxy.address], 20).stats
         assert proxy.reached.is_set()
     assert stats.delta and stats.failures == () and is_whole(parent, nudged(5, 1))
@@ -149,7 +153,8 @@ def test_parent_that_dies_during_a_delta_is_replaced(family, make_replica):
     parent.pull(6, [server.address], 10)
     child = make_replica(patience_s=0.3)
     child.store.adopt(base)
-    with TcpProxy(parent.port, [None, 9000, *[0] * 99], reset) as proxy:
+    limits = itertools.chain([9000], itertools.repeat(0))
+    with TcpProxy(parent.port, limits, reset, QUESTION_BYTES) as proxy:
         stats = child.pull(6, [proxy.address, server.address], 20).stats
     assert stats.delta and is_whole(child, nudged(5, 1))
     assert stats.sources[-1] == server.address

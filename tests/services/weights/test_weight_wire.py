@@ -18,7 +18,7 @@ from services.weights.transfer import WeightTransferError
 from services.wire.channel import open_channel
 from services.wire.server import THREADS
 from tests.deadlines import HANG_S
-from tests.services.weights.weight_tools import fetch, newest_manifest
+from tests.services.weights.weight_tools import QUESTION_BYTES, fetch, newest_manifest
 from tests.services.wire_tools import TcpProxy, fetch_for_ever, finish, hold, reset, serve_for_ever
 
 pytestmark = pytest.mark.slow
@@ -115,6 +115,16 @@ def test_g01_tensor_of_any_size_arrives(serve, credentials, nbytes):
     assert np.array_equal(fetch(client, newest_manifest(client, 0, 10), 60)["t"], tensor)
 
 
+def update_until_cut(worker: Worker, proxy: TcpProxy, timeout_s: float) -> str:
+    """Updates until one gets as far as the cut; returns the message of its error."""
+    while True:
+        with pytest.raises((WeightTransferError, TimeoutError)) as error:
+            worker.update(timeout_s)
+        assert worker.is_whole_on(4)
+        if proxy.reached.is_set():
+            return str(error.value)
+
+
 CUTS = pytest.mark.parametrize("after_tensor", [0, 3, 5])
 
 
@@ -123,12 +133,11 @@ CUTS = pytest.mark.parametrize("after_tensor", [0, 3, 5])
 def test_g06_connection_cut_once_goes_on(serve, credentials, store, after_tensor, cut):
     server = serve(store=store, chunk_bytes=CHUNK_BYTES)
     limit = 6000 + after_tensor * TENSOR_BYTES + 1000
-    limits = itertools.chain([None, limit], itertools.repeat(None))
-    with TcpProxy(server.port, limits, cut) as proxy:
+    limits = itertools.chain([limit], itertools.repeat(None))
+    with TcpProxy(server.port, limits, cut, QUESTION_BYTES) as proxy:
         worker = Worker(proxy.address, credentials, streams=1)
         worker.update(HANG_S)
         assert worker.is_whole_on(5)
-        # gRPC gives up a connection that a busy machine is slow to make, and tries again.
         assert proxy.reached.is_set() and proxy.connections >= 3
 
 
@@ -137,13 +146,12 @@ def test_g06_connection_reset_again_and_again_leaves_the_old_version(
     serve, credentials, store, after_tensor
 ):
     server = serve(store=store, chunk_bytes=CHUNK_BYTES)
-    limits = itertools.chain([None, 6000 + after_tensor * TENSOR_BYTES], itertools.repeat(3000))
-    with TcpProxy(server.port, limits, reset) as proxy:
+    limits = itertools.chain([6000 + after_tensor * TENSOR_BYTES], itertools.repeat(3000))
+    with TcpProxy(server.port, limits, reset, QUESTION_BYTES) as proxy:
         worker = Worker(proxy.address, credentials, streams=1)
-        with pytest.raises(WeightTransferError, match=f"{proxy.address}.*waited 0.7 s") as error:
-            worker.update(0.7)
-        assert re.search(r"first in 'layers\.\d\.weight'", str(error.value))
-        assert worker.is_whole_on(4)
+        message = update_until_cut(worker, proxy, 0.7)
+        assert re.search(f"{proxy.address}.*waited 0.7 s", message)
+        assert re.search(r"first in 'layers\.\d\.weight'", message)
         proxy.heal()
         worker.update(HANG_S)
         assert worker.is_whole_on(5)
@@ -159,13 +167,12 @@ def test_g06_learner_killed_in_mid_stream_leaves_the_old_version(
     learner = spawn.Process(target=serve_for_ever, args=args)
     learner.start()
     limit = 6000 + after_tensor * TENSOR_BYTES
-    with TcpProxy(ports.get(timeout=HANG_S), [None, limit], hold) as proxy:
+    limits = itertools.repeat(limit)
+    with TcpProxy(ports.get(timeout=HANG_S), limits, hold, QUESTION_BYTES) as proxy:
         worker = Worker(proxy.address, credentials, streams=1)
-        manifest = newest_manifest(worker.client, 5, 30)
+        manifest = newest_manifest(worker.client, 5, HANG_S)
         proxy.on_limit = learner.kill
-        with pytest.raises(WeightTransferError, match=proxy.address):
-            worker.update(1.0)
-        assert proxy.reached.is_set() and worker.is_whole_on(4)
+        assert proxy.address in update_until_cut(worker, proxy, 1.0)
         learner.join(HANG_S)
         proxy.target_port = serve(store=store).port
         proxy.heal()
@@ -176,7 +183,8 @@ def test_g06_learner_killed_in_mid_stream_leaves_the_old_version(
 def test_g06_worker_killed_in_mid_stream_leaves_the_learner_serving(serve, credentials, store):
     server = serve(store=store, chunk_bytes=CHUNK_BYTES)
     spawn = multiprocessing.get_context("spawn")
-    with TcpProxy(server.port, [None, *[4 * TENSOR_BYTES] * 9], hold) as proxy:
+    limits = itertools.repeat(4 * TENSOR_BYTES)
+    with TcpProxy(server.port, limits, hold, QUESTION_BYTES) as proxy:
         args = (proxy.address, credentials, RUN_ID)
         dying = spawn.Process(target=fetch_for_ever, args=args)
         dying.start()
@@ -245,8 +253,8 @@ def test_g06_stream_of_the_wrong_length_is_an_error(serve, credentials, change, 
 def test_silent_connection_is_cut_and_resumes_where_it_was(serve, credentials, store, after_tensor):
     server = serve(store=store, chunk_bytes=CHUNK_BYTES)
     limit = 6000 + after_tensor * TENSOR_BYTES
-    limits = itertools.chain([None, limit], itertools.repeat(None))
-    with TcpProxy(server.port, limits, hold) as proxy:
+    limits = itertools.chain([limit], itertools.repeat(None))
+    with TcpProxy(server.port, limits, hold, QUESTION_BYTES) as proxy:
         worker = Worker(proxy.address, credentials, streams=1, chunk_timeout_s=0.4)
         worker.update(HANG_S)
         assert worker.is_whole_on(5) and proxy.connections >= 3
@@ -256,7 +264,8 @@ def test_silent_connection_is_cut_and_resumes_where_it_was(serve, credentials, s
 
 def test_silent_server_ends_at_the_deadline(serve, credentials, store):
     server = serve(store=store, chunk_bytes=CHUNK_BYTES)
-    with TcpProxy(server.port, [None, *[TENSOR_BYTES] * 9], hold) as proxy:
+    limits = itertools.repeat(TENSOR_BYTES)
+    with TcpProxy(server.port, limits, hold, QUESTION_BYTES) as proxy:
         worker = Worker(proxy.address, credentials, streams=2)
         with pytest.raises(WeightTransferError, match=f"waited 0.5 s for .*{proxy.address}"):
             worker.update(0.5)
@@ -275,7 +284,8 @@ def test_version_that_was_dropped_meanwhile_is_an_error_at_once(serve, credentia
 
 def test_manifest_waits_for_publication_and_times_out_naming_the_server(serve, credentials, store):
     server = serve(store=store)
-    message = f"waited 0.4 s for policy version >= 6 from {server.address}: .* 5"
+    # How far a busy machine gets in 0.4 s: an answer that names version 5, or none.
+    message = f"waited 0.4 s for policy version >= 6 from {server.address}: .*( 5|DEADLINE)"
     with Replica(credentials, run_id=RUN_ID) as replica:
         with pytest.raises(TimeoutError, match=message):
             replica.pull(6, [server.address], 0.4)

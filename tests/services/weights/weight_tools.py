@@ -20,6 +20,8 @@ TENSORS = 6
 TENSOR_BYTES = 128 * 1024
 VERSION_BYTES = TENSORS * TENSOR_BYTES
 CHUNK_BYTES = 32 * 1024
+QUESTION_BYTES = 5000
+"""More than a connection receives that only asks for a manifest, its handshake included."""
 
 
 def version(seed: int) -> dict[str, np.ndarray]:
