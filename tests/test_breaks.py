@@ -18,4 +18,4 @@ def test_a_break_changes_one_place_and_stays_python(broken):
     assert source.count(broken.text) == 1
     ast.parse(source.replace(broken.text, broken.replacement))
     for name in broken.tests.split():
-        assert (ROOT / "tests" / name).is_file()
+        assert (ROOT / "tests" / name).exists()

@@ -88,6 +88,8 @@ class World:
         self.updates: list[RecordedUpdate] = []
         self.trained: list[str] = []
         self.saved: tuple[int, dict[str, Any]] | None = None
+        self.scores: dict[int, dict[int, float | None]] = {}
+        """That the learner was given with the checkpoint of each step."""
         self.pushed: list[str] = []
         self.ports: list[int | None] = []
         self.moments: list[datetime.datetime] = []
@@ -481,6 +483,7 @@ class Learner(Process):
         def keep() -> Saved:
             world = self.world
             world.saved, world.updates = (step, driver_state), []
+            world.scores[step] = dict(scores)
             for group_id in world.trained:
                 world.groups.pop(group_id, None)
             return Saved(folder="folder", not_removed=[])

@@ -144,3 +144,18 @@ def test_workers_are_told_to_keep_no_version_once_it_is_complete(start):
     run = start(World(), **EVALUATES)
     workers = [one for one in run.world.processes if one.name.startswith("rollout")]
     assert {one._keeps for one in workers} == {NO_VERSION}
+
+
+def test_a_checkpoint_is_told_what_was_evaluated_and_what_is_under_way(start):
+    """So that the best one, or one that may be it, does not go."""
+    world = World()
+    world.evaluate_s = 300.0  # until the step before the next evaluation
+    run = start(world, checkpoint__every_steps=6, **EVALUATES)
+    assert run.error is None
+    accuracy = {line["eval/step"]: line["eval/accuracy/strict"] for line in evaluated(run)}
+    assert world.scores[6] == {5: None}
+    assert world.scores[12] == {5: accuracy[5], 10: None}
+    assert world.scores[20] == accuracy
+    never = World()
+    start(never, checkpoint__every_steps=6, checkpoint__keep_best=False, **EVALUATES)
+    assert set(map(len, never.scores.values())) == {0}
