@@ -19,7 +19,7 @@ import numpy as np
 from models.adapter import AdapterShape, adapter_shape, init_adapter, join, merge
 from models.config import ModelConfig
 from models.files.checkpoint import load_model
-from models.tokenizer import load_tokenizer
+from models.load_tokenizer import load_tokenizer
 from models.transformer import LORA_B, Params, forward, head_weight, logits, packed_attend
 
 TEXT = pathlib.Path(__file__).parents[1] / "README.md"

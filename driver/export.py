@@ -18,7 +18,7 @@ from driver.config.yaml_text import parse_yaml
 from driver.hub_upload import HubRefused, upload_model
 from driver.reports.status import ExitCode
 from learner.config import LoraConfig
-from learner.durable.checkpoint import read_record
+from learner.durable.checkpoint import read_verified_record
 from learner.durable.checkpoint_manifest import DamagedCheckpoint
 from learner.durable.stored_policy import (
     NoSuchCheckpoint,
@@ -31,8 +31,8 @@ from learner.first_adapter import shape_of
 from learner.publish.policy_export import PolicyExport, merged_into_model
 from models.files.carried_files import read_carried
 from models.files.checkpoint import read_stored_form, to_named
+from models.load_tokenizer import load_tokenizer
 from models.platform import leave_accelerators
-from models.tokenizer import load_tokenizer
 from services.process.config_section import validated
 from services.process.terminal_text import protect_terminal
 
@@ -178,7 +178,7 @@ def export(
                     model_path,
                     params,
                     shape,
-                    base_digest=read_record(stored.folder).get("base_digest"),
+                    base_digest=read_verified_record(stored.folder).get("base_digest"),
                     where=f"the adapter of {stored.folder.name}",
                 )
             break
@@ -205,7 +205,7 @@ def best_step(run: pathlib.Path) -> int:
     """
     kept = kept_steps(run / CHECKPOINTS)
     newest = find_checkpoint(run / CHECKPOINTS)
-    driver = read_record(newest.folder).get("driver", {})
+    driver = read_verified_record(newest.folder).get("driver", {})
     if "evaluations" in driver:
         found = Evaluations.restore(driver).scores() | _later_accuracies(run)
     else:

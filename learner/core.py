@@ -300,15 +300,14 @@ class LearnerCore:
         return {"mem/peak_bytes_in_use_max": float(max(peaks))} if peaks else {}
 
     def named_weights(self, dtype: str) -> dict[str, np.ndarray]:
-        """The current policy as `host_weights` has it, for wire or export.
+        """The current policy as `host_weights` has it, for an export.
 
         Raises:
-            ValueError: if dtype is neither `bfloat16` nor `float32`.
+            ValueError: if dtype is neither `bfloat16` nor `float32`, or an adapter trains.
         """
         _check_dtype(dtype)
         with self._lock:
-            scale = self._functions.adapter_scale
-            return host_weights(self._policy, self._config, dtype, scale)
+            return host_weights(self._policy, self._config, dtype)
 
     def host_adapter(self) -> PeftAdapter:
         """A copy of the adapter that trains, float32.

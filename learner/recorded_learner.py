@@ -28,7 +28,7 @@ from learner.teacher import load_teacher
 from models.files.carried_files import read_carried
 from models.files.checkpoint import LoadedModel, load_model, to_named
 from models.files.peft_folder import write_peft
-from models.tokenizer import load_tokenizer
+from models.load_tokenizer import load_tokenizer
 from services.process.phase_clock import PhaseClock
 from services.trajectories.group_buffer import GroupBuffer
 from services.trajectories.group_check import GroupRules

@@ -8,7 +8,7 @@ from learner.config import AlgorithmConfig, DistillationConfig
 from models.config import ModelConfig
 from models.files.checkpoint import check_model_files, load_model, read_model_config
 from models.files.fingerprint import fingerprint
-from models.tokenizer import read_vocabulary
+from models.load_tokenizer import read_vocabulary
 from models.transformer import Params
 
 _SHOWN = 3

@@ -23,7 +23,8 @@ import numpy as np
 from kernels.choose import XLA
 from models.config import ModelConfig
 from models.files.checkpoint import load_model, read_model_config
-from models.tokenizer import Tokenizer, load_tokenizer
+from models.load_tokenizer import load_tokenizer
+from models.tokenizer import Tokenizer
 from rollout_worker.engine.decode_request import DecodeRequest, FinishedRow, SamplingSettings
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.engine_limits import EngineLimits

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 
 from models.files.checkpoint import load_model, read_model_config
-from models.tokenizer import load_tokenizer
+from models.load_tokenizer import load_tokenizer
 from rollout_worker.canary import CanaryCheck
 from rollout_worker.config.reward_config import RewardConfig, held_out_reward
 from rollout_worker.data.data_digests import DataDigests, digest_data

@@ -10,7 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from models.config import ModelConfig
 from models.files.checkpoint import save_model, to_named
-from models.tokenizer import load_tokenizer
+from models.load_tokenizer import load_tokenizer
 from models.transformer import init_params
 
 CHAT_TEMPLATE = (

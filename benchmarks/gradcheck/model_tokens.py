@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.files.checkpoint import load_model
-from models.tokenizer import load_tokenizer
+from models.load_tokenizer import load_tokenizer
 from models.transformer import forward, head_weight, packed_attend
 
 TEXT = (

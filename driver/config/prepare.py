@@ -25,9 +25,9 @@ from driver.config.checks.reachable_rewards import correctness_notes
 from driver.config.checks.unread_settings import unread_settings
 from driver.config.load_config import ConfigError
 from driver.config.plan import asked_devices, checked, derive, format_plan
-from driver.config.plural import counted
 from driver.config.run_config import HeldOutSet, RunConfig
 from driver.config.shell_switches import check_xla_flags, cpu_devices, overridden
+from driver.config.wording import counted
 from driver.errors import RunError
 from learner.first_adapter import check_first_adapter
 from learner.teacher import TeacherFiles, check_teacher
@@ -36,7 +36,8 @@ from models.config import ModelConfig
 from models.files.checkpoint import check_model_files, read_model_config
 from models.files.fingerprint import fingerprint
 from models.files.hf_folder import ADAPTER
-from models.tokenizer import Tokenizer, load_tokenizer
+from models.load_tokenizer import load_tokenizer
+from models.tokenizer import Tokenizer
 from rollout_worker.config.data_config import DataConfig, SourceConfig
 from rollout_worker.config.rollout_config import MOST_WORKERS, WorkersConfig
 from rollout_worker.data.data_digests import DataDigests, digest_data

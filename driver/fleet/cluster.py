@@ -27,9 +27,9 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from driver.config.plural import counted
 from driver.config.ray_environment import joins_cluster
 from driver.config.run_config import PlacementConfig, Resources
+from driver.config.wording import counted
 from driver.errors import RunError
 from driver.signals import Interrupted, StopSignal
 from services.wire.host_port import split_address

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 from driver.config.load_config import ConfigError
-from driver.config.plan import FLOAT32_BYTES, checked, moment_bytes, say_bytes
-from driver.config.plural import counted
+from driver.config.plan import FLOAT32_BYTES, checked, moment_bytes
 from driver.config.prepare import check_messages
 from driver.config.shell_switches import check_xla_flags, cpu_devices
+from driver.config.wording import counted, say_bytes
 from driver.sft.sft_config import SftConfig
 from kernels import choose
 from kernels.packed_attention.ops import plan_attention
@@ -25,7 +25,8 @@ from learner.sft.sequences import train_sequence
 from learner.update.mesh import mesh_shape
 from models.config import ModelConfig
 from models.files.checkpoint import check_model_files, expected_shapes, read_model_config
-from models.tokenizer import Tokenizer, load_tokenizer
+from models.load_tokenizer import load_tokenizer
+from models.tokenizer import Tokenizer
 from rollout_worker.config.data_config import SourceConfig
 from rollout_worker.data.examples import Example, ExampleSet, load_examples
 from rollout_worker.data.lazy_sequences import chained

@@ -373,6 +373,11 @@ def read_record(folder: pathlib.Path) -> dict[str, Any]:
         DamagedCheckpoint: as `verify_checkpoint`.
     """
     verify_checkpoint(folder)
+    return read_verified_record(folder)
+
+
+def read_verified_record(folder: pathlib.Path) -> dict[str, Any]:
+    """The caller's record in a checkpoint whose files were found whole."""
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
         restored = checkpointer.restore(
             folder, args=ocp.args.Composite(record=ocp.args.JsonRestore())

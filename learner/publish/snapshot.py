@@ -18,7 +18,7 @@ from jax.tree_util import tree_map_with_path
 
 from learner.publish.canary import ScoredProbe
 from learner.update.sharding import STACKED
-from models.adapter import digest_tensor, merge, to_named_adapter
+from models.adapter import digest_tensor, to_named_adapter
 from models.config import ModelConfig
 from models.files.checkpoint import to_named
 from models.transformer import LORA_B, Params
@@ -102,9 +102,7 @@ def _listed(params: Params) -> Params:
     return {**params, STACKED: [jax.tree.map(without_layers, params[STACKED])] * L}
 
 
-def host_weights(
-    params: Params, config: ModelConfig, dtype: str, adapter_scale: float = 1.0
-) -> dict[str, np.ndarray]:
+def host_weights(params: Params, config: ModelConfig, dtype: str) -> dict[str, np.ndarray]:
     """Host copies of parameters on devices, under Hugging Face's names.
 
     One parameter at a time is cast and gathered on its way to the host. Nothing returned shares
@@ -112,10 +110,9 @@ def host_weights(
 
     Args:
         dtype: `bfloat16` or `float32`.
-        adapter_scale: of an adapter that they have, which is merged into their weights.
     """
     cast = lambda leaf: np.array(leaf.astype(PUBLISH_DTYPES[dtype]))
-    return to_named(jax.tree.map(cast, merge(params, adapter_scale)), config)
+    return to_named(jax.tree.map(cast, params), config)
 
 
 class BaseDigest:

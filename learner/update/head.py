@@ -98,16 +98,10 @@ class PolicyHead:
                 params, hidden_BTD, ids_BT, active_BT, data, objective
             )
             return scores, d_hidden_BTD, before_VD + self._reduced(d_head_VD)
-        tokens = jax.tree.map(flat, (hidden_BTD, ids_BT, active_BT, data))
-        hidden_ND, ids_N, active_N, data = self._collected(tokens)
-        found = schedule.value_and_gradients(
-            hidden_ND,
-            self._rows(params, hidden_ND.dtype),
-            ids_N,
-            active_N,
-            data,
+        found = self._chunked(
+            params,
+            (hidden_BTD, ids_BT, active_BT, data),
             objective,
-            self._options,
             head_grad_VD=before_VD if self._adds_in_place else None,
         )
         assert found.head_VD is not None
@@ -129,20 +123,17 @@ class PolicyHead:
                 params, hidden_BTD, ids_BT, active_BT, data, objective
             )
             return scores, d_hidden_BTD
-        tokens = jax.tree.map(flat, (hidden_BTD, ids_BT, active_BT, data))
-        hidden_ND, ids_N, active_N, data = self._collected(tokens)
-        found = schedule.value_and_gradients(
-            hidden_ND,
-            self._rows(params, hidden_ND.dtype),
-            ids_N,
-            active_N,
-            data,
-            objective,
-            self._options,
-            frozen_head=True,
-        )
-        return self._own(found.scores, ids_BT.shape), self._landed_hidden(
-            found.hidden_TD, hidden_BTD
+        tokens = (hidden_BTD, ids_BT, active_BT, data)
+        found = self._chunked(params, tokens, objective, frozen_head=True)
+        scores = self._own(found.scores, ids_BT.shape)
+        return scores, self._landed_hidden(found.hidden_TD, hidden_BTD)
+
+    def _chunked(self, params: Params, tokens: Any, objective: Objective, **how: Any):
+        """`schedule.value_and_gradients` of the tokens that this device works on."""
+        hidden_ND, ids_N, active_N, data = self._collected(jax.tree.map(flat, tokens))
+        head_VD = self._rows(params, hidden_ND.dtype)
+        return schedule.value_and_gradients(
+            hidden_ND, head_VD, ids_N, active_N, data, objective, self._options, **how
         )
 
     @property

@@ -19,6 +19,8 @@ from models.transformer import Params
 
 ADAM_OF_MUON = 0.1
 """Learning rate of what muon leaves to Adam, as a fraction of its own."""
+WHOLE_MOMENTS = ("adamw", "lion", "muon")
+"""Rules with moments of their parameters' shapes, which `moments_dtype` is about."""
 _ADAFACTOR_DECAY = 0.8
 """Exponent of the number of updates in the decay of adafactor's moment: the paper's."""
 _FACTORED_FROM = 128
@@ -70,7 +72,7 @@ def make_optimizer(
         "adafactor": _adafactor,
     }
     rule = rules[config.name]()
-    if config.moments_dtype == "bfloat16":
+    if config.moments_dtype == "bfloat16" and config.name in WHOLE_MOMENTS:
         rule = rounded_moments(rule)
     chain = [
         optax.clip_by_global_norm(config.clip_norm),

@@ -12,7 +12,7 @@ from driver.config.prepare import prepare
 from driver.config.run_config import RunConfig
 from driver.sft.sft_config import SftConfig
 from driver.sft.sft_plan import plan_training
-from models.tokenizer import load_tokenizer
+from models.load_tokenizer import load_tokenizer
 from rollout_worker.environments.tools.tool_environment import ToolEnvironment
 
 RUN, WARM_START = "deploy/runs/calculator_cpu.yaml", "deploy/demo/calculator_sft.yaml"

@@ -20,7 +20,7 @@ from driver.sft.sft_config import SftConfig
 from driver.sft.sft_plan import plan_training
 from learner.sft.supervised_learner import SupervisedLearner
 from models.files.checkpoint import check_model_files, load_model, read_model_config
-from models.tokenizer import load_tokenizer
+from models.load_tokenizer import load_tokenizer
 from models.transformer import init_params
 from rollout_worker.data.prompts import count_shared, load_prompts
 from rollout_worker.rewards.scorers import gsm8k_answer

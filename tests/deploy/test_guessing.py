@@ -8,7 +8,7 @@ import pytest
 from deploy.demo import guessing
 from driver.config.load_config import load_as
 from driver.config.run_config import RunConfig
-from models.tokenizer import load_tokenizer
+from models.load_tokenizer import load_tokenizer
 
 
 def played(messages, secret):

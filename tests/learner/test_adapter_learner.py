@@ -1,8 +1,6 @@
 """A learner of an adapter: what it keeps, how it resumes, and which base it goes on with."""
 
-import functools
 import shutil
-from unittest import mock
 
 import jax
 import numpy as np
@@ -16,9 +14,7 @@ from learner.recorded_learner import RecordedLearner
 from models.adapter import AdapterShape, init_adapter, join, merge
 from models.files.checkpoint import load_model, read_model_config, to_named
 from models.files.peft_folder import load_peft, write_peft
-from models.tokenizer import load_tokenizer
 from services.process.phase_clock import PhaseClock
-from services.wire.tls import RunAuthority
 from tests.learner.builders import functions_made_once, make_core
 from tests.learner.tiny_learner import (
     RUN_STATE,
@@ -39,24 +35,6 @@ LEARNER = LearnerConfig(
     optimizer=OptimizerConfig(learning_rate=1e-2),
     lora=LoraConfig(rank=4, alpha=8.0, targets=("q_proj", "down_proj")),
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def authority():
-    return RunAuthority.create("run")
-
-
-@pytest.fixture(scope="module")
-def compiled():
-    """Programs that all learners of this file share."""
-    tokenizer = functools.cache(load_tokenizer)
-    with functions_made_once([]), mock.patch("learner.recorded_learner.load_tokenizer", tokenizer):
-        yield {}
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from learner.recorded_learner import RecordedLearner
-from models.tokenizer import load_tokenizer
+from models.load_tokenizer import load_tokenizer
 from services.process.phase_clock import PhaseClock
 from services.wire.tls import RunAuthority
 from tests.deadlines import HANG_S

@@ -1,12 +1,10 @@
 """A learner that stops at any point and resumes gives the weights of one that never stopped."""
 
 import dataclasses
-import functools
 import gc
 import json
 import pathlib
 import re
-from unittest import mock
 
 import jax
 import numpy as np
@@ -16,15 +14,12 @@ from learner.durable.certificate import CertificateMismatch
 from learner.durable.checkpoint import CheckpointFailed
 from learner.durable.spool import SpoolFailed
 from learner.recorded_learner import RecordedLearner
-from models.tokenizer import load_tokenizer
 from services.process import failpoints
 from services.process.phase_clock import PhaseClock
 from services.trajectories import group_buffer
 from services.trajectories.group_buffer import NotStored
 from services.trajectories.receipts import UnknownReceipt
 from services.wire.messages import PushOutcome
-from services.wire.tls import RunAuthority
-from tests.learner.builders import functions_made_once
 from tests.learner.tiny_learner import (
     RUN_STATE,
     WAIT_S,
@@ -34,27 +29,8 @@ from tests.learner.tiny_learner import (
     push,
     train,
 )
-from tests.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def authority():
-    return RunAuthority.create("run")
-
-
-@pytest.fixture(scope="module")
-def compiled():
-    """Programs that all learners of this file share, since they differ in nothing that counts."""
-    tokenizer = functools.cache(load_tokenizer)
-    with functions_made_once([]), mock.patch("learner.recorded_learner.load_tokenizer", tokenizer):
-        yield {}
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import transformers
 
 from models.files.checkpoint import load_model, save_model, to_named
 from models.files.hf_config import from_hf
-from models.tokenizer import load_tokenizer
+from models.load_tokenizer import load_tokenizer
 from models.transformer import forward, head_weight, logits, packed_attend
 from tests.models.tiny_models import HF_CONFIGS, SIZES, YARN, random_named
 

@@ -11,7 +11,7 @@ from models.files.carried_files import CarriedFiles
 from models.files.checkpoint import load_model, save_model
 from models.files.gguf_tokenizer import build_tokenizer
 from models.files.hf_config import from_hf
-from models.tokenizer import load_tokenizer
+from models.load_tokenizer import load_tokenizer
 from rollout_worker.rewards.answers import strict_answer
 from tests.models.tiny_models import HF_CONFIGS, random_named
 

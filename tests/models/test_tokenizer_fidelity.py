@@ -7,7 +7,7 @@ import tokenizers
 import transformers
 from tokenizers import decoders, models, pre_tokenizers
 
-from models.tokenizer import load_tokenizer
+from models.load_tokenizer import load_tokenizer
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])

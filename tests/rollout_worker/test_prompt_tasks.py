@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
-from models.tokenizer import load_tokenizer
+from models.load_tokenizer import load_tokenizer
 from rollout_worker.data.prompts import Prompt
 from rollout_worker.engine.decode_request import DecodeRequest
 from rollout_worker.engine.engine import Engine

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from driver.accounting.jsonl import strict_line
-from models.tokenizer import load_tokenizer
+from models.load_tokenizer import load_tokenizer
 from rollout_worker import sample_record
 from rollout_worker.data.prompts import Prompt
 from rollout_worker.sample_record import (

@@ -6,8 +6,8 @@ from typing import Any
 
 from driver.config.load_config import ConfigError
 from driver.config.plan import checked
-from driver.config.plural import counted
 from driver.config.run_config import RunConfig
+from driver.config.wording import counted
 from rollout_worker.config.data_config import DataConfig, SourceConfig
 from rollout_worker.config.reward_config import RewardFunctionConfig
 from rollout_worker.data.lazy_sequences import LazySequence, chained

@@ -20,8 +20,8 @@ from driver.sft.sft_plan import plan_training
 from driver.sft.sft_run import NoDevices, SftTraining
 from driver.signals import Interrupted, StopSignal
 from models.files.checkpoint import load_model
+from models.load_tokenizer import load_tokenizer
 from models.platform import require_platform
-from models.tokenizer import load_tokenizer
 from tests.deadlines import HANG_S
 from tests.driver.reports.test_trackers import tensorboard_events
 from tests.tiny_model import write_tiny_model

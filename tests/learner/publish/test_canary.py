@@ -17,7 +17,6 @@ from learner.update.head import HeadPlan
 from learner.update.mesh import make_mesh as learner_mesh
 from learner.update.sharding import param_specs
 from learner.update.state import place_params
-from models.config import ModelConfig
 from models.files.checkpoint import from_named
 from models.probe import (
     ProbeScores,
@@ -34,31 +33,14 @@ from rollout_worker.engine.slots import DecodeSpec
 from services.process.phase_clock import PhaseClock
 from services.weights import codec
 from services.weights.store import WeightStore
-from tests.learner import builders
 from tests.learner.builders import TINY, make_core
+from tests.learner.loud_model import MODEL
+from tests.learner.loud_model import loud_params as host_params
 
 pytestmark = pytest.mark.slow
 
-MODEL = ModelConfig(
-    model_type="qwen2",
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    qkv_bias=True,
-    tie_word_embeddings=False,
-)
 VALID_VOCAB = 60
 F32, BF16 = "float32", "bfloat16"
-
-
-@functools.cache
-def host_params():
-    """Weights so large that every layer has its say and no distribution is near uniform."""
-    return jax.tree.map(lambda leaf: 4.0 * leaf, builders.host_params(MODEL, seed=3))
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from models.files.checkpoint import load_model, save_model, to_named
-from models.tokenizer import load_tokenizer
+from models.load_tokenizer import load_tokenizer
 from models.transformer import forward, head_weight, logits, packed_attend
 from rollout_worker.engine.decode_request import DecodeRequest, SamplingSettings
 from rollout_worker.engine.engine import Engine

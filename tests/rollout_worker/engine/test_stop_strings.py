@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from models.tokenizer import load_tokenizer
+from models.load_tokenizer import load_tokenizer
 from rollout_worker.engine import stop_strings
 from rollout_worker.engine.stop_strings import (
     ACCEPT,

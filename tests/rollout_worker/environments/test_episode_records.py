@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.tokenizer import load_tokenizer
+from models.load_tokenizer import load_tokenizer
 from models.transformer import head_weight, logits
 from services.trajectories.group_check import check_group
 from services.wire.messages import FinishReason

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.files.checkpoint import load_model
-from models.tokenizer import load_tokenizer
+from models.load_tokenizer import load_tokenizer
 from models.transformer import forward, head_weight, logits, packed_attend
 from rollout_worker.config.data_config import DataConfig, SourceConfig
 from rollout_worker.config.environment_config import EnvironmentConfig

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from models.tokenizer import load_tokenizer
+from models.load_tokenizer import load_tokenizer
 from rollout_worker.environments.turn_values import (
     BadTurn,
     Turn,

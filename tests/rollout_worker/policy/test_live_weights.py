@@ -1,7 +1,5 @@
 """Versions that are adapters, from the learner's devices to a worker's: weights, digest, canary."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -9,7 +7,6 @@ import numpy as np
 import pytest
 
 from models.adapter import BASE_DIGEST, adapter_shapes, join
-from models.config import ModelConfig
 from models.transformer import forward, head_weight, logits, packed_attend
 from rollout_worker.canary import BOUNDS, CanaryCheck
 from rollout_worker.engine.layout import Layout, make_mesh
@@ -17,30 +14,13 @@ from rollout_worker.engine.slots import DecodeSpec
 from rollout_worker.policy.live_weights import AdapterOnBase, WeightDigestMismatch
 from services.process.phase_clock import PhaseClock
 from services.weights.digest import tree_digest
-from tests.learner import builders
 from tests.learner.builders import make_core
+from tests.learner.loud_model import MODEL
+from tests.learner.loud_model import loud_params as host_params
 
 pytestmark = pytest.mark.slow
 
-MODEL = ModelConfig(
-    model_type="qwen2",
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    qkv_bias=True,
-    tie_word_embeddings=False,
-)
 F32, BF16 = "float32", "bfloat16"
-
-
-@functools.cache
-def host_params(seed=3):
-    """Weights so large that every layer has its say and no distribution is near uniform."""
-    return jax.tree.map(lambda leaf: 4.0 * leaf, builders.host_params(MODEL, seed=seed))
 
 
 def learner(compute=F32, strength=0.3, **how):

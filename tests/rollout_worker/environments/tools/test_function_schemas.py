@@ -7,7 +7,7 @@ from typing import Any, Optional
 import pytest
 from transformers.utils import get_json_schema
 
-from models.tokenizer import load_tokenizer
+from models.load_tokenizer import load_tokenizer
 from rollout_worker.config.environment_config import EnvironmentConfig
 from rollout_worker.environments.environment_pool import validate_environment
 from rollout_worker.environments.tools.function_schemas import BadTool, schema_of, schemas_of
