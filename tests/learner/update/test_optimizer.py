@@ -182,6 +182,9 @@ def test_adafactor_is_the_papers_on_each_layers_matrix():
     params = wide_tree(0)
     state, steps = optimizer.init(params), 4
     grads = [wide_tree(seed) for seed in range(1, steps + 1)]
+    # Clipped in one layer alone: its last gradient is far above its moment.
+    last = grads[-1]["layers"]
+    grads[-1]["layers"] = jax.tree.map(lambda leaf: leaf.at[1].multiply(10), last)
     for grad in grads:
         updates, state = optimizer.update(grad, state, params)
     for layer in range(2):
@@ -305,3 +308,13 @@ def test_only_moments_are_rounded_and_the_first_step_has_none(name):
     narrow = [leaf.shape for leaf in states[1] if leaf.dtype == jnp.bfloat16]
     wide = [leaf.shape for leaf in states[1] if leaf.dtype == jnp.float32]
     assert set(narrow) <= set(shapes) and not set(wide) & set(shapes), "such as muon's constants"
+
+
+@pytest.mark.parametrize("name", ["adafactor", "sgd"])
+def test_a_rule_without_whole_moments_does_not_read_their_dtype(name):
+    states = []
+    for moments_dtype in ("float32", "bfloat16"):
+        config = OptimizerConfig(name=name, moments_dtype=moments_dtype)
+        states.append(make_optimizer(config, optax.constant_schedule(0.1)).init(layer_tree(0)))
+    assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
+    assert all(leaf.dtype != jnp.bfloat16 for leaf in jax.tree.leaves(states[1]))
