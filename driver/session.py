@@ -8,7 +8,7 @@ replaced, and the steps since its last checkpoint are taken again with the recor
 import contextlib
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from driver.accounting.intake import StepBatch
@@ -26,6 +26,7 @@ from driver.fleet.fleet_size import Scaler
 from driver.fleet.fleet_worker import FleetEvents, Worker
 from driver.reports.step_report import StepReports
 from driver.supervisor import Supervisor, keep_asking
+from learner.durable.saved import Saved
 from learner.durable.spool import CLAIM_S
 from learner.learner_records import Restored
 from rollout_worker.config.data_config import DataConfig
@@ -203,6 +204,10 @@ class Session:
 
     def _save_in_passing(self) -> None:
         """Writes a checkpoint; if that fails, the run warns and goes on without it."""
+        if self._checkpoint.asynchronous:
+            begun = self._supervisor.learner.begin_save(*self._what_to_save())
+            self._record_saved(self._supervisor.wait_for(begun, timeout_s=2 * self._wait_s))
+            return
         try:
             self._save()
         except ActorFailed as error:
@@ -211,15 +216,29 @@ class Session:
             self._warn(f"step {self._state.step}: {error}; the run goes on from the one before")
 
     def _save(self) -> None:
-        """Writes a checkpoint of the last closed step, with the run state."""
+        """Writes a checkpoint of the last closed step, after one that is still being written."""
+        saving = self._supervisor.learner.save(*self._what_to_save())
+        saved = self._supervisor.wait_for(saving, timeout_s=2 * self._wait_s)
+        self._record_saved([*saved.earlier, saved])
+
+    def _what_to_save(self) -> tuple[int, dict[str, Any], Mapping[int, float | None]]:
+        """The last closed step, the run state, and the scores of evaluated steps."""
         state = self._state
         kept = state.checkpoint_state(self._reports.ledger_state())
         scores = state.evaluations.scores() if self._checkpoint.keep_best else {}
-        saving = self._supervisor.learner.save(state.step, kept, scores)
-        saved = self._supervisor.wait_for(saving, timeout_s=self._wait_s)
-        self._reports.record_checkpoint(state.step)
-        for left in saved.not_removed:
-            self._warn(f"step {state.step}: {left}")
+        return state.step, kept, scores
+
+    def _record_saved(self, ended: Sequence[Saved]) -> None:
+        """Notes what became of checkpoints, oldest first."""
+        for saved in ended:
+            if saved.problem:
+                self._warn(
+                    f"step {saved.step}: {saved.problem}; the run goes on from the one before"
+                )
+            else:
+                self._reports.record_checkpoint(self._state.step, saved.step)
+            for left in saved.not_removed:
+                self._warn(f"step {saved.step}: {left}")
 
     @property
     def _steps_left(self) -> int:
@@ -288,7 +307,7 @@ class Session:
         else:
             with keep_asking(self._supervisor.learner):  # the logs of a long run are large
                 moved = self._reports.rewind(restored.step, restored.driver_state["ledger"])
-            self._reports.record_checkpoint(restored.step)
+            self._reports.record_checkpoint(restored.step, restored.step)
             self._say(
                 f"resumed at step {restored.step}, policy version {restored.policy_version}; "
                 f"{moved} later log lines moved to *.superseded.jsonl"
@@ -417,6 +436,7 @@ class Session:
                 timeout_s=2 * self._wait_s,
                 interruptible=False,
             )
+            self._record_saved(report.saved)
             state.intake.discard_groups(report.disowned)
             for group_id, outcome in report.outcomes.items():
                 state.leases.end_group(group_id, TrajectoryState(outcome))

@@ -40,6 +40,7 @@ from driver.fleet.replacement import ended_in_pause
 from driver.fleet.rooms import LOOK_S, NOTICED_S, QUIET_S, Room, Rooms, RoomState
 from driver.fleet.timing_collector import TimingCollector
 from driver.signals import StopSignal
+from learner.durable.saved import CLOSE_S
 from learner.learner_records import LearnerHealth, LearnerInfo
 from learner.learner_spec import LearnerSpec
 from rollout_worker.config.rollout_config import RolloutConfig
@@ -444,7 +445,11 @@ class Supervisor:
         closing = [] if learner is None else [learner.close()]
         if self._fleet is not None:
             self._fleet.shutdown(grace_s)
-        wait_for_calls(closing, grace_s)
+        saving = None if self._health is None else self._health.saving
+        if not wait_for_calls(closing, grace_s) and closing and saving is not None:
+            self._warn(f"waits up to {CLOSE_S:g} s for the checkpoint of step {saving}")
+            if not wait_for_calls(closing, CLOSE_S):
+                self._warn(f"the checkpoint of step {saving} was not complete within {CLOSE_S:g} s")
         if learner is not None:
             learner.kill()
 

@@ -17,7 +17,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from learner.learner_records import LearnerHealth, LearnerInfo, Restored, Saved, UpdateReport
+from learner.durable.saved import Saved
+from learner.learner_records import LearnerHealth, LearnerInfo, Restored, UpdateReport
 from learner.learner_spec import LearnerSpec, reachable_host
 from learner.publish.snapshot import Snapshot
 from models.device_memory import device_memory
@@ -129,6 +130,13 @@ class LearnerActor:
         with self._working("save"):
             return self._learner.save(step, driver_state, scores)
 
+    def begin_save(
+        self, step: int, driver_state: dict[str, Any], scores: Mapping[int, float | None]
+    ) -> list[Saved]:
+        """As `RecordedLearner.begin_save`."""
+        with self._working("save"):
+            return self._learner.begin_save(step, driver_state, scores)
+
     def export(self, folder: str) -> str:
         """As `RecordedLearner.export`."""
         with self._working("export"):
@@ -166,6 +174,7 @@ class LearnerActor:
             counts=buffer.counts(),
             memory=process_memory(device_memory(self._devices)),
             activity=self._activity(),
+            saving=self._learner.saving,
         )
 
     def _activity(self) -> Activity:

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from learner.durable.journal import Replayed
+from learner.durable.saved import Saved
 from learner.durable.segment_file import OpenWork
 from services.process.activity import Activity
 from services.process.process_memory import ProcessMemory
@@ -64,15 +65,6 @@ class Restored:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Saved:
-    """A checkpoint that was written."""
-
-    folder: str
-    not_removed: list[str]
-    """Older files that could not be removed, each with the reason; each is named once."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class UpdateReport:
     """What one optimiser step came to."""
 
@@ -89,6 +81,8 @@ class UpdateReport:
     other, and where the version was never issued."""
     disowned: list[str]
     """Groups that were given up, since they rest on a version that came out different."""
+    saved: list[Saved] = dataclasses.field(default_factory=list)
+    """Checkpoints that were being written in the background, and ended since the last report."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,6 +100,8 @@ class LearnerHealth:
     memory: ProcessMemory
     activity: Activity
     """Of the method at work, or of the publication while none is."""
+    saving: int | None = None
+    """Step of the checkpoint that is being written in the background; None where none is."""
 
 
 def restored_at(

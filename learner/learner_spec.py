@@ -46,6 +46,8 @@ class LearnerSpec:
     credentials: Credentials
     checkpoint_folder: str
     keep_checkpoints: int
+    checkpoint_wait_s: float = 3600.0
+    """Bound of a wait for a checkpoint that is being written in the background."""
     earlier_port: int | None = None
     """Of the learner that this one replaces, which workers know: taken where it is free."""
     rollouts_file: str | None = None

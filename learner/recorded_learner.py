@@ -4,6 +4,9 @@ Accepted groups and updates go to a journal before they count, and every step ca
 checkpoint. A learner that restores both makes the same versions again.
 """
 
+import contextlib
+import dataclasses
+import functools
 import gc
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -14,17 +17,25 @@ import numpy as np
 
 from learner.core import LearnerCore
 from learner.durable.certificate import check_base, check_certificate, make_certificate
-from learner.durable.checkpoint import CheckpointFolder, NoCompleteCheckpoint, RestoredCheckpoint
+from learner.durable.checkpoint import (
+    CheckpointFolder,
+    NoCompleteCheckpoint,
+    RestoredCheckpoint,
+    SavedCheckpoint,
+)
+from learner.durable.checkpoint_writer import CheckpointJob, CheckpointWriter, copy_to_host
 from learner.durable.journal import Begun, Journal
 from learner.durable.rejected_groups import write_rejected, write_unfit
 from learner.durable.rollout_file import RolloutHeader, RolloutRecorder, plain_header
+from learner.durable.saved import Saved
 from learner.durable.segment_file import NOTHING_OPEN
-from learner.learner_records import Restored, Saved, UpdateReport, restored_at
+from learner.learner_records import Restored, UpdateReport, restored_at
 from learner.learner_spec import LearnerSpec
 from learner.publish.policy_export import PolicyExport, merged_into_model
 from learner.publish.publisher import Publisher, PublishFailed
 from learner.publish.snapshot import Snapshot
 from learner.teacher import load_teacher
+from learner.update.state import TrainState
 from models.files.carried_files import read_carried
 from models.files.checkpoint import LoadedModel, load_model, to_named
 from models.files.peft_folder import write_peft
@@ -47,8 +58,8 @@ NOTHING_USED: dict[str, PlainIds] = {"consumed_group_ids": []}
 class RecordedLearner:
     """Owns the learner core, the journal with the group buffer, and the versions of the policy.
 
-    `restore`, `publish`, `update`, `save` and `export` are for one thread at a time; the other
-    methods may be called meanwhile.
+    `restore`, `publish`, `update`, `save`, `begin_save` and `export` are for one thread at a time;
+    the other methods may be called meanwhile.
     """
 
     def __init__(
@@ -94,6 +105,9 @@ class RecordedLearner:
         if spec.rollouts_file is not None:
             self._recorder = RolloutRecorder(pathlib.Path(spec.rollouts_file), self._header)
         self._checkpoints = CheckpointFolder(spec.checkpoint_folder, keep=spec.keep_checkpoints)
+        self._writer = CheckpointWriter(
+            self._checkpoints, on_certified=self._certified, timeout_s=spec.checkpoint_wait_s
+        )
         self.weights = WeightStore(
             spec.run_id, keep_versions=spec.keep_versions, deltas=share is None
         )
@@ -135,6 +149,11 @@ class RecordedLearner:
     def publishing(self) -> bool:
         """Whether a version is on its way to the workers, in a thread beside the update."""
         return self._publisher.busy
+
+    @property
+    def saving(self) -> int | None:
+        """Step of the checkpoint that is being written in the background; None where none is."""
+        return self._writer.writing
 
     @property
     def progress(self) -> dict[str, int]:
@@ -212,8 +231,11 @@ class RecordedLearner:
             TimeoutError: naming the groups that did not arrive; nothing has changed.
             OSError: if the update could not be written down; nothing has changed.
             PublishFailed: if a version before did not reach the workers.
+            CheckpointBroken: if a checkpoint in the background failed for another reason than the
+                disk.
         """
         self._publisher.raise_failure()
+        saved = self._writer.take_ended()
         version = self._core.policy_version
         with self._clock.phase("queue_wait"):
             begun = self._journal.begin(version + 1, group_ids, dropped_ids, timeout_s)
@@ -232,7 +254,7 @@ class RecordedLearner:
                     self._publisher.wait(self._core.policy_version, PUBLISH_S)
         outcomes |= {group.group_id: "dropped_stale" for group in begun.taken.dropped_stale}
         outcomes |= dict.fromkeys(begun.unfit_ids, "dropped_error")
-        return self._report(begun, group_ids, metrics, outcomes)
+        return self._report(begun, group_ids, metrics, outcomes, saved)
 
     def save(
         self,
@@ -240,7 +262,7 @@ class RecordedLearner:
         driver_state: dict[str, Any],
         scores: Mapping[int, float | None] | None = None,
     ) -> Saved:
-        """Writes a complete checkpoint, then drops older ones.
+        """Writes a complete checkpoint, after the one in the background, then drops older ones.
 
         Args:
             scores: as `CheckpointFolder.save`.
@@ -248,28 +270,77 @@ class RecordedLearner:
         Raises:
             CheckpointFailed: if it cannot be written, as on a full disk; those before it and what
                 was accepted since are untouched.
+            CheckpointBroken, TimeoutError: as `begin_save`.
         """
         with self._clock.phase("checkpoint"):
-            record = {
-                "policy_version": self._core.policy_version,
-                "seed": self._spec.seed,
-                "buffer": self._journal.buffer.state(),
-                "driver": driver_state,
-                "header": plain_header(self._header),
-                "weights_dtype": self._spec.weights_dtype,
-                "max_staleness": self._spec.max_staleness,
-                "platform": self._spec.platform,
-                "devices": len(self._devices),
-                "base_digest": self._base_digest,
-            }
-            certificate = make_certificate(
-                self._core.state, seed=self._spec.seed, driver_state=driver_state
+            saved = self._writer.write(
+                self._checkpoint(step, self._core.state, driver_state, scores)
             )
-            saved = self._checkpoints.save(step, self._core.state, record, certificate, scores)
-            self._saved += 1
-            self._clock.mark(f"checkpoint {step}")
-            left = self._journal.rotate(step, self._core.policy_version, saved.oldest_step)
-            return Saved(folder=str(saved.folder), not_removed=[*saved.not_removed, *left])
+            return dataclasses.replace(saved, earlier=self._writer.take_ended())
+
+    def begin_save(
+        self,
+        step: int,
+        driver_state: dict[str, Any],
+        scores: Mapping[int, float | None] | None = None,
+    ) -> list[Saved]:
+        """Copies the state to the host, and has a checkpoint of it written in the background.
+
+        It counts once it is complete, which a later report says: that of `update`, or the next
+        call of this method or of `save`. Waits for the one before, if that is still being written.
+
+        Args:
+            scores: as `CheckpointFolder.save`.
+
+        Returns:
+            The ones before that ended since the last report.
+
+        Raises:
+            CheckpointBroken: if one before failed for another reason than the disk.
+            TimeoutError: naming the one before, which is still being written.
+        """
+        with self._clock.phase("checkpoint"):
+            self._writer.submit(
+                lambda: self._checkpoint(step, copy_to_host(self._core.state), driver_state, scores)
+            )
+            return self._writer.take_ended()
+
+    def _checkpoint(
+        self,
+        step: int,
+        state: TrainState,
+        driver_state: dict[str, Any],
+        scores: Mapping[int, float | None] | None,
+    ) -> CheckpointJob:
+        """What a checkpoint of this moment is to hold; the log begins its segment."""
+        record = {
+            "policy_version": self._core.policy_version,
+            "seed": self._spec.seed,
+            "buffer": self._journal.buffer.state(),
+            "driver": driver_state,
+            "header": plain_header(self._header),
+            "weights_dtype": self._spec.weights_dtype,
+            "max_staleness": self._spec.max_staleness,
+            "platform": self._spec.platform,
+            "devices": len(self._devices),
+            "base_digest": self._base_digest,
+        }
+        self._journal.rotate(step, self._core.policy_version)
+        return CheckpointJob(
+            step=step,
+            state=state,
+            record=record,
+            certify=functools.partial(
+                make_certificate, seed=self._spec.seed, driver_state=driver_state
+            ),
+            scores=scores or {},
+        )
+
+    def _certified(self, step: int, saved: SavedCheckpoint) -> list[str]:
+        """What a checkpoint that is complete lets go; in the thread that wrote it."""
+        self._saved += 1
+        self._clock.mark(f"checkpoint {step}")
+        return self._journal.prune(saved.oldest_step)
 
     def export(self, folder: str) -> str:
         """Writes the current policy as a Hugging Face folder: the model that came in, trained; an
@@ -319,11 +390,11 @@ class RecordedLearner:
         return self._journal.digest_of(policy_version)
 
     def close(self) -> None:
-        """Ends the publication that is under way, and closes the journal."""
-        try:
+        """Ends the publication and the checkpoint that are under way, and closes the journal."""
+        with contextlib.ExitStack() as last:
+            last.callback(self._journal.close)  # another learner may write from then on
+            last.callback(self._writer.close)
             self._publisher.close()
-        finally:
-            self._journal.close()
 
     def _issue(self, policy_version: int, digest: str) -> None:
         self._journal.issue(policy_version, digest)
@@ -366,6 +437,7 @@ class RecordedLearner:
         group_ids: Sequence[str],
         metrics: dict[str, float],
         outcomes: dict[str, str],
+        saved: list[Saved],
     ) -> UpdateReport:
         version = self._core.policy_version
         counts = self._journal.buffer.counts()
@@ -380,6 +452,11 @@ class RecordedLearner:
                 "publish/total_s": stats.total_s,
                 "publish/gb_per_s": stats.gb_per_s,
             }
+        if (times := self._writer.take_times()) is not None:
+            metrics |= {
+                "checkpoint/blocked_s": times.blocked_s,
+                "checkpoint/write_s": times.write_s,
+            }
         replayed = None
         if begun.taken.groups and begun.is_replay:
             replayed = self._journal.replayed(version)
@@ -393,6 +470,7 @@ class RecordedLearner:
             outcomes=outcomes | dict.fromkeys(disowned, "dropped_error"),
             replayed=replayed,
             disowned=disowned,
+            saved=saved,
         )
 
 

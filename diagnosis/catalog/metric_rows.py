@@ -305,6 +305,13 @@ time/{process}/{phase}_s | s | time of one phase
 [breakdown background-]
 time/{process}/background_{thread}_s | s | background time
     seconds in which a worker fetched weights or pushed groups in the background
+[breakdown checkpoint_time-]
+checkpoint/blocked_s | s | checkpoint, learner blocked
+    how long the learner stood for a checkpoint: the wait for the one before and the copy of its
+    state to the host; with checkpoint.asynchronous false the whole write. In the step after
+checkpoint/write_s | s | checkpoint, write
+    hashes, files, reading back and the removal of older ones; beside the training unless
+    checkpoint.asynchronous is false. In the step whose update found it complete
 [breakdown environment_calls]
 environment/call_s_mean | s | call of an environment, mean
     from what the model said until the answer, waits for a process included; evaluations count

@@ -76,6 +76,7 @@ class ActorSpecs:
             credentials=self.authority.issue("learner"),
             checkpoint_folder=str(self.folder / "checkpoints"),
             keep_checkpoints=config.checkpoint.keep,
+            checkpoint_wait_s=config.placement.step_timeout_s,
             rollouts_file=str(self.folder / "rollouts.bin") if config.log.record_rollouts else None,
             canary=config.weights.canary,
             reward_weights={one.name: one.weight for one in config.reward.functions},

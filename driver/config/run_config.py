@@ -91,6 +91,11 @@ class CheckpointConfig(Section):
     """0 writes one only at the end and on a signal."""
     keep: int = Field(default=2, ge=1)
     """Complete checkpoints that remain; an older one goes after the newer one is verified."""
+    asynchronous: bool = True
+    """Write the checkpoints between the first step and the last beside the training, which waits
+    only for a copy of the state in the memory of the host; false lets it wait until the checkpoint
+    is on the disk and read back. One that a kill or an error interrupts counts as little as
+    without."""
     keep_best: bool = True
     """Keep one more in checkpoints/best where an older one has a better evaluation: the accuracy of
     the first set of data.eval, or, in supervised training, the lowest held-out loss."""

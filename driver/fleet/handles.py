@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from driver.fleet.actor_calls import Call
-from learner.learner_records import LearnerHealth, LearnerInfo, Restored, Saved, UpdateReport
+from learner.durable.saved import Saved
+from learner.learner_records import LearnerHealth, LearnerInfo, Restored, UpdateReport
 from rollout_worker.worker_records import EvalItem, EvalRequest, News, Orders
 from services.process.span_log import StepTiming
 from services.trajectories.group_report import GroupReport
@@ -44,6 +45,12 @@ class LearnerHandle(Protocol):
         Args:
             scores: of evaluated steps, higher is better: the best checkpoint of them stays.
         """
+        ...
+
+    def begin_save(
+        self, step: int, driver_state: dict[str, Any], scores: Mapping[int, float | None]
+    ) -> Call[list[Saved]]:
+        """Has a checkpoint written in the background; those before that ended meanwhile."""
         ...
 
     def export(self, folder: str) -> Call[str]:

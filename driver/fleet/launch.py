@@ -20,7 +20,8 @@ from driver.fleet.colocated import ColocatedActor
 from driver.fleet.handles import LearnerHandle, WorkerHandle
 from driver.fleet.rooms import Room
 from learner.actor import LearnerActor
-from learner.learner_records import LearnerHealth, LearnerInfo, Restored, Saved, UpdateReport
+from learner.durable.saved import Saved
+from learner.learner_records import LearnerHealth, LearnerInfo, Restored, UpdateReport
 from learner.learner_spec import LearnerSpec
 from rollout_worker.actor import RolloutActor
 from rollout_worker.worker_records import (
@@ -168,6 +169,11 @@ class _Learner(_Actor[LearnerActor]):
         self, step: int, driver_state: dict[str, Any], scores: Mapping[int, float | None]
     ) -> Call[Saved]:
         return self._call(LearnerActor.save, step, driver_state, scores)
+
+    def begin_save(
+        self, step: int, driver_state: dict[str, Any], scores: Mapping[int, float | None]
+    ) -> Call[list[Saved]]:
+        return self._call(LearnerActor.begin_save, step, driver_state, scores)
 
     def export(self, folder: str) -> Call[str]:
         return self._call(LearnerActor.export, folder)

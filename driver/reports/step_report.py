@@ -169,9 +169,14 @@ class StepReports:
         )
         self._metrics.log_eval(step, records)
 
-    def record_checkpoint(self, step: int) -> None:
-        """Notes a checkpoint."""
-        self._status.progress(step, last_checkpoint=step)
+    def record_checkpoint(self, step: int, saved_step: int) -> None:
+        """Notes a checkpoint that is complete.
+
+        Args:
+            step: the last that is closed.
+            saved_step: of the checkpoint.
+        """
+        self._status.progress(step, last_checkpoint=saved_step)
 
     def ledger_state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""

@@ -5,9 +5,11 @@ that a step reads: one that resumes takes the same steps, bit for bit.
 """
 
 import contextlib
+import functools
 import pathlib
 import secrets
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,13 +24,18 @@ from driver.sft.sft_plan import SftPlan
 from driver.signals import Interrupted, StopSignal
 from learner.durable.certificate import Certificate, check_certificate, make_certificate
 from learner.durable.checkpoint import CheckpointFailed, CheckpointFolder
+from learner.durable.checkpoint_writer import CheckpointJob, CheckpointWriter, copy_to_host
+from learner.durable.saved import Saved
 from learner.publish.policy_export import PolicyExport
 from learner.sft.supervised_learner import SupervisedLearner
+from learner.update.state import TrainState
 from models.files.carried_files import read_carried
 from models.files.checkpoint import load_model
 from models.platform import WrongPlatform, require_platform
 
 METRICS = "metrics.jsonl"
+WRITE_S = 3600.0
+"""How long a checkpoint may take that is written beside the training."""
 
 
 class NoDevices(RunError):
@@ -105,6 +112,9 @@ class SftTraining:
             for metric, sequences in plan.held_out_sequences().items()
         }
         self._checkpoints = CheckpointFolder(folder / "checkpoints", keep=config.checkpoint.keep)
+        self._writer = CheckpointWriter(
+            self._checkpoints, on_certified=lambda step, saved: [], timeout_s=WRITE_S
+        )
         self._log = JsonlLog(folder / METRICS)
         self._trackers = open_trackers(
             folder,
@@ -135,7 +145,8 @@ class SftTraining:
             self._learner.state, self._step = found.state, found.step
             if found.certificate is not None:
                 where = f"the checkpoint of step {found.step}"
-                checked(check_certificate, found.certificate, self._certificate(), where)
+                now = self._certifier()(self._learner.state)
+                checked(check_certificate, found.certificate, now, where)
             for reason in found.skipped:
                 print(f"skipped a checkpoint: {reason}", flush=True)
         self._log.rewind(self._step)
@@ -154,6 +165,7 @@ class SftTraining:
             self._report(0, {})
         while self._step < self._plan.steps:
             metrics = self._learner.update(self._plan.batch(self._step + 1))
+            self._say_ended()
             self._step += 1
             self._skipped.append(bool(metrics["train/update_skipped"]))
             self._report(self._step, metrics)
@@ -190,9 +202,12 @@ class SftTraining:
             )
 
     def close(self) -> None:
-        """Closes the log and the trackers."""
-        self._log.close()
-        close_trackers(self._trackers)
+        """Waits for a checkpoint in the background, and closes the log and the trackers."""
+        try:
+            self._writer.close()
+        finally:
+            self._log.close()
+            close_trackers(self._trackers)
 
     def _report(self, step: int, metrics: dict[str, float]) -> None:
         """Measures the held-out loss where it is due; one line of the log, one of the terminal."""
@@ -217,9 +232,10 @@ class SftTraining:
             tracker.log(step, metrics)
         print("  ".join(shown), flush=True)
 
-    def _certificate(self) -> Certificate:
-        return make_certificate(
-            self._learner.state, seed=self._config.run.seed, driver_state=self._record()
+    def _certifier(self) -> Callable[[TrainState], Certificate]:
+        """Makes the certificate of a state at the current step."""
+        return functools.partial(
+            make_certificate, seed=self._config.run.seed, driver_state=self._record()
         )
 
     def _record(self) -> dict[str, Any]:
@@ -238,6 +254,10 @@ class SftTraining:
 
     def _save_in_passing(self) -> None:
         """Writes a checkpoint; where that fails, says so and goes on from the one before."""
+        if self._config.checkpoint.asynchronous:
+            self._writer.submit(lambda: self._job(copy_to_host(self._learner.state)))
+            self._say_ended()
+            return
         try:
             self._save()
         except RunError as error:
@@ -250,15 +270,25 @@ class SftTraining:
             RunError: if it cannot be written.
         """
         try:
-            saved = self._checkpoints.save(
-                self._step,
-                self._learner.state,
-                self._record(),
-                self._certificate(),
-                self._scores(),
-            )
+            saved = self._writer.write(self._job(self._learner.state))
         except CheckpointFailed as error:
             raise RunError(str(error)) from error
         self._saved_step = self._step
-        for reason in saved.not_removed:
-            print(f"warning: {reason}", flush=True)
+        self._say_ended(saved)
+
+    def _job(self, state: TrainState) -> CheckpointJob:
+        return CheckpointJob(
+            step=self._step,
+            state=state,
+            record=self._record(),
+            certify=self._certifier(),
+            scores=self._scores(),
+        )
+
+    def _say_ended(self, *last: Saved) -> None:
+        """Says what is wrong with the checkpoints that ended since, and with the last one."""
+        for saved in (*self._writer.take_ended(), *last):
+            if saved.problem:
+                print(f"warning: {saved.problem}; the training goes on", flush=True)
+            for reason in saved.not_removed:
+                print(f"warning: {reason}", flush=True)

@@ -35,6 +35,7 @@ from learner.durable.checkpoint_manifest import (
     verify_checkpoint,
     write_manifest,
 )
+from learner.durable.state_files import write_state
 from learner.update.state import TrainState
 from services.process import failpoints
 from services.process.whole_file import make_folder, sync_folder
@@ -120,7 +121,7 @@ class CheckpointFolder:
 
         Args:
             step: names it; one that exists is replaced.
-            state: on the devices; not changed.
+            state: on the devices, or numpy arrays on the host; not changed.
             record: JSON values.
             certificate: of state and record.
             scores: by step, higher is better: of the steps with one, the best checkpoint stays, and
@@ -138,6 +139,7 @@ class CheckpointFolder:
             self._clean(writing)
             self._write(writing, step, state, record, certificate)
             verify_checkpoint(writing)
+            failpoints.reach("learner.complete", writing)
             self._put_in_place(writing, final)
         kept = self._prune(step, scores or {})
         not_removed, self._unreported = tuple(self._unreported), []
@@ -153,14 +155,7 @@ class CheckpointFolder:
         record: dict[str, Any],
         certificate: Certificate | None,
     ) -> None:
-        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-            checkpointer.save(
-                writing,
-                args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(_as_dict(state)),
-                    record=ocp.args.JsonSave(record),
-                ),
-            )
+        write_state(writing, _as_dict(state), record)
         failpoints.reach("learner.checkpoint", writing)
         if certificate is not None:
             (writing / CERTIFICATE).write_text(json.dumps(certificate.plain(), indent=1))

@@ -51,7 +51,8 @@ class UnfitGroup:
 class Journal:
     """Owns the group buffer of a run and its spool; safe to use from any thread.
 
-    `issue` is called by the thread that publishes, `begin` and `rotate` by the one that trains.
+    `issue` is called by the thread that publishes, `begin` and `rotate` by the one that trains, and
+    `prune` by the one that writes checkpoints.
     """
 
     def __init__(
@@ -258,19 +259,15 @@ class Journal:
         with self._lock:
             return not self._disowned.isdisjoint(group_ids)
 
-    def rotate(self, step: int, policy_version: int, oldest_step: int | None) -> list[str]:
-        """Begins the segment of a checkpoint, and removes segments that no checkpoint needs.
+    def rotate(self, step: int, policy_version: int) -> None:
+        """Begins the segment of a checkpoint, at the moment whose state that holds.
 
-        On a full disk the segment before stays in use, and `problem` says why.
+        It need not be on the disk: without it, a resume reads the segments before and this one. On
+        a full disk the segment before stays in use, and `problem` says why.
 
         Args:
-            step: of the checkpoint, which is on the disk.
+            step: of the checkpoint.
             policy_version: in that checkpoint.
-            oldest_step: of the oldest checkpoint that is kept; None where that is not known, so
-                that every segment stays.
-
-        Returns:
-            Old segments that could not be removed, each with the reason.
         """
 
         def still_open() -> OpenWork:
@@ -284,7 +281,17 @@ class Journal:
                 self._spool.rotate(step, still_open)
             except SpoolFailed as error:
                 log.warning("the spool continues in its earlier segment: %s", error)
-                return []
+
+    def prune(self, oldest_step: int | None) -> list[str]:
+        """Removes segments that no checkpoint needs; for any thread.
+
+        Args:
+            oldest_step: of the oldest checkpoint that is kept, which is whole; None where that is
+                not known, so that every segment stays.
+
+        Returns:
+            Old segments that could not be removed, each with the reason.
+        """
         return [] if oldest_step is None else self._spool.prune(oldest_step)
 
     def close(self) -> None:

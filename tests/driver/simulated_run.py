@@ -24,12 +24,12 @@ from driver import run as driver_run
 from driver.config.run_config import RunConfig
 from driver.fleet.actor_calls import ActorLost
 from driver.fleet.rooms import RoomState
+from learner.durable.saved import Saved
 from learner.learner_records import (
     LearnerHealth,
     LearnerInfo,
     RecordedUpdate,
     Restored,
-    Saved,
     UpdateReport,
 )
 from rollout_worker.data.data_digests import digest_data
@@ -52,7 +52,7 @@ from services.trajectories.data_order import DataOrder
 from services.trajectories.group_report import GroupReport
 from services.wire.messages import NO_VERSION
 
-READY_S, GROUP_S, UPDATE_S, EVALUATE_S = 5.0, 2.0, 1.0, 3.0
+READY_S, GROUP_S, UPDATE_S, EVALUATE_S, SAVE_S = 5.0, 2.0, 1.0, 3.0, 4.0
 RAY_NOTICES_S = 40.0
 """After the death of a host, until Ray knows of it and moves the rooms to another one."""
 DATA = digest_data([PromptSet(prompts=(), overlong=0)])
@@ -95,6 +95,10 @@ class World:
         self.moments: list[datetime.datetime] = []
         """That workers were started with."""
         self.restore_s = 1.0
+        self.save_problem = ""
+        """Why the next checkpoint cannot be written in the background."""
+        self.left: list[str] = []
+        """What each checkpoint cannot remove."""
         self.deadly: set[str] = set()
         """Groups whose completion ends a worker."""
         self.reward_error = ""
@@ -402,6 +406,9 @@ class Learner(Process):
     def __init__(self, *process: Any):
         super().__init__(*process)
         self.version = 0
+        self._saving: Callable[[], None] | None = None
+        """Completes the checkpoint that is being written in the background."""
+        self._ended: list[Saved] = []
 
     def describe(self) -> Answer:
         return self.call("describe", READY_S, self._describe)
@@ -475,20 +482,63 @@ class Learner(Process):
             outcomes=dict.fromkeys(group_ids, "trained"),
             replayed=None,
             disowned=[],
+            saved=self._take_ended(),
         )
 
     def save(
         self, step: int, driver_state: dict[str, Any], scores: Mapping[int, float | None]
     ) -> Answer:
         def keep() -> Saved:
-            world = self.world
-            world.saved, world.updates = (step, driver_state), []
-            world.scores[step] = dict(scores)
-            for group_id in world.trained:
-                world.groups.pop(group_id, None)
-            return Saved(folder="folder", not_removed=[])
+            self._finish_saving()
+            self._snapshot(step, driver_state, scores)()
+            saved = self._ended.pop()
+            return dataclasses.replace(saved, earlier=self._take_ended())
 
         return self.call("save", 1.0, keep)
+
+    def begin_save(
+        self, step: int, driver_state: dict[str, Any], scores: Mapping[int, float | None]
+    ) -> Answer:
+        def begin() -> list[Saved]:
+            self._finish_saving()
+            finish = self._saving = self._snapshot(step, driver_state, scores)
+            self.world.at(SAVE_S, lambda: self._saving is finish and self._finish_saving())
+            return self._take_ended()
+
+        return self.call("begin_save", 0.1, begin)
+
+    def _snapshot(
+        self, step: int, driver_state: dict[str, Any], scores: Mapping[int, float | None]
+    ) -> Callable[[], None]:
+        """What happens once a checkpoint of this moment is complete."""
+        world = self.world
+        updates, trained = [*world.updates], [*world.trained]
+
+        def complete() -> None:
+            world.saved = (step, driver_state)
+            world.updates = [update for update in world.updates if update not in updates]
+            world.scores[step] = dict(scores)
+            for group_id in trained:
+                world.groups.pop(group_id, None)
+            self._ended.append(Saved(step=step, folder="folder", not_removed=world.left))
+
+        def end() -> None:
+            if world.save_problem:
+                problem, world.save_problem = world.save_problem, ""
+                self._ended.append(Saved(step=step, folder="", not_removed=[], problem=problem))
+            else:
+                complete()
+
+        return end
+
+    def _finish_saving(self) -> None:
+        finish, self._saving = self._saving, None
+        if finish is not None and self.alive:
+            finish()
+
+    def _take_ended(self) -> list[Saved]:
+        ended, self._ended = self._ended, []
+        return ended
 
     def export(self, folder: str) -> Answer:
         return self.call("export", 0.1, lambda: "float32")
@@ -513,6 +563,7 @@ class Learner(Process):
             counts=BufferCounts(**dict.fromkeys(names, 0)),
             memory=MEMORY,
             activity=self.activity,
+            saving=None if self._saving is None else self.version,
         )
 
 

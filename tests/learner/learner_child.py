@@ -11,9 +11,10 @@ DIGEST = "digest.txt"
 """File in the run's folder with the digest of version 5."""
 
 
-def main(model: pathlib.Path, folder: pathlib.Path, points: pathlib.Path) -> None:
+def main(model: pathlib.Path, folder: pathlib.Path, points: pathlib.Path, background: bool) -> None:
     """Args:
     points: folder of failpoints.
+    background: whether checkpoints are written beside the training.
     """
     spec = learner_spec(model, RunAuthority.create("run"), folder, failpoints=str(points))
     learner = LearnerActor(spec)
@@ -30,6 +31,6 @@ def main(model: pathlib.Path, folder: pathlib.Path, points: pathlib.Path) -> Non
         groups = groups_of(learner._learner, step)
         push(learner._learner, [group for group in groups if group.group_id not in held])
         learner.update(names(step), [], WAIT_S)
-        learner.save(step, RUN_STATE, {})
+        (learner.begin_save if background else learner.save)(step, RUN_STATE, {})
     (folder / DIGEST).write_text(learner.digest(STEPS, WAIT_S))
     learner.close()

@@ -1,9 +1,7 @@
 """A learner that stops at any point and resumes gives the weights of one that never stopped."""
 
 import dataclasses
-import gc
 import json
-import pathlib
 import re
 
 import jax
@@ -13,9 +11,7 @@ import pytest
 from learner.durable.certificate import CertificateMismatch
 from learner.durable.checkpoint import CheckpointFailed
 from learner.durable.spool import SpoolFailed
-from learner.recorded_learner import RecordedLearner
 from services.process import failpoints
-from services.process.phase_clock import PhaseClock
 from services.trajectories import group_buffer
 from services.trajectories.group_buffer import NotStored
 from services.trajectories.receipts import UnknownReceipt
@@ -24,62 +20,13 @@ from tests.learner.tiny_learner import (
     RUN_STATE,
     WAIT_S,
     groups_of,
-    learner_spec,
     names,
     push,
+    replayed,
     train,
 )
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def start(model, authority, compiled):
-    """Starts learners in a folder, each as after a restart; stops them at the end."""
-    started = []
-    gc.freeze()  # as the actor does: each update collects, and would go through all modules
-
-    def make(folder: pathlib.Path, **changes) -> RecordedLearner:
-        for other, its_folder in started:
-            if its_folder == folder:
-                other._journal.close()  # it is dead
-        spec = learner_spec(model, authority, folder, **changes)
-        learner = RecordedLearner(spec, jax.devices()[:1], PhaseClock())
-        learner._core._programs.compiled = compiled
-        started.append((learner, folder))
-        return learner
-
-    yield make
-    failpoints.install(None)
-    for learner, _ in started:
-        learner.close()
-
-
-@pytest.fixture(scope="module")
-def undisturbed():
-    """Digests of versions 1 to 4 of a run that nothing stopped, made once."""
-    return {}
-
-
-@pytest.fixture
-def digests(start, tmp_path, undisturbed):
-    if not undisturbed:
-        learner = start(tmp_path / "undisturbed")
-        learner.publish()
-        undisturbed.update(enumerate(train(learner, 1, 2, 3, 4), 1))
-        assert len(set(undisturbed.values())) == 4
-    return undisturbed
-
-
-def replayed(learner, restored):
-    """Makes again what was begun, and returns how each version came out."""
-    learner.publish()
-    results = []
-    for update in restored.replay:
-        report = learner.update(update.group_ids, update.dropped_ids, WAIT_S)
-        assert (report.digest == update.digest) == (report.replayed == "equal")
-        results.append((report.policy_version, report.replayed))
-    return results
 
 
 @pytest.mark.parametrize("saved", [0, 1, 2])

@@ -92,3 +92,14 @@ def train(learner: RecordedLearner, *steps: int) -> list[str]:
         assert set(report.outcomes.values()) <= {"trained", "dropped_zero_variance"}
         digests.append(learner.digest(step, WAIT_S))
     return digests
+
+
+def replayed(learner, restored):
+    """Makes again what was begun, and returns how each version came out."""
+    learner.publish()
+    results = []
+    for update in restored.replay:
+        report = learner.update(update.group_ids, update.dropped_ids, WAIT_S)
+        assert (report.digest == update.digest) == (report.replayed == "equal")
+        results.append((report.policy_version, report.replayed))
+    return results

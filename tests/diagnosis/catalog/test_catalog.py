@@ -71,6 +71,7 @@ NAMES = [
     "train/kl",
     "mem/peak_bytes_in_use_max",
     "publish/waited_s",
+    "checkpoint/blocked_s",
 ]
 
 
