@@ -161,6 +161,11 @@ CONDITIONS = (
         ("checkpoint.keep_best",), "eval.every_steps above 0", lambda run: run.eval.every_steps > 0
     ),
     Condition(
+        ("checkpoint.asynchronous",),
+        "checkpoint.every_steps above 0",
+        lambda run: run.checkpoint.every_steps > 0,
+    ),
+    Condition(
         ("checkpoint.export_dtype",),
         "checkpoint.export_hf=true",
         lambda run: run.checkpoint.export_hf,
