@@ -219,7 +219,7 @@ class EngineSetup:
             ValueError: if the configuration does not fit devices, model or tokenizer.
         """
         mesh = self.mesh(devices)
-        stop_ids = tuple(sorted(tokenizer.stop_ids))
+        stop_ids = () if self.rollout.ignore_stop_tokens else tuple(sorted(tokenizer.stop_ids))
         valid_vocab = min(tokenizer.vocab_size, self.model.vocab_size)
         return Engine(
             self.spec(mesh, valid_vocab=valid_vocab),

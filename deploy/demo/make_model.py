@@ -1,6 +1,11 @@
 """Makes the demo's model: a small Qwen2 that can calculate but mostly guesses.
 
     python -m deploy.demo.make_model [--output deploy/demo/model]
+    python -m deploy.demo.make_model --positions 8320 --output runs/long/model
+
+The second command trains nothing: it copies the model that is there, and lets it take so many
+positions. They are rotary, so that no weight depends on their number; beyond the 76 tokens of the
+warm start its answers mean nothing.
 
 Supervised training (`python -m learner.sft`) teaches two kinds of answers. A worked answer writes
 one line per operation and is mostly right; a short answer states a result at once and is mostly
@@ -208,13 +213,39 @@ def make(output: pathlib.Path, stages: Sequence[Stage]) -> None:
         shutil.copytree(model, output, dirs_exist_ok=True)
 
 
+def lengthen(model: pathlib.Path, output: pathlib.Path, positions: int) -> None:
+    """Copies a model's folder, with another number of positions.
+
+    Raises:
+        ValueError: if they are fewer than the model has, or output is the model itself.
+    """
+    content = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    least = content["max_position_embeddings"]
+    if positions < least:
+        raise ValueError(f"--positions {positions} must be at least {least}, as {model} has it")
+    if output.resolve() == model.resolve():
+        raise ValueError(f"--output {output} is the model to copy: name another folder")
+    shutil.copytree(model, output, dirs_exist_ok=True)
+    content["max_position_embeddings"] = positions
+    (output / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
 def main() -> None:
-    """Makes the model of the demo."""
+    """Makes the model of the demo, or a copy of it for longer sequences."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--output", type=pathlib.Path, default=OUTPUT)
-    output = parser.parse_args().output
-    make(output, (CALCULATE, GUESS))
-    print(f"wrote {output}")
+    parser.add_argument(
+        "--positions", type=int, help="copies the model for sequences of so many tokens"
+    )
+    given = parser.parse_args()
+    if given.positions is None:
+        make(given.output, (CALCULATE, GUESS))
+    else:
+        try:
+            lengthen(OUTPUT, given.output, given.positions)
+        except ValueError as error:
+            parser.error(str(error))
+    print(f"wrote {given.output}")
 
 
 if __name__ == "__main__":

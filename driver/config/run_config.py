@@ -405,6 +405,24 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_ends(self):
+        if not self.rollout.ignore_stop_tokens:
+            return self
+        if self.environment is not None:
+            raise ValueError(
+                f"rollout.ignore_stop_tokens=true with environment.name={self.environment.name}: a "
+                "turn of the model would never end, and the environment never answer; set it to "
+                "false"
+            )
+        if self.algorithm.truncated == "mask" and not self.rollout.stop_strings:
+            raise ValueError(
+                "rollout.ignore_stop_tokens=true cuts every completion at "
+                "rollout.max_completion_tokens, and algorithm.truncated=mask leaves those out, so "
+                "that nothing trains: set algorithm.truncated to keep"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_pass_k(self):
         completions = self.rollout.completions_per_prompt
         if self.algorithm.advantage == "pass_at_k" and self.algorithm.pass_k >= completions:

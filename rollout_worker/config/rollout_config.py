@@ -148,6 +148,9 @@ class RolloutConfig(Section):
     stop_strings: tuple[str, ...] = ()
     """Texts that end a completion once it contains one, beside the stop tokens; it keeps them. A
     special token counts as the text that its vocabulary has for it."""
+    ignore_stop_tokens: bool = False
+    """Stop tokens are tokens like any other, and a completion goes on until max_completion_tokens
+    or a stop string, in evaluations as well: for measurements and trials of a length."""
     decode: DecodeConfig = DecodeConfig()
 
     @property
