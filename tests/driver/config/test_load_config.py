@@ -719,3 +719,14 @@ def test_what_would_train_nothing_or_drop_what_trains_is_refused():
         with pytest.raises(ConfigError, match="zero_variance=mask drops .*set zero_variance to"):
             load(None, [*base, f"algorithm.{key}", "algorithm.zero_variance=mask"])
         assert load(None, [*base, f"algorithm.{key}"]).algorithm.zero_variance == "keep"
+
+
+def test_completions_without_an_end_are_refused_where_they_would_train_nothing():
+    base = ["model.path=a", "data.train.source=b.jsonl", "data.eval.source=c.jsonl"]
+    endless = [*base, "rollout.ignore_stop_tokens=true"]
+    masked = [*endless, "algorithm.truncated=mask"]
+    with pytest.raises(ConfigError, match="truncated=mask leaves those out.*set algorithm.trunc"):
+        load(None, masked)
+    assert load(None, [*masked, 'rollout.stop_strings=["."]']).rollout.ignore_stop_tokens
+    with pytest.raises(ConfigError, match="with environment.name=a:B: a turn .*set it to false"):
+        load(None, [*endless, "environment.name=a:B"])
