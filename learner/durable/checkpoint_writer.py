@@ -171,7 +171,9 @@ class CheckpointWriter:
         if error is None:
             self._ended.append(future.result())
         elif isinstance(error, CheckpointFailed):
-            self._ended.append(Saved(step=step, folder="", not_removed=[], problem=str(error)))
+            self._ended.append(
+                Saved(step=step, folder="", not_removed=[], problem=error.strerror or str(error))
+            )
         else:
             raise CheckpointBroken(
                 f"the checkpoint of step {step} was not written, {self._doing}: "

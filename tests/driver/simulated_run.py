@@ -97,6 +97,7 @@ class World:
         self.restore_s = 1.0
         self.save_problem = ""
         """Why the next checkpoint cannot be written in the background."""
+        self.save_s = SAVE_S
         self.left: list[str] = []
         """What each checkpoint cannot remove."""
         self.deadly: set[str] = set()
@@ -502,7 +503,8 @@ class Learner(Process):
         def begin() -> list[Saved]:
             self._finish_saving()
             finish = self._saving = self._snapshot(step, driver_state, scores)
-            self.world.at(SAVE_S, lambda: self._saving is finish and self._finish_saving())
+            later = lambda: self._finish_saving() if self._saving is finish else None
+            self.world.at(self.world.save_s, later)
             return self._take_ended()
 
         return self.call("begin_save", 0.1, begin)

@@ -3,6 +3,7 @@
 import pytest
 
 from driver.fleet.actor_calls import ActorFailed
+from tests.driver import simulated_run
 from tests.driver.simulated_run import SimulatedRun, World
 
 FAILED = "learner failed in 'save': learner.durable.checkpoint.CheckpointFailed: [Errno {}] {}"
@@ -87,3 +88,27 @@ def test_what_a_checkpoint_could_not_remove_is_reported_and_the_run_goes_on_R06(
     run = SimulatedRun(tmp_path / "run", world, **changes).run(monkeypatch)
     assert run.error is None and world.saved is not None and world.saved[0] == 6
     assert run.said_of(left) == [f"step {step}: {left}" for step in (2, 4, 6)]
+
+
+@pytest.mark.parametrize("ends_in_time", [True, False])
+def test_a_run_that_ends_with_an_error_waits_for_the_one_under_way_and_names_the_bound(
+    tmp_path, monkeypatch, ends_in_time
+):
+    world, failed = World(), []
+    world.save_s = 10**6
+
+    def close_slowly(self):
+        return self.call("close", 60.0 if ends_in_time else 600.0, self.end)
+
+    def fault(place):
+        if place == "learner update" and world.process("learner").version == 4:
+            failed.append(place)
+            raise ActorFailed("the learner failed in 'update': ValueError: made up")
+
+    monkeypatch.setattr(simulated_run.Learner, "close", close_slowly)
+    world.fault = fault
+    run = SimulatedRun(tmp_path / "run", world).run(monkeypatch)
+    assert failed and isinstance(run.error, ActorFailed)
+    assert len(run.said_of("waits up to 120 s for the checkpoint of step")) == 1
+    late = run.said_of("the checkpoint of step", "was not complete within 120 s")
+    assert len(late) == (0 if ends_in_time else 1)

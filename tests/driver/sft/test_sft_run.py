@@ -22,6 +22,7 @@ from driver.signals import Interrupted, StopSignal
 from models.files.checkpoint import load_model
 from models.load_tokenizer import load_tokenizer
 from models.platform import require_platform
+from services.process import failpoints
 from tests.deadlines import HANG_S
 from tests.driver.reports.test_trackers import tensorboard_events
 from tests.tiny_model import write_tiny_model
@@ -158,6 +159,24 @@ def test_a_signal_ends_it_after_the_step_with_a_checkpoint(make, tmp_path):
         training.train(stop)
     assert ended.value.exit_code == 143 and training._step == 1
     assert (tmp_path / "out" / "checkpoints" / "step-00000001").is_dir()
+
+
+@pytest.mark.parametrize("beside", ["true", "false"])
+def test_a_checkpoint_that_cannot_be_written_is_said_and_the_training_goes_on(
+    make, tmp_path, capsys, beside
+):
+    training = make(f"checkpoint.asynchronous={beside}")
+    failpoints.install(tmp_path / "points")
+    failpoints.arm(tmp_path / "points", "learner.checkpoint", "enospc")
+    try:
+        training.train(StopSignal())
+        training.close()
+    finally:
+        failpoints.install(None)
+    said = capsys.readouterr().out
+    assert said.count("the checkpoint of step 2 could not be written to") == 1
+    assert "No space left on device; the training goes on" in said
+    assert training._checkpoints.complete_steps() == [6, 4]
 
 
 def test_a_finished_training_that_resumes_takes_no_step(make, tmp_path):

@@ -69,6 +69,7 @@ GIVEN = {
     ),
     "weights.canary_bound": ("0.1", ("weights.canary=false",), ()),
     "checkpoint.keep_best": ("false", (), ("eval.every_steps=2",)),
+    "checkpoint.asynchronous": ("false", ("checkpoint.every_steps=0",), ()),
     "checkpoint.export_dtype": ("float32", ("checkpoint.export_hf=false",), ()),
     "log.wandb.project": ("mine", (), ("log.wandb.mode=offline",)),
     "log.wandb.entity": ("me", (), ("log.wandb.mode=offline",)),
