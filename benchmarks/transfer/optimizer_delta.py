@@ -165,8 +165,10 @@ def random_groups(
     return groups
 
 
-def logprobs_of(core: LearnerCore, loaded: LoadedModel, token_ids_BT: np.ndarray) -> np.ndarray:
-    """float32 [B, T - 1]: of every token but the first, group by group."""
+def logprobs_of(
+    core: LearnerCore, loaded: LoadedModel, token_ids_BT: np.ndarray, rows: int = GROUP_SIZE
+) -> np.ndarray:
+    """float32 [B, T - 1]: of every token but the first, so many rows at a time."""
     config = loaded.config
 
     @jax.jit
@@ -179,7 +181,7 @@ def logprobs_of(core: LearnerCore, loaded: LoadedModel, token_ids_BT: np.ndarray
         logits_BTV = logits(hidden_BTD[:, :-1], head_weight(params))
         return token_logprob(logits_BTV, ids_BT[:, 1:]).logprob
 
-    parts = np.split(token_ids_BT, len(token_ids_BT) // GROUP_SIZE)
+    parts = np.split(token_ids_BT, len(token_ids_BT) // rows)
     return np.concatenate([np.asarray(score(core.state.params, part)) for part in parts])
 
 
