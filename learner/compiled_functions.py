@@ -31,7 +31,7 @@ from learner.update import value_head
 from learner.update.distilled_head import TeacherPlan, teacher_specs
 from learner.update.entropy_bonus import EntropyBonus, EntropyRule, first_bonus
 from learner.update.head import HeadPlan
-from learner.update.mesh import AXES, make_mesh
+from learner.update.mesh import ROWS, MeshShape, make_mesh
 from learner.update.optimizer import learning_rate_schedule, make_optimizer
 from learner.update.sharding import param_specs
 from learner.update.state import TrainState, abstract_state, state_shardings
@@ -64,7 +64,7 @@ class LearnerFunctions:
     abstract_state: TrainState
     """Shape, dtype and sharding of every leaf of the state."""
     batch_sharding: NamedSharding
-    """Rows of a micro-batch, divided over all devices."""
+    """Rows of a micro-batch, whole, divided over the axes ROWS of the mesh."""
     sequence_ratios: bool
     """Whether micro-batches hold the ratio of each sequence."""
     has_critic: bool
@@ -129,19 +129,25 @@ def make_learner_functions(
         ValueError: if mesh or schedule cannot work, with the numbers.
     """
     algorithm, learner = settings.algorithm, settings.learner
-    mesh = make_mesh(data=learner.mesh.data, fsdp=learner.mesh.fsdp, devices=devices)
+    mesh = make_mesh(
+        data=learner.mesh.data,
+        fsdp=learner.mesh.fsdp,
+        context=learner.mesh.context,
+        devices=devices,
+    )
+    shards = MeshShape.of(mesh).shards
     adapter = None if learner.lora is None else shape_of(learner.lora, model_config)
     base, trained = None, params
     if adapter is not None:
         trained = abstract_adapter(adapter, model_config)
-        base_specs = param_specs(params, mesh.shape["fsdp"])
+        base_specs = param_specs(params, shards)
         reference_specs = base_specs
         if learner.lora is not None and learner.lora.init_from is not None:
-            reference_specs = join(base_specs, param_specs(trained, mesh.shape["fsdp"]))
+            reference_specs = join(base_specs, param_specs(trained, shards))
         base = FrozenBase(specs=base_specs, reference_specs=reference_specs)
     if algorithm.has_critic:
         trained = value_head.with_value_head(trained, model_config.hidden_size)
-    specs = param_specs(trained, mesh.shape["fsdp"])
+    specs = param_specs(trained, shards)
     whole_specs = specs if base is None else join(base.specs, specs)
     objective = Objective(
         clip_low=algorithm.clip_low,
@@ -185,7 +191,7 @@ def make_learner_functions(
         base=base,
         optimizer=optimizer,
         abstract_state=state,
-        batch_sharding=NamedSharding(mesh, P(AXES)),
+        batch_sharding=NamedSharding(mesh, P(ROWS)),
         sequence_ratios=objective.sequence_ratio,
         has_critic=algorithm.has_critic,
         entropy_bonus=bonus,
@@ -246,7 +252,7 @@ def _plan_teacher(
     assert distillation is not None
     return TeacherPlan(
         config=teacher,
-        specs=teacher_specs(abstract_params(teacher), specs, mesh.shape["fsdp"]),
+        specs=teacher_specs(abstract_params(teacher), specs, MeshShape.of(mesh).shards),
         coef=distillation.coef,
         top_k=distillation.top_k if distillation.form == "top_k" else None,
     )

@@ -256,13 +256,23 @@ class OptimizerConfig(Section):
     """Largest global norm of the gradient; a longer one is scaled down."""
 
 
+CONTEXT_SIZES = (1, 2, 4, 8, 16, 32)
+"""Of learner.mesh.context: every row that is compiled, a power of 2 from 64 or the whole budget
+(learner/objective/batching.py), has chunks of equal length then."""
+
+
 class MeshConfig(Section):
-    """Axis sizes of the learner's device mesh; one axis may be -1 (all devices that remain)."""
+    """Axis sizes of the learner's device mesh; one of the first two may be -1 (all devices that
+    remain).
+    """
 
     data: int = 1
     """Copies of the model; each takes a share of the batch."""
     fsdp: int = -1
-    """Devices over which parameters and optimizer state are sharded."""
+    """Devices over which parameters and optimizer state are sharded, times those of `context`."""
+    context: int = 1
+    """Devices that share the tokens of each row, a power of 2: a row may have `microbatch_tokens`
+    of each of them (docs/long-sequences.md)."""
 
     @model_validator(mode="after")
     def _check(self):
@@ -271,6 +281,11 @@ class MeshConfig(Section):
             raise ValueError(
                 f"mesh axes must be positive and at most one may be -1, got "
                 f"data={self.data}, fsdp={self.fsdp}"
+            )
+        if self.context not in CONTEXT_SIZES:
+            raise ValueError(
+                f"context={self.context}: rows are cut into 2 x context equal chunks, and the "
+                f"shortest row has 64 tokens; set it to one of {CONTEXT_SIZES}"
             )
         return self
 
@@ -298,7 +313,8 @@ class LearnerConfig(Section):
     """How one batch of groups becomes one optimiser step."""
 
     microbatch_tokens: int = Field(default=8192, ge=16, le=2**24)
-    """Token slots of one micro-batch on one device, padding included."""
+    """Token slots of one micro-batch on one device, padding included. The longest row has as many,
+    times `mesh.context`."""
     updates_per_batch: int = Field(default=1, ge=1, le=1000)
     """Optimiser updates on the same groups; from the second on the clip has work to do."""
     mesh: MeshConfig = MeshConfig()
@@ -317,6 +333,28 @@ class LearnerConfig(Section):
     `pallas` on a TPU and `xla` elsewhere, and `reference` for rows that are short."""
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoraConfig | None = None
+
+    @property
+    def longest_row(self) -> int:
+        """Token slots of the longest row of a micro-batch, on all devices that share it."""
+        return self.microbatch_tokens * self.mesh.context
+
+    @property
+    def say_longest_row(self) -> str:
+        """The keys that it follows from, with their values."""
+        context = self.mesh.context
+        shared = f" x learner.mesh.context={context} = {self.longest_row}" * (context > 1)
+        return f"learner.microbatch_tokens={self.microbatch_tokens}{shared}"
+
+    @model_validator(mode="after")
+    def _check_rows(self):
+        if self.mesh.context > 1 and self.microbatch_tokens % 2:
+            raise ValueError(
+                f"microbatch_tokens={self.microbatch_tokens} with mesh.context="
+                f"{self.mesh.context}: each device has two equal chunks of a row; set "
+                "microbatch_tokens to an even number"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_head(self):

@@ -23,6 +23,7 @@ from learner.programs import Model, ProgramRunner, Scorer
 from learner.publish.canary import ScoredProbe
 from learner.publish.snapshot import PUBLISH_DTYPES, BaseDigest, Snapshot, host_weights
 from learner.teacher import TeacherModel
+from learner.update.mesh import MeshShape
 from learner.update.state import TrainState, init_state, place_frozen, place_params
 from learner.update.update_metrics import (
     combine_updates,
@@ -88,7 +89,7 @@ class LearnerCore:
             teacher=teacher and teacher.config,
         )
         self._clips_tokens = algorithm.policy_loss == "clip"
-        self._packing = Packing(learner.microbatch_tokens, len(self._devices))
+        self._packing = Packing(learner.longest_row, MeshShape.of(self._functions.mesh).rows)
         self._kl_in_reward = algorithm.kl_in == "reward"
         self._programs = ProgramRunner()
         self._scorer = Scorer(self._functions, self._programs, self._packing, self._params_of)

@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     add("--repeat", type=int, default=1, metavar="R", help="runs of each, taking turns, for timing")
     add("--model", metavar="PATH", help="folder, .gguf file or hub id (default: as recorded)")
     add("--compute-dtype", metavar="DTYPE", help="bfloat16 or float32 (default: as recorded)")
-    add("--mesh", metavar="DATA,FSDP", help="device mesh (default: as recorded)")
+    add("--mesh", metavar="DATA,FSDP[,CONTEXT]", help="device mesh (default: as recorded)")
     for name, what in (("loss", "loss"), ("grad-norm", "gradient norm"), ("update", "update")):
         add(
             f"--{name}-tol",
@@ -233,12 +233,13 @@ def _learner_section(contents: Contents, given: argparse.Namespace) -> LearnerCo
         section["compute_dtype"] = given.compute_dtype
     if given.mesh is not None:
         try:
-            data, fsdp = map(int, given.mesh.split(","))
+            data, fsdp, context = map(int, f"{given.mesh},1".split(",")[:3])
         except ValueError:
             raise WrongInput(
-                f"--mesh {given.mesh!r}: give two whole numbers, DATA,FSDP, such as 1,-1"
+                f"--mesh {given.mesh!r}: give two whole numbers, DATA,FSDP, such as "
+                "1,-1, or three, DATA,FSDP,CONTEXT"
             ) from None
-        section["mesh"] = {"data": data, "fsdp": fsdp}
+        section["mesh"] = {"data": data, "fsdp": fsdp, "context": context}
     try:
         return validated(LearnerConfig, section)
     except ValueError as error:

@@ -58,6 +58,7 @@ _UNIT_OF_KEY = {
     "learner.optimizer.warmup_steps": "updates",
     "learner.mesh.data": "devices",
     "learner.mesh.fsdp": "devices",
+    "learner.mesh.context": "devices",
     "weights.streams": "streams",
     "weights.keep_versions": "policy versions",
     "weights.relay_fanout": "workers",

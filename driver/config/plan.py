@@ -15,7 +15,7 @@ from kernels.packed_attention.ops import plan_attention
 from learner.config import AlgorithmConfig, OptimizerConfig
 from learner.first_adapter import shape_of
 from learner.objective.batching import row_buckets
-from learner.update.mesh import mesh_shape
+from learner.update.mesh import MeshShape, mesh_shape
 from learner.update.value_head import head_parameters
 from models.adapter import AdapterShape, adapter_of, adapter_parameters
 from models.config import ModelConfig
@@ -69,8 +69,8 @@ class Plan:
     """Derived sizes of one run; bytes are of arrays alone, without temporaries."""
 
     devices: Devices
-    mesh: tuple[int, int]
-    """(data, fsdp) of the learner."""
+    mesh: MeshShape
+    """Of the learner."""
     completions_per_step: int
     completion_tokens_per_step: int
     """At most: every completion at its longest."""
@@ -98,7 +98,7 @@ class Plan:
     """Of the adapter, or of the model."""
     learner_bytes_per_device: int
     """Master weights, those of a critic included, optimiser moments, gradients, the model under an
-    adapter, reference policy and teacher, cut over fsdp."""
+    adapter, reference policy and teacher, cut over fsdp x context."""
     wire_bytes_per_version: int
     shared_bytes_per_device: int | None
     """Of learner and worker together, with two copies of the policy, where they share devices."""
@@ -162,7 +162,11 @@ def derive(
     """
     rollout, learner = config.rollout, config.learner
     mesh = checked(
-        mesh_shape, data=learner.mesh.data, fsdp=learner.mesh.fsdp, devices=devices.learner
+        mesh_shape,
+        data=learner.mesh.data,
+        fsdp=learner.mesh.fsdp,
+        context=learner.mesh.context,
+        devices=devices.learner,
     )
     if config.sequence_tokens > model.max_position_embeddings:
         raise ConfigError(
@@ -205,8 +209,8 @@ def derive(
         )
     worker_prompts = math.ceil(rollout.prompts_per_step / rollout.workers.at_start)
     longest = config.sequence_tokens - 1  # the last token is only ever a target
-    row_tokens = min(b for b in row_buckets(learner.microbatch_tokens) if b >= longest)
-    microbatch_rows = devices.learner * (learner.microbatch_tokens // row_tokens)
+    row_tokens = min(b for b in row_buckets(learner.longest_row) if b >= longest)
+    microbatch_rows = mesh.rows * (learner.longest_row // row_tokens)
     parameters = trained = _parameters(model)
     if adapter is not None:
         trained = adapter_parameters(adapter, model)
@@ -238,9 +242,9 @@ def derive(
         parameters=parameters,
         adapter=adapter,
         trained_parameters=trained,
-        learner_bytes_per_device=math.ceil(learner_bytes / mesh[1]),
+        learner_bytes_per_device=math.ceil(learner_bytes / mesh.shards),
         wire_bytes_per_version=wire_bytes,
-        shared_bytes_per_device=math.ceil(learner_bytes / mesh[1])
+        shared_bytes_per_device=math.ceil(learner_bytes / mesh.shards)
         + worker.policy_bytes
         + worker.version_bytes
         + worker.cache_bytes
@@ -298,7 +302,7 @@ def plan_worker(setup: EngineSetup, devices: int) -> WorkerPlan:
 
 def format_plan(plan: Plan) -> str:
     """The derived sizes as lines of `what: number`."""
-    (data, fsdp), worker = plan.mesh, plan.worker
+    mesh, worker = plan.mesh, plan.worker
     kept = " and once more during an evaluation" * plan.keeps_policy
     parked = f" and {counted(worker.parked * worker.lanes, 'parked episode')}" * bool(worker.parked)
     lines = [
@@ -316,7 +320,7 @@ def format_plan(plan: Plan) -> str:
         f"loss: {plan.loss}",
         f"attention: {plan.attention}",
         *_say_adapter(plan),
-        f"learner: mesh data={data} x fsdp={fsdp}; state "
+        f"learner: mesh data={mesh.data} x fsdp={mesh.fsdp} x context={mesh.context}; state "
         f"{say_bytes(plan.learner_bytes_per_device)} a device, without activations",
         f"worker: {counted(plan.devices.worker, 'device')}; policy "
         f"{say_bytes(worker.policy_bytes)} a device, {_say_change(worker)}{kept}; KV "

@@ -505,9 +505,9 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check(self):
-        if self.learner.microbatch_tokens < self.sequence_tokens:
+        if self.learner.longest_row < self.sequence_tokens:
             raise ValueError(
-                f"learner.microbatch_tokens={self.learner.microbatch_tokens} cannot hold one "
+                f"{self.learner.say_longest_row} cannot hold one "
                 f"sequence of rollout.max_prompt_tokens + max_completion_tokens = "
                 f"{self.sequence_tokens} tokens: raise it or lower one of the two"
             )

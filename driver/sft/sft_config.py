@@ -81,9 +81,9 @@ class SftConfig(Section):
 
     @model_validator(mode="after")
     def _check(self):
-        if self.learner.microbatch_tokens < self.batch.max_tokens:
+        if self.learner.longest_row < self.batch.max_tokens:
             raise ValueError(
-                f"learner.microbatch_tokens={self.learner.microbatch_tokens} cannot hold one "
+                f"{self.learner.say_longest_row} cannot hold one "
                 f"record of batch.max_tokens={self.batch.max_tokens} tokens: raise it or lower "
                 "batch.max_tokens"
             )

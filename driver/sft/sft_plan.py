@@ -157,7 +157,13 @@ def _check_geometry(config: SftConfig, model: ModelConfig) -> str:
     platform, mesh = config.placement.platform, config.learner.mesh
     if platform == "cpu":  # how many there are of another is known where they are
         devices = cpu_devices(os.environ)
-        checked(mesh_shape, data=mesh.data, fsdp=mesh.fsdp, devices=devices)
+        checked(
+            mesh_shape,
+            data=mesh.data,
+            fsdp=mesh.fsdp,
+            context=mesh.context,
+            devices=devices,
+        )
     if config.batch.max_tokens > model.max_position_embeddings:
         raise ConfigError(
             f"batch.max_tokens={config.batch.max_tokens} positions, but the model at model.path "
@@ -232,14 +238,16 @@ def _describe_update(
 ) -> str:
     learner = config.learner
     longest = max(len(example.token_ids) for one in train for example in one.examples) - 1
-    row_tokens = min(b for b in row_buckets(learner.microbatch_tokens) if b >= longest)
+    row_tokens = min(b for b in row_buckets(learner.longest_row) if b >= longest)
+    shared_by = learner.mesh.context
+    devices = "a device" if shared_by == 1 else f"for each {shared_by} devices, which share them"
     each_bytes = 2 * FLOAT32_BYTES + moment_bytes(learner.optimizer)
     state = say_bytes(each_bytes * _parameters(model))
     return (
-        f"update: micro-batches of up to {learner.microbatch_tokens // row_tokens:,} rows x "
-        f"{row_tokens:,} tokens a device; {learner.optimizer.name}, lm_head={learner.lm_head} by "
+        f"update: micro-batches of up to {learner.longest_row // row_tokens:,} rows x "
+        f"{row_tokens:,} tokens {devices}; {learner.optimizer.name}, lm_head={learner.lm_head} by "
         f"{loss_impl}; weights, gradients and moments {state} over the devices of "
-        "learner.mesh.fsdp, without activations"
+        "learner.mesh.fsdp and context, without activations"
     )
 
 

@@ -79,9 +79,9 @@ class HeadOptions:
     """As `token_logprob` has these two."""
     chunk_tokens: int | None = None
     """Upper bound on the tokens of a chunk; None uses that of the implementation."""
-    vocab_axis: str | None = None
-    """Inside `shard_map`: the mesh axis over which the head is cut by rows, in equal parts. All
-    else is then the same on every device of that axis."""
+    vocab_axis: str | tuple[str, ...] | None = None
+    """Inside `shard_map`: the mesh axis, or axes, over which the head is cut by rows, in equal
+    parts. All else is then the same on every device of them."""
 
     def __post_init__(self):
         if self.schedule not in SCHEDULES:

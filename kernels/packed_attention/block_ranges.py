@@ -7,7 +7,8 @@ numbers them, no range has a block too many; for other numbers it may, and never
 
 Dimension key:
     B: rows
-    J: blocks of a row
+    Q: blocks of queries
+    J: blocks of a row, as keys
     L: tokens of a block
 """
 
@@ -17,8 +18,17 @@ import jax
 import jax.numpy as jnp
 
 
+class QueryBlocks(NamedTuple):
+    """Blocks of queries of the row, in its order."""
+
+    segment_BQL: jax.Array
+    """int32; 0 is padding, which needs nothing."""
+    start_Q: jax.Array
+    """int32; the place of the first token of each in the row."""
+
+
 class BlockRange(NamedTuple):
-    """For every block, those of the other side that it needs; int32 [B, J] each."""
+    """For every block, those of the other side that it needs; int32 [B, Q] or [B, J] each."""
 
     first: jax.Array
     stop: jax.Array
@@ -34,29 +44,40 @@ class BlockRanges(NamedTuple):
     """Of each block of keys."""
 
 
-def block_ranges(segment_BJL: jax.Array, *, window: int | None = None) -> BlockRanges:
+def block_ranges(
+    segment_BJL: jax.Array, queries: QueryBlocks | None = None, *, window: int | None = None
+) -> BlockRanges:
     """The ranges of rows that are cut into blocks.
 
     Args:
         segment_BJL: int32; 0 is padding, which needs nothing.
+        queries: None for the blocks of the row.
     """
     _, J, L = segment_BJL.shape
+    key_start_J = jnp.arange(J) * L
+    if queries is None:
+        queries = QueryBlocks(segment_BJL, key_start_J)
+    last_Q = queries.start_Q + queries.segment_BQL.shape[-1] - 1
+    near_QJ = last_Q[:, None] >= key_start_J
+    if window is not None:
+        near_QJ &= queries.start_Q[:, None] - (key_start_J + L - 1) < window
+    low_BQ, high_BQ = _bounds(queries.segment_BQL)
+    low_BJ, high_BJ = _bounds(segment_BJL)
+    meet_BQJ = near_QJ & (low_BQ[:, :, None] <= high_BJ[:, None, :])
+    meet_BQJ &= low_BJ[:, None, :] <= high_BQ[:, :, None]
+    return BlockRanges(_range(meet_BQJ), _range(meet_BQJ.swapaxes(1, 2)))
+
+
+def _bounds(segment_BJL):
+    """The smallest and the largest segment of each block [B, J]."""
     bounds = jnp.iinfo(segment_BJL.dtype)
     is_token_BJL = segment_BJL != 0
     low_BJ = jnp.where(is_token_BJL, segment_BJL, bounds.max).min(axis=-1)
-    high_BJ = jnp.where(is_token_BJL, segment_BJL, bounds.min).max(axis=-1)
-    block_J = jnp.arange(J)
-    behind_JJ = block_J[:, None] - block_J
-    near_JJ = behind_JJ >= 0
-    if window is not None:
-        near_JJ &= (behind_JJ - 1) * L + 1 < window
-    meet_BJJ = near_JJ & (low_BJ[:, :, None] <= high_BJ[:, None, :])
-    meet_BJJ &= low_BJ[:, None, :] <= high_BJ[:, :, None]
-    return BlockRanges(_range(meet_BJJ), _range(meet_BJJ.swapaxes(1, 2)))
+    return low_BJ, jnp.where(is_token_BJL, segment_BJL, bounds.min).max(axis=-1)
 
 
-def _range(meet_BJJ):
-    J = meet_BJJ.shape[-1]
-    first_BJ = jnp.argmax(meet_BJJ, axis=-1).astype(jnp.int32)
-    stop_BJ = J - jnp.argmax(meet_BJJ[..., ::-1], axis=-1).astype(jnp.int32)
-    return BlockRange(first_BJ, jnp.where(meet_BJJ.any(axis=-1), stop_BJ, first_BJ))
+def _range(meet_BQJ):
+    J = meet_BQJ.shape[-1]
+    first_BQ = jnp.argmax(meet_BQJ, axis=-1).astype(jnp.int32)
+    stop_BQ = J - jnp.argmax(meet_BQJ[..., ::-1], axis=-1).astype(jnp.int32)
+    return BlockRange(first_BQ, jnp.where(meet_BQJ.any(axis=-1), stop_BQ, first_BQ))

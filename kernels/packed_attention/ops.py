@@ -59,19 +59,21 @@ def plan_attention(choice: str, platform: str) -> AttentionPlan:
 
 def packed_attention(
     query_BTNH: jax.Array,
-    key_BTKH: jax.Array,
-    value_BTKH: jax.Array,
-    segment_BT: jax.Array,
+    key_BSKH: jax.Array,
+    value_BSKH: jax.Array,
+    segment_BS: jax.Array,
     *,
     operand_dtype: jax.typing.DTypeLike,
     window: int | None = None,
     soft_cap: float | None = None,
+    start_C: jax.Array | None = None,
     impl: str = choose.XLA,
 ) -> jax.Array:
     """Same contract as reference.packed_attention, with its arguments checked.
 
     On a mesh it stands inside `shard_map`: rows and key/value heads, with their query heads, may be
-    cut over any axes, since none of them depends on another.
+    cut over any axes, since none of them depends on another. Where the tokens of a row are cut,
+    keys, values and segments are gathered, and `start_C` says which queries a device has.
 
     Args:
         operand_dtype: bfloat16 or float32.
@@ -80,7 +82,7 @@ def packed_attention(
     Raises:
         ValueError: if shapes, dtypes or options do not fit, with the numbers.
     """
-    _check_arrays(query_BTNH, key_BTKH, value_BTKH, segment_BT)
+    _check_arrays(query_BTNH, key_BSKH, value_BSKH, segment_BS, start_C)
     if jnp.dtype(operand_dtype) not in OPERAND_DTYPES:
         raise ValueError(
             f"operand_dtype must be bfloat16 or float32, got {jnp.dtype(operand_dtype)}"
@@ -91,12 +93,13 @@ def packed_attention(
         raise ValueError(f"soft_cap must be None or finite and above 0, got {soft_cap!r}")
     return _implementation(impl)(
         query_BTNH,
-        key_BTKH,
-        value_BTKH,
-        segment_BT,
+        key_BSKH,
+        value_BSKH,
+        segment_BS,
         operand_dtype=operand_dtype,
         window=None if window is None else int(window),
         soft_cap=None if soft_cap is None else float(soft_cap),
+        start_C=start_C,
     )
 
 
@@ -112,21 +115,33 @@ def _implementation(impl: str):
     raise ValueError(f"impl must be one of {choose.IMPLEMENTATIONS}, got {impl!r}")
 
 
-def _check_arrays(query_BTNH, key_BTKH, value_BTKH, segment_BT):
+def _check_arrays(query_BTNH, key_BSKH, value_BSKH, segment_BS, start_C):
     """Refuses arrays that do not belong together, with their shapes."""
-    for name, array in (("query", query_BTNH), ("key", key_BTKH), ("value", value_BTKH)):
+    for name, array in (("query", query_BTNH), ("key", key_BSKH), ("value", value_BSKH)):
         if array.ndim != 4 or min(array.shape) < 1:
             raise ValueError(f"{name} must be [B, T, heads, H], none of them 0, got {array.shape}")
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"{name} must be floating point, got {array.dtype}")
     B, T, N, H = query_BTNH.shape
-    K = key_BTKH.shape[2]
-    if key_BTKH.shape != (B, T, K, H) or value_BTKH.shape != key_BTKH.shape or N % K:
+    S, K = key_BSKH.shape[1:3]
+    S = T if start_C is None else S
+    if key_BSKH.shape != (B, S, K, H) or value_BSKH.shape != key_BSKH.shape or N % K:
         raise ValueError(
-            f"key and value must be [B, T, K, H] = [{B}, {T}, a divisor of {N}, {H}] alike for a "
-            f"query of {query_BTNH.shape}, got {key_BTKH.shape} and {value_BTKH.shape}"
+            f"key and value must be [B, T, K, H] = [{B}, {S}, a divisor of {N}, {H}] alike for a "
+            f"query of {query_BTNH.shape}, got {key_BSKH.shape} and {value_BSKH.shape}"
         )
-    if segment_BT.shape != (B, T) or not jnp.issubdtype(segment_BT.dtype, jnp.integer):
+    if segment_BS.shape != (B, S) or not jnp.issubdtype(segment_BS.dtype, jnp.integer):
         raise ValueError(
-            f"segment must be integers of shape {(B, T)}, got {segment_BT.dtype} {segment_BT.shape}"
+            f"segment must be integers of shape {(B, S)}, got {segment_BS.dtype} {segment_BS.shape}"
+        )
+    if start_C is None:
+        return
+    if start_C.ndim != 1 or not jnp.issubdtype(start_C.dtype, jnp.integer):
+        raise ValueError(
+            f"start must be integers of shape (C,), got {start_C.dtype} {start_C.shape}"
+        )
+    if not len(start_C) or T % len(start_C) or T > S:
+        raise ValueError(
+            f"{T} queries must be {len(start_C)} chunks of equal length, of at least one, in a "
+            f"row of {S} tokens"
         )

@@ -8,13 +8,17 @@ The kernel itself compares the segments within a block. A block that is not visi
 step of the grid, so that blocks are large.
 
 Every block of queries visits at least the keys in its own places: a row without a visible key would
-divide by zero. So padding is attended in its own block alone, as one more segment.
+divide by zero. So padding is attended in its own block alone, as one more segment. What a chunk of
+queries lacks to whole blocks is filled with its last token again, which has its own key like any
+other, and whose results are dropped.
 
 The backward pass has one kernel for queries and one for keys and values: the fused one holds a
 gradient of the queries for every block of keys, which grows with the square of T.
 
+Queries that are chunks of a row are one call: the kernel gets the place of each in the row.
+
 Dimension key: that of xla.py, and
-    I: visits of a block of queries, or of keys
+    W: visits of a block of queries, or of keys
 """
 
 import dataclasses
@@ -26,8 +30,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
-from kernels.packed_attention.block_ranges import BlockRange, block_ranges
-from kernels.packed_attention.reference import MASKED_SCORE
+from kernels.packed_attention.block_ranges import BlockRange, QueryBlocks, block_ranges
+from kernels.packed_attention.reference import MASKED_SCORE, query_places
 
 LANES = 128
 """Blocks are multiples of the width of a vector register."""
@@ -49,13 +53,14 @@ class _Seen:
 
 def packed_attention(
     query_BTNH: jax.Array,
-    key_BTKH: jax.Array,
-    value_BTKH: jax.Array,
-    segment_BT: jax.Array,
+    key_BRKH: jax.Array,
+    value_BRKH: jax.Array,
+    segment_BR: jax.Array,
     *,
     operand_dtype: jax.typing.DTypeLike,
     window: int | None = None,
     soft_cap: float | None = None,
+    start_C: jax.Array | None = None,
     block_tokens: int = BLOCK_TOKENS,
     interpret: bool = False,
 ) -> jax.Array:
@@ -67,25 +72,38 @@ def packed_attention(
     Args:
         block_tokens: at most; a multiple of LANES.
     """
-    T, H = query_BTNH.shape[1], query_BTNH.shape[-1]
-    L = even_block(T, block_tokens)
-    heads_first = lambda array: _padded(array.astype(operand_dtype).swapaxes(1, 2), L, axis=2)
-    query_BNTH = heads_first(query_BTNH.astype(jnp.float32) * H**-0.5)
-    segments_BT = _padded(segment_BT.astype(jnp.int32), L, axis=1)
-    arrays = (query_BNTH, heads_first(key_BTKH), heads_first(value_BTKH), segments_BT)
+    B, T, N, H = query_BTNH.shape
+    chunks = 1 if start_C is None else len(start_C)
+    L = even_block(T // chunks, block_tokens)
+    segment_BR = segment_BR.astype(jnp.int32)
+    place_T, segment_BT = query_places(segment_BR, start_C, T)
+    filled = functools.partial(_filled_chunks, chunks=chunks, L=L)
+    keys = lambda array: _filled(array.astype(operand_dtype), L).swapaxes(1, 2)
+    scaled_BTNH = (query_BTNH.astype(jnp.float32) * H**-0.5).astype(operand_dtype)
+    arrays = (
+        filled(scaled_BTNH).swapaxes(1, 2),
+        keys(key_BRKH),
+        keys(value_BRKH),
+        filled(segment_BT),
+        _filled(segment_BR, L),
+    )
     one_row = functools.partial(
         _attend_row,
+        place_T=filled(place_T[None])[0],
         exact=jnp.dtype(operand_dtype) == jnp.float32,
         window=window,
         soft_cap=soft_cap,
+        # Beside those of a row in blocks: one for a border within a block, one for each chunk.
+        more_visits=0 if start_C is None else 1 + chunks,
         L=L,
         interpret=interpret,
     )
-    if len(segment_BT) == 1:
+    if B == 1:
         out_BNTH = one_row([array[0] for array in arrays])[None]
     else:
         out_BNTH = jax.lax.map(one_row, arrays)
-    out_BTNH = out_BNTH.swapaxes(1, 2)[:, :T]
+    out_BTNH = out_BNTH.swapaxes(1, 2).reshape(B, chunks, -1, N, H)
+    out_BTNH = out_BTNH[:, :, : T // chunks].reshape(query_BTNH.shape)
     return jnp.where(segment_BT[..., None, None] != 0, out_BTNH, 0).astype(query_BTNH.dtype)
 
 
@@ -95,26 +113,34 @@ def even_block(T: int, at_most: int) -> int:
     return -(-T // blocks // LANES) * LANES
 
 
-def _padded(array, L, *, axis):
-    widths = [(0, 0)] * array.ndim
-    widths[axis] = (0, -array.shape[axis] % L)
-    return jnp.pad(array, widths)
+def _filled(array_BR, L, mode="constant"):
+    """Tokens filled up to whole blocks, with zeros, or with the last one (`edge`)."""
+    widths = [(0, 0)] * array_BR.ndim
+    widths[1] = (0, -array_BR.shape[1] % L)
+    return jnp.pad(array_BR, widths, mode=mode)
 
 
-def _attend_row(arrays, *, exact, window, soft_cap, L, interpret) -> Any:
-    """[N, T, H] of one row."""
-    query_NTH, key_KTH, value_KTH, segment_T = arrays
-    J = len(segment_T) // L
-    keys, queries = block_ranges(segment_T.reshape(1, J, L), window=window)
-    block_J = jnp.arange(J, dtype=jnp.int32)
+def _filled_chunks(array_BT, *, chunks, L):
+    """Each chunk of the tokens filled up with its last one."""
+    B, T, *rest = array_BT.shape
+    filled = _filled(array_BT.reshape(B * chunks, T // chunks, *rest), L, mode="edge")
+    return filled.reshape(B, -1, *rest)
+
+
+def _attend_row(arrays, *, place_T, exact, window, soft_cap, more_visits, L, interpret) -> Any:
+    """[N, T, H] of one row, all in whole blocks."""
+    query_NTH, key_KRH, value_KRH, segment_T, segment_R = arrays
+    Q, J = len(segment_T) // L, len(segment_R) // L
+    place_QL = place_T.reshape(Q, L)
+    blocks = QueryBlocks(segment_T.reshape(1, Q, L), place_QL[:, 0])
+    keys, queries = block_ranges(segment_R.reshape(1, J, L), blocks, window=window)
     # At most so many blocks of one side meet a block of the other.
-    most = J if window is None else min(J, -(-(window - 1) // L) + 1)
-    of_queries = _visits(BlockRange(keys.first[0], keys.stop[0]), block_J, most)
-    of_keys = _visits(BlockRange(queries.first[0], queries.stop[0]), block_J, most)
-    place_T = jnp.arange(len(segment_T), dtype=jnp.int32)
+    most = Q + J if window is None else -(-(window - 1) // L) + 1 + more_visits
+    own = BlockRange(place_QL[:, 0] // L, place_QL[:, -1] // L + 1)
+    of_queries = _visits(_with_own(keys, own), min(J, most))
+    visit_JW, is_visited_JW = _visits(BlockRange(queries.first[0], queries.stop[0]), min(Q, most))
     rows = _mask_info(*of_queries, place_T)
-    visit_JI, is_visited_JI = of_keys
-    columns = _mask_info(visit_JI.T, is_visited_JI.T, place_T)
+    columns = _mask_info(visit_JW.T, is_visited_JW.T, place_T)
     kernel = splash.SplashAttentionKernel(
         rows,
         rows,
@@ -135,21 +161,24 @@ def _attend_row(arrays, *, exact, window, soft_cap, L, interpret) -> Any:
         mask_function=_Seen(window),
         interpret=interpret,
     )
-    segments = splash.SegmentIds(segment_T, segment_T)
-    return _with_precision(exact, kernel, query_NTH, key_KTH, value_KTH, segments)
+    segments = splash.SegmentIds(segment_T, segment_R)
+    return _with_precision(exact, kernel, query_NTH, key_KRH, value_KRH, segments)
 
 
-def _visits(found: BlockRange, own_J, most):
-    """Blocks to visit in turn, int32 [J, I], and whether each is one or repeats the last.
+def _with_own(found: BlockRange, own: BlockRange) -> BlockRange:
+    """The ranges [1, Q] of blocks of queries, extended to the keys in their own places; [Q]."""
+    is_empty_Q = found.first[0] == found.stop[0]
+    first_Q = jnp.where(is_empty_Q, own.first, jnp.minimum(found.first[0], own.first))
+    return BlockRange(first_Q, jnp.maximum(jnp.where(is_empty_Q, 0, found.stop[0]), own.stop))
 
-    Args:
-        own_J: visited where nothing else is.
-    """
-    count_J = jnp.maximum(found.stop - found.first, 1)
-    first_J = jnp.where(found.stop > found.first, found.first, own_J)
-    turn_I = jnp.arange(most, dtype=jnp.int32)
-    visit_JI = first_J[:, None] + jnp.minimum(turn_I, count_J[:, None] - 1)
-    return visit_JI, (turn_I < count_J[:, None]).astype(jnp.int32)
+
+def _visits(found: BlockRange, most):
+    """Blocks to visit in turn, int32 [Q, W], and whether each is one or repeats the last."""
+    count_Q = found.stop - found.first
+    turn_W = jnp.arange(most, dtype=jnp.int32)
+    last_Q = jnp.maximum(count_Q, 1) - 1
+    visit_QW = found.first[:, None] + jnp.minimum(turn_W, last_Q[:, None])
+    return visit_QW, (turn_W < count_Q[:, None]).astype(jnp.int32)
 
 
 def _mask_info(visit, is_visited, place_T) -> MaskInfo:
@@ -163,16 +192,16 @@ def _mask_info(visit, is_visited, place_T) -> MaskInfo:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _with_precision(exact, kernel, query_NTH, key_KTH, value_KTH, segments):
+def _with_precision(exact, kernel, query_NTH, key_KRH, value_KRH, segments):
     """The kernel, with products of float32 not rounded to bfloat16, in both passes."""
     with _precision(exact):
-        return kernel(query_NTH, key_KTH, value_KTH, segments)
+        return kernel(query_NTH, key_KRH, value_KRH, segments)
 
 
-def _forward(exact, kernel, query_NTH, key_KTH, value_KTH, segments):
+def _forward(exact, kernel, query_NTH, key_KRH, value_KRH, segments):
     run = lambda *arrays: kernel(*arrays, segments)
     with _precision(exact):
-        return jax.vjp(run, query_NTH, key_KTH, value_KTH)
+        return jax.vjp(run, query_NTH, key_KRH, value_KRH)
 
 
 def _backward(exact, pull, d_out_NTH):

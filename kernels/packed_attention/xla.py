@@ -7,8 +7,11 @@ there in section B.2. Blocks that have no segment in common are not visited.
 
 Dimension key:
     B: rows
-    T: tokens of a row
-    J: blocks of a row
+    T: queries of a row: its tokens, or those of the chunks
+    R: tokens of a row, as keys
+    C: chunks of a row that are queries
+    Q: blocks of queries
+    J: blocks of a row, as keys
     L: tokens of a block, as queries
     S: tokens of a block, as keys
     N: query heads (N = K G; head n uses key/value head n // G)
@@ -23,8 +26,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kernels.packed_attention.block_ranges import block_ranges
-from kernels.packed_attention.reference import MASKED_SCORE, precision_of
+from kernels.packed_attention.block_ranges import QueryBlocks, block_ranges
+from kernels.packed_attention.reference import MASKED_SCORE, precision_of, query_places
 
 BLOCK_TOKENS = 256
 
@@ -40,28 +43,29 @@ class _Options(NamedTuple):
 
 def packed_attention(
     query_BTNH: jax.Array,
-    key_BTKH: jax.Array,
-    value_BTKH: jax.Array,
-    segment_BT: jax.Array,
+    key_BRKH: jax.Array,
+    value_BRKH: jax.Array,
+    segment_BR: jax.Array,
     *,
     operand_dtype: jax.typing.DTypeLike,
     window: int | None = None,
     soft_cap: float | None = None,
+    start_C: jax.Array | None = None,
     block_tokens: int = BLOCK_TOKENS,
 ) -> jax.Array:
     """Same contract as reference.packed_attention; softmax weights are rounded unnormalised."""
-    T = query_BTNH.shape[1]
-    options = _Options(jnp.dtype(operand_dtype), window, soft_cap, min(block_tokens, T))
-    return _packed_attention(options, query_BTNH, key_BTKH, value_BTKH, segment_BT)
+    chunk = query_BTNH.shape[1] // (1 if start_C is None else len(start_C))
+    options = _Options(jnp.dtype(operand_dtype), window, soft_cap, min(block_tokens, chunk))
+    return _packed_attention(options, query_BTNH, key_BRKH, value_BRKH, segment_BR, start_C)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _packed_attention(options, query_BTNH, key_BTKH, value_BTKH, segment_BT):
-    return _forward(options, query_BTNH, key_BTKH, value_BTKH, segment_BT)[0]
+def _packed_attention(options, *given):
+    return _forward(options, *given)[0]
 
 
-def _forward(options, query_BTNH, key_BTKH, value_BTKH, segment_BT):
-    row = _Blocks(options, query_BTNH, key_BTKH, value_BTKH, segment_BT)
+def _forward(options, *given):
+    row = _Blocks(options, *given)
     keys = row.ranges.keys
 
     def attend(place):
@@ -87,12 +91,11 @@ def _forward(options, query_BTNH, key_BTKH, value_BTKH, segment_BT):
         total_KGL = jnp.where(total_KGL > 0, total_KGL, 1.0)
         return out_KGLH / total_KGL[..., None], top_KGL + jnp.log(total_KGL)
 
-    out, logsumexp = jax.lax.map(attend, row.places)
-    return row.tokens(out, query_BTNH.dtype), logsumexp
+    out, logsumexp = jax.lax.map(attend, row.query_places)
+    return row.query_tokens(out, given[0].dtype), logsumexp
 
 
-def _forward_and_keep(options, query_BTNH, key_BTKH, value_BTKH, segment_BT):
-    given = (query_BTNH, key_BTKH, value_BTKH, segment_BT)
+def _forward_and_keep(options, *given):
     out_BTNH, logsumexp = _forward(options, *given)
     return out_BTNH, (given, out_BTNH, logsumexp)
 
@@ -132,12 +135,13 @@ def _backward(options, kept, d_out_BTNH):
         return d_query, found
 
     d_query = jnp.zeros(row.query.shape, jnp.float32)
-    d_query, (d_key, d_value) = jax.lax.scan(pull, d_query, row.places)
-    query_BTNH, key_BTKH, value_BTKH, _ = given
+    d_query, (d_key, d_value) = jax.lax.scan(pull, d_query, row.key_places)
+    query_BTNH, key_BRKH, value_BRKH, *_ = given
     return (
-        row.tokens(d_query * row.scale, query_BTNH.dtype),
-        row.tokens(d_key * row.scale, key_BTKH.dtype),
-        row.tokens(d_value, value_BTKH.dtype),
+        row.query_tokens(d_query * row.scale, query_BTNH.dtype),
+        row.key_tokens(d_key * row.scale, key_BRKH.dtype),
+        row.key_tokens(d_value, value_BRKH.dtype),
+        None,
         None,
     )
 
@@ -146,25 +150,31 @@ _packed_attention.defvjp(_forward_and_keep, _backward)
 
 
 class _Blocks:
-    """Rows cut into blocks, heads before tokens; the last block of a row is filled with padding."""
+    """Rows cut into blocks, heads before tokens; what lacks to a block is filled with padding."""
 
-    def __init__(self, options: _Options, query_BTNH, key_BTKH, value_BTKH, segment_BT):
-        B, self._T, _, H = query_BTNH.shape
+    def __init__(self, options: _Options, query_BTNH, key_BRKH, value_BRKH, segment_BR, start_C):
+        self._B, T, _, H = query_BTNH.shape
         self._options = options
-        self._L, self._K = options.block_tokens, key_BTKH.shape[2]
-        self._B, J = B, -(-self._T // self._L)
+        self._L, self._K = options.block_tokens, key_BRKH.shape[2]
+        self._R = key_BRKH.shape[1]
+        self._C = 1 if start_C is None else len(start_C)
+        self._chunk = T // self._C
         self.scale = H**-0.5
         operand = lambda array: array.astype(options.operand_dtype)
         self.query = self.cut_queries(operand(query_BTNH))
-        """[B, J, K, G, L, H]."""
-        self.key = self._cut_keys(operand(key_BTKH))
-        self.value = self._cut_keys(operand(value_BTKH))
+        """[B, Q, K, G, L, H]."""
+        self.key = self._cut(operand(key_BRKH)).swapaxes(2, 3)
+        self.value = self._cut(operand(value_BRKH)).swapaxes(2, 3)
         """[B, J, K, S, H]."""
-        self._segment_BJL = self._cut(segment_BT.astype(jnp.int32))
-        self.ranges = block_ranges(self._segment_BJL, window=options.window)
-        place = jnp.arange(B * J)
-        self.places = (place // J, place % J)
-        """(row, block) of each block, in order."""
+        segment_BR = segment_BR.astype(jnp.int32)
+        place_T, segment_BT = query_places(segment_BR, start_C, T)
+        self._key_segment_BJS = self._cut(segment_BR)
+        self._queries = QueryBlocks(
+            self._cut_chunks(segment_BT), self._cut_chunks(place_T[None])[0, :, 0]
+        )
+        self.ranges = block_ranges(self._key_segment_BJS, self._queries, window=options.window)
+        self.query_places = _rows_and_blocks(self._B, self.query.shape[1])
+        self.key_places = _rows_and_blocks(self._B, self.key.shape[1])
         self.product = functools.partial(_product, options.operand_dtype)
 
     def scores(self, query_KGLH, b, i, j):
@@ -174,33 +184,50 @@ class _Blocks:
         if soft_cap is not None:
             score_KGLS = soft_cap * jnp.tanh(score_KGLS / soft_cap)
         place_L = jnp.arange(self._L)
-        distance_LS = (i - j) * self._L + place_L[:, None] - place_L
-        segment_L, segment_S = self._segment_BJL[b, i], self._segment_BJL[b, j]
+        distance_LS = self._queries.start_Q[i] - j * self._L + place_L[:, None] - place_L
+        segment_L, segment_S = self._queries.segment_BQL[b, i], self._key_segment_BJS[b, j]
         seen_LS = (segment_L[:, None] == segment_S) & (segment_S != 0) & (distance_LS >= 0)
         if self._options.window is not None:
             seen_LS &= distance_LS < self._options.window
         return score_KGLS, seen_LS
 
     def cut_queries(self, array_BTNX):
-        """[B, T, N, X] -> [B, J, K, G, L, X]."""
-        array = self._cut(array_BTNX)
-        B, J, L, N, X = array.shape
-        return array.reshape(B, J, L, self._K, N // self._K, X).transpose(0, 1, 3, 4, 2, 5)
+        """[B, T, N, X] -> [B, Q, K, G, L, X]."""
+        array = self._cut_chunks(array_BTNX)
+        B, Q, L, N, X = array.shape
+        return array.reshape(B, Q, L, self._K, N // self._K, X).transpose(0, 1, 3, 4, 2, 5)
 
-    def _cut_keys(self, array_BTKH):
-        return self._cut(array_BTKH).swapaxes(2, 3)
+    def _cut_chunks(self, array_BT):
+        """[B, T, ..] -> [B, Q, L, ..], each chunk filled up by itself."""
+        B, _, *rest = array_BT.shape
+        chunks = self._cut(array_BT.reshape(B * self._C, self._chunk, *rest))
+        return chunks.reshape(B, -1, self._L, *rest)
 
-    def _cut(self, array_BT):
-        rest = [(0, 0)] * (array_BT.ndim - 2)
-        padded = jnp.pad(array_BT, [(0, 0), (0, -self._T % self._L), *rest])
-        return padded.reshape(self._B, -1, self._L, *array_BT.shape[2:])
+    def _cut(self, array_BR):
+        B, R, *rest = array_BR.shape
+        padded = jnp.pad(array_BR, [(0, 0), (0, -R % self._L), *[(0, 0)] * len(rest)])
+        return padded.reshape(B, -1, self._L, *rest)
 
-    def tokens(self, blocks, dtype):
-        """All blocks [.., heads, L, X], heads as one axis or as [K, G], -> [B, T, heads, X]."""
+    def query_tokens(self, blocks, dtype):
+        """All blocks of queries, as `key_tokens` -> [B, T, heads, X]."""
+        chunks = self._tokens(blocks, self._B * self._C, self._chunk)
+        return chunks.reshape(self._B, -1, *chunks.shape[2:]).astype(dtype)
+
+    def key_tokens(self, blocks, dtype):
+        """All blocks [.., heads, L, X], heads as one axis or as [K, G], -> [B, R, heads, X]."""
+        return self._tokens(blocks, self._B, self._R).astype(dtype)
+
+    def _tokens(self, blocks, rows, tokens):
         L, X = blocks.shape[-2:]
-        J = self._segment_BJL.shape[1]
-        whole = blocks.reshape(self._B, J, -1, L, X).swapaxes(2, 3)
-        return whole.reshape(self._B, J * L, -1, X)[:, : self._T].astype(dtype)
+        J = -(-tokens // L)
+        whole = blocks.reshape(rows, J, -1, L, X).swapaxes(2, 3)
+        return whole.reshape(rows, J * L, -1, X)[:, :tokens]
+
+
+def _rows_and_blocks(B, J):
+    """Row and block of each block, in order; int32 [B J] each."""
+    place = jnp.arange(B * J)
+    return place // J, place % J
 
 
 def _product(operand_dtype, equation, left, right):

@@ -335,9 +335,9 @@ class Packing(NamedTuple):
     """Sizes that micro-batches must fit."""
 
     microbatch_tokens: int
-    """Slots of one micro-batch on one device."""
+    """Slots of one micro-batch on one device, or on those that share its rows."""
     devices: int
-    """Over which the rows of a micro-batch are divided."""
+    """Over which the rows of a micro-batch are divided, those that share rows counted as one."""
 
 
 class RowLayout(NamedTuple):

@@ -21,7 +21,7 @@ from learner.objective.batching import MicroBatch, Packing, TrainSequence, pack
 from learner.publish.snapshot import host_weights
 from learner.sft.sequences import OBJECTIVE
 from learner.update.head import HeadPlan
-from learner.update.mesh import AXES, make_mesh
+from learner.update.mesh import ROWS, MeshShape, make_mesh
 from learner.update.optimizer import learning_rate_schedule, make_optimizer
 from learner.update.sharding import param_specs
 from learner.update.state import TrainState, abstract_state, init_state, state_shardings
@@ -59,8 +59,13 @@ class SupervisedLearner:
         Raises:
             ValueError: if mesh or schedule cannot work, with the numbers.
         """
-        mesh = make_mesh(data=config.mesh.data, fsdp=config.mesh.fsdp, devices=devices)
-        specs = param_specs(params, mesh.shape["fsdp"])
+        mesh = make_mesh(
+            data=config.mesh.data,
+            fsdp=config.mesh.fsdp,
+            context=config.mesh.context,
+            devices=devices,
+        )
+        specs = param_specs(params, MeshShape.of(mesh).shards)
         schedule = learning_rate_schedule(config.optimizer, total_steps)
         optimizer = make_optimizer(config.optimizer, schedule)
         options = PolicyOptions(
@@ -76,8 +81,8 @@ class SupervisedLearner:
         )
         self._model = model
         self._devices, self._compute_dtype = devices, config.compute_dtype
-        self._packing = Packing(config.microbatch_tokens, len(devices))
-        self._batch_sharding = NamedSharding(mesh, P(AXES))
+        self._packing = Packing(config.longest_row, MeshShape.of(mesh).rows)
+        self._batch_sharding = NamedSharding(mesh, P(ROWS))
         self._empty = make_empty_accumulator(mesh, specs)
         self._accumulate = make_accumulate(mesh, specs, model, OBJECTIVE, options)
         shardings = state_shardings(params, optimizer, mesh, specs)

@@ -8,7 +8,7 @@ both. Neither model's logits ever exist whole: `logits` becomes `fast`. It is XL
 Dimension key:
     B: rows of this device
     T: token slots of a row
-    N: tokens, B x T of this device or of the fsdp axis
+    N: tokens, B x T of this device or of all shards
     D: width of the policy
     E: width of the teacher
 """
@@ -29,6 +29,7 @@ from kernels.linear_objective.reference import Objective
 from kernels.token_logprob.reference import TokenLogprob
 from learner.objective.batching import MicroBatch
 from learner.update.head import LOGITS, HeadPlan, PolicyHead, flat
+from learner.update.mesh import SHARDS
 from learner.update.sharding import cut_by_rows, make_gather, param_specs
 from models.config import ModelConfig
 from models.transformer import Params, head_weight
@@ -48,15 +49,15 @@ class TeacherPlan:
     """As `linear_distillation` has it."""
 
 
-def teacher_specs(params: Params, policy_specs: Params, fsdp: int) -> Params:
+def teacher_specs(params: Params, policy_specs: Params, shards: int) -> Params:
     """PartitionSpec of each parameter of a teacher, its head cut by rows where the policy's is.
 
     Args:
         params: arrays or shape structs of the teacher, with the policy's rows, layers stacked.
     """
-    specs = param_specs(params, fsdp)
+    specs = param_specs(params, shards)
     if cut_by_rows(policy_specs[_head_name(policy_specs)]["weight"]):
-        specs[_head_name(specs)]["weight"] = P("fsdp", None)
+        specs[_head_name(specs)]["weight"] = P(SHARDS, None)
     return specs
 
 

@@ -1,14 +1,14 @@
 """The language model's head inside the train step: scores of the tokens, and gradients of a loss.
 
 It runs under `shard_map`, with this device's tokens and its shard of the head. Where the head is
-cut by rows (the vocabulary), `fast` and `lean` leave it so: the tokens of all devices of the `fsdp`
-axis are gathered instead, which are far fewer bytes than the matrix, and the gradient of the rows
+cut by rows (the vocabulary), `fast` and `lean` leave it so: the tokens of all its shards
+are gathered instead, which are far fewer bytes than the matrix, and the gradient of the rows
 is formed on the device that keeps it. Otherwise, and for `logits`, the head is gathered whole.
 
 Dimension key:
     B: rows of this device
     T: token slots of a row
-    N: tokens, B x T of this device or of the fsdp axis
+    N: tokens, B x T of this device or of all shards
     D: model width
     V: vocabulary (rows of the head)
 """
@@ -23,6 +23,7 @@ from kernels.linear_objective import schedule
 from kernels.linear_objective.reference import Objective
 from kernels.linear_objective.schedule import HeadOptions
 from kernels.token_logprob.ops import TokenLogprob, token_logprob
+from learner.update.mesh import AXES, SHARDS
 from learner.update.sharding import cut_by_rows, is_sharded
 from models.transformer import Gather, Params, head_weight, logits
 
@@ -143,7 +144,7 @@ class PolicyHead:
             impl=self._plan.impl,
             temperature=self._plan.temperature,
             valid_vocab=self._plan.valid_vocab,
-            vocab_axis="fsdp" if self._by_rows else None,
+            vocab_axis=SHARDS if self._by_rows else None,
         )
 
     def _rows(self, params, dtype):
@@ -154,15 +155,15 @@ class PolicyHead:
         return head_weight(params, self._gather)
 
     def _collected(self, tokens):
-        """The tokens that meet this device's rows: those of the whole axis, or its own."""
+        """The tokens that meet this device's rows: those of all shards, or its own."""
         if not self._by_rows:
             return tokens
-        return jax.tree.map(lambda each: jax.lax.all_gather(each, "fsdp", tiled=True), tokens)
+        return jax.tree.map(lambda each: jax.lax.all_gather(each, SHARDS, tiled=True), tokens)
 
     def _own(self, scores, shape):
         """This device's part of what `_collected` brought together."""
         B, T = shape
-        start = jax.lax.axis_index("fsdp") * (B * T) if self._by_rows else 0
+        start = jax.lax.axis_index(SHARDS) * (B * T) if self._by_rows else 0
         own = lambda each: jax.lax.dynamic_slice_in_dim(each, start, B * T).reshape(shape)
         return jax.tree.map(own, scores)
 
@@ -174,16 +175,16 @@ class PolicyHead:
 
     def _landed_hidden(self, d_hidden_ND, hidden_BTD):
         if self._by_rows:
-            d_hidden_ND = jax.lax.psum_scatter(d_hidden_ND, "fsdp", tiled=True)
+            d_hidden_ND = jax.lax.psum_scatter(d_hidden_ND, SHARDS, tiled=True)
         return d_hidden_ND.reshape(hidden_BTD.shape).astype(hidden_BTD.dtype)
 
     def _reduced(self, d_head_VD):
         """The sum over all devices of a local gradient, cut as the parameter is."""
         if not self._by_rows:
             if not is_sharded(self._spec):
-                return jax.lax.psum(d_head_VD, ("data", "fsdp"))
-            axis = self._spec.index("fsdp")
-            d_head_VD = jax.lax.psum_scatter(d_head_VD, "fsdp", scatter_dimension=axis, tiled=True)
+                return jax.lax.psum(d_head_VD, AXES)
+            axis = self._spec.index(SHARDS)
+            d_head_VD = jax.lax.psum_scatter(d_head_VD, SHARDS, scatter_dimension=axis, tiled=True)
         return jax.lax.psum(d_head_VD, "data")
 
     def _score_logits(self, hidden_BTD, head_VD, ids_BT):

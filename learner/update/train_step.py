@@ -24,15 +24,16 @@ from kernels.packed_attention.ops import AttentionPlan
 from learner.objective.batching import MicroBatch
 from learner.objective.loss import Objective, metric_sums, token_terms, weighted_sum
 from learner.update import value_head
+from learner.update.context import in_order, row_attend, spread
 from learner.update.distilled_head import DistilledHead, TeacherPlan
 from learner.update.entropy_bonus import EntropyRule, adjusted_bonus
 from learner.update.head import HeadPlan, PolicyHead
-from learner.update.mesh import AXES
+from learner.update.mesh import AXES, TOKENS
 from learner.update.sharding import make_embed, make_gather, named_shardings, reduce_gradients
 from learner.update.state import TrainState
 from models.adapter import join
 from models.config import ModelConfig
-from models.transformer import Params, forward, packed_attend
+from models.transformer import Params, forward
 
 SUMS = (
     "loss",
@@ -214,21 +215,22 @@ def make_accumulate(
             local,
             mesh=mesh,
             in_specs=(
-                *(specs, reference_specs, accumulated, P(AXES), P(), teacher_specs),
+                *(specs, reference_specs, accumulated, TOKENS, P(), teacher_specs),
                 base_specs,
             ),
-            out_specs=(accumulated, P(AXES)),
+            out_specs=(accumulated, TOKENS),
             check_vma=False,
         )
-        return over_devices(
+        accumulator, logprob_BT = over_devices(
             params,
             reference_params,
             accumulator,
-            batch,
+            spread(batch, mesh),
             entropy_coef,
             teacher_params,
             base_params,
         )
+        return accumulator, in_order(logprob_BT, mesh)
 
     return jax.jit(accumulate, donate_argnums=2)
 
@@ -243,12 +245,12 @@ def make_score(
     specs = value_head.policy_params(specs)
     head, hidden_states = _policy(mesh, specs, config, options)
 
-    @jax.shard_map(mesh=mesh, in_specs=(specs, P(AXES)), out_specs=P(AXES), check_vma=False)
+    @jax.shard_map(mesh=mesh, in_specs=(specs, TOKENS), out_specs=TOKENS, check_vma=False)
     def score(params, batch):
         hidden_BTD = hidden_states(params, batch)
         return head.scores(params, hidden_BTD, batch.target_ids, batch.weights > 0).logprob
 
-    return jax.jit(score)
+    return jax.jit(lambda params, batch: in_order(score(params, spread(batch, mesh)), mesh))
 
 
 def make_score_values(
@@ -260,13 +262,17 @@ def make_score_values(
     """
     head, hidden_states = _policy(mesh, specs, config, options)
 
-    @jax.shard_map(mesh=mesh, in_specs=(specs, P(AXES)), out_specs=P(AXES), check_vma=False)
+    @jax.shard_map(mesh=mesh, in_specs=(specs, TOKENS), out_specs=TOKENS, check_vma=False)
     def score_values(params, batch):
         hidden_BTD = hidden_states(params, batch)
         scores = head.scores(params, hidden_BTD, batch.target_ids, batch.weights > 0)
         return scores.logprob, value_head.token_values(params[value_head.NAME], hidden_BTD)
 
-    return jax.jit(score_values)
+    def in_rows(params, batch):
+        logprob_BT, value_BT = score_values(params, spread(batch, mesh))
+        return in_order(logprob_BT, mesh), in_order(value_BT, mesh)
+
+    return jax.jit(in_rows)
 
 
 def _policy(mesh, specs, config, options):
@@ -280,8 +286,11 @@ def _policy(mesh, specs, config, options):
             config,
             batch.token_ids,
             batch.positions,
-            packed_attend(
-                batch.segments, operand_dtype=options.compute_dtype, plan=options.attention
+            row_attend(
+                batch.segments,
+                mesh,
+                operand_dtype=options.compute_dtype,
+                plan=options.attention,
             ),
             compute_dtype=options.compute_dtype,
             gather=gather,

@@ -8,6 +8,7 @@ import pytest
 from learner.compiled_functions import make_learner_functions
 from learner.config import AlgorithmConfig, LearnerConfig, LoraConfig, TrainingSettings
 from learner.objective.batching import Packing, pack, select_sequences
+from learner.update.mesh import SHARDS
 from learner.update.value_head import policy_params
 from models.adapter import (
     BASE_DIGEST,
@@ -127,7 +128,7 @@ def test_the_base_is_held_in_the_compute_dtype_and_cut_as_before():
     cut = lambda tree: jax.tree.map(lambda leaf: leaf.sharding.spec, tree)
     assert cut(narrow._base) == cut(plain.state.params)
     for pair in adapter_leaves(narrow.state.params).values():
-        assert all("fsdp" in leaf.sharding.spec for leaf in pair.values())
+        assert all(SHARDS in leaf.sharding.spec for leaf in pair.values())
 
 
 def test_a_base_in_bfloat16_is_not_widened():

@@ -13,7 +13,8 @@ from kernels.packed_attention.ops import AttentionPlan
 from learner.objective import loss as loss_lib
 from learner.objective.batching import MicroBatch
 from learner.update.head import HeadPlan
-from learner.update.mesh import AXES, make_mesh
+from learner.update.mesh import ROWS as ROW_AXES
+from learner.update.mesh import MeshShape, make_mesh
 from learner.update.sharding import param_specs
 from learner.update.state import place_params
 from learner.update.train_step import (
@@ -26,9 +27,9 @@ from tests.learner.builders import TINY, host_params
 
 pytestmark = pytest.mark.slow
 
-T = 600
-"""Of a row: three blocks, the last not full."""
-ROWS = ((255, 1, 1, 256, 40), (600,), (), (300, 200))
+T = 608
+"""Of a row: three blocks, the last not full; divisible by 16."""
+ROWS = ((255, 1, 1, 256, 40), (608,), (), (300, 200))
 """Segments by length: at the border of a block (256), across it, of one token; and no segment."""
 DENSE, XLA, PALLAS = (AttentionPlan(i) for i in ("reference", "xla", "pallas_interpret"))
 
@@ -59,20 +60,21 @@ def packed_rows() -> MicroBatch:
 
 
 @functools.cache
-def gradient(plan: AttentionPlan, *, data: int = 1, fsdp: int = 1, remat: bool = False):
-    """Gradient of the summed loss, and the logprobs [B, T]."""
-    mesh = make_mesh(data=data, fsdp=fsdp, devices=jax.devices()[: data * fsdp])
-    specs = param_specs(host_params(), fsdp)
+def gradient(plan: AttentionPlan, *, data=1, fsdp=1, context=1, remat=False, schedule="fast"):
+    """Gradient of the summed loss, sums of the metrics, and the logprobs [B, T]."""
+    devices = jax.devices()[: data * fsdp * context]
+    mesh = make_mesh(data=data, fsdp=fsdp, context=context, devices=devices)
+    specs = param_specs(host_params(), MeshShape.of(mesh).shards)
     params = place_params(host_params(), mesh, specs, jnp.float32)
     options = PolicyOptions(
-        head=HeadPlan(schedule="fast", impl="xla", temperature=1.0, valid_vocab=22),
+        head=HeadPlan(schedule=schedule, impl="xla", temperature=1.0, valid_vocab=22),
         attention=plan,
         compute_dtype=jnp.dtype("float32"),
         remat=remat,
     )
     objective = loss_lib.Objective(0.2, 0.28, 0.0, "k3", 0.01)
     accumulate = make_accumulate(mesh, specs, TINY, objective, options)
-    batch = jax.device_put(packed_rows(), NamedSharding(mesh, P(AXES)))
+    batch = jax.device_put(packed_rows(), NamedSharding(mesh, P(ROW_AXES)))
     accumulator, logprob_BT = accumulate(
         params, None, make_empty_accumulator(mesh, specs)(params), batch
     )
@@ -82,7 +84,7 @@ def gradient(plan: AttentionPlan, *, data: int = 1, fsdp: int = 1, remat: bool =
         np.asarray(logprob_BT)[batch.weights > 0],
         rtol=1e-6,
     )
-    return jax.device_get(accumulator.grads), np.asarray(logprob_BT)
+    return *jax.device_get(accumulator), np.asarray(logprob_BT)
 
 
 @pytest.mark.parametrize(
@@ -92,16 +94,24 @@ def gradient(plan: AttentionPlan, *, data: int = 1, fsdp: int = 1, remat: bool =
         (XLA, {"remat": True, "data": 2, "fsdp": 2}),
         (PALLAS, {"remat": True, "data": 2, "fsdp": 2}),
         (DENSE, {"remat": True}),
+        (DENSE, {"context": 4}),
+        (XLA, {"context": 2, "schedule": "logits"}),
+        (XLA, {"context": 4, "remat": True}),
+        (XLA, {"context": 8}),
+        (XLA, {"remat": True, "data": 2, "fsdp": 2, "context": 2, "schedule": "lean"}),
+        (PALLAS, {"remat": True, "fsdp": 2, "context": 4}),
     ],
     ids=str,
 )
 def test_the_gradient_is_that_of_whole_scores(plan, how):
-    expected, expected_logprob_BT = gradient(DENSE)
-    found, logprob_BT = gradient(plan, **how)
+    expected, expected_sums, expected_logprob_BT = gradient(DENSE)
+    found, sums, logprob_BT = gradient(plan, **how)
     active_BT = packed_rows().weights > 0
     np.testing.assert_allclose(
         logprob_BT[active_BT], expected_logprob_BT[active_BT], rtol=1e-5, atol=1e-5
     )
+    for name, total in expected_sums.items():
+        assert sums[name] == pytest.approx(total, rel=1e-5, abs=1e-5), name
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         # A thousand tokens add up to it, in float32 and in another order.
         assert np.linalg.norm(one - other) < 1e-5 * np.linalg.norm(other)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from kernels.linear_distillation import reference
 from learner.update.distilled_head import DistilledHead, TeacherPlan, teacher_specs
 from learner.update.head import HeadPlan
-from learner.update.mesh import AXES, make_mesh
+from learner.update.mesh import AXES, SHARDS, make_mesh
 from learner.update.sharding import param_specs
 from tests.learner.builders import TINY
 
@@ -66,17 +66,17 @@ def expected(V, D, E, top_k):
 @pytest.mark.parametrize(
     "schedule, top_k, sizes, shape, cut",
     [
-        ("fast", None, (24, 8, 12), (1, 4), P("fsdp", None)),
-        ("lean", 3, (24, 8, 12), (2, 2), P("fsdp", None)),
-        ("logits", 3, (24, 8, 12), (2, 2), P("fsdp", None)),
+        ("fast", None, (24, 8, 12), (1, 4), P(SHARDS, None)),
+        ("lean", 3, (24, 8, 12), (2, 2), P(SHARDS, None)),
+        ("logits", 3, (24, 8, 12), (2, 2), P(SHARDS, None)),
         (
             "fast",
             3,
             (24, 8, 32),
             (1, 4),
-            P("fsdp", None),
+            P(SHARDS, None),
         ),  # a teacher wider than that
-        ("lean", None, (24, 32, 8), (2, 2), P(None, "fsdp")),  # and so may the policy be
+        ("lean", None, (24, 32, 8), (2, 2), P(None, SHARDS)),  # and so may the policy be
         ("fast", 3, (23, 7, 8), (2, 2), P()),
     ],
 )

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from kernels.linear_objective import reference
 from learner.update.head import HeadPlan, PolicyHead
-from learner.update.mesh import AXES, make_mesh
+from learner.update.mesh import AXES, SHARDS, make_mesh
 from learner.update.sharding import make_gather, param_specs
 
 pytestmark = pytest.mark.slow
@@ -85,18 +85,18 @@ def run(schedule, hidden, head, ids, data, *, shape, impl="xla"):
     return jax.jit(step)(params, accumulated, hidden, ids, data)
 
 
-SIZES = {P("fsdp", None): (24, 8), P(None, "fsdp"): (23, 8), P(): (23, 7)}
+SIZES = {P(SHARDS, None): (24, 8), P(None, SHARDS): (23, 8), P(): (23, 7)}
 """V and D of a head that is cut by rows, by columns, and not at all."""
 
 
 @pytest.mark.parametrize(
     "schedule, cut, shape",
     [
-        ("fast", P("fsdp", None), (1, 4)),  # added to what is there, in place
-        ("lean", P("fsdp", None), (2, 2)),  # rows kept apart, copies of them to be added up
-        ("logits", P("fsdp", None), (2, 2)),  # gathered, and its gradient scattered by rows
-        ("logits", P(None, "fsdp"), (1, 4)),
-        ("fast", P(None, "fsdp"), (2, 2)),
+        ("fast", P(SHARDS, None), (1, 4)),  # added to what is there, in place
+        ("lean", P(SHARDS, None), (2, 2)),  # rows kept apart, copies of them to be added up
+        ("logits", P(SHARDS, None), (2, 2)),  # gathered, and its gradient scattered by rows
+        ("logits", P(None, SHARDS), (1, 4)),
+        ("fast", P(None, SHARDS), (2, 2)),
         ("lean", P(), (2, 2)),
     ],
 )
