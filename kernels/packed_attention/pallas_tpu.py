@@ -7,10 +7,10 @@ blocks of keys in turn, and the last one again, which is not fetched anew, until
 The kernel itself compares the segments within a block. A block that is not visited still costs a
 step of the grid, so that blocks are large.
 
-Every block of queries visits at least the keys in its own places: a row without a visible key would
-divide by zero. So padding is attended in its own block alone, as one more segment. What a chunk of
-queries lacks to whole blocks is filled with its last token again, which has its own key like any
-other, and whose results are dropped.
+Every block of queries visits at least the keys in the place of its first: a block without a visit
+would divide by zero. So padding is attended in its own block alone, as one more segment. What a
+chunk of queries lacks to whole blocks is filled with its last token again, whose results are
+dropped.
 
 The backward pass has one kernel for queries and one for keys and values: the fused one holds a
 gradient of the queries for every block of keys, which grows with the square of T.
@@ -136,9 +136,8 @@ def _attend_row(arrays, *, place_T, exact, window, soft_cap, more_visits, L, int
     keys, queries = block_ranges(segment_R.reshape(1, J, L), blocks, window=window)
     # At most so many blocks of one side meet a block of the other.
     most = Q + J if window is None else -(-(window - 1) // L) + 1 + more_visits
-    own = BlockRange(place_QL[:, 0] // L, place_QL[:, -1] // L + 1)
-    of_queries = _visits(_with_own(keys, own), min(J, most))
-    visit_JW, is_visited_JW = _visits(BlockRange(queries.first[0], queries.stop[0]), min(Q, most))
+    of_queries = _visits(keys, place_QL[:, 0] // L, min(J, most))
+    visit_JW, is_visited_JW = _visits(queries, jnp.zeros(J, jnp.int32), min(Q, most))
     rows = _mask_info(*of_queries, place_T)
     columns = _mask_info(visit_JW.T, is_visited_JW.T, place_T)
     kernel = splash.SplashAttentionKernel(
@@ -165,19 +164,18 @@ def _attend_row(arrays, *, place_T, exact, window, soft_cap, more_visits, L, int
     return _with_precision(exact, kernel, query_NTH, key_KRH, value_KRH, segments)
 
 
-def _with_own(found: BlockRange, own: BlockRange) -> BlockRange:
-    """The ranges [1, Q] of blocks of queries, extended to the keys in their own places; [Q]."""
-    is_empty_Q = found.first[0] == found.stop[0]
-    first_Q = jnp.where(is_empty_Q, own.first, jnp.minimum(found.first[0], own.first))
-    return BlockRange(first_Q, jnp.maximum(jnp.where(is_empty_Q, 0, found.stop[0]), own.stop))
+def _visits(found: BlockRange, own_Q, most):
+    """Blocks to visit in turn, int32 [Q, W], and whether each is one or repeats the last.
 
-
-def _visits(found: BlockRange, most):
-    """Blocks to visit in turn, int32 [Q, W], and whether each is one or repeats the last."""
-    count_Q = found.stop - found.first
+    Args:
+        found: of one row, [1, Q].
+        own_Q: visited where nothing else is.
+    """
+    first_Q, stop_Q = found.first[0], found.stop[0]
+    count_Q = jnp.maximum(stop_Q - first_Q, 1)
+    first_Q = jnp.where(stop_Q > first_Q, first_Q, own_Q)
     turn_W = jnp.arange(most, dtype=jnp.int32)
-    last_Q = jnp.maximum(count_Q, 1) - 1
-    visit_QW = found.first[:, None] + jnp.minimum(turn_W, last_Q[:, None])
+    visit_QW = first_Q[:, None] + jnp.minimum(turn_W, count_Q[:, None] - 1)
     return visit_QW, (turn_W < count_Q[:, None]).astype(jnp.int32)
 
 

@@ -140,6 +140,7 @@ def make_core(
     reward_weights=None,
     data=1,
     fsdp=1,
+    context=1,
     microbatch_tokens=64,
     algorithm=None,
     optimizer=None,
@@ -154,7 +155,7 @@ def make_core(
         algorithm=AlgorithmConfig(**(algorithm or {})),
         learner=LearnerConfig(
             microbatch_tokens=microbatch_tokens,
-            mesh=MeshConfig(data=data, fsdp=fsdp),
+            mesh=MeshConfig(data=data, fsdp=fsdp, context=context),
             optimizer=OptimizerConfig(**{"learning_rate": 1e-2, **(optimizer or {})}),
             **learner,
         ),
@@ -167,7 +168,7 @@ def make_core(
     params = host_params(config) if params is None else params
     made_for = _compiled_for(settings, config, params, teacher and teacher.config)
     with functions_made_once(_FUNCTIONS.setdefault(made_for, [])):
-        devices = jax.devices()[: data * fsdp]
+        devices = jax.devices()[: data * fsdp * context]
         core = LearnerCore(settings, config, params, devices=devices, teacher=teacher)
     core._programs.compiled = _COMPILED.setdefault(made_for, core._programs.compiled)
     return core

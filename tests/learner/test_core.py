@@ -168,7 +168,7 @@ def test_resume_on_another_mesh_continues_exactly_C05_C07(tmp_path):
     # Past the warm-up of 2: cosine over 8 updates at count 3, not 0.
     rate = 1e-2 * 0.5 * (1 + np.cos(np.pi / 8))
     np.testing.assert_allclose(expected["train/learning_rate"], rate, rtol=1e-5)
-    other = make_core(fsdp=2, **options)
+    other = make_core(fsdp=2, context=2, **options)
     found = folder.restore(other.abstract_state)
     other.resume(found.state, policy_version=found.record["policy_version"])
     assert other.policy_version == 3 and other.state.update_count == 3

@@ -446,6 +446,13 @@ def test_flow_collections_in_overrides(minimal):
         ("=1", "write it as --set section.key=value"),
         ("run..steps=1", "write it as --set section.key=value"),
         ("learner.microbatch_tokens=100", "cannot hold one sequence"),
+        ("learner.mesh.context=3", "context=3: rows are cut into 2 x context equal chunks"),
+        ("learner.mesh.context=0", "set it to one of (1, 2, 4, 8, 16, 32)"),
+        ("learner={mesh: {context: 2}, microbatch_tokens: 1537}", "each device has two equal"),
+        (
+            "learner={mesh: {context: 2}, microbatch_tokens: 700}",
+            "learner.microbatch_tokens=700 x learner.mesh.context=2 = 1400 cannot hold one",
+        ),
         ("rollout.decode.cache_tokens=8", "1536 positions, but the KV cache holds"),
         ("rollout.decode.on_swap=continue", "it was removed, since it had no effect"),
         ("rollout.decode.batch_rows=12", "unknown key; did you mean rollout.decode.slots?"),

@@ -151,7 +151,7 @@ def test_the_reference_run_has_the_known_sizes():
     assert devices == Devices(learner=4, worker=4)
     plan = derive(config, QWEN_3B, devices)
     assert plan.parameters == 3_085_938_688  # as published for the model
-    assert plan.completions_per_step == 128 and plan.mesh == (1, 4)
+    assert plan.completions_per_step == 128 and plan.mesh == (1, 4, 1)
     assert plan.learner_bytes_per_device == 4 * 4 * 3_085_938_688 // 4
     assert plan.wire_bytes_per_version == 2 * 3_085_938_688
     assert (plan.worker.lanes, plan.worker.lane_slots) == (4, 32)
@@ -188,11 +188,26 @@ def test_a_critic_counts_in_the_learner_and_not_on_the_wire():
     [
         ({"data": 1, "fsdp": 4}, 3, "data x fsdp = 4 must equal the 3 devices"),
         ({"data": 2, "fsdp": -1}, 3, "3 devices are not divisible by 2"),
+        ({"fsdp": 1, "context": 2}, 4, "data x fsdp x context = 2 must equal the 4 devices"),
+        ({"context": 4}, 6, "learner.mesh.context=4: 6 devices are not divisible by 4"),
     ],
 )
 def test_a_mesh_that_does_not_fit_the_devices_is_refused(mesh, devices, part):
     config = config_of(learner={"microbatch_tokens": 384, "mesh": mesh})
     assert part in refusal(derive, config, TINY, Devices(learner=devices, worker=1))
+
+
+def test_devices_that_share_rows_have_longer_ones_and_fewer():
+    """The sequences of 32 tokens need a row of 64, of which 32 fit a device."""
+    learner = {"microbatch_tokens": 64, "mesh": {"data": 1, "fsdp": -1}}
+    alone = derive(config_of(learner=learner), TINY, Devices(learner=4, worker=1))
+    learner = {"microbatch_tokens": 16, "mesh": {"data": 1, "fsdp": -1, "context": 4}}
+    shared = derive(config_of(learner=learner), TINY, Devices(learner=4, worker=1))
+    assert (alone.mesh, shared.mesh) == ((1, 4, 1), (1, 1, 4))
+    assert (alone.microbatch_rows, shared.microbatch_rows) == (4, 1)
+    assert alone.row_tokens == shared.row_tokens == 64
+    assert alone.learner_bytes_per_device == shared.learner_bytes_per_device
+    assert "mesh data=1 x fsdp=1 x context=4; state" in format_plan(shared)
 
 
 def test_s05_more_positions_than_the_model_knows_are_refused(cases):
@@ -403,7 +418,7 @@ def test_what_is_probably_not_meant_is_noted(sections, part):
 def test_plan_is_shown_with_its_numbers():
     text = format_plan(derive(config_of(), TINY, ONE))
     assert "step: 32 completions, at most 512 sampled tokens and 1,024 training positions" in text
-    assert "mesh data=1 x fsdp=1" in text
+    assert "mesh data=1 x fsdp=1 x context=1; state" in text
     assert "up to 6 micro-batches of 6 rows x 64 tokens; 100 updates in the run" in text
     assert "wire: 3.02 kB to each worker" in text
     assert "of prefilled prompts\n" in text

@@ -1,11 +1,13 @@
 """What the operation refuses, and which implementation a choice means for a row."""
 
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kernels import choose
-from kernels.packed_attention.block_ranges import block_ranges
+from kernels.packed_attention.block_ranges import QueryBlocks, block_ranges
 from kernels.packed_attention.ops import WHOLE_TOKENS, packed_attention, plan_attention
 
 
@@ -99,3 +101,29 @@ def test_ranges_miss_no_block_whatever_the_numbers():
             for block in range(6):
                 visited = range(int(ranges.first[0, block]), int(ranges.stop[0, block]))
                 assert set(np.flatnonzero(meets[block])) <= set(visited)
+
+
+@pytest.mark.parametrize("window", [None, 5, 9])
+def test_ranges_of_blocks_of_some_queries_are_those_that_meet(window):
+    """Blocks of two chunks, that begin within blocks of keys."""
+    rng = np.random.default_rng(2)
+    start_Q = np.array([2, 6, 14, 18])
+    for _ in range(20):
+        row = np.repeat(np.arange(1, 13), rng.integers(1, 12, 12))[:24]
+        row = np.pad(row[: rng.integers(0, 25)], (0, 24))[:24].astype(np.int32)
+        places = start_Q[:, None] + np.arange(4)
+        meet_QJ = np.zeros((4, 6), bool)
+        for (q, i), key in itertools.product(np.ndindex(4, 4), range(24)):
+            near = 0 <= places[q, i] - key < (window or 24)
+            meet_QJ[q, key // 4] |= near and row[places[q, i]] == row[key] != 0
+        found = block_ranges(
+            jnp.asarray(row.reshape(1, 6, 4)),
+            QueryBlocks(jnp.asarray(row[places][None]), jnp.asarray(start_Q)),
+            window=window,
+        )
+        for ranges, meets in ((found.keys, meet_QJ), (found.queries, meet_QJ.T)):
+            for block, meeting in enumerate(meets):
+                visited = range(int(ranges.first[0, block]), int(ranges.stop[0, block]))
+                # A block of a few tokens beside a border may look near to one that none sees.
+                assert set(np.flatnonzero(meeting)) <= set(visited)
+                assert len(visited) <= meeting.sum() + 2

@@ -1,6 +1,6 @@
 """One gradient for every preset, however a batch is cut: over meshes, splits and packing.
 
-By default the presets with the most unusual programs; TANDEM_EVERY_CUT=1 takes all presets x 4
+By default the presets with the most unusual programs; TANDEM_EVERY_CUT=1 takes all presets x 5
 meshes x 3 splits, packed and not.
 """
 
@@ -19,15 +19,18 @@ from tests.learner.builders import make_core, make_group, random_groups
 
 pytestmark = pytest.mark.slow
 
-MESHES = [(1, 1), (2, 2), (4, 1), (1, 4)]
+MESHES = [(1, 1, 1), (2, 2, 1), (4, 1, 1), (1, 4, 1), (1, 2, 2)]
+"""(data, fsdp, context)."""
 SPLITS = [192, 64, 16]
 CUTS = [(*mesh, split, packed) for mesh in MESHES for split in SPLITS for packed in (True, False)]
-PLAIN = (1, 1, 192, False)
+PLAIN = (1, 1, 1, 192, False)
 """One device, one micro-batch, one sequence in a row."""
 CASES = [
-    ("gspo", (2, 2, 16, True)),
-    ("rloo", (1, 4, 16, True)),
-    ("ppo", (2, 2, 16, True)),
+    ("gspo", (2, 2, 1, 16, True)),
+    ("gspo", (2, 1, 4, 16, True)),
+    ("rloo", (1, 4, 1, 16, True)),
+    ("ppo", (2, 2, 1, 16, True)),
+    ("ppo", (1, 2, 2, 16, True)),
 ]
 if os.environ.get("TANDEM_EVERY_CUT"):
     CASES = [case for case in itertools.product(PRESETS, CUTS) if case[1] != PLAIN]
@@ -55,10 +58,11 @@ def change():
     def of(preset, cut):
         if (preset, cut) in found:
             return found[preset, cut]
-        data, fsdp, tokens, packed = cut
+        data, fsdp, context, tokens, packed = cut
         core = make_core(
             data=data,
             fsdp=fsdp,
+            context=context,
             microbatch_tokens=tokens,
             algorithm={"pass_k": 2} | PRESETS[preset].algorithm,
             optimizer={"name": "sgd", "learning_rate": 0.05, "clip_norm": 1e9},

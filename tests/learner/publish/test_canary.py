@@ -44,9 +44,10 @@ F32, BF16 = "float32", "bfloat16"
 
 
 @functools.cache
-def published(compute=F32, wire=F32, *, data=1, fsdp=1, lm_head="fast"):
-    mesh = learner_mesh(data=data, fsdp=fsdp, devices=jax.devices()[: data * fsdp])
-    specs = param_specs(host_params(), fsdp)
+def published(compute=F32, wire=F32, *, data=1, fsdp=1, context=1, lm_head="fast"):
+    devices = jax.devices()[: data * fsdp * context]
+    mesh = learner_mesh(data=data, fsdp=fsdp, context=context, devices=devices)
+    specs = param_specs(host_params(), fsdp * context)
     canary = make_canary(
         mesh,
         specs,
@@ -106,6 +107,7 @@ def with_leaf(params, path, change):
     "learner, working",
     [
         (dict(data=2, fsdp=2), dict(compute=F32, wire=F32, tensor=2)),
+        (dict(fsdp=2, context=2), dict(compute=F32, wire=F32)),
         (dict(compute=BF16, wire=BF16, fsdp=2), dict(compute=BF16, wire=BF16, tensor=2)),
         (dict(compute=F32, wire=BF16, lm_head="logits"), dict(compute=BF16, wire=BF16)),
     ],

@@ -41,10 +41,12 @@ def sequences():
     return made
 
 
-def make_learner(loaded, *, data=1, fsdp=1, microbatch_tokens=WHOLE, steps=4, **optimizer):
+def make_learner(
+    loaded, *, data=1, fsdp=1, context=1, microbatch_tokens=WHOLE, steps=4, **optimizer
+):
     config = LearnerConfig(
         microbatch_tokens=microbatch_tokens,
-        mesh=MeshConfig(data=data, fsdp=fsdp),
+        mesh=MeshConfig(data=data, fsdp=fsdp, context=context),
         compute_dtype="float32",
         remat=False,
         optimizer=OptimizerConfig(**{"learning_rate": 1e-2, **optimizer}),
@@ -55,7 +57,7 @@ def make_learner(loaded, *, data=1, fsdp=1, microbatch_tokens=WHOLE, steps=4, **
         loaded.params,
         total_steps=steps,
         valid_vocab=loaded.config.vocab_size,
-        devices=jax.devices()[: data * fsdp],
+        devices=jax.devices()[: data * fsdp * context],
     )
 
 
@@ -96,13 +98,15 @@ def assert_close(found, expected):
         )
 
 
-@pytest.mark.parametrize("data, fsdp", [(1, 1), (2, 2), (1, 4)])
+@pytest.mark.parametrize("data, fsdp, context", [(1, 1, 1), (2, 2, 1), (1, 4, 1), (2, 1, 4)])
 @pytest.mark.parametrize("microbatch_tokens", [WHOLE, FEW])
 @pytest.mark.parametrize("is_packed", [True, False])
 def test_value_and_gradient_are_those_of_a_float64_reference(
-    loaded, sequences, literal, data, fsdp, microbatch_tokens, is_packed
+    loaded, sequences, literal, data, fsdp, context, microbatch_tokens, is_packed
 ):
-    learner = make_learner(loaded, data=data, fsdp=fsdp, microbatch_tokens=microbatch_tokens)
+    learner = make_learner(
+        loaded, data=data, fsdp=fsdp, context=context, microbatch_tokens=microbatch_tokens
+    )
     groups = [sequences] if is_packed else [[one] for one in sequences]
     mean, grads, tokens = literal
     value, found = value_and_gradient(learner, groups, tokens)

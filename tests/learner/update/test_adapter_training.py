@@ -7,7 +7,7 @@ import pytest
 
 from learner.compiled_functions import make_learner_functions
 from learner.config import AlgorithmConfig, LearnerConfig, LoraConfig, TrainingSettings
-from learner.objective.batching import Packing, pack, select_sequences
+from learner.objective.batching import pack, select_sequences
 from learner.update.mesh import SHARDS
 from learner.update.value_head import policy_params
 from models.adapter import (
@@ -54,11 +54,11 @@ def moved_adapter(core, seed=1):
     return moved
 
 
-def gradient_of(core, groups, microbatch_tokens=64):
+def gradient_of(core, groups):
     """Undivided gradient and sums of a batch."""
     selection = select_sequences(groups, builders.RULES, vocab_size=TINY.vocab_size)
     accumulator = core._functions.empty(core.state.params)
-    for batch in pack(selection.sequences, Packing(microbatch_tokens, len(core._devices))):
+    for batch in pack(selection.sequences, core._packing):
         batch = jax.device_put(batch, core._functions.batch_sharding)
         accumulator, _ = core._functions.accumulate(
             core.state.params, core._reference_in_loss, accumulator, batch, None, None, core._base
@@ -74,6 +74,7 @@ def gradient_of(core, groups, microbatch_tokens=64):
         {"data": 2, "fsdp": 2, "lm_head": "lean"},
         {"fsdp": 4},
         {"data": 2, "loss_impl": "pallas"},
+        {"fsdp": 2, "context": 4, "remat": True},
     ],
     ids=str,
 )

@@ -9,6 +9,8 @@ from learner.config import CONTEXT_SIZES
 from learner.objective.batching import row_buckets
 from learner.update.context import in_order, spread
 from learner.update.mesh import TOKENS, make_mesh
+from services.process.phase_clock import PhaseClock
+from tests.learner.builders import make_core, random_groups
 
 
 def mesh_of(context, data=1):
@@ -52,3 +54,34 @@ def test_every_row_that_may_be_compiled_can_be_cut():
 def test_a_row_that_cannot_be_cut_is_refused_with_the_numbers():
     with pytest.raises(ValueError, match="rows of 60 tokens cannot be cut into 2 x 4 equal"):
         spread(np.zeros((2, 60)), mesh_of(4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "context, algorithm, how",
+    [
+        (
+            8,
+            {"kl_coef": 0.1, "entropy_target": 2.9, "entropy_coef": 0.001},
+            {"remat": True, "attention": "reference"},
+        ),
+        (4, {"advantage": "gae", "off_policy": {"token_truncate": 1.5}}, {"attention": "xla"}),
+        (2, {"ratio": "sequence"}, {"attention": "xla", "lm_head": "lean"}),
+        (4, {"kl_coef": 0.1}, {"lora": {"rank": 4}}),
+    ],
+    ids=["entropy", "critic", "sequence ratio", "adapter"],
+)
+def test_an_update_reports_what_one_device_reports(context, algorithm, how):
+    """Chunks of 4 to 16 tokens, which the packed sequences cross."""
+    made = [
+        make_core(
+            context=N, microbatch_tokens=128 // N, algorithm=algorithm, updates_per_batch=2, **how
+        )
+        for N in (1, context)
+    ]
+    alone, shared = (core.update(random_groups(), PhaseClock()) for core in made)
+    assert shared["train/microbatches"] == alone["train/microbatches"]
+    for name, value in alone.items():
+        if not name.startswith(("throughput/", "mem/")):
+            # Second updates go on from float32 sums in another order.
+            assert shared[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name

@@ -191,16 +191,20 @@ def test_a_teacher_is_given_where_the_algorithm_names_one_and_only_there():
         make_core(teacher=TEACHER)
 
 
-MESHES = [(1, 1), (2, 2), (4, 1), (1, 4)]
+MESHES = [(1, 1, 1), (2, 2, 1), (4, 1, 1), (1, 4, 1), (1, 2, 2)]
+"""(data, fsdp, context)."""
 SPLITS = [192, 64, 16]
 CUTS = [(*mesh, split, packed) for mesh in MESHES for split in SPLITS for packed in (True, False)]
-PLAIN = (1, 1, 192, False)
+PLAIN = (1, 1, 1, 192, False)
 CASES = [
-    ("full", (2, 2, 16, True)),
-    ("full", (1, 4, 64, False)),
-    ("top_k", (1, 4, 16, True)),
-    ("sampled", (2, 2, 16, True)),
-    ("beside rewards", (4, 1, 16, True)),
+    ("full", (2, 2, 1, 16, True)),
+    ("full", (1, 4, 1, 64, False)),
+    ("full", (1, 2, 2, 16, True)),
+    ("top_k", (1, 4, 1, 16, True)),
+    ("top_k", (2, 1, 4, 16, True)),
+    ("sampled", (2, 2, 1, 16, True)),
+    ("sampled", (1, 1, 4, 16, True)),
+    ("beside rewards", (4, 1, 1, 16, True)),
 ]
 if os.environ.get("TANDEM_EVERY_CUT"):
     CASES = [case for case in itertools.product(FORMS, CUTS) if case[1] != PLAIN]
@@ -213,9 +217,14 @@ def change():
 
     def of(form, cut):
         if (form, cut) not in found:
-            data, fsdp, tokens, packed = cut
+            data, fsdp, context, tokens, packed = cut
             core = core_with(
-                form, data=data, fsdp=fsdp, microbatch_tokens=tokens, updates_per_batch=2
+                form,
+                data=data,
+                fsdp=fsdp,
+                context=context,
+                microbatch_tokens=tokens,
+                updates_per_batch=2,
             )
             with pytest.MonkeyPatch.context() as patched:
                 if not packed:
