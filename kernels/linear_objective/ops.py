@@ -19,7 +19,7 @@ from kernels.linear_objective import schedule
 from kernels.linear_objective.arguments import check_arrays, check_objective
 from kernels.linear_objective.reference import LinearObjective, Objective, sum_objective
 from kernels.linear_objective.schedule import HeadGradients, HeadOptions
-from kernels.token_logprob.ops import check_apart, check_divides
+from kernels.token_logprob.ops import axis_names, check_apart, check_divides
 from kernels.token_logprob.reference import TokenLogprob
 
 __all__ = ["HeadOptions", "LinearObjective", "linear_objective"]
@@ -159,8 +159,8 @@ class _HeadOnMesh:
             ValueError: with size and axes.
         """
         if self._mesh is not None:
-            axis = self._options.vocab_axis
-            check_divides(self._mesh, "vocabulary", V, (axis,) if axis else ())
+            axes = axis_names(self._options.vocab_axis)
+            check_divides(self._mesh, "vocabulary", V, axes)
             check_divides(self._mesh, "number of tokens", T, self._token_axes)
 
     def score(self, hidden_TD, head_VD, ids_T, active_T) -> TokenLogprob:

@@ -27,7 +27,7 @@ from kernels.linear_objective.arguments import check_arrays, check_objective
 from kernels.linear_objective.chunks import TokenChunks, even_size
 from kernels.linear_objective.reference import Objective
 from kernels.linear_objective.vmem_plan import LANES
-from kernels.token_logprob.ops import check_tpu_dtype, first_column, make_support
+from kernels.token_logprob.ops import VocabAxis, check_tpu_dtype, first_column, make_support
 from kernels.token_logprob.reference import TokenLogprob
 from kernels.token_logprob.statistics import Support, finish, merge_over, slopes
 
@@ -79,7 +79,7 @@ class HeadOptions:
     """As `token_logprob` has these two."""
     chunk_tokens: int | None = None
     """Upper bound on the tokens of a chunk; None uses that of the implementation."""
-    vocab_axis: str | tuple[str, ...] | None = None
+    vocab_axis: VocabAxis = None
     """Inside `shard_map`: the mesh axis, or axes, over which the head is cut by rows, in equal
     parts. All else is then the same on every device of them."""
 

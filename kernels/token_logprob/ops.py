@@ -129,19 +129,30 @@ def check_tpu_dtype(dtype: jnp.dtype) -> None:
         raise ValueError(f"the TPU kernels take bfloat16 and float32, got {dtype}: cast it")
 
 
-def check_apart(token_axes: tuple[str, ...], vocab_axis: str | None) -> None:
+VocabAxis = str | tuple[str, ...] | None
+"""The mesh axis, or axes, over which a vocabulary is cut."""
+
+
+def axis_names(vocab_axis: VocabAxis) -> tuple[str, ...]:
+    """Each of these axes."""
+    if isinstance(vocab_axis, tuple):
+        return vocab_axis
+    return () if vocab_axis is None else (vocab_axis,)
+
+
+def check_apart(token_axes: tuple[str, ...], vocab_axis: VocabAxis) -> None:
     """Refuses a mesh axis that would cut tokens and vocabulary at once.
 
     Raises:
         ValueError: with the axis.
     """
-    if vocab_axis is not None and vocab_axis in token_axes:
+    if set(axis_names(vocab_axis)) & set(token_axes):
         raise ValueError(
             f"vocab_axis={vocab_axis!r} is among token_axes={token_axes}: an axis cuts one of them"
         )
 
 
-def first_column(columns: int, vocab_axis: str | None) -> jax.Array | int:
+def first_column(columns: int, vocab_axis: VocabAxis) -> jax.Array | int:
     """Number of the first of this device's columns in the whole vocabulary."""
     return 0 if vocab_axis is None else jax.lax.axis_index(vocab_axis) * columns
 

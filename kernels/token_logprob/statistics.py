@@ -56,8 +56,8 @@ def merge(parts: Statistics) -> Statistics:
     return Statistics(top, total.sum(axis=0), weighted.sum(axis=0), parts.chosen.sum(axis=0))
 
 
-def merge_over(axis_name: str, part: Statistics) -> Statistics:
-    """Statistics of the whole on every device of a mesh axis that shards the vocabulary."""
+def merge_over(axis_name: str | tuple[str, ...], part: Statistics) -> Statistics:
+    """Statistics of the whole on every device of the mesh axes that shard the vocabulary."""
     top = jax.lax.pmax(part.top, axis_name)
     rest = jnp.stack([*_rescaled(part, top), part.chosen])
     return Statistics(top, *jax.lax.psum(rest, axis_name))

@@ -92,6 +92,22 @@ def test_a_run_computes_alike_in_any_shell_and_when_a_worker_is_killed_N30_R14(
     same_training(service, undisturbed)
 
 
+def test_two_devices_of_the_learner_share_the_rows(start, undisturbed, monkeypatch):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
+    service = start(*ONE_WORKER, "--set", "learner.mesh={data: 1, fsdp: 1, context: 2}")
+    assert service.wait() == 0, service.text
+    assert "mesh data=1 x fsdp=1 x context=2" in service.text
+    assert sorted(service.trained()) == sorted(undisturbed.trained())
+    ours, theirs = (
+        next(line for line in run.lines("metrics") if "train/grad_norm" in line)
+        for run in (service, undisturbed)
+    )
+    # Of the first update: later ones are of weights that float32 rounds in another order.
+    assert theirs["train/grad_norm"] > 1e-3
+    for name in ("reward/total/mean", "train/grad_norm", "train/entropy"):
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
+
+
 def scale(service: Service, workers: int, then=lambda: None) -> None:
     """`python -m driver.scale`, which waits until the fleet has that size; `then` is done once the
     run has accepted the wish."""
