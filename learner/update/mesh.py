@@ -70,7 +70,7 @@ def mesh_shape(*, data: int, fsdp: int, context: int = 1, devices: int) -> MeshS
         product = "data x fsdp" + " x context" * (context != 1)
         raise ValueError(
             f"{given}: {product} = {data * fsdp * context} must equal the {devices} devices at "
-            "hand; set one of data and fsdp to -1"
+            "hand; set one of data and fsdp to -1" + ", or lower context" * (context != 1)
         )
     return MeshShape(data, fsdp, context)
 

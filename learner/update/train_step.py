@@ -99,9 +99,9 @@ def make_accumulate(
     """Builds `accumulate(params, reference_params, accumulator, batch, entropy_coef=None,
     teacher_params=None, base_params=None)`.
 
-    It returns the accumulator, the one given being donated, and the policy's logprobs, float32
-    [B, T], of which only those of active tokens mean anything. Rows of the batch are divided over
-    all devices; reference_params is None without a KL penalty in the loss; entropy_coef is a
+    It returns the accumulator, the one given being donated, and the policy's logprobs, float32 [B,
+    T], of which only those of active tokens mean anything. The batch holds whole rows, which are
+    divided here; reference_params is None without a KL penalty in the loss; entropy_coef is a
     float32 scalar where it is adaptive, and None where the objective's holds; teacher_params are
     those of the teacher whose divergence is in the loss, if any. Where specs have a value head, the
     critic's loss is added, times its coefficient. With a base, params are those of its adapter and

@@ -80,3 +80,44 @@ small, large = (peak_bytes("xla", T, jnp.bfloat16) for T in (2048, 32768))
 assert large <= 16 * small, (small, large)
 """
     run_with_compiler(COMPILE + bounds, timeout_s=1500)
+
+
+CHUNKS = """
+import functools
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from kernels.packed_attention.ops import packed_attention
+
+topology = topologies.get_topology_desc(platform="tpu", topology_name="v6e:2x4")
+devices = np.array(topology.devices).reshape(2, 4)
+mesh = Mesh(devices, ("fsdp", "context"), axis_types=(AxisType.Auto,) * 2)
+tokens = P("fsdp", "context")
+
+def local(query, key, value, segment):
+    whole = lambda array: jax.lax.all_gather(array, "context", axis=1, tiled=True)
+    early = jax.lax.axis_index("context")
+    start_C = jnp.stack([early, 7 - early]) * (query.shape[1] // 2)
+    return packed_attention(
+        query, whole(key), whole(value), whole(segment), start_C=start_C, impl="pallas_tpu",
+        operand_dtype=jnp.bfloat16, window=300, soft_cap=30.0,
+    )
+
+def struct(dtype, *dims):
+    return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, tokens))
+
+over_chips = jax.shard_map(
+    local, mesh=mesh, in_specs=(tokens,) * 4, out_specs=tokens, check_vma=False
+)
+loss = lambda *arrays: (over_chips(*arrays).astype(jnp.float32) ** 2).sum()
+key = struct(jnp.bfloat16, 2, 4000, 2, 128)
+jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))).lower(
+    struct(jnp.bfloat16, 2, 4000, 4, 128), key, key, struct(jnp.int32, 2, 4000)
+).compile()
+"""
+
+
+@needs_compiler
+def test_the_tpu_kernel_compiles_for_chunks_of_a_row_that_chips_share():
+    """Chunks of 500 tokens: no multiple of a block."""
+    run_with_compiler(CHUNKS, timeout_s=1500)
