@@ -46,6 +46,7 @@ from learner.update.train_step import (
 )
 from models.adapter import AdapterShape, abstract_adapter, join
 from models.config import ModelConfig
+from models.layer_scan import Remat
 from models.transformer import Params, abstract_params
 
 
@@ -62,7 +63,8 @@ class LearnerFunctions:
     """The model, where an adapter trains."""
     optimizer: optax.GradientTransformation
     abstract_state: TrainState
-    """Shape, dtype and sharding of every leaf of the state."""
+    """Shape, dtype and sharding of every leaf of the state between updates; `apply` takes it as
+    learner/update/host_memory.py moves it."""
     batch_sharding: NamedSharding
     """Rows of a micro-batch, whole, divided over the axes ROWS of the mesh."""
     sequence_ratios: bool
@@ -172,7 +174,7 @@ def make_learner_functions(
         ),
         attention=plan_attention(learner.attention, devices[0].platform),
         compute_dtype=jnp.dtype(learner.compute_dtype),
-        remat=learner.remat,
+        remat=Remat(learner.remat_name),
         adapter_scale=1.0 if adapter is None else adapter.scale,
     )
     plan = None if teacher is None else _plan_teacher(teacher, algorithm, mesh, whole_specs)
@@ -182,7 +184,9 @@ def make_learner_functions(
     factor = algorithm.value_rate_factor if algorithm.has_critic else None
     optimizer = make_optimizer(learner.optimizer, schedule, value_rate_factor=factor)
     bonus, rule = _entropy_bonus(algorithm)
-    state = abstract_state(trained, optimizer, mesh, specs, bonus)
+    state = abstract_state(
+        trained, optimizer, mesh, specs, bonus, offload=learner.optimizer.offload
+    )
     policy = value_head.policy_params(state.params)
     return LearnerFunctions(
         mesh=mesh,

@@ -1,11 +1,16 @@
 """What the learner needs: the objective (`algorithm`) and the update (`learner`)."""
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from services.process.config_section import Section
+
+Remat = Literal["none", "layer", "dots", "attention", "mlp", "offload"]
+REMATS = get_args(Remat)
+"""Values of models.layer_scan.Remat."""
+_BOOLEAN = TypeAdapter(bool)
 
 
 class OffPolicyConfig(Section):
@@ -235,6 +240,9 @@ class OptimizerConfig(Section):
     moments_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the moments (adamw, lion, muon); bfloat16 halves their memory. They are rounded at
     random, by a key that follows from the number of updates, so that small changes count."""
+    offload: bool = False
+    """Keep the moments in the memory of the host between updates, where the platform has such a
+    kind of memory (docs/long-sequences.md). Weights and arithmetic stay as they are."""
     learning_rate: float = Field(default=1e-6, ge=0, le=1)
     """The peak, reached after `warmup_steps`."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -318,8 +326,11 @@ class LearnerConfig(Section):
     updates_per_batch: int = Field(default=1, ge=1, le=1000)
     """Optimiser updates on the same groups; from the second on the clip has work to do."""
     mesh: MeshConfig = MeshConfig()
-    remat: bool = True
-    """Recompute each layer in the backward pass instead of keeping its activations."""
+    remat: bool | Remat = "layer"
+    """What the forward pass keeps of each layer; the backward pass computes all else again. `none`
+    keeps everything (false), `layer` the layer's input (true), `offload` the same in the memory of
+    the host. `dots`, `attention` and `mlp` also keep the results of all products with weights, of
+    attention, or of the first two products of the MLP (docs/long-sequences.md)."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of activations and matrix products; master weights stay float32."""
     lm_head: Literal["logits", "fast", "lean"] = "fast"
@@ -355,6 +366,23 @@ class LearnerConfig(Section):
                 "microbatch_tokens to an even number"
             )
         return self
+
+    @property
+    def remat_name(self) -> str:
+        """What `remat` means, one of REMATS."""
+        if isinstance(self.remat, bool):
+            return "layer" if self.remat else "none"
+        return self.remat
+
+    @field_validator("remat", mode="before")
+    @classmethod
+    def _check_remat(cls, value: object):
+        if value in REMATS:
+            return value
+        try:
+            return _BOOLEAN.validate_python(value)
+        except ValidationError:
+            raise ValueError(f"{value!r} is none of {', '.join(REMATS)}, true or false") from None
 
     @model_validator(mode="after")
     def _check_head(self):

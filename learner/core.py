@@ -23,6 +23,7 @@ from learner.programs import Model, ProgramRunner, Scorer
 from learner.publish.canary import ScoredProbe
 from learner.publish.snapshot import PUBLISH_DTYPES, BaseDigest, Snapshot, host_weights
 from learner.teacher import TeacherModel
+from learner.update.host_memory import at_rest, on_devices
 from learner.update.mesh import MeshShape
 from learner.update.state import TrainState, init_state, place_frozen, place_params
 from learner.update.update_metrics import (
@@ -108,7 +109,14 @@ class LearnerCore:
         adapter = trained
         if algorithm.has_critic:
             trained = with_value_head(trained, model_config.hidden_size)
-        self._state = init_state(trained, made.optimizer, made.mesh, made.specs, made.entropy_bonus)
+        self._state = init_state(
+            trained,
+            made.optimizer,
+            made.mesh,
+            made.specs,
+            made.entropy_bonus,
+            offload=learner.optimizer.offload,
+        )
         self._reference = None
         if algorithm.kl_coef > 0 and self._base is not None:
             # Where training starts: the policy without its adapter, or with the one it starts from.
@@ -284,15 +292,13 @@ class LearnerCore:
             logprobs.append(np.asarray(logprob_BT))
         sums = jax.device_get(accumulator.sums)
         failpoints.reach("learner.update")
-        self._state, report = self._programs.run(
-            clock,
-            "optimizer",
-            "apply",
-            self._functions.apply,
-            self._state,
-            accumulator,
-            jnp.float32(denominator),
-        )
+        with clock.phase("optimizer"):
+            state = on_devices(self._state)
+        apply, denominator = self._functions.apply, jnp.float32(denominator)
+        given = (state, accumulator, denominator)
+        state, report = self._programs.run(clock, "optimizer", "apply", apply, *given)
+        with clock.phase("optimizer"):
+            self._state = at_rest(state, self._functions.abstract_state)
         return sums, jax.device_get(report), logprobs
 
     def _memory_metrics(self) -> dict[str, float]:

@@ -25,9 +25,12 @@ from typing import Any, cast
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from kernels.packed_attention.ops import WHOLE_SCORES, AttentionPlan, packed_attention
 from models.config import ModelConfig
+from models.layer_scan import MLP as KEPT_MLP
+from models.layer_scan import Backward, scan_layers
 from models.rope import rotary, rotate
 
 Params = dict[str, Any]
@@ -152,8 +155,8 @@ class MLP(nn.Module):
         """[B, T, D] -> [B, T, D]."""
         c = self.config
         linear = partial(Linear, bias=c.mlp_bias, product_dtype=self.product_dtype)
-        gate_BTF = linear(c.intermediate_size, name="gate_proj")(x_BTD)
-        up_BTF = linear(c.intermediate_size, name="up_proj")(x_BTD)
+        gate_BTF = checkpoint_name(linear(c.intermediate_size, name="gate_proj")(x_BTD), KEPT_MLP)
+        up_BTF = checkpoint_name(linear(c.intermediate_size, name="up_proj")(x_BTD), KEPT_MLP)
         return linear(x_BTD.shape[-1], name="down_proj")(nn.silu(gate_BTF) * up_BTF)
 
 
@@ -217,7 +220,7 @@ def forward(
     cache: Any = None,
     gather: Gather = lambda name, tree: tree,
     embed: Embed | None = None,
-    remat: bool = False,
+    backward: Backward | None = None,
 ) -> tuple[jax.Array, Any]:
     """Runs all layers and the final norm.
 
@@ -233,7 +236,8 @@ def forward(
         cache: per layer: a list beside listed layers, a stacked tree beside stacked ones.
         gather: makes sharded parameters whole, a layer at a time (see learner/update/sharding.py).
         embed: looks tokens up in an embedding that stays sharded; None gathers it.
-        remat: recompute each layer in the backward pass.
+        backward: how gradients of stacked layers are formed, where no cache is; None leaves it to
+            jax.
 
     Returns:
         hidden [B, T, D] in compute_dtype, after the final norm, and the new cache.
@@ -245,22 +249,24 @@ def forward(
     x_BTD = x_BTD.astype(compute_dtype)
     cos_sin = rotary(position_BT, config)
 
-    def layer(x_BTD, layer_params, layer_cache):
-        layer_params = gather("layers", layer_params)
+    def run_block(x_BTD, layer_params, layer_cache):
         block = Block(config, product_dtype)
         return block.apply({"params": layer_params}, x_BTD, cos_sin, attend, layer_cache)
 
-    if remat:
-        layer = jax.checkpoint(layer, prevent_cse=isinstance(params["layers"], list))
+    whole_layer = partial(gather, "layers")
     if isinstance(params["layers"], list):
         new_cache = []
         for i, layer_params in enumerate(params["layers"]):
             layer_cache = None if cache is None else cache[i]
-            x_BTD, layer_cache = layer(x_BTD, layer_params, layer_cache)
+            x_BTD, layer_cache = run_block(x_BTD, whole_layer(layer_params), layer_cache)
             new_cache.append(layer_cache)
+    elif backward is not None:
+        layer = lambda x, weights: run_block(x, weights, None)[0]
+        x_BTD = scan_layers(layer, x_BTD, params["layers"], whole_layer, backward)
+        new_cache = None
     else:
         x_BTD, new_cache = jax.lax.scan(
-            lambda x, xs: layer(x, *xs), x_BTD, (params["layers"], cache)
+            lambda x, xs: run_block(x, whole_layer(xs[0]), xs[1]), x_BTD, (params["layers"], cache)
         )
     norm = gather("norm", params["norm"])
     hidden_BTD = RMSNorm(config.rms_norm_eps).apply({"params": norm}, x_BTD)

@@ -40,6 +40,7 @@ from learner.compiled_functions import LearnerFunctions, make_learner_functions
 from learner.config import AlgorithmConfig, TrainingSettings
 from learner.objective.off_policy import Correction
 from learner.publish.snapshot import PUBLISH_DTYPES
+from learner.update.host_memory import on_devices
 from learner.update.sharding import named_shardings
 from learner.update.value_head import policy_params
 from models.adapter import join
@@ -189,7 +190,7 @@ def learner_programs(config: RunConfig, model: ModelConfig, plan: Plan) -> Itera
     denominator = jax.ShapeDtypeStruct((), jax.numpy.float32)
     yield compile_(
         "apply",
-        lambda: _compiled(programs.apply, state, accumulator, denominator),
+        lambda: _compiled(programs.apply, on_devices(state), accumulator, denominator),
         beside="frozen models and two snapshots",
         beside_bytes=frozen_bytes + 2 * snapshot_bytes,
     )[0]

@@ -31,7 +31,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
 from kernels.packed_attention.block_ranges import BlockRange, QueryBlocks, block_ranges
-from kernels.packed_attention.reference import MASKED_SCORE, query_places
+from kernels.packed_attention.reference import KEPT_NAME, MASKED_SCORE, query_places
 
 LANES = 128
 """Blocks are multiples of the width of a vector register."""
@@ -156,7 +156,7 @@ def _attend_row(arrays, *, place_T, exact, window, soft_cap, more_visits, L, int
         save_residuals=False,
         mask_value=MASKED_SCORE,
         attn_logits_soft_cap=soft_cap,
-        residual_checkpoint_name=None,
+        residual_checkpoint_name=KEPT_NAME,
         mask_function=_Seen(window),
         interpret=interpret,
     )

@@ -26,6 +26,9 @@ import jax.numpy as jnp
 
 MASKED_SCORE = -1e30
 """Finite: a difference of two is no NaN."""
+KEPT_NAME = "attention"
+"""Of what a policy of `jax.checkpoint` may keep, so that attention is not computed again: the
+result, and where there is one the logsumexp of the scores."""
 
 
 def packed_attention(

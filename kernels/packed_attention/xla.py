@@ -25,9 +25,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from kernels.packed_attention.block_ranges import QueryBlocks, block_ranges
-from kernels.packed_attention.reference import MASKED_SCORE, precision_of, query_places
+from kernels.packed_attention.reference import (
+    KEPT_NAME,
+    MASKED_SCORE,
+    precision_of,
+    query_places,
+)
 
 BLOCK_TOKENS = 256
 
@@ -96,7 +102,8 @@ def _forward(options, *given):
 
 
 def _forward_and_keep(options, *given):
-    out_BTNH, logsumexp = _forward(options, *given)
+    found = _forward(options, *given)
+    out_BTNH, logsumexp = (checkpoint_name(each, KEPT_NAME) for each in found)
     return out_BTNH, (given, out_BTNH, logsumexp)
 
 

@@ -21,6 +21,7 @@ from learner.objective.batching import MicroBatch, Packing, TrainSequence, pack
 from learner.publish.snapshot import host_weights
 from learner.sft.sequences import OBJECTIVE
 from learner.update.head import HeadPlan
+from learner.update.host_memory import at_rest, on_devices
 from learner.update.mesh import ROWS, MeshShape, make_mesh
 from learner.update.optimizer import learning_rate_schedule, make_optimizer
 from learner.update.sharding import param_specs
@@ -34,6 +35,7 @@ from learner.update.train_step import (
 )
 from models.config import ModelConfig
 from models.flops import flops_metrics, training_flops
+from models.layer_scan import Remat
 from models.transformer import Params
 
 
@@ -77,7 +79,7 @@ class SupervisedLearner:
             ),
             attention=plan_attention(config.attention, devices[0].platform),
             compute_dtype=jnp.dtype(config.compute_dtype),
-            remat=config.remat,
+            remat=Remat(config.remat_name),
         )
         self._model = model
         self._devices, self._compute_dtype = devices, config.compute_dtype
@@ -85,14 +87,15 @@ class SupervisedLearner:
         self._batch_sharding = NamedSharding(mesh, P(ROWS))
         self._empty = make_empty_accumulator(mesh, specs)
         self._accumulate = make_accumulate(mesh, specs, model, OBJECTIVE, options)
+        offload = config.optimizer.offload
         shardings = state_shardings(params, optimizer, mesh, specs)
         self._apply = make_apply(mesh, shardings, optimizer, schedule)
         self._score = make_score(mesh, specs, model, options)
         self._compiled: dict[str, jax.stages.Compiled] = {}
         self._compile_s = 0.0
-        self.abstract_state = abstract_state(params, optimizer, mesh, specs)
+        self.abstract_state = abstract_state(params, optimizer, mesh, specs, offload=offload)
         """Shape, dtype and sharding of every leaf of `state`, to restore a checkpoint into."""
-        self.state: TrainState = init_state(params, optimizer, mesh, specs)
+        self.state: TrainState = init_state(params, optimizer, mesh, specs, offload=offload)
         """The next update donates its arrays."""
 
     def update(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
@@ -122,9 +125,10 @@ class SupervisedLearner:
                 self._placed(batch),
             )
         entropy = accumulator.sums["entropy"]
-        self.state, report = self._run(
-            "apply", self._apply, self.state, accumulator, jnp.float32(tokens)
+        state, report = self._run(
+            "apply", self._apply, on_devices(self.state), accumulator, jnp.float32(tokens)
         )
+        self.state = at_rest(state, self.abstract_state)
         report, entropy = jax.device_get((report, entropy))
         update_s = time.monotonic() - started - (self._compile_s - compile_s)
         lengths = [len(sequence.token_ids) for sequence in sequences]

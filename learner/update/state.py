@@ -14,6 +14,9 @@ from learner.update.entropy_bonus import EntropyBonus
 from learner.update.sharding import named_shardings
 from models.transformer import Params
 
+HOST_MEMORY = "pinned_host"
+"""The kind of memory of the host that devices read and write, by its name in jax."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,14 +62,17 @@ def init_state(
     mesh: Mesh,
     specs: Params,
     entropy_bonus: EntropyBonus | None = None,
+    *,
+    offload: bool = False,
 ) -> TrainState:
     """A fresh state from host parameters of any float dtype, layers stacked.
 
     Args:
         entropy_bonus: host scalars, where the coefficient is adaptive.
+        offload: as state_shardings.
     """
     placed = place_params(params, mesh, specs, jnp.float32)
-    shardings = state_shardings(placed, optimizer, mesh, specs, entropy_bonus)
+    shardings = state_shardings(placed, optimizer, mesh, specs, entropy_bonus, offload=offload)
     return TrainState(
         params=placed,
         opt_state=jax.jit(optimizer.init, out_shardings=shardings.opt_state)(placed),
@@ -81,18 +87,29 @@ def state_shardings(
     mesh: Mesh,
     specs: Params,
     entropy_bonus: EntropyBonus | None = None,
+    *,
+    offload: bool = False,
 ) -> TrainState:
     """A TrainState of shardings: moments lie as their parameters do; counts, and moments of
     another shape than their parameter, are replicated.
+
+    Args:
+        offload: keep moments of their parameters' shapes in the memory of the host.
+
+    Raises:
+        ValueError: if the devices of the mesh have no such memory.
     """
+    if offload:
+        check_host_memory(mesh.devices.flat[0])
     replicated = NamedSharding(mesh, P())
     shardings = named_shardings(mesh, specs)
 
     def moment_sharding(leaf, sharding, param):
         if isinstance(leaf, optax.MaskedNode):
             return leaf
-        # A factored moment is small, and has other axes than its parameter.
-        return sharding if leaf.shape == param.shape else replicated
+        if leaf.shape != param.shape:  # a factored moment is small, and has other axes
+            return replicated
+        return sharding.with_memory_kind(HOST_MEMORY) if offload else sharding
 
     opt_state = optax.tree.map_params(
         optimizer,
@@ -118,11 +135,14 @@ def abstract_state(
     mesh: Mesh,
     specs: Params,
     entropy_bonus: EntropyBonus | None = None,
+    *,
+    offload: bool = False,
 ) -> TrainState:
     """Shapes, dtypes and shardings of `init_state`, without allocating anything.
 
     Args:
         params: arrays or shape structs; only their shapes are read.
+        offload: as state_shardings.
     """
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), params)
     shapes = TrainState(
@@ -136,5 +156,15 @@ def abstract_state(
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
-        state_shardings(params, optimizer, mesh, specs, entropy_bonus),
+        state_shardings(params, optimizer, mesh, specs, entropy_bonus, offload=offload),
     )
+
+
+def check_host_memory(device: jax.Device) -> None:
+    """Raises ValueError if the device cannot hold arrays in the memory of its host."""
+    kinds = sorted(memory.kind for memory in device.addressable_memories())
+    if HOST_MEMORY not in kinds:
+        raise ValueError(
+            f"learner.optimizer.offload=true: devices of {device.platform} have no memory of kind "
+            f"{HOST_MEMORY}, only {', '.join(kinds)}; set it to false"
+        )

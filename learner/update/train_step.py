@@ -29,10 +29,17 @@ from learner.update.distilled_head import DistilledHead, TeacherPlan
 from learner.update.entropy_bonus import EntropyRule, adjusted_bonus
 from learner.update.head import HeadPlan, PolicyHead
 from learner.update.mesh import AXES, TOKENS
-from learner.update.sharding import make_embed, make_gather, named_shardings, reduce_gradients
+from learner.update.sharding import (
+    STACKED,
+    make_embed,
+    make_gather,
+    named_shardings,
+    reduce_gradients,
+)
 from learner.update.state import TrainState
 from models.adapter import join
 from models.config import ModelConfig
+from models.layer_scan import Backward, Remat
 from models.transformer import Params, forward
 
 SUMS = (
@@ -62,7 +69,7 @@ class PolicyOptions(NamedTuple):
     head: HeadPlan
     attention: AttentionPlan
     compute_dtype: jnp.dtype
-    remat: bool
+    remat: Remat
     adapter_scale: float = 1.0
     """Of an adapter, where the parameters have one (models/adapter.py)."""
 
@@ -108,6 +115,7 @@ def make_accumulate(
     base_params its own, of which no gradient is formed; it excludes a teacher in the loss.
     """
     whole_specs, reference = _whole_specs(specs, base)
+    complete = lambda grads: reduce_gradients(grads, specs[STACKED])
     head, hidden_states = _policy(mesh, whole_specs, config, options)
     _, reference_states = _policy(mesh, reference, config, options)
     has_critic = value_head.NAME in specs
@@ -151,11 +159,18 @@ def make_accumulate(
             None if entropy_coef is None else jnp.full_like(batch.weights, entropy_coef),
         )
 
-        # The heads form their own gradients; that in the hidden states goes on through the layers.
-        own = ("lm_head", value_head.NAME)
-        layers = {name: tree for name, tree in params.items() if name not in own}
-        hidden_BTD, pull = jax.vjp(lambda layers: hidden_states(whole(layers), batch), layers)
+        # The heads form their own gradients; that in the hidden states goes on through the layers,
+        # whose gradients are added one by one (models/layer_scan.py).
+        own = ("lm_head", value_head.NAME, STACKED)
+        others = {name: tree for name, tree in params.items() if name not in own}
         so_far = accumulator.grads
+
+        def states(others, layers_so_far):
+            trained = {**others, STACKED: params[STACKED]}
+            backward = Backward(options.remat, layers_so_far, complete)
+            return hidden_states(whole(trained), batch, backward)
+
+        hidden_BTD, pull = jax.vjp(states, others, so_far[STACKED])
         given: Any = (whole(params), hidden_BTD, batch.target_ids, active_BT, data, weighted_loss)
         policy, divergence_BT, d_hidden_BTD, head_grads = head_gradients(
             given, so_far, batch, teacher_params
@@ -175,10 +190,10 @@ def make_accumulate(
             critic_grads = {
                 value_head.NAME: jax.tree.map(lambda grad: objective.value_coef * grad, d_head)
             }
-        (grads,) = pull(d_hidden_BTD)
+        grads, layers_so_far = pull(d_hidden_BTD)
         grads = {**grads, **critic_grads}
         grads = reduce_gradients(grads, {name: specs[name] for name in grads})
-        so_far = {**so_far, **head_grads}
+        so_far = {**so_far, **head_grads, STACKED: layers_so_far}
 
         terms = terms_of(policy.logprob, policy.entropy, data)
         sums = metric_sums(terms, policy.entropy, active_BT) | critic_sums
@@ -276,11 +291,11 @@ def make_score_values(
 
 
 def _policy(mesh, specs, config, options):
-    """The policy's head, and `hidden_states(params, batch) -> [B, T, D]` below it."""
+    """The policy's head, and what gives the hidden states [B, T, D] below it."""
     gather = make_gather(specs, options.compute_dtype, options.adapter_scale)
     embed = make_embed(specs, options.compute_dtype)
 
-    def hidden_states(params, batch):
+    def hidden_states(params, batch, backward=None):
         hidden_BTD, _ = forward(
             params,
             config,
@@ -295,7 +310,7 @@ def _policy(mesh, specs, config, options):
             compute_dtype=options.compute_dtype,
             gather=gather,
             embed=embed,
-            remat=options.remat,
+            backward=backward,
         )
         return hidden_BTD
 

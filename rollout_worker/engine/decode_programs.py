@@ -260,8 +260,11 @@ class DecodePrograms:
 
 
 def device_bytes(structs) -> int:
-    """Bytes that shape structs with shardings take on each device; None takes none."""
+    """Bytes that shape structs with shardings take on each device; None takes none, and neither
+    does what lies in the memory of the host.
+    """
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(structs)
+        if leaf.sharding.memory_kind != "pinned_host"
     )

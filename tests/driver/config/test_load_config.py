@@ -89,8 +89,8 @@ def test_f02_booleans_in_overrides(cases, minimal):
 
 
 def test_f02_false_in_the_file_over_a_true_default(write):
-    assert RunConfig.model_fields["learner"].default.remat is True
-    assert load(write(MINIMAL + "learner: {remat: false}\n")).learner.remat is False
+    assert RunConfig.model_fields["weights"].default.canary is True
+    assert load(write(MINIMAL + "weights: {canary: false}\n")).weights.canary is False
 
 
 @pytest.mark.parametrize("word, value", [("true", True), ("on", True), ("yes", True), ("1", True)])
@@ -193,7 +193,7 @@ def test_unknown_keys_at_any_depth_and_every_error_in_one_message(write):
         "reward.functions.0.wieght: unknown key; did you mean reward.functions.0.weight?",
         "run.steps: 'many' is not a whole number",
         "run.name: 'a b' must match",
-        "learner.remat: 3 is not a boolean",
+        "learner.remat: 3 is none of none, layer, dots, attention, mlp, offload, true or false",
         "learner.optimizer.learning_rate: inf is not a finite number",
         "placement.platform: 'tpuu' is none of 'cpu', 'gpu' or 'tpu' (--set)",
         "--set run.resume: write it as --set section.key=value",

@@ -23,6 +23,7 @@ from learner.update.train_step import (
     make_empty_accumulator,
     make_score,
 )
+from models.layer_scan import Remat
 from tests.learner.builders import TINY, host_params
 
 pytestmark = pytest.mark.slow
@@ -60,7 +61,7 @@ def packed_rows() -> MicroBatch:
 
 
 @functools.cache
-def gradient(plan: AttentionPlan, *, data=1, fsdp=1, context=1, remat=False, schedule="fast"):
+def gradient(plan: AttentionPlan, *, data=1, fsdp=1, context=1, remat=Remat.NONE, schedule="fast"):
     """Gradient of the summed loss, sums of the metrics, and the logprobs [B, T]."""
     devices = jax.devices()[: data * fsdp * context]
     mesh = make_mesh(data=data, fsdp=fsdp, context=context, devices=devices)
@@ -91,15 +92,15 @@ def gradient(plan: AttentionPlan, *, data=1, fsdp=1, context=1, remat=False, sch
     "plan, how",
     [
         (XLA, {}),
-        (XLA, {"remat": True, "data": 2, "fsdp": 2}),
-        (PALLAS, {"remat": True, "data": 2, "fsdp": 2}),
-        (DENSE, {"remat": True}),
+        (XLA, {"remat": Remat.LAYER, "data": 2, "fsdp": 2}),
+        (PALLAS, {"remat": Remat.LAYER, "data": 2, "fsdp": 2}),
+        (DENSE, {"remat": Remat.LAYER}),
         (DENSE, {"context": 4}),
         (XLA, {"context": 2, "schedule": "logits"}),
-        (XLA, {"context": 4, "remat": True}),
+        (XLA, {"context": 4, "remat": Remat.LAYER}),
         (XLA, {"context": 8}),
-        (XLA, {"remat": True, "data": 2, "fsdp": 2, "context": 2, "schedule": "lean"}),
-        (PALLAS, {"remat": True, "fsdp": 2, "context": 4}),
+        (XLA, {"remat": Remat.LAYER, "data": 2, "fsdp": 2, "context": 2, "schedule": "lean"}),
+        (PALLAS, {"remat": Remat.LAYER, "fsdp": 2, "context": 4}),
     ],
     ids=str,
 )
@@ -125,7 +126,7 @@ def test_a_token_of_another_segment_changes_no_logprob():
         head=HeadPlan(schedule="fast", impl="xla", temperature=1.0, valid_vocab=22),
         attention=XLA,
         compute_dtype=jnp.dtype("float32"),
-        remat=False,
+        remat=Remat.NONE,
     )
     score = make_score(mesh, specs, TINY, options)
     batch = packed_rows()

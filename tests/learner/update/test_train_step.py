@@ -24,6 +24,7 @@ from learner.update.train_step import (
     make_empty_accumulator,
     make_score,
 )
+from models.layer_scan import Remat
 from models.transformer import forward, head_weight, logits, packed_attend
 from tests.learner import builders
 from tests.learner.builders import TINY, host_params, random_groups
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 HEAD = HeadPlan(schedule="fast", impl="xla", temperature=0.8, valid_vocab=22)
 OPTIONS = PolicyOptions(
-    head=HEAD, attention=WHOLE_SCORES, compute_dtype=jnp.dtype("float32"), remat=False
+    head=HEAD, attention=WHOLE_SCORES, compute_dtype=jnp.dtype("float32"), remat=Remat.NONE
 )
 OBJECTIVE = loss_lib.Objective(
     clip_low=0.2, clip_high=0.28, kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01
@@ -191,7 +192,7 @@ def test_score_says_what_the_update_would_see(selection, literal, schedule):
 
 def test_recomputing_layers_changes_nothing(selection, literal):
     head = HEAD._replace(schedule="logits", impl="reference")
-    options = OPTIONS._replace(remat=True, head=head)
+    options = OPTIONS._replace(remat=Remat.LAYER, head=head)
     _, accumulator, _ = run_accumulate(
         selection, data=1, fsdp=2, microbatch_tokens=64, options=options
     )

@@ -1,0 +1,114 @@
+"""Gradients of stacked layers that are added in place: jax's own, whatever is kept of a layer."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.compiled_program import program_sizes
+from kernels.packed_attention.ops import AttentionPlan
+from models.config import ModelConfig
+from models.layer_scan import Backward, Remat
+from models.transformer import forward, init_params, packed_attend
+
+CONFIG = ModelConfig(
+    model_type="qwen2",
+    vocab_size=16,
+    hidden_size=32,
+    intermediate_size=96,
+    num_layers=12,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    qkv_bias=True,
+    tie_word_embeddings=True,
+)
+TOKENS = 48
+LAYERS_BYTES = 12 * 4 * (32 * (32 + 32 + 32) + 3 * 32 * 96)
+
+
+@functools.cache
+def given():
+    """Parameters, tokens of two segments with padding, and sums that are not zero."""
+    params = init_params(jax.random.key(0), CONFIG)
+    rng = np.random.default_rng(1)
+    ids = jnp.asarray(rng.integers(0, 16, (1, TOKENS)), jnp.int32)
+    segments = jnp.asarray([[1] * 20 + [2] * 24 + [0] * 4], jnp.int32)
+    so_far = jax.tree.map(lambda leaf: np.float32(rng.normal(0, 1, leaf.shape)), params["layers"])
+    return params, ids, segments, so_far
+
+
+def loss(params, backward=None, *, impl="xla", dtype=jnp.float32):
+    _, ids, segments, _ = given()
+    attend = packed_attend(segments, operand_dtype=dtype, plan=AttentionPlan(impl))
+    position = jnp.arange(TOKENS)[None]
+    hidden, _ = forward(
+        params, CONFIG, ids, position, attend, compute_dtype=dtype, backward=backward
+    )
+    return (hidden.astype(jnp.float32) * jnp.cos(jnp.arange(TOKENS))[None, :, None]).sum()
+
+
+@functools.cache
+def program(remat, **how):
+    """(params, sums so far) -> gradients of what is not in the layers, and the sums; compiled."""
+
+    def summed(others, so_far, layers):
+        return loss({**others, "layers": layers}, Backward(remat, so_far, lambda g: g), **how)
+
+    def gradients(params, so_far):
+        others = {name: tree for name, tree in params.items() if name != "layers"}
+        return jax.grad(summed, argnums=(0, 1))(others, so_far, params["layers"])
+
+    params, _, _, so_far = given()
+    return jax.jit(gradients, donate_argnums=1).lower(params, so_far).compile()
+
+
+def assert_gradients_of_jax(program, rtol, **how):
+    params, _, _, so_far = given()
+    others, layers = program(params, jax.tree.map(jnp.array, so_far))
+    expected = jax.jit(jax.grad(functools.partial(loss, **how)))(params)
+    expected_layers = jax.tree.map(np.add, so_far, expected.pop("layers"))
+    for actual, wanted in ((others, expected), (layers, expected_layers)):
+        for a, w in zip(*map(jax.tree.leaves, (actual, wanted)), strict=True):
+            # Relative to the array's own size: single numbers may be sums that nearly cancel.
+            assert np.abs(a - w).max() <= rtol * np.abs(w).max()
+
+
+@pytest.mark.parametrize("remat", Remat)
+def test_every_policy_gives_the_gradient_of_jax(remat):
+    assert_gradients_of_jax(program(remat), 2e-6)
+
+
+@pytest.mark.parametrize("remat", [Remat.LAYER, Remat.ATTENTION])
+@pytest.mark.parametrize("impl", ["reference", "pallas_interpret"])
+def test_with_every_attention(remat, impl):
+    assert_gradients_of_jax(program(remat, impl=impl), 2e-6, impl=impl)
+
+
+def test_in_bfloat16_the_sums_are_float32():
+    """Each layer rounds as before; what is rounded elsewhere is a few units in the last place."""
+    assert_gradients_of_jax(program(Remat.LAYER, dtype=jnp.bfloat16), 2e-2, dtype=jnp.bfloat16)
+
+
+def temp_bytes(compiled):
+    return program_sizes(compiled)["temp_bytes"]
+
+
+def test_no_gradient_stands_beside_the_sums():
+    params, _, _, so_far = given()
+    by_jax = lambda params, so_far: jax.tree.map(jnp.add, so_far, jax.grad(loss)(params)["layers"])
+    compiled = jax.jit(by_jax, donate_argnums=1).lower(params, so_far).compile()
+    assert temp_bytes(compiled) > LAYERS_BYTES
+    assert (
+        temp_bytes(program(Remat.LAYER)) < 0.8 * LAYERS_BYTES
+    )  # activations and one layer's gradient
+
+
+def test_the_less_is_kept_the_less_memory_it_takes():
+    kept = {remat: temp_bytes(program(remat)) for remat in Remat}
+    assert kept[Remat.LAYER] < kept[Remat.ATTENTION] < kept[Remat.DOTS] < kept[Remat.NONE]
+    # Two products of the MLP in each layer, float32; those of one layer are there in any case.
+    mlp_bytes = CONFIG.num_layers * TOKENS * 2 * CONFIG.intermediate_size * 4
+    assert 0.75 * mlp_bytes < kept[Remat.MLP] - kept[Remat.LAYER] < mlp_bytes
