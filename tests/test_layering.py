@@ -48,6 +48,7 @@ OURS = {
     "models services",
     "driver": "driver learner rollout_worker models kernels services diagnosis "
     "dashboard.auth dashboard.listener",
+    "driver.chip_plan": "driver.config learner rollout_worker models kernels services",
     "driver.config": "driver.errors learner rollout_worker models kernels services",
     "driver.accounting": "driver.errors learner rollout_worker services",
     "driver.fleet": "driver.config driver.accounting driver.errors driver.signals "
@@ -148,7 +149,7 @@ THIRD_PARTY = {
         "numpy": "*",
         "httpx": "hub_upload.py",
         "huggingface_hub": "hub_upload.py",
-        "jax": "sft/sft_run.py",
+        "jax": "sft/sft_run.py chip_plan/*",
         "pydantic": "config/* sft/sft_config.py",
         "ruamel": "config/* export.py",
         "tensorboardX": "reports/tensorboard.py",

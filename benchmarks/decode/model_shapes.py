@@ -1,45 +1,14 @@
 """Sizes of published models that the decode benches draw random weights for."""
 
 import dataclasses
-from typing import Any
 
+from driver.chip_plan.published_models import QWEN25_0_5B, QWEN25_1_5B, QWEN25_3B
 from models.config import ModelConfig, RopeConfig
 
-_QWEN25: dict[str, Any] = dict(
-    model_type="qwen2",
-    vocab_size=151936,
-    head_dim=128,
-    rms_norm_eps=1e-6,
-    rope=RopeConfig(theta=1e6),
-    max_position_embeddings=32768,
-    tie_word_embeddings=True,
-    qkv_bias=True,
-)
 SHAPES = {
-    "qwen2.5-3b": ModelConfig(
-        **_QWEN25,
-        hidden_size=2048,
-        intermediate_size=11008,
-        num_layers=36,
-        num_heads=16,
-        num_kv_heads=2,
-    ),
-    "qwen2.5-1.5b": ModelConfig(
-        **_QWEN25,
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_layers=28,
-        num_heads=12,
-        num_kv_heads=2,
-    ),
-    "qwen2.5-0.5b": ModelConfig(
-        **{**_QWEN25, "head_dim": 64},
-        hidden_size=896,
-        intermediate_size=4864,
-        num_layers=24,
-        num_heads=14,
-        num_kv_heads=2,
-    ),
+    "qwen2.5-3b": QWEN25_3B,
+    "qwen2.5-1.5b": QWEN25_1_5B,
+    "qwen2.5-0.5b": QWEN25_0_5B,
     "smollm2": ModelConfig(
         model_type="llama",
         vocab_size=49152,

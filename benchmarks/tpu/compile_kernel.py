@@ -16,18 +16,10 @@ import tempfile
 import time
 from typing import Any
 
-from benchmarks.tpu import hlo, issue_cycles
+from benchmarks.tpu import issue_cycles
+from driver.chip_plan.compiled import hlo
+from driver.chip_plan.chips import LIBTPU_ENVIRONMENT
 
-ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",  # the TPU compiler is asked for by name; no device may be looked for
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v6e-8",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_LOG_DIR": "disabled",  # some dump flags would fill it with gigabytes of stack traces
-    "TPU_MIN_LOG_LEVEL": "10",
-    "TPU_STDERR_LOG_LEVEL": "10",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
 SHOWN_BYTES = 2**20
 """Arguments smaller than this are not listed with their layouts."""
 DUMP_BYTES = 2 * 2**30
@@ -64,7 +56,7 @@ class Figures:
 
 
 def compile_here(lower: Any) -> Figures:
-    """Compiles in this process, whose environment must be ENVIRONMENT's.
+    """Compiles in this process, whose environment must be LIBTPU_ENVIRONMENT's.
 
     Args:
         lower: device -> jax.stages.Lowered.
@@ -118,7 +110,7 @@ def _run(name: str, result: pathlib.Path, dump: pathlib.Path, deadline_s: float)
     with messages.open("w") as sink:
         child = subprocess.Popen(
             [sys.executable, "-m", "kernels.tpu_report", "--child", name, "--into", str(result)],
-            env={**os.environ, **ENVIRONMENT, **flags},
+            env={**os.environ, **LIBTPU_ENVIRONMENT, **flags},
             stdout=sink,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -26,10 +26,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.tpu import cost_model, hlo, issue_cycles
-from benchmarks.tpu.compile_kernel import ENVIRONMENT
+from benchmarks.tpu import issue_cycles
+from driver.chip_plan.chips import LIBTPU_ENVIRONMENT
 
-os.environ.update(ENVIRONMENT)  # libtpu reads it when it starts
+os.environ.update(LIBTPU_ENVIRONMENT)  # libtpu reads it when it starts
 
 import jax
 import numpy as np
@@ -42,7 +42,8 @@ from benchmarks.decode.settings import check_slot_count
 from benchmarks.decode.variants import DTYPES, Variant, parse_variants
 from benchmarks.decode.weights import copy_bytes
 from benchmarks.report_file import check_report_file, write_report
-from benchmarks.tpu.memory_fit import V6E_USABLE_BYTES
+from driver.chip_plan.chips import V6E
+from driver.chip_plan.compiled import cost_model, hlo
 from models.config import ModelConfig
 from rollout_worker.engine.decode_programs import DecodePrograms
 from rollout_worker.engine.engine_limits import EngineLimits, geometry_of
@@ -84,7 +85,7 @@ class SegmentCost:
     token_bytes: float = 0.0
     """The step, and the token's share of the rest of the segment."""
     model_ms: float = 0.0
-    """Of a token by the model of benchmarks/tpu/cost_model.py; no measured time."""
+    """Of a token by the model of driver/chip_plan/compiled/cost_model.py; no measured time."""
     collectives: int = 0
     """Of a token step."""
     without_cycles: tuple[str, ...] = ()
@@ -112,16 +113,16 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"tpu_decode: {error}", file=sys.stderr)
         return 2
-    bad = [one for one in found if one.error or one.need_bytes > V6E_USABLE_BYTES]
+    bad = [one for one in found if one.error or one.need_bytes > V6E.usable_bytes]
     for one in bad:
-        why = one.error or f"needs {one.need_bytes / 1e9:.2f} GB of {V6E_USABLE_BYTES / 1e9:.2f}"
+        why = one.error or f"needs {one.need_bytes / 1e9:.2f} GB of {V6E.usable_bytes / 1e9:.2f}"
         print(f"tensor {one.tensor}, {one.name}: {why}")
     if arguments.json:
         report = {
             "model": dataclasses.asdict(model),
             "jax": jax.__version__,
             "limits": {"prompt": arguments.prompt, "new": arguments.new},
-            "usable_bytes": V6E_USABLE_BYTES,
+            "usable_bytes": V6E.usable_bytes,
             "fits": not bad,
             "programs": [dataclasses.asdict(one) for one in found],
         }
@@ -298,7 +299,7 @@ def row(one: SegmentCost) -> str:
         + "".join(f"{size / 1e9:>{w}.2f}" for size, w in zip(sizes, widths, strict=True))
         + f"{one.token_cycles / 1e6:>9.3f}{one.token_bytes / 1e9:>8.3f}{one.model_ms:>6.2f} ms"
         + f"{one.once_cycles / 1e6:>6.3f} Mcy"
-        + f"  {'yes' if one.need_bytes <= V6E_USABLE_BYTES else 'NO'}"
+        + f"  {'yes' if one.need_bytes <= V6E.usable_bytes else 'NO'}"
     )
 
 

@@ -26,7 +26,8 @@ from typing import Any
 
 from benchmarks.report_file import check_report_file, write_report
 from benchmarks.tpu import budgets as tpu_budgets
-from benchmarks.tpu import compile_kernel, cost_model
+from benchmarks.tpu import compile_kernel
+from driver.chip_plan.compiled import cost_model
 
 SHOWN_OPS = 8
 """Of a program, by model time; the rest is one line."""

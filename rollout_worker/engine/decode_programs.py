@@ -110,6 +110,10 @@ class DecodePrograms:
 
     def compile_empty(self) -> jax.stages.Compiled:
         """() -> slots of the narrowest cache and the pool, all zero and idle."""
+        return self.lower_empty().compile()
+
+    def lower_empty(self) -> jax.stages.Lowered:
+        """`compile_empty` before the compiler."""
         spec, g = self.spec, self.geometry
         config, lanes = spec.layout.config, spec.lanes
 
@@ -122,22 +126,30 @@ class DecodePrograms:
             return slots._replace(head=jnp.zeros((lanes,), jnp.int32)), pool
 
         shardings = self._shardings(jax.eval_shape(build))
-        return jax.jit(build, out_shardings=shardings).lower().compile()
+        return jax.jit(build, out_shardings=shardings).lower()
 
     def compile_prefill(self, size: int, *, later: bool) -> jax.stages.Compiled:
         """(params, pool, chunks) -> pool in place, and a marker that is ready when the pool is."""
+        return self.lower_prefill(size, later=later).compile()
+
+    def lower_prefill(self, size: int, *, later: bool) -> jax.stages.Lowered:
+        """`compile_prefill` before the compiler."""
         local = partial(prefill, spec=self.spec, first=not later)
         function = over_lanes(local, self.spec, (None, 0, 0), (0, 0))
         pool = self.pool_struct()
         jitted = jax.jit(
             function, donate_argnums=1, out_shardings=(self._shardings(pool), self.by_lane)
         )
-        return jitted.lower(self.params_struct(), pool, self.chunks_struct(size)).compile()
+        return jitted.lower(self.params_struct(), pool, self.chunks_struct(size))
 
     def compile_segment(self, width: int) -> jax.stages.Compiled:
         """(params, slots, rows, pool, stop table, floor) -> slots in place, the tokens, and the
         pool in place; None where nothing is parked.
         """
+        return self.lower_segment(width).compile()
+
+    def lower_segment(self, width: int) -> jax.stages.Lowered:
+        """`compile_segment` before the compiler."""
         local = partial(segment, spec=self.spec)
         slot_axis: Any = 1
         lane_axis: Any = 0
@@ -168,14 +180,18 @@ class DecodePrograms:
         )
         # In the context of the mesh, `draw_tokens` can state how a sharded vocabulary is exchanged.
         with jax.set_mesh(self.spec.layout.mesh):
-            return jitted.lower(*arguments).compile()
+            return jitted.lower(*arguments)
 
     def compile_resize(self, old: int, new: int) -> jax.stages.Compiled:
         """(cache) -> the cache in another width."""
+        return self.lower_resize(old, new).compile()
+
+    def lower_resize(self, old: int, new: int) -> jax.stages.Lowered:
+        """`compile_resize` before the compiler."""
         cache = self.slots_struct(old).cache
         shardings = self._shardings(self.slots_struct(new).cache)
         jitted = jax.jit(partial(resize, width=new), out_shardings=shardings)
-        return jitted.lower(cache).compile()
+        return jitted.lower(cache)
 
     def params_struct(self) -> Params:
         """The policy."""

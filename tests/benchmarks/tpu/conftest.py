@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from benchmarks.tpu.compile_kernel import ENVIRONMENT
+from driver.chip_plan.chips import LIBTPU_ENVIRONMENT
 
 
 @pytest.fixture
@@ -12,7 +12,7 @@ def tpu_command(monkeypatch):
     """Imports a module of benchmarks/tpu that sets, for good, what libtpu reads when it starts."""
 
     def load(name):
-        for variable, value in ENVIRONMENT.items():
+        for variable, value in LIBTPU_ENVIRONMENT.items():
             monkeypatch.setenv(variable, value)
         return importlib.import_module(f"benchmarks.tpu.{name}")
 

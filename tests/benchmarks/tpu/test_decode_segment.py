@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from benchmarks.tpu import hlo
+from driver.chip_plan.compiled import hlo
 
 pytestmark = pytest.mark.slow
 

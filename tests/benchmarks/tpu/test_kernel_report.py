@@ -10,8 +10,9 @@ import sys
 import pytest
 
 from benchmarks.tpu import budgets as tpu_budgets
-from benchmarks.tpu import compile_kernel, cost_model, hlo, issue_cycles, kernel_report
-from benchmarks.tpu.hlo import OpTraffic
+from benchmarks.tpu import compile_kernel, issue_cycles, kernel_report
+from driver.chip_plan.compiled import cost_model, hlo
+from driver.chip_plan.compiled.hlo import OpTraffic
 from benchmarks.tpu.kernel_programs import programs
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]

@@ -10,6 +10,7 @@ from benchmarks.compiled_program import program_sizes
 from benchmarks.decode.engine_passes import decode_spec
 from benchmarks.decode.model_shapes import SHAPES, with_layers
 from benchmarks.decode.variants import Variant
+from driver.chip_plan.topology import devices_of, parse_topology
 from rollout_worker.engine.decode_programs import DecodePrograms
 from rollout_worker.engine.engine_limits import EngineLimits, geometry_of
 from rollout_worker.engine.layout import Layout, make_mesh
@@ -23,7 +24,8 @@ pytestmark = [
 
 
 def test_a_segment_takes_no_memory_for_the_pool(tpu_command):
-    devices = tpu_command("run_programs").topology_devices(1)
+    tpu_command("decode_segment")
+    devices = devices_of(parse_topology("v6e:1x1"), 1)
     model = dataclasses.replace(with_layers(SHAPES["qwen2.5-3b"], 2), vocab_size=2048)
     layout = Layout(model, make_mesh(devices, 1, 1), np.dtype("bfloat16"))
     variant = Variant(compute_dtype="bfloat16", attention="pallas")

@@ -127,7 +127,7 @@ def traffic(module: Module) -> Traffic:
 def array_bytes(type_text: str) -> int:
     """Bytes in main memory of a type, which may be a tuple."""
     return sum(
-        _bytes(dtype, _elements(dims))
+        elements_bytes(dtype, _elements(dims))
         for dtype, dims, layout in ARRAY.findall(type_text)
         if _in_main_memory(layout)
     )
@@ -153,7 +153,7 @@ def op_bytes(module: Module, computation: Computation, op: Op) -> int:
     operand_types = [computation[name].type for name in op.operands if name in computation]
     if op.opcode == "copy-start":  # returns the destination, the source and a semaphore
         return sum(
-            _bytes(dtype, _elements(dims))
+            elements_bytes(dtype, _elements(dims))
             for dtype, dims, layout in ARRAY.findall(op.type)[:2]
             if _in_main_memory(layout)
         )
@@ -237,7 +237,7 @@ def _fusion_writes(module: Module, name: str, op: Op) -> int:
     if len(parts) != len(outputs):
         return array_bytes(op.type)
     return sum(
-        _bytes(dtype, _elements_written(module, computation, part))
+        elements_bytes(dtype, _elements_written(module, computation, part))
         for part, (dtype, _, layout) in zip(parts, outputs, strict=True)
         if _in_main_memory(layout)
     )
@@ -258,7 +258,7 @@ def _part_bytes(whole: str, part: str | None, elements: int = 0) -> int:
     """Bytes of as many elements as `part` has, in an array of type `whole`."""
     dtype, _, layout = ARRAY.findall(whole)[0] if ARRAY.search(whole) else ("token", "", "")
     count = elements if part is None else _type_elements(part)
-    return _bytes(dtype, count) if _in_main_memory(layout) else 0
+    return elements_bytes(dtype, count) if _in_main_memory(layout) else 0
 
 
 def _type_elements(type_text: str) -> int:
@@ -269,7 +269,8 @@ def _elements(dims: str) -> int:
     return math.prod(int(each) for each in dims.split(",") if each)
 
 
-def _bytes(dtype: str, elements: int) -> int:
+def elements_bytes(dtype: str, elements: int) -> int:
+    """Bytes of a number of elements of a type."""
     bits = BITS.get(dtype)
     if bits is None:
         width = re.search(r"\d+", dtype)
