@@ -75,7 +75,7 @@ demo-model: .venv/.run ## rebuild deploy/demo/model (a few minutes, deterministi
 	$(BIN)/python -m deploy.demo.make_model
 
 tpu-check: .venv/.tpu ## compile the reference run and the kernels for a TPU v6e without a TPU (minutes)
-	$(BIN)/python -m deploy.tpu_check
+	$(BIN)/python -m driver.plan --config deploy/runs/gsm8k_qwen25_3b_v6e8.yaml --topology v6e:2x4
 	$(BIN)/python -m kernels.tpu_report
 
 chaos: .venv/.run ## train with 32 faults and compare with undisturbed runs (docs/chaos.md)

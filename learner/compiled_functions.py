@@ -1,7 +1,7 @@
 """The jitted functions of a learner, with the shapes and shardings that they are compiled for.
 
 Only the shapes of the parameters are read, so that the same functions can be compiled for devices
-that this machine lacks (benchmarks/tpu/run_programs.py).
+that this machine lacks (driver/chip_plan/learner_programs.py).
 """
 
 import dataclasses

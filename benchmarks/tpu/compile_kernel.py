@@ -17,8 +17,8 @@ import time
 from typing import Any
 
 from benchmarks.tpu import issue_cycles
-from driver.chip_plan.compiled import hlo
 from driver.chip_plan.chips import LIBTPU_ENVIRONMENT
+from driver.chip_plan.compiled import hlo
 
 SHOWN_BYTES = 2**20
 """Arguments smaller than this are not listed with their layouts."""

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 from driver.chip_plan.memory_fit import roles_that_do_not_fit
-from driver.chip_plan.run_program import RunProgram
+from driver.chip_plan.run_program import TEMPORARIES, RunProgram
 from driver.chip_plan.run_shape import PlanRequest, RunShape
-from driver.chip_plan.search import MICROBATCH, SLOTS, largest_fitting, settings_of
+from driver.chip_plan.search import MICROBATCH, SLOTS, Setting, largest_fitting, settings_of
 from driver.chip_plan.topology import parse_topology
 from driver.config.load_config import ConfigError
 from driver.config.wording import say_bytes
@@ -40,7 +40,7 @@ def nearest_that_fits(
             )
             continue
         lines.append(found.text)
-        others = list(other_settings(request, shape, worst))
+        others = list(other_settings(request, shape, worst, setting))
         lines += [f"by arithmetic, not compiled, this would fit: {one}" for one in others]
         if not others:
             lines.append(
@@ -50,21 +50,28 @@ def nearest_that_fits(
     return lines
 
 
-def other_settings(request: PlanRequest, shape: RunShape, worst: RunProgram) -> Iterator[str]:
-    """Settings with which a program would fit if its temporaries stayed as they are.
+def other_settings(
+    request: PlanRequest, shape: RunShape, worst: RunProgram, setting: Setting
+) -> Iterator[str]:
+    """Settings with which a program would fit if its temporaries stayed as they are, or shrank with
+    the smallest value of `setting`.
 
     Args:
         worst: the program of a role that needs the most.
     """
+    temporaries = worst.parts[TEMPORARIES]
+    saved = temporaries - temporaries * min(setting.step, setting.now) // setting.now
     for where, changes in _alternatives(request, shape, worst.role):
-        try:
-            changed = where.shape(*changes)
-        except ConfigError:
-            continue  # it does not go with the rest of the configuration
-        need = _estimate(worst, shape, changed)
-        if need <= where.topology.usable_bytes:
-            on = f" --topology {where.topology.name}" if where != request else ""
-            yield f"--set {' --set '.join(changes)}{on}, with {say_bytes(need)}"
+        for more, less in ((), 0), (setting.overrides(setting.step), saved):
+            try:
+                changed = where.shape(*changes, *more)
+            except ConfigError:
+                continue  # it does not go with the rest of the configuration
+            need = worst.need_bytes + _named(changed, worst) - _named(shape, worst) - less
+            if need <= where.topology.usable_bytes:
+                on = f" --topology {where.topology.name}" if where != request else ""
+                yield f"--set {' --set '.join(changes + more)}{on}, with {say_bytes(need)}"
+                break
 
 
 def _alternatives(
@@ -94,11 +101,6 @@ def _alternatives(
         if larger.chips > request.topology.chips:
             where = dataclasses.replace(request, topology=larger)
         yield where, (f"placement.learner.tpus={chips}", f"learner.mesh.fsdp={fsdp}")
-
-
-def _estimate(worst: RunProgram, shape: RunShape, changed: RunShape) -> int:
-    """What a program would need if only its named arrays changed."""
-    return worst.need_bytes + _named(changed, worst) - _named(shape, worst)
 
 
 def _named(shape: RunShape, worst: RunProgram) -> int:

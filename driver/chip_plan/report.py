@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.metadata
 import math
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -127,7 +128,9 @@ def print_plan(plan: ChipPlan, console: Console) -> None:
 def as_json(plan: ChipPlan) -> dict[str, Any]:
     """The plan as strict JSON can hold it."""
     shape, topology = plan.shape, plan.shape.topology
+    sets = "".join(f" --set {shlex.quote(one)}" for one in plan.overrides)
     return {
+        "command": f"python -m driver.plan --config {plan.config} --topology {topology.name}{sets}",
         "config": plan.config,
         "overrides": list(plan.overrides),
         "topology": topology.name,

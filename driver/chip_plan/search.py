@@ -189,7 +189,10 @@ def next_value(setting: Setting, trials: list[Trial], usable: int, fixed: int) -
     if first > last:
         return None
     guess = _meets(trials, usable, fixed) // step
-    if low > 0 and high <= setting.most and not first <= guess <= last:
+    bounded = low > 0 and high <= setting.most
+    # Beside the line's own value the next one settles it, unless that was tried in vain before.
+    crept = any(one.fits and one.value == low - step for one in trials)
+    if bounded and (crept or not first - 1 <= guess <= last + 1):
         guess = (first + last) // 2
     return int(min(max(guess, first), last)) * step
 

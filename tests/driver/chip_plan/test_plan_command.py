@@ -21,10 +21,11 @@ def plan(monkeypatch, tmp_path):
     file = tmp_path / "plan.json"
 
     def call(*arguments, config=DEMO, topology="cpu"):
-        console = Console(file=io.StringIO(), width=200)
+        printed = io.StringIO()
+        console = Console(file=printed, width=200)
         given = ["--config", config, "--topology", topology, "--json", str(file), *arguments]
         code = main(given, console)
-        return code, console.file.getvalue(), json.loads(file.read_text()) if file.exists() else {}
+        return code, printed.getvalue(), json.loads(file.read_text()) if file.exists() else {}
 
     return call
 
