@@ -10,7 +10,7 @@ PROGRAM = """
   %state = (s32[], bf16[4,256]{1,0}) parameter(0)
   %i = s32[] get-tuple-element(%state), index=0
   %x = bf16[4,256]{1,0} get-tuple-element(%state), index=1
-  %whole = bf16[16,256]{1,0:T(8,128)(2,1)S(1)} all-gather(%x), replica_groups={{0,1,2,3}}, dimensions={0}
+  %whole = bf16[16,256]{1,0:T(8,128)(2,1)S(1)} all-gather(%x), FOUR, dimensions={0}
   ROOT %next = (s32[], bf16[4,256]{1,0}) tuple(%i, %x)
 }
 
@@ -34,13 +34,19 @@ PROGRAM = """
 ENTRY %main (a: f32[8,128], state: (s32[], bf16[4,256])) -> f32[8,128] {
   %a = f32[8,128]{1,0} parameter(0)
   %state = (s32[], bf16[4,256]{1,0}) parameter(1)
-  %loop = (s32[], bf16[4,256]{1,0}) while(%state), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"36"}}
+  %loop = (s32[], bf16[4,256]{1,0}) while(%state), TIMES, condition=%condition, body=%body
   %part = f32[2,128]{1,0} fusion(%a), kind=kCustom, calls=%scattered
   %one = s32[] constant(1)
   %maybe = f32[8,128]{1,0} conditional(%one, %a, %a), branch_computations={%seldom, %seldom}
-  ROOT %total = f32[8,128]{1,0} all-reduce(%maybe), replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0'}, to_apply=%add
+  ROOT %total = f32[8,128]{1,0} all-reduce(%maybe), PAIRS, to_apply=%add
 }
 """
+for name, text in {
+    "FOUR": "replica_groups={{0,1,2,3}}",
+    "TIMES": 'backend_config={"known_trip_count":{"n":"36"}}',
+    "PAIRS": "replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0'}",
+}.items():
+    PROGRAM = PROGRAM.replace(name, text)
 
 
 def test_every_kind_counts_what_one_chip_sends_in_a_ring():
