@@ -19,7 +19,6 @@ import dataclasses
 import importlib.util
 import os
 import pathlib
-import re
 import sys
 import tempfile
 import time
@@ -234,17 +233,10 @@ def _cost(module: hlo.Module, cycles: dict[str, int]) -> cost_model.ProgramCost:
     ops = []
     for op in hlo.traffic(module).ops:
         if op.opcode == "slice-start":
-            op = op._replace(bytes=_slice_bytes(by_name[op.name]))
+            op = op._replace(bytes=hlo.fetched_bytes(by_name[op.name]))
         if op.opcode != "conditional":
             ops.append(op)
     return cost_model.program_cost(ops, cycles)
-
-
-def _slice_bytes(op: hlo.Op) -> int:
-    """Of a slice that is fetched beside other work: what it fetches, not what it is a part of."""
-    match = list(hlo.ARRAY.finditer(op.type))[1]
-    in_main_memory = re.sub(r"S\(1\)", "", match[0])
-    return hlo.array_bytes(in_main_memory) + hlo.array_bytes(match[0])
 
 
 def with_twins(module: hlo.Module, cycles: dict[str, int]) -> dict[str, int]:

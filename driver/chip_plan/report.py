@@ -48,6 +48,12 @@ class ChipPlan:
     def notes(self) -> tuple[str, ...]:
         """What a reader should know of the figures."""
         notes = several_hosts(self.shape.topology, self.shape.plan.devices)
+        once = [f"{one.role} {one.name}" for one in self.programs if one.open_loops]
+        if once:
+            notes += (
+                f"in {', '.join(once)} there are loops whose rounds depend on the data, such as "
+                "those over chunks of tokens in the head: wires and model time have one round",
+            )
         unknown = dict.fromkeys(name for one in self.programs for name in one.unknown_work)
         if unknown:
             notes += (
@@ -81,7 +87,7 @@ def make_plan(
 def step_ms(shape: RunShape, programs: Sequence[RunProgram]) -> dict[str, float]:
     """As ChipPlan has it.
 
-    A segment's time is that of one token, with what a segment does once.
+    A segment counts with all its tokens.
     """
     ms = {(one.role, one.name): one.model_ms for one in programs}
     plan, learner, rollout = shape.plan, shape.config.learner, shape.config.rollout
@@ -98,8 +104,8 @@ def step_ms(shape: RunShape, programs: Sequence[RunProgram]) -> dict[str, float]
         found["learner"] = (
             learner.updates_per_batch * once + plan.microbatches_per_update * scores + publish
         )
-    token, prefill = ms.get((_ENGINE, "segment")), ms.get((_ENGINE, "prefill"))
-    if token is not None and prefill is not None:
+    segment, prefill = ms.get((_ENGINE, "segment")), ms.get((_ENGINE, "prefill"))
+    if segment is not None and prefill is not None:
         at_once = plan.worker.lanes * plan.worker.lane_slots
         rounds = math.ceil(plan.worker_completions / at_once)
         geometry = shape.worker.programs.geometry
@@ -108,7 +114,8 @@ def step_ms(shape: RunShape, programs: Sequence[RunProgram]) -> dict[str, float]
         calls = math.ceil(
             prompts * chunks / (plan.worker.lanes * geometry.chunk_prompts(geometry.chunks[-1]))
         )
-        found[_ENGINE] = rounds * rollout.max_completion_tokens * token + calls * prefill
+        segments = math.ceil(rollout.max_completion_tokens / rollout.decode.segment_tokens)
+        found[_ENGINE] = rounds * segments * segment + calls * prefill
     return found
 
 
@@ -231,7 +238,7 @@ def _wire_table(plan: ChipPlan) -> Table:
         table.add_column(name, justify="left" if name in ("program", "collective") else "right")
     for one in plan.programs:
         ms = "" if one.model_ms is None else f"{one.model_ms:,.2f}"
-        label = f"{one.role} {one.name}" + ", a token" * (one.name == "segment")
+        label = f"{one.role} {one.name}"
         if not one.wires and ms:
             table.add_row(label, "", "", "", ms)
         for place, each in enumerate(one.wires):

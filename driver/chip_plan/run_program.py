@@ -42,11 +42,14 @@ class RunProgram:
     beside: Parts = dataclasses.field(default_factory=dict)
     """Arrays that stay on the chip during the run and are none of the program's."""
     wires: tuple[WireTraffic, ...] = ()
-    """Of one run; what a loop of unknown length does is counted once."""
+    """Of one run."""
     accessed_bytes: int = 0
-    """Moved in the chip's memory by one run, loops as for `wires`."""
+    """Moved in the chip's memory by one run."""
     model_ms: float | None = None
     """Of one run by the model of cost_model.py, never measured; None where there are no rates."""
+    open_loops: int = 0
+    """Loops whose rounds depend on the data, of which `wires`, `accessed_bytes` and `model_ms` have
+    one."""
     unknown_work: tuple[str, ...] = ()
     """Kernels that state no work: the model has the bytes of these alone."""
 
@@ -81,6 +84,8 @@ class PlannedProgram(NamedTuple):
     """As RunProgram has it."""
     makes: Parts = MappingProxyType({})
     """Named arrays that it returns in new memory."""
+    rounds: int = 1
+    """At most, of the loop that its data ends."""
 
     @property
     def inside(self) -> dict[str, int]:
@@ -120,7 +125,7 @@ class ProgramCompiler:
             **given,
             compile_s=time.monotonic() - started,
             peak_bytes=self._peak_bytes(compiled, sum(planned.takes.values())),
-            **self._moved(compiled),
+            **self._moved(compiled, planned.rounds),
         )
 
     def _peak_bytes(self, compiled: jax.stages.Compiled, taken: int) -> int:
@@ -133,24 +138,77 @@ class ProgramCompiler:
         kept = memory.argument_size_in_bytes + memory.output_size_in_bytes
         return unread + kept - memory.alias_size_in_bytes + memory.temp_size_in_bytes
 
-    def _moved(self, compiled: jax.stages.Compiled) -> dict[str, Any]:
+    def _moved(self, compiled: jax.stages.Compiled, rounds: int) -> dict[str, Any]:
         """What the program's text says that it moves, and the model time of that."""
         module = hlo.parse_program(str(compiled.as_text()))
-        # A condition's branches run seldom: they are those of rows that ask for top-k or top-p.
-        ops = [op for op in hlo.traffic(module).ops if op.opcode != "conditional"]
-        wires = wire_traffic(module)
-        accessed = sum(op.bytes * op.times for op in ops)
-        if self._rates is None:
-            return dict(wires=wires, accessed_bytes=accessed)
-        cycles, unknown = stated_cycles(module, self._rates)
-        cost = program_cost(ops, cycles, self._rates)
-        wire_ms = 1e3 * sum(one.wire_bytes for one in wires) / self._rates.wire_bytes_per_s
-        return dict(
-            wires=wires,
-            accessed_bytes=accessed,
-            model_ms=cost.ms + wire_ms,
-            unknown_work=unknown,
+        found = _figures(module, self._rates)
+        loop = _longest_loop(module) if rounds > 1 else None
+        if loop is not None:
+            found = found.plus(_figures(hlo.Module(module.computations, loop), self._rates), rounds)
+        moved: dict[str, Any] = dict(
+            wires=found.wires,
+            accessed_bytes=found.accessed_bytes,
+            open_loops=len(hlo.traffic(module).uncounted_loops) - (loop is not None),
         )
+        if self._rates is not None:
+            moved |= dict(
+                model_ms=found.model_ms, unknown_work=stated_cycles(module, self._rates)[1]
+            )
+        return moved
+
+
+class _Figures(NamedTuple):
+    """Of one computation with all that it calls."""
+
+    accessed_bytes: int
+    model_ms: float
+    wires: tuple[WireTraffic, ...]
+
+    def plus(self, body: "_Figures", rounds: int) -> "_Figures":
+        """With all rounds of a loop, of which one is in these figures."""
+        more = rounds - 1
+        wires = {one.kind: one for one in self.wires}
+        for kind, times, sent in body.wires:
+            whole = wires[kind]
+            wires[kind] = WireTraffic(
+                kind, whole.times + more * times, whole.wire_bytes + more * sent
+            )
+        return _Figures(
+            self.accessed_bytes + more * body.accessed_bytes,
+            self.model_ms + more * body.model_ms,
+            tuple(wires.values()),
+        )
+
+
+def _figures(module: hlo.Module, rates: Rates | None) -> _Figures:
+    by_name = {name: op for each in module.computations.values() for name, op in each.items()}
+    ops = []
+    for op in hlo.traffic(module).ops:
+        if op.opcode == "slice-start":
+            op = op._replace(bytes=hlo.fetched_bytes(by_name[op.name]))
+        # A condition's branches run seldom: they are those of rows that ask for top-k or top-p.
+        if op.opcode != "conditional":
+            ops.append(op)
+    wires = wire_traffic(module)
+    accessed = sum(op.bytes * op.times for op in ops)
+    if rates is None:
+        return _Figures(accessed, 0.0, wires)
+    cost = program_cost(ops, stated_cycles(module, rates)[0], rates)
+    wire_ms = 1e3 * sum(one.wire_bytes for one in wires) / rates.wire_bytes_per_s
+    return _Figures(accessed, cost.ms + wire_ms, wires)
+
+
+def _longest_loop(module: hlo.Module) -> str | None:
+    """The body of the loop without a known number of rounds that moves the most."""
+    unknown = set(hlo.traffic(module).uncounted_loops)
+    bodies = [
+        op.called("body")
+        for computation in module.computations.values()
+        for op in computation.values()
+        if op.name in unknown
+    ]
+    moved = lambda body: hlo.traffic(hlo.Module(module.computations, body)).bytes
+    return max(bodies, key=moved, default=None)
 
 
 def added(one: Parts, other: Parts) -> dict[str, int]:

@@ -91,6 +91,7 @@ class WorkerPrograms:
             functools.partial(programs.lower_segment, sizes.widths[-1]),
             policy | cache | pool,
             arrives,
+            rounds=programs.spec.segment_tokens,
         )
         if len(sizes.widths) > 1:
             before, after = map(programs.cache_bytes, sizes.widths[-2:])

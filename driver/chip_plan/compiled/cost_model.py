@@ -24,6 +24,8 @@ from driver.chip_plan.compiled.hlo import Module, OpTraffic
 
 WORTH_BYTES = 2**20
 """An operation that moves less takes under a microsecond: its missing cycles are no gap."""
+MOST_CYCLES = 2**53
+"""XLA writes the largest integer where it has no estimate."""
 _ESTIMATED = re.compile(r'"estimated_cycles":"(\d+)"')
 _FLOPS = re.compile(r'"flops":"(\d+)"')
 
@@ -115,7 +117,7 @@ def stated_cycles(module: Module, rates: Rates) -> tuple[dict[str, int], tuple[s
     for computation in module.computations.values():
         for op in computation.values():
             estimated = _ESTIMATED.search(op.attributes)
-            if estimated:
+            if estimated and int(estimated[1]) < MOST_CYCLES:
                 found[op.name] = int(estimated[1])
             elif 'custom_call_target="tpu_custom_call"' in op.attributes:
                 flops = _FLOPS.search(op.attributes)

@@ -133,6 +133,15 @@ def array_bytes(type_text: str) -> int:
     )
 
 
+def fetched_bytes(op: Op) -> int:
+    """Of a `slice-start`, which fetches beside other work: what it fetches, not what it is a part
+    of.
+    """
+    match = list(ARRAY.finditer(op.type))[1]
+    in_main_memory = re.sub(r"S\(1\)", "", match[0])
+    return array_bytes(in_main_memory) + array_bytes(match[0])
+
+
 def _walk(module: Module, name: str, times: int, found: Traffic) -> None:
     computation = module.computations[name]
     for op in computation.values():

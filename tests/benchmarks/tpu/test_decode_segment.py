@@ -67,11 +67,11 @@ def test_an_operation_takes_the_cycles_of_the_equal_one_that_was_scheduled(decod
     assert cycles == {"first": 70, "second": 70}, "the third does something else"
 
 
-def test_a_slice_that_is_fetched_moves_what_it_fetches(decode_segment):
+def test_a_slice_that_is_fetched_moves_what_it_fetches():
     module = hlo.parse_program(f"ENTRY %main (x: bf16[1024,128]) -> u32[] {{\n  {PREFETCH}\n}}")
     op = module.computations["main"]["fetch"]
     size = 64 * 128 * 2
-    assert decode_segment._slice_bytes(op) == size, "once: it is written to fast memory"
+    assert hlo.fetched_bytes(op) == size, "once: it is written to fast memory"
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import pytest
 
 from benchmarks.tpu import budgets as tpu_budgets
 from benchmarks.tpu import compile_kernel, issue_cycles, kernel_report
+from benchmarks.tpu.kernel_programs import programs
 from driver.chip_plan.compiled import cost_model, hlo
 from driver.chip_plan.compiled.hlo import OpTraffic
-from benchmarks.tpu.kernel_programs import programs
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 PROBE = "probe/b8_t1024_v16384/xla"
