@@ -148,17 +148,18 @@ def test_sizes_by_hand():
 def test_the_reference_run_has_the_known_sizes():
     config = load(str(ROOT / "deploy" / "runs" / "gsm8k_qwen25_3b_v6e8.yaml"))
     devices = asked_devices(config)
-    assert devices == Devices(learner=4, worker=4)
+    assert devices == Devices(learner=8, worker=8, shared=True)
     plan = derive(config, QWEN_3B, devices)
     assert plan.parameters == 3_085_938_688  # as published for the model
-    assert plan.completions_per_step == 128 and plan.mesh == (1, 4, 1)
-    assert plan.learner_bytes_per_device == 4 * 4 * 3_085_938_688 // 4
+    assert plan.completions_per_step == 128 and plan.mesh == (1, 8, 1)
+    assert plan.learner_bytes_per_device == 4 * 4 * 3_085_938_688 // 8
     assert plan.wire_bytes_per_version == 2 * 3_085_938_688
-    assert (plan.worker.lanes, plan.worker.lane_slots) == (4, 32)
+    assert (plan.worker.lanes, plan.worker.lane_slots) == (8, 16)
     assert plan.worker.attention.impl == "pallas_tpu"
-    assert plan.worker.cache_bytes == 32 * 1536 * 36 * 2 * 2 * 128 * 2
+    assert plan.worker.cache_bytes == 16 * 1536 * 36 * 2 * 2 * 128 * 2
     assert plan.worker.policy_bytes == 2 * 3_085_938_688
-    assert plan.learner_bytes_per_device < 14e9 and 2 * plan.worker.policy_bytes < 14e9
+    assert plan.shared_bytes_per_device is not None
+    assert 19e9 < plan.shared_bytes_per_device < 20e9
     assert plan.notes == ()
 
 
