@@ -83,7 +83,7 @@ class RunShape:
     def state_bytes(self) -> int:
         """Parameters and optimiser state of all the learner's devices together."""
         resident = self.learner.resident
-        return self.plan.mesh[1] * (resident[PARAMETERS] + resident[MOMENTS])
+        return self.plan.mesh.shards * (resident[PARAMETERS] + resident[MOMENTS])
 
     def others(self, role: str) -> Parts:
         """What other processes and the other role keep in the memory that this role runs in.

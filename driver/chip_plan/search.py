@@ -90,7 +90,7 @@ class Setting:
 def settings_of(shape: RunShape) -> tuple[Setting, ...]:
     """Micro-batch, slots and context of a run."""
     config, plan = shape.config, shape.plan
-    row, lanes = plan.row_tokens, plan.worker.lanes
+    row, lanes = -(-plan.row_tokens // plan.mesh.context), plan.worker.lanes
     longest = shape.model.max_position_embeddings
     return (
         Setting(
@@ -241,7 +241,8 @@ def _found(setting: Setting, fitting: Trial | None, exceeds: Trial | None, limit
 def _context(shape: RunShape, value: int) -> tuple[str, ...]:
     """Overrides for a context: a longer completion, and micro-batches that hold it."""
     prompt = min(shape.config.rollout.max_prompt_tokens, value // 2)
-    tokens = max(shape.config.learner.microbatch_tokens, value)
+    share = -(-value // shape.plan.mesh.context)
+    tokens = max(shape.config.learner.microbatch_tokens, share)
     return (
         f"rollout.max_prompt_tokens={prompt}",
         f"rollout.max_completion_tokens={value - prompt}",
