@@ -11,7 +11,7 @@ JOBS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test cluster check tpu-check format proto smollm2 chromium demo-model chaos soak clean
+.PHONY: help demo test cluster check tpu-check plans format proto smollm2 chromium demo-model chaos soak clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 14
@@ -77,6 +77,12 @@ demo-model: .venv/.run ## rebuild deploy/demo/model (a few minutes, deterministi
 tpu-check: .venv/.tpu ## compile the reference run and the kernels for a TPU v6e without a TPU (minutes)
 	$(BIN)/python -m driver.plan --config deploy/runs/gsm8k_qwen25_3b_v6e8.yaml --topology v6e:2x4
 	$(BIN)/python -m kernels.tpu_report
+
+plans: .venv/.tpu ## compile the plans in deploy/plans anew (about ten minutes each)
+	for plan in deploy/plans/*.json; do \
+		command=$$($(BIN)/python -c 'import json, sys; print(json.load(open(sys.argv[1]))["command"])' $$plan); \
+		eval "$(BIN)/$$command --json $$plan" || test $$? -eq 1 || exit 1; \
+	done
 
 chaos: .venv/.run ## train with 32 faults and compare with undisturbed runs (docs/chaos.md)
 	$(BIN)/python -m deploy.chaos
