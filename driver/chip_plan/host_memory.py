@@ -23,11 +23,14 @@ class HostMemory:
     worker: dict[str, int]
 
 
-def host_memory(config: RunConfig, plan: Plan, state_bytes: int) -> HostMemory:
+def host_memory(
+    config: RunConfig, plan: Plan, *, state_bytes: int, offloaded_bytes: int
+) -> HostMemory:
     """Host memory of the two roles.
 
     Args:
         state_bytes: of parameters and optimiser state, of all devices together.
+        offloaded_bytes: of optimiser state that lies in the memory of the host between updates.
     """
     version = plan.wire_bytes_per_version
     shared = plan.devices.shared
@@ -38,6 +41,7 @@ def host_memory(config: RunConfig, plan: Plan, state_bytes: int) -> HostMemory:
         "policy versions, with the one that is published": (kept + 1) * version,
         "deltas": kept * delta if not shared else 0,
         "groups that wait": BUFFER_BYTES,
+        "optimiser state": offloaded_bytes,
         "state, while a checkpoint is written": state_bytes,
     }
     worker = {} if shared else {"policy version and the next": 2 * version, "delta": delta}

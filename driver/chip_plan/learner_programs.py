@@ -18,6 +18,7 @@ from learner.compiled_functions import LearnerFunctions, make_learner_functions
 from learner.config import AlgorithmConfig, TrainingSettings
 from learner.objective.off_policy import Correction
 from learner.publish.snapshot import PUBLISH_DTYPES
+from learner.update.host_memory import on_devices
 from learner.update.sharding import named_shardings
 from learner.update.train_step import Accumulator
 from learner.update.value_head import policy_params
@@ -104,6 +105,12 @@ class LearnerPrograms:
         return between
 
     @property
+    def offloaded_bytes(self) -> int:
+        """Of optimiser state that a device keeps in the memory of its host between updates."""
+        state = self.functions.abstract_state
+        return device_bytes(on_devices(state).opt_state) - device_bytes(state.opt_state)
+
+    @property
     def snapshot_bytes(self) -> int:
         """Of one published version on a chip."""
         dtype = PUBLISH_DTYPES[self.config.weights.dtype]
@@ -150,10 +157,12 @@ class LearnerPrograms:
         yield self._accumulate(gradients, between)
         yield from self._scores(between)
         denominator = jax.ShapeDtypeStruct((), jax.numpy.float32)
+        updated = on_devices(state)
+        moments = {MOMENTS: device_bytes(updated.opt_state)}
         yield PlannedProgram(
             "apply",
-            _lowering(functions.apply, state, self._accumulator, denominator),
-            _only(between, PARAMETERS, MOMENTS) | gradients,
+            _lowering(functions.apply, updated, self._accumulator, denominator),
+            _only(between, PARAMETERS) | moments | gradients,
             _only(between, FROZEN, SNAPSHOTS),
         )
         wire, one = self.config.weights.dtype, {SNAPSHOTS: self.snapshot_bytes}

@@ -80,7 +80,12 @@ def make_plan(
         programs=tuple(programs),
         fits=fits,
         words=tuple(text.splitlines()),
-        host=host_memory(shape.config, shape.plan, shape.state_bytes),
+        host=host_memory(
+            shape.config,
+            shape.plan,
+            state_bytes=shape.state_bytes,
+            offloaded_bytes=shape.offloaded_bytes,
+        ),
     )
 
 

@@ -83,7 +83,13 @@ class RunShape:
     def state_bytes(self) -> int:
         """Parameters and optimiser state of all the learner's devices together."""
         resident = self.learner.resident
-        return self.plan.mesh.shards * (resident[PARAMETERS] + resident[MOMENTS])
+        on_devices = self.plan.mesh.shards * (resident[PARAMETERS] + resident[MOMENTS])
+        return on_devices + self.offloaded_bytes
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Optimiser state of all the learner's devices that lies in the memory of the host."""
+        return self.plan.mesh.shards * self.learner.offloaded_bytes
 
     def others(self, role: str) -> Parts:
         """What other processes and the other role keep in the memory that this role runs in.
