@@ -14,9 +14,9 @@ import dataclasses
 import os
 import sys
 
-from benchmarks.tpu.compile_kernel import ENVIRONMENT
+from driver.chip_plan.chips import LIBTPU_ENVIRONMENT
 
-os.environ.update(ENVIRONMENT)  # libtpu reads it when it starts
+os.environ.update(LIBTPU_ENVIRONMENT)  # libtpu reads it when it starts
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from jax.sharding import SingleDeviceSharding
 
 from benchmarks.compiled_program import accessed_bytes, program_sizes
 from benchmarks.decode.model_shapes import SHAPES
-from benchmarks.tpu.run_programs import topology_devices
+from driver.chip_plan.topology import devices_of, parse_topology
 from kernels.packed_attention.ops import plan_attention
 from models.config import ModelConfig
 from models.layer_scan import Backward, Remat, kept_bytes
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         SHAPES["qwen2.5-3b"], vocab_size=VOCABULARY, num_layers=arguments.layers
     )
     on_tpu = arguments.platform == "tpu"
-    device = topology_devices(1)[0] if on_tpu else jax.devices("cpu")[0]
+    device = devices_of(parse_topology("v6e:2x4"), 1)[0] if on_tpu else jax.devices("cpu")[0]
     print(f"{arguments.layers} layers, one row of {arguments.tokens} tokens, {arguments.platform}")
     print(f"{'remat':<11}{'kept GB':>8}" + COMPILED_HEADER * arguments.compile, flush=True)
     for remat in arguments.remat or list(Remat):

@@ -1,7 +1,7 @@
 """What both sides of the comparison train on: a model, and one batch drawn from a seed."""
 
 import pathlib
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -11,7 +11,7 @@ class Work(NamedTuple):
 
     model: pathlib.Path
     """HF folder that both sides load."""
-    dtype: str
+    dtype: Literal["float32", "bfloat16"]
     """Of activations and products; weights, gradients and moments are float32."""
     groups: int
     group_size: int

@@ -185,7 +185,8 @@ def test_the_timeline_shows_when_what_the_ledger_adds_up(undisturbed):
         assert 1 <= len(line["gauges"]) <= 60
     seen = {(line["step"], process, text) for line in lines for process, text in marks_of(line)}
     assert {(step, "learner", f"version {step}") for step in range(1, STEPS + 1)} <= seen
-    assert (3, "learner", "checkpoint 2") in seen
+    # It is complete when its files were read back, beside the steps after it.
+    assert any((step, "learner", "checkpoint 2") in seen for step in range(3, STEPS + 1))
     for worker in ("rollout-0", "rollout-1"):
         mine = [text for line in lines for process, text in marks_of(line) if process == worker]
         assert mine == sorted(set(mine)) and len(mine) > STEPS // 2, "version 0 may come before"
