@@ -148,21 +148,21 @@ def nearest(dotted: str, root: type[BaseModel] = RunConfig) -> str | None:
     one section begin alike.
     """
     section, _, leaf = dotted.rpartition(".")
-    best, best_score = None, 0.6
+    best, best_score = None, (0.6, 0.0)
     for known in known_keys(root):
         known_section, _, known_leaf = known.rpartition(".")
         if _ratio(leaf, known_leaf) < LEAST_LEAF and not _is_value_above(known, dotted, root):
             continue
-        score = max(
-            _ratio(dotted, known),
-            0.9 * _ratio(leaf, known_leaf) + (0.1 if known_section == section else 0.0),
-        )
+        whole = _ratio(dotted, known)
+        in_section = 0.9 * _ratio(leaf, known_leaf) + (0.1 if known_section == section else 0.0)
+        # Of keys with the same last part, that with the more similar section.
+        score = (max(whole, in_section), whole)
         if score > best_score:
             best, best_score = known, score
     for other, known in OTHER_NAMES.items():
         if known not in known_keys(root):
             continue
-        score = 0.95 * max(_ratio(dotted, other), _ratio(leaf, other))
+        score = (0.95 * max(_ratio(dotted, other), _ratio(leaf, other)), 0.0)
         if score > best_score:
             best, best_score = known, score
     return best

@@ -53,7 +53,9 @@ def test_a_learner_that_answers_and_hangs_is_replaced_R8(tmp_path, monkeypatch, 
     changes = {"placement__step_timeout_s": 120.0}
     run = SimulatedRun(tmp_path / "run", world, steps=30, **changes).run(monkeypatch)
     assert run.error is None and sorted(world.trained) == [f"g{i:08d}" for i in range(120)]
-    said = run.said_of("the learner: no progress for 11 s in optimizer (programs 7)", "restart 1")
+    said = run.said_of(
+        "the learner: no progress for 1", " s in optimizer (programs 7)", "restart 1"
+    )
     assert len(said) == replaced and len(run.said_of("restart ")) == replaced
 
 

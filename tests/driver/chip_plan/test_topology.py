@@ -66,7 +66,11 @@ def refusal_of(topology, *overrides, file=REFERENCE):
 
 def test_more_chips_than_there_are_are_refused_with_a_topology_that_has_them():
     said = refusal_of(
-        "v6e:2x4", "placement.learner.tpus=8", "placement.rollout.tpus=4", "rollout.workers=2"
+        "v6e:2x4",
+        "placement.mode=separate",
+        "placement.learner.tpus=8",
+        "placement.rollout.tpus=4",
+        "rollout.workers=2",
     )
     assert "placement asks for 16 chips, 8 for the learner and 4 for each of 2 rollout" in said
     assert "--topology v6e:2x4 has 8" in said

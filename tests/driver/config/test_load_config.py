@@ -126,6 +126,7 @@ def test_f03_misspelt_keys_name_the_nearest(cases, minimal, write):
         ("learner.optimiser.learning_rate", "learner.optimizer.learning_rate"),
         ("learner.optimizer.leaning_rate", "learner.optimizer.learning_rate"),
         ("rolout.workers", "rollout.workers"),
+        ("qval.top_k", "eval.top_k"),
         ("rollout.learning_rate", "learner.optimizer.learning_rate"),
         ("rollout.decode.atention", "rollout.decode.attention"),
         ("learner.kl_coef", "algorithm.kl_coef"),
