@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks.tpu.compile_kernel import ENVIRONMENT
+from driver.chip_plan.chips import LIBTPU_ENVIRONMENT
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -22,7 +22,7 @@ def run_with_compiler(program: str, *, timeout_s: float = 400) -> None:
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=ROOT,
-        env=os.environ | ENVIRONMENT,
+        env=os.environ | LIBTPU_ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=timeout_s,
