@@ -3,13 +3,14 @@
 import importlib.metadata
 import json
 import math
-import os
 import pathlib
 import platform
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+from services.process.whole_file import check_writable
 
 STDOUT = "-"
 PACKAGES = ("jax", "jaxlib", "libtpu")
@@ -25,15 +26,8 @@ def check_report_file(file: str | None) -> None:
     Raises:
         ValueError: naming the value, the rule and the fix.
     """
-    if file is None or file == STDOUT:
-        return
-    path = pathlib.Path(file)
-    if path.is_dir():
-        raise ValueError(f"--json {file!r} is a folder: name a file in it")
-    if not path.parent.is_dir():
-        raise ValueError(f"--json {file}: its folder does not exist: make it first")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"--json {file} may not be written: name another file")
+    if file is not None and file != STDOUT:
+        check_writable(pathlib.Path(file), "--json")
 
 
 def write_report(report: dict[str, Any], file: str | None, text: Sequence[str] = ()) -> None:

@@ -13,7 +13,7 @@ from ruamel.yaml.error import YAMLError
 
 from driver.accounting.evaluations import Evaluations
 from driver.accounting.jsonl import read_lines
-from driver.config.run_config import ModelSection
+from driver.config.sections.model import ModelSection
 from driver.config.yaml_text import parse_yaml
 from driver.hub_upload import HubRefused, upload_model
 from driver.reports.status import ExitCode

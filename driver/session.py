@@ -17,7 +17,9 @@ from driver.accounting.quarantine import Quarantine
 from driver.accounting.run_spending import RunSpending, spending_metrics
 from driver.accounting.run_state import RunState
 from driver.config.prepare import Prepared
-from driver.config.run_config import CheckpointConfig, PlacementConfig, RunSection
+from driver.config.sections.checkpoint import CheckpointConfig
+from driver.config.sections.placement import PlacementConfig
+from driver.config.sections.run import RunSection
 from driver.errors import NothingTrained, RunError
 from driver.evaluation.evaluator import Evaluator
 from driver.fleet.actor_calls import ActorFailed, LearnerLost, NoAnswer

@@ -20,7 +20,8 @@ from driver.accounting.awake_clock import AwakeClock
 from driver.accounting.restarts import RestartLimit
 from driver.accounting.step_timing import RunTiming
 from driver.config.actor_specs import ActorSpecs
-from driver.config.run_config import PlacementConfig, WeightsConfig
+from driver.config.sections.placement import PlacementConfig
+from driver.config.sections.weights import WeightsConfig
 from driver.errors import RunError
 from driver.fleet.actor_calls import (
     ActorFailed,

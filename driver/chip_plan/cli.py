@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from driver.chip_plan.chips import LIBTPU_ENVIRONMENT
+from services.process.whole_file import check_writable, write_whole
 
 _EPILOG = """\
 examples:
@@ -34,11 +35,13 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
     # Before jax is imported, whose libtpu reads these when it starts.
     os.environ.update(LIBTPU_ENVIRONMENT)
     from driver.config.load_config import ConfigError
+    from driver.config.plan import checked
 
     quiet = given.json == STDOUT
     console = console or Console(stderr=quiet)
     try:
-        _check_json(given.json)
+        if given.json is not None and not quiet:
+            checked(check_writable, pathlib.Path(given.json), "--json")
         return _plan(given, console)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -87,27 +90,8 @@ def _plan(given: argparse.Namespace, console: Console) -> int:
         if given.json == STDOUT:
             sys.stdout.write(text)
         else:
-            pathlib.Path(given.json).write_text(text, encoding="utf-8")
+            write_whole(pathlib.Path(given.json), text)
     return 0 if plan.fits else 1
-
-
-def _check_json(file: str | None) -> None:
-    """Refuses what `--json` could not write, before anything is compiled.
-
-    Raises:
-        ConfigError: with the value, the rule and the fix.
-    """
-    from driver.config.load_config import ConfigError
-
-    if file is None or file == STDOUT:
-        return
-    path = pathlib.Path(file)
-    if path.is_dir():
-        raise ConfigError(f"--json {file} is a folder: name a file in it")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--json {file}: its folder does not exist: make it first")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"--json {file} may not be written: name another file")
 
 
 def parser() -> argparse.ArgumentParser:

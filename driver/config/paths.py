@@ -15,7 +15,9 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol, Self, TextIO, TypeVar
 
-from driver.config.run_config import ModelSection, NamedRun, RunConfig
+from driver.config.run_config import RunConfig
+from driver.config.sections.model import ModelSection
+from driver.config.sections.run import NamedRun
 from driver.errors import RunError
 from rollout_worker.config.data_config import DataConfig, SourceConfig
 from services.process.file_lock import lock_file

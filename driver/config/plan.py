@@ -8,7 +8,8 @@ import math
 
 from driver.config.checks.doubtful_settings import doubtful_settings
 from driver.config.load_config import ConfigError
-from driver.config.run_config import Resources, RunConfig
+from driver.config.run_config import RunConfig
+from driver.config.sections.placement import Resources
 from driver.config.wording import counted, say_bytes
 from kernels import choose
 from kernels.packed_attention.ops import plan_attention

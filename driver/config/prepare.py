@@ -25,7 +25,8 @@ from driver.config.checks.reachable_rewards import correctness_notes
 from driver.config.checks.unread_settings import unread_settings
 from driver.config.load_config import ConfigError
 from driver.config.plan import asked_devices, checked, derive, format_plan
-from driver.config.run_config import HeldOutSet, RunConfig
+from driver.config.run_config import RunConfig
+from driver.config.sections.evaluation import HeldOutSet
 from driver.config.shell_switches import check_xla_flags, cpu_devices, overridden
 from driver.config.wording import counted
 from driver.errors import RunError

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from driver.accounting.accuracy import Accuracy
 from driver.accounting.evaluations import Evaluations, Paired, RightCounts
-from driver.config.run_config import HeldOutSet
+from driver.config.sections.evaluation import HeldOutSet
 from driver.reports.evaluation import (
     eval_metrics,
     greatest_reward,

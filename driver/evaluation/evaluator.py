@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
 from driver.accounting.run_state import RunState
-from driver.config.run_config import EvalConfig, HeldOutSet
+from driver.config.sections.evaluation import EvalConfig, HeldOutSet
 from driver.evaluation.eval_results import Evaluated, record_evaluation
 from driver.evaluation.idle_evaluation import IdleEvaluation
 from driver.fleet.actor_calls import ActorFailed, ActorLost, Call, NoAnswer

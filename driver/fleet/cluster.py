@@ -28,7 +28,7 @@ from ray.util.placement_group import (
 )
 
 from driver.config.ray_environment import joins_cluster
-from driver.config.run_config import PlacementConfig, Resources
+from driver.config.sections.placement import PlacementConfig, Resources
 from driver.config.wording import counted
 from driver.errors import RunError
 from driver.signals import Interrupted, StopSignal

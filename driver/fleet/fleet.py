@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from driver.accounting.awake_clock import AwakeClock
-from driver.config.run_config import PlacementConfig
+from driver.config.sections.placement import PlacementConfig
 from driver.errors import RunError
 from driver.fleet.actor_calls import (
     ActorFailed,

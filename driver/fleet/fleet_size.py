@@ -12,7 +12,7 @@ from ray.util.placement_group import PlacementGroup
 
 from driver.accounting.ledger import StepRecord
 from driver.accounting.queue_gauges import Gauge
-from driver.config.run_config import PlacementConfig
+from driver.config.sections.placement import PlacementConfig
 from driver.fleet.balance import BalanceRule, BalanceState, balance, waits_of
 from driver.fleet.cluster import ResourcesNotMet, WorkerRoom, release
 from driver.fleet.control_server import ControlBox, Drain, FleetRequest, new_target

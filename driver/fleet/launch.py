@@ -12,7 +12,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from driver.config.run_config import PlacementConfig, Resources
+from driver.config.sections.placement import PlacementConfig, Resources
 from driver.config.shell_switches import FIXED
 from driver.fleet.actor_calls import ActorLost, Call
 from driver.fleet.cluster import bundle

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from driver.accounting.awake_clock import AwakeClock
 from driver.accounting.restarts import RestartLimit
-from driver.config.run_config import PlacementConfig
+from driver.config.sections.placement import PlacementConfig
 from driver.errors import RunError
 from driver.fleet.fleet_worker import FleetEvents, Worker
 from driver.fleet.rooms import LOOK_S, NOTICED_S, Rooms, RoomState

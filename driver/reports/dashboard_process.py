@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from dashboard import auth
 from dashboard.auth import NoLink, Tokens
 from dashboard.listener import PortTaken, bind, url_of
-from driver.config.run_config import DashboardConfig
+from driver.config.sections.log import DashboardConfig
 from driver.errors import RunError
 from services.wire.reachable import is_loopback
 from services.wire.secret_text import without_secrets

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from driver.accounting.accuracy import pass_at_k, wilson_interval
-from driver.config.run_config import EvalConfig
+from driver.config.sections.evaluation import EvalConfig
 from rollout_worker.worker_records import EvalItem
 
 

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from driver.accounting.jsonl import JsonlLog
-from driver.config.run_config import WandbConfig
+from driver.config.sections.log import WandbConfig
 from driver.reports.tensorboard import TensorboardTracker
 from driver.reports.tracker import Tracker, Warn
 from driver.reports.wandb_tracker import WandbTracker

@@ -15,7 +15,8 @@ from driver.accounting.queue_gauges import QueueGauges, queue_metrics
 from driver.accounting.run_spending import FILE as SPENDING
 from driver.accounting.run_state import RunState
 from driver.accounting.step_timing import RunTiming
-from driver.config.run_config import LogConfig, RunSection
+from driver.config.sections.log import LogConfig
+from driver.config.sections.run import RunSection
 from driver.reports.dropped import DroppedLog
 from driver.reports.metrics import MetricsLog
 from driver.reports.run_summary import RunSummary, summary_lines

@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
-from driver.config.run_config import WandbConfig
+from driver.config.sections.log import WandbConfig
 from driver.reports.tracker import QUEUED_LINES, Tracker, Warn
 from services.wire.strict_json import encodable
 

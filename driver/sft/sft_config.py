@@ -8,7 +8,10 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from driver.config.run_config import CheckpointConfig, ModelSection, NamedRun, TrackersConfig
+from driver.config.sections.checkpoint import CheckpointConfig
+from driver.config.sections.log import TrackersConfig
+from driver.config.sections.model import ModelSection
+from driver.config.sections.run import NamedRun
 from learner.config import LearnerConfig
 from rollout_worker.config.data_config import DataConfig
 from services.process.config_section import Section

@@ -38,6 +38,23 @@ def write_whole(path: pathlib.Path, content: str | bytes, *, sync: bool = False)
         file.write(content.encode() if isinstance(content, str) else content)
 
 
+def check_writable(path: pathlib.Path, option: str) -> None:
+    """Refuses a file that could not be written, before the work whose result it is to hold.
+
+    Args:
+        option: what named it, for the message.
+
+    Raises:
+        ValueError: naming the value, the rule and the fix.
+    """
+    if path.is_dir():
+        raise ValueError(f"{option} {str(path)!r} is a folder: name a file in it")
+    if not path.parent.is_dir():
+        raise ValueError(f"{option} {path}: its folder does not exist: make it first")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{option} {path} may not be written: name another file")
+
+
 def make_folder(folder: pathlib.Path) -> None:
     """Makes a folder and those above it that are missing, and waits until they are on the disk."""
     missing = [one for one in (folder, *folder.parents) if not one.exists()]

@@ -7,7 +7,7 @@ from typing import Any
 
 from ray.exceptions import RayActorError
 
-from driver.config.run_config import Resources
+from driver.config.sections.placement import Resources
 from driver.config.shell_switches import FIXED
 from driver.fleet.actor_calls import message_of
 from driver.fleet.cluster import bundle

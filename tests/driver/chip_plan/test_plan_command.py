@@ -125,7 +125,7 @@ def test_json_goes_to_standard_output_alone(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "arguments, parts",
     [
-        (["--json", "deploy"], ["--json deploy is a folder: name a file in it"]),
+        (["--json", "deploy"], ["--json 'deploy' is a folder: name a file in it"]),
         (["--json", "no/such/x.json"], ["its folder does not exist: make it first"]),
         (["--config", "no.yaml"], ["cannot read the configuration file no.yaml"]),
         (["--topology", "v6e:9x9"], ["'9x9' is no shape of v6e chips"]),

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from driver.config.plan import Devices, asked_devices, derive, format_plan
-from driver.config.run_config import Resources
+from driver.config.sections.placement import Resources
 from driver.fleet.cluster import bundle, reserve
 from tests.driver.config.test_plan import TINY, config_of
 

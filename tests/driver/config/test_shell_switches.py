@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from driver.config.load_config import ConfigError
-from driver.config.run_config import Resources
+from driver.config.sections.placement import Resources
 from driver.config.shell_switches import FIXED, check_xla_flags, cpu_devices, overridden
 from driver.fleet.launch import platform_environment
 from tests.deadlines import HANG_S

@@ -18,7 +18,7 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
-from driver.config.run_config import PlacementConfig, Resources
+from driver.config.sections.placement import PlacementConfig, Resources
 from driver.fleet.cluster import (
     JOB_VARIABLE,
     BadAddress,

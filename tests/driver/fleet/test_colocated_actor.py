@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from driver.config.run_config import PlacementConfig
+from driver.config.sections.placement import PlacementConfig
 from driver.fleet.colocated import ColocatedActor
 from driver.fleet.launch import Launcher
 from learner.actor import LearnerActor

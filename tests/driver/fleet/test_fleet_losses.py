@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
-from driver.config.run_config import PlacementConfig
+from driver.config.sections.placement import PlacementConfig
 from driver.fleet import fleet as fleet_module
 from driver.fleet.actor_calls import ActorFailed, ActorLost, NoAnswer, StandsStill, blames_groups
 from driver.fleet.fleet import WorkerFleet

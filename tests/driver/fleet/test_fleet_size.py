@@ -7,7 +7,7 @@ import pytest
 
 from driver.accounting.ledger import StepRecord
 from driver.accounting.queue_gauges import Gauge
-from driver.config.run_config import PlacementConfig
+from driver.config.sections.placement import PlacementConfig
 from driver.fleet.control_server import ControlBox, FleetRequest, Scale
 from driver.fleet.fleet_size import RATE_S, SHOW_S, Scaler
 from driver.fleet.fleet_worker import Worker

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from driver.config.run_config import PlacementConfig
+from driver.config.sections.placement import PlacementConfig
 from driver.config.shell_switches import FIXED
 from driver.fleet import launch
 from driver.fleet.launch import Launcher

@@ -19,7 +19,7 @@ import pytest
 from dashboard import auth
 from dashboard.listener import answers, bind
 from driver.config.paths import FolderTaken, check_folder
-from driver.config.run_config import DashboardConfig
+from driver.config.sections.log import DashboardConfig
 from driver.postmortem.archive import collect
 from driver.postmortem.evidence import Sources
 from driver.reports import dashboard_process as dashboard
@@ -263,7 +263,7 @@ def test_a_port_that_a_killed_driver_left_and_others_took_is_given_up(folder, mo
 
 KILLED = """
 import os, pathlib, signal, sys, time
-from driver.config.run_config import DashboardConfig
+from driver.config.sections.log import DashboardConfig
 from driver.reports.dashboard_process import open_dashboard
 from driver.reports.status import StatusFile
 folder = pathlib.Path(sys.argv[1])

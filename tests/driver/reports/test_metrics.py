@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from driver.accounting.jsonl import JsonlLog, read_lines, strict_line
-from driver.config.run_config import WandbConfig
+from driver.config.sections.log import WandbConfig
 from driver.reports.metrics import MetricsLog, open_trackers
 
 DISABLED = WandbConfig(mode="disabled")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from driver.accounting.jsonl import read_lines
-from driver.config.run_config import WandbConfig
+from driver.config.sections.log import WandbConfig
 from driver.reports.wandb_tracker import KEY_VARIABLE, WandbTracker, clean_api_key
 from tests.deadlines import HANG_S
 from tests.driver.reports.test_metrics import open_log
@@ -61,7 +61,7 @@ def run_folders(folder):
 
 KILLED = """
 import pathlib, sys, time
-from driver.config.run_config import WandbConfig
+from driver.config.sections.log import WandbConfig
 from driver.reports.metrics import MetricsLog, open_trackers
 folder, offline = pathlib.Path(sys.argv[1]), WandbConfig(mode="offline")
 log = MetricsLog(folder, open_trackers(folder, offline, run_id="first", config={}, warn=print))

@@ -92,7 +92,7 @@ def command_of(process: psutil.Process) -> list[str]:
 
 SCRIPT = f"""
 import os, pathlib, sys, time
-from driver.config.run_config import DashboardConfig
+from driver.config.sections.log import DashboardConfig
 from driver.fleet.cluster import connect, stop_notice
 from driver.reports.dashboard_process import open_dashboard
 from driver.reports.end_watch import start_end_watch

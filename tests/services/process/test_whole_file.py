@@ -1,6 +1,6 @@
 import pytest
 
-from services.process.whole_file import whole_file, write_whole
+from services.process.whole_file import check_writable, whole_file, write_whole
 
 
 @pytest.mark.parametrize("sync", [False, True])
@@ -30,3 +30,17 @@ def test_an_error_leaves_the_file_as_it_was(tmp_path):
         raise OSError("disk full")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "name, problem",
+    [
+        (".", "--out '.*' is a folder: name a file in it"),
+        ("no/a.json", "--out .*no/a.json: its folder does not exist: make it first"),
+    ],
+)
+def test_a_file_that_could_not_be_written_is_refused_before(tmp_path, name, problem):
+    with pytest.raises(ValueError, match=problem):
+        check_writable(tmp_path / name, "--out")
+    check_writable(tmp_path / "a.json", "--out")
+    assert list(tmp_path.iterdir()) == []

@@ -22,6 +22,7 @@ pytestmark = [
 ]
 
 CHECKOUT = str(pathlib.Path(__file__).parents[4] / "rollout_worker")
+HOME_KEYS = pathlib.Path.home() / ".ssh"
 ADDS = "def f(a, b=0):\n    return a + b\n"
 ADD_TESTS = ["assert f(1, 2) == 3", "assert f(2) == 2"]
 LONG = {"test_s": 60.0, "total_s": 120.0}
@@ -276,7 +277,7 @@ def env():
 def files():
     shutil.rmtree({str(tmp_path)!r}, ignore_errors=True)
     shutil.rmtree(os.path.dirname(os.__file__) + "/json", ignore_errors=True)
-    hidden = [{str(tmp_path)!r}, "/proc", "/root/.ssh", "/home", "/etc", {CHECKOUT!r}]
+    hidden = [{str(tmp_path)!r}, "/proc", {str(HOME_KEYS)!r}, "/home", "/etc", {CHECKOUT!r}]
     return [path for path in hidden if os.path.exists(path)]
 def write():
     done = []
