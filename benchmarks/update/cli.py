@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.decode.model_shapes import SHAPES, with_layers
@@ -28,6 +28,10 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
 """Largest relative difference of the first gradients' norms."""
 _ANSWER_S = 3600.0
 """For one update, the compiler's time included; far longer than any takes."""
+
+
+class SideEnded(RuntimeError):
+    """A process that was to make updates is gone."""
 
 
 class Side:
@@ -42,11 +46,22 @@ class Side:
         other.close()
 
     def step(self) -> tuple[float, float, float]:
-        """Seconds, processor seconds, and the gradient's norm of one update."""
-        self._pipe.send("step")
-        if not self._pipe.poll(_ANSWER_S):
-            raise TimeoutError(f"waited {_ANSWER_S:g} s for an update of {self.name}")
-        return self._pipe.recv()
+        """Seconds, processor seconds, and the gradient's norm of one update.
+
+        Raises:
+            SideEnded: if its process did; what it said last is on the terminal.
+            TimeoutError: if no update takes so long.
+        """
+        try:
+            self._pipe.send("step")
+            if not self._pipe.poll(_ANSWER_S):
+                raise TimeoutError(f"waited {_ANSWER_S:g} s for an update of {self.name}")
+            return self._pipe.recv()
+        except (EOFError, BrokenPipeError):
+            self._process.join()
+            raise SideEnded(
+                f"the process of {self.name} ended with exit code {self._process.exitcode}"
+            ) from None
 
     def end(self) -> None:
         """Ends the process."""
@@ -75,9 +90,7 @@ def compare(work: Work, *, warmup: int, repeat: int) -> dict[str, Any]:
     sides = [Side(name, work) for name in SIDES]
     try:
         norms = {side.name: side.step()[2] for side in sides}
-        one, other = norms.values()
-        if abs(one - other) > TOLERANCE[work.dtype] * other:
-            raise ValueError(f"the norms of the first gradients differ: {norms}")
+        check_norms(norms, work.dtype)
         rounds = [[side.step()[:2] for side in sides] for _ in range(warmup + repeat)][warmup:]
     finally:
         for side in sides:
@@ -95,8 +108,15 @@ def compare(work: Work, *, warmup: int, repeat: int) -> dict[str, Any]:
     return {"sides": found, "ratio": statistics.median(ratios), "ratios": ratios}
 
 
+def check_norms(norms: Mapping[str, float], dtype: str) -> None:
+    """Raises ValueError if the sides' first gradients are not of the same norm."""
+    one, other = norms.values()
+    if not abs(one - other) <= TOLERANCE[dtype] * other:
+        raise ValueError(f"the norms of the first gradients differ: {dict(norms)}")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, or 2 where the arguments are wrong or the gradients differ."""
+    """Returns 0, or 2 where the arguments are wrong, a side failed or the gradients differ."""
     given = _parser().parse_args(argv)
     try:
         check_report_file(given.json)
@@ -105,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as scratch:
             work = _work(given, pathlib.Path(scratch))
             found = compare(work, warmup=given.warmup, repeat=given.repeat)
-    except ValueError as error:
+    except (ValueError, SideEnded) as error:
         print(f"update: {error}", file=sys.stderr)
         return 2
     rows = [
@@ -131,6 +151,10 @@ def _work(given: argparse.Namespace, scratch: pathlib.Path) -> Work:
         raise ValueError(
             "--groups, --group, --prompt, --completion and --repeat must be at least 1"
         )
+    if given.warmup < 0:
+        raise ValueError(f"--warmup {given.warmup} must be at least 0")
+    if given.layers is not None and given.shape is None:
+        raise ValueError(f"--layers {given.layers} cuts a --shape, and none is given: name one")
     if given.group < 2:
         raise ValueError(f"--group {given.group}: advantages need at least 2 completions")
     if given.microbatch < given.prompt + given.completion:
