@@ -57,7 +57,7 @@ class Side:
             if not self._pipe.poll(_ANSWER_S):
                 raise TimeoutError(f"waited {_ANSWER_S:g} s for an update of {self.name}")
             return self._pipe.recv()
-        except (EOFError, BrokenPipeError):
+        except (EOFError, BrokenPipeError, ConnectionResetError):
             self._process.join()
             raise SideEnded(
                 f"the process of {self.name} ended with exit code {self._process.exitcode}"
