@@ -36,10 +36,11 @@ CATCH_UP_STEPS = 20
 """More new steps than this at once are published as one `reload`."""
 JUDGED_STEPS = 2000
 """Steps that are judged when a log is read from the start; older ones say little of the present."""
-CLOSE_S = 1.5
+CLOSE_S = 6.0
 """Time for viewers to receive how the run ended."""
-ASK_S = 1.0
-"""Time for viewers to fetch views that they have not opened yet, before the server ends."""
+ASK_S = 5.0
+"""Time for viewers to fetch views that they have not opened yet, before the server ends. A page
+leaves once it has them."""
 
 _log = logging.getLogger(__name__)
 

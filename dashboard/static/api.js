@@ -10,7 +10,8 @@
  * ApiError                   .status (0: no connection), .message: the server's message.
  * openStream({event, state}) follows /api/stream until .close(): event(type, data) per event,
  *                            state({state: "connecting"|"live"|"waiting"|"refused", retryInMs}) on
- *                            each change. Reconnects with backoff; .retry() tries now.
+ *                            each change. Reconnects with backoff; .retry() tries now, .leave()
+ *                            ends this connection, and the next one is tried after a pause.
  */
 
 const DEADLINE_MS = 30_000;
@@ -162,6 +163,10 @@ export function openStream({ event, state }) {
     retry() {
       failures = 0;
       wake();
+    },
+    leave() {
+      failures = 0;
+      controller?.abort();
     },
     close() {
       closed = true;

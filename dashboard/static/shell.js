@@ -5,13 +5,15 @@
  * makeShell(root, store, views): views: [{id, title, load() -> Promise<module>}] in tab order. The
  * module exports {mount(root, store) -> {update(event), show(params), hide()}, keep?(store)}; `params`
  * are the URLSearchParams after "?" of the route, and show() is called again when they change. A view
- * whose show() waits for data returns a promise: body[data-drawn] is "true" after it. keep()
+ * whose show() waits for data returns a promise: body[data-drawn] is "true" once it has drawn what
+ * it has and every view is loaded. keep()
  * fetches what the view shows first, so that it can be opened after the run and its server have ended.
  */
 import { makeBanner } from "./banner.js";
 import { el, empty, setChildren } from "./parts/dom.js";
 import { makeHeader } from "./header.js";
 import { onTheme } from "./charts/palette.js";
+import { sizesSeen } from "./charts/plot.js";
 import { go, route } from "./router.js";
 
 const KEYS = [
@@ -100,6 +102,7 @@ export function makeShell(root, store, views) {
     }
     if (current !== view.id) return;
     await shown.show?.(params);
+    await Promise.all([sizesSeen(), ...views.map(loaded)]);
     if (current === view.id) document.body.dataset.drawn = "true";
   }
 
@@ -129,17 +132,17 @@ export function makeShell(root, store, views) {
   store.on(update);
   header.update(store);
   banner.update(store);
-  return showRoute().then(loadAll);
+  return showRoute();
 
   /** The run may end, and its server with it: views that were not opened by then work all the same. */
-  function loadAll() {
-    for (const view of views) view.load().catch(() => {}); // the error is shown with the view
+  function loaded(view) {
+    return view.load().catch(() => null); // the error is shown with the view
   }
 
-  function keepAll() {
-    for (const view of views) {
-      view.load().then((module) => module.keep?.(store)).catch(() => {}); // the error is shown with the view
-    }
+  /** Fetches what they show, and then lets the server end. */
+  async function keepAll() {
+    await Promise.allSettled(views.map(async (view) => (await loaded(view))?.keep?.(store)));
+    store.leave();
   }
 }
 

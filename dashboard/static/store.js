@@ -55,6 +55,7 @@ export class Store {
     this._caughtUp = null;
     this._refetching = false;
     this._again = false; // requested again during a fetch
+    this._fetches = new Set();
     this._wasLive = false;
     this._rangeAsked = 0;
   }
@@ -211,8 +212,22 @@ export class Store {
     this.refetch();
   }
 
+  /** Says, after the end, that this page needs nothing more of the server; it looks for the next one. */
+  async leave() {
+    while (this._fetches.size) await Promise.allSettled([...this._fetches]);
+    this.stream.leave();
+  }
+
   /** Fetches the history again: after a lost connection, a rewound run, or too many bins. */
-  async refetch() {
+  refetch() {
+    const fetched = this._fetchAgain();
+    const forget = () => this._fetches.delete(fetched);
+    this._fetches.add(fetched);
+    fetched.then(forget, forget);
+    return fetched;
+  }
+
+  async _fetchAgain() {
     if (this._refetching) {
       this._again = true;
       return;

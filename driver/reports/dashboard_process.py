@@ -36,8 +36,9 @@ RESTARTS = 3
 RESTART_PAUSE_S = 1.0
 NICENESS = 5
 """Beyond that of the run: training comes first."""
-END_S = 2.0
-"""Time for it to send its viewers the end of the run."""
+END_S = 10.0
+"""Time for it to send its viewers the end of the run, and what they show of it: most need far less,
+and without viewers it ends at once."""
 TAKE_OVER_S = 5.0
 """For the dashboard of a driver that was killed to notice that this one wants its port."""
 

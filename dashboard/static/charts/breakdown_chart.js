@@ -75,8 +75,8 @@ export class BreakdownChart {
 
   /** Draws the bars that are new; all of them if `anew` or if anything but their number changed. */
   _draw(anew) {
+    if (!this.host.clientWidth) return; // in a hidden view
     this.size ??= { width: this.host.clientWidth, height: this.host.parentElement.clientHeight };
-    if (!this.size.width) return;
     this._place();
     const { rows, chosen, share, columns } = this.view;
     const layout = JSON.stringify([this.domain, this.width, this.height, this.top, chosen, share, columns.bin,

@@ -8,6 +8,7 @@
  * fontOf(px)                        the page's font for a canvas.
  * makeTooltip()                     {show(x, y, ...children), hide()}; x, y in viewport pixels.
  * observeSize(node, f)              f() in a frame after the size of node has changed; returns what ends it.
+ * sizesSeen()                       a promise: what has its size now was drawn with it.
  */
 import { el, setChildren } from "../parts/dom.js";
 import { decimals } from "../parts/format.js";
@@ -87,4 +88,11 @@ export function observeSize(node, f) {
   });
   observer.observe(node);
   return () => observer.disconnect();
+}
+
+export async function sizesSeen() {
+  // A frame is laid out, then observers are called, then those plan a frame, and then it is over.
+  for (let frame = 0; frame < 3 && !document.hidden; frame++) {
+    await new Promise((resolve) => requestAnimationFrame(resolve));
+  }
 }

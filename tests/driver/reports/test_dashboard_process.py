@@ -27,6 +27,7 @@ from driver.reports.dashboard_process import DashboardPortTaken, open_dashboard
 from driver.reports.redact import is_secret
 from driver.reports.status import ExitCode, StatusFile
 from tests.deadlines import HANG_S
+from tests.services.process.running_processes import is_running
 
 pytestmark = pytest.mark.slow
 
@@ -90,7 +91,7 @@ def test_it_serves_the_run_and_is_gone_with_it(folder, status):
         for token in (tokens.view, tokens.control):
             assert token not in " ".join(process.cmdline()) + log
             assert token not in "".join(process.environ().values())
-    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    assert not is_running(process)
     assert not answers(url) and not (folder / "dashboard").exists()
     assert not list(folder.glob(".dashboard-*"))
 
@@ -160,13 +161,14 @@ def test_a_dashboard_that_ends_is_started_again_at_the_same_place_a_few_times(
     assert all("exit code -9" in text and "dashboard.log" in text for text in said[1:])
 
 
-def test_a_dashboard_that_hangs_does_not_keep_the_run_from_its_end(folder, status):
+def test_a_dashboard_that_hangs_does_not_keep_the_run_from_its_end(folder, status, monkeypatch):
+    monkeypatch.setattr(dashboard, "END_S", 1.0)
     with open_dashboard(FREE, folder) as board:
         board.start(lambda text: None)
         until(lambda: served(folder), "the dashboard")
         process = served(folder)
         os.kill(process.pid, signal.SIGSTOP)
-    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    assert not is_running(process)
 
 
 def test_a_program_that_cannot_be_started_is_one_line(folder, status, monkeypatch):

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 
-import psutil
 import pytest
 
 from driver.reports import end_watch
@@ -15,6 +14,7 @@ from driver.reports.end_watch import start_end_watch, write_end
 from driver.reports.status import ExitCode, StatusFile
 from services.process.run_processes import state_of_run
 from tests.deadlines import HANG_S, wait_until
+from tests.services.process.running_processes import running_children
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 DRIVER = """
@@ -40,12 +40,6 @@ def read(folder: pathlib.Path) -> dict:
     return json.loads((folder / "status.json").read_text())
 
 
-def children_of(pid: int) -> list[psutil.Process]:
-    """Those that run: what a stopped job kills with it."""
-    found = psutil.Process(pid).children(recursive=True)
-    return [one for one in found if one.status() != psutil.STATUS_ZOMBIE]
-
-
 def ended(folder: pathlib.Path, how: str | int) -> dict:
     with subprocess.Popen(
         [sys.executable, "-c", DRIVER, str(folder)],
@@ -59,7 +53,8 @@ def ended(folder: pathlib.Path, how: str | int) -> dict:
         assert driver.stdin is not None and driver.stdout is not None
         assert driver.stdout.readline() == "runs\n"
         if how == "stop the job":
-            wait_until(lambda: not children_of(driver.pid), "the watch to be nobody's child")
+            # What a stopped job kills with it.
+            wait_until(lambda: not running_children(driver.pid), "the watch to be nobody's child")
             os.killpg(driver.pid, signal.SIGKILL)
         elif isinstance(how, str):
             driver.stdin.write(f"{how}\n")

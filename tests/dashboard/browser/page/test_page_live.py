@@ -157,9 +157,23 @@ def test_views_that_were_not_opened_before_the_end_have_something_to_show(run, h
     rows.first.wait_for()
     open_view(page, "trust")
     page.get_by_test_id("staleness-bar").first.wait_for()
-    assert page.locator("#view-trust .mini-line").count() > 0, "the history of a check"
+    page.locator("#view-trust .mini-line").first.wait_for(state="attached")  # of a check
     open_view(page, "fleet")
-    assert page.locator("#view-fleet .mini-line").count() > 3
+    page.locator("#view-fleet .mini-line").nth(3).wait_for(state="attached")
+
+
+def test_a_page_that_has_all_of_an_ended_run_lets_its_server_end(run, handed, watch):
+    watched = watch(handed, "breakdown")
+    watched.allow(GONE)
+    page = watched.page
+    page.evaluate(
+        """() => { tandem.heard = []; tandem.store.on(({ type, data }) => {
+            if (type === "connection") tandem.heard.push(data.state) }) }"""
+    )
+    run.end()
+    wait_until(page, "tandem.heard.includes('waiting')")  # though the server has not ended
+    wait_until(page, "tandem.heard.at(-1) === 'live'")
+    banner(page, "finished")
 
 
 def test_a_server_that_is_killed_leaves_the_page_and_is_found_again(run, handed, watch):

@@ -6,7 +6,6 @@ import pathlib
 import threading
 from contextlib import closing
 
-import psutil
 import pytest
 
 from rollout_worker.config.reward_config import RewardFunctionConfig
@@ -15,6 +14,7 @@ from rollout_worker.rewards.code.sandbox import confinement_problem, describe_pr
 from rollout_worker.rewards.gold_answers import find_unjudged
 from rollout_worker.rewards.reward_pool import RewardPool, ScoreRequest
 from tests.deadlines import HANG_S
+from tests.services.process.running_processes import running_children
 
 pytestmark = [
     pytest.mark.slow,
@@ -35,18 +35,12 @@ def fenced(code):
     return f"So:\n```python\n{code}\n```\nDone."
 
 
-def processes() -> set[psutil.Process]:
-    """Those that this one has started, and they, and that run."""
-    found = psutil.Process().children(recursive=True)
-    return {one for one in found if one.status() != psutil.STATUS_ZOMBIE}
-
-
 def score(code, tests=None, params=None, **item):
     if tests is not None:
         item["tests"] = tests
-    before = processes()  # other tests may have left a server of multiprocessing
+    before = running_children()  # other tests may have left a server of multiprocessing
     result = code_tests(fenced(code), answer="", prompt="", item=item, **(params or LONG))
-    assert processes() <= before
+    assert running_children() <= before
     return result["fraction"]
 
 
