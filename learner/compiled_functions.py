@@ -88,11 +88,6 @@ class LearnerFunctions:
     canaries: Mapping[str, Callable]
     """By wire dtype, as learner/publish/snapshot.py and learner/publish/canary.py describe them."""
 
-    @property
-    def adapter_scale(self) -> float:
-        """What the adapter adds is multiplied by; 1 where there is none."""
-        return 1.0 if self.adapter is None else self.adapter.scale
-
     def batch_shapes(self, rows: int, row_tokens: int) -> MicroBatch:
         """A micro-batch of shape structs, its rows counted over all devices."""
         struct = functools.partial(
@@ -174,7 +169,7 @@ def make_learner_functions(
         ),
         attention=plan_attention(learner.attention, devices[0].platform),
         compute_dtype=jnp.dtype(learner.compute_dtype),
-        remat=Remat(learner.remat_name),
+        remat=Remat(learner.remat),
         adapter_scale=1.0 if adapter is None else adapter.scale,
     )
     plan = None if teacher is None else _plan_teacher(teacher, algorithm, mesh, whole_specs)

@@ -326,7 +326,7 @@ class LearnerConfig(Section):
     updates_per_batch: int = Field(default=1, ge=1, le=1000)
     """Optimiser updates on the same groups; from the second on the clip has work to do."""
     mesh: MeshConfig = MeshConfig()
-    remat: bool | Remat = "layer"
+    remat: Remat = "layer"
     """What the forward pass keeps of each layer; the backward pass computes all else again. `none`
     keeps everything (false), `layer` the layer's input (true), `offload` the same in the memory of
     the host. `dots`, `attention` and `mlp` also keep the results of all products with weights, of
@@ -367,20 +367,13 @@ class LearnerConfig(Section):
             )
         return self
 
-    @property
-    def remat_name(self) -> str:
-        """What `remat` means, one of REMATS."""
-        if isinstance(self.remat, bool):
-            return "layer" if self.remat else "none"
-        return self.remat
-
     @field_validator("remat", mode="before")
     @classmethod
-    def _check_remat(cls, value: object):
+    def _name_remat(cls, value: object):
         if value in REMATS:
             return value
         try:
-            return _BOOLEAN.validate_python(value)
+            return "layer" if _BOOLEAN.validate_python(value) else "none"
         except ValidationError:
             raise ValueError(f"{value!r} is none of {', '.join(REMATS)}, true or false") from None
 

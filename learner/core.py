@@ -293,9 +293,9 @@ class LearnerCore:
         sums = jax.device_get(accumulator.sums)
         failpoints.reach("learner.update")
         with clock.phase("optimizer"):
-            state = on_devices(self._state)
+            self._state = on_devices(self._state)  # what lay on the host is free, too
         apply, denominator = self._functions.apply, jnp.float32(denominator)
-        given = (state, accumulator, denominator)
+        given = (self._state, accumulator, denominator)
         state, report = self._programs.run(clock, "optimizer", "apply", apply, *given)
         with clock.phase("optimizer"):
             self._state = at_rest(state, self._functions.abstract_state)

@@ -23,9 +23,9 @@ from kernels.packed_attention.reference import KEPT_NAME
 
 Layer = Callable[[jax.Array, Any], jax.Array]
 """(x_BTD, whole weights of one layer) -> x_BTD."""
-MLP = "mlp"
-"""Name that a layer gives to results of its MLP which may be kept, as attention names its own
-(`jax.ad_checkpoint.checkpoint_name`)."""
+PRODUCT, MLP = "product", "mlp"
+"""Names that a layer gives to what may be kept, as attention names its own: the result of each
+product with weights, and the first two of the MLP (`jax.ad_checkpoint.checkpoint_name`)."""
 
 
 class Remat(enum.StrEnum):
@@ -38,8 +38,9 @@ class Remat(enum.StrEnum):
     DOTS = "dots"
     """Its input and the results of its products with weights."""
     ATTENTION = "attention"
-    """Its input and what attention found: its result, and where it goes block by block one number
-    for each token and head."""
+    """Its input and what attention found that goes block by block: its result, and one number for
+    each token and head. Attention with whole scores would have to make those again in any case, so
+    that nothing of it is kept."""
     MLP = "mlp"
     """Its input and the two products with which the MLP begins."""
     OFFLOAD = "offload"
@@ -185,12 +186,10 @@ def _traced(layer: Layer, x_BTD: jax.Array, whole: Any, backward: Backward) -> _
 
 
 def _policy(remat: Remat):
-    policies = jax.checkpoint_policies
-    if remat is Remat.DOTS:
-        return policies.dots_with_no_batch_dims_saveable
-    if remat in (Remat.ATTENTION, Remat.MLP):
-        return policies.save_only_these_names(KEPT_NAME if remat is Remat.ATTENTION else MLP)
-    return policies.nothing_saveable
+    names = {Remat.DOTS: PRODUCT, Remat.ATTENTION: KEPT_NAME, Remat.MLP: MLP}
+    if remat in names:
+        return jax.checkpoint_policies.save_only_these_names(names[remat])
+    return jax.checkpoint_policies.nothing_saveable
 
 
 def _to_memory(arrays: list[jax.Array], space: Any) -> list[jax.Array]:

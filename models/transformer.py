@@ -28,8 +28,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from kernels.packed_attention.ops import WHOLE_SCORES, AttentionPlan, packed_attention
+from models import layer_scan
 from models.config import ModelConfig
-from models.layer_scan import MLP as KEPT_MLP
 from models.layer_scan import Backward, scan_layers
 from models.rope import rotary, rotate
 
@@ -85,6 +85,7 @@ class Linear(nn.Module):
             y = (y + wide_product(inner, lora_b.astype(x.dtype))).astype(x.dtype)
         else:
             y = self._product(x, weight).astype(x.dtype)
+        y = checkpoint_name(y, layer_scan.PRODUCT)
         if not self.bias:
             return y
         bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
@@ -155,8 +156,10 @@ class MLP(nn.Module):
         """[B, T, D] -> [B, T, D]."""
         c = self.config
         linear = partial(Linear, bias=c.mlp_bias, product_dtype=self.product_dtype)
-        gate_BTF = checkpoint_name(linear(c.intermediate_size, name="gate_proj")(x_BTD), KEPT_MLP)
-        up_BTF = checkpoint_name(linear(c.intermediate_size, name="up_proj")(x_BTD), KEPT_MLP)
+        gate_BTF, up_BTF = (
+            checkpoint_name(linear(c.intermediate_size, name=name)(x_BTD), layer_scan.MLP)
+            for name in ("gate_proj", "up_proj")
+        )
         return linear(x_BTD.shape[-1], name="down_proj")(nn.silu(gate_BTF) * up_BTF)
 
 

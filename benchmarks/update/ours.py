@@ -26,7 +26,7 @@ class OurUpdate:
             learner=LearnerConfig(
                 microbatch_tokens=work.microbatch_tokens,
                 compute_dtype=work.dtype,
-                remat=False,
+                remat="none",
                 optimizer=OptimizerConfig(learning_rate=work.learning_rate),
             ),
             total_steps=10**6,

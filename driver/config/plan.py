@@ -260,7 +260,7 @@ def derive(
                 "learner.loss_impl": loss_impl,
                 "learner.attention": attention.impl_for(row_tokens),
             },
-            score_bytes=FLOAT32_BYTES * model.num_heads * row_tokens**2,
+            score_bytes=FLOAT32_BYTES * model.num_heads * row_tokens**2 // mesh.context,
             programs=worker.programs,
         ),
     )

@@ -134,8 +134,8 @@ def _attend_row(arrays, *, place_T, exact, window, soft_cap, more_visits, L, int
     place_QL = place_T.reshape(Q, L)
     blocks = QueryBlocks(segment_T.reshape(1, Q, L), place_QL[:, 0])
     keys, queries = block_ranges(segment_R.reshape(1, J, L), blocks, window=window)
-    # At most so many blocks of one side meet a block of the other.
-    most = Q + J if window is None else -(-(window - 1) // L) + 1 + more_visits
+    # At most so many blocks of one side meet a block of the other; without a window all may.
+    most = max(Q, J) if window is None else -(-(window - 1) // L) + 1 + more_visits
     of_queries = _visits(keys, place_QL[:, 0] // L, min(J, most))
     visit_JW, is_visited_JW = _visits(queries, jnp.zeros(J, jnp.int32), min(Q, most))
     rows = _mask_info(*of_queries, place_T)

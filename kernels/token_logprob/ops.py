@@ -22,13 +22,17 @@ SMALLEST_TEMPERATURE = 1e-6
 """Below it float32 logits leave the range of exp whatever they are."""
 
 
+VocabAxis = str | tuple[str, ...] | None
+"""The mesh axis, or axes, over which a vocabulary is cut."""
+
+
 class Options(NamedTuple):
     """Static while a program is compiled."""
 
     support: Support
     impl: str
     minor: str | None
-    vocab_axis: str | None
+    vocab_axis: VocabAxis
     mesh: Mesh | None
     token_axes: tuple[str, ...]
 
@@ -41,7 +45,7 @@ def token_logprob(
     valid_vocab: int | None = None,
     impl: str = choose.XLA,
     minor: str | None = None,
-    vocab_axis: str | None = None,
+    vocab_axis: VocabAxis = None,
     mesh: Mesh | None = None,
     token_axes: tuple[str, ...] = (),
 ) -> TokenLogprob:
@@ -80,7 +84,7 @@ def token_logprob(
             f"{logits.shape}; got {ids.dtype} {ids.shape}"
         )
     if mesh is not None:
-        check_divides(mesh, "vocabulary", logits.shape[-1], (vocab_axis,) if vocab_axis else ())
+        check_divides(mesh, "vocabulary", logits.shape[-1], axis_names(vocab_axis))
         check_divides(mesh, "first axis of the logits", logits.shape[0], token_axes)
     shards = 1 if vocab_axis is None or mesh is not None else jax.lax.axis_size(vocab_axis)
     support = make_support(logits.shape[-1] * shards, temperature, valid_vocab)
@@ -127,10 +131,6 @@ def check_tpu_dtype(dtype: jnp.dtype) -> None:
     """
     if dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"the TPU kernels take bfloat16 and float32, got {dtype}: cast it")
-
-
-VocabAxis = str | tuple[str, ...] | None
-"""The mesh axis, or axes, over which a vocabulary is cut."""
 
 
 def axis_names(vocab_axis: VocabAxis) -> tuple[str, ...]:

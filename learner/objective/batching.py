@@ -322,20 +322,21 @@ def _sequence(
     )
 
 
-def row_buckets(microbatch_tokens: int) -> tuple[int, ...]:
-    """Row lengths that may be compiled: powers of two from 64, and the whole budget."""
+def row_buckets(longest_row: int) -> tuple[int, ...]:
+    """Row lengths that may be compiled: powers of two from 64, and the longest one."""
     buckets, size = [], SMALLEST_ROW_TOKENS
-    while size < microbatch_tokens:
+    while size < longest_row:
         buckets.append(size)
         size *= 2
-    return (*buckets, microbatch_tokens)
+    return (*buckets, longest_row)
 
 
 class Packing(NamedTuple):
     """Sizes that micro-batches must fit."""
 
-    microbatch_tokens: int
-    """Slots of one micro-batch on one device, or on those that share its rows."""
+    longest_row: int
+    """Slots of one micro-batch on one device, or on those that share its rows; of one row at
+    most."""
     devices: int
     """Over which the rows of a micro-batch are divided, those that share rows counted as one."""
 
@@ -368,16 +369,17 @@ def lay_out(sequences: Sequence[TrainSequence], packing: Packing) -> RowLayout:
     Raises:
         ValueError: if a sequence exceeds the budget.
     """
-    microbatch_tokens, devices = packing
+    longest_row, devices = packing
     longest = max(len(s.token_ids) for s in sequences)
-    if longest > microbatch_tokens:
+    if longest > longest_row:
         raise ValueError(
-            f"a sequence of {longest} tokens does not fit microbatch_tokens={microbatch_tokens}: "
-            "raise learner.microbatch_tokens or lower the length limits of prompt and completion"
+            f"a sequence of {longest} tokens does not fit a row of {longest_row}: raise "
+            "learner.microbatch_tokens or learner.mesh.context, or lower the length limits of "
+            "prompt and completion"
         )
-    row_tokens = min(b for b in row_buckets(microbatch_tokens) if b >= longest)
+    row_tokens = min(b for b in row_buckets(longest_row) if b >= longest)
     rows = first_fit_decreasing([len(s.token_ids) for s in sequences], row_tokens)
-    B = devices * _rows_per_device(-(-len(rows) // devices), microbatch_tokens // row_tokens)
+    B = devices * _rows_per_device(-(-len(rows) // devices), longest_row // row_tokens)
     return RowLayout(rows, B, row_tokens)
 
 

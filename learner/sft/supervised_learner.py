@@ -79,7 +79,7 @@ class SupervisedLearner:
             ),
             attention=plan_attention(config.attention, devices[0].platform),
             compute_dtype=jnp.dtype(config.compute_dtype),
-            remat=Remat(config.remat_name),
+            remat=Remat(config.remat),
         )
         self._model = model
         self._devices, self._compute_dtype = devices, config.compute_dtype
@@ -125,8 +125,9 @@ class SupervisedLearner:
                 self._placed(batch),
             )
         entropy = accumulator.sums["entropy"]
+        self.state = on_devices(self.state)  # what lay on the host is free, too
         state, report = self._run(
-            "apply", self._apply, on_devices(self.state), accumulator, jnp.float32(tokens)
+            "apply", self._apply, self.state, accumulator, jnp.float32(tokens)
         )
         self.state = at_rest(state, self.abstract_state)
         report, entropy = jax.device_get((report, entropy))

@@ -9,9 +9,11 @@ import pytest
 
 from benchmarks.compiled_program import program_sizes
 from kernels.packed_attention.ops import AttentionPlan
+from models.adapter import abstract_adapter, adapter_shape, join
 from models.config import ModelConfig
-from models.layer_scan import Backward, Remat
-from models.transformer import forward, init_params, packed_attend
+from models.layer_scan import Backward, Remat, kept_bytes
+from models.rope import rotary
+from models.transformer import Block, abstract_params, forward, init_params, packed_attend
 
 CONFIG = ModelConfig(
     model_type="qwen2",
@@ -52,7 +54,12 @@ def loss(params, backward=None, *, impl="xla", dtype=jnp.float32):
 
 @functools.cache
 def program(remat, **how):
-    """(params, sums so far) -> gradients of what is not in the layers, and the sums; compiled."""
+    """`traced`, compiled."""
+    return traced(remat, **how).lower().compile()
+
+
+def traced(remat, **how):
+    """(params, sums so far) -> gradients of what is not in the layers, and the sums."""
 
     def summed(others, so_far, layers):
         return loss({**others, "layers": layers}, Backward(remat, so_far, lambda g: g), **how)
@@ -62,7 +69,7 @@ def program(remat, **how):
         return jax.grad(summed, argnums=(0, 1))(others, so_far, params["layers"])
 
     params, _, _, so_far = given()
-    return jax.jit(gradients, donate_argnums=1).lower(params, so_far).compile()
+    return jax.jit(gradients, donate_argnums=1).trace(params, so_far)
 
 
 def assert_gradients_of_jax(program, rtol, **how):
@@ -89,7 +96,17 @@ def test_with_every_attention(remat, impl):
 
 def test_in_bfloat16_the_sums_are_float32():
     """Each layer rounds as before; what is rounded elsewhere is a few units in the last place."""
-    assert_gradients_of_jax(program(Remat.LAYER, dtype=jnp.bfloat16), 2e-2, dtype=jnp.bfloat16)
+    compiled = program(Remat.LAYER, dtype=jnp.bfloat16)
+    assert_gradients_of_jax(compiled, 2e-2, dtype=jnp.bfloat16)
+    params, _, _, so_far = given()
+    zeros = jax.tree.map(jnp.zeros_like, so_far)
+    _, alone = compiled(params, zeros)
+    # Sums far above the gradient, which bfloat16 would swallow.
+    large = jax.tree.map(lambda grad: 1024 * np.abs(grad).max() + 0 * grad, alone)
+    _, added = compiled(params, jax.tree.map(jnp.array, large))
+    for before, grad, after in zip(*map(jax.tree.leaves, (large, alone, added)), strict=True):
+        assert after.dtype == jnp.float32
+        np.testing.assert_allclose(after - before, grad, rtol=0, atol=1e-4 * np.abs(grad).max())
 
 
 def temp_bytes(compiled):
@@ -101,14 +118,42 @@ def test_no_gradient_stands_beside_the_sums():
     by_jax = lambda params, so_far: jax.tree.map(jnp.add, so_far, jax.grad(loss)(params)["layers"])
     compiled = jax.jit(by_jax, donate_argnums=1).lower(params, so_far).compile()
     assert temp_bytes(compiled) > LAYERS_BYTES
-    assert (
-        temp_bytes(program(Remat.LAYER)) < 0.8 * LAYERS_BYTES
-    )  # activations and one layer's gradient
+    # Activations, and the gradient of one layer.
+    assert temp_bytes(program(Remat.LAYER)) < 0.8 * LAYERS_BYTES
 
 
 def test_the_less_is_kept_the_less_memory_it_takes():
-    kept = {remat: temp_bytes(program(remat)) for remat in Remat}
+    kept = {remat: temp_bytes(program(remat)) for remat in Remat if remat is not Remat.OFFLOAD}
     assert kept[Remat.LAYER] < kept[Remat.ATTENTION] < kept[Remat.DOTS] < kept[Remat.NONE]
     # Two products of the MLP in each layer, float32; those of one layer are there in any case.
     mlp_bytes = CONFIG.num_layers * TOKENS * 2 * CONFIG.intermediate_size * 4
     assert 0.75 * mlp_bytes < kept[Remat.MLP] - kept[Remat.LAYER] < mlp_bytes
+
+
+def test_what_is_offloaded_goes_to_the_memory_of_the_host():
+    # A CPU has one memory, and its lowering says nothing of others.
+    text = {remat: traced(remat).lower(lowering_platforms=("tpu",)).as_text() for remat in Remat}
+    named = {remat for remat in Remat if "pinned_host" in text[remat]}
+    assert named == {Remat.OFFLOAD}
+
+
+def test_results_of_products_are_kept_beside_an_adapter_too():
+    base = abstract_params(CONFIG)
+    adapter = abstract_adapter(adapter_shape(("*_proj",), rank=2, alpha=2, config=CONFIG), CONFIG)
+    layers, trained = join(base, adapter)["layers"], adapter["layers"]
+    kept = {}
+
+    def run(x_BTD, row_BT):
+        attend = packed_attend(row_BT, operand_dtype=jnp.float32, plan=AttentionPlan("xla"))
+        cos_sin = rotary(row_BT, CONFIG)
+        block = Block(CONFIG)
+        layer = lambda x, weights: block.apply({"params": weights}, x, cos_sin, attend, None)[0]
+        for remat in (Remat.LAYER, Remat.DOTS):
+            backward = Backward(remat, trained, lambda grads: grads)
+            kept[remat] = kept_bytes(layer, x_BTD, layers, lambda weights: weights, backward)
+        return x_BTD
+
+    shape = jax.ShapeDtypeStruct
+    jax.eval_shape(run, shape((1, TOKENS, 32), jnp.float32), shape((1, TOKENS), jnp.int32))
+    # q, k, v, o, gate and up; down_proj's result is only added to the stream.
+    assert kept[Remat.DOTS] - kept[Remat.LAYER] == 4 * TOKENS * (32 + 16 + 16 + 32 + 2 * 96)

@@ -128,6 +128,11 @@ CONDITIONS = (
         lambda run: run.learner.optimizer.name in ("adamw", "lion", "muon"),
     ),
     Condition(
+        ("learner.optimizer.offload",),
+        "learner.optimizer.name other than sgd, which has no moments",
+        lambda run: run.learner.optimizer.name != "sgd",
+    ),
+    Condition(
         ("learner.optimizer.eps",),
         "learner.optimizer.name=adamw or muon",
         lambda run: run.learner.optimizer.name in ("adamw", "muon"),

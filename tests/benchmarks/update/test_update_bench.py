@@ -4,8 +4,8 @@ import json
 import math
 
 import pytest
-from benchmarks.update.cli import check_norms, main
 
+from benchmarks.update.cli import check_norms, main
 from tests.tiny_model import write_tiny_model
 
 pytest.importorskip("torch")

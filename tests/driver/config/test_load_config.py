@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from driver.config.config_keys import known_keys, nearest
 from driver.config.load_config import ConfigError, dump, load
 from driver.config.run_config import RunConfig
+from learner.config import REMATS
+from models import layer_scan
 
 RUNS = pathlib.Path(__file__).resolve().parents[3] / "deploy" / "runs"
 
@@ -81,11 +83,17 @@ def test_f01_further_spellings_in_overrides(minimal, text):
 def test_f02_booleans_in_overrides(cases, minimal):
     case = cases("config")["F02"]
     for override, wanted in zip(case["input"]["set"], case["expected"]["set"], strict=True):
-        ours = "learner.remat=" + override.partition("=")[2]
+        ours = "weights.canary=" + override.partition("=")[2]
         if wanted == "error":
-            assert "learner.remat" in refusal(minimal, ours)
+            assert "weights.canary" in refusal(minimal, ours)
         else:
-            assert load(minimal, [ours]).learner.remat is wanted
+            assert load(minimal, [ours]).weights.canary is wanted
+
+
+def test_what_is_kept_of_a_layer_has_names_and_two_of_them_are_booleans_too(minimal):
+    assert set(REMATS) == {one.value for one in layer_scan.Remat}
+    for text, name in [("true", "layer"), ("false", "none"), *((name, name) for name in REMATS)]:
+        assert load(minimal, [f"learner.remat={text}"]).learner.remat == name
 
 
 def test_f02_false_in_the_file_over_a_true_default(write):

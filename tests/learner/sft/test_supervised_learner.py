@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from learner.config import LearnerConfig, MeshConfig, OptimizerConfig
 from learner.sft.sequences import train_sequence
 from learner.sft.supervised_learner import SupervisedLearner
+from learner.update.state import HOST_MEMORY
 from models.files.checkpoint import load_model, to_named
 from tests.tiny_model import write_tiny_model
 
@@ -48,7 +49,7 @@ def make_learner(
         microbatch_tokens=microbatch_tokens,
         mesh=MeshConfig(data=data, fsdp=fsdp, context=context),
         compute_dtype="float32",
-        remat=False,
+        remat="none",
         optimizer=OptimizerConfig(**{"learning_rate": 1e-2, **optimizer}),
     )
     return SupervisedLearner(
@@ -142,6 +143,16 @@ def test_steps_are_the_same_on_two_meshes(loaded, sequences, name):
         losses.append([learner.update(sequences)["train/loss"] for _ in range(4)])
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
     assert losses[0][-1] < losses[0][0]
+
+
+def test_offloaded_moments_make_the_same_steps(loaded, sequences):
+    plain, offloaded = (make_learner(loaded, fsdp=2, offload=offload) for offload in (False, True))
+    for _ in range(2):
+        one, other = (learner.update(sequences) for learner in (plain, offloaded))
+        assert one["train/loss"] == other["train/loss"]
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(offloaded.state.opt_state)}
+    assert HOST_MEMORY in kinds
+    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((plain.state, offloaded.state)))
 
 
 def test_weights_without_a_finite_gradient_stay_as_they_were(loaded, sequences):

@@ -82,7 +82,7 @@ def test_the_gradient_is_that_of_the_whole_model_projected(how):
     groups = random_groups(4)
     adapted = make_core(lora=LORA, algorithm={"entropy_coef": 0.01}, **how)
     adapter = moved_adapter(adapted)
-    scale = adapted._functions.adapter_scale
+    scale = adapted._functions.adapter.scale
     assert scale == 1.5
     full = make_core(
         algorithm={"entropy_coef": 0.01}, params=merge(join(host_params(), adapter), scale)
@@ -150,7 +150,7 @@ def test_the_reference_is_the_base_itself(kl_in):
     metrics = core.update(random_groups(), PhaseClock())
     other = make_core(lora=LORA, algorithm=algorithm)
     adapter = moved_adapter(other)
-    merged = merge(join(host_params(), adapter), other._functions.adapter_scale)
+    merged = merge(join(host_params(), adapter), other._functions.adapter.scale)
     full = make_core(algorithm=algorithm)  # the reference is host_params()
     place = lambda leaf, like: jax.device_put(leaf, like.sharding)
     placed = jax.tree.map(place, merged, full.state.params)
@@ -174,7 +174,7 @@ def test_a_critic_trains_beside_the_adapter():
 def test_a_version_is_the_adapter_and_the_digest_of_its_base():
     core = make_core(lora=LORA, fsdp=2)
     adapter = moved_adapter(core)
-    scale = core._functions.adapter_scale
+    scale = core._functions.adapter.scale
     with pytest.raises(ValueError, match="lora_A"):
         core.named_weights("float32")
     sent = core.snapshot("bfloat16", PhaseClock(), probe=False).tensors

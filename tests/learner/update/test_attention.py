@@ -93,6 +93,9 @@ def gradient(plan: AttentionPlan, *, data=1, fsdp=1, context=1, remat=Remat.NONE
     [
         (XLA, {}),
         (XLA, {"remat": Remat.LAYER, "data": 2, "fsdp": 2}),
+        (XLA, {"remat": Remat.OFFLOAD, "fsdp": 2, "context": 2}),
+        (XLA, {"remat": Remat.ATTENTION, "data": 2, "context": 2}),
+        (XLA, {"remat": Remat.DOTS, "data": 2, "fsdp": 2}),
         (PALLAS, {"remat": Remat.LAYER, "data": 2, "fsdp": 2}),
         (DENSE, {"remat": Remat.LAYER}),
         (DENSE, {"context": 4}),
