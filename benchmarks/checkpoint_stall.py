@@ -18,12 +18,8 @@ import optax
 
 from learner.durable.certificate import make_certificate
 from learner.durable.checkpoint import CheckpointFolder
-from learner.durable.checkpoint_writer import (
-    CheckpointJob,
-    CheckpointWriter,
-    WriteTimes,
-    copy_to_host,
-)
+from learner.durable.checkpoint_writer import CheckpointJob, CheckpointWriter
+from learner.durable.saved import Saved
 from learner.update.mesh import make_mesh
 from learner.update.sharding import param_specs
 from learner.update.state import TrainState, init_state
@@ -43,10 +39,10 @@ def make_state(megabytes: int) -> TrainState:
     return jax.block_until_ready(state)
 
 
-def measured(writer: CheckpointWriter, step: int, state: TrainState, *, beside: bool) -> WriteTimes:
+def measured(writer: CheckpointWriter, step: int, state: TrainState, *, beside: bool) -> Saved:
     """Writes one checkpoint, and returns once it is complete."""
 
-    def job(state: TrainState) -> CheckpointJob:
+    def job() -> CheckpointJob:
         return CheckpointJob(
             step=step,
             state=state,
@@ -56,14 +52,13 @@ def measured(writer: CheckpointWriter, step: int, state: TrainState, *, beside: 
         )
 
     if beside:
-        writer.submit(lambda: job(copy_to_host(state)))
+        writer.submit(job)
         writer.wait()
-        writer.take_ended()
     else:
-        writer.write(job(state))
-    times = writer.take_times()
-    assert times is not None and times.step == step, "the checkpoint could not be written"
-    return times
+        writer.write(job)
+    (saved,) = writer.take_ended()
+    assert not saved.problem, saved.problem
+    return saved
 
 
 def main() -> None:
@@ -84,11 +79,11 @@ def main() -> None:
         steps = itertools.count(1)
         for pair in range(given.pairs + 1):
             for beside in (False, True) if pair % 2 else (True, False):
-                times = measured(writer, next(steps), state, beside=beside)
+                saved = measured(writer, next(steps), state, beside=beside)
                 if pair == 0:
                     continue  # compiles what draws the certificate's numbers, and warms the disk
-                stood[beside].append(times.blocked_s)
-                wrote[beside].append(times.write_s)
+                stood[beside].append(saved.blocked_s)
+                wrote[beside].append(saved.write_s)
             if pair:
                 print(
                     f"pair {pair}: stood {stood[False][-1]:.3f} s, beside the training "

@@ -129,7 +129,6 @@ def _run_tracked(
             stop=stop,
             warn=view.say,
         )
-        stack.callback(supervisor.shutdown)
         reports = _open_reports(config, folder, prepared, status, view, stack)
         box = ControlBox(config.rollout.workers)
         offered = offer_control(
@@ -141,6 +140,7 @@ def _run_tracked(
         )
         stack.enter_context(offered)
         session = _session(config, folder, prepared, supervisor, reports)
+        stack.callback(session.close)
         stack.enter_context(_post_mortem(folder, config, session, logs, view))
         session.start(
             lambda fleet: Scaler(

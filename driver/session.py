@@ -22,13 +22,13 @@ from driver.config.sections.placement import PlacementConfig
 from driver.config.sections.run import RunSection
 from driver.errors import NothingTrained, RunError
 from driver.evaluation.evaluator import Evaluator
-from driver.fleet.actor_calls import ActorFailed, LearnerLost, NoAnswer
+from driver.fleet.actor_calls import LearnerLost, NoAnswer
 from driver.fleet.fleet import WorkerFleet
 from driver.fleet.fleet_size import Scaler
 from driver.fleet.fleet_worker import FleetEvents, Worker
 from driver.reports.step_report import StepReports
 from driver.supervisor import Supervisor, keep_asking
-from learner.durable.saved import Saved
+from learner.durable.saved import Saved, checkpoint_metrics
 from learner.durable.spool import CLAIM_S
 from learner.learner_records import Restored
 from rollout_worker.config.data_config import DataConfig
@@ -91,6 +91,12 @@ class Session:
         """Whether the initial workers were ready once."""
         self._agreed = False
         """Whether the learner is where the run state is, so that a checkpoint may be written."""
+        self._begun_step: int | None = None
+        """Of the newest checkpoint in the background, whose report may be on its way."""
+        self._saved_step: int | None = None
+        """Of the newest that is known to be complete, of the learner that is there."""
+        self._ended: list[Saved] = []
+        """Checkpoints that ended since a step was last closed."""
         self.worker_errors: list[str] = []
         """Why processes were replaced, and what else was warned of, since a step was last closed;
         the newest last."""
@@ -147,9 +153,13 @@ class Session:
                 raise LearnerLost("the learner was not ready")
             if self._state.open is not None:
                 self._close_step(self._state.open)
-            self._save()
+            self._save_last()
         except (LearnerLost, NoAnswer) as error:
             self._say(f"no checkpoint was written, {error}: --resume goes on from the record")
+
+    def close(self) -> None:
+        """Ends the processes; a checkpoint in the background counts if it is complete by then."""
+        self._record_saved(self._supervisor.shutdown())
 
     def summarise(self) -> None:
         """Prints what the run came to; the last line is for machines."""
@@ -191,7 +201,7 @@ class Session:
 
     def _finish(self) -> None:
         """Leaves the last checkpoint and the exported policy, unless it is the initial one."""
-        self._save()
+        self._save_last()
         if self._prepared.adapter is not None and not self._state.failure:
             folder = str(self._folder / "adapter")
             written = self._supervisor.learner.export_adapter(folder)
@@ -206,22 +216,43 @@ class Session:
 
     def _save_in_passing(self) -> None:
         """Writes a checkpoint; if that fails, the run warns and goes on without it."""
-        if self._checkpoint.asynchronous:
-            begun = self._supervisor.learner.begin_save(*self._what_to_save())
-            self._record_saved(self._supervisor.wait_for(begun, timeout_s=2 * self._wait_s))
+        if not self._checkpoint.asynchronous:
+            self._record_saved(self._save())
             return
-        try:
-            self._save()
-        except ActorFailed as error:
-            if "CheckpointFailed" not in str(error):
-                raise
-            self._warn(f"step {self._state.step}: {error}; the run goes on from the one before")
+        self._begun_step = self._state.step
+        begun = self._supervisor.learner.begin_save(*self._what_to_save())
+        self._supervisor.wait_for(begun, timeout_s=2 * self._wait_s)
 
-    def _save(self) -> None:
-        """Writes a checkpoint of the last closed step, after one that is still being written."""
+    def _save_last(self) -> None:
+        """Leaves a checkpoint of the last closed step, which may be there or on its way.
+
+        Raises:
+            RunError: if it cannot be written.
+        """
+        if self._begun_step == self._state.step:
+            self._record_saved(self._end_saving())
+        if self._saved_step == self._state.step:
+            return
+        *earlier, last = self._save()
+        self._record_saved(earlier)
+        if last.problem:
+            raise RunError(f"step {last.step}: {last.problem}; --resume goes on from the record")
+        self._record_saved([last])
+
+    def _end_saving(self) -> list[Saved]:
+        """Waits for the checkpoint in the background, as `_save` does for its own."""
+        ended = self._supervisor.learner.end_saving()
+        return self._supervisor.wait_for(ended, timeout_s=2 * self._wait_s, interruptible=False)
+
+    def _save(self) -> list[Saved]:
+        """Writes a checkpoint of the last closed step, after one that is still being written.
+
+        Returns:
+            Those that ended since the last report; the last is this one. A signal does not end the
+            wait, which would lose them.
+        """
         saving = self._supervisor.learner.save(*self._what_to_save())
-        saved = self._supervisor.wait_for(saving, timeout_s=2 * self._wait_s)
-        self._record_saved([*saved.earlier, saved])
+        return self._supervisor.wait_for(saving, timeout_s=2 * self._wait_s, interruptible=False)
 
     def _what_to_save(self) -> tuple[int, dict[str, Any], Mapping[int, float | None]]:
         """The last closed step, the run state, and the scores of evaluated steps."""
@@ -232,12 +263,14 @@ class Session:
 
     def _record_saved(self, ended: Sequence[Saved]) -> None:
         """Notes what became of checkpoints, oldest first."""
+        self._ended += ended
         for saved in ended:
             if saved.problem:
                 self._warn(
                     f"step {saved.step}: {saved.problem}; the run goes on from the one before"
                 )
             else:
+                self._saved_step = saved.step
                 self._reports.record_checkpoint(self._state.step, saved.step)
             for left in saved.not_removed:
                 self._warn(f"step {saved.step}: {left}")
@@ -293,6 +326,7 @@ class Session:
         Returns:
             digest by version of what the learner before had issued since that checkpoint.
         """
+        self._begun_step = self._saved_step = None
         restored = self._supervisor.wait_for(
             self._supervisor.learner.restore(), timeout_s=CLAIM_S + self._startup_s
         )
@@ -489,7 +523,8 @@ class Session:
         self._record_queues()
         timings = self._supervisor.step_timings()
         spent = self._spending.take_step()
-        metrics |= spending_metrics(spent, self._spending.total)
+        metrics |= spending_metrics(spent, self._spending.total) | checkpoint_metrics(self._ended)
+        self._ended.clear()
         record = self._reports.close_step(
             self._state, metrics, timings, self._supervisor.memory(), spent=spent
         )

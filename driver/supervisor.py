@@ -41,7 +41,7 @@ from driver.fleet.replacement import ended_in_pause
 from driver.fleet.rooms import LOOK_S, NOTICED_S, QUIET_S, Room, Rooms, RoomState
 from driver.fleet.timing_collector import TimingCollector
 from driver.signals import StopSignal
-from learner.durable.saved import CLOSE_S
+from learner.durable.saved import CLOSE_S, Saved
 from learner.learner_records import LearnerHealth, LearnerInfo
 from learner.learner_spec import LearnerSpec
 from rollout_worker.config.rollout_config import RolloutConfig
@@ -440,19 +440,52 @@ class Supervisor:
                     found[who] = call.result()
         return found
 
-    def shutdown(self, grace_s: float = 10.0) -> None:
-        """Ends every actor; what does not end by itself in time is killed."""
+    def shutdown(self, grace_s: float = 10.0) -> list[Saved]:
+        """Ends every actor; what does not end by itself in time is killed.
+
+        Args:
+            grace_s: for each; a learner that writes a checkpoint gets CLOSE_S more.
+
+        Returns:
+            Checkpoints that ended since the learner's last report.
+        """
         learner, self._learner = self._learner, None
-        closing = [] if learner is None else [learner.close()]
+        closing = None if learner is None else learner.close()
         if self._fleet is not None:
             self._fleet.shutdown(grace_s)
-        saving = None if self._health is None else self._health.saving
-        if not wait_for_calls(closing, grace_s) and closing and saving is not None:
-            self._warn(f"waits up to {CLOSE_S:g} s for the checkpoint of step {saving}")
-            if not wait_for_calls(closing, CLOSE_S):
-                self._warn(f"the checkpoint of step {saving} was not complete within {CLOSE_S:g} s")
-        if learner is not None:
+        if learner is None or closing is None:
+            return []
+        try:
+            return self._await_close(learner, closing, grace_s)
+        finally:
             learner.kill()
+
+    def _await_close(
+        self, learner: LearnerHandle, closing: Call[list[Saved]], grace_s: float
+    ) -> list[Saved]:
+        """Waits for a learner to end, and asks it meanwhile: unasked it would end itself."""
+        bound_s, saving, since = grace_s, None, self.clock.now()
+        while closing not in wait_for_calls([closing], WATCH_S):
+            asked = learner.health()
+            if saving is None and asked in wait_for_calls([closing, asked], ASK_S):
+                with contextlib.suppress(ActorLost, ActorFailed):
+                    saving = asked.result().saving
+                if saving is not None:
+                    bound_s += CLOSE_S
+                    self._warn(f"waits up to {CLOSE_S:g} s for the checkpoint of step {saving}")
+            if self.clock.now() - since > bound_s:
+                if saving is not None:
+                    self._warn(
+                        f"the checkpoint of step {saving} was not complete within {CLOSE_S:g} s"
+                    )
+                return []
+        try:
+            return closing.result()
+        except ActorLost:
+            return []
+        except ActorFailed as error:
+            self._warn(str(error))
+            return []
 
     def _learner_result(self, call: Call[T]) -> T:
         try:

@@ -125,17 +125,22 @@ class LearnerActor:
 
     def save(
         self, step: int, driver_state: dict[str, Any], scores: Mapping[int, float | None]
-    ) -> Saved:
+    ) -> list[Saved]:
         """As `RecordedLearner.save`."""
         with self._working("save"):
             return self._learner.save(step, driver_state, scores)
 
     def begin_save(
         self, step: int, driver_state: dict[str, Any], scores: Mapping[int, float | None]
-    ) -> list[Saved]:
+    ) -> None:
         """As `RecordedLearner.begin_save`."""
         with self._working("save"):
-            return self._learner.begin_save(step, driver_state, scores)
+            self._learner.begin_save(step, driver_state, scores)
+
+    def end_saving(self) -> list[Saved]:
+        """As `RecordedLearner.end_saving`."""
+        with self._working("save"):
+            return self._learner.end_saving()
 
     def export(self, folder: str) -> str:
         """As `RecordedLearner.export`."""
@@ -187,12 +192,15 @@ class LearnerActor:
         """Stacks and last log lines of this process, by file name."""
         return stacks.own_evidence()
 
-    def close(self) -> None:
-        """Stops the server; calls that are in progress get a moment to end."""
+    def close(self) -> list[Saved]:
+        """Stops the server, where calls in progress get a moment to end; then as
+        `RecordedLearner.close`.
+        """
         try:
             self._server.stop(grace_s=2.0)
         finally:
-            self._learner.close()
+            ended = self._learner.close()
+        return ended
 
     @contextlib.contextmanager
     def _working(self, doing: str):

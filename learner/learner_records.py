@@ -82,7 +82,7 @@ class UpdateReport:
     disowned: list[str]
     """Groups that were given up, since they rest on a version that came out different."""
     saved: list[Saved] = dataclasses.field(default_factory=list)
-    """Checkpoints that were being written in the background, and ended since the last report."""
+    """Checkpoints that ended since the last report."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,6 @@ checkpoint. A learner that restores both makes the same versions again.
 """
 
 import contextlib
-import dataclasses
 import functools
 import gc
 import pathlib
@@ -23,7 +22,7 @@ from learner.durable.checkpoint import (
     RestoredCheckpoint,
     SavedCheckpoint,
 )
-from learner.durable.checkpoint_writer import CheckpointJob, CheckpointWriter, copy_to_host
+from learner.durable.checkpoint_writer import CheckpointJob, CheckpointWriter
 from learner.durable.journal import Begun, Journal
 from learner.durable.rejected_groups import write_rejected, write_unfit
 from learner.durable.rollout_file import RolloutHeader, RolloutRecorder, plain_header
@@ -35,7 +34,6 @@ from learner.publish.policy_export import PolicyExport, merged_into_model
 from learner.publish.publisher import Publisher, PublishFailed
 from learner.publish.snapshot import Snapshot
 from learner.teacher import load_teacher
-from learner.update.state import TrainState
 from models.files.carried_files import read_carried
 from models.files.checkpoint import LoadedModel, load_model, to_named
 from models.files.peft_folder import write_peft
@@ -58,8 +56,8 @@ NOTHING_USED: dict[str, PlainIds] = {"consumed_group_ids": []}
 class RecordedLearner:
     """Owns the learner core, the journal with the group buffer, and the versions of the policy.
 
-    `restore`, `publish`, `update`, `save`, `begin_save` and `export` are for one thread at a time;
-    the other methods may be called meanwhile.
+    `restore`, `publish`, `update`, `save`, `begin_save`, `end_saving` and `export` are for one
+    thread at a time; the other methods may be called meanwhile.
     """
 
     def __init__(
@@ -182,8 +180,10 @@ class RecordedLearner:
 
         Raises:
             ValueError: if what is there cannot be trusted, or is of another run, model or seed.
+            SpoolFailed: if another learner of the run is still there.
         """
         with self._clock.phase("checkpoint"):
+            self._journal.claim()  # until then the learner before may still complete a checkpoint
             found, skipped = self._find_checkpoint()
             if found is not None:
                 check_base(found.record.get("base_digest"), self._base_digest, found.step)
@@ -235,7 +235,7 @@ class RecordedLearner:
                 disk.
         """
         self._publisher.raise_failure()
-        saved = self._writer.take_ended()
+        self._writer.raise_failure()
         version = self._core.policy_version
         with self._clock.phase("queue_wait"):
             begun = self._journal.begin(version + 1, group_ids, dropped_ids, timeout_s)
@@ -254,67 +254,71 @@ class RecordedLearner:
                     self._publisher.wait(self._core.policy_version, PUBLISH_S)
         outcomes |= {group.group_id: "dropped_stale" for group in begun.taken.dropped_stale}
         outcomes |= dict.fromkeys(begun.unfit_ids, "dropped_error")
-        return self._report(begun, group_ids, metrics, outcomes, saved)
+        return self._report(begun, group_ids, metrics, outcomes)
 
     def save(
         self,
         step: int,
         driver_state: dict[str, Any],
         scores: Mapping[int, float | None] | None = None,
-    ) -> Saved:
+    ) -> list[Saved]:
         """Writes a complete checkpoint, after the one in the background, then drops older ones.
 
         Args:
             scores: as `CheckpointFolder.save`.
 
+        Returns:
+            Those that ended since the last report; the last is this one. Where it could not be
+            written, as on a full disk, those before it and what was accepted since are untouched.
+
         Raises:
-            CheckpointFailed: if it cannot be written, as on a full disk; those before it and what
-                was accepted since are untouched.
-            CheckpointBroken, TimeoutError: as `begin_save`.
+            CheckpointBroken: if one before failed for another reason than the disk; this one is
+                written first.
+            TimeoutError: naming the one before, which is still being written.
         """
         with self._clock.phase("checkpoint"):
-            saved = self._writer.write(
-                self._checkpoint(step, self._core.state, driver_state, scores)
-            )
-            return dataclasses.replace(saved, earlier=self._writer.take_ended())
+            self._writer.write(lambda: self._begin_checkpoint(step, driver_state, scores or {}))
+            return self._writer.take_ended()
 
     def begin_save(
         self,
         step: int,
         driver_state: dict[str, Any],
         scores: Mapping[int, float | None] | None = None,
-    ) -> list[Saved]:
+    ) -> None:
         """Copies the state to the host, and has a checkpoint of it written in the background.
 
-        It counts once it is complete, which a later report says: that of `update`, or the next
-        call of this method or of `save`. Waits for the one before, if that is still being written.
+        It counts once it is complete, which a later report says: that of `update`,
+        of `save`, `end_saving` or `close`. Waits for the one before, if that is still being
+        written.
 
         Args:
             scores: as `CheckpointFolder.save`.
 
-        Returns:
-            The ones before that ended since the last report.
-
         Raises:
             CheckpointBroken: if one before failed for another reason than the disk.
-            TimeoutError: naming the one before, which is still being written.
+            TimeoutError: as `save`.
         """
         with self._clock.phase("checkpoint"):
-            self._writer.submit(
-                lambda: self._checkpoint(step, copy_to_host(self._core.state), driver_state, scores)
-            )
+            self._writer.submit(lambda: self._begin_checkpoint(step, driver_state, scores or {}))
+
+    def end_saving(self) -> list[Saved]:
+        """Waits for the checkpoint in the background; those that ended since the last report.
+
+        Raises:
+            TimeoutError: as `save`.
+        """
+        with self._clock.phase("checkpoint"):
+            self._writer.wait()
             return self._writer.take_ended()
 
-    def _checkpoint(
-        self,
-        step: int,
-        state: TrainState,
-        driver_state: dict[str, Any],
-        scores: Mapping[int, float | None] | None,
+    def _begin_checkpoint(
+        self, step: int, driver_state: dict[str, Any], scores: Mapping[int, float | None]
     ) -> CheckpointJob:
-        """What a checkpoint of this moment is to hold; the log begins its segment."""
+        """Begins the segment of a checkpoint; what that is to hold."""
+        version = self._core.policy_version
         record = {
-            "policy_version": self._core.policy_version,
+            "policy_version": version,
             "seed": self._spec.seed,
             "buffer": self._journal.buffer.state(),
             "driver": driver_state,
@@ -325,15 +329,12 @@ class RecordedLearner:
             "devices": len(self._devices),
             "base_digest": self._base_digest,
         }
-        self._journal.rotate(step, self._core.policy_version)
+        certify = functools.partial(
+            make_certificate, seed=self._spec.seed, driver_state=driver_state
+        )
+        self._journal.rotate(step, version)
         return CheckpointJob(
-            step=step,
-            state=state,
-            record=record,
-            certify=functools.partial(
-                make_certificate, seed=self._spec.seed, driver_state=driver_state
-            ),
-            scores=scores or {},
+            step=step, state=self._core.state, record=record, certify=certify, scores=scores
         )
 
     def _certified(self, step: int, saved: SavedCheckpoint) -> list[str]:
@@ -389,12 +390,28 @@ class RecordedLearner:
         self._publisher.wait(policy_version, timeout_s)
         return self._journal.digest_of(policy_version)
 
-    def close(self) -> None:
-        """Ends the publication and the checkpoint that are under way, and closes the journal."""
+    def close(self) -> list[Saved]:
+        """Ends the publication and the checkpoint that are under way, and closes the journal.
+
+        Returns:
+            The checkpoints that ended since the last report.
+
+        Raises:
+            CheckpointBroken: if one failed for another reason than the disk.
+            TimeoutError: naming the publication or the checkpoint; while that is still being
+                written, the journal stays claimed until this process ends.
+        """
         with contextlib.ExitStack() as last:
-            last.callback(self._journal.close)  # another learner may write from then on
-            last.callback(self._writer.close)
-            self._publisher.close()
+            last.callback(self._release_journal)
+            # Whether the publication failed is in `problem`, or in an earlier error.
+            last.enter_context(contextlib.suppress(PublishFailed))
+            last.callback(self._publisher.close)
+            return self._writer.close()
+
+    def _release_journal(self) -> None:
+        """Lets another learner write, unless a checkpoint of this one may still get its name."""
+        if self.saving is None:
+            self._journal.close()
 
     def _issue(self, policy_version: int, digest: str) -> None:
         self._journal.issue(policy_version, digest)
@@ -437,7 +454,6 @@ class RecordedLearner:
         group_ids: Sequence[str],
         metrics: dict[str, float],
         outcomes: dict[str, str],
-        saved: list[Saved],
     ) -> UpdateReport:
         version = self._core.policy_version
         counts = self._journal.buffer.counts()
@@ -452,11 +468,6 @@ class RecordedLearner:
                 "publish/total_s": stats.total_s,
                 "publish/gb_per_s": stats.gb_per_s,
             }
-        if (times := self._writer.take_times()) is not None:
-            metrics |= {
-                "checkpoint/blocked_s": times.blocked_s,
-                "checkpoint/write_s": times.write_s,
-            }
         replayed = None
         if begun.taken.groups and begun.is_replay:
             replayed = self._journal.replayed(version)
@@ -470,7 +481,7 @@ class RecordedLearner:
             outcomes=outcomes | dict.fromkeys(disowned, "dropped_error"),
             replayed=replayed,
             disowned=disowned,
-            saved=saved,
+            saved=self._writer.take_ended(),
         )
 
 

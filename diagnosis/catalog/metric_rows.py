@@ -308,7 +308,8 @@ time/{process}/background_{thread}_s | s | background time
 [breakdown checkpoint_time-]
 checkpoint/blocked_s | s | checkpoint, learner blocked
     how long the learner stood for a checkpoint: the wait for the one before and the copy of its
-    state to the host; with checkpoint.asynchronous false the whole write. In the step after
+    state to the host; with checkpoint.asynchronous false the whole write. In the step whose update
+    found it complete
 checkpoint/write_s | s | checkpoint, write
     hashes, files, reading back and the removal of older ones; beside the training unless
     checkpoint.asynchronous is false. In the step whose update found it complete

@@ -39,8 +39,11 @@ class LearnerHandle(Protocol):
 
     def save(
         self, step: int, driver_state: dict[str, Any], scores: Mapping[int, float | None]
-    ) -> Call[Saved]:
+    ) -> Call[list[Saved]]:
         """Writes a checkpoint. The driver's state comes back from `restore` unread.
+
+        Returns:
+            Those that ended since the last report; the last is this one.
 
         Args:
             scores: of evaluated steps, higher is better: the best checkpoint of them stays.
@@ -49,8 +52,12 @@ class LearnerHandle(Protocol):
 
     def begin_save(
         self, step: int, driver_state: dict[str, Any], scores: Mapping[int, float | None]
-    ) -> Call[list[Saved]]:
-        """Has a checkpoint written in the background; those before that ended meanwhile."""
+    ) -> Call[None]:
+        """Has a checkpoint written in the background; a later report says what became of it."""
+        ...
+
+    def end_saving(self) -> Call[list[Saved]]:
+        """Waits for the checkpoint in the background; those that ended since the last report."""
         ...
 
     def export(self, folder: str) -> Call[str]:
@@ -77,8 +84,8 @@ class LearnerHandle(Protocol):
         """Stacks and last log lines of its process, by file name; answered while it works."""
         ...
 
-    def close(self) -> Call[None]:
-        """Ends its server and threads."""
+    def close(self) -> Call[list[Saved]]:
+        """Ends its server and threads; the checkpoints that ended since the last report."""
         ...
 
     def kill(self) -> None:

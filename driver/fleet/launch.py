@@ -167,13 +167,16 @@ class _Learner(_Actor[LearnerActor]):
 
     def save(
         self, step: int, driver_state: dict[str, Any], scores: Mapping[int, float | None]
-    ) -> Call[Saved]:
+    ) -> Call[list[Saved]]:
         return self._call(LearnerActor.save, step, driver_state, scores)
 
     def begin_save(
         self, step: int, driver_state: dict[str, Any], scores: Mapping[int, float | None]
-    ) -> Call[list[Saved]]:
+    ) -> Call[None]:
         return self._call(LearnerActor.begin_save, step, driver_state, scores)
+
+    def end_saving(self) -> Call[list[Saved]]:
+        return self._call(LearnerActor.end_saving)
 
     def export(self, folder: str) -> Call[str]:
         return self._call(LearnerActor.export, folder)
@@ -193,7 +196,7 @@ class _Learner(_Actor[LearnerActor]):
     def evidence(self) -> Call[dict[str, str]]:
         return self._call(LearnerActor.evidence)
 
-    def close(self) -> Call[None]:
+    def close(self) -> Call[list[Saved]]:
         return self._call(LearnerActor.close)
 
 

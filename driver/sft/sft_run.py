@@ -9,7 +9,7 @@ import functools
 import pathlib
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,8 +23,8 @@ from driver.sft.sft_config import SftConfig
 from driver.sft.sft_plan import SftPlan
 from driver.signals import Interrupted, StopSignal
 from learner.durable.certificate import Certificate, check_certificate, make_certificate
-from learner.durable.checkpoint import CheckpointFailed, CheckpointFolder
-from learner.durable.checkpoint_writer import CheckpointJob, CheckpointWriter, copy_to_host
+from learner.durable.checkpoint import CheckpointFolder
+from learner.durable.checkpoint_writer import CheckpointJob, CheckpointWriter
 from learner.durable.saved import Saved
 from learner.publish.policy_export import PolicyExport
 from learner.sft.supervised_learner import SupervisedLearner
@@ -165,7 +165,7 @@ class SftTraining:
             self._report(0, {})
         while self._step < self._plan.steps:
             metrics = self._learner.update(self._plan.batch(self._step + 1))
-            self._say_ended()
+            self._say_ended(self._writer.take_ended())
             self._step += 1
             self._skipped.append(bool(metrics["train/update_skipped"]))
             self._report(self._step, metrics)
@@ -204,7 +204,7 @@ class SftTraining:
     def close(self) -> None:
         """Waits for a checkpoint in the background, and closes the log and the trackers."""
         try:
-            self._writer.close()
+            self._say_ended(self._writer.close())
         finally:
             self._log.close()
             close_trackers(self._trackers)
@@ -255,13 +255,10 @@ class SftTraining:
     def _save_in_passing(self) -> None:
         """Writes a checkpoint; where that fails, says so and goes on from the one before."""
         if self._config.checkpoint.asynchronous:
-            self._writer.submit(lambda: self._job(copy_to_host(self._learner.state)))
-            self._say_ended()
-            return
-        try:
-            self._save()
-        except RunError as error:
-            print(f"warning: {error}; the training goes on", flush=True)
+            self._writer.submit(self._job)
+        else:
+            self._writer.write(self._job)
+        self._say_ended(self._writer.take_ended())
 
     def _save(self) -> None:
         """Writes a checkpoint of the last step.
@@ -269,26 +266,28 @@ class SftTraining:
         Raises:
             RunError: if it cannot be written.
         """
-        try:
-            saved = self._writer.write(self._job(self._learner.state))
-        except CheckpointFailed as error:
-            raise RunError(str(error)) from error
-        self._saved_step = self._step
-        self._say_ended(saved)
+        self._writer.write(self._job)
+        *earlier, last = self._writer.take_ended()
+        self._say_ended(earlier)
+        if last.problem:
+            raise RunError(last.problem)
+        self._say_ended([last])
 
-    def _job(self, state: TrainState) -> CheckpointJob:
+    def _job(self) -> CheckpointJob:
         return CheckpointJob(
             step=self._step,
-            state=state,
+            state=self._learner.state,
             record=self._record(),
             certify=self._certifier(),
             scores=self._scores(),
         )
 
-    def _say_ended(self, *last: Saved) -> None:
-        """Says what is wrong with the checkpoints that ended since, and with the last one."""
-        for saved in (*self._writer.take_ended(), *last):
+    def _say_ended(self, ended: Sequence[Saved]) -> None:
+        """Says what is wrong with checkpoints that ended."""
+        for saved in ended:
             if saved.problem:
                 print(f"warning: {saved.problem}; the training goes on", flush=True)
+            else:
+                self._saved_step = saved.step
             for reason in saved.not_removed:
                 print(f"warning: {reason}", flush=True)

@@ -56,7 +56,7 @@ def make_certificate(
     """Computes the certificate of a learner and the driver's run state.
 
     Args:
-        state: on the devices; each array is brought to the host alone.
+        state: numpy arrays on the host, or on the devices, from where each is brought alone.
         seed: of the run.
         driver_state: JSON values; `book` holds seed, prompt_count, cursor and unfinished leases,
             and of several sources their `mixture`; `prompts_digest` stands for the data where it

@@ -2,7 +2,7 @@
 
 One folder per step, written under another name and renamed when it is complete:
 
-    step-00000020/state/            weights and optimiser, by Orbax, sharded as they lie
+    step-00000020/state/            weights and optimiser, by Orbax (state_files.py)
     step-00000020/record/           what the caller stores: versions, cursors, seeds (JSON)
     step-00000020/certificate.json  hashes of what a resume must restore exactly (certificate.py)
     step-00000020/manifest.json     what the folder must hold (checkpoint_manifest.py)

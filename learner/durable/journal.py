@@ -108,6 +108,14 @@ class Journal:
         """Why the log cannot be written now; empty where it can."""
         return self._spool.problem
 
+    def claim(self) -> None:
+        """Waits until no other learner of the run writes, and keeps others away from then on.
+
+        Raises:
+            SpoolFailed: if another one is still there.
+        """
+        self._spool.claim()
+
     def start(self) -> None:
         """Begins the log of a new run; does nothing if it has begun already.
 

@@ -160,9 +160,10 @@ class Spool:
         return cut_off
 
     def rotate(self, step: int, still_open: Callable[[], OpenWork]) -> None:
-        """Begins the segment of a checkpoint that has just been written.
+        """Begins the segment of a checkpoint, at the moment whose state that is to hold.
 
-        It is atomic: where it fails, the segment before stays in use.
+        That need not be written yet. It is atomic: where it fails, the segment before stays in
+        use.
 
         Args:
             step: of the checkpoint; 0 where a run begins without one.

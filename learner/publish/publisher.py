@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from learner.publish.snapshot import Snapshot
+from learner.update.host_copy import begin_transfer
 from services.process import failpoints
 from services.weights.digest import layout
 from services.weights.publication import Publication
@@ -262,10 +263,7 @@ def copy_tensor(
     Args:
         keep: does not free the array, since it is shared.
     """
-    shards = {str(shard.index): shard for shard in array.addressable_shards}
-    for shard in shards.values():
-        shard.data.copy_to_host_async()
-    for shard in shards.values():
+    for shard in begin_transfer(array):
         publication.write(name, shard.index, np.asarray(shard.data))
     if not keep:
         array.delete()

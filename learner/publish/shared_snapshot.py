@@ -26,9 +26,8 @@ class SharedSnapshot:
             snapshot: no other code changes or deletes its arrays from now on.
             manifest: as it was issued.
         """
-        tensors = {name: _own_handle(array) for name, array in snapshot.tensors.items()}
         with self._changed:
-            self._newest = manifest, tensors
+            self._newest = manifest, snapshot.tensors
             self._changed.notify_all()
 
     def wait_for_version(
@@ -54,13 +53,3 @@ class SharedSnapshot:
     @property
     def _version(self) -> int:
         return -1 if self._newest is None else self._newest[0].policy_version
-
-
-def _own_handle(array: jax.Array) -> jax.Array:
-    """The same buffers under a new jax.Array.
-
-    The array that was published keeps its copy on the host, which would live as long as this
-    version does.
-    """
-    shards = [shard.data for shard in array.addressable_shards]
-    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)

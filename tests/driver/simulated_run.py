@@ -96,8 +96,10 @@ class World:
         """That workers were started with."""
         self.restore_s = 1.0
         self.save_problem = ""
-        """Why the next checkpoint cannot be written in the background."""
+        """Why the next checkpoint cannot be written."""
         self.save_s = SAVE_S
+        self.close_s = 0.1
+        """How long the learner takes to end."""
         self.left: list[str] = []
         """What each checkpoint cannot remove."""
         self.deadly: set[str] = set()
@@ -407,8 +409,8 @@ class Learner(Process):
     def __init__(self, *process: Any):
         super().__init__(*process)
         self.version = 0
-        self._saving: Callable[[], None] | None = None
-        """Completes the checkpoint that is being written in the background."""
+        self._saving: tuple[int, Callable[[], None]] | None = None
+        """Step of the checkpoint that is being written in the background, and what completes it."""
         self._ended: list[Saved] = []
 
     def describe(self) -> Answer:
@@ -489,25 +491,38 @@ class Learner(Process):
     def save(
         self, step: int, driver_state: dict[str, Any], scores: Mapping[int, float | None]
     ) -> Answer:
-        def keep() -> Saved:
+        def keep() -> list[Saved]:
             self._finish_saving()
             self._snapshot(step, driver_state, scores)()
-            saved = self._ended.pop()
-            return dataclasses.replace(saved, earlier=self._take_ended())
+            return self._take_ended()
 
         return self.call("save", 1.0, keep)
 
     def begin_save(
         self, step: int, driver_state: dict[str, Any], scores: Mapping[int, float | None]
     ) -> Answer:
-        def begin() -> list[Saved]:
+        def begin() -> None:
             self._finish_saving()
-            finish = self._saving = self._snapshot(step, driver_state, scores)
-            later = lambda: self._finish_saving() if self._saving is finish else None
+            begun = self._saving = step, self._snapshot(step, driver_state, scores)
+            later = lambda: self._finish_saving() if self._saving is begun else None
             self.world.at(self.world.save_s, later)
-            return self._take_ended()
 
         return self.call("begin_save", 0.1, begin)
+
+    def end_saving(self) -> Answer:
+        return self.call("end_saving", 0.1, self._complete_saving)
+
+    def _complete_saving(self) -> list[Saved]:
+        self._finish_saving()
+        return self._take_ended()
+
+    def close(self) -> Answer:
+        def end() -> list[Saved]:
+            ended = self._complete_saving()
+            self.end()
+            return ended
+
+        return self.call("close", self.world.close_s, end)
 
     def _snapshot(
         self, step: int, driver_state: dict[str, Any], scores: Mapping[int, float | None]
@@ -522,21 +537,21 @@ class Learner(Process):
             world.scores[step] = dict(scores)
             for group_id in trained:
                 world.groups.pop(group_id, None)
-            self._ended.append(Saved(step=step, folder="folder", not_removed=world.left))
+            self._ended.append(made_up_saved(step, not_removed=world.left))
 
         def end() -> None:
             if world.save_problem:
                 problem, world.save_problem = world.save_problem, ""
-                self._ended.append(Saved(step=step, folder="", not_removed=[], problem=problem))
+                self._ended.append(made_up_saved(step, problem=problem))
             else:
                 complete()
 
         return end
 
     def _finish_saving(self) -> None:
-        finish, self._saving = self._saving, None
-        if finish is not None and self.alive:
-            finish()
+        saving, self._saving = self._saving, None
+        if saving is not None and self.alive:
+            saving[1]()
 
     def _take_ended(self) -> list[Saved]:
         ended, self._ended = self._ended, []
@@ -565,8 +580,12 @@ class Learner(Process):
             counts=BufferCounts(**dict.fromkeys(names, 0)),
             memory=MEMORY,
             activity=self.activity,
-            saving=None if self._saving is None else self.version,
+            saving=None if self._saving is None else self._saving[0],
         )
+
+
+def made_up_saved(step: int, **fields: Any) -> Saved:
+    return Saved(step=step, blocked_s=0.5, write_s=2.0, **fields)
 
 
 class SimulatedRun:

@@ -59,10 +59,10 @@ def test_a_checkpoint_holds_the_adapter_and_a_resume_goes_on_bit_for_bit(start, 
     learner = start(tmp_path)
     learner.publish()
     train(learner, 1)
-    saved = learner.save(1, RUN_STATE)
+    (saved,) = learner.save(1, RUN_STATE)
     digests = train(learner, 2)
     tree = verify_checkpoint(tmp_path / "checkpoints" / "step-00000001")["tree"]
-    assert saved.folder.endswith("step-00000001")
+    assert (saved.step, saved.problem) == (1, "")
     # Two matrices of each target of all layers: master weights and two moments, and two counts.
     assert sum(len(entry) > 1 for entry in tree.values()) == 4 * 3
 

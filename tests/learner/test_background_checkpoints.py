@@ -1,6 +1,5 @@
 """Checkpoints that are written beside the training: whole or not taken, whatever ends them."""
 
-import errno
 import json
 import pathlib
 import shutil
@@ -10,15 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from learner.durable import checkpoint_writer
 from learner.durable.certificate import make_certificate
-from learner.durable.checkpoint import CheckpointFailed, CheckpointFolder
-from learner.durable.checkpoint_writer import (
-    CheckpointBroken,
-    CheckpointJob,
-    CheckpointWriter,
-    copy_to_host,
-)
+from learner.durable.checkpoint import CheckpointFolder
+from learner.durable.checkpoint_writer import CheckpointBroken, CheckpointJob, CheckpointWriter
+from learner.durable.spool import Spool, SpoolFailed
+from learner.update.state import TrainState
 from services.process import failpoints
 from tests.deadlines import HANG_S
 from tests.learner.tiny_learner import RUN_STATE, WAIT_S, groups_of, names, push, replayed, train
@@ -65,7 +60,7 @@ def test_training_goes_on_beside_a_checkpoint_which_holds_the_state_of_its_step(
     learner.publish()
     train(learner, 1)
     kept = make_certificate(learner._core.state, seed=0, driver_state=RUN_STATE)
-    assert learner.begin_save(1, RUN_STATE) == []
+    learner.begin_save(1, RUN_STATE)
     assert gate.reached.wait(HANG_S) and learner.saving == 1
     assert [update(learner, step).saved for step in (2, 3)] == [[], []]
     assert not list((tmp_path / "checkpoints").glob("step-????????"))
@@ -74,10 +69,10 @@ def test_training_goes_on_beside_a_checkpoint_which_holds_the_state_of_its_step(
     learner._writer.wait()
     report = update(learner, 4)
     assert [(saved.step, saved.problem) for saved in report.saved] == [(1, "")]
-    assert report.metrics["checkpoint/write_s"] > 0 and report.metrics["checkpoint/blocked_s"] > 0
+    assert report.saved[0].write_s > 0 and report.saved[0].blocked_s > 0
     assert learner.saving is None and segments(tmp_path) == ["step-00000001.bin"]
-    written = json.loads((pathlib.Path(report.saved[0].folder) / "certificate.json").read_text())
-    assert written == kept.plain()
+    folder = tmp_path / "checkpoints" / "step-00000001"
+    assert json.loads((folder / "certificate.json").read_text()) == kept.plain()
 
     after = start(tmp_path)
     restored = after.restore()
@@ -152,12 +147,11 @@ def test_a_folder_that_vanishes_is_reported_by_the_next_update_and_the_run_goes_
     train(learner, 2)
     monkeypatch.setattr(failpoints, "reach", vanish)
     learner.begin_save(2, RUN_STATE)
-    with pytest.raises(OSError):  # in its thread
-        learner._writer._under_way[1].result(HANG_S)
+    learner._writer.wait()
     monkeypatch.undo()
     report = update(learner, 3)
     (saved,) = report.saved
-    assert (saved.step, saved.folder) == (2, "")
+    assert saved.step == 2
     assert "the checkpoint of step 2 could not be written to" in saved.problem
     assert "No such file or directory" in saved.problem
     assert segments(tmp_path) == ["step-00000001.bin", "step-00000002.bin"]
@@ -177,17 +171,83 @@ def test_a_file_in_place_of_the_folder_is_reported_until_it_is_gone(start, tmp_p
     (tmp_path / "checkpoints").write_text("a file")
     train(learner, 1)
     learner.begin_save(1, RUN_STATE)
-    learner._writer.wait()
-    (failed,) = learner.begin_save(2, RUN_STATE)
-    assert failed.step == 1
-    assert failed.problem.startswith("the checkpoint of step 1 could not be written to")
-    learner._writer.wait()
-    with pytest.raises(CheckpointFailed, match="the checkpoint of step 3 could not be written"):
-        learner.save(3, RUN_STATE)
+    learner.begin_save(2, RUN_STATE)
+    failed = learner.save(3, RUN_STATE)
+    for step, one in zip((1, 2, 3), failed, strict=True):
+        assert one.problem.startswith(f"the checkpoint of step {step} could not be written to")
     (tmp_path / "checkpoints").unlink()
-    saved = learner.save(3, RUN_STATE)
+    (saved,) = learner.save(3, RUN_STATE)
     assert (saved.step, saved.problem) == (3, "")
-    assert [one.step for one in saved.earlier] == [2]
+
+
+def test_an_update_that_ends_without_a_report_loses_none_of_a_checkpoint(start, tmp_path):
+    learner = start(tmp_path)
+    learner.publish()
+    train(learner, 1)
+    learner.begin_save(1, RUN_STATE)
+    learner._writer.wait()
+    with pytest.raises(TimeoutError, match="g2-0"):
+        learner.update(names(2), [], 0.0)
+    assert [saved.step for saved in update(learner, 2).saved] == [1]
+    learner.begin_save(2, RUN_STATE)
+    assert [saved.step for saved in learner.end_saving()] == [2]
+
+
+def test_a_learner_that_ends_completes_the_one_under_way_and_reports_it(start, tmp_path):
+    learner = start(tmp_path)
+    learner.publish()
+    train(learner, 1)
+    learner.begin_save(1, RUN_STATE)
+    (saved,) = learner.close()
+    assert (saved.step, saved.problem) == (1, "") and learner.saving is None
+    assert (tmp_path / "checkpoints" / "step-00000001").is_dir()
+    Spool(tmp_path / "spool", "run").claim(0.0)  # another learner may write
+
+
+def test_a_learner_that_ends_keeps_others_away_while_one_is_still_written(start, tmp_path, gate):
+    gate.at = "learner.complete"
+    learner = start(tmp_path, checkpoint_wait_s=0.01)
+    learner.publish()
+    train(learner, 1)
+    learner.begin_save(1, RUN_STATE)
+    assert gate.reached.wait(HANG_S)
+    with pytest.raises(TimeoutError, match="step 1 is still being written after 0.01 s"):
+        learner.close()
+    other = Spool(tmp_path / "spool", "run")
+    with pytest.raises(SpoolFailed, match="another learner of this run has held it"):
+        other.claim(0.0)
+    gate.opened.set()
+    learner._writer.wait(HANG_S)
+    learner.close()
+    other.claim(0.0)
+    other.close()
+
+
+def test_a_resume_looks_for_checkpoints_once_the_learner_before_has_ended(
+    start, tmp_path, digests, gate, monkeypatch
+):
+    before = start(tmp_path, keep_checkpoints=1)
+    before.publish()
+    train(before, 1)
+    before.save(1, RUN_STATE)
+    train(before, 2)
+    gate.at = "learner.complete"
+    before.begin_save(2, RUN_STATE)
+    assert gate.reached.wait(HANG_S)
+    after = start(tmp_path, keep_checkpoints=1)
+    claim = Spool.claim
+
+    def claim_late(spool, *given):
+        gate.opened.set()
+        before.close()  # with the checkpoint of step 2, which lets that of step 1 go
+        claim(spool, *given)
+
+    monkeypatch.setattr(Spool, "claim", claim_late)
+    restored = after.restore()
+    assert restored is not None and (restored.step, restored.skipped) == (2, [])
+    monkeypatch.undo()
+    after.publish()
+    assert train(after, 3) == [digests[3]]
 
 
 def test_what_the_disk_is_not_to_blame_for_ends_the_next_update(start, tmp_path, monkeypatch):
@@ -201,13 +261,12 @@ def test_what_the_disk_is_not_to_blame_for_ends_the_next_update(start, tmp_path,
     with monkeypatch.context() as patched:
         patched.setattr("learner.durable.checkpoint.write_state", fail)
         learner.begin_save(1, RUN_STATE)
-        with pytest.raises(TypeError):
-            learner._writer._under_way[1].result(HANG_S)
+        learner._writer.wait()
     push(learner, groups_of(learner, 2))
     with pytest.raises(CheckpointBroken, match="checkpoint of step 1 was not written.*made up"):
         learner.update(names(2), [], WAIT_S)
     assert learner.policy_version == 1
-    assert learner.save(1, RUN_STATE).step == 1, "the run can still end in a checkpoint"
+    assert [saved.step for saved in learner.save(1, RUN_STATE)] == [1]
 
 
 def test_a_new_checkpoint_the_last_one_and_the_end_wait_for_the_one_under_way(
@@ -223,13 +282,14 @@ def test_a_new_checkpoint_the_last_one_and_the_end_wait_for_the_one_under_way(
     for wait in (
         lambda: learner.begin_save(2, RUN_STATE),
         lambda: learner.save(2, RUN_STATE),
+        learner.end_saving,
         learner._writer.close,
     ):
         with pytest.raises(TimeoutError, match=still):
             wait()
     gate.opened.set()
     learner._writer.wait(HANG_S)
-    assert [saved.step for saved in learner.save(1, RUN_STATE).earlier] == [1]
+    assert [saved.step for saved in learner.save(2, RUN_STATE)] == [1, 2]
 
 
 def test_a_kept_best_one_is_among_complete_ones_only(tmp_path, gate):
@@ -238,12 +298,10 @@ def test_a_kept_best_one_is_among_complete_ones_only(tmp_path, gate):
     writer = CheckpointWriter(folder, on_certified=lambda step, saved: [], timeout_s=HANG_S)
 
     def job(step):
-        state = checkpoint_writer.TrainState(
-            params=learner_state, opt_state=(), update_count=jax.numpy.int32(step)
-        )
+        state = TrainState(params=learner_state, opt_state=(), update_count=jax.numpy.int32(step))
         return CheckpointJob(
             step=step,
-            state=copy_to_host(state),
+            state=state,
             record={"step": step},
             certify=lambda state: make_certificate(state, seed=0, driver_state={}),
             scores={1: 0.9, 2: 0.1, 3: 0.2},
@@ -261,17 +319,6 @@ def test_a_kept_best_one_is_among_complete_ones_only(tmp_path, gate):
     assert folder.complete_steps() == [3] and (tmp_path / "best" / "step-00000001").is_dir()
 
 
-def test_a_copy_on_the_host_shares_no_memory_with_the_devices(start, tmp_path):
-    learner = start(tmp_path)
-    copied = copy_to_host(learner._core.state)
-    for ours, theirs in zip(
-        jax.tree.leaves(copied), jax.tree.leaves(learner._core.state), strict=True
-    ):
-        assert type(ours) is np.ndarray and ours.dtype == theirs.dtype
-        assert not np.shares_memory(ours, np.asarray(theirs))
-        np.testing.assert_array_equal(ours, np.asarray(theirs))
-
-
 def test_a_full_disk_names_the_checkpoint_and_leaves_the_one_before(start, tmp_path):
     points = tmp_path / "points"
     learner = start(tmp_path)
@@ -283,9 +330,7 @@ def test_a_full_disk_names_the_checkpoint_and_leaves_the_one_before(start, tmp_p
     failpoints.arm(points, "learner.checkpoint", "enospc")
     train(learner, 2)
     learner.begin_save(2, RUN_STATE)
-    with pytest.raises(OSError) as raised:
-        learner._writer._under_way[1].result(HANG_S)
-    assert raised.value.errno == errno.ENOSPC
+    learner._writer.wait()
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
     (failed,) = update(learner, 3).saved
     assert failed.step == 2 and "No space left on device" in failed.problem
