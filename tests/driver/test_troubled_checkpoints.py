@@ -178,12 +178,28 @@ def test_a_signal_while_one_is_begun_loses_no_report_and_writes_it_once(
     assert len(run.said_of("step 4: disk gone")) == (1 if last_fails else 0)
 
 
+def test_a_signal_is_heard_while_the_disk_keeps_the_next_one_from_being_begun(
+    tmp_path, monkeypatch
+):
+    world = World()
+
+    def hanging(self, step, *rest):
+        world.at(5.0, lambda: signal.raise_signal(signal.SIGINT))
+        return self.call("begin_save", 500.0, lambda: None)
+
+    monkeypatch.setattr(simulated_run.Learner, "begin_save", hanging)
+    run = SimulatedRun(tmp_path / "run", world).run(monkeypatch)
+    assert isinstance(run.error, Interrupted) and run.ended_in_checkpoint(130)
+    assert run.status["last_checkpoint"] == 2
+    assert run.said_at_s[-1] - run.said_at_s[0] < 200
+
+
 def test_a_signal_while_one_is_written_waits_for_it_and_writes_no_other(tmp_path, monkeypatch):
     saved, save = [], simulated_run.Learner.save
 
     def interrupted(self, step, *rest):
         saved.append(step)
-        if step == 4:
+        if saved == [2, 4]:
             signal.raise_signal(signal.SIGTERM)
         return save(self, step, *rest)
 
