@@ -51,6 +51,16 @@ def test_what_an_update_does_with_the_buffers_does_not_reach_the_copy():
     assert copied["count"] == 1
 
 
+def test_moments_that_are_kept_on_the_host_are_copied_too(put):
+    placed = put(np.arange(8, dtype=np.float32), "fsdp")
+    kept = jax.device_put(placed, placed.sharding.with_memory_kind("pinned_host"))
+    copied = copy_to_host(kept)
+    assert own_handle(kept).sharding.memory_kind == "pinned_host"
+    assert copied.tobytes() == np.arange(8, dtype=np.float32).tobytes()
+    for shard in kept.addressable_shards:
+        assert not np.shares_memory(copied, np.asarray(shard.data))
+
+
 def test_an_array_is_brought_to_the_host_once_whatever_devices_have_of_it(put):
     shards = begin_transfer(put(np.arange(8.0), "fsdp"))
     assert sorted(shard.index[0].start for shard in shards) == [0, 2, 4, 6]
