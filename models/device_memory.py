@@ -1,8 +1,11 @@
-"""Memory in use on this process's devices, as their platform counts it."""
+"""Memory of this process's devices: what is in use, as their platform counts it, and its kinds."""
 
 from collections.abc import Sequence
 
 import jax
+
+HOST_MEMORY = "pinned_host"
+"""The kind of memory of the host that devices read and write, by its name in jax."""
 
 
 def device_memory(devices: Sequence[jax.Device]) -> tuple[int, int] | None:

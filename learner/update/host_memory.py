@@ -10,7 +10,8 @@ from typing import Any
 
 import jax
 
-from learner.update.state import HOST_MEMORY, TrainState
+from learner.update.state import TrainState
+from models.device_memory import HOST_MEMORY
 
 _DEVICE_MEMORY = "device"
 

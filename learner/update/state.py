@@ -12,10 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from learner.update.entropy_bonus import EntropyBonus
 from learner.update.sharding import named_shardings
+from models.device_memory import HOST_MEMORY
 from models.transformer import Params
-
-HOST_MEMORY = "pinned_host"
-"""The kind of memory of the host that devices read and write, by its name in jax."""
 
 
 @jax.tree_util.register_dataclass

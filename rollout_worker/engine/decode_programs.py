@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from models.device_memory import HOST_MEMORY
 from models.transformer import Params
 from rollout_worker.engine.kv_cache import LayerCache, allocate_cache, resize
 from rollout_worker.engine.prefill import Chunks, prefill
@@ -282,5 +283,5 @@ def device_bytes(structs) -> int:
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(structs)
-        if leaf.sharding.memory_kind != "pinned_host"
+        if leaf.sharding.memory_kind != HOST_MEMORY
     )

@@ -8,7 +8,8 @@ import pytest
 
 from learner.durable.checkpoint import CheckpointFolder
 from learner.durable.checkpoint_writer import copy_to_host
-from learner.update.state import HOST_MEMORY, check_host_memory
+from learner.update.state import check_host_memory
+from models.device_memory import HOST_MEMORY
 from services.process.phase_clock import PhaseClock
 from tests.learner.builders import make_core, random_groups
 
