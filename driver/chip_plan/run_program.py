@@ -15,7 +15,7 @@ import jax
 from driver.chip_plan.chips import ChipKind
 from driver.chip_plan.compiled import hlo
 from driver.chip_plan.compiled.collectives import WireTraffic, wire_traffic
-from driver.chip_plan.compiled.cost_model import Rates, program_cost, stated_cycles
+from driver.chip_plan.compiled.cost_model import program_cost, stated_cycles
 
 Parts = Mapping[str, int]
 """What the arrays are -> their bytes."""
@@ -102,7 +102,7 @@ class ProgramCompiler:
         others: arrays of the other role that lie on the same chips.
         """
         self._role = role
-        self._rates = None if kind is None else Rates.of(kind)
+        self._kind = kind
         self._others = others
 
     def compile_program(self, planned: PlannedProgram) -> RunProgram:
@@ -114,12 +114,12 @@ class ProgramCompiler:
             inside=planned.inside,
             beside=added(planned.beside, self._others),
         )
-        lowered = planned.lower()
         try:
-            compiled = lowered.compile()
-        except jax.errors.JaxRuntimeError as error:
-            seconds, text = time.monotonic() - started, str(error)
-            peak = _stated_peak(text, sum(planned.inside.values()))
+            compiled = planned.lower().compile()
+        # XLA has a class for its errors; those of JAX and Pallas are Python's or not public.
+        except Exception as error:
+            seconds, text = time.monotonic() - started, str(error) or type(error).__name__
+            peak = stated_peak(text, sum(planned.inside.values()))
             return RunProgram(**given, compile_s=seconds, error=text, peak_bytes=peak)
         return RunProgram(
             **given,
@@ -132,7 +132,7 @@ class ProgramCompiler:
         memory: Any = compiled.memory_analysis()
         # An argument that is not read is none of the compiler's, and lies on the chip all the same.
         unread = max(0, taken - memory.argument_size_in_bytes)
-        if self._rates is not None:
+        if self._kind is not None:
             return unread + memory.peak_memory_in_bytes
         # XLA for the CPU leaves temporaries, which it takes as one block, out of its peak.
         kept = memory.argument_size_in_bytes + memory.output_size_in_bytes
@@ -141,18 +141,19 @@ class ProgramCompiler:
     def _moved(self, compiled: jax.stages.Compiled, rounds: int) -> dict[str, Any]:
         """What the program's text says that it moves, and the model time of that."""
         module = hlo.parse_program(str(compiled.as_text()))
-        found = _figures(module, self._rates)
-        loop = _longest_loop(module) if rounds > 1 else None
+        found = _figures(module, self._kind)
+        uncounted = hlo.traffic(module).uncounted_loops
+        loop = hlo.longest_loop(module, only=uncounted) if rounds > 1 else None
         if loop is not None:
-            found = found.plus(_figures(hlo.Module(module.computations, loop), self._rates), rounds)
+            found = found.plus(_figures(module.entered_at(loop), self._kind), rounds)
         moved: dict[str, Any] = dict(
             wires=found.wires,
             accessed_bytes=found.accessed_bytes,
-            open_loops=len(hlo.traffic(module).uncounted_loops) - (loop is not None),
+            open_loops=len(uncounted) - (loop is not None),
         )
-        if self._rates is not None:
+        if self._kind is not None:
             moved |= dict(
-                model_ms=found.model_ms, unknown_work=stated_cycles(module, self._rates)[1]
+                model_ms=found.model_ms, unknown_work=stated_cycles(module, self._kind)[1]
             )
         return moved
 
@@ -180,35 +181,15 @@ class _Figures(NamedTuple):
         )
 
 
-def _figures(module: hlo.Module, rates: Rates | None) -> _Figures:
-    by_name = {name: op for each in module.computations.values() for name, op in each.items()}
-    ops = []
-    for op in hlo.traffic(module).ops:
-        if op.opcode == "slice-start":
-            op = op._replace(bytes=hlo.fetched_bytes(by_name[op.name]))
-        # A condition's branches run seldom: they are those of rows that ask for top-k or top-p.
-        if op.opcode != "conditional":
-            ops.append(op)
+def _figures(module: hlo.Module, kind: ChipKind | None) -> _Figures:
+    ops = hlo.ordinary_ops(module)
     wires = wire_traffic(module)
     accessed = sum(op.bytes * op.times for op in ops)
-    if rates is None:
+    if kind is None:
         return _Figures(accessed, 0.0, wires)
-    cost = program_cost(ops, stated_cycles(module, rates)[0], rates)
-    wire_ms = 1e3 * sum(one.wire_bytes for one in wires) / rates.wire_bytes_per_s
+    cost = program_cost(ops, stated_cycles(module, kind)[0], kind)
+    wire_ms = 1e3 * sum(one.wire_bytes for one in wires) / kind.wire_bytes_per_s
     return _Figures(accessed, cost.ms + wire_ms, wires)
-
-
-def _longest_loop(module: hlo.Module) -> str | None:
-    """The body of the loop without a known number of rounds that moves the most."""
-    unknown = set(hlo.traffic(module).uncounted_loops)
-    bodies = [
-        op.called("body")
-        for computation in module.computations.values()
-        for op in computation.values()
-        if op.name in unknown
-    ]
-    moved = lambda body: hlo.traffic(hlo.Module(module.computations, body)).bytes
-    return max(bodies, key=moved, default=None)
 
 
 def added(one: Parts, other: Parts) -> dict[str, int]:
@@ -216,7 +197,7 @@ def added(one: Parts, other: Parts) -> dict[str, int]:
     return {name: one.get(name, 0) + other.get(name, 0) for name in {**one, **other}}
 
 
-def _stated_peak(error: str, named_bytes: int) -> int:
+def stated_peak(error: str, named_bytes: int) -> int:
     """What the compiler said that a program would need, or 0 where it did not say."""
     for pattern, beside in ((_TEMPORARIES, named_bytes), (_USED, 0)):
         if found := pattern.search(error):

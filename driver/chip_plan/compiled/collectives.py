@@ -26,6 +26,9 @@ _LISTED = re.compile(r"replica_groups=\{\{([\d,]*)\}")
 _COUNTED = re.compile(r"replica_groups=\[(\d+),(\d+)\]")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}")
 _AXIS = re.compile(r"'(\w+)'=(\d+)")
+_TAKEN = re.compile(r"'(\w+)'(?::\(\d+\)(\d+))?")
+"""An axis of the mesh or, as `'x':(2)4`, four of its places that have two before them."""
+_EVERYONE = "replica_groups={}"
 
 
 class WireTraffic(NamedTuple):
@@ -59,11 +62,14 @@ def sent_bytes(kind: str, group: int, whole_bytes: int) -> int:
     return rounds * whole_bytes * (group - 1) // group
 
 
-def group_size(op: Op, everyone: int = 1) -> int:
+def group_size(op: Op, everyone: int) -> int:
     """Chips of a collective's group.
 
     Args:
         everyone: chips of the program, for one that names no group.
+
+    Raises:
+        ValueError: if its groups are written in a way that is not known.
     """
     if listed := _LISTED.search(op.attributes):
         return listed[1].count(",") + 1
@@ -71,7 +77,9 @@ def group_size(op: Op, everyone: int = 1) -> int:
         return int(counted[2])
     if mesh := _MESH.search(op.attributes):
         sizes = dict(_AXIS.findall(mesh[1]))
-        return math.prod(int(sizes[name]) for name in re.findall(r"'(\w+)'", mesh[2]))
+        return math.prod(int(part or sizes[name]) for name, part in _TAKEN.findall(mesh[2]))
+    if "replica_groups=" in op.attributes and _EVERYONE not in op.attributes:
+        raise ValueError(f"{op.opcode} {op.name} has groups of an unknown form: {op.attributes}")
     return everyone
 
 
@@ -94,12 +102,13 @@ def _walk(
                 _walk(module, branch, rounds, times, sent)
         elif kind in KINDS:
             kind = "reduce-scatter" if scatters and kind == "all-reduce" else kind
-            whole = _type_bytes(op.type, largest=op.opcode.endswith("-start"))
-            if kind != "all-gather":
-                known = [computation[each].type for each in op.operands if each in computation]
-                whole = sum(map(_type_bytes, known)) or whole
+            whole = sum(_type_bytes(computation[each].type) for each in op.operands)
+            if kind == "all-gather":
+                # The type of the asynchronous one has its operands beside its results.
+                given = whole if op.opcode.endswith("-start") else 0
+                whole = _type_bytes(op.type) - given
             times[kind] += rounds
-            sent[kind] += rounds * sent_bytes(kind, group_size(op), whole)
+            sent[kind] += rounds * sent_bytes(kind, group_size(op, module.chips), whole)
 
 
 def _reduces_and_scatters(computation: Computation) -> bool:
@@ -116,10 +125,9 @@ def _branches(op: Op) -> list[str]:
     return re.findall(r"(?:true|false)_computation=%([\w.\-]+)", op.attributes)
 
 
-def _type_bytes(type_text: str, largest: bool = False) -> int:
-    """Bytes of all arrays of a type, or of the largest alone, wherever they lie."""
-    sizes = [
+def _type_bytes(type_text: str) -> int:
+    """Bytes of all arrays of a type, wherever they lie."""
+    return sum(
         elements_bytes(dtype, math.prod(int(each) for each in dims.split(",") if each))
         for dtype, dims, _ in ARRAY.findall(type_text)
-    ]
-    return (max if largest else sum)(sizes) if sizes else 0
+    )

@@ -30,23 +30,6 @@ _ESTIMATED = re.compile(r'"estimated_cycles":"(\d+)"')
 _FLOPS = re.compile(r'"flops":"(\d+)"')
 
 
-class Rates(NamedTuple):
-    """Of one chip."""
-
-    clock_hz: float
-    bytes_per_s: float
-    flops_per_s: float
-    wire_bytes_per_s: float
-
-    @classmethod
-    def of(cls, kind: ChipKind) -> "Rates":
-        """Those of a kind of chip."""
-        return cls(kind.clock_hz, kind.bytes_per_s, kind.flops_per_s, kind.wire_bytes_per_s)
-
-
-V6E_RATES = Rates.of(V6E)
-
-
 class OpCost(NamedTuple):
     """One operation, in all its executions."""
 
@@ -72,19 +55,19 @@ class ProgramCost(NamedTuple):
 
 
 def program_cost(
-    ops: Iterable[OpTraffic], cycles: dict[str, int], rates: Rates = V6E_RATES
+    ops: Iterable[OpTraffic], cycles: dict[str, int], chip: ChipKind = V6E
 ) -> ProgramCost:
     """Combines what operations move with the cycles they take.
 
     Args:
         ops: with the executions of each, those of loop bodies included.
         cycles: of one execution, by the operation's name.
-        rates: of the chip.
+        chip: whose rates they are.
     """
     costs = []
     for op in ops:
         each = cycles.get(op.name)
-        seconds = max((each or 0) / rates.clock_hz, op.bytes / rates.bytes_per_s) * op.times
+        seconds = max((each or 0) / chip.clock_hz, op.bytes / chip.bytes_per_s) * op.times
         total = None if each is None else each * op.times
         costs.append(
             OpCost(op.name, op.opcode, op.times, total, op.bytes * op.times, seconds * 1e3)
@@ -104,7 +87,7 @@ def program_cost(
     )
 
 
-def stated_cycles(module: Module, rates: Rates) -> tuple[dict[str, int], tuple[str, ...]]:
+def stated_cycles(module: Module, chip: ChipKind) -> tuple[dict[str, int], tuple[str, ...]]:
     """Cycles that the program's text states, and the kernels that state none.
 
     XLA writes its estimate beside most of its operations; a kernel may state its floating-point
@@ -122,7 +105,7 @@ def stated_cycles(module: Module, rates: Rates) -> tuple[dict[str, int], tuple[s
             elif 'custom_call_target="tpu_custom_call"' in op.attributes:
                 flops = _FLOPS.search(op.attributes)
                 if flops:
-                    found[op.name] = round(int(flops[1]) * rates.clock_hz / rates.flops_per_s)
+                    found[op.name] = round(int(flops[1]) * chip.clock_hz / chip.flops_per_s)
                 else:
                     unknown.append(op.name.partition(".")[0])
     return found, tuple(dict.fromkeys(unknown))

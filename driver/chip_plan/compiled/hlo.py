@@ -11,6 +11,7 @@ have. Sizes are those of the shapes, without the padding of their layouts.
 import dataclasses
 import math
 import re
+from collections.abc import Collection
 from typing import NamedTuple
 
 BITS = {"pred": 8, "bf16": 16, "token": 0, "s4": 4, "u4": 4, "s2": 2, "u2": 2}
@@ -29,6 +30,7 @@ VIEWS = {"bitcast", "reshape", "convert", "copy"}
 UPDATES = {"dynamic-update-slice": 1, "scatter": -1}
 """Operations that change their first operand in place, and which operand has the new values."""
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_COPIES = re.compile(r"\b(?:replica_count|num_partitions)=(\d+)")
 STATED_BYTES = re.compile(r'"bytes_accessed":"?(\d+)')
 
 
@@ -63,6 +65,12 @@ class Module:
 
     computations: dict[str, Computation]
     entry: str
+    chips: int = 1
+    """That run it together."""
+
+    def entered_at(self, entry: str) -> "Module":
+        """One computation of it, with all that it calls."""
+        return dataclasses.replace(self, entry=entry)
 
     def arguments(self) -> list[Op]:
         """The parameters of the program, in order."""
@@ -100,8 +108,10 @@ def parse_program(text: str) -> Module:
         ValueError: if there is no entry computation.
     """
     computations: dict[str, Computation] = {}
-    entry, current = None, None
+    entry, current, chips = None, None, 1
     for line in text.splitlines():
+        if line.startswith("HloModule "):
+            chips = math.prod(map(int, _COPIES.findall(line)))
         header = re.match(r"(ENTRY )?%([\w.\-]+) \(.*\{$", line)
         if header:
             current = computations.setdefault(header[2], {})
@@ -114,7 +124,7 @@ def parse_program(text: str) -> Module:
                 current[op.name] = op
     if entry is None:
         raise ValueError("the text has no ENTRY computation: it is not a compiled program")
-    return Module(computations, entry)
+    return Module(computations, entry, chips)
 
 
 def traffic(module: Module) -> Traffic:
@@ -122,6 +132,33 @@ def traffic(module: Module) -> Traffic:
     found = Traffic([], [])
     _walk(module, module.entry, 1, found)
     return found
+
+
+def ordinary_ops(module: Module) -> list[OpTraffic]:
+    """The operations of `traffic` as a run does them as a rule: a `slice-start` moves what it
+    fetches, and branches, which are of rows that ask for top-k or top-p, do not run.
+    """
+    by_name = {name: op for each in module.computations.values() for name, op in each.items()}
+    return [
+        op._replace(bytes=fetched_bytes(by_name[op.name])) if op.opcode == "slice-start" else op
+        for op in traffic(module).ops
+        if op.opcode != "conditional"
+    ]
+
+
+def longest_loop(module: Module, *, only: Collection[str] | None = None) -> str | None:
+    """The body of the loop that moves the most in a round; None where there is no loop.
+
+    Args:
+        only: names of the loops to choose from; None takes all.
+    """
+    bodies = [
+        op.called("body")
+        for computation in module.computations.values()
+        for op in computation.values()
+        if op.opcode == "while" and (only is None or op.name in only)
+    ]
+    return max(bodies, key=lambda body: traffic(module.entered_at(body)).bytes, default=None)
 
 
 def array_bytes(type_text: str) -> int:

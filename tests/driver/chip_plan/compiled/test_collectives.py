@@ -75,6 +75,53 @@ def test_a_program_of_one_chip_sends_nothing():
     assert wire_traffic(parse_program(alone)) == ()
 
 
+HEADER = "HloModule jit_step, is_scheduled=true, num_partitions=8"
+ONE = """
+ENTRY %main (a: f32[8,128], b: f32[4,64]) -> f32[8,128] {
+  %a = f32[8,128]{1,0} parameter(0)
+  %b = f32[4,64]{1,0} parameter(1)
+  ROOT %total = OPERATION
+}
+"""
+
+
+def sent_by(operation, header=HEADER):
+    """Bytes of a program that is this one collective."""
+    return [
+        one[1:] for one in wire_traffic(parse_program(header + ONE.replace("OPERATION", operation)))
+    ]
+
+
+ARRAY = 8 * 128 * 4
+
+
+def test_a_collective_that_names_no_group_is_of_all_chips_of_the_program():
+    everyone = "f32[8,128]{1,0} all-reduce(%a), replica_groups={}, to_apply=%add"
+    assert sent_by(everyone) == [(1, 2 * ARRAY * 7 // 8)]
+    assert sent_by(everyone, header="HloModule jit_step, replica_count=2, num_partitions=8") == [
+        (1, 2 * ARRAY * 15 // 16)
+    ]
+    assert sent_by(everyone, header="HloModule jit_step") == []
+
+
+def test_an_asynchronous_gather_of_several_arrays_counts_all_its_results():
+    gathered = "(f32[8,128]{1,0}, f32[4,64]{1,0}), (f32[32,128]{1,0}, f32[16,64]{1,0})"
+    start = f"({gathered}) all-gather-start(%a, %b), replica_groups=[2,4]<=[8], dimensions={{0}}"
+    assert sent_by(start) == [(1, (32 * 128 * 4 + 16 * 64 * 4) * 3 // 4)]
+
+
+def test_a_part_of_an_axis_counts_with_its_own_places():
+    mesh = "f32[8,128]{1,0} all-reduce(%a), replica_groups=mesh['fsdp'=8] {AXES}, to_apply=%add"
+    assert sent_by(mesh.replace("AXES", "'fsdp'")) == [(1, 2 * ARRAY * 7 // 8)]
+    assert sent_by(mesh.replace("AXES", "'fsdp':(1)2")) == [(1, 2 * ARRAY // 2)]
+    assert sent_by(mesh.replace("AXES", "'fsdp':(2)4")) == [(1, 2 * ARRAY * 3 // 4)]
+
+
+def test_groups_of_an_unknown_form_are_not_guessed():
+    with pytest.raises(ValueError, match="all-reduce total has groups of an unknown form: .*=all"):
+        sent_by("f32[8,128]{1,0} all-reduce(%a), replica_groups=all, to_apply=%add")
+
+
 @pytest.mark.parametrize(
     "kind, sent", [("all-gather", 750), ("reduce-scatter", 750), ("all-reduce", 1500)]
 )
