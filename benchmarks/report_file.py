@@ -1,6 +1,5 @@
 """What every bench does with its report: versions, strict JSON, `--json`, tables of text."""
 
-import importlib.metadata
 import json
 import math
 import pathlib
@@ -10,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from driver.chip_plan.compiled.compiler_versions import compiler_versions
 from services.process.whole_file import check_writable
 
 STDOUT = "-"
-PACKAGES = ("jax", "jaxlib", "libtpu")
 INTERPRETED = "pallas is interpreted here: exact, and no measure of its speed"
 
 
@@ -68,14 +67,7 @@ def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[object]]) ->
 
 def versions() -> dict[str, str | None]:
     """Of what decides about a measurement; None for what is not installed."""
-    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return {"python": platform.python_version(), **compiler_versions()}
 
 
 def json_values(value: Any) -> Any:

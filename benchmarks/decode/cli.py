@@ -21,13 +21,14 @@ from typing import Any
 
 import jax
 
-from benchmarks.decode.model_shapes import SHAPES, with_layers
+from benchmarks.decode.model_shapes import SHAPES
 from benchmarks.decode.random_requests import parse_lengths
 from benchmarks.decode.run import measure
 from benchmarks.decode.settings import HF, DecodeSettings, check_settings
 from benchmarks.decode.token_step import NothingToTime
 from benchmarks.decode.variants import ATTENTIONS, DTYPES, LOOPS, Variant, parse_variants
 from benchmarks.report_file import STDOUT, aligned, check_report_file, json_values, write_report
+from driver.chip_plan.published_models import with_layers
 from models.config import ModelConfig
 from models.files.checkpoint import check_model_files, read_model_config
 

@@ -28,10 +28,11 @@ import jax
 import numpy as np
 
 from benchmarks.decode.engine_passes import Bench
-from benchmarks.decode.model_shapes import SHAPES, with_layers
+from benchmarks.decode.model_shapes import SHAPES
 from benchmarks.decode.variants import Variant
 from benchmarks.decode.weights import random_params
 from benchmarks.report_file import check_report_file, write_report
+from driver.chip_plan.published_models import with_layers
 from rollout_worker.engine.decode_request import DecodeRequest, FinishedRow
 from rollout_worker.engine.engine import EngineCounts
 from rollout_worker.engine.engine_limits import EngineLimits

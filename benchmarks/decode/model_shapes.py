@@ -1,7 +1,5 @@
 """Sizes of published models that the decode benches draw random weights for."""
 
-import dataclasses
-
 from driver.chip_plan.published_models import QWEN25_0_5B, QWEN25_1_5B, QWEN25_3B
 from models.config import ModelConfig, RopeConfig
 
@@ -39,16 +37,3 @@ SHAPES = {
     ),
 }
 """Sizes of published models; `demo` is that of deploy/demo/model, with room for long mixes."""
-
-
-def with_layers(model: ModelConfig, layers: int | None) -> ModelConfig:
-    """The model cut to its first layers; None leaves it whole.
-
-    Raises:
-        ValueError: if the model has fewer.
-    """
-    if layers is None:
-        return model
-    if not 1 <= layers <= model.num_layers:
-        raise ValueError(f"--layers must be from 1 to the model's {model.num_layers}, got {layers}")
-    return dataclasses.replace(model, num_layers=layers)

@@ -36,13 +36,14 @@ from jax.experimental import topologies
 
 from benchmarks.compiled_program import program_sizes
 from benchmarks.decode.engine_passes import decode_spec
-from benchmarks.decode.model_shapes import SHAPES, with_layers
+from benchmarks.decode.model_shapes import SHAPES
 from benchmarks.decode.settings import check_slot_count
 from benchmarks.decode.variants import DTYPES, Variant, parse_variants
 from benchmarks.decode.weights import copy_bytes
 from benchmarks.report_file import check_report_file, write_report
 from driver.chip_plan.chips import V6E
 from driver.chip_plan.compiled import cost_model, hlo
+from driver.chip_plan.published_models import with_layers
 from models.config import ModelConfig
 from rollout_worker.engine.decode_programs import DecodePrograms
 from rollout_worker.engine.engine_limits import EngineLimits, geometry_of
@@ -194,8 +195,9 @@ def token_cost(module: hlo.Module, cycles: dict[str, int], segment_tokens: int) 
         cycles: of one execution of each operation, by its name.
     """
     cycles = with_twins(module, cycles)
-    body = _token_step(module)
-    step = _cost(hlo.Module(module.computations, body), cycles)
+    body = hlo.longest_loop(module)
+    assert body is not None, "a segment is a loop over its tokens"
+    step = _cost(module.entered_at(body), cycles)
     # Counted with one round of its loop, the program is the step and what is done once.
     whole = _cost(module, cycles)
     step_bytes, whole_bytes = _bytes(step), _bytes(whole)
@@ -215,28 +217,8 @@ def token_cost(module: hlo.Module, cycles: dict[str, int], segment_tokens: int) 
     )
 
 
-def _token_step(module: hlo.Module) -> str:
-    """Name of the body of the segment's loop: the one that moves the most."""
-    bodies = {
-        op.called("body")
-        for computation in module.computations.values()
-        for op in computation.values()
-        if op.opcode == "while"
-    }
-    moved = lambda body: hlo.traffic(hlo.Module(module.computations, body)).bytes
-    return max(bodies, key=moved)
-
-
 def _cost(module: hlo.Module, cycles: dict[str, int]) -> cost_model.ProgramCost:
-    """Without the branches that run only where a row asks for top-k or top-p."""
-    by_name = {name: op for each in module.computations.values() for name, op in each.items()}
-    ops = []
-    for op in hlo.traffic(module).ops:
-        if op.opcode == "slice-start":
-            op = op._replace(bytes=hlo.fetched_bytes(by_name[op.name]))
-        if op.opcode != "conditional":
-            ops.append(op)
-    return cost_model.program_cost(ops, cycles)
+    return cost_model.program_cost(hlo.ordinary_ops(module), cycles)
 
 
 def with_twins(module: hlo.Module, cycles: dict[str, int]) -> dict[str, int]:

@@ -19,9 +19,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.decode.model_shapes import SHAPES, with_layers
+from benchmarks.decode.model_shapes import SHAPES
 from benchmarks.report_file import aligned, check_report_file, versions, write_report
 from benchmarks.update.work import Work
+from driver.chip_plan.published_models import with_layers
 
 SIDES = ("tandem", "torch")
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}

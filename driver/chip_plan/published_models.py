@@ -1,14 +1,15 @@
 """Sizes of models whose files a plan need not fetch, by their names on the Hugging Face Hub."""
 
 import dataclasses
-import json
 import pathlib
 from typing import Any
 
 from driver.config.load_config import ConfigError
+from driver.config.plan import checked
 from models.config import ModelConfig, RopeConfig
 from models.files.checkpoint import read_model_config
 from models.files.hf_config import from_hf
+from models.files.hf_folder import read_json
 
 _QWEN25: dict[str, Any] = dict(
     model_type="qwen2",
@@ -79,7 +80,7 @@ def model_of(path: str, config_file: str | None = None, layers: int | None = Non
     """
     try:
         if config_file is not None:
-            model = from_hf(json.loads(pathlib.Path(config_file).read_text(encoding="utf-8")))
+            model = from_hf(read_json(pathlib.Path(config_file)))
         else:
             model = PUBLISHED.get(path) or read_model_config(path)
     except (OSError, ValueError) as error:
@@ -88,10 +89,32 @@ def model_of(path: str, config_file: str | None = None, layers: int | None = Non
             f"{asked}: {error}; a plan needs the model's config.json alone: give it with "
             "--model-config FILE"
         ) from error
+    return checked(with_layers, model, layers)
+
+
+def teacher_of(path: str) -> ModelConfig:
+    """The sizes of a teacher: of PUBLISHED, or of its own config.json.
+
+    Args:
+        path: algorithm.distillation.teacher.
+
+    Raises:
+        ConfigError: if there is no such model.
+    """
+    known = PUBLISHED.get(path)
+    return known or checked(read_model_config, path, about="algorithm.distillation.teacher")
+
+
+def with_layers(model: ModelConfig, layers: int | None) -> ModelConfig:
+    """The model cut to its first layers; None leaves it whole.
+
+    Raises:
+        ValueError: if the model has fewer.
+    """
     if layers is None:
         return model
     if not 1 <= layers <= model.num_layers:
-        raise ConfigError(
+        raise ValueError(
             f"--layers {layers} must be from 1 to the model's {model.num_layers} layers"
         )
     return dataclasses.replace(model, num_layers=layers)

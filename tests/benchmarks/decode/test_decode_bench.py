@@ -197,7 +197,7 @@ RANDOM = ("--random-weights", "--shape")
     [
         (["--shape", "demo"], "--shape demo has no weights: add --random-weights"),
         ([*RANDOM, "gpt"], "--shape 'gpt' must be one of qwen2.5-3b"),
-        ([*RANDOM, "demo", "--layers", "4"], "--layers must be from 1 to the model's 3, got 4"),
+        ([*RANDOM, "demo", "--layers", "4"], "--layers 4 must be from 1 to the model's 3 layers"),
         ([*RANDOM, "demo", "--slots", "8,x"], "--slots takes whole numbers"),
         ([*RANDOM, "demo", "--slots", "12"], "must be a positive multiple of the 8 lanes"),
         ([*RANDOM, "demo", "--tensor", "3"], "--tensor 3 must divide the 8 devices"),

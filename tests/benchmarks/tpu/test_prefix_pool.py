@@ -8,8 +8,9 @@ import pytest
 
 from benchmarks.compiled_program import program_sizes
 from benchmarks.decode.engine_passes import decode_spec
-from benchmarks.decode.model_shapes import SHAPES, with_layers
+from benchmarks.decode.model_shapes import SHAPES
 from benchmarks.decode.variants import Variant
+from driver.chip_plan.published_models import with_layers
 from driver.chip_plan.topology import devices_of, parse_topology
 from rollout_worker.engine.decode_programs import DecodePrograms
 from rollout_worker.engine.engine_limits import EngineLimits, geometry_of

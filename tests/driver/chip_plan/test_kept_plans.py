@@ -8,6 +8,7 @@ import shlex
 import pytest
 
 from driver.chip_plan.chips import LIBTPU_ENVIRONMENT
+from driver.chip_plan.compiled.compiler_versions import compiler_versions
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 PLANS = sorted((ROOT / "deploy/plans").glob("*.json"))
@@ -60,12 +61,11 @@ def test_a_kept_plan_names_its_command_and_its_parts_add_up(kept):
 @pytest.mark.parametrize("kept", PLANS, ids=NAMES, indirect=True)
 def test_a_kept_plan_is_current(kept):
     from driver.chip_plan.fingerprint import fingerprint
-    from driver.chip_plan.report import versions
 
-    if versions() != kept["versions"]:
+    if compiler_versions() != kept["versions"]:
         pinned = (ROOT / "constraints.txt").read_text()
         assert f"jax=={kept['versions']['jax']}" in pinned, f"out of date: {kept['command']}"
-        pytest.skip(f"the plan is of {kept['versions']}, installed is {versions()}")
+        pytest.skip(f"the plan is of {kept['versions']}, installed is {compiler_versions()}")
     request = request_of(kept)
     assert fingerprint(request, request.shape()) == kept["fingerprint"], (
         f"out of date, make it anew with --json: {kept['command']}"

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from driver.chip_plan.published_models import PUBLISHED, QWEN25_7B, model_of
+from driver.chip_plan.published_models import PUBLISHED, QWEN25_7B, model_of, teacher_of
 from driver.config.load_config import ConfigError
 from models.files.checkpoint import expected_shapes
 
@@ -51,8 +51,25 @@ def test_a_folder_of_this_machine_is_read():
     assert model_of("deploy/demo/model").num_layers == 3
 
 
-def test_a_file_that_is_no_configuration_is_refused_with_what_to_give(tmp_path):
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("{", "is not JSON"),
+        ("[1, 2]", "must hold a JSON object, got list"),
+        ("{}", "model_type"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused_with_what_to_give(tmp_path, text, said):
     file = tmp_path / "config.json"
-    file.write_text("{")
-    with pytest.raises(ConfigError, match=r"--model-config .*config.json: .* alone: give it with"):
+    file.write_text(text)
+    refused = rf"--model-config .*config.json: .*{said}.* alone: give it with"
+    with pytest.raises(ConfigError, match=refused):
         model_of("deploy/demo/model", str(file))
+
+
+def test_a_teacher_that_is_not_there_is_refused_under_its_own_key():
+    assert teacher_of("Qwen/Qwen2.5-7B-Instruct") == QWEN25_7B
+    with pytest.raises(ConfigError) as refusal:
+        teacher_of("no/such/folder")
+    assert str(refusal.value).startswith("algorithm.distillation.teacher: ")
+    assert "no/such/folder" in str(refusal.value) and "model.path" not in str(refusal.value)
