@@ -1,6 +1,6 @@
 """The learner's programs, compiled for chips that this machine lacks.
 
-They are those that the service runs, at the shapes of the run's longest rows.
+They are those that the service runs, at the shapes of the run's largest micro-batches.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from driver.config.plan import Plan
 from driver.config.run_config import RunConfig
 from learner.compiled_functions import LearnerFunctions, make_learner_functions
 from learner.config import AlgorithmConfig, TrainingSettings
+from learner.objective.batching import MicroBatch, row_buckets
 from learner.objective.off_policy import Correction
 from learner.publish.snapshot import PUBLISH_DTYPES
 from learner.update.host_memory import on_devices
@@ -29,11 +30,23 @@ from rollout_worker.engine.decode_programs import device_bytes
 
 PARAMETERS = "parameters"
 MOMENTS = "optimiser state"
+HOST_MOMENTS = "optimiser state on the host"
 GRADIENTS = "gradients"
 FROZEN = "frozen models"
 SNAPSHOTS = "published snapshots"
 SNAPSHOTS_AT_ONCE = 2
 """One that is being copied and one that waits (learner/publish/publisher.py)."""
+SHORTER = ", shorter rows"
+"""End of the name of a program at the row length whose micro-batches have the most slots, where
+they have more than those of the longest rows."""
+ACCUMULATE = "accumulate"
+SCORE = "score"
+SCORE_CRITIC, SCORE_REFERENCE, SCORE_TEACHER = (
+    f"score of the {model}" for model in ("critic", "reference", "teacher")
+)
+SCORES = (SCORE_CRITIC, SCORE, SCORE_REFERENCE, SCORE_TEACHER)
+OF_MICROBATCHES = frozenset(name + rows for name in (ACCUMULATE, *SCORES) for rows in ("", SHORTER))
+"""Programs whose arguments are a micro-batch."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +115,7 @@ class LearnerPrograms:
         }
         if self.config.rollout.max_staleness > 0:  # a worker decodes during an update, too
             between[GRADIENTS] = between[PARAMETERS]
-        return between
+        return between | self._on_this_host
 
     @property
     def offloaded_bytes(self) -> int:
@@ -111,15 +124,32 @@ class LearnerPrograms:
         return device_bytes(on_devices(state).opt_state) - device_bytes(state.opt_state)
 
     @property
+    def _on_this_host(self) -> dict[str, int]:
+        """What lies in the memory of the host, where that is the device's: also during `apply`,
+        which has the moments on the device as well.
+        """
+        is_cpu = self.config.placement.platform == "cpu"
+        return {HOST_MOMENTS: self.offloaded_bytes} if is_cpu and self.offloaded_bytes else {}
+
+    @property
     def snapshot_bytes(self) -> int:
         """Of one published version on a chip."""
         dtype = PUBLISH_DTYPES[self.config.weights.dtype]
         return device_bytes(jax.tree.map(lambda leaf: _struct(leaf, dtype=dtype), self._trained))
 
     @property
-    def _batch(self) -> Any:
-        """A micro-batch of the longest rows."""
-        return self.functions.batch_shapes(self.plan.microbatch_rows, self.plan.row_tokens)
+    def _batches(self) -> dict[str, MicroBatch]:
+        """The largest micro-batches, by the end of a program's name: those of the longest rows, and
+        those of the row length with the most slots where they have more.
+        """
+        slots, longest = self.config.learner.longest_row, self.plan.row_tokens
+        lengths = [tokens for tokens in row_buckets(slots) if tokens <= longest]
+        fullest = max(lengths, key=lambda tokens: (slots // tokens * tokens, tokens))
+        rows = {"": longest} | ({} if fullest == longest else {SHORTER: fullest})
+        return {
+            name: self.functions.batch_shapes(self.plan.mesh.rows * (slots // tokens), tokens)
+            for name, tokens in rows.items()
+        }
 
     @property
     def _trained(self) -> Params:
@@ -154,8 +184,11 @@ class LearnerPrograms:
         gradients = {GRADIENTS: between[PARAMETERS]}
         zeros = _lowering(functions.empty, state.params)
         yield PlannedProgram("empty", zeros, {}, between, makes=gradients)
-        yield self._accumulate(gradients, between)
-        yield from self._scores(between)
+        batches = self._batches
+        for rows, batch in batches.items():
+            yield self._accumulate(rows, batch, gradients, between)
+        for rows, batch in batches.items():
+            yield from self._scores(rows, batch.tokens_only, between)
         denominator = jax.ShapeDtypeStruct((), jax.numpy.float32)
         updated = on_devices(state)
         moments = {MOMENTS: device_bytes(updated.opt_state)}
@@ -163,54 +196,55 @@ class LearnerPrograms:
             "apply",
             _lowering(functions.apply, updated, self._accumulator, denominator),
             _only(between, PARAMETERS) | moments | gradients,
-            _only(between, FROZEN, SNAPSHOTS),
+            _only(between, FROZEN, SNAPSHOTS, HOST_MOMENTS),
         )
         wire, one = self.config.weights.dtype, {SNAPSHOTS: self.snapshot_bytes}
         yield PlannedProgram(
             "snapshot",
             _lowering(functions.snapshots[wire], self._trained),
             _only(between, PARAMETERS),
-            _only(between, MOMENTS, FROZEN) | one,
+            _only(between, MOMENTS, FROZEN, HOST_MOMENTS) | one,
             makes=one,
         )
         policy = self._whole(self._trained)
         score = _lowering(functions.canaries[wire], policy)
         yield PlannedProgram("canary", score, *_inside_of(policy, between))
 
-    def _accumulate(self, gradients: Parts, between: Parts) -> PlannedProgram:
+    def _accumulate(
+        self, rows: str, batch: MicroBatch, gradients: Parts, between: Parts
+    ) -> PlannedProgram:
         state, algorithm = self.functions.abstract_state, self.config.algorithm
         reference = None if algorithm.kl_in == "reward" else self.reference
         teacher = self.teacher if algorithm.teacher_in_loss else None
         coef = None if state.entropy_bonus is None else state.entropy_bonus.coef
-        given = (state.params, reference, self._accumulator, self._batch, coef, teacher, self.base)
+        given = (state.params, reference, self._accumulator, batch, coef, teacher, self.base)
         used = device_bytes((reference if self.base is None else self.base, teacher))
         return PlannedProgram(
-            "accumulate",
+            ACCUMULATE + rows,
             _lowering(self.functions.accumulate, *given),
             {PARAMETERS: between[PARAMETERS], **gradients, FROZEN: used},
-            {**_only(between, MOMENTS, SNAPSHOTS), FROZEN: between[FROZEN] - used},
+            _only(between, MOMENTS, SNAPSHOTS, HOST_MOMENTS) | {FROZEN: between[FROZEN] - used},
         )
 
-    def _scores(self, between: Parts) -> Iterator[PlannedProgram]:
+    def _scores(self, rows: str, tokens: MicroBatch, between: Parts) -> Iterator[PlannedProgram]:
         """Of critic, policy, reference and teacher, where they are needed before an update."""
         functions, algorithm = self.functions, self.config.algorithm
-        tokens = self._batch.tokens_only
         if functions.has_critic:
             params = self._whole(functions.abstract_state.params)
             score = _lowering(functions.score_values, params, tokens)
-            yield PlannedProgram("score of the critic", score, *_inside_of(params, between))
+            yield PlannedProgram(SCORE_CRITIC + rows, score, *_inside_of(params, between))
         before = algorithm.ratio == "sequence" or _corrects(algorithm)
         in_reward, in_loss = algorithm.kl_in == "reward", algorithm.teacher_in_loss
         scored = [
-            ("score", functions.score, self._whole(self._trained), before),
-            ("score of the reference", functions.score_reference, self.reference, in_reward),
-            ("score of the teacher", functions.score_teacher, self.teacher, not in_loss),
+            (SCORE, functions.score, self._whole(self._trained), before),
+            (SCORE_REFERENCE, functions.score_reference, self.reference, in_reward),
+            (SCORE_TEACHER, functions.score_teacher, self.teacher, not in_loss),
         ]
         for name, function, params, needed in scored:
             if needed and params is not None and function is not None:
                 score = _lowering(function, params, tokens)
-                first = PARAMETERS if name == "score" else FROZEN
-                yield PlannedProgram(name, score, *_inside_of(params, between, first))
+                first = PARAMETERS if name == SCORE else FROZEN
+                yield PlannedProgram(name + rows, score, *_inside_of(params, between, first))
 
 
 def _lowering(jitted: Any, *arguments: Any) -> Callable[[], jax.stages.Lowered]:
@@ -235,7 +269,7 @@ def _inside_of(
 
 
 def _only(parts: Parts, *names: str) -> dict[str, int]:
-    return {name: parts[name] for name in names}
+    return {name: parts[name] for name in names if name in parts}
 
 
 def _reference(

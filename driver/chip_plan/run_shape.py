@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from driver.chip_plan.learner_programs import MOMENTS, PARAMETERS, LearnerPrograms
-from driver.chip_plan.published_models import model_of
+from driver.chip_plan.published_models import model_of, teacher_of
 from driver.chip_plan.run_program import (
     Parts,
     PlannedProgram,
@@ -15,7 +15,7 @@ from driver.chip_plan.run_program import (
 from driver.chip_plan.topology import Topology, check_run_on, devices_of
 from driver.chip_plan.worker_programs import WorkerPrograms
 from driver.config.load_config import load
-from driver.config.plan import Plan, asked_devices, derive
+from driver.config.plan import Plan, asked_devices, checked, derive
 from driver.config.run_config import RunConfig
 from models.config import ModelConfig
 
@@ -81,15 +81,27 @@ class RunShape:
 
     @property
     def state_bytes(self) -> int:
-        """Parameters and optimiser state of all the learner's devices together."""
+        """Parameters and optimiser state, once: a checkpoint has no copies."""
         resident = self.learner.resident
-        on_devices = self.plan.mesh.shards * (resident[PARAMETERS] + resident[MOMENTS])
-        return on_devices + self.offloaded_bytes
+        each = resident[PARAMETERS] + resident[MOMENTS] + self.learner.offloaded_bytes
+        return self.plan.mesh.shards * each
 
     @property
     def offloaded_bytes(self) -> int:
-        """Optimiser state of all the learner's devices that lies in the memory of the host."""
-        return self.plan.mesh.shards * self.learner.offloaded_bytes
+        """Optimiser state in the memory of the host that is not among what others() counts: each
+        of the learner's devices has its own there.
+        """
+        if self.topology.kind is None:
+            return 0
+        return self.plan.mesh.data * self.plan.mesh.shards * self.learner.offloaded_bytes
+
+    def beside(self, program: RunProgram) -> RunProgram:
+        """The same program, which was compiled for another shape, beside what lies on its chips
+        here.
+        """
+        planned = next(one for one in self.planned(program.role) if one.name == program.name)
+        beside = added(planned.beside, self.others(program.role))
+        return dataclasses.replace(program, beside=beside)
 
     def others(self, role: str) -> Parts:
         """What other processes and the other role keep in the memory that this role runs in.
@@ -117,7 +129,7 @@ def run_shape(config: RunConfig, model: ModelConfig, topology: Topology) -> RunS
     check_run_on(topology, config, devices)
     distillation, teacher = config.algorithm.distillation, None
     if distillation is not None:
-        teacher = model_of(distillation.teacher)
+        teacher = teacher_of(distillation.teacher)
         teacher = dataclasses.replace(teacher, vocab_size=model.vocab_size)
     plan = derive(config, model, devices, teacher)
     return RunShape(
@@ -125,12 +137,15 @@ def run_shape(config: RunConfig, model: ModelConfig, topology: Topology) -> RunS
         model=model,
         plan=plan,
         topology=topology,
-        learner=LearnerPrograms.of(
+        learner=checked(
+            LearnerPrograms.of,
             config,
             model,
             plan,
             devices=devices_of(topology, devices.learner),
             teacher=teacher,
         ),
-        worker=WorkerPrograms.of(config, model, plan, devices=devices_of(topology, devices.worker)),
+        worker=checked(
+            WorkerPrograms.of, config, model, plan, devices=devices_of(topology, devices.worker)
+        ),
     )

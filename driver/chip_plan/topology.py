@@ -46,9 +46,12 @@ def parse_topology(text: str, usable_gib: float | None = None) -> Topology:
     Raises:
         ConfigError: if there is none of that name, with those that there are.
     """
-    usable = None if usable_gib is None else round(usable_gib * 2**30)
-    if usable is not None and usable <= 0:
-        raise ConfigError(f"--usable-gib {usable_gib:g} must be above 0: leave it out")
+    if usable_gib is not None and not (usable_gib > 0 and math.isfinite(usable_gib)):
+        raise ConfigError(
+            f"--usable-gib {usable_gib:g} must be a finite number above 0: leave it out for all "
+            "that programs may use"
+        )
+    usable = None if usable_gib is None else max(1, round(usable_gib * 2**30))
     if text == CPU:
         memory = psutil.virtual_memory().total
         return Topology(name=CPU, kind=None, chips=1, usable_bytes=usable or memory)

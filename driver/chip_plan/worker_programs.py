@@ -19,6 +19,7 @@ from rollout_worker.engine_setup import EngineSetup
 
 POLICY = "policy"
 NEXT_POLICY = "policy that arrives"
+KEPT_POLICY = "policy kept for an evaluation"
 CACHE = "KV cache"
 POOL = "prefilled prompts"
 
@@ -58,7 +59,12 @@ class WorkerPrograms:
         idle = {POLICY: worker.policy_bytes, CACHE: self._slot_bytes, POOL: worker.pool_bytes}
         if self.config.rollout.max_staleness > 0:  # a version may arrive during an update, too
             idle[NEXT_POLICY] = worker.version_bytes
-        return idle
+        return idle | self._kept
+
+    @property
+    def _kept(self) -> dict[str, int]:
+        """An older version, which an evaluation beside training has while later ones come."""
+        return {KEPT_POLICY: self.plan.worker.version_bytes} if self.plan.keeps_policy else {}
 
     @property
     def _slot_bytes(self) -> int:
@@ -68,17 +74,18 @@ class WorkerPrograms:
     def planned(self) -> Iterator[PlannedProgram]:
         """`empty`, `prefill`, `segment` and `resize`.
 
-        Each is counted with a second policy beside it, as if a version could arrive at any time;
-        only `empty` runs after the older one is freed.
+        Each is counted with a second policy beside it, as if a version could arrive at any time,
+        and with the one that is kept for an evaluation; only `empty` runs after the older one is
+        freed.
         """
         programs, sizes, worker = self.programs, self.programs.geometry, self.plan.worker
         narrow = device_bytes(programs.slots_struct(sizes.widths[0]))
         policy = {POLICY: worker.policy_bytes}
         pool = {POOL: worker.pool_bytes}
         cache = {CACHE: self._slot_bytes}
-        arrives = {NEXT_POLICY: worker.version_bytes}
+        arrives = {NEXT_POLICY: worker.version_bytes, **self._kept}
         made = {CACHE: narrow, **pool}
-        yield PlannedProgram("empty", programs.lower_empty, {}, policy, makes=made)
+        yield PlannedProgram("empty", programs.lower_empty, {}, policy | self._kept, makes=made)
         for later in (False, True)[: 1 + sizes.has_later_chunks]:
             yield PlannedProgram(
                 "prefill, later" if later else "prefill",

@@ -52,9 +52,11 @@ def test_an_unknown_topology_is_refused_with_those_that_there_are(text, parts):
         assert part in str(refusal.value)
 
 
-def test_memory_must_be_above_nothing():
-    with pytest.raises(ConfigError, match=r"--usable-gib 0 must be above 0: leave it out"):
-        parse_topology("v6e:2x4", 0)
+@pytest.mark.parametrize("usable_gib", [0.0, -1.0, float("nan"), float("inf")])
+def test_memory_must_be_a_number_above_nothing(usable_gib):
+    said = f"--usable-gib {usable_gib:g} must be a finite number above 0: leave it out"
+    with pytest.raises(ConfigError, match=said):
+        parse_topology("v6e:2x4", usable_gib)
 
 
 def refusal_of(topology, *overrides, file=REFERENCE):
