@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -54,7 +55,7 @@ def _plan(given: argparse.Namespace, console: Console) -> int:
     from driver.chip_plan.fingerprint import fingerprint
     from driver.chip_plan.report import as_json, make_plan, print_plan
     from driver.chip_plan.run_shape import ROLES, PlanRequest
-    from driver.chip_plan.search import largest_fitting, settings_of
+    from driver.chip_plan.search import LargestSearch, settings_of
     from driver.chip_plan.topology import parse_topology
 
     say = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -75,13 +76,13 @@ def _plan(given: argparse.Namespace, console: Console) -> int:
     for program in shape.compile_programs(roles):
         programs.append(program)
         say(f"compiled {program.role} {program.name} in {program.compile_s:.0f} s")
-    plan = make_plan(given.config, given.overrides, shape, programs)
-    words, searched = plan.words, ()
+    plan = make_plan(command_of(given), request, shape, programs)
+    words, searched, search = plan.words, (), LargestSearch(request, say)
     if not plan.fits:
-        words += tuple(nearest_that_fits(request, shape, programs, say))
+        words += tuple(nearest_that_fits(request, shape, programs, search))
     if given.search:
         wanted = [one for one in settings_of(shape) if set(one.roles) <= set(roles)]
-        searched = tuple(largest_fitting(request, one, programs, say) for one in wanted)
+        searched = tuple(search.largest_fitting(one, programs) for one in wanted)
     plan = dataclasses.replace(plan, words=words, searched=searched)
     print_plan(plan, console)
     if given.json:
@@ -92,6 +93,19 @@ def _plan(given: argparse.Namespace, console: Console) -> int:
         else:
             write_whole(pathlib.Path(given.json), text)
     return 0 if plan.fits else 1
+
+
+def command_of(given: argparse.Namespace) -> str:
+    """The command with the same arguments, but for --json, as a shell takes it."""
+    words = ["python", "-m", "driver.plan", "--config", given.config, "--topology", given.topology]
+    for override in given.overrides:
+        words += ["--set", override]
+    for role in given.role or ():
+        words += ["--role", role]
+    for name in ("model_config", "layers", "usable_gib"):
+        if (value := getattr(given, name)) is not None:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    return shlex.join(words + ["--search"] * given.search)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,19 +1,19 @@
 """The plan of a run on its chips, as tables for a person and as JSON."""
 
 import dataclasses
-import importlib.metadata
 import math
-import shlex
 from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from driver.chip_plan.compiled.compiler_versions import compiler_versions
 from driver.chip_plan.host_memory import HostMemory, host_memory
+from driver.chip_plan.learner_programs import ACCUMULATE, SCORES
 from driver.chip_plan.memory_fit import verdict
 from driver.chip_plan.run_program import RunProgram
-from driver.chip_plan.run_shape import RunShape
+from driver.chip_plan.run_shape import PlanRequest, RunShape
 from driver.chip_plan.search import Largest
 from driver.chip_plan.topology import several_hosts
 from driver.config.wording import counted, say_bytes
@@ -26,6 +26,8 @@ _ENGINE = "worker"
 class ChipPlan:
     """What was found."""
 
+    command: str
+    """That makes it."""
     config: str
     """Path of the configuration."""
     overrides: tuple[str, ...]
@@ -48,6 +50,18 @@ class ChipPlan:
     def notes(self) -> tuple[str, ...]:
         """What a reader should know of the figures."""
         notes = several_hosts(self.shape.topology, self.shape.plan.devices)
+        if self.shape.topology.kind is None:
+            workers = self.shape.config.rollout.workers.at_start
+            total = sum(self.host.learner.values()) + workers * sum(self.host.worker.values())
+            notes += (
+                f"on the CPU the host memory of learner and {counted(workers, 'worker')}, at most "
+                f"{say_bytes(total)}, comes on top of what the verdict counts: arrays of programs",
+            )
+        if self.shape.config.rollout.stop_strings:
+            notes += (
+                "the worker's segment is planned without rollout.stop_strings, whose table needs "
+                "the tokenizer: 2 bytes for each token of the vocabulary and state of a match",
+            )
         once = [f"{one.role} {one.name}" for one in self.programs if one.open_loops]
         if once:
             notes += (
@@ -64,18 +78,20 @@ class ChipPlan:
 
 
 def make_plan(
-    config: str,
-    overrides: Sequence[str],
-    shape: RunShape,
-    programs: Sequence[RunProgram],
+    command: str, request: PlanRequest, shape: RunShape, programs: Sequence[RunProgram]
 ) -> ChipPlan:
-    """Judges the programs of a run."""
+    """Judges the programs of a run.
+
+    Args:
+        command: that makes the plan.
+    """
     kind = shape.topology.kind
     chip = "this machine" if kind is None else f"a {kind.name} chip"
     fits, text = verdict(programs, shape.topology.usable_bytes, chip)
     return ChipPlan(
-        config=config,
-        overrides=tuple(overrides),
+        command=command,
+        config=request.path,
+        overrides=request.overrides,
         shape=shape,
         programs=tuple(programs),
         fits=fits,
@@ -97,13 +113,11 @@ def step_ms(shape: RunShape, programs: Sequence[RunProgram]) -> dict[str, float]
     ms = {(one.role, one.name): one.model_ms for one in programs}
     plan, learner, rollout = shape.plan, shape.config.learner, shape.config.rollout
     found = {}
-    accumulate, apply = ms.get(("learner", "accumulate")), ms.get(("learner", "apply"))
+    accumulate, apply = ms.get(("learner", ACCUMULATE)), ms.get(("learner", "apply"))
     if accumulate is not None and apply is not None:
         once = plan.microbatches_per_update * accumulate + apply
         scores = sum(
-            value or 0
-            for (role, name), value in ms.items()
-            if role == "learner" and "score" in name
+            value or 0 for (role, name), value in ms.items() if role == "learner" and name in SCORES
         )
         publish = sum(ms.get(("learner", name)) or 0 for name in ("snapshot", "canary"))
         found["learner"] = (
@@ -140,14 +154,13 @@ def print_plan(plan: ChipPlan, console: Console) -> None:
 def as_json(plan: ChipPlan) -> dict[str, Any]:
     """The plan as strict JSON can hold it."""
     shape, topology = plan.shape, plan.shape.topology
-    sets = "".join(f" --set {shlex.quote(one)}" for one in plan.overrides)
     return {
-        "command": f"python -m driver.plan --config {plan.config} --topology {topology.name}{sets}",
+        "command": plan.command,
         "config": plan.config,
         "overrides": list(plan.overrides),
         "topology": topology.name,
         "usable_bytes": topology.usable_bytes,
-        "versions": versions(),
+        "versions": compiler_versions(),
         "model": {
             "type": shape.model.model_type,
             "layers": shape.model.num_layers,
@@ -186,18 +199,6 @@ def as_json(plan: ChipPlan) -> dict[str, Any]:
             for one in plan.searched
         ],
     }
-
-
-def versions() -> dict[str, str | None]:
-    """Of what decides about the figures; None for what is not installed."""
-    return {name: _version(name) for name in ("jax", "jaxlib", "libtpu")}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _program_json(one: RunProgram) -> dict[str, Any]:

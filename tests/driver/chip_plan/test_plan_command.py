@@ -2,12 +2,13 @@
 
 import io
 import json
+import shlex
 
 import pytest
 from rich.console import Console
 
 from driver.chip_plan.chips import LIBTPU_ENVIRONMENT
-from driver.chip_plan.cli import main
+from driver.chip_plan.cli import command_of, main, parser
 
 DEMO = "deploy/runs/demo_cpu.yaml"
 SMALL = ("learner.microbatch_tokens=256", "rollout.decode.slots=8", "rollout.workers=1")
@@ -112,6 +113,37 @@ def test_where_no_micro_batch_fits_other_settings_are_named(plan):
     assert "by arithmetic, not compiled, this would fit: --set learner.lora.rank=16" in text
 
 
+def test_the_command_of_a_plan_has_every_argument_as_a_shell_takes_it(plan):
+    given = [
+        *("--config", "my runs/run.yaml", "--topology", "v6e:2x4"),
+        *("--set", "run.name=a b", "--set", "rollout.stop_strings=['\\n']", "--role", "worker"),
+        *("--model-config", "its config.json", "--layers", "3", "--usable-gib", "28.5"),
+    ]
+    command = command_of(parser().parse_args([*given, "--search", "--json", "plan.json"]))
+    assert shlex.split(command) == ["python", "-m", "driver.plan", *given, "--search"]
+    assert command_of(parser().parse_args(given[:4])) == (
+        "python -m driver.plan --config 'my runs/run.yaml' --topology v6e:2x4"
+    )
+    _, _, found = plan(*small(), "--role", "worker")
+    again = shlex.split(found["command"])
+    assert again[:3] == ["python", "-m", "driver.plan"]
+    assert again[-4:] == ["--role", "worker", "--layers", "1"]
+
+
+def test_a_search_after_a_verdict_compiles_nothing_twice(plan):
+    _, _, whole = plan(*small(), "--role", "worker")
+    (segment,) = [one for one in whole["programs"] if one["name"] == "segment"]
+    needs = max(one["needs_bytes"] for one in whole["programs"])
+    usable = (needs - segment["parts"]["KV cache"] // 2) / 2**30
+    code, text, found = plan(*small(), "--role", "worker", "--usable-gib", str(usable), "--search")
+    assert code == 1
+    tried = [line for line in text.splitlines() if line.startswith("  rollout.decode.slots=")]
+    assert 1 <= len(tried) == len(set(tried))
+    (slots,) = [one for one in found["search"] if one["key"] == "rollout.decode.slots"]
+    (nearest,) = [line for line in found["words"] if line.startswith("nearest that fits")]
+    assert f"rollout.decode.slots={slots['largest_that_fits']}," in nearest
+
+
 def test_json_goes_to_standard_output_alone(monkeypatch, capsys):
     for variable, value in LIBTPU_ENVIRONMENT.items():
         monkeypatch.setenv(variable, value)
@@ -134,6 +166,20 @@ def test_json_goes_to_standard_output_alone(monkeypatch, capsys):
         (["--set", "model.path=no/such/folder"], ["model.path=no/such/folder", "--model-config"]),
         (["--set", "learner.microbatch_tokens=20"], ["learner.microbatch_tokens=20 cannot hold"]),
         (["--set", "rollout.decode.loop=python"], ["only `while` is one program"]),
+        (["--usable-gib", "nan"], ["--usable-gib nan must be a finite number above 0"]),
+        (["--usable-gib", "inf"], ["--usable-gib inf must be a finite number above 0"]),
+        (
+            ["--set", "algorithm.policy_loss=no.such:f"],
+            ["algorithm.policy_loss=no.such:f: ", "Built in are clip"],
+        ),
+        (
+            ["--model-config", "deploy/demo/model/tokenizer_config.json"],
+            ["--model-config deploy/demo/model/tokenizer_config.json", "model_type"],
+        ),
+        (
+            ["--set=algorithm.distillation.teacher=no/such/folder"],
+            ["algorithm.distillation.teacher: ", "no/such/folder"],
+        ),
     ],
 )
 def test_bad_input_ends_with_2_and_one_clear_error(monkeypatch, capsys, arguments, parts):

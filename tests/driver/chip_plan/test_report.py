@@ -11,6 +11,7 @@ from driver.chip_plan.report import as_json, make_plan, print_plan, step_ms
 from driver.chip_plan.run_program import RunProgram
 from driver.chip_plan.run_shape import PlanRequest
 from driver.chip_plan.topology import parse_topology
+from driver.config.wording import say_bytes
 
 OVERRIDES = (
     *("learner.microbatch_tokens=256", "learner.updates_per_batch=2", "rollout.workers=1"),
@@ -23,19 +24,23 @@ OVERRIDES = (
 @pytest.fixture(scope="module")
 def shape():
     """One layer of the demo's model on the CPU; a micro-batch has two rows of 128 tokens."""
-    request = PlanRequest(
+    return request_of().shape()
+
+
+def request_of(*more):
+    return PlanRequest(
         path="deploy/runs/demo_cpu.yaml",
-        overrides=OVERRIDES,
+        overrides=(*OVERRIDES, *more),
         topology=parse_topology("cpu", 1.0),
         layers=1,
     )
-    return request.shape()
 
 
 def timed(role, name, ms, **more):
     return RunProgram(role=role, name=name, model_ms=ms, peak_bytes=1000, **more)
 
 
+COMMAND = "python -m driver.plan --config 'my run.yaml' --topology cpu --search"
 LEARNER = [
     timed("learner", "accumulate", 10.0, wires=(WireTraffic("all-gather", 36, 5_000_000),)),
     timed("learner", "apply", 3.0),
@@ -56,6 +61,11 @@ def test_scores_before_the_update_count_once_for_each_micro_batch(shape):
     assert step_ms(shape, scored)["learner"] == 2 * (24 * 10 + 3) + 1.5 + 24 * 2
 
 
+def test_shorter_rows_are_no_micro_batches_of_their_own(shape):
+    more = [timed("learner", f"{name}, shorter rows", 99.0) for name in ("accumulate", "score")]
+    assert step_ms(shape, [*LEARNER, *more]) == step_ms(shape, LEARNER)
+
+
 def test_a_step_of_the_worker_is_its_segments_and_prefills(shape):
     # 48 completions in 16 slots take 3 rounds, each of 3 segments of 16 tokens for 40.
     geometry = shape.worker.programs.geometry
@@ -69,7 +79,7 @@ def test_without_rates_there_is_no_time(shape):
 
 def test_the_report_says_what_is_a_model_and_what_it_leaves_out(shape):
     kernel = timed("learner", "accumulate", 10.0, unknown_work=("splash_mha",))
-    plan = make_plan("run.yaml", OVERRIDES, shape, [*LEARNER, *WORKER, kernel])
+    plan = make_plan(COMMAND, request_of(), shape, [*LEARNER, *WORKER, kernel])
     printed = io.StringIO()
     print_plan(plan, Console(file=printed, width=160))
     text = printed.getvalue()
@@ -80,5 +90,18 @@ def test_the_report_says_what_is_a_model_and_what_it_leaves_out(shape):
     found = json.loads(json.dumps(as_json(plan), allow_nan=False))
     assert found["programs"][0]["wires"] == {"all-gather": [36, 5_000_000]}
     assert found["step_model_ms_never_measured"]["learner"] == pytest.approx(487.5)
-    assert found["command"].startswith("python -m driver.plan --config run.yaml --topology cpu --s")
+    assert found["command"] == COMMAND
+    assert found["overrides"] == list(OVERRIDES)
     assert found["fits"] is True
+
+
+def test_notes_name_what_the_verdict_does_not_count():
+    request = request_of("rollout.stop_strings=[END]", "rollout.workers=2")
+    plan = make_plan(COMMAND, request, request.shape(), [*LEARNER, *WORKER])
+    host, stops, *_ = plan.notes
+    total = sum(plan.host.learner.values()) + 2 * sum(plan.host.worker.values())
+    assert f"the host memory of learner and 2 workers, at most {say_bytes(total)}, comes" in host
+    assert "planned without rollout.stop_strings" in stops
+    plain = request_of()
+    notes = make_plan(COMMAND, plain, plain.shape(), LEARNER).notes
+    assert not any("stop_strings" in note for note in notes)
