@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import kernels
 from driver.chip_plan.learner_programs import ACCUMULATE, SHORTER
+from driver.chip_plan.run_program import PlannedProgram
 from driver.chip_plan.run_shape import ROLES, PlanRequest, RunShape
 
 PROGRAMS = frozenset({ACCUMULATE, ACCUMULATE + SHORTER, "apply", "prefill", "segment"})
@@ -41,11 +42,19 @@ def fingerprint(request: PlanRequest, shape: RunShape) -> str:
 
 def _lowered(shape: RunShape) -> list[str]:
     return [
-        _KERNEL.sub("", planned.lower().as_text())
+        _text_of(planned)
         for role in ROLES
         for planned in shape.planned(role)
         if planned.name in PROGRAMS
     ]
+
+
+def _text_of(planned: PlannedProgram) -> str:
+    try:
+        return _KERNEL.sub("", planned.lower().as_text())
+    # Of a program that cannot be lowered, which the plan says (ProgramCompiler).
+    except Exception as error:
+        return f"{type(error).__name__} {error}"
 
 
 def kernel_sources(folder: pathlib.Path) -> str:

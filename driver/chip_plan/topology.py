@@ -46,7 +46,7 @@ def parse_topology(text: str, usable_gib: float | None = None) -> Topology:
     Raises:
         ConfigError: if there is none of that name, with those that there are.
     """
-    if usable_gib is not None and not (usable_gib > 0 and math.isfinite(usable_gib)):
+    if usable_gib is not None and not (usable_gib > 0 and math.isfinite(usable_gib * 2**30)):
         raise ConfigError(
             f"--usable-gib {usable_gib:g} must be a finite number above 0: leave it out for all "
             "that programs may use"

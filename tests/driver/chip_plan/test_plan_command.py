@@ -144,6 +144,22 @@ def test_a_search_after_a_verdict_compiles_nothing_twice(plan):
     assert f"rollout.decode.slots={slots['largest_that_fits']}," in nearest
 
 
+def test_a_program_that_cannot_be_traced_ends_with_1_and_says_why(plan, monkeypatch, tmp_path):
+    (tmp_path / "short_loss.py").write_text(
+        "def loss(logprob, ratio, advantage, **rest):\n"
+        "    if logprob.size > 100:  # more than the trial of a policy loss has\n"
+        "        raise RuntimeError('at most 100 tokens')\n"
+        "    return -ratio * advantage\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    code, text, found = plan(*small("algorithm.policy_loss=short_loss:loss"), "--role", "learner")
+    assert code == 1 and not found["fits"]
+    assert "learner accumulate does not compile: at most 100 tokens" in text
+    (accumulate,) = [one for one in found["programs"] if one["name"] == "accumulate"]
+    assert accumulate["error"] == "at most 100 tokens"
+    assert found["fingerprint"]
+
+
 def test_json_goes_to_standard_output_alone(monkeypatch, capsys):
     for variable, value in LIBTPU_ENVIRONMENT.items():
         monkeypatch.setenv(variable, value)
