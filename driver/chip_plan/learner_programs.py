@@ -125,8 +125,8 @@ class LearnerPrograms:
 
     @property
     def _on_this_host(self) -> dict[str, int]:
-        """What lies in the memory of the host, where that is the device's: also during `apply`,
-        which has the moments on the device as well.
+        """What lies in the memory of the host, where that is the device's. It counts beside `apply`
+        too: while moments are moved, before and after it, they are there twice.
         """
         is_cpu = self.config.placement.platform == "cpu"
         return {HOST_MOMENTS: self.offloaded_bytes} if is_cpu and self.offloaded_bytes else {}

@@ -54,7 +54,7 @@ def test_moments_in_the_memory_of_the_host_count_on_the_cpu_which_has_no_other()
     for name, program in planned(moved).items():
         assert program.beside[HOST_MOMENTS] == matrices, name
     whole = plain.learner.resident[MOMENTS]
-    assert planned(moved)["apply"].inside[MOMENTS] == whole  # on the device as well
+    assert planned(moved)["apply"].inside[MOMENTS] == whole  # they are moved there
     assert planned(moved, "worker") and moved.others("worker")[HOST_MOMENTS] == matrices
     assert HOST_MOMENTS not in plain.learner.resident
     assert moved.state_bytes == plain.state_bytes
