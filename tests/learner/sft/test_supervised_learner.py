@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from learner.config import LearnerConfig, MeshConfig, OptimizerConfig
 from learner.sft.sequences import train_sequence
 from learner.sft.supervised_learner import SupervisedLearner
-from learner.update.state import HOST_MEMORY
+from models.device_memory import HOST_MEMORY
 from models.files.checkpoint import load_model, to_named
 from tests.tiny_model import write_tiny_model
 
