@@ -8,7 +8,7 @@ replaced, and the steps since its last checkpoint are taken again with the recor
 import contextlib
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from driver.accounting.intake import StepBatch
@@ -16,6 +16,7 @@ from driver.accounting.leases import LeaseState, TrajectoryState
 from driver.accounting.quarantine import Quarantine
 from driver.accounting.run_spending import RunSpending, spending_metrics
 from driver.accounting.run_state import RunState
+from driver.checkpoints import Checkpoints
 from driver.config.prepare import Prepared
 from driver.config.sections.checkpoint import CheckpointConfig
 from driver.config.sections.placement import PlacementConfig
@@ -28,7 +29,6 @@ from driver.fleet.fleet_size import Scaler
 from driver.fleet.fleet_worker import FleetEvents, Worker
 from driver.reports.step_report import StepReports
 from driver.supervisor import Supervisor, keep_asking
-from learner.durable.saved import Saved, checkpoint_metrics
 from learner.durable.spool import CLAIM_S
 from learner.learner_records import Restored
 from rollout_worker.config.data_config import DataConfig
@@ -91,12 +91,13 @@ class Session:
         """Whether the initial workers were ready once."""
         self._agreed = False
         """Whether the learner is where the run state is, so that a checkpoint may be written."""
-        self._begun_step: int | None = None
-        """Of the newest checkpoint in the background, whose report may be on its way."""
-        self._saved_step: int | None = None
-        """Of the newest that is known to be complete, of the learner that is there."""
-        self._ended: list[Saved] = []
-        """Checkpoints that ended since a step was last closed."""
+        self._checkpoints = Checkpoints(
+            checkpoint,
+            supervisor=supervisor,
+            reports=reports,
+            warn=self._warn,
+            wait_s=placement.step_timeout_s,
+        )
         self.worker_errors: list[str] = []
         """Why processes were replaced, and what else was warned of, since a step was last closed;
         the newest last."""
@@ -153,13 +154,13 @@ class Session:
                 raise LearnerLost("the learner was not ready")
             if self._state.open is not None:
                 self._close_step(self._state.open)
-            self._save_last()
+            self._checkpoints.save_last(self._state)
         except (LearnerLost, NoAnswer) as error:
             self._say(f"no checkpoint was written, {error}: --resume goes on from the record")
 
     def close(self) -> None:
         """Ends the processes; a checkpoint in the background counts if it is complete by then."""
-        self._record_saved(self._supervisor.shutdown())
+        self._checkpoints.record(self._supervisor.shutdown(), self._state)
 
     def summarise(self) -> None:
         """Prints what the run came to; the last line is for machines."""
@@ -183,7 +184,7 @@ class Session:
 
     def _train(self) -> None:
         """Takes every step that is left, after an evaluation that is due or was cut short."""
-        state, steps, every = self._state, self._run.steps, self._checkpoint.every_steps
+        state, steps = self._state, self._run.steps
         first = state.step
         self._leasing = True
         if metrics := self._evaluator.catch_up(state):
@@ -196,12 +197,12 @@ class Session:
             if state.step - first >= UNSCORED_STEPS and state.never_scored:
                 self._say(f"no completion was scored in {state.step} steps: the run ends here")
                 return
-            if every and state.step % every == 0 and state.step < steps:
-                self._save_in_passing()
+            if state.step < steps:
+                self._checkpoints.save_in_passing(state)
 
     def _finish(self) -> None:
         """Leaves the last checkpoint and the exported policy, unless it is the initial one."""
-        self._save_last()
+        self._checkpoints.save_last(self._state)
         if self._prepared.adapter is not None and not self._state.failure:
             folder = str(self._folder / "adapter")
             written = self._supervisor.learner.export_adapter(folder)
@@ -213,67 +214,6 @@ class Session:
             chosen = self._checkpoint.export_dtype
             why = f"={chosen}" if chosen else " is null: as it came in, bfloat16 if quantised"
             self._say(f"exported the policy in {dtypes} (checkpoint.export_dtype{why})")
-
-    def _save_in_passing(self) -> None:
-        """Writes a checkpoint; if that fails, the run warns and goes on without it."""
-        if not self._checkpoint.asynchronous:
-            self._record_saved(self._save())
-            return
-        self._begun_step = self._state.step
-        begun = self._supervisor.learner.begin_save(*self._what_to_save())
-        self._supervisor.wait_for(begun, timeout_s=2 * self._wait_s)
-
-    def _save_last(self) -> None:
-        """Leaves a checkpoint of the last closed step, which may be there or on its way.
-
-        Raises:
-            RunError: if it cannot be written.
-        """
-        if self._begun_step == self._state.step:
-            self._record_saved(self._end_saving())
-        if self._saved_step == self._state.step:
-            return
-        *earlier, last = self._save()
-        self._record_saved(earlier)
-        if last.problem:
-            raise RunError(f"step {last.step}: {last.problem}; --resume goes on from the record")
-        self._record_saved([last])
-
-    def _end_saving(self) -> list[Saved]:
-        """Waits for the checkpoint in the background, as `_save` does for its own."""
-        ended = self._supervisor.learner.end_saving()
-        return self._supervisor.wait_for(ended, timeout_s=2 * self._wait_s, interruptible=False)
-
-    def _save(self) -> list[Saved]:
-        """Writes a checkpoint of the last closed step, after one that is still being written.
-
-        Returns:
-            Those that ended since the last report; the last is this one. A signal does not end the
-            wait, which would lose them.
-        """
-        saving = self._supervisor.learner.save(*self._what_to_save())
-        return self._supervisor.wait_for(saving, timeout_s=2 * self._wait_s, interruptible=False)
-
-    def _what_to_save(self) -> tuple[int, dict[str, Any], Mapping[int, float | None]]:
-        """The last closed step, the run state, and the scores of evaluated steps."""
-        state = self._state
-        kept = state.checkpoint_state(self._reports.ledger_state())
-        scores = state.evaluations.scores() if self._checkpoint.keep_best else {}
-        return state.step, kept, scores
-
-    def _record_saved(self, ended: Sequence[Saved]) -> None:
-        """Notes what became of checkpoints, oldest first."""
-        self._ended += ended
-        for saved in ended:
-            if saved.problem:
-                self._warn(
-                    f"step {saved.step}: {saved.problem}; the run goes on from the one before"
-                )
-            else:
-                self._saved_step = saved.step
-                self._reports.record_checkpoint(self._state.step, saved.step)
-            for left in saved.not_removed:
-                self._warn(f"step {saved.step}: {left}")
 
     @property
     def _steps_left(self) -> int:
@@ -326,7 +266,7 @@ class Session:
         Returns:
             digest by version of what the learner before had issued since that checkpoint.
         """
-        self._begun_step = self._saved_step = None
+        self._checkpoints.forget()
         restored = self._supervisor.wait_for(
             self._supervisor.learner.restore(), timeout_s=CLAIM_S + self._startup_s
         )
@@ -472,7 +412,7 @@ class Session:
                 timeout_s=2 * self._wait_s,
                 interruptible=False,
             )
-            self._record_saved(report.saved)
+            self._checkpoints.record(report.saved, state)
             state.intake.discard_groups(report.disowned)
             for group_id, outcome in report.outcomes.items():
                 state.leases.end_group(group_id, TrajectoryState(outcome))
@@ -523,8 +463,8 @@ class Session:
         self._record_queues()
         timings = self._supervisor.step_timings()
         spent = self._spending.take_step()
-        metrics |= spending_metrics(spent, self._spending.total) | checkpoint_metrics(self._ended)
-        self._ended.clear()
+        metrics |= spending_metrics(spent, self._spending.total)
+        metrics |= self._checkpoints.take_metrics()
         record = self._reports.close_step(
             self._state, metrics, timings, self._supervisor.memory(), spent=spent
         )
