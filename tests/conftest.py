@@ -1,9 +1,13 @@
 """Every test runs on eight CPU devices; what needs more is marked and skipped with its reason."""
 
+import contextlib
+import ctypes
+import functools
 import gc
 import json
 import os
 import pathlib
+import sys
 
 import pytest
 
@@ -15,6 +19,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # else a process of pytest-xd
 
 import hypothesis
 import jax
+import psutil
 
 # The same examples in every run. How long one takes says more of the machine than of the code.
 hypothesis.settings.register_profile(
@@ -64,6 +69,25 @@ def pytest_collection_modifyitems(items):
         for marker in ("service", "slow")
     }
     items.sort(key=lambda item: [item.path not in paths for paths in first.values()])
+
+
+MEMORY_BYTES = 2.5e9
+"""Above it, a process of the tests frees the programs that it has compiled."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def memory_is_freed():
+    """What the tests have compiled and kept would fill a machine in the course of a run."""
+    yield
+    if psutil.Process().memory_info().rss > MEMORY_BYTES:
+        for name in [name for name in sys.modules if name.startswith("tests.")]:
+            for kept in vars(sys.modules[name]).values():
+                if isinstance(kept, functools._lru_cache_wrapper):
+                    kept.cache_clear()
+        jax.clear_caches()
+        gc.collect()
+        with contextlib.suppress(AttributeError):  # glibc keeps what is free between small pieces
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared"
