@@ -60,6 +60,7 @@ GIVEN = {
     "learner.optimizer.beta1": ("0.8", ("learner.optimizer.name=sgd",), ()),
     "learner.optimizer.beta2": ("0.8", ("learner.optimizer.name=sgd",), ()),
     "learner.optimizer.moments_dtype": ("bfloat16", ("learner.optimizer.name=adafactor",), ()),
+    "learner.optimizer.offload": ("true", ("learner.optimizer.name=sgd",), ()),
     "learner.optimizer.eps": ("1e-6", ("learner.optimizer.name=lion",), ()),
     "learner.optimizer.final_fraction": ("0.1", (), ("learner.optimizer.schedule=cosine",)),
     "eval.beside_training": (
