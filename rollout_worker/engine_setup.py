@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from kernels import choose
 from kernels.decode_attention.ops import resolve
 from kernels.decode_attention.pallas_tpu import LANES
+from kernels.packed_attention.ops import plan_attention
 from models.adapter import AdapterShape
 from models.config import ModelConfig
 from models.tokenizer import Tokenizer
@@ -174,6 +175,7 @@ class EngineSetup:
             compute_dtype=jnp.dtype(decode.compute_dtype),
             attention_dtype=attention.operand_dtype,
             attention_impl=attention.impl,
+            prefill_attention=plan_attention("auto", self.platform),
             slots=decode.slots // mesh.shape["data"],
             segment_tokens=decode.segment_tokens,
             wide_cache=self.platform == "cpu",

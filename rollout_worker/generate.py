@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels.choose import XLA
+from kernels.packed_attention.ops import plan_attention
 from models.config import ModelConfig
 from models.files.checkpoint import load_model, read_model_config
 from models.load_tokenizer import load_tokenizer
@@ -145,6 +146,7 @@ def build_engine(
         compute_dtype=jnp.dtype(dtype),
         attention_dtype=jnp.dtype(dtype),
         attention_impl=XLA,
+        prefill_attention=plan_attention("auto", device.platform),
         slots=samples,
         segment_tokens=SEGMENT_TOKENS,
         wide_cache=device.platform == "cpu",

@@ -239,6 +239,24 @@ BREAKS = [
         "rollout_worker/engine/test_sampling.py",
     ),
     Break(
+        "rollout_worker/engine/kv_cache.py",
+        "before_S1 = (jnp.arange(S) < start)[:, None]",
+        "before_S1 = (jnp.arange(S) < S)[:, None]",
+        "rollout_worker/engine/test_prefill.py",
+    ),
+    Break(
+        "rollout_worker/engine/kv_cache.py",
+        "(jnp.arange(S + C) < start + C).astype(jnp.int32)[None],",
+        "(jnp.arange(S + C) < start).astype(jnp.int32)[None],",
+        "rollout_worker/engine/test_prefill.py",
+    ),
+    Break(
+        "rollout_worker/engine/kv_cache.py",
+        "impl=plan.impl_for(S, C))",
+        "impl=REFERENCE)",
+        "benchmarks/tpu/test_prefill_memory.py",
+    ),
+    Break(
         "rollout_worker/engine/stop_strings.py",
         "{chr(256 + i): byte for i, byte in enumerate(others)}",
         "{chr(255 + i): byte for i, byte in enumerate(others)}",

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.decode.variants import Variant
+from kernels.packed_attention.ops import plan_attention
 from models.transformer import Params
 from rollout_worker.engine.decode_request import DecodeRequest, FinishedRow, SamplingSettings
 from rollout_worker.engine.engine import Engine, EngineCounts
@@ -72,6 +73,7 @@ def decode_spec(layout: Layout, variant: Variant, slots: int) -> DecodeSpec:
         compute_dtype=jnp.dtype(variant.compute_dtype),
         attention_dtype=attention.operand_dtype,
         attention_impl=attention.impl,
+        prefill_attention=plan_attention("auto", platform),
         slots=slots // layout.mesh.shape["data"],
         segment_tokens=variant.segment_tokens if variant.loop == "while" else 1,
         wide_cache=platform == "cpu",

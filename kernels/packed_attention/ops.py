@@ -30,9 +30,15 @@ class AttentionPlan(NamedTuple):
     whole_tokens: int = 0
     """Rows of at most so many tokens have their scores whole, by the reference."""
 
-    def impl_for(self, row_tokens: int) -> str:
-        """The implementation for rows of a length."""
-        return choose.REFERENCE if row_tokens <= self.whole_tokens else self.impl
+    def impl_for(self, row_tokens: int, queries: int | None = None) -> str:
+        """The implementation for rows of a length.
+
+        Args:
+            queries: of each row, where they are a part of it: with few of them a longer row has no
+                more scores, and blocks of few queries take many steps. None for all tokens.
+        """
+        scores = row_tokens * (row_tokens if queries is None else queries)
+        return choose.REFERENCE if scores <= self.whole_tokens**2 else self.impl
 
     def __str__(self):
         if not self.whole_tokens:

@@ -14,6 +14,7 @@ Dimension key:
     N: query heads
     K: key/value heads
     S: columns
+    R: columns of a row with room for a chunk behind them
     H: head size
 """
 
@@ -23,8 +24,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
+from kernels.choose import REFERENCE
 from kernels.decode_attention.ops import decode_attention
+from kernels.packed_attention.ops import AttentionPlan, packed_attention
 from models.attention import attention
 from models.transformer import Attend
 
@@ -153,20 +158,35 @@ def _copy_rows(
     return jax.lax.while_loop(lambda carry: jnp.any(carry[0]), copy, (chosen_B, target))[1]
 
 
-def first_attend(entry_Q: jax.Array, *, operand_dtype: jnp.dtype) -> Attend:
+def first_attend(
+    entry_Q: jax.Array,
+    *,
+    operand_dtype: jnp.dtype,
+    plan: AttentionPlan,
+    heads_axis: str | None = None,
+    mesh: Mesh | None = None,
+) -> Attend:
     """Causal attention of the first chunk of every prompt, kept in the prefix pool.
 
     Args:
         entry_Q: int32; row of the pool for each prompt. An entry past the pool's end writes
             nothing: calls have a fixed number of prompts, and this marks the unused ones.
+        plan: for rows of a chunk's length.
+        heads_axis, mesh: as `decode_attention` takes them.
     """
 
     def attend(query_QCNH, key_QCKH, value_QCKH, layer: LayerCache):
-        C = query_QCNH.shape[1]
-        causal_CC = jnp.tril(jnp.ones((C, C), bool))
-        out = attention(
-            query_QCNH, key_QCKH, value_QCKH, causal_CC[None], operand_dtype=operand_dtype
-        )
+        Q, C = query_QCNH.shape[:2]
+        arrays = (query_QCNH, key_QCKH, value_QCKH)
+        impl = plan.impl_for(C)
+        if impl == REFERENCE:
+            causal_CC = jnp.tril(jnp.ones((C, C), bool))
+            out = attention(*arrays, causal_CC[None], operand_dtype=operand_dtype)
+        else:
+            heads = P(None, None, heads_axis)
+            op = partial(packed_attention, operand_dtype=operand_dtype, impl=impl)
+            op = _over_heads(op, (heads, heads, heads, P()), heads, heads_axis, mesh)
+            out = op(*arrays, jnp.ones((Q, C), jnp.int32))
 
         def keep(pool_BKSH, new_QCKH):
             columns = min(C, pool_BKSH.shape[2])
@@ -178,45 +198,128 @@ def first_attend(entry_Q: jax.Array, *, operand_dtype: jnp.dtype) -> Attend:
     return attend
 
 
-def next_attend(entry_Q: jax.Array, start_Q: jax.Array, *, operand_dtype: jnp.dtype) -> Attend:
+def next_attend(
+    entry_Q: jax.Array,
+    start_Q: jax.Array,
+    *,
+    operand_dtype: jnp.dtype,
+    plan: AttentionPlan,
+    heads_axis: str | None = None,
+    mesh: Mesh | None = None,
+) -> Attend:
     """Attention of a later chunk over the columns of its prompt in the pool, and over itself.
 
+    What the pool holds from a chunk's start on does not matter, and need not be finite.
+
     Args:
-        entry_Q: as in `first_attend`.
+        entry_Q, heads_axis, mesh: as in `first_attend`.
         start_Q: int32; position of each chunk's first token.
+        plan: for rows of the pool's width.
     """
 
     def attend(query_QCNH, key_QCKH, value_QCKH, layer: LayerCache):
         C, S = query_QCNH.shape[1], layer.key_BKSH.shape[2]
-        column_S = jnp.arange(S)
-        place_QC = start_Q[:, None] + jnp.arange(C)
-        visible_QCS = column_S <= place_QC[..., None]
-
-        def written(pool_BKSH, new_QCKH):
-            def one(row_KSH, new_KCH, start):
-                # XLA moves an update that does not fit back to where it does, over earlier
-                # columns. The padding of a last chunk may reach past the end: give it room.
-                room = jnp.pad(row_KSH, ((0, 0), (0, C), (0, 0)))
-                return jax.lax.dynamic_update_slice(room, new_KCH, (0, start, 0))[:, :S]
-
-            rows = pool_BKSH.at[entry_Q].get(mode="clip")
-            return jax.vmap(one)(rows, new_QCKH.swapaxes(1, 2).astype(rows.dtype), start_Q)
-
-        key_QKSH = written(layer.key_BKSH, key_QCKH)
-        value_QKSH = written(layer.value_BKSH, value_QCKH)
-        out = attention(
-            query_QCNH,
-            key_QKSH.swapaxes(1, 2),
-            value_QKSH.swapaxes(1, 2),
-            visible_QCS,
-            operand_dtype=operand_dtype,
-        )
-        return out, LayerCache(
-            layer.key_BKSH.at[entry_Q].set(key_QKSH, mode="drop"),
-            layer.value_BKSH.at[entry_Q].set(value_QKSH, mode="drop"),
-        )
+        arrays = (query_QCNH, key_QCKH, value_QCKH, layer, entry_Q, start_Q)
+        if plan.impl_for(S) == REFERENCE:
+            return _attend_whole(*arrays, operand_dtype=operand_dtype)
+        op = partial(_attend_in_turn, operand_dtype=operand_dtype, impl=plan.impl_for(S, C))
+        heads, columns = P(None, None, heads_axis), P(None, heads_axis)
+        given = (heads, heads, heads, columns, P(), P())
+        return _over_heads(op, given, (heads, columns), heads_axis, mesh)(*arrays)
 
     return attend
+
+
+def _attend_whole(
+    query_QCNH, key_QCKH, value_QCKH, layer: LayerCache, entry_Q, start_Q, *, operand_dtype
+) -> tuple[jax.Array, LayerCache]:
+    """Later chunks of all prompts at once, with whole scores against all columns."""
+    C, S = query_QCNH.shape[1], layer.key_BKSH.shape[2]
+    place_QC = start_Q[:, None] + jnp.arange(C)
+    visible_QCS = jnp.arange(S) <= place_QC[..., None]
+
+    def written(pool_BKSH, new_QCKH):
+        rows_QKSH = pool_BKSH.at[entry_Q].get(mode="clip")
+        return jax.vmap(_with_chunk)(rows_QKSH, new_QCKH, start_Q)[:, :, :S]
+
+    key_QKSH = written(layer.key_BKSH, key_QCKH)
+    value_QKSH = written(layer.value_BKSH, value_QCKH)
+    out = attention(
+        query_QCNH,
+        key_QKSH.swapaxes(1, 2),
+        value_QKSH.swapaxes(1, 2),
+        visible_QCS,
+        operand_dtype=operand_dtype,
+    )
+    return out, LayerCache(
+        layer.key_BKSH.at[entry_Q].set(key_QKSH, mode="drop"),
+        layer.value_BKSH.at[entry_Q].set(value_QKSH, mode="drop"),
+    )
+
+
+def _attend_in_turn(
+    query_QCNH, key_QCKH, value_QCKH, layer: LayerCache, entry_Q, start_Q, *, operand_dtype, impl
+) -> tuple[jax.Array, LayerCache]:
+    """Later chunks one prompt after the other, so that one row of the pool is copied at a time.
+
+    The number of turns is not known to the compiler, which would else unroll a single one, and read
+    the rows of many layers before it needs them.
+    """
+    C, (B, _, S, _) = query_QCNH.shape[1], layer.key_BKSH.shape
+
+    def one(q, carry: tuple[jax.Array, LayerCache]):
+        out_QCNH, layer = carry
+        entry, start = entry_Q[q], start_Q[q]
+
+        def written(pool_BKSH, new_QCKH):
+            return _with_chunk(pool_BKSH.at[entry].get(mode="clip"), new_QCKH[q], start)
+
+        key_KRH = written(layer.key_BKSH, key_QCKH)
+        value_KRH = written(layer.value_BKSH, value_QCKH)
+        out_1CNH = packed_attention(
+            query_QCNH[q][None],
+            key_KRH.swapaxes(0, 1)[None],
+            value_KRH.swapaxes(0, 1)[None],
+            (jnp.arange(S + C) < start + C).astype(jnp.int32)[None],
+            operand_dtype=operand_dtype,
+            start_C=start[None],
+            impl=impl,
+        )
+        layer = LayerCache(
+            layer.key_BKSH.at[entry].set(key_KRH[:, :S], mode="drop"),
+            layer.value_BKSH.at[entry].set(value_KRH[:, :S], mode="drop"),
+        )
+        return out_QCNH.at[q].set(out_1CNH[0]), layer
+
+    turns = jnp.max(jnp.where(entry_Q < B, jnp.arange(1, len(entry_Q) + 1), 0))
+    return jax.lax.fori_loop(0, turns, one, (jnp.zeros_like(query_QCNH), layer))
+
+
+def _with_chunk(row_KSH: jax.Array, new_CKH: jax.Array, start: jax.Array) -> jax.Array:
+    """A row up to a chunk's start, then the chunk, then zeros: [K, S + C, H] in the row's dtype.
+
+    XLA moves an update that does not fit back to where it does, over earlier columns. The padding
+    of a last chunk may reach past the end, so that there is room for it.
+    """
+    C, S = new_CKH.shape[0], row_KSH.shape[1]
+    before_S1 = (jnp.arange(S) < start)[:, None]
+    room_KRH = jnp.pad(jnp.where(before_S1, row_KSH, 0), ((0, 0), (0, C), (0, 0)))
+    new_KCH = new_CKH.swapaxes(0, 1).astype(row_KSH.dtype)
+    return jax.lax.dynamic_update_slice(room_KRH, new_KCH, (0, start, 0))
+
+
+def _over_heads(function, in_specs, out_specs, heads_axis: str | None, mesh: Mesh | None):
+    """`function` of this device's heads: the compiler does not cut a TPU kernel by itself."""
+    if heads_axis is None:
+        return function
+    return jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names={heads_axis} if mesh is None else set(mesh.axis_names),
+        check_vma=False,  # a Pallas call says nothing of what varies over which axis
+    )
 
 
 def decode_attend(position_B: jax.Array, **how) -> Attend:

@@ -20,7 +20,7 @@ import numpy as np
 from models.transformer import Params, forward
 from rollout_worker.engine.kv_cache import LayerCache, first_attend, next_attend
 from rollout_worker.engine.layout import embed
-from rollout_worker.engine.slots import DecodeSpec
+from rollout_worker.engine.slots import DecodeSpec, mesh_arguments
 
 SHORTEST_CHUNK = 32
 
@@ -60,10 +60,13 @@ def prefill(
     C = chunks.token_QC.shape[1]
     # XLA:CPU supports bfloat16 products of some shapes only, and fails when the others run.
     operand_dtype = jnp.dtype("float32") if spec.wide_cache else spec.attention_dtype
+    how: Any = dict(
+        operand_dtype=operand_dtype, plan=spec.prefill_attention, **mesh_arguments(spec)
+    )
     if first:
-        attend = first_attend(chunks.entry_Q, operand_dtype=operand_dtype)
+        attend = first_attend(chunks.entry_Q, **how)
     else:
-        attend = next_attend(chunks.entry_Q, chunks.start_Q, operand_dtype=operand_dtype)
+        attend = next_attend(chunks.entry_Q, chunks.start_Q, **how)
     _, pool = forward(
         params,
         spec.layout.config,

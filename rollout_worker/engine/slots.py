@@ -44,6 +44,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from kernels.packed_attention.ops import AttentionPlan
 from models.transformer import Params, forward, head_weight, logits
 from rollout_worker.engine.kv_cache import LayerCache, copy_prefixes, decode_attend, park_rows
 from rollout_worker.engine.layout import Layout, embed
@@ -69,7 +70,9 @@ class DecodeSpec:
     attention_dtype: jnp.dtype
     """Of the operands of attention's products; its scores and sums are float32."""
     attention_impl: str
-    """One of `kernels.choose.IMPLEMENTATIONS`."""
+    """Of a new token over the cache; one of `kernels.choose.IMPLEMENTATIONS`."""
+    prefill_attention: AttentionPlan
+    """Of the chunks of a prompt."""
     slots: int
     """Of each lane."""
     segment_tokens: int
@@ -213,7 +216,7 @@ def token_step(
             impl=spec.attention_impl,
             operand_dtype=spec.attention_dtype,
             **_shared_prefixes(slots, rows, spec),
-            **_mesh_arguments(spec),
+            **mesh_arguments(spec),
         ),
         compute_dtype=spec.compute_dtype,
         product_dtype=jnp.dtype("float32"),
@@ -265,8 +268,8 @@ def _shared_prefixes(slots: Slots, rows: Rows, spec: DecodeSpec) -> dict[str, ja
     return {"leader_B": leader_B, "shared_B": shared_B}
 
 
-def _mesh_arguments(spec: DecodeSpec) -> dict[str, Any]:
-    """The mesh arguments of an operation inside a lane."""
+def mesh_arguments(spec: DecodeSpec) -> dict[str, Any]:
+    """The mesh arguments of attention inside a lane."""
     mesh = spec.layout.mesh
     if mesh.size == 1:
         return {}

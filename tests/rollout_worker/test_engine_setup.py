@@ -1,9 +1,12 @@
 """What a configuration makes of a worker's devices, before there are any and with them."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
+from kernels import choose
 from models.config import ModelConfig
 from rollout_worker.config.rollout_config import DecodeConfig, RolloutConfig
 from rollout_worker.engine.decode_programs import device_bytes
@@ -103,6 +106,16 @@ def test_a_run_without_an_environment_keeps_no_episode_and_plans_no_program_for_
 def test_the_copy_holds_every_published_value(weights, compute, expected):
     setup = setup_of(weights_dtype=weights, compute_dtype=compute)
     assert setup.copy_dtype == np.dtype(expected)
+
+
+@pytest.mark.parametrize(
+    "platform, long, short",
+    [("cpu", choose.XLA, 64), ("gpu", choose.XLA, 2048), ("tpu", choose.PALLAS_TPU, 512)],
+)
+def test_prefill_of_long_prompts_goes_block_by_block(platform, long, short):
+    setup = dataclasses.replace(setup_of(), platform=platform)
+    plan = setup.spec(setup.abstract_mesh(1), valid_vocab=64).prefill_attention
+    assert plan.impl_for(short) == choose.REFERENCE and plan.impl_for(short + 1) == long
 
 
 def test_the_kernel_gets_one_cache_of_whole_blocks():

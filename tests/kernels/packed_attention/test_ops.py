@@ -64,6 +64,12 @@ def test_auto_keeps_the_scores_of_short_rows_whole(choice, platform, long, short
     assert plan.impl_for(WHOLE_TOKENS[platform]) == short
 
 
+def test_a_few_queries_of_a_longer_row_have_as_many_scores_as_a_short_row():
+    plan = plan_attention("auto", "cpu")
+    assert plan.impl_for(128, queries=32) == choose.REFERENCE
+    assert plan.impl_for(129, queries=32) == choose.XLA
+
+
 def literal_ranges(segment_JL, window):
     """Which blocks hold a pair of tokens of which one sees the other, by looking at every pair."""
     J, L = segment_JL.shape

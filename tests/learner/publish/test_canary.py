@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from kernels.packed_attention.ops import plan_attention
 from learner.publish.canary import ScoredProbe, make_canary
 from learner.publish.publisher import Publisher
 from learner.publish.snapshot import PUBLISH_DTYPES
@@ -72,6 +73,7 @@ def worker(compute=F32, wire=F32, *, data=1, tensor=1, model=MODEL, valid_vocab=
         compute_dtype=jnp.dtype(compute),
         attention_dtype=jnp.dtype(F32),
         attention_impl="xla",
+        prefill_attention=plan_attention("auto", "cpu"),
         slots=4,
         segment_tokens=4,
         wide_cache=True,

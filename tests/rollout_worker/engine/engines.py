@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels.packed_attention.ops import plan_attention
 from models.config import ModelConfig
 from models.transformer import (
     forward,
@@ -36,6 +37,7 @@ MODEL = ModelConfig(
 PROMPT_TOKENS, NEW_TOKENS = 40, 12
 STOP_IDS = (5, 9)
 VALID_VOCAB = 60
+PREFILL = plan_attention("auto", "cpu")
 F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 
 
@@ -62,6 +64,7 @@ def make_engine(
     loop="while",
     attention=F32,
     attention_impl="xla",
+    prefill_attention=PREFILL,
     dtype=F32,
     wide_cache=False,
     stops=None,
@@ -80,6 +83,7 @@ def make_engine(
         wide_cache=wide_cache,
         attention_dtype=attention,
         attention_impl=attention_impl,
+        prefill_attention=prefill_attention,
         slots=slots,
         segment_tokens=segment_tokens,
     )

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels.packed_attention.ops import plan_attention
 from models.files.checkpoint import load_model, save_model, to_named
 from models.load_tokenizer import load_tokenizer
 from models.transformer import forward, head_weight, logits, packed_attend
@@ -85,6 +86,7 @@ def completions(smollm2, with_layers):
             compute_dtype=dtype,
             attention_dtype=dtype,
             attention_impl="xla",
+            prefill_attention=plan_attention("auto", "cpu"),
             slots=6,
             segment_tokens=16,
             wide_cache=True,

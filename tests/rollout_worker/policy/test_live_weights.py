@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from kernels.packed_attention.ops import plan_attention
 from models.adapter import BASE_DIGEST, adapter_shapes, join
 from models.transformer import forward, head_weight, logits, packed_attend
 from rollout_worker.canary import BOUNDS, CanaryCheck
@@ -61,6 +62,7 @@ def worker(compute=F32, wire=F32, *, data=1, tensor=1, base_dtype=F32, params=No
         compute_dtype=jnp.dtype(compute),
         attention_dtype=jnp.dtype(F32),
         attention_impl="xla",
+        prefill_attention=plan_attention("auto", "cpu"),
         slots=4,
         segment_tokens=4,
         wide_cache=True,
