@@ -46,7 +46,7 @@ from learner.update.train_step import (
 )
 from models.adapter import AdapterShape, abstract_adapter, join
 from models.config import ModelConfig
-from models.layer_scan import Remat
+from models.layer_scan import Remat, layout_for
 from models.transformer import Params, abstract_params
 
 
@@ -170,6 +170,7 @@ def make_learner_functions(
         attention=plan_attention(learner.attention, devices[0].platform),
         compute_dtype=jnp.dtype(learner.compute_dtype),
         remat=Remat(learner.remat),
+        layout=layout_for(devices[0].platform),
         adapter_scale=1.0 if adapter is None else adapter.scale,
     )
     plan = None if teacher is None else _plan_teacher(teacher, algorithm, mesh, whole_specs)

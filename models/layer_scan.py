@@ -47,6 +47,25 @@ class Remat(enum.StrEnum):
     """The layer's input, in the memory of the host."""
 
 
+class LayerLayout(NamedTuple):
+    """How the same layers are laid out for a compiler; what they give is the same."""
+
+    flat: bool = False
+    """The tokens of all rows lie on one axis, but for attention: [B T, D]. So products of [B, T]
+    are products of matrices, of which XLA:CPU transposes an operand without a copy."""
+    unrolled: int = 0
+    """Up to so many layers follow one another without a loop, where everything is kept of them:
+    what a loop keeps is stacked, and XLA:CPU fills each stack with zeros before, on one core."""
+
+
+_CPU = LayerLayout(flat=True, unrolled=8)
+
+
+def layout_for(platform: str) -> LayerLayout:
+    """What suits a platform, as `jax.Device.platform` has it."""
+    return _CPU if platform == "cpu" else LayerLayout()
+
+
 class Backward(NamedTuple):
     """How the gradients of stacked layers are formed."""
 
@@ -55,6 +74,12 @@ class Backward(NamedTuple):
     """float32 sums, stacked, of those leaves of the layers that train."""
     complete: Callable[[Any], Any]
     """A gradient of one layer as this device has it -> what is added to the sums."""
+    layout: LayerLayout = LayerLayout()
+
+    def unrolls(self, layers: int) -> bool:
+        """Whether so many layers are no loop."""
+        # What is made again would be found to be there already, outside a loop, and kept.
+        return self.remat is Remat.NONE and layers <= self.layout.unrolled
 
 
 def scan_layers(
@@ -63,17 +88,20 @@ def scan_layers(
     """Runs all layers.
 
     Args:
+        x_BTD: [B T, D] where the layers take it so.
         layer: may close over arrays in which nothing is differentiated.
         layers: tree with a leading layer axis.
         gather: makes the weights of one layer whole.
 
     Returns:
-        [B, T, D]. Its derivative in `backward.so_far` is so_far with the layers' gradients added,
+        As x_BTD. Its derivative in `backward.so_far` is so_far with the layers' gradients added,
         and in `layers` zero.
     """
     first = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
     traced = _traced(layer, x_BTD, jax.eval_shape(gather, first), backward)
     offloads = backward.remat is Remat.OFFLOAD
+    count = len(jax.tree.leaves(layers)[0])
+    unroll = backward.unrolls(count)
 
     @jax.custom_vjp
     def run(x_BTD, layers, so_far):
@@ -84,7 +112,7 @@ def scan_layers(
             x_BTD, kept = traced.forward(x_BTD, gather(weights))
             return x_BTD, _to_memory(kept, jax.memory.Space.Host) if offloads else kept
 
-        x_BTD, kept_L = jax.lax.scan(step, x_BTD, layers)
+        x_BTD, kept_L = jax.lax.scan(step, x_BTD, layers, unroll=unroll)
         return x_BTD, (kept_L, layers, so_far)
 
     def pull(residuals, d_x_BTD):
@@ -106,9 +134,8 @@ def scan_layers(
             added = lambda sums, grad: sums.at[number].add(grad)
             return (d_x_BTD, jax.tree.map(added, so_far, grads)), None
 
-        count = len(jax.tree.leaves(layers)[0])
-        xs = (jax.numpy.arange(count), layers, kept_L)
-        (d_x_BTD, so_far), _ = jax.lax.scan(step, (d_x_BTD, so_far), xs, reverse=True)
+        start, xs = (d_x_BTD, so_far), (jax.numpy.arange(count), layers, kept_L)
+        (d_x_BTD, so_far), _ = jax.lax.scan(step, start, xs, reverse=True, unroll=unroll)
         return d_x_BTD, None, so_far
 
     run.defvjp(forward, pull)

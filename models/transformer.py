@@ -123,14 +123,14 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD, rotary_BTH, attend, layer_cache):
-        """Returns what is added to x, [B, T, D], and the new layer cache."""
+        """Returns what is added to x, in its shape, and the new layer cache."""
         c = self.config
-        B, T, D = x_BTD.shape
+        *tokens, D = x_BTD.shape
         linear = partial(Linear, product_dtype=self.product_dtype)
 
         def heads(name, count):
             projected = linear(count * c.head_dim, c.qkv_bias, name=f"{name}_proj")(x_BTD)
-            return projected.reshape(B, T, count, c.head_dim)
+            return projected.reshape(*tokens, count, c.head_dim)
 
         query_BTNH = heads("q", c.num_heads)
         key_BTKH = heads("k", c.num_kv_heads)
@@ -141,7 +141,7 @@ class Attention(nn.Module):
         out_BTNH, layer_cache = attend(
             rotate(query_BTNH, rotary_BTH), rotate(key_BTKH, rotary_BTH), value_BTKH, layer_cache
         )
-        out = linear(D, c.o_bias, name="o_proj")(out_BTNH.reshape(B, T, -1))
+        out = linear(D, c.o_bias, name="o_proj")(out_BTNH.reshape(*tokens, -1))
         return out, layer_cache
 
 
@@ -164,14 +164,16 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One decoder layer; submodule names are Hugging Face's."""
+    """One decoder layer; submodule names are Hugging Face's. Its arrays may have one axis [B T] in
+    place of [B, T], if `attend` takes them so.
+    """
 
     config: ModelConfig
     product_dtype: Any = None
 
     @nn.compact
     def __call__(self, x_BTD, rotary_BTH, attend, layer_cache):
-        """Returns the layer's output [B, T, D] and the new layer cache."""
+        """Returns the layer's output, in the shape of x, and the new layer cache."""
         eps = self.config.rms_norm_eps
         normed = RMSNorm(eps, name="input_layernorm")(x_BTD)
         attended, layer_cache = Attention(self.config, self.product_dtype, name="self_attn")(
@@ -251,6 +253,10 @@ def forward(
         x_BTD = embed(params["embed_tokens"], token_ids_BT)
     x_BTD = x_BTD.astype(compute_dtype)
     cos_sin = rotary(position_BT, config)
+    if backward is not None and backward.layout.flat:
+        # [B T] of what is called BT, until the layers are done.
+        x_BTD, cos_sin = jax.tree.map(flat, (x_BTD, cos_sin))
+        attend = _flat_attend(attend, *token_ids_BT.shape)
 
     def run_block(x_BTD, layer_params, layer_cache):
         block = Block(config, product_dtype)
@@ -273,7 +279,23 @@ def forward(
         )
     norm = gather("norm", params["norm"])
     hidden_BTD = RMSNorm(config.rms_norm_eps).apply({"params": norm}, x_BTD)
-    return cast(jax.Array, hidden_BTD), new_cache
+    return cast(jax.Array, hidden_BTD).reshape(*token_ids_BT.shape, -1), new_cache
+
+
+def flat(array_BT: jax.Array) -> jax.Array:
+    """[B, T, ..] as [B T, ..]."""
+    return array_BT.reshape(-1, *array_BT.shape[2:])
+
+
+def _flat_attend(attend: Attend, B: int, T: int) -> Attend:
+    """The same over arrays that have one axis for both."""
+
+    def flat_attend(query, key, value, layer_cache):
+        rows = (array.reshape(B, T, *array.shape[1:]) for array in (query, key, value))
+        out_BTNH, layer_cache = attend(*rows, layer_cache)
+        return flat(out_BTNH), layer_cache
+
+    return flat_attend
 
 
 def look_up(embed_tokens: Params, token_ids: jax.Array) -> jax.Array:

@@ -35,7 +35,7 @@ from learner.update.train_step import (
 )
 from models.config import ModelConfig
 from models.flops import flops_metrics, training_flops
-from models.layer_scan import Remat
+from models.layer_scan import Remat, layout_for
 from models.transformer import Params
 
 
@@ -80,6 +80,7 @@ class SupervisedLearner:
             attention=plan_attention(config.attention, devices[0].platform),
             compute_dtype=jnp.dtype(config.compute_dtype),
             remat=Remat(config.remat),
+            layout=layout_for(devices[0].platform),
         )
         self._model = model
         self._devices, self._compute_dtype = devices, config.compute_dtype

@@ -28,11 +28,11 @@ from kernels.linear_distillation.xla import TokensAndHead
 from kernels.linear_objective.reference import Objective
 from kernels.token_logprob.reference import TokenLogprob
 from learner.objective.batching import MicroBatch
-from learner.update.head import LOGITS, HeadPlan, PolicyHead, flat
+from learner.update.head import LOGITS, HeadPlan, PolicyHead
 from learner.update.mesh import SHARDS
 from learner.update.sharding import cut_by_rows, make_gather, param_specs
 from models.config import ModelConfig
-from models.transformer import Params, head_weight
+from models.transformer import Params, flat, head_weight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

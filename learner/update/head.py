@@ -25,7 +25,7 @@ from kernels.linear_objective.schedule import HeadOptions
 from kernels.token_logprob.ops import TokenLogprob, token_logprob
 from learner.update.mesh import AXES, SHARDS
 from learner.update.sharding import cut_by_rows, is_sharded
-from models.transformer import Gather, Params, head_weight, logits
+from models.transformer import Gather, Params, flat, head_weight, logits
 
 LOGITS = "logits"
 """The schedule that has the logits of a micro-batch whole, in float32."""
@@ -213,8 +213,3 @@ class PolicyHead:
             TokenLogprob(d_logprob_BT, jnp.zeros_like(d_logprob_BT), d_entropy_BT)
         )
         return scores, d_hidden_BTD, d_head_VD.astype(jnp.float32)
-
-
-def flat(array_BT: jax.Array) -> jax.Array:
-    """[B, T, ..] as [N, ..]."""
-    return array_BT.reshape(-1, *array_BT.shape[2:])

@@ -39,7 +39,7 @@ from learner.update.sharding import (
 from learner.update.state import TrainState
 from models.adapter import join
 from models.config import ModelConfig
-from models.layer_scan import Backward, Remat
+from models.layer_scan import Backward, LayerLayout, Remat
 from models.transformer import Params, forward
 
 SUMS = (
@@ -70,6 +70,8 @@ class PolicyOptions(NamedTuple):
     attention: AttentionPlan
     compute_dtype: jnp.dtype
     remat: Remat
+    layout: LayerLayout = LayerLayout()
+    """Of the layers, where gradients are formed."""
     adapter_scale: float = 1.0
     """Of an adapter, where the parameters have one (models/adapter.py)."""
 
@@ -167,7 +169,7 @@ def make_accumulate(
 
         def states(others, layers_so_far):
             trained = {**others, STACKED: params[STACKED]}
-            backward = Backward(options.remat, layers_so_far, complete)
+            backward = Backward(options.remat, layers_so_far, complete, options.layout)
             return hidden_states(whole(trained), batch, backward)
 
         hidden_BTD, pull = jax.vjp(states, others, so_far[STACKED])

@@ -11,7 +11,7 @@ from benchmarks.compiled_program import program_sizes
 from kernels.packed_attention.ops import AttentionPlan
 from models.adapter import abstract_adapter, adapter_shape, join
 from models.config import ModelConfig
-from models.layer_scan import Backward, Remat, kept_bytes
+from models.layer_scan import Backward, LayerLayout, Remat, kept_bytes, layout_for
 from models.rope import rotary
 from models.transformer import Block, abstract_params, forward, init_params, packed_attend
 
@@ -28,6 +28,11 @@ CONFIG = ModelConfig(
     tie_word_embeddings=True,
 )
 TOKENS = 48
+LOOPED, FLAT, UNROLLED = (
+    LayerLayout(),
+    LayerLayout(flat=True),
+    LayerLayout(unrolled=CONFIG.num_layers),
+)
 LAYERS_BYTES = 12 * 4 * (32 * (32 + 32 + 32) + 3 * 32 * 96)
 
 
@@ -42,14 +47,17 @@ def given():
     return params, ids, segments, so_far
 
 
-def loss(params, backward=None, *, impl="xla", dtype=jnp.float32):
+def loss(params, backward=None, *, impl="xla", dtype=jnp.float32, rows=1):
     _, ids, segments, _ = given()
+    position, weight = jnp.arange(TOKENS), jnp.cos(jnp.arange(TOKENS))
+    ids, segments, position, weight = (
+        array.reshape(rows, -1) for array in (ids, segments, position, weight)
+    )
     attend = packed_attend(segments, operand_dtype=dtype, plan=AttentionPlan(impl))
-    position = jnp.arange(TOKENS)[None]
     hidden, _ = forward(
         params, CONFIG, ids, position, attend, compute_dtype=dtype, backward=backward
     )
-    return (hidden.astype(jnp.float32) * jnp.cos(jnp.arange(TOKENS))[None, :, None]).sum()
+    return (hidden.astype(jnp.float32) * weight[..., None]).sum()
 
 
 @functools.cache
@@ -58,11 +66,12 @@ def program(remat, **how):
     return traced(remat, **how).lower().compile()
 
 
-def traced(remat, **how):
+def traced(remat, layout=LOOPED, **how):
     """(params, sums so far) -> gradients of what is not in the layers, and the sums."""
 
     def summed(others, so_far, layers):
-        return loss({**others, "layers": layers}, Backward(remat, so_far, lambda g: g), **how)
+        backward = Backward(remat, so_far, lambda g: g, layout)
+        return loss({**others, "layers": layers}, backward, **how)
 
     def gradients(params, so_far):
         others = {name: tree for name, tree in params.items() if name != "layers"}
@@ -92,6 +101,57 @@ def test_every_policy_gives_the_gradient_of_jax(remat):
 @pytest.mark.parametrize("impl", ["reference", "pallas_interpret"])
 def test_with_every_attention(remat, impl):
     assert_gradients_of_jax(program(remat, impl=impl), 2e-6, impl=impl)
+
+
+@pytest.mark.parametrize(
+    "remat, layout",
+    [(remat, FLAT) for remat in Remat]
+    + [(Remat.NONE, UNROLLED), (Remat.NONE, FLAT._replace(unrolled=CONFIG.num_layers))],
+)
+def test_every_layout_gives_the_gradient_of_jax(remat, layout):
+    compiled = program(remat, layout=layout, impl="reference", rows=2)
+    assert_gradients_of_jax(compiled, 2e-6, impl="reference", rows=2)
+
+
+def test_rows_of_flat_tokens_attend_to_themselves_block_by_block():
+    compiled = program(Remat.ATTENTION, layout=FLAT, rows=2)
+    assert_gradients_of_jax(compiled, 2e-6, rows=2)
+
+
+def test_flat_tokens_make_every_product_with_weights_one_of_matrices():
+    over_both = "contracting_dims = [0, 1] x [0, 1]"
+    text = {
+        layout: traced(Remat.NONE, layout, impl="reference").lower().as_text()
+        for layout in (LOOPED, FLAT)
+    }
+    assert over_both in text[LOOPED]
+    assert over_both not in text[FLAT]
+
+
+@pytest.mark.parametrize(
+    "remat, at_most, loops",
+    [
+        (Remat.NONE, CONFIG.num_layers, False),
+        (Remat.NONE, CONFIG.num_layers - 1, True),
+        (Remat.LAYER, CONFIG.num_layers, True),
+    ],
+)
+def test_layers_are_a_loop_where_they_are_many_or_made_again(remat, at_most, loops):
+    lowered = traced(remat, LayerLayout(unrolled=at_most), impl="reference").lower()
+    assert ("stablehlo.while" in lowered.as_text()) == loops
+
+
+def test_layers_without_a_loop_take_no_more_memory():
+    looped, unrolled = (
+        program(Remat.NONE, layout=layout, impl="reference") for layout in (LOOPED, UNROLLED)
+    )
+    assert temp_bytes(unrolled) <= temp_bytes(looped)
+
+
+def test_only_a_cpu_has_a_layout_of_its_own():
+    assert layout_for("tpu") == layout_for("gpu") == LOOPED
+    assert layout_for("cpu").flat
+    assert layout_for("cpu").unrolled > 0
 
 
 def test_in_bfloat16_the_sums_are_float32():

@@ -279,3 +279,12 @@ def test_update_that_is_not_finite_leaves_everything_as_it_was(small, gradient, 
     state, report = apply(state, accumulator, jnp.float32(1.0))
     assert report["skipped"] == 1.0
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), before)
+
+
+def test_a_learner_on_a_cpu_lays_its_layers_out_for_it():
+    made = builders.make_core()._functions
+    params = made.abstract_state.params
+    accumulator = jax.eval_shape(made.empty, params)
+    lowered = made.accumulate.lower(params, None, accumulator, made.batch_shapes(2, 64))
+    # Every gradient of weights is one product of matrices.
+    assert "contracting_dims = [0, 1] x [0, 1]" not in lowered.as_text()
